@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,15 +100,55 @@ def _load(entry: HfData, access: Access) -> Any:
                 hint="Save one entry per split: DatasetDict(train=..., test=...).save_to_disk(path).",
             )
         return loaded
-    if access.offline:
-        raise DataError(
-            f"{entry.path}: no such folder, and nothing is downloaded while offline",
-            hint="Save the data set with save_to_disk on a machine with a network and name the folder.",
-        )
+    if access.offline or datasets.config.HF_HUB_OFFLINE:
+        return _cached(entry)
     log.info("loading the data set %s from the Hugging Face Hub", entry.path)
-    hint = "Check the id and `config`, or name a folder written by save_to_disk."
+    hint = "Check the id, `config` and `revision`, or name a folder written by save_to_disk."
     with refused(f"{entry.path}: the data set can't be loaded", hint):
-        return datasets.load_dataset(entry.path, entry.config)
+        return datasets.load_dataset(entry.path, entry.config, revision=entry.revision)
+
+
+def _cached(entry: HfData) -> Any:
+    """A data set of the Hub that is in the local cache: as it was once loaded, or its repository as downloaded."""
+    import datasets
+
+    with _no_network():
+        # What was loaded before is not tied to a revision, so that it serves only where none is asked for.
+        with contextlib.suppress(Exception):  # whatever it lacks, the repository may be there
+            if entry.revision is None:
+                return datasets.load_dataset(entry.path, entry.config)
+        folder = repository_folder(entry.path, entry.revision)
+        if folder is None:
+            flag = f" --revision {entry.revision}" if entry.revision else ""
+            raise DataError(
+                f"{entry.path}: no such folder, not in the local cache, and nothing is downloaded while offline",
+                hint=f"Run once where there is a network: hf download --repo-type dataset {entry.path}{flag}",
+            )
+        with refused(f"{entry.path}: the data set in {folder} can't be loaded", "Download it again, whole."):
+            return datasets.load_dataset(str(folder), entry.config)
+
+
+def repository_folder(path: str, revision: str | None = None) -> Path | None:
+    """Where the Hub's local cache has a data set's repository; None where it has not."""
+    from huggingface_hub import snapshot_download
+
+    with contextlib.suppress(Exception):  # the library's own errors
+        found = snapshot_download(path, repo_type="dataset", revision=revision, local_files_only=True)
+        return Path(found)
+    return None
+
+
+@contextlib.contextmanager
+def _no_network() -> Iterator[None]:
+    import datasets
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def _folders(entry: HfData) -> list[Path]:

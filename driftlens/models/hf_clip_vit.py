@@ -30,7 +30,13 @@ from driftlens.models.architecture import (
     weightless,
 )
 from driftlens.models.chain import adapters
-from driftlens.models.loading import TOKENIZERS, image_processor_config, missing_config, read_config
+from driftlens.models.loading import (
+    TOKENIZERS,
+    image_processor_config,
+    missing_config,
+    pretrained,
+    read_config,
+)
 from driftlens.models.preprocessing import hf_preprocess
 from driftlens.models.refusals import require_plain, wrong_family
 from driftlens.models.sources import StateSource
@@ -227,7 +233,7 @@ def _tokenizer(source: str, text_config: Any, offline: bool) -> Any:
     from transformers import CLIPTokenizer
 
     try:
-        tokenizer = CLIPTokenizer.from_pretrained(source, local_files_only=offline)
+        tokenizer = CLIPTokenizer.from_pretrained(**pretrained(source), local_files_only=offline)
     except Exception:  # a missing or broken file: the tokenizers library raises nothing more precise
         tokenizer = None
     # The text feature is read at the token that ends the prompt; older configurations say 2 and mean the last.

@@ -56,7 +56,8 @@ def open_checkpoint(
 
     Args:
         path: a `.safetensors`, `.pt`, `.pth` or `.bin` file; a folder as `save_pretrained`, open_clip or the
-            Hub lay it out, in one file or in shards; where neither exists, a Hub id (`organisation/name`).
+            Hub lay it out, in one file or in shards; where neither exists, a Hub id (`organisation/name`), perhaps with
+            a revision (`organisation/name@v1.0`).
         offline: whether the Hub may not be asked; what is in its local cache is used all the same.
         base: the model that LoRA adapters are added to, for a folder that holds adapters only.
 
@@ -64,9 +65,7 @@ def open_checkpoint(
         CheckpointError: the file is missing, incomplete, of a kind that can't be read safely, or holds no
             tensors; the message names the file, the hint says what to do.
     """
-    place = pathlib.Path(path).expanduser()
-    if not place.exists() and isinstance(path, str) and is_hub_id(path) and place.suffix not in _READABLE:
-        place = hub_folder(path, offline=offline)
+    place = pathlib.Path(fetched(path, offline=offline) if isinstance(path, str) else path).expanduser()
     try:
         if place.is_dir():
             return _open_folder(place, base)
@@ -76,6 +75,18 @@ def open_checkpoint(
         raise CheckpointError(
             f"{path} can't be read: {error.strerror}", hint="Check the path, and that you may read it."
         ) from error
+
+
+def fetched(path: str, *, offline: bool = False) -> str:
+    """The folder in the local cache of what reads like a Hub id and is no file; any other path as it is.
+
+    Raises:
+        CheckpointError: as for `hub_folder`.
+    """
+    place = pathlib.Path(path).expanduser()
+    if place.exists() or not is_hub_id(path) or place.suffix in _READABLE:
+        return path
+    return str(hub_folder(path, offline=offline))
 
 
 def _open_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
@@ -122,8 +133,22 @@ def _require_readable(path: pathlib.Path) -> None:
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether `text` reads like `organisation/name` (and not like the path of a file)."""
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text) is not None
+    """Whether `text` reads like `organisation/name` or `organisation/name@revision` (and not like a file's path)."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w./-]*)?", text) is not None
+
+
+def repository_of(place: str) -> tuple[str, str | None]:
+    """A Hub id's repository and the revision behind its `@`: a branch, tag or commit; None is the newest."""
+    repository, _, revision = place.partition("@")
+    return repository, revision or None
+
+
+def pretrained(place: str) -> dict[str, Any]:
+    """Arguments of a library's `from_pretrained` for a folder or Hub id, with or without a revision."""
+    if "@" not in place or pathlib.Path(place).expanduser().exists():
+        return {"pretrained_model_name_or_path": place}
+    repository, revision = repository_of(place)
+    return {"pretrained_model_name_or_path": repository, "revision": revision}
 
 
 def hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
@@ -154,14 +179,18 @@ def hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
 def _snapshot(repository: str, patterns: list[str], *, local: bool) -> pathlib.Path:
     from huggingface_hub import snapshot_download
 
+    name, revision = repository_of(repository)
+    flag = f" --revision {revision}" if revision else ""
     try:
-        folder = snapshot_download(repository, allow_patterns=patterns + _BESIDE, local_files_only=local)
+        folder = snapshot_download(
+            name, revision=revision, allow_patterns=patterns + _BESIDE, local_files_only=local
+        )
     except Exception as error:  # network, access, disk: the library's own errors and its HTTP client's
         told = f"{type(error).__name__}: {error}".splitlines()[0]
         reason = "the network is not to be used" if local else told
         raise CheckpointError(
             f"there is no file or folder {repository!r}, and {repository} on the Hub can't be had ({reason})",
-            hint=f"Check the path; or run once where there is a network: hf download {repository}",
+            hint=f"Check the path; or run once where there is a network: hf download {name}{flag}",
             source=repository,
         ) from error
     return pathlib.Path(folder)
@@ -293,14 +322,15 @@ def _fetched_file(repository: str, file: str, offline: bool) -> pathlib.Path | N
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    cached = try_to_load_from_cache(repository, file)
+    name, revision = repository_of(repository)
+    cached = try_to_load_from_cache(name, file, revision=revision)
     if offline or constants.HF_HUB_OFFLINE:
         return pathlib.Path(cached) if isinstance(cached, str) else None
     if not isinstance(cached, str):
         # A warning, so that it is seen where logging is not set up: the network is never used silently.
         log.warning("fetching %s of %s from the Hugging Face Hub", file, repository)
     try:
-        return pathlib.Path(hf_hub_download(repository, file))
+        return pathlib.Path(hf_hub_download(name, file, revision=revision))
     except Exception as error:  # network, access, disk: the library's own errors and its HTTP client's
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None

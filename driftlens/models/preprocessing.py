@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from driftlens.errors import DataError, IncompatibleModelsError
-from driftlens.models.loading import image_processor_config
+from driftlens.models.loading import image_processor_config, pretrained
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -99,7 +99,7 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     if image_processor_config(source, offline=offline) is not None:
         try:
             processor = transformers.AutoImageProcessor.from_pretrained(
-                source, local_files_only=offline, trust_remote_code=False, **plain
+                **pretrained(source), local_files_only=offline, trust_remote_code=False, **plain
             )
         except (OSError, ValueError) as error:
             raise IncompatibleModelsError(

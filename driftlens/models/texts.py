@@ -239,10 +239,12 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
     """
     from transformers import AutoTokenizer
 
-    from driftlens.models.loading import read_config
+    from driftlens.models.loading import pretrained, read_config
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=offline, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            **pretrained(source), local_files_only=offline, trust_remote_code=False
+        )
     except Exception:  # a missing or broken file: the tokenizers library raises nothing more precise
         tokenizer = None
     code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")

@@ -38,6 +38,27 @@ def settings_of(row: Any) -> dict[str, Any]:
     return {name: row[name] for name in ("lam", "rho", "alpha")}
 
 
+def sweep_named(factor: str, method: str) -> str:
+    """What the sweep of one factor is called: methods other than FeatCal stand in front."""
+    return factor if method == "featcal" else f"{method}:{factor}"
+
+
+def swept_methods(run: DriftRun, factor: str) -> list[str]:
+    """The methods that sweeps of one factor were made with, in the order in which they were."""
+    names = map(str, run.sweeps()["sweep"].unique())
+    return [
+        head or "featcal" for head, _, varied in (name.rpartition(":") for name in names) if varied == factor
+    ]
+
+
+def with_scores(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the sweep table with each task's main score as `score`, where it may be averaged; without other rows."""
+    metrics = {task: of.name for task, of in main_metrics(run).items() if of.is_averaged}
+    own = [row[metrics[row["task"]]] if row["task"] in metrics else math.nan for _, row in rows.iterrows()]
+    rows = rows.assign(score=pd.Series(own, rows.index, dtype=float))
+    return rows[rows["score"].notna()]
+
+
 def level(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) -> float:
     """A model of the run beside which a sweep's points stand, mean of these or all tasks; NaN where one lacks it."""
     tasks = tasks or run.tasks

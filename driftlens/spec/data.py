@@ -253,10 +253,14 @@ class HfData(TextEntry):
     """A data set in the Hugging Face `datasets` format: a folder written by `save_to_disk`, or a Hub id.
 
     Rows are images, or with `input` or `prompt` texts.
+
+    Attributes:
+        revision: branch, tag or commit of a repository on the Hub; the newest if left out.
     """
 
     kind: Literal["hf"]
     path: Source
+    revision: Text | None = None
     config: Text | None = None
     calibration: Text
     test: Text

@@ -5,22 +5,93 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from driftlens.errors import SpecError
+from driftlens.metrics import ATTACHED
 from driftlens.records.arena import arena_rows
+from driftlens.records.intervals import Interval, mean_over_tasks, over_draws, wilson
 from driftlens.records.reading import Kind, Sheet
 from driftlens.records.run import DriftRun
-from driftlens.suites.reproduce import Printed
+from driftlens.records.swept import ABLATION, ablation_sheets, with_scores
+from driftlens.records.tables import plain, plain_rows
+from driftlens.suites.protocols import PROTOCOLS
+from driftlens.suites.reproduce import Printed, Suite
 from driftlens.variants import calibrated
 from driftlens_reports.paper.grid import AVERAGE
-from driftlens_reports.paper.published import canonical, merger_title, notes_on, published_tables
+from driftlens_reports.paper.published import CORRUPTED, canonical, merger_title, notes_on, published_tables
 
 MEAN = "mean"
+_COSTS = {
+    "Time (s)": ("seconds", 1.0),
+    "GPU energy (Wh)": ("energy_wh", 1.0),
+    "CPU RSS (GiB)": ("peak_mib", 1024.0),
+}
 _ROWS = {"base": {"pretrained", "base"}, "expert": {"finetunedstl"}}
 
 
-def reproduced_rows(runs: Mapping[str, DriftRun], printed: Printed | None) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Shown:
+    """What a protocol measured beside what is printed: rows as plain values, and the same to be read."""
+
+    rows: list[dict[str, Any]]
+    sheets: list[Sheet]
+
+
+def shown(
+    suite: Suite,
+    protocol: str,
+    runs: Mapping[str, DriftRun],
+    names: Sequence[str],
+    failed: Mapping[str, str] | None = None,
+) -> Shown:
+    """What the runs of a suite's protocol say, by merge method.
+
+    Args:
+        suite: it.
+        protocol: its name.
+        runs: by merge method.
+        names: of the suite's calibrations; others that a run has are left out.
+        failed: why repairs are missing, by merge and name.
+
+    Raises:
+        SpecError: the paper has no such table.
+        DataError, RunError: a run lacks what its protocol measures, or can't be read.
+    """
+    study, sheets = PROTOCOLS[protocol], list[Sheet]()
+    lacks = [f"{repair}: not made, as {reason}." for repair, reason in (failed or {}).items()]
+    title = f"{suite.title}, protocol {protocol}"
+    if study.ablate:
+        rows = []
+        for merger, run in runs.items():
+            every = run.sweeps()
+            every = every[every["sweep"].str.endswith(ABLATION)]
+            rows += [{"merger": merger, **row} for row in plain_rows(every)]
+            sheets += [sheet for name in every["sweep"].unique() for sheet in ablation_sheets(run, name)]
+        return Shown(rows, sheets)
+    if study.vary is not None:
+        rows = swept_rows(runs, suite.published, protocol, [*study.vary(suite)])
+        return Shown(
+            rows, [_sheet(title, rows, "95 % over draws where there are several, else over test samples.")]
+        )
+    if protocol == "runtime":
+        rows = cost_rows(runs, suite.published, names)
+        return Shown(rows, [_cost_sheet(title, rows, lacks)])
+    printed, is_attached = suite.published, suite.published is not None and suite.published.attached
+    rows = reproduced_rows(runs, None if is_attached else printed, names)
+    sheets = [_sheet(title, rows, "95 % over test samples.", lacks)]
+    if printed is not None and is_attached:
+        brought = attached_rows(runs, printed, names)
+        rows += brought
+        about = "of scores that `driftlens attach` has brought, 95 % as the tool tells them."
+        sheets += [_sheet(title, brought, about)] if brought else []
+    return Shown(rows, sheets)
+
+
+def reproduced_rows(
+    runs: Mapping[str, DriftRun], printed: Printed | None, names: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
     """A row per merge, model and task, the mean over tasks under `mean`; base and experts once.
 
     Keys: merger, model (`base`, `expert`, `merged` or a repair), method, task, value, low and high (fractions, 95 %
@@ -30,6 +101,7 @@ def reproduced_rows(runs: Mapping[str, DriftRun], printed: Printed | None) -> li
     Args:
         runs: by merge method.
         printed: what was published; None leaves those keys out.
+        names: the calibrations that are told, of those that a run has; None takes all.
 
     Raises:
         SpecError: the paper has no such table.
@@ -37,7 +109,7 @@ def reproduced_rows(runs: Mapping[str, DriftRun], printed: Printed | None) -> li
     """
     rows = []
     for at, (merger, run) in enumerate(runs.items()):
-        for row in arena_rows(run):
+        for row in arena_rows(run, _made(run, names)):
             model = "expert" if row["model"] == "experts" else row["model"]
             is_shared = model in ("base", "expert")
             if at and is_shared:
@@ -56,29 +128,135 @@ def reproduced_rows(runs: Mapping[str, DriftRun], printed: Printed | None) -> li
     return rows if printed is None else [row | _published(row, printed) for row in rows]
 
 
-def reproduced_sheet(
-    name: str, rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str] | None = None
-) -> Sheet:
-    """The means of the rows, to be read; `failed` says why repairs are missing."""
+def attached_rows(
+    runs: Mapping[str, DriftRun], printed: Printed, names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Rows as those of `reproduced_rows` of what other tools measured, by benchmark; `expert` is the best of them.
+
+    The mean is there where all benchmarks of the paper's table are. Errors as there.
+    """
+    table = published_tables()[printed.table]
+    wanted = [canonical(name) for name in table.columns if name != AVERAGE]
+    rows = []
+    for merger, run in runs.items():
+        found = run.accuracy()
+        found = found[found["metric"].str.startswith(ATTACHED) & found["value"].notna()]
+        found = found.drop_duplicates(["variant", "task"])
+        found = found.assign(model=[_model(str(name)) for name in found["variant"]])
+        kept = found["model"].isin(["base", "merged", "expert", *names])
+        best = found[kept].sort_values("value", kind="stable").drop_duplicates(["model", "task"], keep="last")
+        for model, own in best.groupby("model", sort=False):
+            info = run.manifest.calibrations.get(str(model))
+            row = {"merger": "" if model in ("base", "expert") else merger, "model": str(model)}
+            row |= {"method": str(model) if info is None else info.method, "value": None, "n": None}
+            by_task = {str(at["task"]): at for at in own.to_dict("records")}
+            values = [at["value"] for name, at in by_task.items() if canonical(name) in wanted]
+            if len(values) == len(wanted):
+                rows.append(
+                    {**row, "task": MEAN, "value": sum(values) / len(values), "low": None, "high": None}
+                )
+            for task, at in by_task.items():
+                ends = {"low": plain(at["ci_low"]), "high": plain(at["ci_high"]), "n": plain(at["n"])}
+                rows.append({**row, "task": task, "value": at["value"], **ends})
+    return [row | _published(row, printed) for row in rows]
+
+
+def _model(variant: str) -> str:
+    """What rows call a variant."""
+    kind, _, name = variant.partition(":")
+    return name if kind == "calibrated" else kind
+
+
+def swept_rows(
+    runs: Mapping[str, DriftRun], printed: Printed | None, protocol: str, factors: Sequence[str]
+) -> list[dict[str, Any]]:
+    """A row per merge, method and point of a protocol's sweeps.
+
+    Keys: merger, model and method, varied and at (its value), value (mean over tasks, then over draws), low and high
+    (95 % over draws, over test samples where there is one draw), draws, and as for `reproduced_rows` what is printed.
+    Errors as there.
+    """
+    table, rows = "" if printed is None else printed.protocols.get(protocol, ""), []
+    for merger, run in runs.items():
+        every = with_scores(run, run.sweeps())
+        every = every.assign(varied=[str(name).rpartition(":")[2] for name in every["sweep"]])
+        for _, own in every[every["varied"].isin(factors)].groupby(["sweep", "point"], sort=False):
+            first, drawn = own.iloc[0], own.groupby("seed")["score"].mean()
+            varied, at = first["varied"], plain(first[first["varied"]])
+            reached = over_draws(drawn.to_numpy())
+            if len(drawn) == 1 and own["accuracy"].notna().all():
+                of = own[["score", "n_test"]].astype(float).to_numpy()
+                ends = [Interval(one, *wilson(round(one * n), int(n))) for one, n in of]
+                reached = mean_over_tasks(ends)
+            row = {"merger": merger, "model": first["method"], "method": first["method"], "task": MEAN}
+            row |= {"varied": varied, "at": at, "value": reached.value, "draws": len(drawn)}
+            row |= {"low": plain(reached.low), "high": plain(reached.high)}
+            column = f"n={at}" if varied == "n" else CORRUPTED.get(str(at), "")
+            rows.append(row | (_published(row, Printed(table=table), column) if table else {}))
+    rows.sort(key=lambda row: (row["merger"], factors.index(row["varied"])))
+    return rows
+
+
+def cost_rows(
+    runs: Mapping[str, DriftRun], printed: Printed | None, names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """A row per merge, repair and cost: value and published in the cost's own unit; errors as for `reproduced_rows`."""
+    table, rows = "" if printed is None else printed.protocols.get("runtime", ""), []
+    for merger, run in runs.items():
+        for found in arena_rows(run, _made(run, names)):
+            for cost, (key, unit) in _COSTS.items() if "seconds" in found else ():
+                value = found[key]
+                row = {"merger": merger, "model": found["model"], "method": found["method"], "cost": cost}
+                row |= {"task": MEAN, "value": None if value is None else value / unit}
+                number = _looked_up(row, Printed(table=table), cost)[0] if table else None
+                rows.append(row | {"published": number})
+    return rows
+
+
+def _made(run: DriftRun, names: Sequence[str] | None) -> list[str] | None:
+    known = run.manifest.calibrations
+    return None if names is None else [name for name in known if name in names]
+
+
+def _sheet(title: str, rows: Sequence[Mapping[str, Any]], about: str, lacks: Sequence[str] = ()) -> Sheet:
+    """The means of the rows."""
     means = [row for row in rows if row["task"] == MEAN]
-    kinds: dict[str, Kind] = {"merge": "text", "model": "text", "measured": "share"}
-    kinds |= {"95 % low": "share", "95 % high": "share"}
+    varies = any("varied" in row for row in means)
+    kinds: dict[str, Kind] = {"merge": "text", "model": "text", **({"varied": "text"} if varies else {})}
+    kinds |= {"measured": "share", "95 % low": "share", "95 % high": "share"}
     table = [
-        [row["merger"] or "-", *(row[key] for key in ("model", "value", "low", "high"))] for row in means
+        [
+            row["merger"] or "-",
+            row["model"],
+            *([f"{row['varied']} {row['at']}"] if varies else []),
+            *(row[key] for key in ("value", "low", "high")),
+        ]
+        for row in means
     ]
-    said = ["Means over tasks, 95 % intervals over test samples."]
+    said = ["Means over tasks,", about]
     if any("published" in row for row in means):
         kinds |= {"published": "share", "difference": "points"}
         for row, cells in zip(means, table, strict=True):
             number = row["published"]
             cells += [number, None if number is None else row["value"] - number]
         said += [f"{row['merger']} {row['model']}: {row['note']}".strip() for row in means if row["note"]]
-    said += [f"{repair}: not made, as {reason}." for repair, reason in (failed or {}).items()]
-    return Sheet("reproduced", f"{name}: measured and published", kinds, table, " ".join(said))
+    return Sheet("reproduced", f"{title}: measured and published", kinds, table, " ".join([*said, *lacks]))
 
 
-def _published(row: Mapping[str, Any], printed: Printed) -> dict[str, Any]:
-    number, note = _looked_up(row, printed)
+def _cost_sheet(title: str, rows: Sequence[Mapping[str, Any]], lacks: Sequence[str]) -> Sheet:
+    kinds: dict[str, Kind] = {"merge": "text", "model": "text", "cost": "text", "measured": "number"}
+    kinds |= {"published": "number"} if any(row["published"] is not None for row in rows) else {}
+    keys = ["merger", "model", "cost", "value", "published"][: len(kinds)]
+    said = (
+        "Of calibrating alone; memory is the process's peak by then, energy that of all programs. Published costs "
+        "are those of another machine."
+    )
+    table = [[row[key] for key in keys] for row in rows]
+    return Sheet("costs", f"{title}: measured and published", kinds, table, " ".join([said, *lacks]))
+
+
+def _published(row: Mapping[str, Any], printed: Printed, column: str | None = None) -> dict[str, Any]:
+    number, note = _looked_up(row, printed, column)
     if number is None or math.isnan(number):
         return {"published": None, "inside": None, "note": ""}
     low, high, half = row["low"], row["high"], 0.0005  # printed with one digit behind the point, in percent
@@ -87,8 +265,10 @@ def _published(row: Mapping[str, Any], printed: Printed) -> dict[str, Any]:
     return {"published": number / 100, "inside": inside, "note": note}
 
 
-def _looked_up(row: Mapping[str, Any], printed: Printed) -> tuple[float | None, str]:
-    """The published percentage and what is known to be wrong with it."""
+def _looked_up(
+    row: Mapping[str, Any], printed: Printed, wanted_column: str | None = None
+) -> tuple[float | None, str]:
+    """The published number and what is known to be wrong with it: of a column, else of the row's task or mean."""
     merger, method = row["merger"], row["method"]
     own = printed.values.get(merger or "", printed.values.get("", {}))
     if row["task"] in own.get(row["model"], own.get(method, {})):
@@ -105,7 +285,13 @@ def _looked_up(row: Mapping[str, Any], printed: Printed) -> tuple[float | None, 
     for line in table.rows:
         if (line.merger, True) == (title, _plain(line.name) in wanted) and printed.model in ("", line.model):
             for column, value in line.values.items():
-                if column == AVERAGE if row["task"] == MEAN else canonical(column) == canonical(row["task"]):
+                if wanted_column is not None:
+                    is_wanted = column == wanted_column
+                elif row["task"] == MEAN:
+                    is_wanted = column == AVERAGE
+                else:
+                    is_wanted = canonical(column) == canonical(row["task"])
+                if is_wanted and not math.isnan(value):
                     return value, " ".join(entry.note for entry in notes_on(table, line, column))
     return None, ""
 

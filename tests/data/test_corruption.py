@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from driftlens.data.corruption import CORRUPTIONS, corrupt, corrupted, parse, written
+from driftlens.data.corruption import CLEAN, CORRUPTIONS, corrupt, corrupted, parse, written
 from driftlens.data.samples import SampleSet
 from driftlens.errors import DataError, SpecError
+from driftlens.suites import protocols
 
 DRAWN = (42, "dtd/7")
 
@@ -96,6 +97,10 @@ def test_samples_are_corrupted_one_by_one_as_they_are_read() -> None:
     found = corrupted(whole, "fog", 1).load([2, 0])
     np.testing.assert_array_equal(found[0], corrupt(shown[2], "fog", 3, (1, "dtd/c")))
     np.testing.assert_array_equal(found[1], corrupt(shown[0], "fog", 3, (1, "dtd/a")))
+
+
+def test_protocols_name_all_of_them() -> None:
+    assert (CLEAN, *CORRUPTIONS) == protocols.CORRUPTIONS
 
 
 def test_what_is_no_corruption_is_refused() -> None:

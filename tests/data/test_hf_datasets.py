@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from PIL import Image
 
 from driftlens.errors import DataError
@@ -117,17 +118,40 @@ def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
         opened(**entry(tmp_path))
 
 
-def test_offline_nothing_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("asked the Hub"))
-    with pytest.raises(DataError, match="org/cars: no such folder, and nothing is downloaded") as caught:
-        opened(offline=True, **entry("org/cars"))
-    assert "save_to_disk" in caught.value.hint
+def test_offline_nothing_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "prepared")
+    with pytest.raises(DataError, match="org/cars: no such folder, not in the local cache") as caught:
+        opened(offline=True, **entry("org/cars", revision="v2"))
+    assert "hf download --repo-type dataset org/cars --revision v2" in caught.value.hint
+    assert not datasets.config.HF_HUB_OFFLINE, "what was forbidden for a moment is allowed again"
+
+
+def test_what_the_hubs_cache_holds_is_read_offline_by_its_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "prepared")
+    for name, digit in (("main", "0"), ("v1", "1")):
+        place = tmp_path / "hub" / "datasets--org--words"
+        (place / "refs").mkdir(parents=True, exist_ok=True)
+        (place / "refs" / name).write_text(digit * 40)
+        snapshot = place / "snapshots" / (digit * 40)
+        snapshot.mkdir(parents=True)
+        for split in ("train", "test"):
+            (snapshot / f"{split}.jsonl").write_text(f'{{"input": "{split} of {name}", "target": "yes"}}\n')
+    texts = {"kind": "hf", "path": "org/words", "calibration": "train", "test": "test", "input": "input"}
+    assert opened("test", offline=True, **texts).read(0).input == "test of main"
+    assert opened("calibration", offline=True, **texts, revision="v1").read(0).input == "train of v1"
+    again = opened("test", offline=True, **texts)
+    assert again.read(0).input == "test of main", "what was prepared of another revision is no answer"
 
 
 def test_a_hub_id_is_loaded_with_its_configuration(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None]] = []
 
-    def load(path: str, config: str | None) -> datasets.DatasetDict:
+    def load(path: str, config: str | None, *, revision: str | None) -> datasets.DatasetDict:
+        assert revision is None
         asked.append((path, config))
         return datasets.load_from_disk(str(saved))
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from driftlens.cli import main
 from driftlens.errors import CheckpointError, IncompatibleModelsError, NumericsError
-from driftlens.models.loading import companion_files, library_folder, open_checkpoint
+from driftlens.models.loading import companion_files, library_folder, open_checkpoint, pretrained, read_config
 from driftlens.models.sources import StateSource, check_finite, content_digest, module_source, renamed
 
 Weights = dict[str, Tensor]
@@ -442,6 +442,32 @@ def test_a_cached_repository_is_read_offline(hub_cache: pathlib.Path, weights: W
     assert torch.equal(source.read("embed.weight"), weights["embed.weight"])
 
 
+def test_a_revision_behind_an_id_is_the_one_that_is_read(hub_cache: pathlib.Path, weights: Weights) -> None:
+    older = {name: value + 1 for name, value in weights.items()}
+    sha = "1" * 40
+    (hub_cache.parents[1] / "refs" / "v1.0").write_text(sha)
+    old = hub_cache.parent / sha
+    old.mkdir()
+    save_file(older, old / "model.safetensors")
+    (old / "config.json").write_text('{"hidden_size": 1}')
+    (hub_cache / "config.json").write_text('{"hidden_size": 2}')
+    name = next(iter(weights))
+    for place, wanted, folder, size in (
+        ("someone/model", weights, hub_cache, 2),
+        ("someone/model@v1.0", older, old, 1),
+        (f"someone/model@{sha}", older, old, 1),
+    ):
+        source = open_checkpoint(place, offline=True)
+        torch.testing.assert_close(source.read(name), wanted[name], rtol=0, atol=0)
+        assert library_folder(place) == folder
+        assert read_config(place, "config.json", offline=True) == {"hidden_size": size}
+    with pytest.raises(CheckpointError, match="someone/model@v2") as caught:
+        open_checkpoint("someone/model@v2", offline=True)
+    assert "hf download someone/model --revision v2" in caught.value.hint
+    assert pretrained("a/b@v1") == {"pretrained_model_name_or_path": "a/b", "revision": "v1"}
+    assert pretrained("a/b") == {"pretrained_model_name_or_path": "a/b"}
+
+
 def test_what_lies_beside_weights_is_found_by_folder_file_and_cached_id(hub_cache: pathlib.Path) -> None:
     assert library_folder("someone/model") is None, "no library's folder without a configuration"
     for name in ("config.json", "tokenizer.json", "model.py", "other.json", "vocab.txt"):
@@ -494,8 +520,10 @@ def test_a_download_is_announced_and_fetches_one_form_of_the_weights(
 
     asked: list[list[str]] = []
 
-    def download(repository: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
-        assert (repository, local_files_only) == ("someone/model", False)
+    def download(
+        repository: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool
+    ) -> str:
+        assert (repository, revision, local_files_only) == ("someone/model", None, False)
         asked.append(allow_patterns)
         if "*.bin" in allow_patterns:
             torch.save(weights, tmp_path / "pytorch_model.bin")

@@ -8,18 +8,25 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import zlib
 from typing import Any
 
 import pytest
 import yaml
 
+from driftlens.calibration.calibrator import calibrators
 from driftlens.errors import SpecError
-from driftlens.pipeline.search.reproduce import mergers_of
+from driftlens.records.run import open_run
+from driftlens.settings import resolve
+from driftlens.suites.protocols import protocol_called
 from driftlens.suites.published import find_published
 from driftlens.suites.reproduce import Printed, hub_ids, load_suite, suite_names
+from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
 from driftlens_reports.paper.published import published_tables
 from driftlens_reports.reproduced import _looked_up
+from tests.cases import perturbed
 from tests.pipeline.fixtures import world
+from tests.pipeline.test_answers import CLASSES, PAIRS, Suite
 from tests.pipeline.world import TASKS, World
 
 __all__ = ["world"]
@@ -28,13 +35,38 @@ __all__ = ["world"]
 @pytest.mark.parametrize("name", suite_names())
 def test_every_published_suite_is_a_spec_per_merge(name: str) -> None:
     _, suite, folder = load_suite(name)
-    assert all(map(find_published, [*suite.tasks, *suite.more_tasks]))
+    every = [*suite.tasks, *suite.more_tasks]
     spec = suite.run_spec(name, "task_arithmetic", folder)
     assert spec.merge is not None and spec.merge.parameters == {"scaling": 0.3}
-    count = int(name.rpartition("-")[2])
-    assert len(spec.experts) == len(spec.heads) == len(hub_ids(spec, "data")) == count
-    assert len(hub_ids(spec)) == count + 1
-    assert suite.published is None or suite.published.table in published_tables()
+    assert [*spec.experts] == sorted(every) and len(hub_ids(spec)) == len(every) + 1
+    if name.startswith("clip"):
+        assert all(map(find_published, every)) and len(spec.heads) == len(hub_ids(spec, "data"))
+        assert len(every) == int(name.rpartition("-")[2])
+    assert suite.published is None or not suite.published.table or suite.published.table in published_tables()
+    repositories = {suite.expert, str(spec.architecture.source), str(spec.base.weights)}  # type: ignore[union-attr]
+    if not name.startswith("clip"):
+        repositories |= {str(getattr(at, "path", "")) for at in spec.data.tasks.values()}
+    assert suite.revisions == dict.fromkeys(repositories), "nobody publishes one, and that is said"
+    for method, settings in suite.repairs.items():
+        resolve(calibrators[method], settings, method)
+
+
+def test_a_pinned_revision_goes_to_every_place_that_reads_the_repository() -> None:
+    _, suite, _ = load_suite("flan-t5-base")
+    pinned = suite.model_copy(
+        update={
+            "revisions": {
+                "google/flan-t5-base": "v1",
+                "tanganke/flan-t5-base_glue-{task}": "main~2",
+                "nyu-mll/glue": "abc",
+            }
+        }
+    )
+    spec = pinned.run_spec("t5", "task_arithmetic")
+    assert spec.architecture.source == spec.base.weights == "google/flan-t5-base@v1"  # type: ignore[union-attr]
+    assert spec.experts["rte"].weights == "tanganke/flan-t5-base_glue-rte@main~2"
+    assert hub_ids(spec, "data") == ["nyu-mll/glue@abc"]
+    assert {entry.revision for entry in spec.data.tasks.values()} == {"abc"}  # type: ignore[attr-defined]
 
 
 def test_the_suites_rows_are_found_in_the_papers_tables() -> None:
@@ -50,13 +82,20 @@ def test_the_suites_rows_are_found_in_the_papers_tables() -> None:
     value, note = printed("tab:clip-14task-b32-full", "", "expert", "pcam")
     assert value == 98.0 and note
     assert printed(table, "", "nothing") == (None, "")
+    row = {"merger": "task_arithmetic", "method": "featcal", "model": "featcal", "task": "stsb"}
+    large = Printed(table="tab:flan-t5-results", model="FLAN-T5-large")
+    assert _looked_up(row, large) == (90.8, "")
+    small = Printed(table="tab:flan-t5-results", model="FLAN-T5-base")
+    assert _looked_up({**row, "method": "prob_surgery"}, small)[1], "its columns are known to be permuted"
+    llama = Printed(table="tab:mergebench-llama-results", model="Llama-3.2-3B-Instruct")
+    assert _looked_up({**row, "task": "gsm8k"}, llama)[0] == 78.0
 
 
 def test_what_is_unknown_is_refused_with_what_there_is(tmp_path: pathlib.Path) -> None:
     with pytest.raises(SpecError, match="clip-b32-8, clip-l14-14"):
         load_suite("clip-b32-9")
-    with pytest.raises(SpecError, match="no protocol is called 'mian'; there are main, samples"):
-        mergers_of(load_suite("clip-b32-8")[1], "mian")
+    with pytest.raises(SpecError, match="no protocol is called 'mian'; there are main, features"):
+        protocol_called("mian")
     file = tmp_path / "own.yaml"
     file.write_text("extends: clip-b32-8\ntitel: x\n")
     with pytest.raises(SpecError, match="titel"):
@@ -141,18 +180,80 @@ def test_a_tiny_suite_runs_from_the_hubs_cache(
     assert lacking.returncode == 0 and "model tiny/clip_shapes: to be downloaded" in lacking.stdout
 
 
+def cached(home: pathlib.Path, kind: str, name: str, revision: str = "main") -> pathlib.Path:
+    """An empty snapshot of a repository in a home of the Hub's cache."""
+    place, sha = home / "hub" / f"{kind}--tiny--{name}", f"{zlib.crc32(revision.encode()):040x}"
+    (place / "refs").mkdir(parents=True, exist_ok=True)
+    (place / "refs" / revision).write_text(sha)
+    (place / "snapshots" / sha).mkdir(parents=True)
+    return place / "snapshots" / sha
+
+
+def texts_in_cache(form: str, home: pathlib.Path) -> dict[str, Any]:
+    """A suite of texts whose models and data are in a home of the Hub's cache, the base under a tag alone."""
+    suite = Suite(form, home.parent, learns=False)
+    start = suite.model
+    for name, revision in (("base", "v1"), ("pick", "main"), ("free", "main")):
+        suite.model = start if name == "base" else perturbed(start, len(name), 0.2)
+        suite.save(name)
+        shutil.copytree(home.parent / name, cached(home, "models", name, revision), dirs_exist_ok=True)
+    data = {}
+    for task, rows, more in (("pick", [*CLASSES.items()], {"classes": True}), ("free", PAIRS, {})):
+        folder = cached(home, "datasets", task)
+        for split, part in (("train", rows[::2] * 4), ("test", rows)):
+            lines = "".join(json.dumps({"input": ask, "target": say}) + "\n" for ask, say in part)
+            (folder / f"{split}.jsonl").write_text(lines)
+        data[task] = {"kind": "hf", "path": f"tiny/{task}", "calibration": "train", "test": "test"}
+        data[task] |= {"input": "input", "target": "target", "metric": "exact_match", **more}
+    loader = "hf-decoder" if form == "decoder" else "hf-t5"
+    return {
+        "title": "Two tiny language models",
+        "tasks": ["pick", "free"],
+        "expert": "tiny/{task}",
+        "revisions": {"tiny/base": "v1", "tiny/{task}": None},
+        "spec": {
+            "architecture": {"loader": loader, "source": "tiny/base"},
+            "base": {"weights": "tiny/base"},
+            "data": {"defaults": {"n": 4, "n_diagnosis": 3, "batch_size": 3}, **data},
+            "metrics": {"jacobian": False},
+        },
+        "mergers": {"task_arithmetic": {"scaling": 0.3}},
+        "repairs": {"featcal": {}, "react": {}},
+        "samples": [2, 4],
+        "published": {"values": {"task_arithmetic": {"featcal": {"mean": 50.0}}}},
+    }
+
+
 @pytest.mark.slow
-def test_the_protocols_that_vary_something_fill_the_runs_sweeps(
-    world: World, hub: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    file = str(tiny(world, tmp_path / "tiny.yaml", None))
-    found = {}
-    for protocol in ("samples", "ablations"):
-        made = told(hub, file, "--protocol", protocol, "--json", "--progress", "none")
-        assert made.returncode == 0, made.stderr
-        found[protocol] = json.loads(made.stdout)["rows"]
-    points = {(row["method"], row["n"], row["seed"]) for row in found["samples"]}
-    assert {(method, n) for method, n, _ in points} == {(m, n) for m in ("featcal",) for n in (2, 4)}
-    assert len({seed for *_, seed in points}) == 3
-    assert any(row["sweep"].endswith("ablation") for row in found["ablations"])
-    assert not (tmp_path / "runs" / "tiny" / "average").exists()
+@pytest.mark.parametrize("form", ["encoder-decoder", "decoder"])
+def test_a_tiny_suite_of_texts_runs_from_the_hubs_cache(form: str, tmp_path: pathlib.Path) -> None:
+    home = tmp_path / "home"
+    file = tmp_path / "texts.yaml"
+    file.write_text(yaml.safe_dump(texts_in_cache(form, home)))
+    planned = told(home, str(file), "--dry-run", "--json", "--offline")
+    assert planned.returncode == 0, planned.stderr
+    plan = json.loads(planned.stdout)
+    assert {*plan["models"]} == {"tiny/base@v1", "tiny/pick", "tiny/free"} and not plan["missing"]
+    made = told(home, str(file), "--json", "--progress", "none", "--offline")
+    assert made.returncode == 0, made.stderr
+    document = json.loads(made.stdout)
+    assert document["failed"] == {}
+    rows = {(row["model"], row["task"]): row for row in document["rows"]}
+    assert {model for model, _ in rows} == {"base", "merged", "expert", "featcal", "react"}
+    assert rows["featcal", "mean"]["published"] == 0.5 and rows["merged", "mean"]["published"] is None
+    swept = told(home, str(file), "--protocol", "samples", "--json", "--progress", "none", "--offline")
+    assert swept.returncode == 0, swept.stderr
+    points = {(row["model"], row["at"]) for row in json.loads(swept.stdout)["rows"]}
+    assert points == {("featcal", 2), ("featcal", 4)}, "what maps make a model say is not scored"
+    run = open_run(tmp_path / "runs" / "texts" / "task_arithmetic")
+    assert {*run.sweeps().query("method == 'react'")["n"]} == {2, 4}
+    exhibit = "accuracy-llm" if form == "decoder" else "accuracy-text"
+    for name in (
+        exhibit,
+        *["experts-llm"] * (form == "decoder"),
+        "efficiency",
+        "data-efficiency",
+        "resources",
+    ):
+        found = exhibits[name].draw([run], ExhibitOptions())
+        assert found.missing == () and len(found.data), name

@@ -8,7 +8,7 @@ import itertools
 import json
 import pathlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,6 +69,7 @@ class SweepRequest:
         seeds: how many draws of the calibration samples; the first is the run's own.
         method: registered calibrators, each swept by itself; the spec's, or FeatCal, if left out.
         preset: published settings for all that is not varied, of the methods that have it.
+        settings: by method, over those.
         samples: calibration samples per task where n is not varied; the spec's number if left out.
         accuracy: whether every point is scored on the test samples too.
     """
@@ -78,6 +79,7 @@ class SweepRequest:
     seeds: int = 1
     method: str | Sequence[str] | None = None
     preset: str | None = None
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     samples: int | None = None
     accuracy: bool = True
     ablate: bool = False
@@ -269,7 +271,11 @@ def _open(
     has_preset = [name for name in names if name and request.preset in calibrators[name].presets] or names
     asked = [
         CalibrationRequest(
-            PHASE, method=name, preset=request.preset if name in has_preset else None, samples=most
+            PHASE,
+            method=name,
+            preset=request.preset if name in has_preset else None,
+            parameters=request.settings.get(name or "", {}),
+            samples=most,
         )
         for name in dict.fromkeys(names)
     ]

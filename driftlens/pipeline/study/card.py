@@ -13,7 +13,7 @@ import pandas as pd
 from huggingface_hub import metadata_load
 
 from driftlens.metrics import ACCURACY, ATTACHED, metric_called
-from driftlens.models.loading import is_hub_id, library_folder
+from driftlens.models.loading import is_hub_id, library_folder, repository_of
 from driftlens.records.before_after import (
     calibration_sheets,
     compared_variants,
@@ -394,7 +394,7 @@ def _hub_id(origin: str) -> str:
     parts = pathlib.PurePath(origin).parts
     cached = next((part for part in parts if part.startswith("models--")), "")
     name = cached.removeprefix("models--").replace("--", "/", 1) or origin.removeprefix("hf-hub:")
-    return name if is_hub_id(name) else ""
+    return repository_of(name)[0] if is_hub_id(name) else ""
 
 
 def _ranges(layers: Sequence[int]) -> str:

@@ -33,7 +33,7 @@ from driftlens.models.heads import (
     text_head,
 )
 from driftlens.models.interception import settle
-from driftlens.models.loading import library_folder, open_checkpoint
+from driftlens.models.loading import fetched, library_folder, open_checkpoint
 from driftlens.models.lora import is_lora_folder
 from driftlens.models.own_heads import OwnHead
 from driftlens.models.pretrained import resolve_pretrained
@@ -118,7 +118,7 @@ def open_models(
     for name, place in origins.items():
 
         def opened(name: str = name, place: str = place) -> StateSource:
-            file = resolve_pretrained(place, known, offline=access.offline)
+            file = fetched(resolve_pretrained(place, known, offline=access.offline), offline=access.offline)
             base = stored.get("base")
             if base is not None and is_lora_folder(pathlib.Path(file)):
                 base = known.lora_base(base, file)

@@ -6,6 +6,7 @@ One YAML file per suite; what it `extends` it shares. Anybody's file of the same
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +20,7 @@ from driftlens.spec import RunSpec
 from driftlens.spec.problems import checked
 from driftlens.spec.types import Part
 from driftlens.spec.yaml_text import from_yaml, read_mapping
+from driftlens.suites.protocols import CORRUPTIONS, GRIDS, SAMPLES
 from driftlens.suites.published import find_published, published_task
 
 Methods = dict[str, dict[str, JsonValue]]
@@ -34,11 +36,15 @@ class Printed(Part):
         table: a table of the paper by its LaTeX label, which holds errata too.
         model: whose rows, where a table has several models.
         values: merge method -> `base`, `expert`, `merged` or a repair -> a task or `mean` -> percent.
+        protocols: tables of the paper about protocols other than `main`, by their LaTeX labels.
+        attached: whether what is printed are benchmarks of other tools, whose scores `driftlens attach` brings.
     """
 
     table: str = ""
     model: str = ""
     values: dict[str, dict[str, dict[str, float]]] = Field(default_factory=dict)
+    protocols: dict[str, str] = Field(default_factory=dict)
+    attached: bool = False
 
 
 class Suite(Part):
@@ -49,10 +55,13 @@ class Suite(Part):
         tasks: by the names that the Hub has for them.
         more_tasks: those that it has beyond the suite that it extends.
         expert: a Hub id or a path with `{task}` in it; empty where `spec` names the experts.
+        revisions: repository as it stands in `expert` or `spec` -> branch, tag or commit; None where nobody says.
         spec: everything else that a run's spec says. Heads and data of tasks that are missing are the published ones.
         mergers: merge method -> settings.
         repairs: method of calibration -> settings; FeatCal alone if left out.
         samples: calibration samples per task of the protocol `samples`; the paper's if left out.
+        grids: FeatCal's settings and their values of the protocol `sensitivity`.
+        corruptions: of the protocol `corruption`, see `driftlens.data.corruption`; all if left out.
         published: None where there is nothing to compare with.
         note: what a reader must know.
     """
@@ -61,12 +70,22 @@ class Suite(Part):
     tasks: Annotated[list[str], Field(min_length=1)]
     more_tasks: list[str] = Field(default_factory=list)
     expert: str = ""
-    spec: dict[str, JsonValue]
+    revisions: dict[str, str | None] = Field(default_factory=dict)
+    spec: dict[str, Any]
     mergers: Methods = Field(default_factory=dict)
     repairs: Methods = Field(default_factory=dict)
-    samples: list[Annotated[int, Field(ge=1)]] = Field(default_factory=lambda: [8, 16, 32, 64, 128, 256, 512])
+    samples: list[Annotated[int, Field(ge=1)]] = Field(default_factory=lambda: [*SAMPLES])
+    grids: dict[str, list[float]] = Field(
+        default_factory=lambda: {name: [*values] for name, values in GRIDS.items()}
+    )
+    corruptions: list[str] = Field(default_factory=lambda: [*CORRUPTIONS])
     published: Printed | None = None
     note: str = ""
+
+    @property
+    def merges(self) -> list[str]:
+        """Its merge methods, or `MERGED` alone."""
+        return [*self.mergers] or [MERGED]
 
     def run_spec(self, name: str, merger: str, folder: PathLike = ".") -> RunSpec:
         """The spec of the suite's run with one of its mergers; relative paths are resolved against the folder.
@@ -79,11 +98,27 @@ class Suite(Part):
             raw["merge"] = {"method": merger, **self.mergers[merger]}
         every = [*self.tasks, *self.more_tasks]
         if self.expert:
-            raw["experts"] = {task: {"weights": self.expert.replace("{task}", task)} for task in every}
+            raw["experts"] = {task: {"weights": self._expert(task)} for task in every}
         for task in filter(find_published, every):
             raw.setdefault("heads", {}).setdefault(task, {"suite": task})
             raw.setdefault("data", {}).setdefault(task, {"kind": "hf", **published_task(task).data})
+        models = [
+            raw.get("architecture"),
+            raw.get("base"),
+            raw.get("merged"),
+            *raw.get("experts", {}).values(),
+        ]
+        for entry, key in itertools.product(models, ("source", "weights")):
+            if isinstance(entry, dict) and (revision := self.revisions.get(str(entry.get(key)))):
+                entry[key] = f"{entry[key]}@{revision}"
+        for entry in raw.get("data", {}).values():
+            if isinstance(entry, dict) and (revision := self.revisions.get(str(entry.get("path")))):
+                entry.setdefault("revision", revision)
         return checked(RunSpec, raw, name, {"folder": Path(folder).absolute()})
+
+    def _expert(self, task: str) -> str:
+        place, revision = self.expert.replace("{task}", task), self.revisions.get(self.expert)
+        return f"{place}@{revision}" if revision else place
 
 
 def suite_names() -> list[str]:
@@ -151,10 +186,15 @@ def _of_spec(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def hub_ids(spec: RunSpec, of: str = "models") -> Sequence[str]:
-    """Repositories on the Hub that a spec reads: `models`, or `data`. What lies on this disk is none."""
+    """Repositories on the Hub that a spec reads, `@` their revisions: `models`, or `data`; none is on this disk."""
     if of == "data":
-        places = [getattr(entry, "path", "") for entry in spec.data.tasks.values()]
+        entries = [
+            (getattr(at, "path", ""), getattr(at, "revision", None)) for at in spec.data.tasks.values()
+        ]
+        places = [f"{path}@{revision}" if revision else path for path, revision in entries]
     else:
         models = [spec.base, *spec.experts.values()]
         places = [str(at.weights) for at in models if at is not None] + [str(spec.architecture.source)]
-    return [*dict.fromkeys(at for at in places if str(at).count("/") == 1 and not Path(at).exists())]
+    return [
+        *dict.fromkeys(at for at in places if at.partition("@")[0].count("/") == 1 and not Path(at).exists())
+    ]

@@ -136,7 +136,7 @@ def _chart_figure(
         lines = [[view] for row in rows for view in row] if options.is_narrow else rows
         pictures = [[Picture(view, run, options) for view in row] for row in lines]
         heights = [max(picture.height(width / len(row)) for picture in row) for row in pictures]
-        plate = Plate(width, sum(heights))
+        plate = Plate(width, sum(heights), name)
         bands = plate.figure.subfigures(len(lines), 1, height_ratios=heights, squeeze=False)[:, 0]
         is_alone = len(lines) * len(lines[0]) == 1
         letters, sentences = iter("abcdefgh"), [lead, *origin([run])]

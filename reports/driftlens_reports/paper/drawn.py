@@ -21,21 +21,22 @@ from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 from driftlens.records.checks import CheckResult
 from driftlens.records.checks import self_checks as checks_of
 from driftlens.records.run import DriftRun
+from driftlens.records.swept import sweep_named, swept_methods, with_scores
+from driftlens.suites.protocols import GRIDS, SAMPLES
 from driftlens_reports.charts.words import title
 from driftlens_reports.facts import check_sentence
 from driftlens_reports.paper.exhibit import (
     ROUNDED,
     Exhibited,
     ExhibitOptions,
-    Gap,
     figure,
     origin,
     spaced,
     span,
 )
 from driftlens_reports.paper.marks import GUIDE, number
-from driftlens_reports.paper.plate import Plate, framed_note, legend, short
-from driftlens_reports.paper.published import published_tables, source
+from driftlens_reports.paper.plate import Plate, legend, short
+from driftlens_reports.paper.published import CORRUPTED, method_title, published_tables, source
 
 MEAN = "accuracy (average over tasks), mean over seeds"
 SPREAD = "accuracy (average over tasks), std over seeds"
@@ -43,10 +44,7 @@ SPREAD = "accuracy (average over tasks), std over seeds"
 FACTORS = {"lam": "λ (ridge)", "alpha": "α (expert share of target)", "rho": "ρ (anchor)"}
 _LEVELS: dict[str, Any] = {"merged": (0, (1, 2)), "base": (0, (4, 1.5, 1, 1.5))}
 """What calibrated models are compared with, and its dash."""
-_EXAMPLES = {
-    **{"lam": "0.005,0.05,0.5,5", "alpha": "0,0.15,0.3,0.6,1", "rho": "1,1.5,2,2.5,3"},
-    **{"n": "8,16,32,64,128,256,512"},
-}
+_EXAMPLES: Mapping[str, Sequence[Any]] = {**GRIDS, "n": SAMPLES, "corruption": [*CORRUPTED]}
 
 _LOOKS = (
     ("#D55E00", "s", "-"),
@@ -59,10 +57,6 @@ _LOOKS = (
 PRINTED = "tab:ta8-full-data-efficiency"
 _PRINTED_LOOKS = (("#2E9E6B", "v"), ("#9467BD", "^"), ("#444444", "s"))
 
-_KINDS = ("clean", "Gaussian noise, severity 3", "motion blur, severity 3", "fog, severity 3")
-_NO_CORRUPTIONS = "needs a study with corrupted calibration images; runs of this version hold none"
-
-
 FLOOR = 1e-16
 """Where an error of exactly zero stands: a logarithmic axis has no place for it."""
 
@@ -73,7 +67,7 @@ _MARKS = ("o", "s", "D", "v", "^", "X")
 def sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """A panel per coefficient, a line per run (an upstream merge), a mark at the run's own setting."""
     narrow = options.is_narrow
-    plate = Plate(options.width, options.width * (1.7 if narrow else 0.42))
+    plate = Plate(options.width, options.width * (1.7 if narrow else 0.42), "sweeps")
     panels = plate.figure.subplots(3, 1, sharey=True) if narrow else plate.figure.subplots(1, 3, sharey=True)
     entries: dict[str, Artist] = {}
     drawn: list[pd.DataFrame] = []
@@ -114,7 +108,7 @@ def sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
 def data_efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """One line per run, mean and standard deviation over seeds; the paper's curves when asked for."""
     narrow = options.is_narrow
-    plate = Plate(options.width, options.width * (0.8 if narrow else 0.48))
+    plate = Plate(options.width, options.width * (0.8 if narrow else 0.48), "data-efficiency")
     axes = plate.figure.subplots()
     entries, found = _draw_lines(plate, axes, runs, "a", "n", options)
     entries |= _draw_printed(plate, axes) if options.paper else {}
@@ -145,29 +139,53 @@ def data_efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibi
 
 @figure("corruptions", title="Calibration images under corruptions", paper="Figure 4")
 def corruptions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-    """One image, clean and under each corruption; notes until a run holds a corruption study."""
-    rows, columns = (2, 2) if options.is_narrow else (1, 4)
-    plate = Plate(options.width, rows * (options.width / columns + 0.04 * options.width))
-    cells = plate.figure.subplots(rows, columns, squeeze=False)
-    for axes, kind in zip(cells.ravel(), _KINDS, strict=True):
+    """One calibration image of the first run that has any, clean and under each corruption."""
+    run = next((run for run in runs if run.corruptions()), runs[0])
+    shown = run.corruptions()
+    names = [name for name in (*CORRUPTED, *shown) if name in shown] or [*CORRUPTED]
+    columns = 2 if options.is_narrow else min(len(dict.fromkeys(names)), 4)
+    names = [*dict.fromkeys(names)]
+    rows = -(-len(names) // columns)
+    height = rows * (options.width / columns + 0.04 * options.width)
+    plate = Plate(options.width, height, "corruptions")
+    cells = plate.figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in cells:
+        axes.set_axis_off()
+    for axes, name in zip(cells, names, strict=False):
         axes.set_box_aspect(1)
-        framed_note(axes, Gap(kind, _NO_CORRUPTIONS))
-    plate.lack("corrupted calibration images", _NO_CORRUPTIONS)
-    what = "The same calibration image, clean and under each corruption."
-    return plate.exhibited([what, *origin(runs)])
+        if name not in shown:
+            axes.set_axis_on()
+            plate.note(axes, corruption_title(name), _needed("corruption"))
+            continue
+        axes.imshow(shown[name], interpolation="nearest")
+        axes.set_title(corruption_title(name), loc="center")
+        plate.record("a", run, "mean pixel", shown[name].mean() / 255, corruption=name)
+    seeds = run.sweeps().query("corruption.notna()")["seed"].unique()
+    drawn = f"Drawn with seed {min(seeds)}." if len(seeds) else ""
+    what = "The same calibration image, clean and under each corruption (kinds and strengths of ImageNet-C)."
+    return plate.exhibited([what, drawn, *origin([run])])
 
 
-def sweep_points(run: DriftRun, factor: str, tasks: Sequence[str]) -> pd.DataFrame:
-    """One row per value of `factor` in its single-factor sweep, ascending: setting, mean, std, seeds, n_test.
+def corruption_title(name: str) -> str:
+    """What figures and tables call a corruption."""
+    kind, _, severity = name.partition(":")
+    if kind == "none":
+        return "clean"
+    return f"{kind.replace('_', ' ').replace('gaussian', 'Gaussian').replace('jpeg', 'JPEG')}, severity {severity}"
 
-    `mean` and `std` are over seeds, of the accuracy averaged over tasks; `std` (of a sample: n - 1) is NaN with one
-    seed. A seed that lacks a task is left out, because its average would be over other tasks.
+
+def sweep_points(run: DriftRun, factor: str, tasks: Sequence[str], method: str = "featcal") -> pd.DataFrame:
+    """One row per value of `factor` in a method's single-factor sweep, ascending: setting, mean, std, seeds, n_test.
+
+    `mean` and `std` are over seeds, of the tasks' main scores averaged over tasks; `std` (of a sample: n - 1) is NaN
+    with one seed. A seed that lacks a task is left out, because its average would be over other tasks.
     """
     rows = run.sweeps()
-    rows = rows[(rows["sweep"] == factor) & rows["task"].isin(tasks) & rows["accuracy"].notna()]
-    rows = rows.assign(setting=rows[factor].astype(float))
+    rows = with_scores(run, rows[(rows["sweep"] == sweep_named(factor, method)) & rows["task"].isin(tasks)])
+    is_text = factor == "corruption"
+    rows = rows.assign(setting=rows[factor].astype(str if is_text else float))
     seeds = rows.groupby(["setting", "seed"]).agg(
-        value=("accuracy", "mean"), tasks=("task", "nunique"), n_test=("n_test", "min")
+        value=("score", "mean"), tasks=("task", "nunique"), n_test=("n_test", "min")
     )
     whole = seeds[seeds["tasks"] == len(tasks)].reset_index()
     points = whole.groupby("setting").agg(
@@ -188,20 +206,25 @@ def _draw_lines(
     found: dict[str, pd.DataFrame] = {}
     names = [run.name for run in runs]
     thin = rcParams["axes.linewidth"]
-    for run, (colour, marker, dash) in zip(runs, itertools.cycle(_LOOKS)):
+    methods = {run.id: swept_methods(run, factor) if factor == "n" else ["featcal"] for run in runs}
+    every = [(run, method) for run in runs for method in methods[run.id]]
+    for (run, method), (colour, marker, dash) in zip(every, itertools.cycle(_LOOKS)):
         tasks = options.tasks_of(run)
-        points = sweep_points(run, factor, tasks)
+        points = sweep_points(run, factor, tasks, method)
         points = points[points["setting"] > 0] if factor == "lam" else points
         if points.empty:
             continue
-        found[run.id] = points
+        is_first = run.id not in found
+        found[run.id] = points if is_first else pd.concat([found[run.id], points])
         x, mean, spread = (points[name].to_numpy(dtype=float) for name in ("setting", "mean", "std"))
         name = run.id if names.count(run.name) > 1 else run.name
+        if methods[run.id] != ["featcal"]:
+            name = method_title(method) if len(runs) == 1 else f"{name}, {method_title(method)}"
         (entries[name],) = axes.plot(x, mean, color=colour, marker=marker, linestyle=dash)
         axes.vlines(x, mean - spread, mean + spread, color=colour, linewidth=1.3 * thin)
-        plate.record(panel, run, MEAN, mean, **{factor: list(x)})
-        plate.record(panel, run, SPREAD, spread, **{factor: list(x)})
-        for variant, dots in _LEVELS.items():
+        for quantity, values in ((MEAN, mean), (SPREAD, spread)):
+            plate.record(panel, run, quantity, values, method=method, **{factor: list(x)})
+        for variant, dots in _LEVELS.items() if is_first else ():
             level = _level(run, tasks, variant)
             if not math.isnan(level):
                 axes.axhline(level, color=colour, linewidth=1.3 * thin, linestyle=dots)
@@ -218,7 +241,8 @@ def _draw_lines(
 
 
 def _needed(factor: str) -> str:
-    return f"`driftlens sweep RUN --param {factor}={_EXAMPLES[factor]}` measures it"
+    values = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in _EXAMPLES[factor])
+    return f"`driftlens sweep RUN --param {factor}={values}` measures it"
 
 
 def _level(run: DriftRun, tasks: Sequence[str], variant: str) -> float:
@@ -283,7 +307,7 @@ def _behind(
 def self_checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """A row per claim, a mark per run, and the limit up to which the claim counts as holding."""
     found = [(run, checks_of(run).results) for run in runs]
-    plate = Plate(options.width, options.width * (0.85 if options.is_narrow else 0.42))
+    plate = Plate(options.width, options.width * (0.85 if options.is_narrow else 0.42), "self-checks")
     axes = plate.figure.subplots()
     if all(math.isnan(check.value) for _, checks in found for check in checks):
         plate.note(axes, "self-checks", "`driftlens analyze` computes them")

@@ -14,6 +14,7 @@ from driftlens.errors import DataError, did_you_mean
 from driftlens.records.reading import printable
 from driftlens.records.run import DriftRun
 from driftlens.registry import Registry
+from driftlens.suites.protocols import filling
 from driftlens.variants import calibrated, part_of
 from driftlens.variants import title as plain_title
 from driftlens_reports.charts.words import named, overlap_notes
@@ -163,10 +164,16 @@ def _check(kind: str, name: str, known: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class Gap:
-    """A part of an exhibit that the runs can't fill: what is missing, and the command that adds it."""
+    """A part of an exhibit that the runs can't fill: what is missing, and the commands that add it."""
 
     name: str
     missing: str
+
+    @classmethod
+    def of(cls, exhibit: str, name: str, missing: str) -> Gap:
+        """The gap, with the protocol that fills this exhibit from a suite."""
+        command = filling(exhibit)
+        return cls(name, f"{missing.rstrip('.')}; `{command}` fills it" if command else missing)
 
 
 @dataclass(frozen=True)
@@ -330,11 +337,12 @@ def _exhibited(name: str, shown: Table, paper_note: str = "") -> Exhibited:
     grids = [grid for grid in shown.grids if grid.lines]
     # What a table can't do without comes first: those that are longer than the table keep only that below it.
     below = together([*warnings(shown.runs), *_legend(grids), paper_note, *shown.notes, *origin(shown.runs)])
+    missing = tuple(Gap.of(name, gap.name, gap.missing) for gap in shown.missing)
     return Exhibited(
         tidy(grids),
-        " ".join(together([shown.caption, *below], shown.missing)),
-        latex=to_latex(grids, name, shown.caption, notes=below, missing=shown.missing),
-        missing=tuple(shown.missing),
+        " ".join(together([shown.caption, *below], missing)),
+        latex=to_latex(grids, name, shown.caption, notes=below, missing=missing),
+        missing=missing,
     )
 
 

@@ -52,7 +52,7 @@ def intro(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     drift = Picture(View("layer-drift", DRIFT, is_about_one=True, options={"apart": True}), run, options)
     scored = [name for name in run.variants if name in ("base", *options.compared(run))]
     accuracy = Picture(View("accuracy", ACCURACY), run, replace(options, variants=scored))
-    plate = Plate(options.width, options.width * (1.8 if options.is_narrow else 0.74))
+    plate = Plate(options.width, options.width * (1.8 if options.is_narrow else 0.74), "intro")
     if options.is_narrow:
         left, *parts = plate.figure.subfigures(3, 1, height_ratios=[1.05, 1, 1])
     else:
@@ -120,7 +120,7 @@ def scatter_grid(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited
     # A cell is a square with its title or its cosine; a single task's panels stand side by side.
     across, each = (len(shown), 1) if len(tasks) == 1 else (across, len(shown))
     rows = each * max(1, math.ceil(len(tasks) / across))
-    plate = Plate(options.width, rows * (options.width / across + 0.02 * options.width))
+    plate = Plate(options.width, rows * (options.width / across + 0.02 * options.width), "scatter-grid")
     cells = plate.figure.subplots(rows, across, squeeze=False)
     layouts = []
     for at, task in enumerate(tasks):

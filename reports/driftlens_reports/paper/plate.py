@@ -30,7 +30,7 @@ COLUMNS = ("panel", "run", "task", "variant", "layer", "sample_id", "quantity", 
 
 
 class Plate:
-    """A matplotlib figure and the numbers in it.
+    """A matplotlib figure and the numbers in it; `name` is the exhibit's, for the protocol that fills what is missing.
 
     Attributes:
         figure: made without pyplot, so nothing is left open; on a slide as high as the slide, whatever is asked for.
@@ -39,7 +39,8 @@ class Plate:
         panels: the axes of charts.
     """
 
-    def __init__(self, width: float, height: float) -> None:
+    def __init__(self, width: float, height: float, name: str) -> None:
+        self._name = name
         if venue_of(width) == "slide":
             height = width * 9 / 16
         self.figure = Figure(figsize=(width, height), layout="constrained")
@@ -78,7 +79,7 @@ class Plate:
 
     def lack(self, name: str, missing: str) -> Gap:
         """Note a part that the runs can't fill, where other things stand in its place."""
-        gap = Gap(name, missing)
+        gap = Gap.of(self._name, name, missing)
         if gap not in self.missing:
             self.missing.append(gap)
         return gap

@@ -25,6 +25,16 @@ ErratumKind = Literal["value", "average", "rounding", "columns", "suspect", "gai
 
 Family = Literal["image", "text", "language"]
 
+CORRUPTED: Mapping[str, str] = {
+    "none": "Clean",
+    "gaussian_noise:3": "Gauss.",
+    "motion_blur:3": "Blur",
+    "fog:3": "Fog",
+}
+"""What the sweep table calls the corruptions of the paper's table -> its columns."""
+
+_METHODS = {"featcal": "FeatCal", "react": "ReACT", "svc": "SVC"}
+
 _BACKBONE = re.compile(r"vit[-_ ]?(b|l|base|large)[-_ /]?(?:patch)?(16|32|14)", re.IGNORECASE)
 
 
@@ -97,6 +107,11 @@ class Erratum:
         if (table.label, row.model, row.merger, row.name) != (self.table, self.model, self.merger, self.row):
             return False
         return column in self.columns if self.columns else column != AVERAGE
+
+
+def method_title(name: str) -> str:
+    """What tables call a method of calibration: ProbSurgery for `prob_surgery`."""
+    return _METHODS.get(name, "".join(part[:1].upper() + part[1:] for part in name.split("_")))
 
 
 def source() -> str:

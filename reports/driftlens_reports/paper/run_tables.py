@@ -13,13 +13,14 @@ import pandas as pd
 from driftlens.records.checks import CheckResult, self_checks
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun
+from driftlens.records.swept import sweep_named, swept_methods
 from driftlens.variants import calibrated
 from driftlens_reports.charts.words import called, title
 from driftlens_reports.paper import exhibit, published
 from driftlens_reports.paper.drawn import sweep_points
 from driftlens_reports.paper.exhibit import ExhibitOptions, Gap, Table, needed, plain_columns, span, table
 from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line
-from driftlens_reports.paper.published import PublishedTable, merger, printed_blocks
+from driftlens_reports.paper.published import PublishedTable, merger, method_title, printed_blocks
 from driftlens_reports.paper.score_tables import shown_variants
 
 _CALIBRATE = "`driftlens calibrate RUN --name NAME` adds one."
@@ -199,18 +200,20 @@ def efficiency(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publi
     """Mean and standard deviation over seeds, a column per number of samples."""
     lines, notes, used = [], [], []
     for run in runs:
-        cells = {
-            f"n={int(point['setting'])}": Cell(
-                100 * point["mean"], 100 * point["std"], _count(point["n_test"])
-            )
-            for point in sweep_points(run, "n", options.tasks_of(run)).to_dict("records")
-        }
-        if cells:
+        for method in swept_methods(run, "n"):
+            cells = {
+                f"n={int(point['setting'])}": Cell(
+                    100 * point["mean"], 100 * point["std"], _count(point["n_test"])
+                )
+                for point in sweep_points(run, "n", options.tasks_of(run), method).to_dict("records")
+            }
+            if cells:
+                label = f"{merger(run)} w/ {method_title(method)}{f', {run.name}' if len(runs) > 1 else ''}"
+                lines.append(Line(label, cells, "own", "measured", run.id))
+        if any(line.run == run.id for line in lines):
             used.append(run)
-            label = f"{merger(run)} w/ FeatCal{f', {run.name}' if len(runs) > 1 else ''}"
-            lines.append(Line(label, cells, "own", "measured", run.id))
             rows = run.sweeps()
-            rows = rows[(rows["sweep"] == "n") & rows["accuracy"].notna()]
+            rows = rows[rows["sweep"].isin([sweep_named("n", at) for at in swept_methods(run, "n")])]
             seeds = ", ".join(str(int(seed)) for seed in sorted(rows["seed"].unique()))
             notes.append(f"{run.name}: seeds {seeds}; {len(options.tasks_of(run))} tasks.")
     blocks = (Block(tuple(lines)), *printed_blocks(printed).values())
@@ -247,15 +250,16 @@ def _coefficients(chosen: Mapping[str, Any]) -> dict[str, Cell]:
 
 
 def _averages(run: DriftRun) -> Iterator[Line]:
-    rows = run.sweeps()
-    rows = rows[(rows["sweep"] == "n") & rows["seconds"].notna()]
-    if rows.empty:
-        return
-    # The time of a point stands in the row of each of its tasks.
-    points = rows.drop_duplicates(["point", "seed"])
-    budgets, seeds = points["n"].nunique(), points["seed"].nunique()
-    label = f"{merger(run)} w/ FeatCal, {budgets} budgets, {seeds} seed{'s' if seeds > 1 else ''}"
-    yield Line(label, {_TIME: Cell(float(points["seconds"].mean()))}, "own", "measured", run.id)
+    every = run.sweeps()
+    for method in swept_methods(run, "n"):
+        rows = every[(every["sweep"] == sweep_named("n", method)) & every["seconds"].notna()]
+        if rows.empty:
+            continue
+        # The time of a point stands in the row of each of its tasks.
+        points = rows.drop_duplicates(["point", "seed"])
+        budgets, seeds = points["n"].nunique(), points["seed"].nunique()
+        label = f"{merger(run)} w/ {method_title(method)}, {budgets} budgets, {seeds} seed{'s' if seeds > 1 else ''}"
+        yield Line(label, {_TIME: Cell(float(points["seconds"].mean()))}, "own", "measured", run.id)
 
 
 def _phases(run: DriftRun) -> Iterator[Line]:

@@ -14,9 +14,11 @@ from driftlens.records.compare import changed_score
 from driftlens.records.intervals import Interval, mean_over_tasks
 from driftlens.records.run import DriftRun
 from driftlens.records.scores import main_metrics
+from driftlens.records.swept import swept_methods
 from driftlens.variants import control_of, expert_of, is_control, part_of
 from driftlens_reports.charts.words import called, title
 from driftlens_reports.paper import published
+from driftlens_reports.paper.drawn import corruption_title, sweep_points
 from driftlens_reports.paper.exhibit import ExhibitOptions, Table, needed, span, table
 from driftlens_reports.paper.grid import AVERAGE, Block, Cell, Column, Grid, Line, Role, with_average
 from driftlens_reports.paper.published import Family, PublishedTable, merger, printed_blocks
@@ -107,19 +109,55 @@ def experts(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publishe
 
 @table("corruption", title="Accuracy under corrupted calibration", label="tab:ta8-corrupted-calibration")
 def corruption(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
-    """The paper's rows: clean images and three corruptions of the calibration images, tested on clean ones."""
-    columns = tuple(Column(title, options.digits) for title in printed.columns)
-    # No table of a run holds scores by corruption yet.
+    """A line per method of a run's sweep of corruptions; the paper's columns first, whose average it is."""
+    blocks, used, further = [], [], dict[str, str]()
+    for run in runs:
+        lines = [
+            line for method in swept_methods(run, "corruption") for line in _corrupted(run, method, options)
+        ]
+        for name in (name for line in lines for name in line.cells if name not in printed.columns):
+            further[name] = name
+        if lines:
+            scores = [
+                line for line in _lines(run, _column_titles(run, options), options) if line.role == "plain"
+            ]
+            plain = [
+                dataclasses.replace(line, cells={"Clean": line.cells[AVERAGE]})
+                for line in scores
+                if line.variant == "merged" and AVERAGE in line.cells
+            ]
+            blocks.append(Block((*plain, *lines), run.name if len(runs) > 1 else ""))
+            used.append(run)
+    blocks = [*_beside((), blocks, printed_blocks(printed))]
+    columns = tuple(Column(title, options.digits) for title in (*printed.columns, *further))
+    seeds = sorted({int(seed) for run in used for seed in run.sweeps().query("corruption.notna()")["seed"]})
+    notes = [f"Seeds {', '.join(map(str, seeds))}; the average is over the paper's columns."] if used else []
     return Table(
-        [Grid(columns, tuple(printed_blocks(printed).values()))],
+        [Grid(columns, tuple(blocks))],
         "Accuracy (%), averaged over tasks, on clean test images after calibrating on corrupted ones. Without "
         "calibration there is nothing to corrupt, so the merged model has a clean column only.",
-        missing=needed(
-            (),
-            "a study that calibrates on clean, noisy, blurred and foggy images (severity 3) and tests on clean ones "
-            "fills them; runs don't hold one yet.",
+        used,
+        notes,
+        needed(
+            used, f"`driftlens sweep RUN --param corruption={','.join(published.CORRUPTED)}` measures them."
         ),
     )
+
+
+def _corrupted(run: DriftRun, method: str, options: ExhibitOptions) -> Iterator[Line]:
+    points = sweep_points(run, "corruption", options.tasks_of(run), method)
+    cells = {
+        published.CORRUPTED.get(name := str(point["setting"]), corruption_title(name)): Cell(
+            100 * point["mean"],
+            100 * point["std"],
+            None if pd.isna(point["n_test"]) else int(point["n_test"]),
+        )
+        for point in points.to_dict("records")
+    }
+    if cells:
+        label = f"w/ {published.method_title(method)}"
+        line = Line(label, cells, "own", "measured", run.id, f"calibrated:{method}")
+        yield with_average(line, [*published.CORRUPTED.values()])
 
 
 def _table_by_model(

@@ -1,0 +1,194 @@
+"""Calibration divided among processes: equal to that of one, whatever is divided how."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from driftlens.calibration.calibrator import calibrators
+from driftlens.calibration.featcal import FeatCal
+from driftlens.calibration.residual import ResidualCal
+from driftlens.data.samples import Batch
+from driftlens.engine.forward_order import Lane, calibrate, calibrate_side_by_side
+from driftlens.engine.problems import CalibratedLayer, ClosedForm, LinearFold
+from driftlens.engine.site_selection import select_sites
+from driftlens.errors import NumericsError, SingularGramError, SpecError
+from driftlens.linalg.gram import GramPool
+from driftlens.team import Team
+from tests.calibration.worlds import WORLDS
+from tests.cases import Case, perturbed, pool_of
+from tests.team.threads import teamed
+
+TASKS = ("a", "b", "c")
+Samples = Mapping[str, Callable[[], Iterable[Batch]]]
+
+
+def models(case: Case) -> dict[str, nn.Module]:
+    base = case.build().double().eval()
+    experts = {f"expert:{task}": perturbed(base, seed) for seed, task in enumerate(TASKS, start=1)}
+    merged = copy.deepcopy(base)
+    with torch.no_grad():
+        for name, parameter in merged.named_parameters():
+            parameter.copy_(sum(dict(e.named_parameters())[name] for e in experts.values()) / len(experts))
+    return {"base": base, "merged": merged, **experts}
+
+
+def samples(case: Case) -> Samples:
+    """Of every task other ones, in one to three batches of unequal sizes."""
+    generator = torch.Generator().manual_seed(3)
+    found: dict[str, list[Batch]] = {}
+    for number, task in enumerate(TASKS, start=1):
+        sizes = [4, 3, 2][:number]
+        starts = [sum(sizes[:at]) for at in range(len(sizes))]
+        found[task] = [
+            Batch(start, start + size, case.inputs(generator, size))
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+    return {task: lambda task=task: found[task] for task in TASKS}  # type: ignore[misc]
+
+
+def compared(one: list[CalibratedLayer], many: list[list[CalibratedLayer]], tolerance: float) -> None:
+    for layers in many:
+        assert [layer.layer for layer in layers] == [layer.layer for layer in one]
+        for ours, theirs in zip(layers, one, strict=True):
+            assert ours.updates.keys() == theirs.updates.keys()
+            for name, value in theirs.updates.items():
+                assert (ours.updates[name] - value).norm() <= tolerance * value.norm(), (ours.layer, name)
+            # Reports keep their places, and drifts those of their tasks.
+            assert [report.site for report in ours.reports] == [report.site for report in theirs.reports]
+            assert list(ours.drift_l2_mean) == list(theirs.drift_l2_mean)
+            assert ours.drift_l2_mean == pytest.approx(theirs.drift_l2_mean, rel=1e-9)
+            for name in ("objective_before", "objective_after", "task_weight_sum"):
+                mine, other = ([getattr(report, name) for report in of.reports] for of in (ours, theirs))
+                assert [value is None for value in mine] == [value is None for value in other]
+                assert [value or 0 for value in mine] == pytest.approx(
+                    [value or 0 for value in other], rel=1e-8, abs=1e-12
+                )
+
+
+@pytest.mark.parametrize(
+    ("world", "calibrator"),
+    [
+        ("open_clip_vit", FeatCal()),
+        (
+            "encoder_decoder",
+            FeatCal(update=["linear", "bias"]),
+        ),  # keys and values of one stream in many layers
+        ("open_clip_vit", ResidualCal(folds=2)),
+        ("open_clip_vit", ResidualCal(folds=2, mu=0.9, order="block")),
+        ("open_clip_vit", ResidualCal(weights="uniform", cv="off")),
+        ("open_clip_vit", calibrators["svc"]()),
+    ],
+    ids=["featcal", "streams", "residual", "metric", "uniform", "weights-alone"],
+)
+@pytest.mark.parametrize("size", [2, 4])  # 4: one has nothing to do
+def test_several_processes_find_what_one_finds(world: str, calibrator: ClosedForm, size: int) -> None:
+    case = WORLDS[world].case
+
+    # Modules are hooked while they run, so every thread has its own.
+    pools = [pool_of(case, models(case)) for _ in range(size)]
+
+    def walk(team: Team) -> list[CalibratedLayer]:
+        pool = pools[team.rank]
+        sites = select_sites(pool.chain, update=calibrator.update)
+        return list(calibrate(pool, samples(case), calibrator, sites=sites, team=team))
+
+    one, many = walk(Team()), teamed(size, walk)
+    assert any(layer.updates for layer in one)
+    compared(one, many, 1e-9)
+
+
+def test_layers_done_before_are_passed_by_all() -> None:
+    case = WORLDS["open_clip_vit"].case
+    pool, given = pool_of(case, models(case)), samples(case)
+    sites = select_sites(pool.chain)
+    one = list(calibrate(pool, given, FeatCal(), sites=sites))
+    done = {layer.layer: layer.updates for layer in one[:2]}
+    many = teamed(2, lambda team: list(calibrate(pool, given, FeatCal(), sites=sites, done=done, team=team)))
+    compared(one[2:], many, 1e-9)
+
+
+def test_many_calibrations_side_by_side_are_divided_too() -> None:
+    case = WORLDS["open_clip_vit"].case
+    pool, given = pool_of(case, models(case)), samples(case)
+    sites = select_sites(pool.chain)
+    lanes = [Lane(FeatCal(lam=lam, alpha=alpha)) for lam, alpha in ((0.05, 0.3), (0.5, 0.3), (0.05, 0.6))]
+
+    def walk(team: Team) -> list[list[CalibratedLayer]]:
+        parts = {task: [_Part(read)] for task, read in given.items()}
+        return list(calibrate_side_by_side(pool, parts, lanes, sites=sites, objectives=True, team=team))
+
+    one = walk(Team())
+    for layers in teamed(3, walk):
+        for lane in range(len(lanes)):
+            compared([of[lane] for of in one], [[of[lane] for of in layers]], 1e-9)
+
+
+class _Part:
+    ids = ()
+
+    def __init__(self, batches: Callable[[], Iterable[Batch]]) -> None:
+        self.batches = batches
+
+
+@pytest.mark.parametrize("spoiled", TASKS)
+def test_what_one_process_finds_wrong_all_report(spoiled: str) -> None:
+    case = WORLDS["open_clip_vit"].case
+    pool, given = pool_of(case, models(case)), samples(case)
+    given = {**given, spoiled: lambda: [Batch(0, 2, torch.full((2, 3, 16, 16), torch.nan))]}
+
+    def walk(team: Team) -> str:
+        with pytest.raises(NumericsError) as caught:
+            list(calibrate(pool, given, FeatCal(), sites=select_sites(pool.chain), team=team))
+        assert team.agrees(caught.value)
+        return caught.value.message
+
+    first, second = teamed(2, walk)
+    assert first == second and f"task {spoiled!r}" in first
+
+
+def test_a_system_that_one_process_cannot_solve_is_refused_by_all() -> None:
+    case = WORLDS["open_clip_vit"].case
+    pool, few = pool_of(case, models(case)), torch.randn(1, 3, 16, 16, dtype=torch.float64)
+    given = {task: lambda: [Batch(0, 1, few)] for task in TASKS}
+
+    def walk(team: Team) -> str:
+        with pytest.raises(SingularGramError) as caught:
+            sites = select_sites(pool.chain)
+            list(calibrate(pool, given, FeatCal(anchor="none"), sites=sites, team=team))
+        assert team.agrees(caught.value)
+        return caught.value.message
+
+    first, second = teamed(2, walk)
+    assert first == second and first.startswith("layer 2, transformer.resblocks.0.mlp.c_proj: gram is")
+
+
+class _Own:
+    """A fold that a plugin brings, from before there were teams."""
+
+    def __init__(self, inner: LinearFold) -> None:
+        self.add, self.moments, self.mean_bias = inner.add, inner.moments, inner.mean_bias
+
+
+class _Plugin(FeatCal):
+    def fold(self, grams: GramPool) -> Any:
+        return _Own(super().fold(grams))
+
+
+def test_a_fold_that_cannot_be_added_up_is_refused() -> None:
+    case = WORLDS["open_clip_vit"].case
+    pool, given = pool_of(case, models(case)), samples(case)
+    sites = select_sites(pool.chain)
+    assert list(calibrate(pool, given, _Plugin(), sites=sites))
+
+    def walk(team: Team) -> list[Tensor]:
+        with pytest.raises(SpecError, match="Calibrate in one process"):
+            list(calibrate(pool, given, _Plugin(), sites=sites, team=team))
+        return []
+
+    teamed(2, walk)

@@ -1,9 +1,10 @@
-"""Ways to repair a merge beside each other: score, KL to the experts and drift, over draws of 64 samples a task.
+"""Ways to repair a merge beside each other: score, KL to the experts, drift and cost, over draws of 64 samples a task.
 
-`python -m benchmarks.repairs --suites llama --draws 0 1` runs what a folder lacks yet, a file per suite and draw, and
-prints tables of all that it has. Settings are those published or declared as defaults; `--auto` alone chooses, from
-the calibration samples. Every draw is judged on the same test samples, which no calibration reads: changes are paired
-by test sample.
+`python -m benchmarks.repairs --suites llama --draws 0 1 --methods surgery norms` runs what a folder lacks yet, a file
+per suite and draw, which is written behind every method, and prints tables of all that it has. Settings are those
+published or declared as defaults; `--auto` alone chooses, from the calibration samples. Every draw is judged on the
+same test samples, which no calibration reads: changes are paired by test sample. Seconds are of the processor, of
+calibrating alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import json
 import pathlib
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,62 +30,93 @@ FEATCAL, AUTO = "FeatCal's preset", "--auto"
 METHODS: dict[str, dict[str, Any]] = {
     "residual": {"method": "residual"},
     "residual, mu=0.9": {"method": "residual", "parameters": {"mu": 0.9}},
-    "norms only": {"method": "featcal", "parameters": {"update": ["norm"]}},
+    "norms only": {"method": "norms"},
     "SVC": {"method": "svc"},
     "ReACT, a map per task": {"method": "react"},
     "Surgery, a map per task": {"method": "surgery"},
     "ProbSurgery, a map per task": {"method": "prob_surgery"},
+    "IntervMerge, a map per task and block": {"method": "interv_merge"},
+    "SurgeryV2, a map per task and block": {"method": "surgery_v2"},
+    "distillation of all weights": {"method": "distill"},
 }
 Found = dict[str, dict[str, dict[str, list[float]]]]
-"""Model -> task -> score, KL and final relative drift: one value per test sample, of drift one alone."""
+"""Model -> task -> score, KL, final relative drift and cosine: one value per test sample, of the last two one alone."""
 
 
 def run(
     device: str,
     suites: Sequence[str] = tuple(PRESETS),
     draws: Sequence[int] = range(DRAWS),
+    methods: Sequence[str] = (),
     folder: str = "repairs",
 ) -> str:
-    """A table per suite of the draws that the folder has, those asked for included."""
+    """A table per suite of the draws that the folder has, those asked for included; methods by title or name."""
     place, tables = pathlib.Path(folder), []
     place.mkdir(exist_ok=True)
     for suite in suites:
-        for file in (place / f"{suite}-{draw}.json" for draw in draws):
-            if not file.exists() and (suite == "embedded" or SHARED.is_dir()):
-                file.write_text(json.dumps(drawn(suite, int(file.stem.rpartition("-")[2]), device)))
+        asked: dict[str, dict[str, Any]] = {
+            FEATCAL: {"method": "featcal", "preset": PRESETS[suite]},
+            **METHODS,
+        }
+        asked[AUTO] = {"preset": PRESETS[suite], "auto": True}
+        wanted = {
+            title: of for title, of in asked.items() if not methods or {title, of.get("method")} & {*methods}
+        }
+        for draw in draws:
+            if suite == "embedded" or SHARED.is_dir():
+                complete(place / f"{suite}-{draw}.json", suite, draw, device, wanted)
         found = [json.loads(file.read_text()) for file in sorted(place.glob(f"{suite}-*.json"))]
         if not found:
             tables.append(f"{suite}: not on this machine")
             continue
-        tables.append(table(suite, [draw["models"] for draw in found]))
-        tables.append(f"{AUTO} chose, by draw: {'; '.join(draw['chosen'] for draw in found)}")
+        tables.append(table(suite, found, ("base", "expert", "merged", *asked)))
+        chosen = [draw["chosen"] for draw in found if "chosen" in draw]
+        tables.append(f"{AUTO} chose, by draw: {'; '.join(chosen) or 'not run'}")
     return "\n\n".join(tables)
 
 
-def drawn(suite: str, draw: int, device: str) -> dict[str, Any]:
-    """All models with the calibration samples of one draw, and what was chosen with them."""
+def complete(
+    file: pathlib.Path, suite: str, draw: int, device: str, wanted: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Add to the file what it lacks of the methods wanted, with the calibration samples of one draw."""
     import driftlens as dl
 
+    known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"models": {}, "costs": {}}
+    lacking = {title: options for title, options in wanted.items() if title not in known["models"]}
+    if not lacking:
+        return
     with tempfile.TemporaryDirectory() as place:
         spec = spec_of(suite, draw, device, pathlib.Path(place))
-        made = dl.analyze(spec, out=f"{place}/run", progress="none")
-        shown = {"base": "base", "expert": "expert", "merged": "merged"}
-        preset = {"preset": PRESETS[suite]}
-        asked: dict[str, dict[str, Any]] = {FEATCAL: preset, **METHODS, AUTO: {**preset, "auto": True}}
-        for number, (title, options) in enumerate(asked.items()):
-            name = f"m{number}"
-            made = dl.calibrate(made, name=name, attribution=False, progress="none", **options)
-            shown[title] = f"calibrated:{name}"
-        selection = made.manifest.calibrations[shown[AUTO].partition(":")[2]].selection
-        titles = {entry["name"]: entry["title"] for entry in selection["compared"]}
-        return {
-            "chosen": titles[selection["choice"]],
-            "selection": dict(selection),
-            "models": {
-                title: {task: _measured(made, variant, task, METRICS[suite]) for task in spec["experts"]}
-                for title, variant in shown.items()
-            },
-        }
+        made, tasks = dl.analyze(spec, out=f"{place}/run", progress="none"), spec["experts"]
+        metric = METRICS[suite]
+        for title in ("base", "expert", "merged"):
+            known["models"][title] = {task: _measured(made, title, task, metric) for task in tasks}
+        for title, options in lacking.items():
+            name, clock = f"m{len(known['models'])}", _Clock()
+            made = dl.calibrate(
+                made, name=name, attribution=False, progress="none", on_progress=clock, **options
+            )
+            shown, info = f"calibrated:{name}", made.manifest.calibrations[name]
+            known["models"][title] = {task: _measured(made, shown, task, metric) for task in tasks}
+            known["costs"][title] = {"seconds": clock.seconds, "added": info.attached}
+            if options.get("auto"):
+                titles = {entry["name"]: entry["title"] for entry in info.selection["compared"]}
+                known |= {"chosen": titles[info.selection["choice"]], "selection": dict(info.selection)}
+            file.write_text(json.dumps(known))
+            print(suite, draw, title, f"{clock.seconds:.1f} s", flush=True)
+
+
+class _Clock:
+    """Processor time between the first and the last event of calibrating."""
+
+    def __init__(self) -> None:
+        self.begun: float | None = None
+        self.seconds = 0.0
+
+    def __call__(self, event: Any) -> None:
+        if event.phase in ("calibrate", "choose"):
+            self.begun = time.process_time() if self.begun is None else self.begun
+            self.seconds = time.process_time() - self.begun
 
 
 def _measured(made: Any, variant: str, task: str, metric: str) -> dict[str, list[float]]:
@@ -95,40 +128,62 @@ def _measured(made: Any, variant: str, task: str, metric: str) -> dict[str, list
         scores = made.scores(task=task, variant=variant).sort_values("sample_id")
         score = scores[scores["metric"] == metric]["value"]
     kl = 0 * rows["kl"] if is_expert else rows["kl"]
-    drift = 0.0 if is_expert else made.layers(task, variant).iloc[-1]["drift_rel"]
-    return {"score": [float(x) for x in score], "kl": [float(x) for x in kl], "drift": [float(drift)]}
+    last = None if is_expert else made.layers(task, variant).iloc[-1]
+    drift, cosine = (0.0, 1.0) if last is None else (last["drift_rel"], last["cos_mean"])
+    values = {"score": score, "kl": kl, "drift": [drift], "cosine": [cosine]}
+    return {key: [float(x) for x in of] for key, of in values.items()}
 
 
-def table(suite: str, draws: Sequence[Found]) -> str:
-    """Means over tasks and draws; changes with 95 % intervals, paired by test sample (each one's mean over draws)."""
-    tasks = list(draws[0]["merged"])
-    n = sum(len(draws[0]["merged"][task]["score"]) for task in tasks)
+def table(suite: str, found: Sequence[Mapping[str, Any]], titles: Sequence[str]) -> str:
+    """Means over tasks and draws; changes with 95 % intervals, paired by test sample (each one's mean over draws).
+
+    Of every model, over the draws that have it; what it is compared with is of the same draws.
+    """
+    every: Sequence[Found] = [draw["models"] for draw in found]
+    tasks = list(every[0]["merged"])
+    n = sum(len(every[0]["merged"][task]["score"]) for task in tasks)
     columns = ("score, %", "KL, nat")
     changes = [f"{column} against {of}" for column in columns for of in (FEATCAL, "merged")]
-    head = ["", columns[0], "by draw", *changes[:2], columns[1], *changes[2:], "relative drift"]
+    head = ["", columns[0], "by draw", *changes[:2], columns[1], *changes[2:], "relative drift", "cosine"]
+    head += ["processor seconds", "added numbers"]
     lines = [
-        f"{suite}: {len(tasks)} tasks, {SAMPLES} samples a task, {len(draws)} draws, n = {n} test samples, "
+        f"{suite}: {len(tasks)} tasks, {SAMPLES} samples a task, {len(every)} draws, n = {n} test samples, "
         f"score {METRICS[suite]}",
         f"| {' | '.join(head)} |",
         "|---" * len(head) + "|",
     ]
-    for name in draws[0]:
-        by_draw = [np.mean([np.mean(draw[name][task]["score"]) for task in tasks]) for draw in draws]
-        cells = [name, f"{100 * np.mean(by_draw):.1f}"]
-        cells.append(
-            ", ".join(f"{100 * mean:.1f}" for mean in by_draw) if name in (FEATCAL, *METHODS, AUTO) else ""
-        )
-        for column, scale, digits in (("score", 100, 1), ("kl", 1, 3)):
-            if column == "kl":
-                mean = np.mean([np.mean(draw[name][task]["kl"]) for draw in draws for task in tasks])
-                cells.append(f"{mean:.3f}")
-            for start in (FEATCAL, "merged"):
-                gap = _change(draws, start, name, column).scaled(scale)
-                ends = f"{gap.low:+.{digits}f} to {gap.high:+.{digits}f}"
-                cells.append("" if start == name else f"{gap.value:+.{digits}f} ({ends})")
-        cells.append(f"{np.mean([draw[name][task]['drift'] for draw in draws for task in tasks]):.3f}")
-        lines.append(f"| {' | '.join(cells)} |")
+    for name in titles:
+        draws = [draw for draw in every if name in draw]
+        if draws:
+            costs = [draw["costs"][name] for draw in found if name in draw["costs"]]
+            lines.append(f"| {' | '.join(_row(name, draws, tasks, costs))} |")
     return "\n".join(lines)
+
+
+def _row(
+    name: str, draws: Sequence[Found], tasks: Sequence[str], costs: Sequence[Mapping[str, float]]
+) -> list[str]:
+    by_draw = [np.mean([np.mean(draw[name][task]["score"]) for task in tasks]) for draw in draws]
+    cells = [name, f"{100 * np.mean(by_draw):.1f}"]
+    cells.append(", ".join(f"{100 * mean:.1f}" for mean in by_draw) if costs else "")
+    for column, scale, digits in (("score", 100, 1), ("kl", 1, 3)):
+        if column == "kl":
+            cells.append(
+                f"{np.mean([np.mean(draw[name][task]['kl']) for draw in draws for task in tasks]):.3f}"
+            )
+        for start in (FEATCAL, "merged"):
+            if start == name or any(start not in draw for draw in draws):
+                cells.append("")
+                continue
+            gap = _change(draws, start, name, column).scaled(scale)
+            ends = f"{gap.low:+.{digits}f} to {gap.high:+.{digits}f}"
+            cells.append(f"{gap.value:+.{digits}f} ({ends})")
+    for column in ("drift", "cosine"):
+        cells.append(f"{np.mean([draw[name][task][column] for draw in draws for task in tasks]):.3f}")
+    seconds = [cost["seconds"] for cost in costs]
+    cells.append(f"{np.mean(seconds):.0f}" if costs else "")
+    cells.append(f"{costs[0]['added']:,}" if costs else "")
+    return cells
 
 
 def _change(draws: Sequence[Found], start: str, end: str, column: str) -> Interval:
@@ -193,5 +248,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--suites", nargs="*", default=tuple(PRESETS))
     parser.add_argument("--draws", nargs="*", type=int, default=range(DRAWS))
+    parser.add_argument("--methods", nargs="*", default=(), help="titles or names; all where none is given")
     parser.add_argument("--folder", default="repairs", help="where what was measured is kept")
     print(run("cpu", **vars(parser.parse_args())))

@@ -37,6 +37,13 @@ class Edit:
     first: bool
     site: str
 
+    @property
+    def code(self) -> str:
+        """What this is, in Python."""
+        edit = '(h @ (t["source"] - t["project"]).T + t["source_bias"] - t["project_bias"]) @ t["project"]'
+        entered, left = ("f[:, :1]", "torch.cat([h, f[:, 1:]], 1)") if self.first else ("f", "h")
+        return f"h = {entered}\nh = h + {edit}\nf = {left}"
+
     def __call__(self, stream: Tensor) -> Tensor:
         """The edited output, of the same shape."""
         h = stream[:, :1] if self.first else stream

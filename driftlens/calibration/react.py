@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class Linear:
     """W f, token by token; `matrix` is W, [d, d]."""
 
     matrix: Tensor
+    code: ClassVar[str] = 'f = f @ t["matrix"].T'
 
     def __call__(self, stream: Tensor) -> Tensor:
         """Corrected features, of the same shape."""

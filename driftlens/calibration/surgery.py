@@ -30,6 +30,12 @@ class LowRank:
     up: Tensor
     normalize: bool = False
 
+    @property
+    def code(self) -> str:
+        """What this is, in Python."""
+        unit = "f = f / f.norm(dim=-1, keepdim=True)\n" if self.normalize else ""
+        return f'{unit}f = f - (f @ t["down"].T).relu() @ t["up"].T'
+
     def __call__(self, stream: Tensor) -> Tensor:
         """Corrected features, of the same shape."""
         f = F.normalize(stream, dim=-1) if self.normalize else stream

@@ -39,7 +39,10 @@ class Attachment(Protocol):
         ...
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """All numbers that make up the map, by name: what is saved of it."""
+        """All numbers that make up the map, by name: what is saved of it.
+
+        An attribute `code` may hold Python that makes `f` anew of `f` and of these tensors, `t`, for others to read.
+        """
         ...
 
 
@@ -57,6 +60,24 @@ def attachment_tensors(attachments: Attachments) -> dict[str, Tensor]:
     return {
         f"{boundary}{f':{site}' if (site := site_of(attachment)) else ''}/{name}/{task}": value.detach()
         for (task, boundary), attachment in sorted(attachments.items(), key=lambda entry: entry[0])
+        for name, value in attachment.tensors().items()
+    }
+
+
+def portable_tensors(
+    module: nn.Module, chain: LayerChain, attachments: Attachments, prefix: str = ""
+) -> dict[str, Tensor]:
+    """All tensors of some attachments as `module/tensor/task`, by the path of the module behind which they act.
+
+    `prefix` is what the paths begin with where the library's whole model holds the module.
+
+    Raises:
+        IncompatibleModelsError: one acts where no module ends.
+    """
+    paths = {at: module_of(module, chain, at[1], site_of(each)) for at, each in attachments.items()}
+    return {
+        f"{prefix}{paths[place]}".rstrip(".") + f"/{name}/{place[0]}": value.detach()
+        for place, attachment in attachments.items()
         for name, value in attachment.tensors().items()
     }
 
@@ -344,14 +365,11 @@ class ModelPool:
                 stack.enter_context(_replaced(self._skeleton, weights, self._reader(model)))
             module = self._modules.get(model, self._skeleton)
             stack.enter_context(attached_to(module, self.chain, attached))
-            last = self.chain.layers[-1]
-            if last.index in attached:
-                if last.path not in dict(module.named_modules()):
-                    raise IncompatibleModelsError(
-                        f"{last.path} is no module that something can be attached behind"
-                    )
-                hook = _behind(last.path, attached[last.index])
-                stack.callback(module.get_submodule(last.path).register_forward_hook(hook).remove)
+            last = len(self.chain.layers)
+            if last in attached:
+                path = module_of(module, self.chain, last)
+                hook = _behind(path, attached[last])
+                stack.callback(module.get_submodule(path).register_forward_hook(hook).remove)
             yield module
 
     def _reader(self, model: str) -> Callable[[str], Tensor]:
@@ -424,7 +442,7 @@ def attached_to(
     with ExitStack() as hooks:
         for layer in chain.blocks:
             if layer.index in attachments:
-                path = _module_at(module, layer, site_of(attachments[layer.index]))
+                path = module_of(module, chain, layer.index, site_of(attachments[layer.index]))
                 hook = _behind(path, attachments[layer.index])
                 hooks.callback(module.get_submodule(path).register_forward_hook(hook).remove)
         if 1 in attachments:
@@ -436,8 +454,23 @@ def attached_to(
         yield
 
 
-def _module_at(module: nn.Module, layer: Layer, site: str) -> str:
-    """The path of a layer's module, or of that whose output a site's is: an attention may not call its projection."""
+def module_of(module: nn.Module, chain: LayerChain, boundary: int, site: str = "") -> str:
+    """The path of the library's module that gives what leaves a layer, or a site of it.
+
+    An attention may not call its projection as a module; then its own output is that.
+
+    Raises:
+        IncompatibleModelsError: no module gives it.
+    """
+    layer = chain.layers[boundary - 1]
+    if layer.role != "block":
+        if layer.role == "stem" or chain.final is None:
+            raise IncompatibleModelsError(
+                f"what leaves the {layer.role} is no module's output in {chain.architecture}, so nothing can be "
+                "attached to the library's own model there",
+                hint="Choose a method that attaches behind blocks, or one that changes weights.",
+            )
+        return chain.final
     parent = f"{layer.path}.{site}".rpartition(".")[0]
     if site and isinstance(module.get_submodule(parent), nn.MultiheadAttention):
         return parent

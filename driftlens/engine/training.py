@@ -183,7 +183,7 @@ class FrozenWalk:
 
     @torch.no_grad()
     def joined(self) -> dict[int, tuple[str, int]]:
-        """Of every block with linear modules, the first site whose output is added to what entered it, and how wide that is.
+        """Of every block with linear modules, the first site whose output is added to what entered it, and its width.
 
         In a transformer that is the projection behind its attention.
 

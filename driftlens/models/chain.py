@@ -345,6 +345,8 @@ class LayerChain:
         tied: of every checkpoint key whose tensor lies under several keys, all of these.
         settings: what the architecture fixes beyond shapes (activation, eps, heads), for messages.
         modality: what the model reads.
+        final: path of the library's module that the final feature leaves, "" being the model itself; None where that is
+            no module's output.
     """
 
     architecture: str
@@ -356,6 +358,7 @@ class LayerChain:
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
     modality: Modality = TENSOR
+    final: str | None = None
 
     def __post_init__(self) -> None:
         roles = [layer.role for layer in self.layers]

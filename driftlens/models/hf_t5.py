@@ -108,6 +108,7 @@ class HfT5:
                 "eps": whole.config.layer_norm_epsilon,
             },
             modality=replace(TEXT, pool="last"),
+            final=layers[-1].path,
         )
 
     def tiny(self) -> nn.Module:

@@ -246,6 +246,26 @@ def save_model(
             write_json_atomic(folder / f"{form.weights}.index.json", index)
 
 
+def library_prefix(architecture: Architecture, base: StateSource) -> str:
+    """What the library's whole model has before the skeleton's module paths, with its dot; empty where they are one.
+
+    Raises:
+        IncompatibleModelsError: the library calls the skeleton's modules otherwise.
+    """
+    assert architecture.folder is not None and architecture.layout is not None
+    own = next(iter(architecture.chain.blocks[0].parameters.values())).key
+    held = architecture.layout.key_map(base.headers, architecture.keys, base.name)[own]
+    library = {key: name for name, key in _library_names(architecture, base, architecture.folder).items()}[
+        held
+    ]
+    if not library.endswith(own):
+        raise IncompatibleModelsError(
+            f"the library calls {own!r} {library!r}, so maps can't be attached to its own modules by their names",
+            hint="Save to a path ending in .safetensors.",
+        )
+    return library.removesuffix(own)
+
+
 def require_target(architecture: Architecture, path: str | os.PathLike[str]) -> None:
     """Refuse a place that a model could not be written to, before anything is computed for it.
 

@@ -102,6 +102,7 @@ def sequential_chain(
         library_states=parts.library_states,
         require_shared=parts.require_shared,
         tied=tied_weights(module),
+        final=final or None,
         modality=modality,
         settings={
             "blocks": path,

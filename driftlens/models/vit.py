@@ -292,6 +292,7 @@ class ClipViT(ABC):
             token_weights=_token_weight_rules(tower.get_parameter(names.positions).shape[0]),
             settings=self._settings(tower),
             modality=IMAGE,
+            final=feature,
         )
 
     def _missing(self, module: nn.Module, tower: Any) -> str | None:

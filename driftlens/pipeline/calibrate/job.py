@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from driftlens.access import Access
-from driftlens.engine.pool import attachment_tensors
+from driftlens.engine.pool import attachment_tensors, portable_tensors
 from driftlens.engine.site_selection import coverage
 from driftlens.engine.training import Trainer
 from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.merging.method import merge_methods
 from driftlens.models.loading import open_checkpoint
-from driftlens.models.saving import require_target, save_model
+from driftlens.models.saving import library_prefix, require_target, save_model, save_state_dict
+from driftlens.models.sources import TensorsSource
 from driftlens.pipeline.analyze.diagnosis import require_closed
 from driftlens.pipeline.analyze.evaluation import first_look
 from driftlens.pipeline.analyze.phases import (
@@ -29,6 +30,7 @@ from driftlens.pipeline.analyze.phases import (
     run_phase,
     suitable_threads,
 )
+from driftlens.pipeline.calibrate.loader import ATTACHED_FILE, with_loader
 from driftlens.pipeline.calibrate.plan import (
     CalibrationPlan,
     CalibrationRequest,
@@ -89,7 +91,8 @@ def calibrate(
         resume: go on with an interrupted calibration of the same settings.
         replace: take out the calibration of this name first, if there is one.
         save_weights: where the calibrated model goes besides: ending in `.safetensors` a state dict in the base's
-            key names, anything else a folder that the original library loads, with a model card.
+            key names, anything else a folder that the original library loads, with a model card. What is attached lies
+            beside the weights, with lines of Python in the card that hook it into the library's model.
         choose: chooses hyperparameters from the calibration samples, starting from those of the request.
         attribution: whether its drift is traced back to layers; `driftlens.pipeline.analyze.job.explain` does so later.
         access: what may be used, and on which device.
@@ -135,18 +138,30 @@ def calibrate(
                 _complete(writer, opened, reporter, attribution=attribution)
     run = open_run(folder)
     if save_weights is not None:
-        team.once(lambda: _save(run, opened, save_weights))
+        team.once(lambda: _save(run, opened, pathlib.Path(save_weights)))
     return run
 
 
-def _save(run: DriftRun, opened: OpenCalibration, target: PathLike) -> None:
-    """Write the calibrated model of a run to another place, with its card where that is a folder."""
-    plan, models = opened.plan, opened.models
+def _save(run: DriftRun, opened: OpenCalibration, target: pathlib.Path) -> None:
+    """Write the calibrated model for others: a folder or a file, and what is attached beside its weights."""
+    plan, models, chain = opened.plan, opened.models, opened.study.pool.chain
     metadata = weights_metadata(plan.variant, run.manifest.calibrations[plan.name])
-    model = models.architecture.align(open_checkpoint(opened.folder / plan.weights[plan.variant]))
-    card = functools.partial(model_card, run, plan.name)
-    heads = head_files(models)
-    save_model(models.architecture, models.own_form, model, target, metadata=metadata, card=card, heads=heads)
+    model = models.architecture.align(open_checkpoint(run.path / plan.weights[plan.variant]))
+    card: Callable[[str], str] = functools.partial(model_card, run, plan.name)
+    beside = head_files(models)
+    attached = opened.study.pool.variant(plan.variant).attachments
+    skeleton, is_file = models.architecture.skeleton, target.suffix == ".safetensors"
+    if attached and is_file:
+        place = target.with_suffix(f".{ATTACHED_FILE}")
+        save_state_dict(place, portable_tensors(skeleton, chain, attached), metadata)
+    elif attached:
+        prefix = library_prefix(models.architecture, models.own_form)
+        tensors = portable_tensors(skeleton, chain, attached, prefix)
+        beside[ATTACHED_FILE] = TensorsSource(ATTACHED_FILE, tensors)
+        card = with_loader(card, attached)
+    save_model(
+        models.architecture, models.own_form, model, target, metadata=metadata, card=card, heads=beside
+    )
 
 
 @dataclass(frozen=True)

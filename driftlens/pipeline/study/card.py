@@ -12,6 +12,8 @@ from typing import Any
 import pandas as pd
 from huggingface_hub import metadata_load
 
+from driftlens.calibration.calibrator import calibrators
+from driftlens.engine.training import Trainer
 from driftlens.metrics import ACCURACY, ATTACHED, metric_called
 from driftlens.models.loading import is_hub_id, library_folder, repository_of
 from driftlens.records.before_after import (
@@ -20,7 +22,7 @@ from driftlens.records.before_after import (
     selection_sentences,
 )
 from driftlens.records.contents import attach
-from driftlens.records.layout import SPEC, calibration_attachments, calibration_folder
+from driftlens.records.layout import SPEC, calibration_folder
 from driftlens.records.listing import is_live
 from driftlens.records.manifest import CalibrationInfo, ModelInfo, versions
 from driftlens.records.reading import Sheet, printable, setting_text
@@ -54,10 +56,17 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     compared_variants(run, name)  # says which calibrations there are when this is none
     manifest = run.manifest
     tasks = ", ".join(escaped(task) for task in run.tasks)
-    text = (
-        f"One model merged from {len(run.tasks)} experts ({tasks}) and calibrated in closed form, layer by layer, "
-        "so that its features follow each expert's. Same architecture, no added modules."
-    )
+    method = manifest.calibrations[name].method
+    is_trained = method in calibrators and issubclass(calibrators[method], Trainer)
+    text = f"One model merged from {len(run.tasks)} experts ({tasks}) "
+    if attached := manifest.calibrations[name].attached:
+        text += (
+            f"and, for every task, maps of its features that were fitted to that expert's: {attached:,} numbers beside "
+            "the weights. Whoever uses them must know the task of an input; the scores below are with the maps."
+        )
+    else:
+        by = "by gradients" if is_trained else "in closed form, layer by layer,"
+        text += f"and calibrated {by} so that its features follow each expert's. Same architecture, no added modules."
     if manifest.synthetic:
         text += (
             "\n\n**Synthetic demo**: samples and models were made by DriftLens; the numbers are no benchmark."
@@ -187,12 +196,7 @@ def _license(origin: str) -> dict[str, str]:
 
 
 def _measured(run: DriftRun, name: str) -> list[dict[str, Any]]:
-    """The scores on every task's test samples, as the Hub lists results.
-
-    None with attachments, which are not saved with the weights.
-    """
-    if (run.path / calibration_attachments(name)).exists():
-        return []
+    """The scores on every task's test samples, as the Hub lists results."""
     spec = from_yaml((run.path / SPEC).read_text(encoding="utf-8"), SPEC)
     data = spec.get("data", {}) if isinstance(spec, Mapping) else {}
     architecture = run.manifest.architecture

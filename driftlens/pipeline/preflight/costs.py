@@ -6,8 +6,8 @@ Rough on purpose: what is counted is what grows with the model and the samples.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,6 +24,8 @@ from driftlens.pipeline.analyze.evaluation import CHUNK_BYTES
 from driftlens.pipeline.study.study import Settings
 from driftlens.records.layout import THUMB_SIDE
 
+FORWARDS = 3
+"""Passes of a calibration through a block per sample: the expert's, the merged model's that is listened to, its own."""
 FIXED_DISK = 80_000
 """Bytes of a run whatever its size: manifest, layer, parameter and accuracy tables, events (measured)."""
 SAMPLE_ROW, OUTPUT_ROW, SAMPLE_ID = 35, 120, 25
@@ -98,6 +100,49 @@ class Workload:
     def stored_widths(self) -> list[int]:
         """Lengths of the pooled vectors that are kept."""
         return [self.layers[index - 1].width for index in self.settings.stored_layers]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Calibrations of one kind that come behind an analysis.
+
+    Attributes:
+        times: how many.
+        samples: calibration samples per task.
+        effort: processor time of one against FeatCal's.
+        variants: models that each leaves in the run; 0 where it is only measured, in its final features.
+        traces: whether their drift is traced back to layers.
+    """
+
+    times: int
+    samples: int
+    effort: float = 1.0
+    variants: int = 0
+    traces: bool = False
+
+
+def solving(
+    layer: LayerCost, shapes: Sequence[Sequence[int]], samples: int, num_tasks: int, itemsize: int
+) -> int:
+    """Floating-point operations of calibrating one layer on so many samples, two per multiply-add.
+
+    Args:
+        layer: its cost on one sample.
+        shapes: [out, in] of its linear sites.
+        samples: of all tasks together.
+        num_tasks: how many they are.
+        itemsize: bytes of a number.
+    """
+    total = FORWARDS * samples * layer.operations
+    # The narrowest site is as wide as the features.
+    entries, narrowest = layer.state_bytes // itemsize, min((k for _, k in shapes), default=1)
+    tokens = max(1, entries // narrowest) * samples
+    for out, width in shapes:
+        through_outputs = 2 * tokens * out * width
+        through_moments = 2 * width * width * (tokens + num_tasks * out)
+        total += tokens * width * width + min(through_outputs, through_moments)
+        total += width**3 // 3 + 2 * out * width * width
+    return total
 
 
 @torch.no_grad()
@@ -259,13 +304,65 @@ def estimate(
 
     A matrix product is timed, and the reading of a few samples.
     """
-    import psutil
-
     rate = EFFICIENCY * _operations_per_second(work, device, dtype)
     seconds = (operations(work) + more_operations) / rate
     seconds += (samples_read(work) + more_samples) * _seconds_per_sample(sample)
-    resident = int(psutil.Process().memory_info().rss)
-    return Cost(resident + memory_bytes(work), disk_bytes(work), seconds)
+    return Cost(_resident() + memory_bytes(work), disk_bytes(work), seconds)
+
+
+def trials_cost(
+    work: Workload,
+    trials: Sequence[Trial],
+    shapes: Sequence[Sequence[Sequence[int]]],
+    sample: SampleSet,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Cost:
+    """What calibrations behind an analysis will take, rough as `estimate` is.
+
+    Args:
+        work: of the analysis; `merged_bytes` is what a model takes on disk.
+        trials: the calibrations.
+        shapes: by layer, [out, in] of the linear sites.
+        sample: to time the reading.
+        device: computed on.
+        dtype: computed in.
+    """
+    total, reads, disk = 0, 0, 0
+    forward, num_tasks = sum(layer.operations for layer in work.layers), len(work.tasks)
+    shown = sum(task.diagnosis + task.test for task in work.tasks.values())
+    for trial in trials:
+        count = trial.samples * num_tasks
+        each = sum(
+            solving(layer, own, count, num_tasks, dtype.itemsize)
+            for layer, own in zip(work.layers, shapes, strict=True)
+        )
+        once = round(trial.effort * each)
+        if trial.variants:
+            settings = work.settings if trial.traces else replace(work.settings, jacobian=None)
+            explained = trial.variants if trial.traces else 0
+            kept = replace(work, variants=trial.variants, explained=explained, settings=settings)
+            once += operations(kept)
+            disk += trial.times * (disk_bytes(kept) - FIXED_DISK + (trial.variants - 1) * work.merged_bytes)
+        else:
+            once += forward * shown
+        total += trial.times * once
+        reads += trial.times * (count + shown * max(1, trial.variants))
+    seconds = total / (EFFICIENCY * _operations_per_second(work, device, dtype))
+    seconds += reads * _seconds_per_sample(sample)
+    # Moments in float64, twice; solutions; what waits at a boundary: of the calibrated model and of the expert.
+    most = max((trial.samples for trial in trials), default=0) * num_tasks
+    layer_moments = max(sum(k * k + out * k for out, k in own) * 8 for own in shapes)
+    waiting = min(2 * most * max(at.state_bytes for at in work.layers), work.settings.feature_budget)
+    solutions = sum(out * k for own in shapes for out, k in own) * dtype.itemsize
+    memory = memory_bytes(work) + 2 * layer_moments + waiting + 2 * solutions
+    return Cost(_resident() + memory, disk, seconds)
+
+
+def _resident() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
 
 
 def _operations_per_second(work: Workload, device: torch.device, dtype: torch.dtype) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,10 +29,12 @@ from driftlens.pipeline.preflight.costs import (
     Cost,
     LayerCost,
     TaskLoad,
+    Trial,
     Workload,
     estimate,
     layer_costs,
     size_text,
+    trials_cost,
 )
 from driftlens.pipeline.preflight.models import check_models
 from driftlens.pipeline.preflight.outcome import Preflight
@@ -59,7 +61,9 @@ from driftlens.spec import RunSpec
 from driftlens.spec.sections import TextHead
 
 
-def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -> Preflight:
+def preflight(
+    spec: RunSpec, *, deep: bool = False, access: Access = Access(), trials: Sequence[Trial] = ()
+) -> Preflight:
     """What is wrong, odd or fine about a spec, its checkpoints and its data, and what an analysis will take.
 
     Errors become findings, so that all are seen at once. Of the checkpoints, headers and a few matrices are read.
@@ -68,6 +72,7 @@ def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -
         spec: the run.
         deep: also score every expert on its own task, which runs the models.
         access: what may be used, and on which device.
+        trials: calibrations behind the analysis, whose cost is estimated as well.
     """
     checks = Preflight()
     place = checks.attempt("device", lambda: resolve_device(access.device or spec.compute.device))
@@ -90,7 +95,7 @@ def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -
     _check_calibration(spec, models, checks)
     checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
     if models is not None and place is not None and not checks.problems:
-        checks.cost = _cost(spec, models, data, layers, place)
+        checks.cost, checks.more = _costs(spec, models, data, layers, place, trials)
     if deep and checks.problems:
         checks.notice("experts", "not scored: the problems above come first")
     elif deep:
@@ -245,13 +250,15 @@ def _matrices(models: OpenModels) -> list[list[tuple[str, tuple[int, ...]]]]:
     return found
 
 
-def _cost(
+def _costs(
     spec: RunSpec,
     models: OpenModels,
     data: Mapping[str, TaskData],
     layers: tuple[LayerCost, ...],
     device: torch.device,
-) -> Cost:
+    trials: Sequence[Trial],
+) -> tuple[Cost, Cost | None]:
+    """Of the analysis, and of calibrations that come behind it."""
     tasks, scored = {}, heads_of(spec, models)
     for task, opened in data.items():
         diagnosis, test = opened.diagnosis, opened.test
@@ -280,7 +287,12 @@ def _cost(
         more = merge_passes(entry, chosen, data, models) * sum(layer.operations for layer in layers)
         shapes = [shape for layer in _matrices(models) for _, shape in layer]
         more += sum(int(entry.work(chosen, len(spec.tasks), *shape)) for shape in shapes)
-    return estimate(work, sample, device, getattr(torch, spec.compute.dtype), more_operations=more)
+    dtype = getattr(torch, spec.compute.dtype)
+    cost = estimate(work, sample, device, dtype, more_operations=more)
+    if not trials:
+        return cost, None
+    shapes_by_layer = [[shape for _, shape in layer] for layer in _matrices(models)]
+    return cost, trials_cost(work, trials, shapes_by_layer, sample, device, dtype)
 
 
 def _check_data(

@@ -21,10 +21,12 @@ class Preflight:
     Attributes:
         findings: in the order of the checks.
         cost: what the work will take; None where problems kept it from being estimated.
+        more: what calibrations behind it will take; None where nobody asked.
     """
 
     findings: list[Finding] = field(default_factory=list)
     cost: Cost | None = None
+    more: Cost | None = None
 
     def ok(self, subject: str, text: str, hint: str = "") -> None:
         """Say that something is as it should be."""

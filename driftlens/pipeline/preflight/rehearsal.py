@@ -29,13 +29,11 @@ from driftlens.pipeline.preflight.costs import (
     estimate,
     layer_costs,
     memory_bytes,
+    solving,
 )
 from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.study.reopening import require_same_samples
 from driftlens.records.lock import require_unlocked
-
-FORWARDS = 3
-"""Passes through a block per sample: the expert's, the merged one that is listened to, the calibrated one."""
 
 
 def rehearse(
@@ -133,19 +131,11 @@ def _cost(opened: OpenCalibration, effort: float) -> Cost:
 
 def _operations(plan: CalibrationPlan, pool: ModelPool, layers: Sequence[LayerCost]) -> int:
     """Floating-point operations of the solving walk, two per multiply-add."""
-    samples, total = sum(plan.counts.values()), 0
-    for layer, cost in zip(pool.chain.layers[: max(plan.layers)], layers, strict=False):
-        total += FORWARDS * samples * cost.operations
-        shapes = _shapes(plan, pool, layer)
-        # The narrowest site is as wide as the features.
-        entries, narrowest = cost.state_bytes // pool.dtype.itemsize, min((k for _, k in shapes), default=1)
-        tokens = max(1, entries // narrowest) * samples
-        for out, width in shapes:
-            through_outputs = 2 * tokens * out * width
-            through_moments = 2 * width * width * (tokens + len(plan.samples) * out)
-            total += tokens * width * width + min(through_outputs, through_moments)
-            total += width**3 // 3 + 2 * out * width * width
-    return total
+    samples, size = sum(plan.counts.values()), pool.dtype.itemsize
+    return sum(
+        solving(cost, _shapes(plan, pool, layer), samples, len(plan.samples), size)
+        for layer, cost in zip(pool.chain.layers[: max(plan.layers)], layers, strict=False)
+    )
 
 
 def _memory_bytes(plan: CalibrationPlan, pool: ModelPool, work: Workload) -> int:

@@ -153,7 +153,10 @@ def test_a_tiny_suite_runs_from_the_hubs_cache(
     assert planned.returncode == 0, planned.stderr
     plan = json.loads(planned.stdout)
     assert not plan["missing"] and all(size > 1000 for size in plan["models"].values())
-    assert plan["runs"]["average"]["cost"]["disk_bytes"] > 0 and not (tmp_path / "runs").exists()
+    average = plan["runs"]["average"]
+    assert average["calibrations"] == 2 and average["cost"]["disk_bytes"] > 0
+    assert average["more"]["disk_bytes"] > 3 * 4000 and average["more"]["seconds"] > 0  # three models of it
+    assert not (tmp_path / "runs").exists()
 
     made = told(hub, file, "--json", "--progress", "none")
     assert made.returncode == 0, made.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from driftlens.pipeline.preflight.load import Load, load_of, merge_cost, merge_p
 from driftlens.pipeline.preflight.models import check_models
 from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.preflight.processes import Processes, plan_processes
-from driftlens.pipeline.preflight.solving import solving
+from driftlens.pipeline.preflight.solving import Solving, Trial, solving, trials_cost
 from driftlens.pipeline.study.companions import companions
 from driftlens.pipeline.study.merging import merge_of, no_scores
 from driftlens.pipeline.study.opening import (
@@ -58,7 +58,12 @@ from driftlens.spec.sections import TextHead
 
 
 def preflight(
-    spec: RunSpec, *, deep: bool = False, processes: int | None = None, access: Access = Access()
+    spec: RunSpec,
+    *,
+    deep: bool = False,
+    processes: int | None = None,
+    trials: Sequence[Trial] = (),
+    access: Access = Access(),
 ) -> Preflight:
     """What is wrong, odd or fine about a spec, its checkpoints and its data, and what an analysis will take.
 
@@ -68,6 +73,7 @@ def preflight(
         spec: the run.
         deep: also score every expert on its own task, which runs the models.
         processes: also plan the analysis and its calibration for so many.
+        trials: calibrations behind the analysis, whose cost is estimated as well.
         access: what may be used, and on which device.
     """
     checks = Preflight()
@@ -96,6 +102,9 @@ def preflight(
         if processes is not None:
             planned = partial(_processes, spec, models, data, load, place, processes)
             checks.processes = checks.attempt("processes", planned)
+        if trials:
+            walk_of = partial(_walk, models, load, select_sites(models.architecture.chain))
+            checks.more = trials_cost(load.work, trials, walk_of, load.sample, place)
     if deep and checks.problems:
         checks.notice("experts", "not scored: the problems above come first")
     elif deep:
@@ -206,6 +215,13 @@ def _solved_sites(spec: RunSpec, chain: LayerChain) -> tuple[Calibrator, Mapping
     return calibrator, select_sites(chain, sites=patterns, update=calibrator.update)
 
 
+def _walk(
+    models: OpenModels, load: Load, sites: Mapping[int, tuple[str, ...]], counts: Mapping[str, int]
+) -> Solving:
+    headers = next(iter(models.sources.values())).headers
+    return solving(models.architecture.chain, headers, sites, counts, load.work.layers)
+
+
 def _processes(
     spec: RunSpec,
     models: OpenModels,
@@ -215,15 +231,12 @@ def _processes(
     number: int,
 ) -> Processes:
     """The plan of an analysis, and of the calibration that the spec or the defaults ask for."""
-    chain, headers = models.architecture.chain, next(iter(models.sources.values())).headers
-    calibrator, sites = _solved_sites(spec, chain)
+    calibrator, sites = _solved_sites(spec, models.architecture.chain)
     counts = {task: len(opened.calibration) for task, opened in data.items()}
     reads = sum(
         sum(header.nbytes for header in source.headers.values()) for source in models.sources.values()
     )
-    walk = (
-        solving(chain, headers, sites, counts, load.work.layers) if sites and all(counts.values()) else None
-    )
+    walk = _walk(models, load, sites, counts) if sites and all(counts.values()) else None
     has_control = spec.base is not None and anchor_moves(calibrator)
     return plan_processes(
         number,

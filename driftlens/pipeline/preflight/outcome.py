@@ -22,11 +22,13 @@ class Preflight:
     Attributes:
         findings: in the order of the checks.
         cost: what the work will take; None where problems kept it from being estimated.
+        more: what calibrations behind it will take; None where nobody asked.
         processes: what each of several will take, where somebody asked.
     """
 
     findings: list[Finding] = field(default_factory=list)
     cost: Cost | None = None
+    more: Cost | None = None
     processes: Processes | None = None
 
     def ok(self, subject: str, text: str, hint: str = "") -> None:

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import torch
+
+from driftlens.data.samples import SampleSet
 from driftlens.models.chain import Layer, LayerChain
 from driftlens.models.sources import TensorHeader
-from driftlens.pipeline.preflight.costs import LIVE_COPIES, Effort, LayerCost, Workload, width_of
+from driftlens.pipeline.preflight.costs import (
+    FIXED_DISK,
+    LIVE_COPIES,
+    Cost,
+    Effort,
+    LayerCost,
+    Workload,
+    disk_bytes,
+    effort_of,
+    memory_bytes,
+    resident_bytes,
+    seconds_per_sample,
+    width_of,
+)
+from driftlens.pipeline.preflight.rates import rates_here
 
 FORWARDS = 3
 """Passes through a block per sample: the expert's, the merged one that is listened to, the calibrated one."""
@@ -112,6 +129,61 @@ def solving(
         found.append(groups)
     reads = sum(layer.parameter_bytes for layer in layers[:last])
     return Solving(tuple(found), samples, len(counts), Effort(passes, samples=samples), Effort(solves), reads)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Calibrations of one kind that come behind an analysis.
+
+    Attributes:
+        times: how many.
+        samples: calibration samples per task.
+        effort: processor time of one against FeatCal's.
+        variants: models that each leaves in the run; 0 where it is only measured, in its final features.
+        traces: whether their drift is traced back to layers.
+    """
+
+    times: int
+    samples: int
+    effort: float = 1.0
+    variants: int = 0
+    traces: bool = False
+
+
+def trials_cost(
+    work: Workload,
+    trials: Sequence[Trial],
+    walk_of: Callable[[Mapping[str, int]], Solving],
+    sample: SampleSet,
+    device: torch.device,
+) -> Cost:
+    """What calibrations behind an analysis will take, rough as `estimate` is.
+
+    Args:
+        work: of the analysis; `merged_bytes` is what a model takes on disk.
+        trials: the calibrations.
+        walk_of: FeatCal's walk with so many samples of each task.
+        sample: to time the reading.
+        device: computed on.
+    """
+    forward = sum(layer.operations for layer in work.layers)
+    shown = sum(task.diagnosis + task.test for task in work.tasks.values())
+    final = Effort({("blocks", width_of(work.layers)): forward * shown}, samples=shown)
+    effort, disk, memory = Effort(), 0, 0
+    for trial in trials:
+        walk = walk_of(dict.fromkeys(work.tasks, trial.samples))
+        once, memory = walk.effort * trial.effort, max(memory, walk.memory(work))
+        if trial.variants:
+            settings = work.settings if trial.traces else replace(work.settings, jacobian=None)
+            explained = trial.variants if trial.traces else 0
+            kept = replace(work, variants=trial.variants, explained=explained, settings=settings)
+            once += effort_of(kept)
+            disk += trial.times * (disk_bytes(kept) - FIXED_DISK + (trial.variants - 1) * work.merged_bytes)
+        else:
+            once += final
+        effort += once * trial.times
+    seconds = effort.seconds(rates_here(device, width_of(work.layers)), seconds_per_sample(sample))
+    return Cost(resident_bytes() + max(memory_bytes(work), memory), disk, seconds)
 
 
 def _groups(layer: Layer, headers: Mapping[str, TensorHeader], wanted: Collection[str]) -> tuple[Group, ...]:

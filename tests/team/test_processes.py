@@ -1,0 +1,234 @@
+"""Real processes: started as torchrun and SLURM start them, equal to one process, and one end for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+from safetensors.torch import load_file
+
+import driftlens as dl
+from driftlens.cli import DIVIDED, run
+from driftlens.records.manifest import read_manifest
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.status import read_status
+from driftlens.spec import load_spec
+from tests.pipeline.calibrating import TABLES, copied
+from tests.pipeline.world import World, build
+
+SECONDS = 240
+"""Until a job that hangs is given up."""
+
+
+def torchrun(
+    size: int, *arguments: str, module: str = "driftlens", fault: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """A job started by torchrun, when it has ended."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    return subprocess.run(
+        [*launcher, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault},
+    )
+
+
+def said(job: subprocess.CompletedProcess[str]) -> str:
+    """What our processes said on stderr, without torchrun's lines of a letter, date and time, and its traceback."""
+    ours = job.stderr.partition("Traceback (most recent call last)")[0].splitlines()
+    return "\n".join(line for line in ours if not re.match(r"[WE]\d{4} ", line))
+
+
+def exit_codes(job: subprocess.CompletedProcess[str]) -> set[int]:
+    """Those that torchrun tells of the processes which ended by themselves."""
+    return {int(code) for code in re.findall(r"exitcode\s*: (-?\d+)", job.stderr)}
+
+
+# --- refused, or started otherwise ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("command", ["report", "merge", "demo", "validate"])
+def test_commands_that_do_not_divide_their_work_are_refused_by_one_voice(
+    command: str, rank: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr("driftlens.cli.manner.silent", False)
+    assert run([command, "somewhere"]) == 2
+    told = capfd.readouterr().err
+    assert (f"{command} runs in one process, and this is one of 4" in told) == (rank == 0)
+    assert all(name in told for name in DIVIDED) == (rank == 0)
+
+
+def test_processes_without_a_meeting_place_are_told_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr("driftlens.cli.manner.silent", False)
+    assert run(["evaluate", "somewhere"]) == 2
+    assert "MASTER_ADDR" in capfd.readouterr().err
+
+
+def test_a_launcher_that_only_sets_variables_is_enough(light: DriftRun, tmp_path: pathlib.Path) -> None:
+    folder = copied(light, tmp_path / "run")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "driftlens", "evaluate", str(folder), "--again", "--json"]
+    jobs = [
+        subprocess.Popen(
+            command,
+            env={**common, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    first, second = (job.communicate(timeout=SECONDS) for job in jobs)
+    assert [job.returncode for job in jobs] == [0, 0], first[1]
+    assert second == ("", "")  # one voice
+    rows = pd.DataFrame(json.loads(first[0]))
+    assert set(zip(rows["task"], rows["variant"], strict=True)) >= {
+        ("flowers", "expert"),
+        ("shapes", "merged"),
+    }
+    pd.testing.assert_frame_equal(open_run(folder).accuracy(), light.accuracy(), check_exact=True)
+    assert not (folder / "run.lock").exists() and read_manifest(folder).finished
+
+
+# --- equal to one process -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Three tasks, so that two processes have unequal shares."""
+    return build(tmp_path_factory.mktemp("three") / "models", ("birds", "flowers", "shapes"))
+
+
+@pytest.fixture(scope="module")
+def spec(three: World, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    file = tmp_path_factory.mktemp("spec") / "run.yaml"
+    given = three.spec(metrics={"jacobian": {"samples": 2}, "cka": True, "adjoint": True})
+    given["compute"] = {"device": "cpu", "dtype": "float64"}
+    file.write_text(load_spec(given).dump())
+    return file
+
+
+@pytest.fixture(scope="module")
+def alone(spec: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """The run in one process."""
+    return dl.analyze(spec, out=tmp_path_factory.mktemp("alone") / "run", progress="none")
+
+
+def same_tables(found: DriftRun, wanted: DriftRun, tolerance: float) -> None:
+    for table in (*TABLES, "adjoint", "calibration"):
+        ours, theirs = getattr(found, table)(), getattr(wanted, table)()
+        # Rounding errors of the machinery are no results.
+        noise = [
+            name for name in ours if "error" in name or name in ("seconds", "remainder", "remainder_share")
+        ]
+        pd.testing.assert_frame_equal(
+            ours.drop(columns=noise), theirs.drop(columns=noise), rtol=tolerance, atol=1e-13, obj=table
+        )
+
+
+def same_weights(found: pathlib.Path, wanted: pathlib.Path, tolerance: float = 1e-6) -> None:
+    ours, theirs = load_file(found), load_file(wanted)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert (ours[name].double() - value).norm() <= tolerance * value.double().norm(), name
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_is_that_of_one(
+    spec: pathlib.Path, alone: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    one, two = copied(alone, tmp_path / "one"), tmp_path / "two"
+    job = torchrun(2, "analyze", str(spec), "--out", str(two))
+    assert job.returncode == 0, job.stderr
+    same_tables(open_run(two), alone, tolerance=0.0)  # no sum is over tasks
+    commands: list[list[str]] = [
+        ["calibrate", "--name", "featcal"],
+        ["calibrate", "--name", "residual", "--method", "residual", "--set", "folds=2", "--no-attribution"],
+        ["sweep", "--param", "lam=0.01,0.1", "--seeds", "2"],
+        ["arena", "--methods", "surgery:steps=3,svc,react", "--no-attribution"],
+    ]
+    for name, *rest in commands:
+        assert run([name, str(one), *rest, "--progress", "none"]) == 0
+        job = torchrun(2, name, str(two), *rest)
+        assert job.returncode == 0, job.stderr
+    found, wanted = open_run(two), open_run(one)
+    same_tables(found, wanted, tolerance=1e-9)
+    keys = ["sweep", "point", "seed", "task"]
+    sweeps = [
+        at.sweeps().drop(columns="seconds").sort_values(keys, ignore_index=True) for at in (found, wanted)
+    ]
+    pd.testing.assert_frame_equal(*sweeps, rtol=1e-9)
+    for file in sorted(one.rglob("*.safetensors")):
+        same_weights(two / file.relative_to(one), file)
+    assert files(two) == files(one)
+    assert found.manifest.phases.keys() == wanted.manifest.phases.keys()
+
+
+def files(folder: pathlib.Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- one end for all ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_job_and_another_number_of_them_resumes(
+    alone: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    one, many = copied(alone, tmp_path / "one"), copied(alone, tmp_path / "many")
+    arguments = ["--name", "featcal", "--no-attribution"]
+    job = torchrun(2, "calibrate", str(many), *arguments, module="tests.team.worker", fault="killed:1")
+    assert job.returncode != 0
+    assert said(job).count("error: ") == 1 and "process 1 of 2 ended without a word" in said(job)
+    assert "--resume" in said(job) and exit_codes(job) >= {-9, 4}
+    status = read_status(many)
+    assert status is not None and status.state == "failed" and status.error is not None
+    assert "process 1 of 2" in status.error.message and not (many / "run.lock").exists()
+    kept = [file.name for file in many.rglob("*.safetensors") if file.stem.isdecimal()]
+    assert kept == ["002.safetensors"]  # what was solved before
+    job = torchrun(3, "calibrate", str(many), *arguments, "--resume")
+    assert job.returncode == 0, job.stderr
+    assert run(["calibrate", str(one), *arguments, "--progress", "none"]) == 0
+    same_weights(*(folder / "calibrations/featcal/weights.safetensors" for folder in (many, one)))
+    same_tables(open_run(many), open_run(one), tolerance=1e-9)
+    assert files(many) == files(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "message", "code"),
+    [
+        ("refused:1", "error: picture seven can't be read\nhint: Look at it.", 4),
+        ("mistaken:1", "error: RuntimeError: in process 1: KeyError: 'nobody thought of that'", 1),
+    ],
+)
+def test_an_error_of_any_process_is_said_once_with_its_exit_code(
+    fault: str, message: str, code: int, light: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    folder = copied(light, tmp_path / "run")
+    job = torchrun(2, "evaluate", str(folder), "--again", module="tests.team.worker", fault=fault)
+    assert said(job).count("error: ") == 1 and message in said(job), job.stderr
+    assert code in exit_codes(job)
+    status = read_status(folder)
+    assert status is not None and status.state == "failed" and status.error is not None
+    assert not (folder / "run.lock").exists() and job.stdout == ""

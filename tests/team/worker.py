@@ -1,0 +1,43 @@
+"""The command line in processes of a job, one of which goes wrong where `FAULT` says so: `what:rank`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import driftlens.pipeline.analyze.phases as phases
+from driftlens.cli import main
+from driftlens.engine.forward_order import SnapshotWalk
+from driftlens.errors import DataError
+
+LAYER = 3
+
+
+def fail() -> None:
+    """Let this process go wrong, if it is the one."""
+    what, _, rank = os.environ.get("FAULT", "").partition(":")
+    if rank != os.environ["RANK"]:
+        return
+    calibrate = SnapshotWalk.calibrate
+
+    def killed(self: SnapshotWalk, layer: Any, *given: Any, **named: Any) -> Any:
+        if layer.index == LAYER:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return calibrate(self, layer, *given, **named)
+
+    def refused(*_: Any) -> Any:
+        raise DataError("picture seven can't be read", hint="Look at it.")
+
+    def mistaken(*_: Any) -> Any:
+        raise KeyError("nobody thought of that")
+
+    if what == "killed":
+        SnapshotWalk.calibrate = killed  # type: ignore[method-assign]
+    elif what:
+        phases.scores_of = {"refused": refused, "mistaken": mistaken}[what]
+
+
+if __name__ == "__main__":
+    fail()
+    main()

@@ -120,8 +120,9 @@ def measured_rates(device: torch.device) -> Rates | None:
 
 
 def rates_here(device: torch.device, width: int) -> Rates:
-    """What was measured, else what a few tenths of a second tell of one width."""
-    return measured_rates(device) or quick_rates(device, min(max(width, WIDTHS[0]), WIDTHS[-2]))
+    """What was measured, else what a few tenths of a second tell of the nearest of `WIDTHS`, the widest left out."""
+    nearest = min(WIDTHS[:-1], key=lambda known: abs(math.log(known / width)))
+    return measured_rates(device) or quick_rates(device, nearest)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import heapq
 import json
 import os
 import pickle
@@ -43,6 +44,15 @@ _TOLD_SECONDS = 8.0
 """How long a process that failed leaves it to the first one to say why."""
 _INLINE = 1 << 16
 """Bytes that go through the store; more go from process to process."""
+
+
+def balanced(costs: Sequence[float], size: int) -> tuple[list[int], float]:
+    """A process of `size` for each of some pieces of work, and what the busiest has to do."""
+    loads, found = [(0.0, rank) for rank in range(min(size, max(1, len(costs))))], [0] * len(costs)
+    for at in sorted(range(len(costs)), key=lambda at: -costs[at]):
+        load, found[at] = loads[0]
+        heapq.heapreplace(loads, (load + costs[at], found[at]))
+    return found, max(loads)[0]
 
 
 class Team:
@@ -87,11 +97,7 @@ class Team:
 
     def balanced(self, costs: Sequence[float]) -> list[int]:
         """A process for each of some pieces of work: the largest first, each to whom has least."""
-        loads, found = [0.0] * self.size, [0] * len(costs)
-        for at in sorted(range(len(costs)), key=lambda at: -costs[at]):
-            found[at] = min(range(self.size), key=loads.__getitem__)
-            loads[found[at]] += costs[at]
-        return found
+        return balanced(costs, self.size)[0]
 
     def once(self, work: Callable[[], T]) -> T:
         """What the first process makes; the others wait for it. What it raises, all raise."""

@@ -378,7 +378,7 @@ class NormSums:
         table = like.to(self._dtype)
         for place, moments in zip(places, self._tasks, strict=True):
             table[place] = torch.stack([value.expand(table.shape[-1]) for value in vars(moments).values()])
-        team.sum([table], to)
+        team.sum([table], to=to)
         names = [field.name for field in fields(NormMoments)]
         values = ([*rows[:-1], rows[-1, 0]] for rows in table)
         self._tasks = [NormMoments(**dict(zip(names, row, strict=True))) for row in values]

@@ -278,7 +278,7 @@ class WeightedFold:
             self._energy = like.new_zeros(shape[0]) if self._energy is None else self._energy
             sums.append(self._energy)
         self._bias = {name: self._bias.get(name, like.new_zeros(width)) for name, width in biases.items()}
-        team.sum([*sums, *self._bias.values()], to)
+        team.sum([*sums, *self._bias.values()], to=to)
 
     def add(self, task: TaskMoments) -> None:
         """Take in one task."""

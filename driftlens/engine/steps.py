@@ -295,7 +295,7 @@ class StepWalk(CalibrationWalk):
         sums.norms = {task: own.new_tensor(told_by[task][0]) for task in self.tasks}
         sums.factors = {task: told_by[task][1] for task in self.tasks}
         for of in sums.folds:
-            self.team.sum(of.tensors, to)
+            self.team.sum(of.tensors, to=to)
         dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
         outputs, inputs = own.shape
         for task in self.tasks if self.calibrator.mu else ():
@@ -303,7 +303,7 @@ class StepWalk(CalibrationWalk):
                 own.new_zeros(outputs, outputs, dtype=dtype),
                 JointSums(self.grams.lend(inputs, dtype, own.device), outputs),
             )
-            self.team.sum([metric, *of.tensors], to)
+            self.team.sum([metric, *of.tensors], to=to)
             sums.tasks[task] = metric, of
 
     def _by_fold(

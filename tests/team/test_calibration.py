@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from driftlens.engine.problems import CalibratedLayer, ClosedForm, LinearFold
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import NumericsError, SingularGramError, SpecError
 from driftlens.linalg.gram import GramPool
+from driftlens.pipeline.preflight.costs import LayerCost
+from driftlens.pipeline.preflight.solving import solving
 from driftlens.team import Team
 from tests.calibration.worlds import WORLDS
 from tests.cases import Case, perturbed, pool_of
@@ -101,6 +104,38 @@ def test_several_processes_find_what_one_finds(world: str, calibrator: ClosedFor
     one, many = walk(Team()), teamed(size, walk)
     assert any(layer.updates for layer in one)
     compared(one, many, 1e-9)
+
+
+def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums carry moments, and a few numbers by row and column that a plan leaves out; shares carry weights alone."""
+    case = WORLDS["open_clip_vit"].case
+    pools = [pool_of(case, models(case)) for _ in range(2)]
+    chain, headers = pools[0].chain, pools[0].source("merged").headers
+    sites, sent = select_sites(chain, update=["linear"]), Counter[str]()
+
+    def spied(name: str) -> Callable[..., None]:
+        plain = getattr(Team, name)
+
+        def spy(team: Team, tensors: list[Tensor], **where: int) -> None:
+            sent[name] += team.leads * sum(tensor.numel() for tensor in tensors)
+            plain(team, tensors, **where)
+
+        return spy
+
+    for name in ("sum", "share"):
+        monkeypatch.setattr(Team, name, spied(name))
+    calibrator = FeatCal(update=["linear"])
+    teamed(
+        2, lambda team: list(calibrate(pools[team.rank], samples(case), calibrator, sites=sites, team=team))
+    )
+
+    cost = LayerCost(operations=0, parameter_bytes=48, state_bytes=4, width=1)
+    walk = solving(chain, headers, sites, dict.fromkeys(TASKS, 1), [cost] * len(chain.layers))
+    groups = [group for layer in walk.groups for group in layer]
+    assert sent["share"] == sum(group.weights for group in groups)
+    counted = sum(group.moments for group in groups)
+    # Mean input, weight, and by output the mean target, its energy, and the mean output without bias.
+    assert sent["sum"] == counted + sum(group.width + 1 + 3 * sum(group.outs) for group in groups)
 
 
 def test_layers_done_before_are_passed_by_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
@@ -10,7 +11,7 @@ import torch
 
 from driftlens.errors import Cancelled, DataError, NumericsError, RunError
 from driftlens.progress import ProgressEvent, Reporter, TaskMeter
-from driftlens.team import ALONE, Team
+from driftlens.team import ALONE, Team, balanced
 from tests.team.threads import teamed
 
 TASKS = ("a", "b", "c", "d", "e")
@@ -33,6 +34,19 @@ def test_items_are_divided_evenly_and_alike_everywhere(size: int) -> None:
     assert max(counts) - min(counts) <= 1
     heavy = Team.owners(_unjoined(0, 2), TASKS, {"a": 1, "b": 1, "c": 1, "d": 1, "e": 4})
     assert [heavy[task] for task in "abcd"] == [1, 1, 1, 1] and heavy["e"] == 0
+
+
+def test_the_busiest_process_is_never_idle_and_never_has_more_than_it_must() -> None:
+    costs = [7.0, 5.0, 4.0, 3.0, 1.0]
+    for number in (1, 2, 3, 5, 9):
+        best = min(
+            max(sum(c for c, at in zip(costs, places, strict=True) if at == one) for one in range(number))
+            for places in itertools.product(range(min(number, 5)), repeat=len(costs))
+        )
+        assert best <= balanced(costs, number)[1] <= 4 / 3 * best
+        owners, load = balanced(costs, number)
+        assert load == max(sum(c for c, at in zip(costs, owners, strict=True) if at == one) for one in owners)
+    assert balanced([], 4) == ([], 0)
 
 
 def _unjoined(rank: int, size: int) -> Team:

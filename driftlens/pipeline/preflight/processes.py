@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from driftlens.pipeline.preflight.costs import (
 )
 from driftlens.pipeline.preflight.rates import Rates, measured_rates, rates_here
 from driftlens.pipeline.preflight.solving import Group, Solving
+from driftlens.team import balanced
 
 MOST = 65_536
 """Processes: more than anybody has, and few enough to be laid out one by one."""
@@ -169,7 +169,7 @@ class _Crew:
 
 def _largest_share(counts: Sequence[int], number: int) -> float:
     """The share of all samples that the busiest process has, each task being one process's."""
-    return busiest(counts, number) / sum(counts)
+    return balanced(counts, number)[1] / sum(counts)
 
 
 def _with_share(work: Workload, share: float) -> Workload:
@@ -200,7 +200,7 @@ def solve_share(walk: Solving, number: int) -> float:
     total = sum(cost(group) for layer in walk.groups for group in layer)
     waited = 0.0
     for layer in walk.groups:
-        waited += busiest([cost(group) for group in layer], number)
+        waited += balanced([cost(group) for group in layer], number)[1]
     return waited / total if total else 0.0
 
 
@@ -216,11 +216,3 @@ def wire_bytes(walk: Solving, number: int) -> tuple[int, int]:
     summed = sum(group.moments for group in groups) * _FLOAT64 * 2 * (number - 1) / number
     solved = sum(group.weights for group in groups) * 4
     return int(summed + solved), len(groups) + number * len(walk.groups)
-
-
-def busiest(costs: Sequence[float], number: int) -> float:
-    """The load of the busiest of some processes: the largest piece first, each to whom has least."""
-    loads = [0.0] * min(number, max(1, len(costs)))
-    for cost in sorted(costs, reverse=True):
-        heapq.heapreplace(loads, loads[0] + cost)
-    return max(loads)

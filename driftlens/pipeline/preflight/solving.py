@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from driftlens.data.samples import SampleSet
+from driftlens.linalg.gram import held_entries
 from driftlens.models.chain import Layer, LayerChain
 from driftlens.models.sources import TensorHeader
 from driftlens.pipeline.preflight.costs import (
@@ -47,7 +48,7 @@ class Group:
     @property
     def moments(self) -> int:
         """Numbers in half of the Gram matrix and in the cross moments, of one task."""
-        return self.width * (self.width + 1) // 2 + self.weights
+        return held_entries(self.width) + self.weights
 
     @property
     def weights(self) -> int:

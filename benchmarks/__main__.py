@@ -14,6 +14,7 @@ NAMES = (
     "calibration",
     "calibration_memory",
     "processes",
+    "plan",
     "residual",
     "text",
     "report",

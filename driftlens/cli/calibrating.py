@@ -269,6 +269,12 @@ def arena(
     samples: Annotated[
         int | None, typer.Option(min=1, help="Calibration samples per task.", show_default="the spec's")
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="The repair that the others are compared with, by its name.", show_default="the best"
+        ),
+    ] = None,
     no_attribution: NoAttribution = False,
     *,
     as_json: JsonFlag = False,
@@ -292,9 +298,9 @@ def arena(
     finished = open_run(run)
     made = [each.name for each in wanted if each.name not in failed]
     if as_json:
-        say_json({"run": finished.id, "rows": arena_rows(finished, made), "failed": failed})
+        say_json({"run": finished.id, "rows": arena_rows(finished, made, against=against), "failed": failed})
         return
-    say(sheet_text(arena_sheet(finished, made, failed)))
+    say(sheet_text(arena_sheet(finished, made, failed, against=against)))
 
 
 def _values(given: Sequence[str]) -> dict[str, list[Any]]:

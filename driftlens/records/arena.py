@@ -17,17 +17,21 @@ from driftlens.variants import calibrated
 _MIB = 2**20
 
 
-def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def arena_rows(
+    run: DriftRun, names: Sequence[str] | None = None, *, against: str | None = None
+) -> list[dict[str, Any]]:
     """A row per calibration, best score first, below base and merged model and above the experts.
 
-    Keys: model, method, score with `low` and `high`, `change` over the merged model with its ends (paired by sample),
-    relative and cosine (of the final feature), seconds of calibrating, energy_wh, peak_mib (resident, so far), added
-    (numbers that are attached), task_id (whether the task of an input must be known), n (test samples of the mean).
-    What was not measured is NaN, or None.
+    Keys: model, method, score with `low` and `high`, `change` over the merged model with its ends, `behind` the
+    calibration that the others are compared with, with its ends (both paired by sample), relative and cosine (of the
+    final feature), seconds of calibrating, energy_wh, peak_mib (resident, so far), added (numbers that are attached),
+    task_id (whether the task of an input must be known), n (test samples of the mean). What was not measured is NaN, or
+    None.
 
     Args:
         run: with finished calibrations.
         names: of calibrations; None takes all.
+        against: the calibration that the others are compared with; None takes the first, whose score is best.
 
     Raises:
         DataError: the run has no such calibration.
@@ -35,7 +39,7 @@ def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[s
     """
     known = run.manifest.calibrations
     wanted = [*known] if names is None else [*names]
-    for name in wanted:
+    for name in (*wanted, *([] if against is None else [against])):
         if name not in known:
             raise DataError(f"the run has no calibration {name!r}; it has {', '.join(known) or 'none'}")
     used = run.resources().set_index("phase")
@@ -53,23 +57,35 @@ def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[s
             | {"added": info.attached, "task_id": info.attached > 0}
         )
     rows.sort(key=lambda row: -row["score"] if math.isfinite(row["score"]) else math.inf)
+    scored = [row["model"] for row in rows if math.isfinite(row["score"])]
+    leader = against or next(iter(scored), None)
+    for row in rows:
+        if leader is not None and row["model"] in scored and row["model"] != leader:
+            row |= _behind(run, calibrated(leader), calibrated(row["model"]))
     plain = [_measured(run, name, name) for name in ("base", "merged") if name in run.variants]
     return [*plain, *rows, _measured(run, "expert", "experts")]
 
 
 def arena_sheet(
-    run: DriftRun, names: Sequence[str] | None = None, failed: Mapping[str, str] | None = None
+    run: DriftRun,
+    names: Sequence[str] | None = None,
+    failed: Mapping[str, str] | None = None,
+    *,
+    against: str | None = None,
 ) -> Sheet:
     """The rows to be read, without columns in which nothing was measured; `failed` says why other repairs are missing.
 
     Other arguments and errors as for `arena_rows`.
     """
-    rows = arena_rows(run, names)
+    rows = arena_rows(run, names, against=against)
+    leader = f"against {against or 'the first'}"
     kinds: dict[str, Kind] = {"model": "text", "score": "share", "95 % low": "share", "95 % high": "share"}
     kinds |= {"against merged": "points", "change low": "points", "change high": "points"}
+    kinds |= {leader: "points", f"{leader}, low": "points", f"{leader}, high": "points"}
     kinds |= {"relative drift": "share", "cosine": "number", "seconds": "number", "energy (Wh)": "number"}
     kinds |= {"memory (MiB)": "count", "added numbers": "count", "needs task": "text"}
-    keys = ["model", "score", "low", "high", "change", "change_low", "change_high", "relative", "cosine"]
+    keys = ["model", "score", "low", "high", "change", "change_low", "change_high"]
+    keys += ["behind", "behind_low", "behind_high", "relative", "cosine"]
     keys += ["seconds", "energy_wh", "peak_mib", "added", "task_id"]
     table = [[row.get(key) for key in keys] for row in rows]
     empty = {at for at in range(1, len(kinds)) if not any(is_measured(row[at]) for row in table)}
@@ -79,11 +95,20 @@ def arena_sheet(
     said = [
         f"Means over {len(run.tasks)} tasks"
         + (f", {n} test samples" if n else "")
-        + "; 95 % intervals over samples, those of changes paired by sample. One draw of calibration samples. Seconds "
-        "are of calibrating alone; memory is the process's peak by then, and energy that of all programs."
+        + "; 95 % intervals over samples, those of changes paired by sample. The first repair stands first on these "
+        "very samples, which flatters it a little against the others. One draw of calibration samples. Seconds are of "
+        "calibrating alone; memory is the process's peak by then, and energy that of all programs."
     ]
     said += [f"{name}: not made, as {reason}." for name, reason in (failed or {}).items()]
     return Sheet("arena", f"Repairs of {run.name} beside each other", kinds, table, " ".join(said))
+
+
+def _behind(run: DriftRun, leader: str, variant: str) -> dict[str, float]:
+    """How the mean score changes from one calibrated variant to another, paired by sample; nothing where not scored."""
+    for at in task_means(run, [leader, variant]):
+        if at.about.split == "test":
+            return {"behind": at.change.value, "behind_low": at.change.low, "behind_high": at.change.high}
+    return {}
 
 
 def _measured(run: DriftRun, variant: str, name: str) -> dict[str, Any]:

@@ -73,6 +73,31 @@ def test_rows_say_what_each_gains_and_costs(met: pathlib.Path) -> None:
         arena_rows(run, ["nobody"])
 
 
+def test_two_repairs_are_compared_sample_by_sample(met: pathlib.Path) -> None:
+    """Against the stored results of the same test samples, task by task."""
+    run = open_run(met)
+    rows = [row for row in arena_rows(run, NAMES) if row["model"] in NAMES]
+    first, others = rows[0], rows[1:]
+    assert "behind" not in first
+    for row in others:
+        gaps = []
+        for task in TASKS:
+            right = {}
+            for model in (first["model"], row["model"]):
+                found = run.scores(task, f"calibrated:{model}").sort_values("sample_id")
+                right[model] = found["value"].to_numpy()
+            gaps.append((right[row["model"]] - right[first["model"]]).mean())
+        assert row["behind"] == pytest.approx(sum(gaps) / len(gaps), abs=1e-9)
+        assert row["behind_low"] <= row["behind"] <= row["behind_high"] and row["behind"] <= 0
+    chosen = {row["model"]: row for row in arena_rows(run, NAMES, against="svc")}
+    assert "behind" not in chosen["svc"]
+    back, there = chosen["react"]["behind"], {row["model"]: row["score"] for row in rows}
+    assert back == pytest.approx(there["react"] - there["svc"], abs=1e-9)
+    assert "against the first" in arena_sheet(run, NAMES).kinds
+    with pytest.raises(DataError, match="no calibration 'nobody'"):
+        arena_rows(run, NAMES, against="nobody")
+
+
 def test_a_second_call_changes_nothing_and_adds_what_is_missing(met: pathlib.Path) -> None:
     before = dict(open_run(met).manifest.calibrations)
     shown = CliRunner().invoke(

@@ -22,7 +22,7 @@ from driftlens.records.before_after import (
     selection_sentences,
 )
 from driftlens.records.contents import attach
-from driftlens.records.layout import SPEC, calibration_folder
+from driftlens.records.layout import SPEC, calibration_attachments, calibration_folder
 from driftlens.records.listing import is_live
 from driftlens.records.manifest import CalibrationInfo, ModelInfo, versions
 from driftlens.records.reading import Sheet, printable, setting_text
@@ -196,7 +196,12 @@ def _license(origin: str) -> dict[str, str]:
 
 
 def _measured(run: DriftRun, name: str) -> list[dict[str, Any]]:
-    """The scores on every task's test samples, as the Hub lists results."""
+    """The scores on every task's test samples, as the Hub lists results.
+
+    None with attachments: whoever loads the weights as the Hub says would not have these scores.
+    """
+    if (run.path / calibration_attachments(name)).exists():
+        return []
     spec = from_yaml((run.path / SPEC).read_text(encoding="utf-8"), SPEC)
     data = spec.get("data", {}) if isinstance(spec, Mapping) else {}
     architecture = run.manifest.architecture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -31,6 +33,25 @@ def _lacks(run: DriftRun, options: ChartOptions) -> str | None:
     return None
 
 
+def _beside(made: pd.DataFrame) -> dict[str, str]:
+    """Where each point's name stands: on the side that has room, above or below it where another point is near."""
+    seconds = made["seconds"].clip(lower=1e-9).map(math.log)
+    spans = [float(of.max() - of.min()) or 1.0 for of in (seconds, made["score"])]
+    x, y = ((of - of.min()) / span for of, span in zip((seconds, made["score"]), spans, strict=True))
+    found = {}
+    for at, name in enumerate(made["model"]):
+        near = [
+            y.iloc[other] - y.iloc[at]
+            for other in range(len(made))
+            if other != at
+            and abs(x.iloc[other] - x.iloc[at]) < 0.25
+            and abs(y.iloc[other] - y.iloc[at]) < 0.06
+        ]
+        height = "middle" if not near else "bottom" if max(near) > 0 else "top"
+        found[str(name)] = f"{height} {'left' if x.iloc[at] > 0.6 else 'right'}"
+    return found
+
+
 @chart(
     "arena",
     title="Repairs: gain against cost",
@@ -50,7 +71,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _rows(run)
     is_made = rows["method"].notna()
     made = rows[is_made]
-    figure = go.Figure()
+    figure, beside = go.Figure(), _beside(made)
     for row in made.to_dict("records"):
         look = theme.look(run.variants, calibrated(str(row["model"])), dark=options.dark)
         ends = [pd.Series([row[key]]) for key in ("score", "low", "high")]
@@ -60,7 +81,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
             error_y=marks.whiskers(*ends, look.colour, thickness=1, width=0),
             mode="markers+text",
             text=[words.label(str(row["model"]))],
-            textposition="middle left" if row["seconds"] == made["seconds"].max() else "middle right",
+            textposition=beside[str(row["model"])],
             textfont=marks.ink(dark=options.dark),
             marker={
                 "color": look.colour,

@@ -1,0 +1,90 @@
+"""A repair trained with the tasks of the samples mixed up loses against one that was told the right ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from driftlens.calibration.distill import Distill
+from driftlens.calibration.interv_merge import IntervMerge
+from driftlens.calibration.prob_surgery import ProbSurgery
+from driftlens.calibration.react import ReACT
+from driftlens.calibration.surgery import Surgery
+from driftlens.calibration.surgery_v2 import SurgeryV2
+from driftlens.data.samples import Batch
+from driftlens.engine.training import train_attachments, train_weights
+from tests.calibration.helpers import TASKS, Subject, subject
+from tests.calibration.training import quiet
+
+HALF = 6
+METHODS = [
+    ReACT(),
+    Surgery(steps=150, lr=1e-2),
+    ProbSurgery(steps=150, lr=1e-2),
+    SurgeryV2(steps=40, lr=1e-2),
+    IntervMerge(rank=4, steps=40, lr=1e-2),
+    Distill(steps=40, batch=12, lr=3e-3),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """Half of the samples, which are one task's own."""
+
+    models: Subject
+    first: int
+
+    @property
+    def inputs(self) -> torch.Tensor:
+        return self.models.inputs[self.first : self.first + HALF]
+
+    @property
+    def ids(self) -> list[str]:
+        return [str(at) for at in range(HALF)]
+
+    def batches(self) -> list[Batch]:
+        return [Batch(0, HALF, self.inputs)]
+
+
+def remaining(models: Subject, method: Any, told: dict[str, str]) -> float:
+    """Of the repaired model, the mean distance to each task's own expert on its own samples.
+
+    `told` says whose samples the repair takes for a task's.
+    """
+    own = {task: Half(models, at * HALF) for at, task in enumerate(TASKS)}
+    parts = {task: [own[told[task]]] for task in TASKS}
+    given: dict[str, Any] = {"on_step": lambda *_: None, "on_epoch": quiet}
+    pool, maps, weights = models.pool, {}, {}
+    if isinstance(method, Distill):
+        weights = train_weights(pool, parts, method, **given)
+    else:
+        maps = {(task, at): found for task, at, found in train_attachments(pool, parts, method, **given)}
+    total = 0.0
+    with torch.no_grad():
+        for task, half in own.items():
+            start, side = pool.chain.start(half.inputs)
+            ends = []
+            for variant in ("merged", f"expert:{task}"):
+                state = start
+                for layer in pool.chain.layers:
+                    walked = pool.layer_map(variant, layer, task)
+                    if variant == "merged":
+                        parameters = {**walked.parameters, **weights.get(layer.index, {})}
+                        walked = dataclasses.replace(
+                            walked, parameters=parameters, attachment=maps.get((task, layer.index))
+                        )
+                    state = walked(state, side)
+                ends.append(state["hidden"])
+            total += float((ends[0] - ends[1]).norm(dim=1).mean())
+    return total
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+def test_it_loses(method: Any) -> None:
+    models = subject(n=2 * HALF)
+    right = remaining(models, method, {task: task for task in TASKS})
+    shuffled = remaining(models, method, dict(zip(TASKS, reversed(TASKS), strict=True)))
+    assert right < 0.9 * shuffled

@@ -240,7 +240,8 @@ def _sheet(title: str, rows: Sequence[Mapping[str, Any]], about: str, lacks: Seq
             number = row["published"]
             cells += [number, None if number is None else row["value"] - number]
         said += [f"{row['merger']} {row['model']}: {row['note']}".strip() for row in means if row["note"]]
-    return Sheet("reproduced", f"{title}: measured and published", kinds, table, " ".join([*said, *lacks]))
+    about = "measured and published" if "published" in kinds else "measured"
+    return Sheet("reproduced", f"{title}: {about}", kinds, table, " ".join([*said, *lacks]))
 
 
 def _cost_sheet(title: str, rows: Sequence[Mapping[str, Any]], lacks: Sequence[str]) -> Sheet:

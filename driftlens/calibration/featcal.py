@@ -59,6 +59,8 @@ class FeatCal(ClosedFormBase):
         last_block_tokens: token-weight rule of the last block's sites, keys and values excepted, instead of the
             adapter's own; the authors' script has `cls_emphasis` here, the paper's text counts every token alike.
         solve_dtype: `float64` or `float32`, for sums and solves; at lam = 1e-5 float32 is good to about 1e-3 only.
+        inputs: what each layer is fed while it is fitted: `deployed`, what the layers calibrated before it give, as the
+            paper has it; `merged` or `expert`, what those of that model give, which ablations of it ask for.
     """
 
     title = "FeatCal"
@@ -67,10 +69,9 @@ class FeatCal(ClosedFormBase):
     suited: ClassVar[Mapping[str, str]] = {"hf_t5": "flan-t5", "hf_decoder": "llama-3b"}
     searched = ("lam", "alpha", "rho")
     ablations: ClassVar[Sequence[Mapping[str, Any]]] = (
-        {"rho": 1},
-        {"alpha": 0},
-        {"anchor": "none"},
-        {"update": ["linear"]},
+        *({"rho": 1}, {"alpha": 0}, {"anchor": "none"}),
+        *({"update": ["linear", "norm"]}, {"update": ["linear", "bias"]}, {"update": ["linear"]}),
+        *({"inputs": "merged"}, {"inputs": "expert"}),
     )
 
     def __init__(
@@ -102,6 +103,9 @@ class FeatCal(ClosedFormBase):
         solve_dtype: Annotated[
             Literal["float64", "float32"], Label("Precision"), "of sums and solves"
         ] = "float64",
+        inputs: Annotated[
+            Literal["deployed", "merged", "expert"], Label("Features fed"), "whose features a layer is fed"
+        ] = "deployed",
     ) -> None:
         self.lam = lam
         self.rho = rho
@@ -111,6 +115,7 @@ class FeatCal(ClosedFormBase):
         self.anchor = anchor
         self.last_block_tokens = last_block_tokens
         self.solve_dtype = solve_dtype
+        self.inputs = inputs
 
     def check(self, *, has_base: bool = True) -> None:
         """Refuse settings that make no sense.

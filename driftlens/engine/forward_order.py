@@ -44,7 +44,7 @@ from driftlens.engine.steps import StepWalk
 from driftlens.engine.waiting import FeatureStore, WaitingBatch
 from driftlens.engine.walk import FiniteWatch
 from driftlens.errors import DataError, SpecError
-from driftlens.models.chain import Layer, Parameters, Pool, Site
+from driftlens.models.chain import Layer, Parameters, Pool, Site, State
 from driftlens.team import Team
 from driftlens.variants import expert_of
 
@@ -70,7 +70,7 @@ class Lane:
     @property
     def moments_key(self) -> Hashable:
         """Lanes with equal keys have equal moments, as long as they have equal features."""
-        return self.calibrator.moments_key, self.parts
+        return self.calibrator.moments_key, self.calibrator.inputs, self.parts
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class SnapshotWalk(CalibrationWalk):
         self.team.together(partial(self._sum_up_all, layer, merged, needs_output=not is_last))
         found = self._solve(layer, merged)
         self.grams.take_back()
-        drift = {} if is_last else self.advance(layer, merged, found)
+        drift = {} if is_last else self._advance(layer, merged, found)
         return [
             CalibratedLayer(layer.index, updates, reports, drift, seconds)
             for (updates, reports), seconds in zip(found, self.seconds, strict=True)
@@ -279,6 +279,18 @@ class SnapshotWalk(CalibrationWalk):
     def _sum_up_all(self, layer: Layer, merged: Parameters, *, needs_output: bool) -> None:
         for task in self.parts:
             self._sum_up(layer, merged, task, needs_output=needs_output)
+
+    def _advance(self, layer: Layer, merged: Parameters, found: Sequence[Solved]) -> dict[str, float]:
+        """As `advance`, but lanes that are fed another model's features walk on through the merged model."""
+        is_deployed = [lane.calibrator.inputs == "deployed" for lane in self.calibrations]
+        walked = [of if goes_on else ({}, of[1]) for of, goes_on in zip(found, is_deployed, strict=True)]
+        drift = self.advance(layer, merged, walked)
+        return drift if all(is_deployed) else {}
+
+    def pass_through(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
+        """See above; what is done changes no features that come from elsewhere."""
+        is_deployed = all(lane.calibrator.inputs == "deployed" for lane in self.calibrations)
+        super().pass_through(layer, done if is_deployed else {})
 
     def _sum_up(self, layer: Layer, merged: Parameters, task: str, *, needs_output: bool) -> None:
         """Take the task's expert through the layer, and add what its sites see to the sums of every branch."""
@@ -297,7 +309,7 @@ class SnapshotWalk(CalibrationWalk):
                     if needs_output:
                         watch.see(in_words(EXPERT), out[layer.stream])
                         batch.put(EXPERT, out)
-                self._add(layer, batch, part, merged, expert, seen, task)
+                self._add(layer, batch, part, merged, expert, theirs, seen, task)
             watch.check()
         for sums in every:
             sums.end_task(expert)
@@ -309,23 +321,23 @@ class SnapshotWalk(CalibrationWalk):
         part: int,
         merged: Parameters,
         expert: Parameters,
+        theirs: State,
         seen: SiteRows,
         task: str,
     ) -> None:
         num_batches = len(self.waiting.get((task, part), ()))
         for branch in self.branches:
-            keys = {
-                self.calibrations[at].moments_key: None for at, parts in branch.lanes.items() if part in parts
-            }
-            readers = [self.sums[branch.name][key] for key in keys]
-            if not readers:
-                continue
-            with self.shared(branch.lanes):
-                state = batch.get(branch.name)
-                inputs = {site for sums in readers for site in sums.merged_inputs}
-                rows, _ = rows_and_output(layer, merged, state, batch.side, inputs, stops=True)
-                for sums in readers:
-                    sums.add(rows, seen, state, batch.side, expert, num_batches, task)
+            lanes = [self.calibrations[at] for at, parts in branch.lanes.items() if part in parts]
+            readers: dict[bool, list[LayerSums]] = {}
+            for key, inputs in {lane.moments_key: lane.calibrator.inputs for lane in lanes}.items():
+                readers.setdefault(inputs == "expert", []).append(self.sums[branch.name][key])
+            for reads_expert, own in readers.items():
+                with self.shared(branch.lanes):
+                    state = theirs if reads_expert else batch.get(branch.name)
+                    read = {site for sums in own for site in sums.merged_inputs}
+                    rows, _ = rows_and_output(layer, merged, state, batch.side, read, stops=True)
+                    for sums in own:
+                        sums.add(rows, seen, state, batch.side, expert, num_batches, task)
 
     def _solve(self, layer: Layer, merged: Parameters) -> list[Solved]:
         """New parameters and reports of the layer, lane by lane; every problem is solved by one process."""

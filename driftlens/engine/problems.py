@@ -338,7 +338,13 @@ class Layerwise(ClosedForm):
     """Solves all sites of a layer from one snapshot: it says which moments it wants, folds those of the tasks, solves.
 
     What is here wants the experts' own outputs and counts every task alike; a subclass adds `solve`.
+
+    Attributes:
+        inputs: what the layer is fed while its moments are summed up: `deployed`, what the layers calibrated before it
+            really give; `merged`, what the merged model's give, calibrated or not; `expert`, what the expert's give.
     """
+
+    inputs: str = "deployed"
 
     @property
     def moments_key(self) -> Hashable:

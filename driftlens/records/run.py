@@ -177,6 +177,10 @@ class DriftRun:
         """Rows of the sweep table: one calibration per point and seed, one row per task. Errors as for `layers`."""
         return self._rows(schema.SWEEPS)
 
+    def excess(self) -> pd.DataFrame:
+        """What fits on other features than the deployed ones lose, by layer and site. Errors as for `layers`."""
+        return self._rows(schema.EXCESS)
+
     def resources(self) -> pd.DataFrame:
         """Time, memory and energy by phase. Errors as for `layers`."""
         return self._rows(schema.RESOURCES)

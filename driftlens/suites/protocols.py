@@ -51,6 +51,7 @@ class Protocol:
         seeds: draws of the calibration samples.
         ablate: whether every method is taken apart.
         traces: whether drift is traced back to layers.
+        is_excess: whether what is measured is the excess of FeatCal's fits on other features than the deployed ones.
     """
 
     about: str
@@ -61,6 +62,7 @@ class Protocol:
     seeds: int = 1
     ablate: bool = False
     traces: bool = False
+    is_excess: bool = False
 
     def of(self, suite: Suite) -> list[str]:
         """The merges of the suite that it runs."""
@@ -112,10 +114,10 @@ PROTOCOLS: Mapping[str, Protocol] = MappingProxyType(
             methods=("featcal",),
         ),
         "ablations": Protocol(
-            "FeatCal taken apart, one part at a time, three draws",
+            "FeatCal and residual calibration taken apart, one part at a time, three draws",
             (),
             vary=lambda suite: {},
-            methods=("featcal",),
+            methods=("featcal", "residual"),
             seeds=3,
             ablate=True,
         ),
@@ -123,6 +125,12 @@ PROTOCOLS: Mapping[str, Protocol] = MappingProxyType(
             "calibration pictures clean and corrupted (severity 3), every repair; tests stay clean",
             ("corruption", "corruptions"),
             vary=lambda suite: {"corruption": suite.corruptions},
+        ),
+        "source": Protocol(
+            "what FeatCal's fits lose on features of the merged model or the experts in place of the deployed ones",
+            (),
+            methods=("featcal",),
+            is_excess=True,
         ),
         "runtime": Protocol("time, energy and memory of every repair", ("runtime",)),
     }

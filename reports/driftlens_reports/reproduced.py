@@ -70,6 +70,9 @@ def shown(
             rows += [{"merger": merger, **row} for row in plain_rows(every)]
             sheets += [sheet for name in every["sweep"].unique() for sheet in ablation_sheets(run, name)]
         return Shown(rows, sheets)
+    if study.is_excess:
+        rows = [{"merger": at, **row} for at, run in runs.items() for row in plain_rows(run.excess())]
+        return Shown(rows, [_excess_sheet(title, runs)])
     if study.vary is not None:
         rows = swept_rows(runs, suite.published, protocol, [*study.vary(suite)])
         return Shown(
@@ -240,7 +243,26 @@ def _sheet(title: str, rows: Sequence[Mapping[str, Any]], about: str, lacks: Seq
             number = row["published"]
             cells += [number, None if number is None else row["value"] - number]
         said += [f"{row['merger']} {row['model']}: {row['note']}".strip() for row in means if row["note"]]
-    return Sheet("reproduced", f"{title}: measured and published", kinds, table, " ".join([*said, *lacks]))
+    about = "measured and published" if "published" in kinds else "measured"
+    return Sheet("reproduced", f"{title}: {about}", kinds, table, " ".join([*said, *lacks]))
+
+
+def _excess_sheet(title: str, runs: Mapping[str, DriftRun]) -> Sheet:
+    kinds: dict[str, Kind] = {"merge": "text", "fitted on features of": "text", "layer": "count"}
+    kinds |= {"lost share": "share", "largest at": "text", "its share": "share"}
+    table: list[list[Any]] = []
+    for merger, run in runs.items():
+        for (inputs, layer), own in run.excess().groupby(["inputs", "layer"], sort=False):
+            shares = (own["excess"] / own["gain"]).astype(float)
+            lost, worst = float(own["excess"].sum() / own["gain"].sum()), shares.idxmax()
+            table.append(
+                [merger, f"the {inputs}", int(layer), lost, own["site"][worst], float(shares[worst])]
+            )
+    said = (
+        "J_dep(W_src) - J_dep(W_dep) against what the fit on deployed features gains over the merged weights, linear "
+        "modules of a layer together; one draw of calibration samples. Above 100 % the fit is worse than none."
+    )
+    return Sheet("excess", f"{title}: excess of fits on other features", kinds, table, said)
 
 
 def _cost_sheet(title: str, rows: Sequence[Mapping[str, Any]], lacks: Sequence[str]) -> Sheet:

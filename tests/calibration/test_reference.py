@@ -69,6 +69,18 @@ def test_every_architecture_agrees_with_the_slow_reference(name: str, device: to
     assert_equal_parameters(found, slow(name, reference.Settings(lam=0.03, rho=1.7, alpha=0.4)))
 
 
+@pytest.mark.parametrize("inputs", ["merged", "expert"])
+@pytest.mark.parametrize("name", list(WORLDS)[:2])
+def test_features_of_other_models_agree_with_the_slow_reference(
+    name: str, inputs: str, device: torch.device
+) -> None:
+    found = calibrated(subject(name, n=N, device=device), FeatCal(alpha=0.4, inputs=inputs))  # type: ignore[arg-type]
+    assert_equal_parameters(found, slow(name, reference.Settings(alpha=0.4, inputs=inputs)))
+    deployed = slow(name, reference.Settings(alpha=0.4))
+    with pytest.raises(AssertionError):
+        assert_equal_parameters(found, deployed)
+
+
 @pytest.mark.parametrize(
     ("name", "rho", "alpha"), [("t5", 2.0, 0.6), ("llama", 0.5, 0.15), ("qwen3", 0.5, 0.15)]
 )

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from driftlens.calibration.calibrator import calibrators
+from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.errors import SpecError
 from driftlens.records.run import open_run
 from driftlens.settings import resolve
@@ -49,6 +50,16 @@ def test_every_published_suite_is_a_spec_per_merge(name: str) -> None:
     assert suite.revisions == dict.fromkeys(repositories), "nobody publishes one, and that is said"
     for method, settings in suite.repairs.items():
         resolve(calibrators[method], settings, method)
+
+
+@pytest.mark.parametrize("name", [name for name in suite_names() if "-14" not in name and "-20" not in name])
+def test_the_arena_and_the_spec_repair_a_suite_with_the_papers_settings(name: str) -> None:
+    _, suite, folder = load_suite(name)
+    spec = suite.run_spec(name, "task_arithmetic", folder)
+    assert spec.calibration is not None and spec.calibration.preset is not None
+    adapter = {"hf-t5": "hf_t5", "hf-decoder": "hf_decoder"}.get(spec.architecture.loader, "")
+    suited = FeatCal.suited.get(adapter, next(iter(PRESETS)))  # what `arena` starts from
+    assert {**PRESETS[suited], **suite.repairs["featcal"]} == dict(PRESETS[spec.calibration.preset])
 
 
 def test_a_pinned_revision_goes_to_every_place_that_reads_the_repository() -> None:

@@ -51,6 +51,7 @@ class Settings:
     rho: float = 2.0
     alpha: float = 0.3
     eps: float = 1e-8
+    inputs: str = "deployed"
 
 
 @torch.no_grad()
@@ -81,7 +82,8 @@ def calibrate(
         for task in features:
             seen[task] = []
             for sample in range(len(states[task]["merged"])):
-                ours, _ = _watched(mine, states[task]["merged"][sample], sample, run)
+                fed = states[task]["expert" if settings.inputs == "expert" else "merged"][sample]
+                ours, _ = _watched(mine, fed, sample, run)
                 theirs, out = _watched(experts[task][index], states[task]["expert"][sample], sample, run)
                 states[task]["expert"][sample] = out
                 seen[task].append((ours, theirs))
@@ -96,7 +98,8 @@ def calibrate(
                 for part, value in solve(module, anchors, theirs_at, rows, settings).items():
                     new[f"{name}.{part}"] = value
         updated = copy.deepcopy(mine)
-        updated.load_state_dict({**updated.state_dict(), **new})
+        if settings.inputs == "deployed":
+            updated.load_state_dict({**updated.state_dict(), **new})
         for task in features:
             states[task]["merged"] = [
                 run(updated, hidden, sample) for sample, hidden in enumerate(states[task]["merged"])

@@ -64,7 +64,9 @@ def trials_of(study: Protocol, suite: Suite, spec: RunSpec) -> Iterator[Trial]:
     count = max(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
     for method, settings in study.repairs(suite).items():
         kind = calibrators[method]
-        if study.vary is None:
+        if study.is_excess:
+            yield Trial(3, count, kind.effort)
+        elif study.vary is None:
             request = CalibrationRequest("plan", method=method, parameters=settings)
             has_control = calibrator_of(request, spec.calibration).get_params().get("rho", 1) != 1
             yield Trial(1, count, kind.effort, 1 + has_control, study.traces)

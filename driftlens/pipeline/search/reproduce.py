@@ -8,6 +8,7 @@ from typing import Any
 from driftlens.access import Access
 from driftlens.pipeline.analyze.job import analyze
 from driftlens.pipeline.search.arena import compete, entrants
+from driftlens.pipeline.search.excess import measure_excess
 from driftlens.pipeline.search.sweep import SweepRequest, sweep
 from driftlens.progress import CancelToken, ProgressSink
 from driftlens.records.run import DriftRun, open_run
@@ -50,7 +51,9 @@ def reproduce(
     for merger, spec in specs.items():
         place = out / merger
         analyze(spec, out=place, resume=True, attribution=study.traces, **watched)
-        if study.vary is None:
+        if study.is_excess:
+            measure_excess(place, study.repairs(suite)["featcal"], resume=True, **watched)
+        elif study.vary is None:
             missing = compete(place, wanted, attribution=study.traces, **watched)
             failed |= {f"{merger} {repair}": why for repair, why in missing.items()}
         else:

@@ -56,6 +56,8 @@ def run(arguments: list[str]) -> int:
     """Run one command line, whose global flags come first; returns its exit code."""
     try:
         result = typer.main.get_command(app).main(arguments, prog_name="driftlens", standalone_mode=False)
+        if result == Cancelled.exit_code:  # what newer versions of typer make of an interrupt
+            raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except typer.Exit as leaving:
         return leaving.exit_code

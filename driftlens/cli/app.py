@@ -293,7 +293,7 @@ def cancelling() -> Iterator[CancelToken]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         _leave_lost_terminal()
-        if token.is_heard:
+        if token.is_heard or stopped.is_on_its_way:
             return
         if token.is_set:
             interrupt(number, frame)
@@ -309,6 +309,11 @@ def cancelling() -> Iterator[CancelToken]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def layer_named(text: str) -> int | str:
+    """A layer's number, or what its path is matched with: other digits than 0 to 9, and too many, number none."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else text
 
 
 def parts(given: str | list[str]) -> list[str]:

@@ -143,7 +143,9 @@ def test_a_clock_that_is_set_makes_nobody_another_process(
 ) -> None:
     psutil = pytest.importorskip("psutil._pslinux")
     this, booted = Owner.this_process(), psutil.boot_time()
-    monkeypatch.setattr(psutil, "boot_time", lambda: booted + 3600 * hours)  # as the system tells it from then on
+    monkeypatch.setattr(
+        psutil, "boot_time", lambda: booted + 3600 * hours
+    )  # as the system tells it from then on
     assert this.is_alive and Owner.this_process().process_started == this.process_started
 
 

@@ -1,7 +1,8 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python
+SEED ?= 1
 
-.PHONY: help install check format test test-slow fuzz browser families bench demo docs notebooks gallery screenshots lowest
+.PHONY: help install check format test test-slow fuzz faults sbom browser families bench demo docs notebooks gallery screenshots lowest
 
 help:            ## print the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,7 +28,14 @@ test-slow:       ## all tests, the slow ones too
 	$(PYTHON) -m pytest --slow
 
 fuzz:            ## 175,000 spoiled inputs of seven kinds; about an hour
-	DRIFTLENS_FUZZ=25000 $(PYTHON) -m pytest tests/reads
+	DRIFTLENS_FUZZ=25000 $(PYTHON) -m pytest tests/reads/test_reads.py -n0 -o timeout=0 -v --hypothesis-seed=$(SEED) --hypothesis-show-statistics
+
+faults:          ## 240 commands killed, stopped or starved at random moments; about 20 minutes
+	DRIFTLENS_FAULTS=5 $(PYTHON) -m pytest tests/faults -n0 -o timeout=0
+
+sbom:            ## what is installed, as CycloneDX under build/sbom.json; needs the extra `sbom`
+	mkdir -p build
+	$(PYTHON) -m cyclonedx_py environment --pyproject pyproject.toml --output-reproducible --of JSON -o build/sbom.json $(PYTHON)
 
 browser:         ## tests in a real browser; a missing one is a failure
 	DRIFTLENS_REQUIRE_BROWSER=1 $(PYTHON) -m pytest tests/browser

@@ -153,8 +153,10 @@ def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.P
         RunError: no folder can be made there, or the disk is full; `need` is how many bytes the message asks for.
     """
     folder = target.parent / f".partial-{_HERE}-{os.getpid()}-{secrets.token_hex(4)}"
+    missing = [at for at in (target.parent, *target.parent.parents) if not at.exists()]
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        for parent in reversed(missing):  # one by one: what is removed in the meantime must not come back
+            parent.mkdir(exist_ok=True)
         if (os.getpid(), target.parent) not in _swept:
             _swept.add((os.getpid(), target.parent))
             sweep(target.parent.glob(PARTIAL))
@@ -165,8 +167,12 @@ def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.P
         raise _unwritable(target, error, need) from error
     try:
         yield folder
-    except OSError as error:
-        if error.errno in _DISK_FULL:
+    except BaseException as error:
+        _discard(folder)
+        for parent in missing:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError) and error.errno in _DISK_FULL:
             raise _unwritable(target, error, need) from error
         raise
     finally:

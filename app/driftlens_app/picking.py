@@ -16,7 +16,7 @@ from driftlens_app.jobs.requests import entries
 from driftlens_app.settings import is_inside
 from driftlens_app.show import plain
 
-_MOST = 200
+MOST_PLACES = 200
 """Places of a kind that are offered."""
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin")
 _ROWS = {".npz": "npz", ".jsonl": "jsonl", ".csv": "table", ".tsv": "table", ".parquet": "table"}
@@ -100,7 +100,7 @@ def data_sets(root: Path) -> dict[str, dict[str, str]]:
     for place in _places(root):
         if (entry := _data_entry(place, place.relative_to(root).as_posix())) is not None:
             found[place.relative_to(root).as_posix()] = entry
-    return dict(sorted(found.items())[:_MOST])
+    return dict(sorted(found.items())[:MOST_PLACES])
 
 
 def _data_entry(place: Path, name: str) -> dict[str, str] | None:
@@ -132,10 +132,10 @@ def _places(root: Path) -> Iterator[Path]:
     level = [root]
     for _ in range(3):
         found = [place for folder in level for place in sorted(entries(folder)) if place.name[0] != "."]
-        found = [place for place in found[: 10 * _MOST] if is_inside(place, root)]
+        found = [place for place in found[: 10 * MOST_PLACES] if is_inside(place, root)]
         yield from found
         level = [place for place in found if place.is_dir() and not (place / "manifest.json").exists()]
 
 
 def _told(found: Iterator[Path], root: Path) -> list[str]:
-    return sorted(place.relative_to(root).as_posix() for place in itertools.islice(found, _MOST))
+    return sorted(place.relative_to(root).as_posix() for place in itertools.islice(found, MOST_PLACES))

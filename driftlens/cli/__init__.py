@@ -29,7 +29,7 @@ DIVIDED = ("analyze", "explain", "evaluate", "calibrate", "sweep", "arena")
 _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug"}
 _MODULES = (running, converting, calibrating, reproducing, looking, reporting)
 """Imported for their commands."""
-_MOST_LINES, _WIDEST = 60, 2000
+MOST_LINES, WIDEST = 60, 2000
 """Of a message: lines, and characters in one."""
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 """Root of wrong usage. Newer versions of typer carry their own click, older ones use the installed one."""
@@ -66,6 +66,8 @@ def run(arguments: list[str]) -> int:
     try:
         with _teamed(arguments):
             result = typer.main.get_command(app).main(arguments, prog_name="driftlens", standalone_mode=False)
+        if result == Cancelled.exit_code:  # what newer versions of typer make of an interrupt
+            raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except typer.Exit as leaving:
         return leaving.exit_code
@@ -78,7 +80,7 @@ def run(arguments: list[str]) -> int:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             return _report(f"the disk is full: {error}", "Free some space; finished phases are kept.", 4)
-        if stopped.is_on_its_way:  # the terminal is gone
+        if stopped.since is not None:  # the terminal is gone
             return Cancelled.exit_code
         if isinstance(error, BrokenPipeError):
             # Whoever read our output has left; flushing at exit would raise again.
@@ -147,9 +149,9 @@ def _report(message: str, hint: str, code: int) -> int:
 def _shortened(text: str) -> str:
     """The text as a terminal may show it: no control characters, no line beyond a page, no more lines than a page."""
     lines = harmless(text).splitlines()
-    shown = [line if len(line) <= _WIDEST else f"{line[:_WIDEST]}..." for line in lines[:_MOST_LINES]]
-    if len(lines) > _MOST_LINES:
-        shown.append(f"... and {len(lines) - _MOST_LINES:,} lines more")
+    shown = [line if len(line) <= WIDEST else f"{line[:WIDEST]}..." for line in lines[:MOST_LINES]]
+    if len(lines) > MOST_LINES:
+        shown.append(f"... and {len(lines) - MOST_LINES:,} lines more")
     return "\n".join(shown)
 
 

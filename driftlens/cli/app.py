@@ -13,6 +13,7 @@ import signal
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -231,10 +232,24 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 @dataclass
 class Stopping:
-    """Whether this process was asked to end and is on its way out."""
+    """Whether this process was asked to end and is on its way out.
 
-    is_on_its_way: bool = False
+    Attributes:
+        since: when it was interrupted last; None before.
+        is_over: whether its work is done, so that nothing is left to interrupt.
+    """
 
+    since: float | None = None
+    is_over: bool = False
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """For some seconds after an interrupt, in which it puts things in order; some libraries swallow one."""
+        return self.is_over or (self.since is not None and time.monotonic() - self.since < GRACE_SECONDS)
+
+
+GRACE_SECONDS = 5.0
+"""In which no further signal breaks off what the first has begun."""
 
 stopped = Stopping()
 
@@ -249,13 +264,13 @@ def hearing(*, last: bool) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in ENDING}
     # What was to be ignored, as under nohup, stays ignored; a program that calls us keeps its own handlers.
     usual = [number for number, at in before.items() if at in (signal.SIG_DFL, signal.default_int_handler)]
-    stopped.is_on_its_way = False
+    stopped.since, stopped.is_over = None, False
     try:
         for number in usual:
             signal.signal(number, interrupt)
         yield
     finally:
-        stopped.is_on_its_way = last
+        stopped.is_over = last
         for number in () if last else usual:
             signal.signal(number, before[number])
 
@@ -264,7 +279,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     """Ctrl-C, for `signal.signal`: as usual, but once, and not while a library is being imported.
 
     Many don't survive it there: some swallow the interrupt and stay half imported, others bring the process down. It
-    comes again a moment later. After the first nothing breaks off what puts things in order.
+    comes again a moment later. For some seconds after the first nothing breaks off what puts things in order.
     """
     if stopped.is_on_its_way:
         return
@@ -276,7 +291,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
             again.start()
             return
         at = at.f_back
-    stopped.is_on_its_way = True
+    stopped.since = time.monotonic()
     _leave_lost_terminal()
     raise KeyboardInterrupt
 
@@ -296,7 +311,7 @@ def cancelling() -> Iterator[CancelToken]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         _leave_lost_terminal()
-        if token.is_heard:
+        if token.is_heard or stopped.is_on_its_way:
             return
         if token.is_set:
             interrupt(number, frame)
@@ -312,6 +327,11 @@ def cancelling() -> Iterator[CancelToken]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def layer_named(text: str) -> int | str:
+    """A layer's number, or what its path is matched with: other digits than 0 to 9, and too many, number none."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else text
 
 
 def parts(given: str | list[str]) -> list[str]:

@@ -16,6 +16,7 @@ from driftlens.cli.app import (
     app,
     assignments,
     computing,
+    layer_named,
     manner,
     note,
     parts,
@@ -116,7 +117,7 @@ def calibrate(
         parameters=assignments(parameters)
         | {key: value for key, value in given.items() if value is not None},
         samples=samples,
-        layers=None if layers is None else [int(part) if part.isdigit() else part for part in parts(layers)],
+        layers=None if layers is None else [*map(layer_named, parts(layers))],
         sites=None if sites is None else parts(sites),
         top_layers=top_layers,
         control=control,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from driftlens.cli.app import Job, JsonFlag, RunFolder, app, note, parts, say, say_json, sharing
+from driftlens.cli.app import Job, JsonFlag, RunFolder, app, layer_named, note, parts, say, say_json, sharing
 from driftlens.errors import DataError, SpecError
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def project(
                 lay_out(
                     opened,
                     name,
-                    layer=int(layer) if layer.isdecimal() else layer,
+                    layer=layer_named(layer),
                     method=chosen,
                     seed=seed,
                     fit_on=fit_on,

@@ -17,7 +17,7 @@ from driftlens.files import from_json
 if TYPE_CHECKING:
     from driftlens.spec.data import WebdatasetData
 
-_LONGEST_LABEL = 2**20
+LONGEST_LABEL = 2**20
 """Bytes of a label; more are no label, and are not read."""
 
 
@@ -149,7 +149,7 @@ def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, entry: WebdatasetData)
     """Text as it is; of JSON the value, or of an object that under `key`."""
     hint = f"A member .{entry.label} must hold UTF-8 text, or JSON where it ends so."
     with refused(f"{tar.name!s}: the label {member.name} can't be read", hint, ValueError):
-        if member.size > _LONGEST_LABEL:
+        if member.size > LONGEST_LABEL:
             raise ValueError(f"it has {member.size} bytes")
         stream = tar.extractfile(member)  # a plain file's bytes; nothing is written
         assert stream is not None

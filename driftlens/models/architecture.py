@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from driftlens.access import Access
 from driftlens.errors import CheckpointError, IncompatibleModelsError, SpecError
@@ -316,6 +318,25 @@ def read_text_side(model: nn.Module, base: StateSource, layout: KeyLayout) -> No
     model.load_state_dict({key: base.read(before + key).float() for key in wanted}, strict=False, assign=True)
 
 
+MOST_FILLED = 1 << 27
+"""Values that a constructor may write into one tensor: random ones before they are thrown away, or a buffer's."""
+
+_FILLING = frozenset(
+    {torch.randn, torch.rand, torch.ones, torch.zeros, torch.full, torch.arange, torch.linspace}
+)
+
+
+class _WithinReason(TorchFunctionMode):
+    """Refuses to fill a tensor that no model has: a configuration may ask for any."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FILLING:
+            asked = func(*args, **{**(kwargs or {}), "device": "meta"}).numel()
+            if asked > MOST_FILLED:
+                raise ValueError(f"a tensor of {asked:,} values; at most {MOST_FILLED:,} are filled in")
+        return func(*args, **(kwargs or {}))
+
+
 def weightless(build: Callable[[], nn.Module], source: str) -> Any:
     """The module that `build` returns, parameters on meta, buffers real, in eval mode and without gradients.
 
@@ -325,7 +346,7 @@ def weightless(build: Callable[[], nn.Module], source: str) -> Any:
     from accelerate import init_empty_weights
 
     try:
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), _WithinReason():
             module = build()
     except Exception as error:  # whatever a constructor makes of values in somebody's file
         raise IncompatibleModelsError(

@@ -43,8 +43,12 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files of which a tokenizer of transformers needs one."""
 _CONFIGS = ("config.json", "open_clip_config.json")
 
-MOST_LAYERS = 1000
+MOST_LAYERS, MOST_LABELS = 1000, 1_000_000
 """That a configuration may ask for."""
+_MOST = {
+    "layers": (MOST_LAYERS, re.compile(r"(layers?|depth)$")),
+    "labels": (MOST_LABELS, re.compile(r"(labels|classes)$")),
+}
 
 log = logging.getLogger("driftlens")
 
@@ -272,11 +276,12 @@ def _sane(config: dict[str, Any], source: str) -> dict[str, Any]:
     for key, value in config.items():
         if isinstance(value, dict):
             _sane(value, source)
-        elif isinstance(value, int) and value > MOST_LAYERS and re.search(r"(layers?|depth)$", key):
-            raise IncompatibleModelsError(
-                f"{source} asks for {value:,} layers ({key})",
-                hint=f"At most {MOST_LAYERS:,} are built; restore its configuration from the original.",
-            )
+        for what, (most, names) in _MOST.items():
+            if isinstance(value, int) and value > most and names.search(key):
+                raise IncompatibleModelsError(
+                    f"{source} asks for {value:,} {what} ({key})",
+                    hint=f"At most {most:,} are built; restore its configuration from the original.",
+                )
     return config
 
 

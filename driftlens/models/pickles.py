@@ -28,7 +28,7 @@ from driftlens.models.weight_files import NESTS, by_hand, refuse_pointer, refuse
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 """What PyTorch's format before 1.6 begins with."""
-_MOST_STEPS, _MOST, _DEEPEST, _LONGEST = 5_000_000, 100_000, 200, 1_000
+MOST_STEPS, MOST_TENSORS, DEEPEST, LONGEST_NAME = 5_000_000, 100_000, 200, 1_000
 """Far beyond what a checkpoint of a network needs; a file beyond it is made to exhaust whoever reads it."""
 _MOST_AXES, _MOST_NUMBER = 64, 1 << 63
 
@@ -115,7 +115,7 @@ class _Budget:
     """What may still be done for one file and all that is nested in it: steps, items copied, bytes copied."""
 
     def __init__(self, size: int) -> None:
-        self._steps, self._bytes = _MOST_STEPS, 4 * size
+        self._steps, self._bytes = MOST_STEPS, 4 * size
 
     def spend(self, steps: int, copied: int = 0) -> None:
         """Count steps, or items that one step copies, and bytes; refuse the file once they are used up."""
@@ -149,7 +149,7 @@ class Pickled:
             self._tensors: dict[str, Stored] = {}
             for key, value in self._weights(self.top):
                 self._tensors[key] = value
-                if len(self._tensors) > _MOST or len(key) > _LONGEST:
+                if len(self._tensors) > MOST_TENSORS or len(key) > LONGEST_NAME:
                     raise CheckpointError("it names tensors without end", hint="Don't use this file.")
             self.headers: Mapping[str, TensorHeader] = {
                 key: TensorHeader(value.shape, value.storage.dtype) for key, value in self._tensors.items()
@@ -212,7 +212,7 @@ class Pickled:
 
     def _walked(self, module: Inert, prefix: str, depth: int) -> Iterator[tuple[str, Stored]]:
         """Parameters, kept buffers and those of submodules, as `Module.state_dict` lists them."""
-        if depth > _DEEPEST or len(prefix) > _LONGEST or len(self.modules) > _MOST:
+        if depth > DEEPEST or len(prefix) > LONGEST_NAME or len(self.modules) > MOST_TENSORS:
             raise CheckpointError("its modules are nested without end", hint="Don't use this file.")
         self.modules[prefix.removesuffix(".")] = module
         dropped = module.attribute("_non_persistent_buffers_set")
@@ -497,7 +497,7 @@ def _named(module: Any, name: Any) -> Global:
     if not isinstance(module, str) or not isinstance(name, str):
         raise TypeError("a name is no text")
     full = f"{_OLD_NAMES.get(module, module)}.{name}"
-    if len(full) > _LONGEST or not full.isprintable():  # it may end up in a message
+    if len(full) > LONGEST_NAME or not full.isprintable():  # it may end up in a message
         raise TypeError("a name can't be one")
     # Of Python's own library no class is part of a model; its names are known without importing anything.
     if full.split(".")[0] in sys.stdlib_module_names and full not in _PYTHONS_OWN:

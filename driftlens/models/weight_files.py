@@ -15,7 +15,7 @@ from torch import Tensor
 
 from driftlens.errors import CheckpointError
 from driftlens.files import from_json
-from driftlens.models.sources import Composed, SafetensorsSource, StateSource, TensorsSource
+from driftlens.models.sources import Composed, SafetensorsSource, StateSource, TensorsSource, renamed
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -152,8 +152,36 @@ def open_torch_file(path: pathlib.Path) -> StateSource:
             empty.
     """
     zipped = refuse_torchscript(path)
+    if torch_version() < SAFE_TORCH:
+        return _read_by_ourselves(path)
     weights = _weights(path, _load(path, mapped=zipped))
     return TensorsSource(str(path), _without_prefix(weights, "module."))
+
+
+SAFE_TORCH = (2, 10)
+"""From here on `weights_only` withstands hostile files (CVE-2026-24747); older ones are not let at any."""
+
+
+def torch_version() -> tuple[int, ...]:
+    """Of torch, the first two numbers."""
+    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+
+
+def _read_by_ourselves(path: pathlib.Path) -> StateSource:
+    """The same tensors by the machine of `driftlens convert`, which builds nothing else.
+
+    Raises:
+        CheckpointError: as `open_torch_file`.
+    """
+    from driftlens.models.pickles import Pickled  # it needs this module
+
+    found = Pickled(path)
+    if found.modules:
+        raise CheckpointError(
+            f"{path} holds modules, not only tensors", hint=conversion(path), source=str(path)
+        )
+    prefix = "module." if all(key.startswith("module.") for key in found.headers) else ""
+    return renamed(found, {key.removeprefix(prefix): key for key in found.headers})
 
 
 def conversion(path: pathlib.Path) -> str:

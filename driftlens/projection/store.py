@@ -117,6 +117,8 @@ def settings_of(
         raise SpecError(
             "t-SNE can't place rows that it was not fitted on", hint="Choose pca or umap, or fit on all."
         )
+    if not 0 <= seed < 2**32:
+        raise SpecError(f"seed should be from 0 to {2**32 - 1:,}, got {str(seed)[:40]}")
     chosen = (
         [variant for variant in run.variants if variant != "base"] if variants is None else list(variants)
     )

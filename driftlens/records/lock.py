@@ -90,6 +90,8 @@ class RunLock:
             self._guard.acquire()
         except TimeoutError:
             stopping.end(self)
+            if not (self._folder / GUARD).exists():
+                self.require_own()
             raise _locked(self._folder, owner_of(self._folder)) from None
         try:
             self._held = (self._folder / GUARD).stat()

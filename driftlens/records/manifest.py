@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -13,7 +14,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from driftlens.errors import RunError
 from driftlens.files import from_json, write_json_atomic
@@ -21,6 +22,9 @@ from driftlens.records.layout import MANIFEST
 from driftlens.records.lock import utc_now
 from driftlens.records.schema import SCHEMA_VERSION, refuse_newer
 from driftlens.registry import installed, origin
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 PhaseState = Literal["running", "done", "failed", "cancelled"]
@@ -313,7 +317,31 @@ def _parsed(record: Mapping[str, Any]) -> Manifest:
         name: {key: _entry(kind, item) for key, item in record.get(name, {}).items()}
         for name, kind in _ENTRIES.items()
     }
+    _require_kinds(record)
     return _entry(Manifest, {**record, **entries, "layers": layers})
+
+
+def _require_kinds(record: Mapping[str, Any]) -> None:
+    """Refuse what is of another kind than declared, down to the entries: readers rely on it.
+
+    Raises:
+        ValueError: the first that is.
+    """
+    from pydantic import ValidationError
+
+    try:
+        # As JSON, which pydantic takes an object from however strict it is about types.
+        _kinds().validate_json(json.dumps(record), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+@functools.cache
+def _kinds() -> TypeAdapter[Manifest]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Manifest)
 
 
 def _entry(kind: type[T], item: Mapping[str, Any]) -> T:

@@ -29,6 +29,7 @@ from driftlens.spec.types import Name, Part, Text, problem
 from driftlens.spec.yaml_text import from_yaml, read_mapping, to_yaml
 
 VERSION = 1
+MOST_EXPERTS = 1000
 
 log = logging.getLogger("driftlens")
 T = TypeVar("T")
@@ -53,7 +54,7 @@ class RunSpec(Part):
     base: Weights | None = None
     merged: Weights | None = None
     merge: Merge | None = None
-    experts: Annotated[PerName[Weights], Field(min_length=1, max_length=1000)]
+    experts: Annotated[PerName[Weights], Field(min_length=1, max_length=MOST_EXPERTS)]
     baselines: PerName[Weights] = Field(default_factory=dict)
     heads: PerName[Head] = Field(default_factory=dict)
     data: Data = Data()

@@ -107,12 +107,20 @@ def plain_text(given: Any) -> Any:
     return fspath(given) if isinstance(given, PathLike) else given
 
 
+LONGEST_PART, LONGEST_PATH = 255, 4000
+"""Characters of a path: between two slashes, and in all."""
+
+
 def resolved(value: str, info: ValidationInfo) -> str:
     """A path, relative ones against the spec file's folder."""
-    if harmless(value) != value or max(map(len, value.split("/"))) > 255 or len(value) > 4000:
+    if (
+        harmless(value) != value
+        or max(map(len, value.split("/"))) > LONGEST_PART
+        or len(value) > LONGEST_PATH
+    ):
         raise problem(
             "no path can have this name",
-            "Control characters and more than 255 characters can't stand in one.",
+            f"Control characters and more than {LONGEST_PART} characters can't stand in one.",
         )
     folder: Path | None = (info.context or {}).get("folder")
     if folder is None:

@@ -18,7 +18,7 @@ from driftlens.records.lock import owner_of
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
 from tests.cli.conftest import Result
-from tests.cli.worker import analyzing
+from tests.cli.worker import COMMAND, analyzing
 from tests.pipeline.world import TASKS, World, write_spec
 
 Cli = Callable[..., Result]
@@ -98,6 +98,25 @@ def test_a_second_writer_is_refused_and_ctrl_c_cancels(
     assert owner_of(out) is None and not list(out.rglob(".partial-*"))
     assert run_cli("analyze", spec, "--out", out, "--resume", "--progress", "none").code == 0
     same_tables(open_run(out), finished)
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_cancels(spec: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Its SIGHUP is heard, and what can't be written there any more is no further error."""
+    pty = pytest.importorskip("pty")
+    out = tmp_path / "run"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(COMMAND[0], [*COMMAND, "analyze", str(spec), "--out", str(out), "--progress", "rich"])
+    seen = b""
+    while b"analyze" not in seen:
+        seen += os.read(terminal, 1024)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 130, seen
+    run = open_run(out)
+    assert run.status is not None and run.status.state == "cancelled"
+    assert owner_of(out) is None and not list(out.rglob(".partial-*"))
 
 
 def test_evaluate_does_what_is_missing_and_only_then_again_what_is_there(

@@ -133,6 +133,28 @@ def test_what_is_read_is_what_was_saved(form: str, weights: Weights, tmp_path: p
     assert torch.equal(source.read("embed.weight", (1, 4)), weights["embed.weight"][1:4])
 
 
+@pytest.mark.parametrize("nest", [None, "state_dict"])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_before_torch_withstood_hostile_files_its_own_reader_is_not_let_at_them(
+    weights: Weights, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, prefix: str, nest: str | None
+) -> None:
+    path = tmp_path / "w.pt"
+    named = {f"{prefix}{key}": value for key, value in weights.items()}
+    torch.save({nest: named} if nest else named, path)
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("torch has read it")
+
+    monkeypatch.setattr(torch, "load", load)
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    source = open_checkpoint(path)
+    assert list(source.headers) == list(weights)
+    assert all(torch.equal(source.read(key), value) for key, value in weights.items())
+    monkeypatch.setattr(torch, "__version__", "2.10.0a0+git1")
+    with pytest.raises(CheckpointError):
+        open_checkpoint(path)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_weights_have_the_same_digest(form: str, weights: Weights, tmp_path: pathlib.Path) -> None:
     module = nn.Module()

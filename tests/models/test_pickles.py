@@ -280,7 +280,7 @@ def _repeated(called: bytes, given: bytes, opcode: bytes) -> bytes:
 def test_what_one_step_copies_counts_as_steps(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pickles, "_MOST_STEPS", 10_000)
+    monkeypatch.setattr(pickles, "MOST_STEPS", 10_000)
     path, names = tmp_path / "bomb.pt", dict.fromkeys(map(str, range(50)))
     items = b"".join(b"U\x02%dN" % row for row in range(10, 60))
     storage = pickle.dumps(b"x" * 10_000)

@@ -85,8 +85,20 @@ class CalibrationScratch:
 
     @property
     def begun(self) -> dict[str, Any]:
-        """What it began with, and as `selection` how that was chosen; nothing where nothing was begun."""
-        return from_json(self._settings.read_text(encoding="utf-8")) if self.is_there else {}
+        """What it began with, and as `selection` how that was chosen; nothing where nothing was begun.
+
+        Raises:
+            RunError: that is damaged.
+        """
+        if not self.is_there:
+            return {}
+        try:
+            found = from_json(self._settings.read_bytes())
+        except (OSError, ValueError) as error:
+            raise _damaged(self._settings, str(error)) from error
+        if not isinstance(found, dict):
+            raise _damaged(self._settings, f"an object expected, got {type(found).__name__}")
+        return found
 
     def require_same(self, settings: Mapping[str, Any], *, chosen: Collection[str] = ()) -> None:
         """Refuse to go on with other settings; nothing happens where nothing was begun.
@@ -194,6 +206,10 @@ def _read(path: pathlib.Path) -> SolvedLayer:
     source, stored = open_checkpoint(path), _metadata(path)
     reports = tuple(SiteReport(**report) for report in from_json(stored["reports"]))
     return SolvedLayer(OnDemand(source.headers, source.read), reports, float(stored["seconds"]))
+
+
+def _damaged(path: pathlib.Path, reason: str) -> RunError:
+    return RunError(f"{path} can't be read: {reason}", hint="Start the calibration afresh, without --resume.")
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from driftlens.access import Access
 from driftlens.calibration.calibrator import calibrators
-from driftlens.errors import Cancelled, DriftLensError, SpecError
+from driftlens.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.calibrate.plan import CalibrationRequest
@@ -73,6 +73,7 @@ def compete(
 
     Raises:
         Cancelled: somebody asked to stop; what was finished is kept.
+        RunError: the run can't be written to, for example as the disk is full; what was finished is kept.
         DriftLensError: no repair could be made; the reason of the first.
     """
     adapter = str(open_run(run).manifest.architecture.get("adapter"))
@@ -86,7 +87,7 @@ def compete(
         watched: dict[str, Any] = {"access": access, "on_progress": on_progress, "cancel": cancel}
         try:
             calibrate(run, request, resume=True, attribution=attribution, **watched)
-        except Cancelled:
+        except (Cancelled, RunError):  # the run's own trouble, which all repairs share
             raise
         except DriftLensError as error:
             if not access.team.agrees(error):

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PHASE = "sweep"
+MOST_DRAWS = 1000
+"""Of the calibration samples in one sweep."""
 
 
 @dataclass(frozen=True)
@@ -423,6 +425,8 @@ def _require_something(request: SweepRequest) -> None:
     for name, count in [("seeds", request.seeds), *(("n", value) for value in request.values.get("n", ()))]:
         if not isinstance(count, int | float) or count != int(count) or count < 1:
             raise SpecError(f"{name} is {count}, expected a whole number from 1 upwards")
+    if request.seeds > MOST_DRAWS:
+        raise SpecError(f"seeds is {request.seeds:,}; at most {MOST_DRAWS:,} draws are made")
 
 
 def _settings_of(request: SweepRequest, around: Sequence[Setting]) -> dict[str, list[Setting]]:

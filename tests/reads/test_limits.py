@@ -1,0 +1,197 @@
+"""The table of limits in `docs/security.md`: every row as the code has it, each with the test that goes beyond it."""
+
+from __future__ import annotations
+
+import ast
+import struct
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import driftlens.cli as cli
+from driftlens.data import webdataset
+from driftlens.data.image_folder import read_image
+from driftlens.errors import DataError, IncompatibleModelsError, SpecError
+from driftlens.models import architecture, loading, pickles
+from driftlens.models.loading import read_config
+from driftlens.pipeline.search import sweep
+from driftlens.projection.store import MOST_POINTS
+from driftlens.records.keeping import LONGEST_NAME
+from driftlens.spec import run as spec_run
+from driftlens.spec import types, yaml_text
+from driftlens.spec.run import load_spec
+from driftlens_app import picking
+from driftlens_app.jobs import requests
+from tests.pipeline.fixtures import world
+from tests.pipeline.world import World
+from tests.reads.guard import MOST_GROWTH, SECONDS
+
+__all__ = ["world"]
+
+ROOT = Path(__file__).parents[2]
+
+LIMITS: dict[str, tuple[str, str]] = {
+    "spec, `--set`": (
+        f"{yaml_text.MOST_CHARACTERS:,} characters, {yaml_text.MOST_NODES:,} values with aliases counted in full, "
+        f"whole numbers of 64 bits",
+        "reads/test_refused_inputs.py::test_values_that_are_none_are_refused_with_their_place",
+    ),
+    "experts": (
+        f"{spec_run.MOST_EXPERTS:,}",
+        "reads/test_refused_inputs.py::test_a_spec_of_more_experts_than_anybody_has_is_refused",
+    ),
+    "path in a spec": (
+        f"{types.LONGEST_PART} characters a part, {types.LONGEST_PATH:,} in all, no control characters",
+        "reads/test_limits.py::test_paths",
+    ),
+    "seed": (
+        "64 bits; of a projection 32",
+        "reads/test_promises.py::test_seeds_beyond_64_bits",
+    ),
+    "draws of a sweep": (f"{sweep.MOST_DRAWS:,}", "reads/test_promises.py::test_draws_without_end"),
+    "points of a projection": (
+        f"{MOST_POINTS:,}",
+        "projection/test_hard_input.py::test_what_makes_no_sense_is_refused",
+    ),
+    "name of a run": (
+        f"{LONGEST_NAME} characters",
+        "records/test_keeping.py::test_a_name_that_is_none_is_refused",
+    ),
+    "JSON": (
+        "as deep as Python reads without exhausting its stack, whole numbers of 4,300 digits",
+        "reads/test_promises.py::test_json_that_is_none_in_an_index_or_in_lines",
+    ),
+    "configuration of a model": (
+        f"{loading.MOST_LAYERS:,} layers, {loading.MOST_LABELS:,} labels, {architecture.MOST_FILLED:,} values filled "
+        "into one tensor while it is built",
+        "reads/test_limits.py::test_configurations",
+    ),
+    "pickle in `convert`": (
+        f"{pickles.MOST_STEPS:,} steps, {pickles.MOST_TENSORS:,} tensors, {pickles.DEEPEST} levels, names of "
+        f"{pickles.LONGEST_NAME:,} characters, four times the file's bytes",
+        "models/test_pickles.py::test_files_made_to_exhaust_a_machine_are_refused",
+    ),
+    "image": (
+        f"{2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels, Pillow's bound of a decompression bomb; no PostScript",
+        "reads/test_limits.py::test_images",
+    ),
+    "label in a tar file": (f"{webdataset.LONGEST_LABEL:,} bytes", "reads/test_limits.py::test_labels"),
+    "message on the terminal": (
+        f"{cli.MOST_LINES} lines of {cli.WIDEST:,} characters",
+        "reads/test_refused_inputs.py::test_messages_end_on_their_first_page",
+    ),
+    "spec in the dashboard": (
+        f"{requests.MOST_BYTES:,} bytes",
+        "app/test_new_runs.py::test_a_pasted_text_is_no_larger_than_a_spec_may_be",
+    ),
+    "places offered for picking": (f"{picking.MOST_PLACES} of a kind", "reads/test_limits.py::test_places"),
+    "reading any one of these": (
+        f"{SECONDS:g} seconds of the processor, {MOST_GROWTH >> 20} GiB",
+        "reads/test_reads.py::test_command_lines",
+    ),
+}
+"""Row of the table -> its limit, from the code, and a test of it."""
+
+
+def test_the_table_is_what_the_code_does() -> None:
+    text = (ROOT / "docs/security.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    table = [f"| {name} | {limit} |" for name, (limit, _) in LIMITS.items()]
+    assert rows[rows.index("| input | limit |") + 1 :] == table
+
+
+@pytest.mark.parametrize("test", sorted({test for _, test in LIMITS.values()}))
+def test_every_limit_has_its_test(test: str) -> None:
+    file, _, name = test.partition("::")
+    tree = ast.parse((ROOT / "tests" / file).read_text())
+    assert name in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def test_numbers_have_as_many_digits_as_python_reads() -> None:
+    assert sys.get_int_max_str_digits() == 4300
+
+
+@pytest.mark.parametrize("longest", [types.LONGEST_PART, types.LONGEST_PATH])
+def test_paths(world: World, longest: int) -> None:
+    parts = longest // types.LONGEST_PART
+    path = "/" + "/".join(["x" * types.LONGEST_PART] * parts)[: longest - 1].rstrip("/")
+    assert load_spec(world.spec(base={"weights": path})).base is not None
+    beyond = path + "x" * (types.LONGEST_PART + 1) if parts == 1 else f"{path}/{'x/' * types.LONGEST_PATH}"
+    with pytest.raises(SpecError, match="no path can have this name"):
+        load_spec(world.spec(base={"weights": beyond}))
+
+
+@pytest.mark.parametrize(
+    ("key", "most"), [("num_hidden_layers", loading.MOST_LAYERS), ("num_labels", loading.MOST_LABELS)]
+)
+def test_configurations(tmp_path: Path, key: str, most: int) -> None:
+    (tmp_path / "config.json").write_text(f'{{"{key}": {most}}}')
+    assert read_config(str(tmp_path), "config.json") == {key: most}
+    (tmp_path / "config.json").write_text(f'{{"{key}": {most + 1}}}')
+    with pytest.raises(IncompatibleModelsError, match=f"At most {most:,}|{most + 1:,}"):
+        read_config(str(tmp_path), "config.json")
+
+
+def test_tensors_that_no_model_has_are_not_filled() -> None:
+    import torch
+
+    module = architecture.weightless(lambda: torch.nn.Linear(2, 3), "small")
+    assert module.weight.is_meta
+
+    def build() -> torch.nn.Module:
+        made = torch.nn.Module()
+        made.weight = torch.nn.Parameter(torch.randn(architecture.MOST_FILLED + 1))
+        return made
+
+    with pytest.raises(IncompatibleModelsError, match="are filled in"):
+        architecture.weightless(build, "large")
+
+
+def test_images(tmp_path: Path) -> None:
+    """A header alone that promises as many pixels as are refused: nothing of them is there."""
+    side = 1 << 15
+    assert side * side > 2 * (Image.MAX_IMAGE_PIXELS or 0)
+    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    made = b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+    file = tmp_path / "bomb.png"
+    file.write_bytes(b"\x89PNG\r\n\x1a\n" + made)
+    with pytest.raises(DataError, match=r"bomb\.png: the image can't be read"):
+        read_image(file)
+
+
+@pytest.mark.parametrize("size", [webdataset.LONGEST_LABEL, webdataset.LONGEST_LABEL + 1])
+def test_labels(tmp_path: Path, size: int) -> None:
+    import io
+    import tarfile
+
+    from driftlens.access import Access
+    from driftlens.data.sources import data_sources
+    from driftlens.spec.data import WebdatasetData
+
+    picture = io.BytesIO()
+    Image.new("RGB", (2, 2)).save(picture, "PNG")
+    file = tmp_path / "a.tar"
+    with tarfile.open(file, "w") as archive:
+        for name, content in (("a.png", picture.getvalue()), ("a.cls", b"0" + b" " * (size - 1))):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    entry = WebdatasetData(kind="webdataset", calibration=str(file), test=str(file))
+    if size > webdataset.LONGEST_LABEL:
+        with pytest.raises(DataError, match=r"a\.cls"):
+            data_sources["webdataset"](entry, "test", Access())
+    else:
+        assert len(data_sources["webdataset"](entry, "test", Access())) == 1
+
+
+def test_places(tmp_path: Path) -> None:
+    for number in range(picking.MOST_PLACES + 5):
+        (tmp_path / f"{number:04d}.safetensors").write_bytes(b"x")
+    assert len(picking.checkpoints(tmp_path)) == picking.MOST_PLACES

@@ -1,0 +1,66 @@
+"""No floor of a dependency, and no installed version, has a hole that `advisories.toml` knows of."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pathlib
+import tomllib
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+HERE = pathlib.Path(__file__).parent
+ADVISORIES: list[dict[str, str]] = tomllib.loads((HERE / "advisories.toml").read_text())["advisory"]
+
+
+def floors(project: dict[str, Any]) -> dict[str, Version]:
+    """The lowest version that each dependency may have, of those that state one."""
+    found = {}
+    for text in project["project"]["dependencies"]:
+        wanted = Requirement(text)
+        lowest = [Version(at.version) for at in wanted.specifier if at.operator in (">=", "==", "~=")]
+        if lowest:
+            found[canonicalize_name(wanted.name)] = max(lowest)
+    return found
+
+
+def open_holes(floors: dict[str, Version]) -> set[str]:
+    """The advisories that a floor lets in, which nothing avoids."""
+    return {
+        at["id"]
+        for at in ADVISORIES
+        if "avoided" not in at and floors.get(at["package"], Version("0")) < Version(at["fixed"])
+    }
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((HERE.parent / "pyproject.toml").read_text())
+
+
+def test_no_floor_has_a_known_hole() -> None:
+    assert not open_holes(floors(project()))
+
+
+def test_a_floor_that_has_one_is_found() -> None:
+    assert open_holes(floors(project()) | {"pillow": Version("12.2")}) == {"CVE-2026-59197"}
+    assert "CVE-2025-27516" in open_holes({})
+
+
+@pytest.mark.parametrize("advisory", ADVISORIES, ids=lambda at: at["id"])
+def test_what_is_installed_has_no_known_hole(advisory: dict[str, str]) -> None:
+    assert {"id", "package", "fixed", "source"} <= advisory.keys() and advisory["source"].startswith(
+        "https://"
+    )
+    installed = Version(importlib.metadata.version(advisory["package"]))
+    assert installed >= Version(advisory["fixed"]) or "avoided" in advisory
+
+
+def test_what_is_avoided_is_avoided_in_code() -> None:
+    """The version from which torch's own reader is trusted is the one that has mended the hole."""
+    from driftlens.models.weight_files import SAFE_TORCH
+
+    (torch,) = (at for at in ADVISORIES if "avoided" in at)
+    assert (torch["package"], SAFE_TORCH) == ("torch", Version(torch["fixed"]).release[:2])

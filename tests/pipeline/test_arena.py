@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 import driftlens as dl
 from driftlens.cli import app
 from driftlens.errors import DataError, SpecError
+from driftlens.pipeline.calibrate.plan import CalibrationRequest
 from driftlens.pipeline.preflight.job import preflight
+from driftlens.pipeline.preflight.rehearsal import rehearse
 from driftlens.pipeline.search.arena import compete, entrants
 from driftlens.records.arena import arena_rows, arena_sheet
 from driftlens.records.run import DriftRun, open_run
@@ -161,6 +163,17 @@ def test_a_map_per_task_is_refused_where_nobody_will_know_the_task(
     assert [*open_run(folder).manifest.calibrations] == ["svc"]
     asked = load_spec(world.one_task(calibration={"method": "react"}, task_id="unknown"))
     assert any("task_id is unknown" in finding.text for finding in preflight(asked).problems)
+
+
+def test_a_rehearsal_says_what_is_changed_and_what_leaves_the_folder(light: DriftRun) -> None:
+    """Distillation trains stem and head, too, which maps leave as merged."""
+    said = {}
+    for method in ("distill", "react"):
+        found = rehearse(light.path, CalibrationRequest("other", method=method)).findings
+        said[method] = [finding.text for finding in found]
+        assert any("was not calibrated" in text for text in said[method]) is (method == "react")
+    assert "a checkpoint" in said["distill"] and "all weights in 5 of 5 layers" in said["distill"]
+    assert "a checkpoint and attachments" in said["react"] and "attachments in 1 of 5 layers" in said["react"]
 
 
 def test_the_api_gives_the_same_table(met: pathlib.Path) -> None:

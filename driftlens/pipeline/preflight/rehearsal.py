@@ -85,7 +85,8 @@ def _describe(opened: OpenCalibration, checks: Preflight) -> None:
     checks.ok("samples", ", ".join(f"{task} {count}" for task, count in plan.counts.items()))
     if plan.control:
         checks.ok("control", f"{plan.control} shows what the anchor does by itself")
-    for text in untouched_but_moved(pool, plan.parameters):
+    changes_all = not plan.sites and not plan.calibrator.needs_task_id
+    for text in () if changes_all else untouched_but_moved(pool, plan.parameters):
         checks.notice("sites", text)
 
 

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import psutil
@@ -325,8 +326,10 @@ class Team:
             self._store.compare_set("failed", "", _described(error, self.rank))
 
     def _introduce(self) -> None:
-        process = psutil.Process()
-        me = socket.gethostname(), process.pid, process.create_time()
+        process, namespace = psutil.Process(), Path("/proc/self/ns/pid")
+        # Numbers of processes mean something only within a container.
+        place = f"{socket.gethostname()} {namespace.readlink() if namespace.is_symlink() else ''}"
+        me = place, process.pid, process.create_time()
         self._beating.start()
         self._peers = dict(enumerate(self.gather(me)))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import heapq
 import json
 import os
 import pickle
@@ -21,11 +20,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import psutil
 
 import driftlens.errors
+from driftlens.division import balanced, shared
 from driftlens.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.progress import CancelToken, ProgressEvent, ProgressSink
 
@@ -42,17 +43,10 @@ _SILENT_SECONDS = 20.0
 _JOIN_SECONDS = 300.0
 _TOLD_SECONDS = 8.0
 """How long a process that failed leaves it to the first one to say why."""
+_PAIRS = 1 << 30
+"""Numbers of messages between two begin here; those that all count begin at 0."""
 _INLINE = 1 << 16
 """Bytes that go through the store; more go from process to process."""
-
-
-def balanced(costs: Sequence[float], size: int) -> tuple[list[int], float]:
-    """A process of `size` for each of some pieces of work, and what the busiest has to do."""
-    loads, found = [(0.0, rank) for rank in range(min(size, max(1, len(costs))))], [0] * len(costs)
-    for at in sorted(range(len(costs)), key=lambda at: -costs[at]):
-        load, found[at] = loads[0]
-        heapq.heapreplace(loads, (load + costs[at], found[at]))
-    return found, max(loads)[0]
 
 
 class Team:
@@ -70,12 +64,15 @@ class Team:
         self._number = 0
         self._looked = 0.0
         self._sending: list[threading.Thread] = []
+        self._pairs: dict[tuple[int, int], int] = {}
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._peers: dict[int, tuple[str, int, float]] = {}
         self._error: BaseException | None = None
         self._common: list[BaseException] = []
         self._sink: ProgressSink | None = None
         self._shown = ProgressEvent("", 0, None)
+        self._over = threading.Event()
+        self._beating = threading.Thread(target=self._beat, daemon=True)
         if size > 1:
             self._introduce()
 
@@ -98,6 +95,10 @@ class Team:
     def balanced(self, costs: Sequence[float]) -> list[int]:
         """A process for each of some pieces of work: the largest first, each to whom has least."""
         return balanced(costs, self.size)[0]
+
+    def shares(self, counts: Mapping[str, int]) -> dict[str, list[tuple[int, int, int]]]:
+        """Who takes which of some batches of every item, see `division.shared`."""
+        return shared(counts, self.size)
 
     def once(self, work: Callable[[], T]) -> T:
         """What the first process makes; the others wait for it. What it raises, all raise."""
@@ -123,11 +124,7 @@ class Team:
             return work()
         key = self._key("at")
         if self.rank == owner:
-            try:
-                value = work()
-            except BaseException as error:
-                self._post(error)  # the others may be past the place where they could hear of it
-                raise
+            value = self.final(work)  # the others may be past the place where they could hear of it
             if self.leads:
                 return value
             self._send(key, pickle.dumps(value))
@@ -176,6 +173,32 @@ class Team:
         self._wait(self._group.allreduce([flat], torch.distributed.AllreduceOptions()))
         if self.rank == to:
             _unpack(flat, tensors)
+
+    def add(self, tensors: Sequence[Tensor], of: int, to: int) -> None:
+        """Add the tensors of one process to those of another, in place; the first goes on at once.
+
+        Those two alone call this, as often and in the same order. The other waits, so an error must not be kept until
+        all meet: see `final`.
+        """
+        import torch
+
+        self._pairs[of, to] = number = self._pairs.get((of, to), 0) + 1
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
+        if self.rank == of:
+            self._give(flat, to, _PAIRS + number)
+        else:
+            more = torch.empty_like(flat)
+            self._take(more, of, _PAIRS + number)
+            _unpack(flat.add_(more), tensors)
+
+    def final(self, work: Callable[[], T]) -> T:
+        """Work in whose middle others wait for this process: what it raises ends the job."""
+        try:
+            return work()
+        except BaseException as error:
+            if self.size > 1:
+                self._post(error)
+            raise
 
     def share(self, tensors: Sequence[Tensor], of: int) -> None:
         """Put the tensors of one process, of one dtype and device, in the place of everybody's: one broadcast."""
@@ -243,6 +266,13 @@ class Team:
                 self._awaited(f"left/{rank}")
         else:
             self._store.set(f"left/{self.rank}", "1")
+        self.close()
+
+    def close(self) -> None:
+        """No sign of life is given any more."""
+        self._over.set()
+        if self._beating.is_alive():
+            self._beating.join()
 
     def look(self, *, at_once: bool = False) -> None:
         """Raise what another process failed with, if one did; found out a few times a second, or `at_once`.
@@ -269,18 +299,19 @@ class Team:
             self._store.compare_set("failed", "", _described(error, self.rank))
 
     def _introduce(self) -> None:
-        process = psutil.Process()
-        me = socket.gethostname(), process.pid, process.create_time()
-        threading.Thread(target=self._beat, daemon=True).start()
+        process, namespace = psutil.Process(), Path("/proc/self/ns/pid")
+        # Numbers of processes mean something only within a container.
+        place = f"{socket.gethostname()} {namespace.readlink() if namespace.is_symlink() else ''}"
+        me = place, process.pid, process.create_time()
+        self._beating.start()
         self._peers = dict(enumerate(self.gather(me)))
 
     def _beat(self) -> None:
         """Say now and then that this process lives; torch lets other threads run while it computes."""
         with contextlib.suppress(RuntimeError):
             number = 0
-            while True:
+            while not self._over.wait(_BEAT_SECONDS if number else 0):
                 self._store.set(f"beat/{self.rank}", str(number := number + 1))
-                time.sleep(_BEAT_SECONDS)
 
     def _heard(self) -> BaseException | None:
         try:
@@ -379,11 +410,12 @@ class Team:
             return
         import torch
 
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._give(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, _number(key))
 
+    def _give(self, tensor: Tensor, to: int, tag: int) -> None:
         def send() -> None:
             with contextlib.suppress(RuntimeError):
-                self._group.send([tensor], 0, self._tag(key)).wait()
+                self._group.send([tensor], to, tag).wait()
 
         self._sending = [thread for thread in self._sending if thread.is_alive()]
         self._sending.append(threading.Thread(target=send, daemon=True))
@@ -398,11 +430,15 @@ class Team:
         import torch
 
         tensor = torch.empty(size, dtype=torch.uint8)
+        self._take(tensor, owner, _number(key))
+        return tensor.numpy().tobytes()
+
+    def _take(self, tensor: Tensor, owner: int, tag: int) -> None:
         broken: list[RuntimeError] = []
 
         def receive() -> None:
             try:
-                self._group.recv([tensor], owner, self._tag(key)).wait()
+                self._group.recv([tensor], owner, tag).wait()
             except RuntimeError as error:
                 broken.append(error)
 
@@ -417,10 +453,10 @@ class Team:
                 raise broken[0]
 
         self._finished(check)
-        return tensor.numpy().tobytes()
 
-    def _tag(self, key: str) -> int:
-        return int(key.rpartition("/")[2])
+
+def _number(key: str) -> int:
+    return int(key.rpartition("/")[2])
 
 
 ALONE = Team()

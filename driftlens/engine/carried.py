@@ -66,7 +66,8 @@ class CalibrationWalk(ABC):
     """What stays the same from layer to layer, and the features that wait at the boundary reached.
 
     `lanes` says of every calibration which parts of the samples it may read; a subclass adds `calibrate`. `parts` holds
-    the samples of this process's tasks, `tasks` are those of all.
+    the samples of this process, `tasks` are those of all, and `divided` has the ranks of those that share a task, of
+    which the first holds its sums in the end.
     """
 
     pool: ModelPool
@@ -79,6 +80,7 @@ class CalibrationWalk(ABC):
     pooling: Pool
     team: Team
     tasks: Sequence[str]
+    divided: Mapping[str, Sequence[int]]
     waiting: dict[tuple[str, int], list[WaitingBatch]] = field(default_factory=dict, init=False)
     grams: GramPool = field(default_factory=GramPool, init=False)
     sites: Mapping[int, Collection[str]] = field(default_factory=dict, init=False)
@@ -130,12 +132,14 @@ class CalibrationWalk(ABC):
         if splits:  # from here on every lane is on its own
             self.branches = [Branch(f"{index}", {index: parts}) for index, parts in enumerate(self.lanes)]
         parameters = [{**merged, **updates} for updates, _ in found]
-        mine = self.team.together(partial(self._advanced, layer, parameters, splits=splits))
-        by_task = {task: size for of in mine for task, size in of.items()}
-        return {task: by_task[task] for task in self.tasks if task in by_task}
+        by_rank = self.team.together(partial(self._advanced, layer, parameters, splits=splits))
+        sizes = {task: [size for of in by_rank for size in of.get(task, [])] for task in self.tasks}
+        return {task: float(torch.tensor(of, dtype=torch.float64).mean()) for task, of in sizes.items() if of}
 
-    def _advanced(self, layer: Layer, parameters: Sequence[Parameters], *, splits: bool) -> dict[str, float]:
-        """The same of this process's tasks."""
+    def _advanced(
+        self, layer: Layer, parameters: Sequence[Parameters], *, splits: bool
+    ) -> dict[str, list[float]]:
+        """The same of this process's samples, one by one."""
         drift: dict[str, list[Tensor]] = {task: [] for task in self.parts}
         for (task, part), batches in self.waiting.items():
             watch = FiniteWatch(layer, task, self.parts[task][part].ids)
@@ -158,7 +162,7 @@ class CalibrationWalk(ABC):
                 if splits:
                     batch.put(TRUNK, {})  # nobody asks for it again
             watch.check()
-        return {task: float(torch.cat(sizes).mean()) for task, sizes in drift.items() if sizes}
+        return {task: torch.cat(sizes).tolist() for task, sizes in drift.items() if sizes}
 
     def batches(self, layer: Layer, task: str, part: int, *, waits: bool = True) -> Iterator[WaitingBatch]:
         """The batches of a part at the boundary before the layer, a word to the caller before each.
@@ -173,7 +177,7 @@ class CalibrationWalk(ABC):
     def _read(self, task: str, part: int, *, waits: bool) -> Iterator[WaitingBatch]:
         """The batches of a part at boundary 0, kept for the layers behind; a task without any is refused."""
         batches: list[WaitingBatch] = []
-        name = f"{list(self.tasks).index(task)}-{part}"
+        name = f"{list(self.tasks).index(task)}-{part}-{self.team.rank}"
         samples = self.parts[task][part].batches()
         for batch in read_batches(self.pool, samples, self.store, name, (EXPERT, TRUNK), waits=waits):
             batches.append(batch)

@@ -13,6 +13,7 @@ from there on every lane carries features of its own.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ from driftlens.models.chain import Layer, Parameters, Pool, Site, State
 from driftlens.team import Team
 from driftlens.variants import expert_of
 
+_MANY = 1 << 40
+"""Batches of a task: so many that their number makes no difference."""
 FEATURE_BUDGET = 2 * 2**30
 """Bytes of waiting features that stay in memory where nobody says otherwise."""
 
@@ -79,6 +82,23 @@ class _WholeTask:
     ids: Sequence[str]
 
 
+@dataclass(frozen=True)
+class _SomeBatches:
+    """Those from `first` up to `last` of a task; what comes before is read, too."""
+
+    whole: _WholeTask
+    first: int
+    last: int
+    batch_size: int
+
+    @property
+    def ids(self) -> Sequence[str]:
+        return self.whole.ids[self.first * self.batch_size : self.last * self.batch_size]
+
+    def batches(self) -> Iterator[Batch]:
+        return itertools.islice(self.whole.batches(), self.first, self.last)
+
+
 class Options(TypedDict, total=False):
     """Keyword arguments of both calibrations.
 
@@ -92,6 +112,8 @@ class Options(TypedDict, total=False):
         on_step: called with layer index and task before every batch; it may raise, `Cancelled` for instance.
         pooling: how one vector per sample is taken for `drift_l2_mean`, which a single lane tells.
         team: processes that do the same at the same time, each with tasks of its own; all get all layers.
+        batch_sizes: samples in a batch, by task; where they are given, and ids too, processes may share the batches of
+            a task that a `Layerwise` calibrator looks at.
     """
 
     sites: Required[Mapping[int, Collection[str]]]
@@ -102,6 +124,7 @@ class Options(TypedDict, total=False):
     on_step: Callable[[int, str], None] | None
     pooling: Pool | None
     team: Team
+    batch_sizes: Mapping[str, int]
 
 
 def calibrate(
@@ -145,9 +168,9 @@ def calibrate(
         return _from_weights(pool, sorted(samples), calibrator, base, options)
     else:
         assert isinstance(calibrator, Layerwise)
-        together = calibrate_side_by_side(
-            pool, parts, [Lane(calibrator)], base=base, objectives=objectives, **options
-        )
+        carried = _carried(pool, parts, [frozenset({0})], base, options) | _divided(parts, options)
+        alone = SnapshotWalk(**carried, calibrations=[Lane(calibrator)], objectives=objectives)
+        together = alone.layers(options["sites"], options.get("done") or {})
     return (layer for [layer] in together)
 
 
@@ -227,6 +250,7 @@ def _carried(
     return {
         "pool": pool,
         "team": team,
+        "divided": {},
         "tasks": tasks,
         "parts": {task: parts[task] for task in tasks if owners[task] == team.rank},
         "lanes": lanes,
@@ -236,6 +260,23 @@ def _carried(
         "on_step": options.get("on_step") or (lambda layer, task: None),
         "pooling": options.get("pooling") or pool.chain.modality.pool,
     }
+
+
+def _divided(parts: Mapping[str, Sequence[_WholeTask]], options: Options) -> dict[str, Any]:
+    """The same where processes share the batches of tasks, if these can be told apart."""
+    team, sizes, tasks = options.get("team") or Team(), options.get("batch_sizes") or {}, sorted(parts)
+    counts = {task: -(-len(parts[task][0].ids) // sizes[task]) for task in tasks if task in sizes}
+    if team.size == 1 or len(counts) < len(tasks) or not all(counts.values()):
+        return {}
+    mine: dict[str, list[_SomeBatches]] = {}
+    divided: dict[str, list[int]] = {}
+    for task, runs in team.shares(counts).items():
+        for rank, first, last in runs:
+            if rank == team.rank:
+                mine[task] = [_SomeBatches(parts[task][0], first, last, sizes[task])]
+        if len(runs) > 1:
+            divided[task] = [rank for rank, *_ in runs]
+    return {"parts": mine, "divided": divided}
 
 
 @dataclass
@@ -267,7 +308,8 @@ class SnapshotWalk(CalibrationWalk):
                 key: sums(lane.calibrator, kept=self.kept.setdefault((branch.name, key, others), {}))
                 for key, lane in wanted.items()
             }
-        self.team.together(partial(self._sum_up_all, layer, merged, needs_output=not is_last))
+        summed = partial(self._sum_up_all, layer, merged, needs_output=not is_last)
+        self.team.together(partial(self.team.final, summed) if self.divided else summed)
         found = self._solve(layer, merged)
         self.grams.take_back()
         drift = {} if is_last else self._advance(layer, merged, found)
@@ -311,8 +353,11 @@ class SnapshotWalk(CalibrationWalk):
                         batch.put(EXPERT, out)
                 self._add(layer, batch, part, merged, expert, theirs, seen, task)
             watch.check()
+        ranks = self.divided.get(task, [self.team.rank])
         for sums in every:
-            sums.end_task(expert)
+            sums.bring(self.team, ranks)
+            if self.team.rank == ranks[0]:
+                sums.end_task(expert)
 
     def _add(
         self,
@@ -325,7 +370,8 @@ class SnapshotWalk(CalibrationWalk):
         seen: SiteRows,
         task: str,
     ) -> None:
-        num_batches = len(self.waiting.get((task, part), ()))
+        # What depends on it, processes that share a task must decide alike.
+        num_batches = _MANY if task in self.divided else len(self.waiting.get((task, part), ()))
         for branch in self.branches:
             lanes = [self.calibrations[at] for at, parts in branch.lanes.items() if part in parts]
             readers: dict[bool, list[LayerSums]] = {}
@@ -349,7 +395,9 @@ class SnapshotWalk(CalibrationWalk):
             for part in sums.parts
         ]
         owners = self.team.balanced([part.cost(merged) for *_, part in jobs])
-        places = [list(self.tasks).index(task) for task in self.parts]
+        rank = self.team.rank
+        held = [task for task in self.parts if self.divided.get(task, [rank])[0] == rank]
+        places = [list(self.tasks).index(task) for task in held]
         problems: dict[tuple[str, Hashable], list[Problem]] = {}
         order: dict[tuple[str, Hashable], list[str]] = {}
         for (branch, key, part), owner in zip(jobs, owners, strict=True):

@@ -137,6 +137,16 @@ class LayerSums:
             rows = _flat(merged_rows.inputs[norm.site.name])
             norm.add(rows, self._weights(norm.rule, norm.site, merged_rows, state, side))
 
+    def bring(self, team: Team, ranks: Sequence[int]) -> None:
+        """Bring what some processes have summed up of the task at hand to the first of them, where it is whole then."""
+        for rank in ranks[1:]:
+            if team.rank in (ranks[0], rank):
+                for part in self.parts:
+                    team.add(part.task_tensors(), of=rank, to=ranks[0])
+        if team.rank != ranks[0]:
+            for part in self.parts:
+                part.drop_task()
+
     def end_task(self, expert: Parameters) -> None:
         """Fold the task at hand into the sums over tasks."""
         for group in self._groups:
@@ -267,6 +277,15 @@ class LinearSums:
         self._fold.add(self._task)
         self._task = None
 
+    def task_tensors(self) -> list[Tensor]:
+        """The sums of the task at hand, to be added to."""
+        assert self._task is not None
+        return self._task.tensors()
+
+    def drop_task(self) -> None:
+        """The task at hand is another process's."""
+        self._task = None
+
     def cost(self, merged: Parameters) -> float:
         """About how many operations the solve takes."""
         outputs, k = self._shape(merged)
@@ -364,6 +383,15 @@ class NormSums:
             weight_sum=torch.ones((), dtype=self._dtype, device=first.device),
         )
         self._tasks.append(moments)
+        self._task = None
+
+    def task_tensors(self) -> list[Tensor]:
+        """The sums of the task at hand, to be added to."""
+        assert self._task is not None
+        return [*self._task]
+
+    def drop_task(self) -> None:
+        """The task at hand is another process's."""
         self._task = None
 
     def cost(self, merged: Parameters) -> float:

@@ -220,6 +220,11 @@ class TaskMoments:
         self.biases: dict[str, Tensor] = {}
         self._is_known = is_known
 
+    def tensors(self) -> list[Tensor]:
+        """All sums of these rows, in their own memory, to be added to; those that layers share, once."""
+        inputs = [] if self._is_known else [*self.gram.tiles(), self.rows, self.weight_sum]
+        return [*inputs, *self.cross.tensors()]
+
     def add(
         self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
     ) -> None:

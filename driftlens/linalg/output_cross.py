@@ -132,6 +132,16 @@ class OutputCross:
             energy = torch.cat([_total((outputs - bias).square_(), weights) for outputs, bias in parts])
         return OutputSums(targets.mT @ rows, targets.sum(dim=0), energy)
 
+    def tensors(self) -> list[Tensor]:
+        """What is summed up so far, in the dtype of the sums and in its own memory, to be added to."""
+        assert self._sums is not None
+        cross, target, energy = self._sums
+        of = OutputSums(
+            cross.to(self._dtype), target.to(self._dtype), None if energy is None else energy.to(self._dtype)
+        )
+        self._sums = of
+        return [of.cross, of.target, *([] if of.energy is None else [of.energy])]
+
     def sums(self, gram: GramSum) -> OutputSums:
         """What the rows add up to; `gram` is the sum of x x' over the same rows."""
         assert self._sums is not None

@@ -56,16 +56,20 @@ def walk(world: World) -> Solving:
 def test_sites_that_read_the_same_are_one_group(walk: Solving) -> None:
     """Width 16, an MLP four times as wide: q, k and v, then out, fc1 and fc2; nothing in the stem."""
     block = (Group(16, (16, 16, 16)), Group(16, (16,)), Group(16, (64,)), Group(64, (16,)))
-    assert walk.groups == ((), *[block] * DEPTH) and walk.samples == 40 and walk.tasks == 2
+    assert walk.groups == ((), *[block] * DEPTH) and walk.counts == {"a": 10, "b": 30}
 
 
 def test_the_wire_carries_half_gram_matrices_cross_moments_and_what_is_solved(walk: Solving) -> None:
     numbers = 3 * 16**2 + 64**2 + (3 + 1 + 4 + 4) * 16 * 16  # sums this narrow are held whole
     weights = (3 + 1 + 4 + 4) * 16 * 16
-    assert processes.wire_bytes(walk, 1) == (0, 0)
-    assert processes.wire_bytes(walk, 2) == (DEPTH * (8 * numbers + 4 * weights), DEPTH * 4 + 2 * (DEPTH + 1))
-    many, _ = processes.wire_bytes(walk, 64)
-    assert many == int(DEPTH * (8 * numbers * 2 * 63 / 64 + 4 * weights))
+    batches = {"a": 5, "b": 5}
+    assert processes.wire_bytes(walk, batches, 1) == (0, 0, 0)
+    both = DEPTH * (8 * numbers + 4 * weights)
+    assert processes.wire_bytes(walk, batches, 2) == (both, both, DEPTH * 4 + 2 * (DEPTH + 1))
+    # Of four, two share a task: the second of them sends its moments to the first.
+    sent, received, times = processes.wire_bytes(walk, batches, 4)
+    assert sent == received == DEPTH * (8 * numbers * (2 * 3 / 4 + 1) + 4 * weights)
+    assert times == DEPTH * 4 * 2 + 4 * (DEPTH + 1)
 
 
 def test_solves_that_one_process_does_while_others_wait_are_waited_for(walk: Solving) -> None:
@@ -110,6 +114,7 @@ def test_a_decoder_of_8b_with_five_experts_is_planned_from_its_headers(tmp_path:
     # Two weight-sized arrays in float64 go around per layer, and what was solved in float32, of 6.98e9 numbers.
     solved = 32 * (4096 * (4096 * 2 + 2 * 1024) + 3 * 4096 * 14336)
     halves = 32 * (3 * 4096 * (4096 + 128) + 14336 * (14336 + 112)) // 2  # and blocks on the diagonal
+    # One batch of each task: whole, so that no moments go from process to process before they are summed up.
     rows = shares["calibrate"].wire_bytes - (8 * (solved + halves) * 2 * 63 / 64 + 4 * solved)
     assert 0 <= rows < 1e9
     # A layer of each model and its moments, never a whole model.

@@ -138,6 +138,48 @@ def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.Monke
     assert sent["sum"] == counted + sum(group.width + 1 + 3 * sum(group.outs) for group in groups)
 
 
+@pytest.mark.parametrize("world", ["open_clip_vit", "encoder_decoder"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_batches_of_a_task_are_shared_where_tasks_are_too_few(world: str, size: int) -> None:
+    case = WORLDS[world].case
+    pools = [pool_of(case, models(case)) for _ in range(size)]
+    generator = torch.Generator().manual_seed(3)
+    counts = {
+        "a": 2,
+        "b": 5,
+        "c": 9,
+    }  # in batches of two: most of it is one task's, and last ones are smaller
+    given = {
+        task: [
+            Batch(at, min(at + 2, count), case.inputs(generator, min(2, count - at)))
+            for at in range(0, count, 2)
+        ]
+        for task, count in counts.items()
+    }
+    seen: list[tuple[int, str, int]] = []
+
+    def walk(team: Team) -> list[CalibratedLayer]:
+        pool = pools[team.rank]
+        options: dict[str, Any] = {
+            "ids": {task: [f"{task}{at}" for at in range(count)] for task, count in counts.items()},
+            "batch_sizes": dict.fromkeys(TASKS, 2),
+            "on_step": lambda layer, task: seen.append((team.rank, task, layer)),
+        }
+        read = {task: lambda task=task: given[task] for task in TASKS}
+        sites = select_sites(pool.chain)
+        return list(calibrate(pool, read, FeatCal(), sites=sites, team=team, **options))
+
+    one = walk(Team())
+    seen.clear()
+    many = teamed(size, walk)
+    compared(one, many, 1e-9)
+    steps = [sum(rank == at for rank, *_ in seen) for at in range(size)]
+    num_batches = sum(map(len, given.values()))
+    assert max(steps) * num_batches <= sum(steps) * -(-num_batches // size)  # as even as whole batches can be
+    sharing = {task: {rank for rank, at, _ in seen if at == task} for task in TASKS}
+    assert (len(sharing["c"]) > 1) == (size > 2)  # five of nine batches are half of the work
+
+
 def test_layers_done_before_are_passed_by_all() -> None:
     case = WORLDS["open_clip_vit"].case
     pool, given = pool_of(case, models(case)), samples(case)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
+from driftlens.division import balanced
 from driftlens.errors import Cancelled, DataError, NumericsError, RunError
 from driftlens.progress import ProgressEvent, Reporter, TaskMeter
-from driftlens.team import ALONE, Team, balanced
+from driftlens.team import ALONE, Team, _runs
 from tests.team.threads import teamed
 
 TASKS = ("a", "b", "c", "d", "e")
@@ -182,3 +187,43 @@ def test_one_bar_goes_over_the_tasks_of_all() -> None:
     counts = [event.done for event in events]
     assert counts == sorted(counts) and counts[-1] == 10
     assert {event.label.partition(":")[0] for event in events} == {f"task {task}" for task in TASKS}
+
+
+def test_on_another_machine_a_process_lives_as_long_as_it_gives_signs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("driftlens.team._SILENT_SECONDS", 0.05)
+    beats = {"beat/1": b"1"}
+    team = _unjoined(0, 2)
+    team._store = SimpleNamespace(get=beats.__getitem__)
+    team._peers = {0: ("here", 1, 0.0), 1: ("there", 1, 0.0)}
+    assert team._lost() == []
+    time.sleep(0.1)
+    assert team._lost() == [1]
+    beats["beat/1"] = b"2"
+    assert team._lost() == []
+
+
+def test_a_process_of_this_machine_is_known_by_its_number_and_its_beginning() -> None:
+    own = psutil.Process()
+    assert _runs(own.pid, own.create_time())
+    assert not _runs(own.pid, own.create_time() - 60)  # another one had that number
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        started = psutil.Process(child.pid).create_time()
+        while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        assert not _runs(child.pid, started)  # nobody has asked yet how it ended
+    assert not _runs(child.pid, started)
+
+
+def test_batches_are_cut_only_where_whole_items_leave_processes_idle() -> None:
+    assert _unjoined(0, 2).shares({"a": 3, "b": 3}) == {"a": [(0, 0, 3)], "b": [(1, 0, 3)]}
+    cut = _unjoined(0, 3).shares({"a": 1, "b": 4, "c": 4})
+    assert cut == {"a": [(0, 0, 1)], "b": [(0, 0, 2), (1, 2, 4)], "c": [(1, 0, 1), (2, 1, 4)]}
+    for size in range(1, 9):  # every batch is somebody's, once
+        runs = _unjoined(0, size).shares({"a": 2, "b": 5, "c": 1})
+        for item, count in {"a": 2, "b": 5, "c": 1}.items():
+            assert [at for _, first, last in runs[item] for at in range(first, last)] == list(range(count))
+    assert _unjoined(0, 4).shares({"a": 0, "b": 4})["a"] == [
+        (1, 0, 0)
+    ]  # whose owner says that there are no samples

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 
+from driftlens.engine.exactness import exact_products
 from driftlens.team import Team
 
 T = TypeVar("T")
@@ -29,16 +31,27 @@ def teamed(size: int, work: Callable[[Team], T]) -> list[T]:
                 team.leave()
             except BaseException as error:
                 team.fail(error)
+                team.told()
                 raise
+            finally:
+                team.close()
         except BaseException as error:
             errors[rank] = error
 
+    # What every thread switches on and off for all comes back in the end.
+    fused = torch.backends.mha.get_fastpath_enabled()
+    with exact_products():
+        _run_all(run, size)
+    torch.backends.mha.set_fastpath_enabled(fused)
+    if errors:
+        raise errors[min(errors)]
+    return [found[rank] for rank in range(size)]
+
+
+def _run_all(run: Callable[[int], None], size: int) -> None:
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive(), "a process hangs"
-    if errors:
-        raise errors[min(errors)]
-    return [found[rank] for rank in range(size)]

@@ -101,6 +101,7 @@ def solve(
         ids={task: samples.ids for task, samples in plan.samples.items()},
         pooling=study.settings.pool,
         team=study.team,
+        batch_sizes={task: samples.batch_size for task, samples in plan.samples.items()},
     ):
         if study.team.leads:
             solution.layers[layer.layer] = scratch.keep(layer, time.monotonic() - started)

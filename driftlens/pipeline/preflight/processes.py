@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from driftlens.data.samples import SampleSet
+from driftlens.division import balanced, shared
 from driftlens.errors import SpecError
 from driftlens.pipeline.preflight.costs import (
     OUTPUT_ROW,
@@ -27,7 +29,6 @@ from driftlens.pipeline.preflight.costs import (
 )
 from driftlens.pipeline.preflight.rates import Rates, measured_rates, rates_here
 from driftlens.pipeline.preflight.solving import Group, Solving
-from driftlens.team import balanced
 
 MOST = 65_536
 """Processes: more than anybody has, and few enough to be laid out one by one."""
@@ -144,19 +145,16 @@ class _Crew:
 
     def calibration(self, walk: Solving, added: Workload, effort: float) -> Share:
         """Of the walk, and of the analysis of what it adds."""
-        share, seconds = self._analysis(added)
+        measured, seconds = self._analysis(added)
+        batches = {task: math.ceil(count / added.batch_size) for task, count in walk.counts.items()}
+        share, experts = _busiest(batches, self.number)
         mine = walk.shared * share + walk.solves * solve_share(walk, self.number)
-        reads = walk.reads * (math.ceil(walk.tasks / self.number) + 2)
-        wire, sums = wire_bytes(walk, self.number)
-        seconds += self._seconds(mine * effort + Effort(reads=reads))
+        seconds += self._seconds(mine * effort + Effort(reads=walk.reads * (experts + 2)))
+        sent, received, times = wire_bytes(walk, batches, self.number)
         if self.number > 1:
-            seconds += wire / (self.rates.wire or _WIRE) + sums * self.rates.latency
-        part, held = (
-            dataclasses.replace(walk, samples=math.ceil(walk.samples * share)),
-            _with_share(added, share),
-        )
-        memory = resident_bytes() + max(part.memory(held), memory_bytes(held))
-        return Share(self.rates.start + seconds, memory, wire + _row_bytes(added, share, self.number))
+            seconds += max(sent, received) / (self.rates.wire or _WIRE) + times * self.rates.latency
+        memory = resident_bytes() + max(walk.memory(added, share), memory_bytes(_with_share(added, measured)))
+        return Share(self.rates.start + seconds, memory, sent + _row_bytes(added, measured, self.number))
 
     def _analysis(self, work: Workload) -> tuple[float, float]:
         """The busiest process's share of all samples, and its seconds."""
@@ -204,15 +202,30 @@ def solve_share(walk: Solving, number: int) -> float:
     return waited / total if total else 0.0
 
 
-def wire_bytes(walk: Solving, number: int) -> tuple[int, int]:
-    """What a process sends while a calibration is solved, and in how many sums and broadcasts.
+def wire_bytes(walk: Solving, batches: Mapping[str, int], number: int) -> tuple[int, int, int]:
+    """What the busiest process sends and receives while a calibration is solved, and in how many messages.
 
     Of every group, half a Gram matrix and the cross moments, already folded over its tasks, go into one sum in float64;
-    a sum over a ring of n processes makes each send 2 (n - 1) / n of it. What was solved is sent once in float32.
+    a sum over a ring of n processes makes each send 2 (n - 1) / n of it. Before that, processes that share a task's
+    batches send its moments to the first of them. What was solved is sent once in float32.
     """
     if number == 1:
-        return 0, 0
+        return 0, 0, 0
     groups = [group for layer in walk.groups for group in layer]
-    summed = sum(group.moments for group in groups) * _FLOAT64 * 2 * (number - 1) / number
-    solved = sum(group.weights for group in groups) * 4
-    return int(summed + solved), len(groups) + number * len(walk.groups)
+    moments = sum(group.moments for group in groups) * _FLOAT64
+    each = moments * 2 * (number - 1) / number + sum(group.weights for group in groups) * 4
+    runs = [[rank for rank, *_ in of] for of in shared(batches, number).values()]
+    given = Counter(rank for ranks in runs for rank in ranks[1:])
+    taken = Counter(rank for ranks in runs for rank in ranks[:1] * (len(ranks) - 1))
+    sent, received = (int(each + moments * max(of.values(), default=0)) for of in (given, taken))
+    return sent, received, len(groups) * (1 + max(taken.values(), default=0)) + number * len(walk.groups)
+
+
+def _busiest(batches: Mapping[str, int], number: int) -> tuple[float, int]:
+    """The share of all batches that the busiest process has, and of how many tasks one has any at most."""
+    load, tasks = Counter[int](), Counter[int]()
+    for runs in shared(batches, number).values():
+        for rank, first, last in runs:
+            load[rank] += last - first
+            tasks[rank] += 1
+    return max(load.values()) / sum(batches.values()), max(tasks.values())

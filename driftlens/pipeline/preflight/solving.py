@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,16 +63,14 @@ class Solving:
 
     Attributes:
         groups: of every layer up to the last one that is calibrated, in forward order.
-        samples: of all tasks together.
-        tasks: how many.
+        counts: calibration samples by task.
         shared: effort that divides by samples: passes, sums, and the reading of samples.
         solves: effort that divides by groups.
         reads: bytes of one model's weights that the walk reads.
     """
 
     groups: tuple[tuple[Group, ...], ...]
-    samples: int
-    tasks: int
+    counts: Mapping[str, int]
     shared: Effort
     solves: Effort
     reads: int
@@ -79,15 +78,19 @@ class Solving:
     @property
     def effort(self) -> Effort:
         """All of it in one process: merged model, base and every expert are read, the merged one's layers twice."""
-        return self.shared + self.solves + Effort(reads=self.reads * (self.tasks + 2))
+        return self.shared + self.solves + Effort(reads=self.reads * (len(self.counts) + 2))
 
-    def memory(self, work: Workload) -> int:
-        """Peak bytes: one layer of each model, moments of all tasks and of the one at hand, the waiting features."""
+    def memory(self, work: Workload, share: float = 1.0) -> int:
+        """Peak bytes of a process with a share of the samples.
+
+        One layer of each model, moments of all tasks and of the one at hand, the waiting features.
+        """
         sizes = [sum(group.width**2 + group.weights for group in layer) for layer in self.groups]
         moments = max(sizes, default=0) * _FLOAT64
         weights = max((layer.parameter_bytes for layer in work.layers[: len(self.groups)]), default=0)
         state = max(cost.state_bytes for cost in work.layers)
-        waiting = min(2 * state * self.samples, work.settings.feature_budget)
+        samples = math.ceil(sum(self.counts.values()) * share)
+        waiting = min(2 * state * samples, work.settings.feature_budget)
         # Merged and expert layer, the new weights, and a copy in the dtype that is stored; solved layers are on disk.
         return int(2 * moments + 4 * weights + waiting + work.batch_size * state * LIVE_COPIES)
 
@@ -129,7 +132,7 @@ def solving(
             solves["solves", k] += k**3 / 3 + 2 * outs * k * k
         found.append(groups)
     reads = sum(layer.parameter_bytes for layer in layers[:last])
-    return Solving(tuple(found), samples, len(counts), Effort(passes, samples=samples), Effort(solves), reads)
+    return Solving(tuple(found), dict(counts), Effort(passes, samples=samples), Effort(solves), reads)
 
 
 @dataclass(frozen=True)

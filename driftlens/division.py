@@ -1,0 +1,44 @@
+"""Who takes which piece of a work that several processes share: arithmetic that all of them do alike."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+_UNEVEN = 1.15
+"""How much longer the slowest process may take with whole items than with batches divided evenly."""
+
+
+def balanced(costs: Sequence[float], size: int) -> tuple[list[int], float]:
+    """A process of `size` for each of some pieces of work, and what the busiest has to do.
+
+    The largest piece goes first, each to whom has least.
+    """
+    loads, found = [(0.0, rank) for rank in range(min(size, max(1, len(costs))))], [0] * len(costs)
+    for at in sorted(range(len(costs)), key=lambda at: -costs[at]):
+        load, found[at] = loads[0]
+        heapq.heapreplace(loads, (load + costs[at], found[at]))
+    return found, max(loads)[0]
+
+
+def shared(counts: Mapping[str, int], size: int) -> dict[str, list[tuple[int, int, int]]]:
+    """Who takes which of some batches: by item the ranks, each with its first batch and the one behind its last.
+
+    Items are whole where that leaves hardly anybody idle; else all batches, item behind item, are cut into as many
+    equal runs as there are processes.
+
+    Args:
+        counts: batches of every item, in a fixed order.
+        size: number of processes.
+    """
+    owners, most = balanced([*counts.values()], size)
+    total, at = sum(counts.values()), 0
+    if not all(counts.values()) or most * size <= _UNEVEN * total:
+        return {item: [(owner, 0, counts[item])] for item, owner in zip(counts, owners, strict=True)}
+    cuts = [round(total * rank / size) for rank in range(size + 1)]
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    for item, count in counts.items():
+        runs = ((rank, max(cuts[rank] - at, 0), min(cuts[rank + 1] - at, count)) for rank in range(size))
+        found[item] = [run for run in runs if run[1] < run[2]]
+        at += count
+    return found

@@ -25,6 +25,10 @@ _OWN = "the run's spec, or the defaults"
 _NUMBERS: Mapping[str, type[int] | type[float]] = {"number": float, "integer": int}
 """Kinds of settings that are numbers, and what they are in Python."""
 
+_ON_BEST = (
+    "Compares on held-out samples. They are calibration samples, without labels. The simplest stays unless another is "
+    "clearly better; where that is the base, the merge is not worth its use."
+)
 REPLACE = "Replace a calibration of this name"
 """What the form's field `replace` is called; an error points to it."""
 
@@ -44,7 +48,7 @@ class Method:
         source: the paper.
         reads: of a merge method, what it is made from.
         presets: published settings by name.
-        suited: adapter -> the preset for models of its kind, where that isn't the first one.
+        suited: loader of models -> the preset for its kind, where that isn't the first one.
         automatic: names of the settings that can be chosen on held-out calibration samples.
         candidates: settings, over the defaults, that the choice of the best method tries.
     """
@@ -58,9 +62,9 @@ class Method:
     automatic: tuple[str, ...]
     candidates: tuple[Mapping[str, Any], ...]
 
-    def preset_for(self, adapter: str) -> str | None:
-        """The published setting for models of an adapter; None where the method has none."""
-        return self.suited.get(adapter, next(iter(self.presets), None))
+    def preset_for(self, loader: str) -> str | None:
+        """The published setting for models of a loader; None where the method has none."""
+        return self.suited.get(loader, next(iter(self.presets), None))
 
 
 @st.cache_resource(show_spinner="Asking for the methods")
@@ -224,7 +228,7 @@ def calibration_form(
     taken: Container[str],
     blocked: bool,
     may_export: bool,
-    adapter: str = "",
+    loader: str = "",
 ) -> tuple[CalibrationSettings, str]:
     """What the form says, and which of its buttons was pressed: "estimate", "calibrate" or "".
 
@@ -236,14 +240,17 @@ def calibration_form(
         taken: names that the run's calibrations have.
         blocked: whether its buttons are off: a job writes to the run, or no jobs may be started at all.
         may_export: whether a folder may be written beside the run.
-        adapter: of the run's models, whose published settings stand first.
+        loader: of the run's models, whose published settings stand first.
     """
     known = methods()
     first, label = known[CalibrationSettings.method], "Repair with the best method"
     best = st.button(label, type="primary", icon=":material/auto_awesome:", disabled=blocked, key=_BEST)
-    caption(_tried_by_best(known, first, first.preset_for(adapter)))
+    caption(_ON_BEST)
+    st.markdown(
+        "\n".join(f"- {plain(tried)}" for tried in _tried_by_best(known, first, first.preset_for(loader)))
+    )
     with st.expander("Advanced", expanded=last is not None):  # open for whoever used it last
-        names, fresh = [*known], CalibrationSettings(preset=first.preset_for(adapter))
+        names, fresh = [*known], CalibrationSettings(preset=first.preset_for(loader))
         start = last or fresh.with_free_name(taken)
         if len(names) > 1:
             called = st.selectbox(
@@ -254,10 +261,10 @@ def calibration_form(
                 key="calibrator",
             )
             if called != start.method:
-                fresh = CalibrationSettings(called, called, known[called].preset_for(adapter))
+                fresh = CalibrationSettings(called, called, known[called].preset_for(loader))
                 start = fresh.with_free_name(taken)
         method = known[start.method]
-        usual = method.preset_for(adapter)
+        usual = method.preset_for(loader)
         _fill_name(start, taken)
         with st.form("calibrate", enter_to_submit=False):
             name = st.text_input(
@@ -325,25 +332,17 @@ def calibration_form(
             replace=replace,
         )
     if best:
-        wanted = CalibrationSettings("best", preset=first.suited.get(adapter), best=True)
+        wanted = CalibrationSettings("best", preset=first.preset_for(loader), best=True)
         settings = wanted.with_free_name(taken)
     return settings, "calibrate" if calibrate or best else "estimate" if estimate else ""
 
 
-def _tried_by_best(known: Mapping[str, Method], first: Method, preset: str | None) -> str:
+def _tried_by_best(known: Mapping[str, Method], first: Method, preset: str | None) -> list[str]:
     """What is compared, with the values that it begins with."""
     start = f" ({_preset_label(preset, first.presets)})" if preset else ""
-    tried = [
-        "the merged model",
-        "the base",
-        first.title + start,
-        f"{', '.join(first.automatic)} searched from there",
-    ]
-    tried += [f"{of.title} {_valued(at)}".strip() for of in known.values() for at in of.candidates]
-    return (
-        f"Compares on held-out calibration samples, without labels: {', '.join(tried)}. The simplest stays unless "
-        "another is clearly better; where that is the base, the merge is not worth its use."
-    )
+    tried = ["the merged model and the base", first.title + start]
+    tried += [f"{first.title} with {', '.join(first.automatic)} searched from there"]
+    return tried + [f"{of.title} {_valued(at)}".strip() for of in known.values() for at in of.candidates]
 
 
 def _fill_name(start: CalibrationSettings, taken: Container[str]) -> None:

@@ -16,7 +16,6 @@ import streamlit as st
 from driftlens.errors import SpecError
 from driftlens.files import write_text_atomic
 from driftlens.records.reading import size
-from driftlens.spec.yaml_text import line_of
 from driftlens_app.jobs.command_line import ask
 from driftlens_app.jobs.requests import MOST_BYTES
 from driftlens_app.picking import pick
@@ -99,6 +98,8 @@ def checked(file: Path, spec: str, options: Sequence[str], root: Path) -> dict[s
 
 def _placed(finding: Mapping[str, Any], text: str, spec: str) -> dict[str, Any]:
     """The finding with the number and the text of the line that it is about; None and empty where none is."""
+    from driftlens.spec.yaml_text import line_of
+
     subject = finding["subject"]
     if subject == spec:
         syntax = re.match(rf"{re.escape(spec)} line (\d+), column", finding["text"])

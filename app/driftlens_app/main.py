@@ -19,7 +19,9 @@ _ICON = (
 )
 _WORDMARK = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 200 48">{icon}<text x="60" y="34" font-family="sans-serif" '
-    'font-size="29" font-weight="600" fill="{ink}">DriftLens</text></svg>'
+    # Every machine has another font of this family.
+    'font-size="29" font-weight="600" textLength="136" lengthAdjust="spacingAndGlyphs" fill="{ink}">'
+    "DriftLens</text></svg>"
 )
 _ABOUT = (
     "**DriftLens** measures, explains and repairs the feature drift of merged neural networks. "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
@@ -20,10 +20,12 @@ from driftlens.records.lock import require_unlocked
 from driftlens.records.manifest import Manifest, PhaseInfo
 from driftlens.records.reading import printable, size
 from driftlens.records.run import DriftRun
-from driftlens.spec import RunSpec, load_spec
 from driftlens_app.jobs import Job
 from driftlens_app.settings import is_file_inside
 from driftlens_app.show import caption, plain
+
+if TYPE_CHECKING:
+    from driftlens.spec import RunSpec
 
 _LEVELS = ("problem", "notice", "ok")
 _LARGEST_SPEC = 1_000_000
@@ -41,6 +43,9 @@ STAGES: Mapping[str, str] = {
 
 _SOLVING = 0.3
 """Seconds of solving for one of measuring, where neither was done before: 0.26 to 0.38 on the three embedded runs."""
+
+_SOLVED = 0.4
+"""What a second of solving counts for beside one of measuring, where a job's pace is told from what is behind it."""
 
 _TRUST = 0.1
 """Share of a work at which its own pace counts as much as what was expected."""
@@ -60,7 +65,7 @@ def ahead(manifest: Manifest, job: Job, at: ProgressEvent) -> Ahead:
     """What a calibration has still before it, from its last word.
 
     Choosing tells itself how many calibrations it takes. Of the stage at hand its own pace counts more the more of it
-    is done; later ones are off by as much as this job was so far.
+    is done; later ones are off by as much as what this job measured so far.
     """
     began = {name: phase for name, phase in manifest.phases.items() if phase.started >= job.started}
     own = _by_stage({name: phase for name, phase in began.items() if phase.state == "done"}, job.name)
@@ -70,10 +75,13 @@ def ahead(manifest: Manifest, job: Job, at: ProgressEvent) -> Ahead:
     following = stages[stages.index(here) + 1 :]
     usual["choose"] = usual["calibrate"] * (at.total or 0) / 100 if here == "choose" else 0.0
     seconds = at.seconds if at.phase in STAGES else 0.0
+    # How long solving takes is the method's as much as the machine's, so it tells less of what follows.
+    trust = {stage: _SOLVED if stage == "calibrate" else 1.0 for stage in stages}
     known = [stage for stage in own if usual.get(stage) and stage not in (here, *following)]
-    took, expected = sum(own[stage] for stage in known), sum(usual[stage] for stage in known)
-    weight = _TRUST * (expected + sum(usual[stage] for stage in (here, *following)))
-    pace = (took + seconds + weight) / (expected + part * usual[here] + weight) if weight else 1.0
+    took = trust[here] * seconds + sum(trust[stage] * own[stage] for stage in known)
+    expected = trust[here] * part * usual[here] + sum(trust[stage] * usual[stage] for stage in known)
+    weight = _TRUST * sum(usual[stage] for stage in {*known, here, *following})
+    pace = (took + weight) / (expected + weight) if weight else 1.0
     left = {stage: pace * usual[stage] for stage in following}
     left[here] = (1 - part) * (seconds + _TRUST * pace * usual[here]) / (part + _TRUST)
     measured = sum(left.get(stage, 0.0) for stage in stages[: stages.index("explain")])
@@ -172,11 +180,13 @@ def past_cost(run: DriftRun) -> str:
     except (TypeError, ValueError, OverflowError):  # a manifest that was edited may hold anything for seconds
         took = ""
     return (
-        f"One calibration takes about {took}, by what this run took so far. {estimate}" if took else estimate
+        f"One calibration takes about {took}. That is by what this run took. {estimate}" if took else estimate
     )
 
 
 def _spec(run: DriftRun) -> RunSpec:
+    from driftlens.spec import load_spec  # what it needs takes long to import, and few pages read a spec
+
     file = run.path / SPEC
     if not is_file_inside(file):
         raise RunError(

@@ -10,7 +10,6 @@ from typing import Any
 
 import streamlit as st
 
-from driftlens.spec.yaml_text import to_yaml
 from driftlens_app.calibration import loaders
 from driftlens_app.jobs.requests import entries
 from driftlens_app.settings import is_inside
@@ -70,6 +69,8 @@ def spec_text(
     loader: str, source: str, base: str, tasks: Mapping[str, tuple[str, Mapping[str, str] | None]]
 ) -> str:
     """A spec in YAML of these parts, merged by Task Arithmetic; of each task the expert and its entry under `data`."""
+    from driftlens.spec.yaml_text import to_yaml
+
     parts: dict[str, Any] = {
         "version": 1,
         "name": "picked",

@@ -52,17 +52,17 @@ _WALL = """
 _DECISION = {
     "pred": TextColumn("predicts"),
     "margin": NumberColumn(
-        format="%.4g", help="The expert's best score minus its second best, in score units."
+        format="%.3g", help="The expert's best score minus its second best, in score units."
     ),
     "score_drift_inf": NumberColumn(
-        "largest score change", format="%.4g", help="Below half of the margin, the decision can't flip."
+        "largest score change", format="%.3g", help="Below half of the margin, the decision can't flip."
     ),
     "score_bound": NumberColumn(
-        "bound", format="%.4g", help="Certified bound on the norm of the score drift."
+        "bound", format="%.3g", help="Certified bound on the norm of the score drift."
     ),
     "certified": CheckboxColumn(help="Whether the drift is too small to flip the decision."),
     "confidence": NumberColumn(format="%.3f", help="Largest class probability."),
-    "ce": NumberColumn("loss", format="%.4g", help="Cross-entropy, in nats."),
+    "ce": NumberColumn("loss", format="%.3g", help="Cross-entropy, in nats."),
 }
 
 

@@ -25,6 +25,8 @@ FLIPPED = "flipped"
 
 FINAL = "final"
 _MEASURES = ("L2", "relative")
+_MOST_POINTS = 4000
+"""Of a chart of samples: as many as a browser draws at once without WebGL, which takes it long to make ready."""
 _CHOSEN, _IN_URL, _KEPT = "_selection", "_run_in_url", "_view_in_url"
 
 
@@ -51,6 +53,7 @@ class Selection:
             layer=self.layer,
             relative=self.relative,
             dark=is_dark(),
+            max_points=_MOST_POINTS,
         )
         return dataclasses.replace(chosen, **others)
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from streamlit import net_util
+from streamlit import file_util, net_util
 
 from driftlens_app import views
 from driftlens_app.launch import in_url
@@ -32,6 +37,12 @@ _NO_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>No suc
 <p>DriftLens has no page at this address. There are:</p><ul>{}</ul></main></html>"""
 # Relative to the page, as Streamlit's own links to its files, so that it holds behind a proxy's prefix too.
 _BASE = '<script>window.__streamlit = {BACKEND_BASE_URL: new URL(".", location).href}</script>'
+
+
+_LIBRARIES = ("pandas", "plotly.graph_objects", "scipy.special")
+_OWN_FILES = [file.name for file in Path(file_util.get_static_dir()).iterdir()]
+_STREAMLITS = ("_stcore", "media", "component", "app/static", *_OWN_FILES)
+"""First parts of addresses that Streamlit answers itself; it shows its own page at any other."""
 
 
 async def _to_first_page(request: Request) -> RedirectResponse:
@@ -59,8 +70,18 @@ async def _moved(request: Request) -> RedirectResponse:
 
 async def _no_page(request: Request) -> HTMLResponse:
     """Our own words where Streamlit would show its first page, and a box in front of it."""
-    listed = "".join(f'<li><a href="./{name}">{name.replace("_", " ").capitalize()}</a>' for name in _pages)
+    top = "../" * (request.url.path.strip("/").count("/")) or "./"
+    listed = "".join(
+        f'<li><a href="{top}{name}">{name.replace("_", " ").capitalize()}</a>' for name in _pages
+    )
     return HTMLResponse(_NO_PAGE.format(listed), status_code=404)
+
+
+@asynccontextmanager
+async def _reading_ahead(_app: st.App) -> AsyncIterator[None]:
+    """Read the largest libraries of the first page while its visitor's browser reads Streamlit's scripts."""
+    threading.Thread(target=lambda: [*map(importlib.import_module, _LIBRARIES)], daemon=True).start()
+    yield
 
 
 class _OwnAnswers:
@@ -82,13 +103,13 @@ class _OwnAnswers:
 net_util.get_external_ip = lambda: None
 
 
-class _Word(StringConvertor):
-    """One part of an address that is no file's name and none of Streamlit's own."""
+class _Elsewhere(StringConvertor):
+    """An address of one or several parts that is none of Streamlit's own; it leads one with a slash at its end on."""
 
-    regex = "[^/._][^/.]*"
+    regex = f"(?!(?:{'|'.join(map(re.escape, _STREAMLITS))})(?:/|$))[^/]+(?:/+[^/]+)*"
 
 
-register_url_convertor("word", _Word())
+register_url_convertor("elsewhere", _Elsewhere())
 # What declares a page says so in its text: the server need not import what its visitors look at.
 _files = sorted(Path(views.__path__[0]).glob("*.py"))
 _pages = [file.stem for file in _files if "\nPAGE = " in file.read_text(encoding="utf-8")]
@@ -98,8 +119,9 @@ app = st.App(
         Route(f"/{_FIRST}", _to_first_page),
         *(Route(f"/{name}", _page) for name in _pages if name != _FIRST),
         *(Route(f"/{name}", _moved) for name in _MOVED),
-        Route("/{name:word}", _no_page),
+        Route("/{name:elsewhere}", _no_page),
     ],
+    lifespan=_reading_ahead,
     # Streamlit refuses strange names for its websocket alone.
     middleware=[
         Middleware(_OwnAnswers),

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import logging
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -33,9 +34,9 @@ from driftlens_reports.charts.theme import lay_out, palette
 
 _LOG = logging.getLogger("driftlens_app")
 _DEFECT = "This is a defect of DriftLens; the traceback is in the log of `driftlens ui`."
-_LINE = 110
-"""Characters of a caption that fit beside the sidebar."""
-_SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Za-z`])")
+_LINE, _CLAUSE = 140, 100
+"""Characters of a caption that fit beside the sidebar of a wide window, and in a column beside a narrow one."""
+_SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Za-z0-9`])")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
 _NUMBERS = {
     "count": (1, "%d"),
@@ -137,12 +138,17 @@ def page_title(title: str, subtitle: str) -> None:
     st.caption(subtitle)
 
 
-def caption(text: str) -> None:
-    """One line below what it speaks of: its first sentence or clause. The rest is there on hover."""
+def caption(text: str, line: int = _LINE) -> None:
+    """One line below what it speaks of: its first sentence or clause, cut after `line` characters.
+
+    The rest is there on hover; all of it where words were cut.
+    """
     first, *others = _SENTENCES.split(text.strip(), maxsplit=1)
-    if len(first) > _LINE and "; " in first:
+    if len(first) > min(line, _CLAUSE) and "; " in first:
         first, rest = first.split("; ", 1)
         first, others = f"{first}.", [rest, *others]
+    if (cut := textwrap.shorten(first, line, placeholder=" …")) != first:
+        first, others = cut, [text]
     if first:
         st.caption(coded(first), help=coded(" ".join(others)) or None)
 

@@ -30,7 +30,7 @@ class Calibrator:
         title: what reports print.
         source: the paper.
         presets: published settings by name; what one leaves out keeps its default.
-        suited: adapter -> the preset for models of its kind, where that isn't the first one.
+        suited: loader of models -> the preset for its kind, where that isn't the first one.
         candidates: settings, over the defaults, that `--auto` compares with other methods; none where it is not asked.
         searched: names of settings that `--auto` searches, in the order in which it does; `steps_from` has the values.
         effort: processor time of a calibration against FeatCal's, for estimates.

@@ -66,7 +66,7 @@ class FeatCal(ClosedFormBase):
     title = "FeatCal"
     source = "arXiv:2605.13030"
     presets = PRESETS
-    suited: ClassVar[Mapping[str, str]] = {"hf_t5": "flan-t5", "hf_decoder": "llama-3b"}
+    suited: ClassVar[Mapping[str, str]] = {"hf-t5": "flan-t5", "hf-decoder": "llama-3b"}
     searched = ("lam", "alpha", "rho")
     ablations: ClassVar[Sequence[Mapping[str, Any]]] = (
         *({"rho": 1}, {"alpha": 0}, {"anchor": "none"}),

@@ -293,8 +293,8 @@ def change_in_words(measure: Measure, before: float, change: Interval) -> str:
         at = change.scaled(1 / before)
         text, ends = f"{points(at.value)} %", percent_interval(at.low, at.high)
     else:
-        text = f"{change.value:+.4f}"
-        ends = f"{change.low:+.4f} to {change.high:+.4f}" if is_measured(change.low) else ""
+        text = f"{change.value:+.3g}"
+        ends = f"{change.low:+.3g} to {change.high:+.3g}" if is_measured(change.low) else ""
     claimed = "no clear change, " if change.low <= 0 <= change.high else ""
     return f"{claimed}{text}{f' ({ends})' if ends else ''}"
 
@@ -375,9 +375,9 @@ def _scored(entry: Mapping[str, Any]) -> str:
     if entry.get("score") is None:
         return entry.get("error") or "could not be solved for"
     if entry.get("advantage") is None:
-        return f"{entry['score']:.4g}"
+        return f"{entry['score']:.3g}"
     ends = "" if entry["low"] is None else f", {-entry['high']:+.3g} to {-entry['low']:+.3g}"
-    return f"{entry['score']:.4g} ({-entry['advantage']:+.3g}{ends})"
+    return f"{entry['score']:.3g} ({-entry['advantage']:+.3g}{ends})"
 
 
 def _selection_sentence(record: Mapping[str, Any]) -> str:

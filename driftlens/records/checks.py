@@ -39,6 +39,8 @@ Number = TypeVar("Number", float, Array)
 CHECKED_TABLES = ("layers", "outputs", "accuracy", "params", "calibration")
 
 _GAPS_BY = {"layers": "layer", "calibration": "kind"}
+_DIGITS = 4
+"""Of a judged number: one more than elsewhere, as it stands beside its limit."""
 """A column that is empty for a whole layer (amplification at the stem) or kind of solve does not exist there."""
 
 _AVERAGES: Mapping[str, Callable[[Array], float]] = {
@@ -236,7 +238,7 @@ def _judge_group(
         place = _row_name(row, shown)
     of = "" if pd.isna(samples) else f" (n = {int(samples)})"
     reason = (
-        f"{number(value)}{of}{f' at {place}' if place else ''}, "
+        f"{number(value, _DIGITS)}{of}{f' at {place}' if place else ''}, "
         f"wanted {relation} {_exact(check.bounds[relation])}"
     )
     return CheckResult(
@@ -426,7 +428,9 @@ def _self_check(rows: pd.DataFrame, column: str, name: str, claim: str, limit: f
         worst, largest = measured.iloc[int(errors.argmax())], float(errors.max())
         where = ", ".join(f"{said}{worst[key]}" for key, said in _PLACE.items() if key in rows)
         status = "pass" if largest <= limit else "fail"
-        reason = "" if status == "pass" else f"{number(largest)} at {where}, wanted <= {_exact(limit)}"
+        reason = (
+            "" if status == "pass" else f"{number(largest, _DIGITS)} at {where}, wanted <= {_exact(limit)}"
+        )
     return CheckResult(
         f"{name}: {claim}",
         name,

@@ -62,7 +62,7 @@ class Comparison:
         """What changes on every task, for notebooks."""
         names = ["task", "before", "after", "metric", "score_before", "score_after", "score_change"]
         names += ["score_ci_low", "score_ci_high", "drift_before", "drift_after"]
-        return self.tasks[names].to_html(index=False, float_format="{:.4g}".format)
+        return self.tasks[names].to_html(index=False, float_format="{:.3g}".format)
 
 
 @dataclass(frozen=True)

@@ -113,13 +113,17 @@ def written(value: Any, kind: Kind, gap: str = NO_VALUE) -> str:
     return writers[kind](value)
 
 
-def number(value: float) -> str:
-    """Four significant digits, as people write them: no exponent before 15 digits."""
+def number(value: float, digits: int = 3) -> str:
+    """A number with that many significant digits, as people write them: no exponent before 15 digits."""
     if not is_measured(value):
         return NOT_MEASURED
-    text = f"{value:#.4g}".removesuffix(".")
+    text = f"{value:#.{digits}g}".removesuffix(".")
     is_plain = "e" not in text or not 1e-9 < abs(value) < 1e15
-    return text if is_plain else format(Decimal(f"{value:.3e}" if abs(value) < 1 else f"{value:.0f}"), "f")
+    return (
+        text
+        if is_plain
+        else format(Decimal(f"{value:.{digits - 1}e}" if abs(value) < 1 else f"{value:.0f}"), "f")
+    )
 
 
 def p_value(value: float) -> str:

@@ -297,8 +297,8 @@ def _score_cells(row: dict[Any, Any]) -> list[str]:
     )
     if metric_called(row["metric"]).kind == "share":
         return [_arrow(percent(before), percent(after)), points(change), points_interval(low, high)]
-    ends = f"{low:+.4g} to {high:+.4g}" if is_measured(low) else ""
-    return [_arrow(number(before), number(after)), f"{change:+.4g}" if is_measured(change) else "", ends]
+    ends = f"{low:+.3g} to {high:+.3g}" if is_measured(low) else ""
+    return [_arrow(number(before), number(after)), f"{change:+.3g}" if is_measured(change) else "", ends]
 
 
 def _notes(rows: pd.DataFrame) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from streamlit.testing.v1 import AppTest
@@ -23,6 +25,7 @@ PARTS = [
     for part, names in parts_of(view).items()
     if (view, part) != ("samples", "Features")  # with controls of its own
 ]
+TITLES = {entry.title for entry in charts.values()}
 
 
 def opened_at(app: AppTest, key: str, part: str) -> AppTest:
@@ -64,8 +67,6 @@ def test_what_a_run_lacks_is_a_sentence_with_the_command(open_app: Open, tmp_pat
     for table in ("adjoint", "params"):
         (path / "tables" / f"{table}.parquet").unlink()
     # A table that was never written is not listed either.
-    import json
-
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"] = {
         name: entry
@@ -105,3 +106,25 @@ def test_without_another_baseline_the_page_says_what_gains_are_counted_from(
     write_full_run(tmp_path / "plain", variants=("base", "merged"))
     app = open_app(tmp_path, "theory", theory="Gains")
     assert "no other baseline; gains are counted from merged" in said(app)
+
+
+def test_no_chart_stands_twice(open_app: Open, root: Path) -> None:
+    """Neither under its title nor, under another one, with the same lines that a legend names, or the same cells."""
+    places: dict[str, str] = {}
+    views = [(view, {key: part}) for view, key, part, _ in PARTS]
+    views += [("samples", {}), ("overview", {}), ("repair", {}), ("repair", {"repair": "Compare"})]
+    for view, query in views:
+        app = open_app(root, view, **query)
+        figures = [json.loads(chart.proto.spec) for chart in app.get("plotly_chart")]
+        assert figures, view
+        drawn = {trace for figure in figures for trace in told(figure)}
+        titles = {element.value for element in app.subheader if element.value.replace("\\", "") in TITLES}
+        for what in drawn | titles:
+            assert what not in places, f"{view} {query} shows again what {places[what]} shows: {what[:200]}"
+        places |= dict.fromkeys(drawn | titles, f"{view} {query}")
+
+
+def told(figure: Any) -> set[str]:
+    """The traces of a figure that its legend names, and its fields of cells, by their numbers."""
+    named = [trace for trace in figure["data"] if "z" in trace or trace.get("showlegend")]
+    return {json.dumps([trace.get(name) for name in ("x", "y", "z", "marker")]) for trace in named}

@@ -97,10 +97,18 @@ def test_old_addresses_lead_on_and_unknown_ones_list_the_pages(url: str) -> None
     assert got(f"{url}/calibrate?run=a&task=b")[1]["location"] == "./repair?run=a&task=b"
     assert got(f"{url}/compare?run=a")[1]["location"] == "./repair?repair=Compare&run=a"
     assert got(f"{url}/features")[1]["location"] == "./samples"
-    status, _, text = got(f"{url}/nosuch")
-    assert status == 404 and "No such page" in text
     named = [Path(path).stem for path in pages()]
-    assert sorted(re.findall(r'href="./(\w+)"', text)) == sorted(named)
+    for path, top in {
+        "nosuch": "./",
+        "a.html": "./",
+        "overview/a": "../",
+        "a/_stcore/b.txt": "../../",
+    }.items():
+        status, _, text = got(f"{url}/{path}")
+        assert status == 404 and "No such page" in text
+        assert sorted(re.findall(rf'href="{re.escape(top)}(\w+)"', text)) == sorted(named)
+    assert got(f"{url}/overview/?run=a")[1]["location"].endswith("/overview?run=a")
+    assert [got(f"{url}/{path}")[0] for path in ("manifest.json", "_stcore/health")] == [200, 200]
 
 
 def got(address: str) -> tuple[int, Message, str]:

@@ -177,9 +177,10 @@ def test_best_asks_for_no_method_and_leaves_the_coefficients_to_the_choice(
     press(app, "Repair with the best method")
     parts = called(root / "full")
     assert "--auto" in parts and "--name=best" in parts
-    assert not [part for part in parts if part.startswith(("--set", "--method", "--preset"))]
-    tried = "the base, FeatCal (paper-clip: lam 0.05, rho 2, alpha 0.3), lam, alpha, rho searched from there, Residual"
-    assert tried in said(app) and "Residual calibration mu 0.9." in said(app)
+    assert not [part for part in parts if part.startswith(("--set", "--method"))]
+    tried = "- FeatCal (paper-clip: lam 0.05, rho 2, alpha 0.3)\n- FeatCal with lam, alpha, rho searched from there\n"
+    assert "--preset=paper-clip" in parts, "it starts from what the page says"
+    assert tried in said(app) and "- Residual calibration mu 0.9" in said(app)
 
 
 def test_published_settings_for_models_of_the_runs_kind_stand_first(
@@ -188,8 +189,8 @@ def test_published_settings_for_models_of_the_runs_kind_stand_first(
     """And `Best` starts from them, whatever is chosen in the fields."""
     manifest = root / "full/manifest.json"
     text = manifest.read_text(encoding="utf-8")
-    assert text.count('"open_clip_vit"') == 1
-    manifest.write_text(text.replace('"open_clip_vit"', '"hf_decoder"'), encoding="utf-8")
+    assert text.count('"open-clip"') == 1
+    manifest.write_text(text.replace('"open-clip"', '"hf-decoder"'), encoding="utf-8")
     app = open_app(root, "repair")
     preset = app.selectbox(key="featcal preset")
     assert preset.value == "llama-3b" and [name.partition(":")[0] for name in preset.options[1:3]] == [

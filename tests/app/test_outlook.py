@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from driftlens import spec
 from driftlens.progress import ProgressEvent
 from driftlens.records.lock import RunLock
 from driftlens.records.manifest import PhaseInfo
@@ -75,7 +76,7 @@ def test_the_page_says_how_long_a_calibration_takes_and_asks_nobody(
     own = {name: {"state": "done", "seconds": 0.0, "started": ""} for name in open_run(run).manifest.phases}
     edit(run, "phases", **own)
     known = edit(run, "phases", **phases(featcal=60, featcal_explain_cars=5, other=900))
-    assert past_cost(known).startswith("One calibration takes about 1 min 05 s,")
+    assert past_cost(known).startswith("One calibration takes about 1 min 05 s.")
     other = dict(known.manifest.calibrations["featcal"].__dict__)
     assert past_cost(edit(run, "calibrations", other=other)).startswith(
         "One calibration takes about 15 min 05 s"
@@ -87,7 +88,7 @@ def test_a_calibration_that_took_anothers_place_is_told_with_its_solving(run: Pa
     own = {name: {"state": "done", "seconds": 0.0, "started": ""} for name in open_run(run).manifest.phases}
     edit(run, "phases", **own)
     opened = edit(run, "phases", **phases(featcal=0.1, featcal_explain_cars=5))
-    assert "about 18 s," in past_cost(opened)
+    assert "about 18 s." in past_cost(opened)
 
 
 @pytest.mark.parametrize("seconds", [None, "x", float("nan"), float("inf")], ids=str)
@@ -184,7 +185,7 @@ def test_weights_that_can_not_be_looked_at_are_named(open_app: Open, root: Path,
 def test_a_spec_that_would_block_its_reader_or_is_too_long_is_not_read(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outlook, "load_spec", lambda file: pytest.fail(f"{file} was read"))
+    monkeypatch.setattr(spec, "load_spec", lambda file: pytest.fail(f"{file} was read"))
     file = run / "spec.yaml"
     file.write_text("#" * 1_000_001)
     assert obstacles(open_run(run)) == ["the run's spec.yaml is larger than 1 MB, which no spec needs"]

@@ -27,7 +27,7 @@ def test_attribution_is_left_out_and_added_later(
         for variant in ("merged", "calibrated:featcal")
     ]
     told = [number for number, _ in re.findall(r"([\d.]+) (\([^)]*\))", first)][:2]
-    assert told == [f"{drift:#.4g}" for drift in drifts], first
+    assert told == [f"{drift:#.3g}" for drift in drifts], first
     assert open_run(out).layers()["final_share"].isna().all()
     shown = run_cli("explain", out, "--json", "--progress", "none")
     assert shown.code == 0 and json.loads(shown.out)

@@ -169,7 +169,7 @@ def test_layouts_are_kept_and_their_quality_is_shown(run_cli: Cli, own: pathlib.
     assert len(list((own / "projections").glob("*.parquet"))) == 2
     found = dl.project(own, "cars", layer=2)
     for row in found.quality.to_dict("records"):
-        assert re.search(rf"pca .*{row['mean_drift']:#.4g}.*{row['trustworthiness']:#.4g}", result.out)
+        assert re.search(rf"pca .*{row['mean_drift']:#.3g}.*{row['trustworthiness']:#.3g}", result.out)
     assert result.out.splitlines()[-1].startswith("Distances on the plane are indicative only")
 
 

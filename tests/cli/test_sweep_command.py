@@ -30,7 +30,7 @@ def test_the_table_holds_means_over_tasks_and_seeds(folder: pathlib.Path, run_cl
     lines = shown.out.splitlines()
     assert lines[0].split()[:6] == ["lam", "rho", "alpha", "n", "L2", "drift"]
     assert [line.split()[:5] for line in lines[1:3]] == [
-        ["0.05", "2", "0.3", f"{n}", f"{means[n]:#.4g}"] for n in (2, 4)
+        ["0.05", "2", "0.3", f"{n}", f"{means[n]:#.3g}"] for n in (2, 4)
     ]
     by_seed = rows[rows["n"] == 2].groupby("seed")["accuracy"].mean()
     assert f"{100 * by_seed.mean():.1f} %" in lines[1] and f"{100 * by_seed.std():.1f} %" in lines[1]

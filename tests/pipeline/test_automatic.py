@@ -59,7 +59,10 @@ def chosen(study: Study, start: FeatCal | None = None) -> tuple[FeatCal, dict[st
     assert (
         done == sorted(done) and done[-1] == said[-1].total and {event.phase for event in said} == {"choose"}
     )
-    assert len({event.total for event in said}) == 1 and done[-2] >= 100 * record["cost_in_calibrations"] - 1
+    # A search on all samples, which is done only where what was found wins, makes the bar longer.
+    totals = {event.total for event in said}
+    assert len(totals) == 1 or (said[-1].total == max(totals)) == (record["choice"] == "found")
+    assert done[-2] >= 100 * record["cost_in_calibrations"] - 1
     return found, record
 
 

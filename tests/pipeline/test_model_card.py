@@ -122,9 +122,9 @@ def test_drift_accuracy_and_intervals_are_the_tables(run: DriftRun, card: str) -
             cells = [
                 task,
                 title,
-                f"{final['drift_l2_mean']:#.4g} \u00b1 {error:#.2g}",
+                f"{final['drift_l2_mean']:#.3g} \u00b1 {error:#.2g}",
                 f"{100 * final['drift_rel']:.1f} % \u00b1 {100 * error * scale:.1f} %",
-                f"{final['cos_mean']:#.4g} \u00b1 {cosine_error:#.2g}",
+                f"{final['cos_mean']:#.3g} \u00b1 {cosine_error:#.2g}",
             ]
             assert f"| {' | '.join(cells)} |" in card
             cells = [

@@ -175,7 +175,7 @@ def test_a_change_of_a_score_is_told_in_points_with_its_interval_and_samples(ful
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [(0.86513, "0.8651"), (0.0000012346, "0.000001235"), (1234567.0, "1234567"), (2.0, "2.000")],
+    [(0.86513, "0.865"), (0.0000012346, "0.00000123"), (1234567.0, "1234567"), (2.0, "2.00")],
 )
 def test_numbers_are_told_as_people_write_them(value: float, words: str) -> None:
     assert number(value) == words

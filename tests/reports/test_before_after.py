@@ -103,7 +103,7 @@ def test_the_text_shows_every_task_and_its_numbers(run: DriftRun) -> None:
         assert row["task"] in text and f"{100 * row['accuracy']:.1f} %" in text
         if row["variant"] != "expert":
             for column in ("drift", "cosine"):
-                assert f"{row[column]:#.4g} +- {row[f'{column}_error']:#.2g}" in text
+                assert f"{row[column]:#.3g} +- {row[f'{column}_error']:#.2g}" in text
             assert f"{100 * row['relative']:.1f} % +- {100 * row['relative_error']:.1f} %" in text
     assert text.startswith("\n".join(verdict(run, NAME).sentences))
 

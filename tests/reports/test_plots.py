@@ -58,7 +58,7 @@ def test_checks_and_comparisons_are_tables_of_what_they_hold(full: DriftRun) -> 
     found = dl.compare(full)
     shown = found._repr_html_()
     for row in found.tasks.to_dict("records"):
-        assert f"<td>{row['task']}</td>" in shown and f"<td>{row['score_change']:.4g}</td>" in shown
+        assert f"<td>{row['task']}</td>" in shown and f"<td>{row['score_change']:.3g}</td>" in shown
 
 
 def test_a_name_that_is_none_is_an_attribute_error_with_the_nearest(full: DriftRun) -> None:

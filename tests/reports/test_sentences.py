@@ -223,4 +223,4 @@ def test_a_scale_is_better_only_where_its_gain_was_clear() -> None:
         ends = {"advantage_low": low, "advantage_high": 0.2 - low, "is_clear": is_clear}
         text = advice_text({**found, "scalings": [row | ends]})
         assert ("more than chance" in text) == is_clear != ("no clear change" in text)
-        assert re.search(rf"by -0\.1000 \({-0.2 + low:.4f} to {-low:.5f}".rstrip("0"), text)
+        assert re.search(rf"by -0\.100 \({-0.2 + low:.3f} to {-low:#.3g}", text)

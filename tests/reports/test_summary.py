@@ -33,9 +33,9 @@ def test_the_numbers_are_those_of_the_tables(run: DriftRun) -> None:
         final = run.layers(task, model if model in run.variants else f"calibrated:{model}", "final").iloc[0]
         mean, share, n = (float(final[column]) for column in ("drift_l2_mean", "drift_rel", "n"))
         half = stats.t.ppf(0.975, n - 1) * final["drift_l2_std"] / (n - 1) ** 0.5
-        assert drift == f"{mean:#.4g} +- {half:#.2g}"
+        assert drift == f"{mean:#.3g} +- {half:#.2g}"
         assert relative == f"{100 * share:.1f} % +- {100 * half * share / mean:.1f} %"
-        assert cosine.startswith(f"{final['cos_mean']:#.4g} +- ") and samples == "6"
+        assert cosine.startswith(f"{final['cos_mean']:#.3g} +- ") and samples == "6"
 
 
 def test_accuracies_stand_under_their_variants(run: DriftRun) -> None:
@@ -119,7 +119,7 @@ def test_a_listing_names_the_worst_task_and_keeps_unreadable_runs(run: DriftRun)
     header, good, spoilt, problem = lines.splitlines()
     drift = {task: run.value("drift_l2_mean", task=task) for task in run.tasks}
     worst = max(drift, key=lambda task: drift[task])
-    assert good.endswith(f"{drift[worst]:#.4g} ({worst})") and " done " in good
+    assert good.endswith(f"{drift[worst]:#.3g} ({worst})") and " done " in good
     assert "unreadable" in spoilt and spoilt.endswith("not measured")
     assert problem == "old: torn"
     assert header.index("state") == good.index("done") == spoilt.index("unreadable")

@@ -134,7 +134,7 @@ _FACTORS = {"lam": (0.04, 0.2, 1, 5, 25), "rho": (0.25, 0.5, 1, 1.5), "alpha": (
 def sweep_request(run: DriftRun) -> Request:
     """FeatCal's coefficients, one at a time around what is published for models of the run's kind."""
     method = methods()[CalibrationSettings.method]
-    preset = str(method.preset_for(run.manifest.architecture.get("adapter", "")))
+    preset = str(method.preset_for(run.manifest.architecture.get("loader", "")))
     arguments = ["sweep", str(run.path), "--resume", f"--preset={preset}"]
     for name, factors in _FACTORS.items():
         if name != "rho" or "base" in run.variants:

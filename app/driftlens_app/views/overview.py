@@ -59,7 +59,7 @@ def show() -> None:
     with shown_errors():
         # No chart of reports: those of single tasks are on Layers.
         drawn = mean_curves(chosen.run, chosen.options())
-        st.subheader("Drift by layer", anchor=False, help="A line below that of merged has come nearer.")
+        st.subheader("Mean drift by layer", anchor=False, help="A line below that of merged has come nearer.")
         show_drawn("mean-drift", chosen.run.id, drawn)
     with shown_errors():
         _origins(chosen)

@@ -12,7 +12,6 @@ from driftlens.records.arena import arena_sheet
 from driftlens.records.before_after import (
     calibration_sheets,
     change_in_words,
-    compared_variants,
     selection_sentences,
 )
 from driftlens.records.layout import begun_calibration, calibration_folder, calibration_weights
@@ -35,6 +34,7 @@ from driftlens_app.show import (
     MODELS,
     caption,
     dots,
+    is_dark,
     note,
     open_part,
     plain,
@@ -46,7 +46,7 @@ from driftlens_app.show import (
     with_command,
 )
 from driftlens_app.views import compare
-from driftlens_reports.charts.page_curves import mean_curves, running_curve
+from driftlens_reports.charts.page_curves import left_curves, running_curve
 
 PAGE = Page(
     "Repair",
@@ -79,7 +79,7 @@ def show() -> None:
             taken=run.manifest.calibrations,
             blocked=blocked,
             may_export=not settings.is_one_run,
-            adapter=run.manifest.architecture.get("adapter", ""),
+            loader=run.manifest.architecture.get("loader", ""),
         )
         _act(run, wanted, pressed, blocked=blocked)
     with right:
@@ -179,11 +179,12 @@ def _show_result(run: DriftRun, name: str) -> None:
     with shown_errors():
         _headline(run, verdict(run, name))
     with shown_errors():
-        variants = [variant for variant in compared_variants(run, name) if variant != "expert"]
-        # Task by task it is on Layers.
-        drawn = mean_curves(run, selection().options(variants=variants))
-        st.subheader("Drift by layer", anchor=False)
-        show_drawn("repaired-drift", run.id, drawn)
+        # How large drift is itself, Overview shows, and task by task Layers.
+        drawn = left_curves(run, name, dark=is_dark())
+        st.subheader(
+            "Drift left by layer", anchor=False, help="Below 100 % the repair has brought features nearer."
+        )
+        show_drawn("drift-left", run.id, drawn)
     with shown_errors(), st.container(horizontal=True):
         _downloads(run, name)
         st.page_link(path_of("samples"), label="Samples", icon=":material/scatter_plot:")
@@ -200,7 +201,7 @@ def _show_result(run: DriftRun, name: str) -> None:
         solved = run.calibration(name)
         show_data(solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules")
     for notice in run.manifest.calibrations[name].notices:
-        caption(notice)
+        caption(notice, 90)
 
 
 def _headline(run: DriftRun, found: Verdict) -> None:

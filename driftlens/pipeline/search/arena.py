@@ -76,11 +76,11 @@ def compete(
         RunError: the run can't be written to, for example as the disk is full; what was finished is kept.
         DriftLensError: no repair could be made; the reason of the first.
     """
-    adapter = str(open_run(run).manifest.architecture.get("adapter"))
+    loader = str(open_run(run).manifest.architecture.get("loader"))
     failed: dict[str, DriftLensError] = {}
     for entrant in wanted:
         kind = calibrators[entrant.method]
-        preset = kind.suited.get(adapter, next(iter(kind.presets), None))
+        preset = kind.suited.get(loader, next(iter(kind.presets), None))
         request = CalibrationRequest(
             entrant.name, method=entrant.method, preset=preset, parameters=entrant.settings, samples=samples
         )

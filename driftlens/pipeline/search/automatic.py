@@ -46,6 +46,11 @@ from driftlens.progress import Reporter
 PHASE = "choose"
 FOLDS = range(NUM_FOLDS)
 EVERY = frozenset(FOLDS)
+_EXPECTED = 1 / 3
+"""Of work that is done only where what was found wins, the part that a bar counts on.
+
+The time left is then right to a factor of two either way, as long as that work takes no more than thrice the rest.
+"""
 _PLAIN = {"merged": "the merged model as it is", "base": "the base"}
 
 
@@ -77,24 +82,31 @@ def choose_settings(
         counts = {task: len(at.calibration) for task, at in study.tasks.items() if at.calibration is not None}
         most = outlook(start, counts, has_base=study.has_base, others=others)[1]
         # The last of these is the calibration with what is chosen, which is not tried here.
-        bar = _OneBar(reporter, most - max(at.effort for at in known.values()))
+        most -= max(at.effort for at in known.values())
+        perhaps = _search_effort(start, varies, study.has_base) * (NUM_FOLDS - 1)
+        usual = most - (1 - _EXPECTED) * perhaps
+        bar = _OneBar(reporter, usual)
         fits = CrossFits(Trials(study, sites, {}, judge, bar, PHASE, spill), bar)
         contenders = {name: dict.fromkeys(FOLDS, at) for name, at in known.items()}
         if varies:
             found = {fold: fits.searched(start, varies, fold) for fold in FOLDS}
             contenders |= {} if {*found.values()} == {start} else {"found": found}
-        scores = {name: fits.as_it_is(name) for name in _PLAIN if name == "merged" or study.has_base}
+        given = {name: fits.as_it_is(name) for name in _PLAIN if name == "merged" or study.has_base}
         failures: dict[str, str] = {}
-        for name, by_fold in contenders.items():
+        # What was found comes early: whether it may win decides what is left to do.
+        for name in sorted(contenders, key=lambda name: name not in ("start", "found")):
             try:
-                scores[name] = fits.scores(by_fold)
+                given[name] = fits.scores(contenders[name])
             except (DataError, NumericsError, SpecError) as error:
                 if name == "start":
                     raise
                 failures[name] = error.message
-        kinds = {type(at) for name, at in known.items() if name != "start"}
-        decision = decide(scores, [[name for name in known if type(known[name]) is kind] for kind in kinds])
+            scores = {at: given[at] for at in (*_PLAIN, *contenders) if at in given}  # from the simplest on
+            decision = decide(scores, _alike(known))
+            if name != "start" or "found" not in contenders:
+                bar.expect(usual if decision.name == "found" else most - perhaps)
         if decision.name == "found":
+            bar.expect(most)
             known["found"] = fits.searched(start, varies)
         bar.finish()
     chosen = known.get(decision.name, start)
@@ -111,8 +123,14 @@ def choose_settings(
     return chosen, record
 
 
+def _alike(known: Mapping[str, Calibrator]) -> list[list[str]]:
+    """Names of candidates that are equally simple: those of one calibrator besides the start."""
+    kinds = {type(at) for name, at in known.items() if name != "start"}
+    return [[name for name in known if type(known[name]) is kind] for kind in kinds]
+
+
 class _OneBar(Reporter):
-    """Batches of calibrations as one bar, in hundredths of a calibration by FeatCal: `most` at most, unless it is more.
+    """Batches of calibrations as one bar, in hundredths of a calibration by FeatCal: `most`, unless it is more.
 
     A batch in which one that can't be solved for makes the others walk alone counts once.
     """
@@ -131,9 +149,14 @@ class _OneBar(Reporter):
         most = round(100 * max(self._most, self._at))
         self._reporter.step(phase, round(100 * self._at), most, label, **metrics)
 
+    def expect(self, most: float) -> None:
+        """What was not sure to be done is."""
+        self._most = most
+
     def finish(self) -> None:
         """All is tried, perhaps less than there could have been."""
-        self._reporter.step(PHASE, round(100 * self._most), round(100 * self._most))
+        most = round(100 * max(self._most, self._at))
+        self._reporter.step(PHASE, most, most)
 
 
 class CrossFits:
@@ -257,10 +280,15 @@ def outlook(
         names.append("found")
         efforts.append(start.effort)
         # Every step is tried without two neighbours of four and, where what was found wins, without each fold.
-        tried = 1 + sum(len(start.steps_from(name, has_base=has_base)) for name in varies)
-        searches = start.effort * tried * (2 * NUM_FOLDS - 3)
+        searches = _search_effort(start, varies, has_base) * (2 * NUM_FOLDS - 3)
     effort = sum(efforts) * (NUM_FOLDS - 1) + searches + max(efforts)
     return [_title(name, known) for name in names], effort
+
+
+def _search_effort(start: Calibrator, varies: Sequence[str], has_base: bool) -> float:
+    """What it takes to calibrate once with everything that a search tries."""
+    steps = sum(len(start.steps_from(name, has_base=has_base)) for name in varies)
+    return start.effort * (1 + steps if varies else 0)
 
 
 HELD_OUT = Chooser(choose_settings, outlook)

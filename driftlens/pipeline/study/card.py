@@ -350,7 +350,7 @@ def _attached(run: DriftRun, name: str) -> Iterator[str]:
         rows["variant"].isin(["base", "merged", calibrated(name)]) & rows["metric"].str.startswith(ATTACHED)
     ]
     cells = [
-        (row["task"], row["metric"].removeprefix(ATTACHED), title(row["variant"]), f"{row['value']:.4g}")
+        (row["task"], row["metric"].removeprefix(ATTACHED), title(row["variant"]), f"{row['value']:.3g}")
         for row in rows.sort_values(["task", "metric"], kind="stable").to_dict("records")
     ]
     if cells:

@@ -52,6 +52,7 @@ class Place:
 SECTIONS: Mapping[str, Place] = MappingProxyType(
     {
         "drift": Place("layers", "layers", "Drift"),
+        "distance": Place("layers", "layers", "Against the base"),
         "contributions": Place("origins", "layers", "Sources"),
         "mismatch": Place("decomposition", "layers", "Mismatch and propagation"),
         "amplification": Place("decomposition", "layers", "Amplification"),

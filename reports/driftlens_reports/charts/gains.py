@@ -45,7 +45,7 @@ def _extremes_in_words(rows: pd.DataFrame, column: str) -> str:
     """The smallest and the largest value of each variant, with their tasks."""
 
     def write(row: pd.Series[Any]) -> str:
-        return f"{row[column]:+#.4g} ({row['task']})"
+        return f"{row[column]:+#.3g} ({row['task']})"
 
     groups = rows.groupby("variant", sort=False)
     return words.by_variant(

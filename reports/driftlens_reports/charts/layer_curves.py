@@ -249,7 +249,7 @@ _DISTANCE = "drift / base distance"
 @chart(
     "base-distance",
     title="Drift against the base's distance",
-    section="drift",
+    section="distance",
     rank=30,
     presets=("calibration",),
     needs=("layers", ("drift_vs_base",)),

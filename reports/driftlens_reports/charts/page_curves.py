@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pandas as pd
+import plotly.graph_objects as go
 
 from driftlens.errors import DataError
+from driftlens.records.before_after import compared_variants
 from driftlens.records.compare import Comparison
-from driftlens.records.reading import number
+from driftlens.records.reading import number, percent
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import LAYERS, SAMPLES
 from driftlens.records.verdict import layer_name
@@ -19,10 +21,10 @@ from driftlens_reports.charts.layer_curves import Curves, draw_curves
 from driftlens_reports.charts.marks import gapped
 from driftlens_reports.charts.panels import titled, value_axis
 from driftlens_reports.charts.picking import chosen_variants, layer_rows, named_layers, ordered
-from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, look, palette
+from driftlens_reports.charts.theme import SHARE, TICK_NUMBER, TICK_SHARE, look, palette
 from driftlens_reports.charts.words import by_variant, counted, final_sentence, label, literal, shown
 
-_MEAN, _DRIFT = "mean drift", "drift"
+_MEAN, _DRIFT, _LEFT = "mean drift", "drift", "drift left"
 _SHARE, _CHANGE = "share of final drift", "change of mean drift"
 
 
@@ -37,12 +39,54 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = layer_rows(run, replace(options, tasks=None))
     if not rows[column].notna().any():
         raise DataError("no drift was measured in this run", hint=f"`{LAYERS.filled_by([column])}` adds it.")
-    by_task = rows.pivot_table(index=["variant", "layer"], columns="task", values=column, sort=False)
-    means = by_task.mean(axis=1, skipna=False).rename(_MEAN).reset_index()  # of other tasks, it would jump
-    means = ordered(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
-    means = _placed(run, means)
     what = "drift / expert norm" if options.relative else "mean L2 drift"
     kind = Curves(_MEAN, titled(what, "layers", column), value_axis(options))
+    figure, means = _over_tasks(run, rows, column, kind, options)
+    figure.layout.uirevision = f"{run.id} mean {options.relative}"
+    alt = f"{what[0].upper()}{what[1:]} by layer, mean over tasks. {final_sentence(means, _MEAN)}"
+    note = f"Thick: mean over {counted(len(run.tasks), 'task')}; thin: each task."
+    return Drawn(figure, alt, means[["variant", "layer", "role", "path", _MEAN]], (note,))
+
+
+def left_curves(run: DriftRun, name: str, *, dark: bool) -> Drawn:
+    """What a calibration leaves of the merged model's drift, by layer: a thick line over tasks, a thin one for each.
+
+    Raises:
+        DataError: the run has no such calibration, or no drift of the merged model or of it.
+        RunError: the layer table can't be read.
+    """
+    options = ChartOptions(variants=compared_variants(run, name)[:-1], dark=dark)
+    rows, drift = layer_rows(run, options), "drift_l2_mean"
+    before = rows[rows["variant"] == "merged"].set_index(["task", "layer"])[drift].astype(float)
+    there = pd.MultiIndex.from_frame(rows[["task", "layer"]])
+    before = before.where(before > 0).reindex(there).to_numpy()
+    rows = rows.assign(**{_LEFT: rows[drift].astype(float) / before})[rows["variant"] != "merged"]
+    if not rows[_LEFT].notna().any():
+        raise DataError(f"no drift of {name!r} was measured beside the merged model's")
+    axis = {"tickformat": TICK_SHARE, "rangemode": "tozero", "autorangeoptions": {"include": [1.0]}}
+    kind = Curves(_LEFT, f"{_LEFT} (% of the merged model's)", axis, number=SHARE, line=1.0)
+    figure, means = _over_tasks(run, rows, _LEFT, kind, options)
+    figure.layout.uirevision = f"{run.id} left {name}"
+    at = means[(means["variant"] == calibrated(name)) & means[_LEFT].notna()].tail(1)
+    said = [f"At {row['where']}: {percent(float(row[_LEFT]))}." for _, row in at.iterrows()]
+    return Drawn(
+        figure,
+        alt=" ".join(["Share of the merged model's drift that is left, by layer, mean over tasks.", *said]),
+        data=means[["variant", "layer", "role", "path", _LEFT]],
+        notes=("100 % is as merged. Thick: mean over tasks; thin: each task.",),
+    )
+
+
+def _over_tasks(
+    run: DriftRun, rows: pd.DataFrame, column: str, kind: Curves, options: ChartOptions
+) -> tuple[go.Figure, pd.DataFrame]:
+    """Thin lines of a column, one per task and variant, behind a thick one of their mean; and the rows of the means."""
+    by_task = rows.pivot_table(index=["variant", "layer"], columns="task", values=column, sort=False)
+    means = (
+        by_task.mean(axis=1, skipna=False).rename(kind.column).reset_index()
+    )  # of other tasks, it would jump
+    means = ordered(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
+    means = _placed(run, means)
     figure = draw_curves(run, means, kind, dark=options.dark, titles=[""])
     grey, num_means = palette(options.dark).quiet, len(figure.data)
     for trace in figure.data:
@@ -63,14 +107,11 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
             showlegend=False,
             visible="legendonly" if is_control(str(variant)) else True,
             text=[*map(literal, part["where"])],
-            hovertemplate=f"{called}%{{y:{NUMBER}}}, %{{text}}<extra></extra>",
+            hovertemplate=f"{called}%{{y:{kind.number}}}, %{{text}}<extra></extra>",
         )
     figure.data = (*figure.data[num_means:], *figure.data[:num_means])  # thin lines below
     figure.layout.hovermode = "closest"
-    figure.layout.uirevision = f"{run.id} mean {options.relative}"
-    alt = f"{what[0].upper()}{what[1:]} by layer, mean over tasks. {final_sentence(means, _MEAN)}"
-    note = f"Thick: mean over {counted(len(run.tasks), 'task')}; thin: each task."
-    return Drawn(figure, alt, means[["variant", "layer", "role", "path", _MEAN]], (note,))
+    return figure, means
 
 
 def running_curve(run: DriftRun, name: str, found: Mapping[int, float], *, dark: bool) -> Drawn:

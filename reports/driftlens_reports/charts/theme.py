@@ -18,8 +18,8 @@ FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 SIZE, SMALL = 13, 11
 """Font sizes in pixels: titles and legend; ticks and panel text."""
 
-NUMBER, SHARE = ".4~g", ".1~%"
-"""Formats of hovered numbers: four significant digits; a fraction as a percentage."""
+NUMBER, SHARE = ".3~g", ".1~%"
+"""Formats of hovered numbers: three significant digits; a fraction as a percentage."""
 TICK_NUMBER, TICK_SHARE = ".3~g", ".0~%"
 """The same for axis ticks."""
 

@@ -30,7 +30,19 @@ def run(device: str) -> str:
         spec = _spec(place, device)
         _command(["doctor", "--measure", "--device", device])
         for number in (1, 2, 4):
-            checks = _command(["validate", spec, "--processes", number, "--device", device, "--json"])
+            checks = _command(
+                [
+                    "validate",
+                    spec,
+                    "--processes",
+                    number,
+                    "--per-machine",
+                    number,
+                    "--device",
+                    device,
+                    "--json",
+                ]
+            )
             shares = json.loads(checks)["processes"]["shares"]
             out = place / f"run{number}"
             commands = {

@@ -106,6 +106,10 @@ def validate(
         int | None,
         typer.Option(help="Also plan for so many: seconds, memory and bytes on the wire of each."),
     ] = None,
+    per_machine: Annotated[
+        int | None,
+        typer.Option(help="How many of them share a machine like this; one per core or GPU if left out."),
+    ] = None,
     *,
     as_json: JsonFlag = False,
     job: Job,
@@ -116,7 +120,9 @@ def validate(
 
     with limited_threads(job.threads):
         resolved = load_spec(spec, overrides or ())
-        found = preflight(resolved, deep=deep, processes=processes, access=job.access)
+        found = preflight(
+            resolved, deep=deep, processes=processes, per_machine=per_machine, access=job.access
+        )
     say_json(found.as_dict()) if as_json else say(found.text())
     if found.problems:
         raise typer.Exit(found.exit_code)

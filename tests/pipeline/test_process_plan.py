@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from driftlens.access import Access
 from driftlens.engine.site_selection import select_sites
-from driftlens.errors import SpecError
 from driftlens.pipeline.preflight import processes, rates
 from driftlens.pipeline.preflight.costs import layer_costs
 from driftlens.pipeline.preflight.solving import Group, Solving, solving
@@ -92,8 +91,15 @@ def test_a_number_that_nobody_has_is_refused(world: World) -> None:
     for number in (0, -3, processes.MOST + 1):
         result = check(world.spec(), processes=number)
         assert result.exit_code == 2 and f"processes is {number}" in result.problems[0].text
-    with pytest.raises(SpecError, match="expected 1 to"):
-        raise SpecError(result.problems[0].text)
+        result = check(world.spec(), processes=2, per_machine=number)
+        assert result.exit_code == 2 and f"per_machine is {number}" in result.problems[0].text
+
+
+def test_processes_that_crowd_a_machine_take_longer(world: World) -> None:
+    spread, crowded = (check(world.spec(), processes=8, per_machine=number).processes for number in (4, 8))
+    assert spread.per_machine == 4 and crowded.per_machine == 8
+    for name in ("analyze", "calibrate"):  # twice as many as there are cores: everything takes twice as long
+        assert crowded.shares[name].seconds == pytest.approx(2 * spread.shares[name].seconds, rel=0.1)
 
 
 def test_the_plan_stands_under_the_estimate_and_in_json(world: World) -> None:

@@ -62,6 +62,7 @@ def preflight(
     *,
     deep: bool = False,
     processes: int | None = None,
+    per_machine: int | None = None,
     trials: Sequence[Trial] = (),
     access: Access = Access(),
 ) -> Preflight:
@@ -73,6 +74,7 @@ def preflight(
         spec: the run.
         deep: also score every expert on its own task, which runs the models.
         processes: also plan the analysis and its calibration for so many.
+        per_machine: how many of them share a machine like this one.
         trials: calibrations behind the analysis, whose cost is estimated as well.
         access: what may be used, and on which device.
     """
@@ -100,7 +102,7 @@ def preflight(
         load = load_of(spec, models, data, layers)
         checks.cost = estimate(load.work, load.sample, place, more=load.merge)
         if processes is not None:
-            planned = partial(_processes, spec, models, data, load, place, processes)
+            planned = partial(_processes, spec, models, data, load, place, processes, per_machine)
             checks.processes = checks.attempt("processes", planned)
         if trials:
             walk_of = partial(_walk, models, load, select_sites(models.architecture.chain))
@@ -229,6 +231,7 @@ def _processes(
     load: Load,
     device: torch.device,
     number: int,
+    per_machine: int | None,
 ) -> Processes:
     """The plan of an analysis, and of the calibration that the spec or the defaults ask for."""
     calibrator, sites = _solved_sites(spec, models.architecture.chain)
@@ -240,6 +243,7 @@ def _processes(
     has_control = spec.base is not None and anchor_moves(calibrator)
     return plan_processes(
         number,
+        per_machine,
         load.work,
         load.sample,
         device,

@@ -92,6 +92,7 @@ class Processes:
 
 def plan_processes(
     number: int,
+    per_machine: int | None,
     work: Workload,
     sample: SampleSet,
     device: torch.device,
@@ -105,6 +106,7 @@ def plan_processes(
 
     Args:
         number: of processes.
+        per_machine: how many share a machine like this one; None means one for every core or GPU.
         work: the analysis.
         sample: of one task, to time its reading.
         device: where each process computes.
@@ -114,13 +116,14 @@ def plan_processes(
         reads: bytes of weights that an analysis reads.
 
     Raises:
-        SpecError: `number` is no number of processes.
+        SpecError: one of both is no number of processes.
     """
-    if not 1 <= number <= MOST:
-        raise SpecError(f"processes is {number}, expected 1 to {MOST}")
+    for name, given in (("processes", number), ("per_machine", per_machine)):
+        if given is not None and not 1 <= given <= MOST:
+            raise SpecError(f"{name} is {given}, expected 1 to {MOST}")
     rates, per_sample = rates_here(device, width_of(work.layers)), seconds_per_sample(sample)
     here = torch.cuda.device_count() if device.type == "cuda" else rates.cores
-    crew = _Crew(number, min(number, max(1, here)), rates, per_sample, reads)
+    crew = _Crew(number, min(number, per_machine or max(1, here)), rates, per_sample, reads)
     shares = {"analyze": crew.analysis(work)}
     if walk is not None:
         added = dataclasses.replace(work, variants=variants, explained=variants, merged_bytes=0)
@@ -138,10 +141,15 @@ class _Crew:
     per_sample: float
     reads: int
 
+    @property
+    def start(self) -> float:
+        """Seconds until the processes of a machine have imported what they need; one core imports for one."""
+        return self.rates.start * max(1.0, self.per_machine / self.rates.cores)
+
     def analysis(self, work: Workload) -> Share:
         share, seconds = self._analysis(work)
         memory = resident_bytes() + memory_bytes(_with_share(work, share))
-        return Share(self.rates.start + seconds, memory, _row_bytes(work, share, self.number))
+        return Share(self.start + seconds, memory, _row_bytes(work, share, self.number))
 
     def calibration(self, walk: Solving, added: Workload, effort: float) -> Share:
         """Of the walk, and of the analysis of what it adds."""
@@ -154,7 +162,7 @@ class _Crew:
         if self.number > 1:
             seconds += max(sent, received) / (self.rates.wire or _WIRE) + times * self.rates.latency
         memory = resident_bytes() + max(walk.memory(added, share), memory_bytes(_with_share(added, measured)))
-        return Share(self.rates.start + seconds, memory, sent + _row_bytes(added, measured, self.number))
+        return Share(self.start + seconds, memory, sent + _row_bytes(added, measured, self.number))
 
     def _analysis(self, work: Workload) -> tuple[float, float]:
         """The busiest process's share of all samples, and its seconds."""

@@ -29,13 +29,15 @@ def catalog() -> dict[str, dict[str, Any]]:
                 "kind": "trained" if issubclass(kind, Trainer) else "closed form",
                 "needs_task_id": kind.needs_task_id,
                 "leaves": kind.leaves(),
+                "effort": kind.effort,
                 "settings": _settings(kind),
                 "presets": {preset: dict(values) for preset, values in kind.presets.items()},
                 "suited": dict(kind.suited),
                 "automatic": [*kind.searched],
                 "candidates": [dict(settings) for settings in kind.candidates],
             }
-            for name, kind in calibrators.items()
+            # Those with published settings first.
+            for name, kind in sorted(calibrators.items(), key=lambda entry: not entry[1].presets)
         },
         "merge_methods": {
             name: {

@@ -51,6 +51,7 @@ class Method:
         suited: loader of models -> the preset for its kind, where that isn't the first one.
         automatic: names of the settings that can be chosen on held-out calibration samples.
         candidates: settings, over the defaults, that the choice of the best method tries.
+        effort: processor time of a calibration against FeatCal's, roughly.
     """
 
     title: str
@@ -61,6 +62,7 @@ class Method:
     suited: Mapping[str, str]
     automatic: tuple[str, ...]
     candidates: tuple[Mapping[str, Any], ...]
+    effort: float
 
     def preset_for(self, loader: str) -> str | None:
         """The published setting for models of a loader; None where the method has none."""
@@ -81,6 +83,7 @@ def methods(kind: str = "calibrators") -> Mapping[str, Method]:
             suited=entry.get("suited", {}),
             automatic=tuple(entry.get("automatic", ())),
             candidates=tuple(entry.get("candidates", ())),
+            effort=float(entry.get("effort", 1.0)),
         )
         for name, entry in found.items()
     }

@@ -91,7 +91,7 @@ class IntervMerge(Descent, Trained, JointTrainer):
 
     title = "IntervMerge"
     source = "arXiv:2412.17023"
-    effort = 3.0
+    effort = 80.0  # not measured: as SurgeryV2, which takes as many steps through the same layers
     of_tokens = True
 
     def __init__(

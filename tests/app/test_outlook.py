@@ -91,7 +91,7 @@ def test_a_calibration_that_took_anothers_place_is_told_with_its_solving(run: Pa
     assert "about 18 s." in past_cost(opened)
 
 
-@pytest.mark.parametrize("seconds", [None, "x", float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf")], ids=str)
 def test_seconds_that_are_no_number_leave_the_cost_out(
     open_app: Open, root: Path, run: Path, seconds: Any
 ) -> None:

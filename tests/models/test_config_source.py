@@ -29,10 +29,10 @@ class Hub:
         path.write_text(f'{{"file": "{name}"}}')
         return str(path)
 
-    def look_up(self, repository: str, file: str) -> str | None:
+    def look_up(self, repository: str, file: str, revision: str | None = None) -> str | None:
         return self.file(file) if file in self.cached else None
 
-    def download(self, repository: str, file: str) -> str:
+    def download(self, repository: str, file: str, revision: str | None = None) -> str:
         self.asked.append(f"{repository}/{file}")
         if self.down:
             raise ConnectionError("no route to host\nand more")

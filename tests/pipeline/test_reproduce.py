@@ -57,8 +57,7 @@ def test_the_arena_and_the_spec_repair_a_suite_with_the_papers_settings(name: st
     _, suite, folder = load_suite(name)
     spec = suite.run_spec(name, "task_arithmetic", folder)
     assert spec.calibration is not None and spec.calibration.preset is not None
-    adapter = {"hf-t5": "hf_t5", "hf-decoder": "hf_decoder"}.get(spec.architecture.loader, "")
-    suited = FeatCal.suited.get(adapter, next(iter(PRESETS)))  # what `arena` starts from
+    suited = FeatCal.suited.get(spec.architecture.loader, next(iter(PRESETS)))  # what `arena` starts from
     assert {**PRESETS[suited], **suite.repairs["featcal"]} == dict(PRESETS[spec.calibration.preset])
 
 

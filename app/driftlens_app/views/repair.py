@@ -57,6 +57,8 @@ PAGE = Page(
 
 _ESTIMATE = "_calibration_estimate"
 _SHOWN = "_calibrations_shown"
+_PATIENCE = 5.0
+"""Repairs that take so many times as long as FeatCal are not compared unless somebody asks."""
 
 _MOST_BYTES = 1_000_000_000
 """Streamlit holds a download in memory; larger files are named instead."""
@@ -249,10 +251,10 @@ def _arena(run: DriftRun, *, blocked: bool) -> None:
         chosen = st.multiselect(
             "Repairs to compare",
             [*known],
-            default=[*known],
+            default=[name for name, method in known.items() if method.effort < _PATIENCE],
             format_func=lambda name: known[name].title,
             key="arena-methods",
-            help="Each with its published settings; those that are trained take minutes.",
+            help="Each with its published settings; those that are left out at first take minutes and more.",
         )
         if st.button("Compare repairs", icon=":material/swords:", key="arena", disabled=blocked):
             start(arena_request(run, chosen))

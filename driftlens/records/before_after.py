@@ -27,10 +27,12 @@ from driftlens.records.outcomes import (
 from driftlens.records.reading import (
     Kind,
     Sheet,
+    brief,
     is_measured,
     percent_interval,
     points,
     points_interval,
+    signed,
 )
 from driftlens.records.run import DriftRun
 from driftlens.records.swept import rho_control
@@ -293,8 +295,8 @@ def change_in_words(measure: Measure, before: float, change: Interval) -> str:
         at = change.scaled(1 / before)
         text, ends = f"{points(at.value)} %", percent_interval(at.low, at.high)
     else:
-        text = f"{change.value:+.3g}"
-        ends = f"{change.low:+.3g} to {change.high:+.3g}" if is_measured(change.low) else ""
+        text = signed(change.value)
+        ends = f"{signed(change.low)} to {signed(change.high)}" if is_measured(change.low) else ""
     claimed = "no clear change, " if change.low <= 0 <= change.high else ""
     return f"{claimed}{text}{f' ({ends})' if ends else ''}"
 
@@ -366,18 +368,18 @@ def _lower(entry: Mapping[str, Any], what: str, told: str) -> str:
         return "could not be solved for"
     gap = entry["advantage"]
     unit = " nat" if what == "KL" else ""
-    ends = "" if entry["low"] is None else f" ({told}: {entry['low']:.3g} to {entry['high']:.3g})"
+    ends = "" if entry["low"] is None else f" ({told}: {brief(entry['low'])} to {brief(entry['high'])})"
     way = "higher" if gap < 0 else "lower"
-    return f"has a held-out {what} {way} than the merged model's by {abs(gap):.3g}{unit}{ends}"
+    return f"has a held-out {what} {way} than the merged model's by {brief(abs(gap))}{unit}{ends}"
 
 
 def _scored(entry: Mapping[str, Any]) -> str:
     if entry.get("score") is None:
         return entry.get("error") or "could not be solved for"
     if entry.get("advantage") is None:
-        return f"{entry['score']:.3g}"
-    ends = "" if entry["low"] is None else f", {-entry['high']:+.3g} to {-entry['low']:+.3g}"
-    return f"{entry['score']:.3g} ({-entry['advantage']:+.3g}{ends})"
+        return brief(entry["score"])
+    ends = "" if entry["low"] is None else f", {signed(-entry['high'])} to {signed(-entry['low'])}"
+    return f"{brief(entry['score'])} ({signed(-entry['advantage'])}{ends})"
 
 
 def _selection_sentence(record: Mapping[str, Any]) -> str:

@@ -126,6 +126,17 @@ def number(value: float, digits: int = 3) -> str:
     )
 
 
+def brief(value: float, sign: str = "") -> str:
+    """Three significant digits without zeros behind them, `sign` as in a format ("+" shows both); no exponent."""
+    text = f"{value:{sign}.3g}"
+    return f"{value:{sign}.0f}" if "e+" in text and abs(value) < 1e15 else text
+
+
+def signed(value: float) -> str:
+    """The same with its sign, as a change is told."""
+    return brief(value, "+")
+
+
 def p_value(value: float) -> str:
     """A p value, never 0."""
     return "< .001" if value < 0.001 else f"{value:.3f}"

@@ -32,6 +32,7 @@ from driftlens.records.reading import (
     points_interval,
     printable,
     setting_text,
+    signed,
     size,
     written,
 )
@@ -297,8 +298,8 @@ def _score_cells(row: dict[Any, Any]) -> list[str]:
     )
     if metric_called(row["metric"]).kind == "share":
         return [_arrow(percent(before), percent(after)), points(change), points_interval(low, high)]
-    ends = f"{low:+.3g} to {high:+.3g}" if is_measured(low) else ""
-    return [_arrow(number(before), number(after)), f"{change:+.3g}" if is_measured(change) else "", ends]
+    ends = f"{signed(low)} to {signed(high)}" if is_measured(low) else ""
+    return [_arrow(number(before), number(after)), signed(change) if is_measured(change) else "", ends]
 
 
 def _notes(rows: pd.DataFrame) -> list[str]:

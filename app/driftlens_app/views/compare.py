@@ -12,7 +12,7 @@ from streamlit.column_config import NumberColumn, TextColumn
 from driftlens.errors import DataError
 from driftlens.metrics import metric_called, title_of
 from driftlens.records.compare import Comparison, compare
-from driftlens.records.reading import is_measured, percent_interval, points_interval
+from driftlens.records.reading import is_measured, percent_interval, points_interval, signed
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of, title
 from driftlens_app.jobs.requests import comparisons
@@ -203,4 +203,4 @@ def _are_shares(rows: pd.DataFrame) -> bool:
 
 
 def _interval(low: float, high: float) -> str:
-    return f"{low:+.3g} to {high:+.3g}" if is_measured(low) else ""
+    return f"{signed(low)} to {signed(high)}" if is_measured(low) else ""

@@ -11,7 +11,7 @@ from driftlens.records import before_after
 from driftlens.records.arena import arena_sheet
 from driftlens.records.intervals import mean_over_tasks
 from driftlens.records.outcomes import outcomes
-from driftlens.records.reading import Kind, estimate, is_measured, percent, setting_text
+from driftlens.records.reading import Kind, brief, estimate, is_measured, percent, setting_text
 from driftlens.records.run import DriftRun
 from driftlens.records.swept import ABLATION, ablation_sheets
 from driftlens.variants import part_of, title
@@ -82,7 +82,7 @@ def _of_calibration(run: DriftRun, name: str) -> Iterator[str]:
     info = run.manifest.calibrations[name]
     yield (
         f"{info.method} on {sum(info.samples.values())} samples of {len(info.samples)} tasks, "
-        f"{len(info.layers)} layers calibrated in {info.seconds:.3g} s."
+        f"{len(info.layers)} layers calibrated in {brief(info.seconds)} s."
     )
     yield from before_after.selection_sentences(run, name)
     yield from (f"{notice}." for notice in info.notices)

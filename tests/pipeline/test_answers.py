@@ -86,7 +86,7 @@ class Suite:
             labels = torch.tensor([row + [-100] * (9 - len(row)) for row in rows])
         self.model.eval()  # without dropout
         optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02)
-        steps = 250
+        steps = 600
         # Steps grow shorter, so that the last one is no jump away from what was learnt, on any processor.
         shorter = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         for _ in range(steps):

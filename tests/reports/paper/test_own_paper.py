@@ -232,7 +232,7 @@ def test_parameters_can_be_pasted_from_a_figure(run: DriftRun, tmp_path: pathlib
     subprocess.run(["pdftotext", "-layout", "all.pdf"], cwd=tmp_path, check=True)
     said = (tmp_path / "all.txt").read_text().split()
     assert "--param" in said
-    assert {"lam=0.005,0.05,0.5,5", "alpha=0,0.15,0.3,0.6,1", "rho=1,1.5,2,2.5,3"} <= set(said)
+    assert {"lam=0.0005,0.005,0.05,0.5,5", "alpha=0,0.15,0.3,0.6,1", "rho=1,1.5,2,2.5,3"} <= set(said)
 
 
 @pytest.mark.slow

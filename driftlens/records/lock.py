@@ -104,6 +104,9 @@ class RunLock:
             for entry in ENTRIES:  # what is not the run's own may be large, and is none of its business
                 sweep((self._folder / entry).rglob(PARTIAL), others=True)
             self.beat()
+        except KeyboardInterrupt:  # it may fall behind the note
+            self.release()
+            raise
         except BaseException:
             self._guard.release()
             stopping.end(self)

@@ -23,10 +23,6 @@ def writing(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
         team: the first of these gets the writer, the others a `Follower`.
         opened: opens the run; what it raises, all raise.
     """
-    if team.size == 1:
-        with opened() as writer:  # no stack of exits: an interrupt may fall into its own steps
-            yield writer
-        return
     team.meet()  # what others still read before they come here must not change
     with ExitStack() as stack:
         held: list[RunWriter] = []

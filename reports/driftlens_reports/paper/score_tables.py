@@ -138,9 +138,7 @@ def corruption(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publi
         "calibration there is nothing to corrupt, so the merged model has a clean column only.",
         used,
         notes,
-        needed(
-            used, f"`driftlens sweep RUN --param corruption={','.join(published.CORRUPTED)}` measures them."
-        ),
+        needed(used, "`driftlens sweep RUN` over `corruption` measures them."),
     )
 
 

@@ -6,9 +6,11 @@ import dataclasses
 import json
 import math
 import pathlib
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from driftlens.pipeline.preflight import rates
 from driftlens.pipeline.preflight.costs import Effort
@@ -90,3 +92,17 @@ def test_a_file_that_tells_nothing_of_this_machine_is_measured_past(kept: pathli
     assert rates.measured_rates(CPU) is None
     quick = rates.rates_here(CPU, 64)
     assert set(quick.work) == {"blocks", "sums", "solves"} and quick.at("blocks", 64) > 0
+
+
+def test_a_walk_counts_the_operations_that_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[float] = []
+
+    def once(work: Callable[[], float], device: torch.device, seconds: float) -> float:
+        with FlopCounterMode(display=False) as counter:
+            told = work()
+        counted.append(counter.get_total_flops())
+        return told
+
+    monkeypatch.setattr(rates, "_timed", once)
+    told = rates._walked(CPU, 64, 0.0)
+    assert told == pytest.approx(counted[0], rel=0.15)  # softmax and the like are not counted

@@ -1,7 +1,8 @@
 """What this machine does in a second: measured once by `driftlens doctor --measure`, or in a moment where it wasn't.
 
-Rates are of the work itself, not of bare products: a transformer's block, sums of Gram matrices, Cholesky solves. One
-process is timed alone, then one on every core at once, as processes that share a machine also share its memory.
+Rates are of the work itself, not of bare products: a walk through a language model, sums of Gram matrices, Cholesky
+solves; a moment is enough for a bare transformer's block alone, which is faster. One process is timed alone, then one
+on every core at once, as processes that share a machine also share its memory.
 """
 
 from __future__ import annotations
@@ -22,15 +23,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from driftlens.data.samples import Batch
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.walk import walk
 from driftlens.errors import RunError
 from driftlens.files import from_json, write_json_atomic
 from driftlens.linalg.cholesky import factorize
 from driftlens.linalg.gram import GramSum
+from driftlens.models.architecture import architecture_of
+from driftlens.models.sources import module_source
 from driftlens.threads import computing_with
 
 WIDTHS = (64, 256, 768, 2048)
 """Widths that are timed; between them rates are interpolated, beyond them those of the nearest hold."""
 _TOKENS, _SAMPLES, _HEADS = 64, 16, 4
+_LAYERS = _BATCHES = 2
+_FEATURES = 8192
 _SECONDS = 1.0
 _MOMENT = 0.05
 _BYTES = 2**26
@@ -44,8 +52,8 @@ class Rates:
         device: where products were timed, as torch names it.
         cores: of this machine.
         threads: that a process alone computes with.
-        work: kind -> width -> operations: "blocks" of a transformer's forward pass in float32, "sums" of Gram matrices
-            (float32 products, float64 sums), "solves" by Cholesky factors in float64.
+        work: kind -> width -> operations: "blocks" of a transformer that models walk through in float32, "sums" of Gram
+            matrices (float32 products, float64 sums), "solves" by Cholesky factors in float64.
         reads: bytes of a file that was just written; one that must come from the disk first takes longer.
         one: share of these rates that a process with one thread has, alone on the machine.
         crowded: share of its own rate that a process with one thread keeps while every core has one like it.
@@ -139,7 +147,7 @@ def measure(device: torch.device, tell: Callable[[str], None] = lambda text: Non
         RunError: the processes that measure each other couldn't be started, or the file can't be written.
     """
     found: dict[str, dict[int, float]] = {}
-    for kind, work in _WORK.items():
+    for kind, work in (_WORK | {"blocks": _walked}).items():
         tell(kind)
         found[kind] = {width: work(device, width, _SECONDS) for width in WIDTHS}
     tell("processes")
@@ -197,6 +205,38 @@ def _blocks(device: torch.device, width: int, seconds: float) -> float:
         return 2.0 * _SAMPLES * _TOKENS * (12 * width**2 + 2 * _TOKENS * width)
 
     return _timed(block, device, seconds)
+
+
+@torch.no_grad()
+def _walked(device: torch.device, width: int, seconds: float) -> float:
+    """The engine's own walk of an expert and a variant, through two blocks of a language model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=max(1, width // 64),
+        vocab_size=_HEADS,
+    )
+    with device:
+        module = LlamaForCausalLM(config).eval()
+        # Fewer samples where blocks are wide: still long products, and soon done.
+        ones = torch.ones(min(_SAMPLES, max(1, _FEATURES // width)), _TOKENS, dtype=torch.long)
+    chain = architecture_of(module, {"input_ids": ones[:2, :2], "attention_mask": ones[:2, :2]}).chain
+    sources = dict.fromkeys(("expert:a", "merged"), module_source(module, "a"))
+    pool = ModelPool(chain, module, sources, device=device, dtype=torch.float32)
+    inputs = {"input_ids": ones, "attention_mask": ones}
+    batches = [Batch(len(ones) * at, len(ones) * (at + 1), inputs) for at in range(_BATCHES)]
+    matrices = sum(weight.numel() for weight in module.model.layers.parameters() if weight.ndim == 2)
+
+    def work() -> float:
+        for _ in walk(pool, "a", ["merged"], batches):
+            pass
+        # Three passes: each model on its own features, and the merged one on the expert's.
+        return 3 * 2.0 * _BATCHES * ones.numel() * (matrices + 2 * _TOKENS * width * _LAYERS)
+
+    return _timed(work, device, seconds)
 
 
 @torch.no_grad()
@@ -261,7 +301,7 @@ def _together(device: torch.device, threads: int) -> dict[str, float]:
 def _member(rank: int, number: int, folder: str, name: str, threads: int) -> None:
     """What each of some processes does: rank 0 works alone while the others wait, then all work at once."""
     import torch.distributed as distributed
-    import transformers.models.clip.modeling_clip  # noqa: F401  what a process of ours waits for most
+    import transformers.models.llama.modeling_llama  # noqa: F401  what a process of ours waits for most
 
     ready, device, width = time.time(), torch.device(name), WIDTHS[2]
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=number)
@@ -271,10 +311,10 @@ def _member(rank: int, number: int, folder: str, name: str, threads: int) -> Non
         many = alone = 0.0
         if rank == 0:
             with computing_with(threads):
-                many = _blocks(device, width, _SECONDS)
-            alone = _blocks(device, width, _SECONDS)
+                many = _walked(device, width, _SECONDS)
+            alone = _walked(device, width, _SECONDS)
         distributed.barrier()
-        rate = torch.tensor([_blocks(device, width, 2 * _SECONDS)], dtype=torch.float64)
+        rate = torch.tensor([_walked(device, width, 2 * _SECONDS)], dtype=torch.float64)
         distributed.all_reduce(rate)
         tiny, large = torch.zeros(1), torch.zeros(_BYTES // 8, dtype=torch.float64)
         latency, heavy = (

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pickle
@@ -127,8 +128,32 @@ class Team:
             value = self.final(work)  # the others may be past the place where they could hear of it
             if self.leads:
                 return value
-            self._send(key, pickle.dumps(value))
+            self._send(key, pickle.dumps(value), to=0)
         return pickle.loads(self._received(key, owner)) if self.leads else None
+
+    def pieces(self, runs: Sequence[tuple[int, int, int]], work: Callable[[int, int], T]) -> list[T] | None:
+        """What processes make of their runs of one item, in order, for the first of them; None elsewhere.
+
+        Args:
+            runs: as `shares` gives them: rank, first batch and the one behind the last.
+            work: what is made of the batches from the first to the one behind the last.
+
+        Raises:
+            DriftLensError: in the process whose work raises it, which ends the job.
+        """
+        if self.size == 1:
+            return [work(first, last) for _, first, last in runs]
+        to, keys = runs[0][0], [self._key("piece") for _ in runs]
+        own = []
+        for key, (rank, first, last) in zip(keys, runs, strict=True):
+            if rank == self.rank:
+                own.append(self.final(functools.partial(work, first, last)))
+                if rank != to:
+                    self._send(key, pickle.dumps(own.pop()), to=to)
+        if self.rank != to:
+            return None
+        others = zip(keys[1:], runs[1:], strict=True)
+        return own + [pickle.loads(self._received(key, rank)) for key, (rank, *_) in others]
 
     def gather(self, value: T) -> list[T]:
         """The value of every process, by rank."""
@@ -403,14 +428,14 @@ class Team:
                 hint="What was finished is kept; repeat the command with --resume.",
             ) from error
 
-    def _send(self, key: str, data: bytes) -> None:
-        """To the first process; what is long goes while this one works on."""
+    def _send(self, key: str, data: bytes, *, to: int) -> None:
+        """To another process; what is long goes while this one works on."""
         self._store.set(key, len(data).to_bytes(8, "big") + (data if len(data) <= _INLINE else b""))
         if len(data) <= _INLINE:
             return
         import torch
 
-        self._give(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, _number(key))
+        self._give(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, _number(key))
 
     def _give(self, tensor: Tensor, to: int, tag: int) -> None:
         def send() -> None:

@@ -120,6 +120,11 @@ class SampleSet:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def num_batches(self) -> int:
+        """Of all samples; the last one may be smaller."""
+        return -(-len(self.ids) // self.batch_size)
+
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Batches of the samples [start, stop), each read when it is asked for."""
         end = len(self.ids) if stop is None else stop

@@ -17,7 +17,7 @@ from driftlens.data.samples import SampleSet
 from driftlens.errors import Cancelled
 from driftlens.models.chain import Head
 from driftlens.pipeline.analyze import evaluation as evaluation
-from driftlens.pipeline.analyze.evaluation import accuracies
+from driftlens.pipeline.analyze.evaluation import scores_of
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.records.intervals import wilson
@@ -105,7 +105,7 @@ def own_accuracy(made: Prepared, variant: str, task: str) -> float:
 @pytest.mark.parametrize("task", COUNTS)
 def test_the_accuracy_is_that_of_the_librarys_own_modules(case: str, task: str) -> None:
     made = prepared(case)
-    answers = accuracies(made.study, task, VARIANTS, Reporter())
+    answers = scores_of(made.study, task, VARIANTS, Reporter())
     rows = answers.rows
     expected = [own_accuracy(made, variant, task) for variant in VARIANTS]
     assert [row["value"] for row in rows] == expected
@@ -136,7 +136,7 @@ def test_a_variant_with_a_score_map_of_its_own_is_scored_by_it() -> None:
     at_hand = dataclasses.replace(made.study.tasks[task], own_heads={"merged": turned})
     study = dataclasses.replace(made.study, tasks={**made.study.tasks, task: at_hand})
     before, after = (
-        {str(row["variant"]): row["value"] for row in accuracies(of, task, VARIANTS, Reporter()).rows}
+        {str(row["variant"]): row["value"] for row in scores_of(of, task, VARIANTS, Reporter()).rows}
         for of in (made.study, study)
     )
     named = predictions(made, "merged", task, turned)
@@ -155,7 +155,7 @@ def test_a_sample_is_read_once_for_all_variants(
 ) -> None:
     made = prepared()
     monkeypatch.setattr(evaluation, "CHUNK_BYTES", budget)
-    accuracies(made.study, "a", variants, Reporter())
+    scores_of(made.study, "a", variants, Reporter())
     probe, *reads = made.reads
     assert probe == [0], "one sample more, to learn how large they are"
     assert reads == [[0, 1, 2], [3, 4, 5], [6, 7]]
@@ -164,9 +164,9 @@ def test_a_sample_is_read_once_for_all_variants(
 @pytest.mark.parametrize("case", ["sequential", "masked_decoder"], ids=["tensor inputs", "dict inputs"])
 def test_chunks_change_no_accuracy_and_no_order(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, events = prepared(case), list[ProgressEvent]()
-    whole = accuracies(made.study, "a", VARIANTS, Reporter())
+    whole = scores_of(made.study, "a", VARIANTS, Reporter())
     monkeypatch.setattr(evaluation, "CHUNK_BYTES", 1)
-    assert accuracies(made.study, "a", VARIANTS, Reporter(events.append)) == whole
+    assert scores_of(made.study, "a", VARIANTS, Reporter(events.append)) == whole
     labels = [event.label for event in events]
     assert labels == [*(f"task a: {variant}" for variant in VARIANTS)] * 3 + ["task a"]
 
@@ -179,7 +179,7 @@ def test_progress_counts_samples_times_variants_and_ends_at_the_total(
     monkeypatch.setattr(evaluation, "CHUNK_BYTES", budget)
     reporter = Reporter(events.append)
     for task in COUNTS:
-        accuracies(made.study, task, VARIANTS, reporter)
+        scores_of(made.study, task, VARIANTS, reporter)
     total = len(VARIANTS) * sum(COUNTS.values())
     assert {event.total for event in events} == {total}
     assert [events[0].done, events[-1].done] == [0, total]
@@ -196,5 +196,5 @@ def test_who_cancels_waits_for_one_variant_of_one_chunk_at_most() -> None:
         cancel.cancel()
 
     with pytest.raises(Cancelled):
-        accuracies(made.study, "a", VARIANTS, Reporter(watch, cancel))
+        scores_of(made.study, "a", VARIANTS, Reporter(watch, cancel))
     assert seen == ["task a: expert"]

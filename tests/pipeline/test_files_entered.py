@@ -13,7 +13,7 @@ import torch
 import driftlens
 from driftlens.access import Access
 from driftlens.engine.walk import walk
-from driftlens.pipeline.analyze.diagnosis import _Recorder, diagnose
+from driftlens.pipeline.analyze.diagnosis import _Recorder, diagnosis_of, walked
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.progress import Reporter
 from driftlens.records.run import DriftRun
@@ -48,8 +48,13 @@ def test_a_batch_of_pixels_enters_few_files_on_its_way_into_tables(light: DriftR
     in_memory = dataclasses.replace(at_hand.diagnosis, load=lambda rows: pixels[list(rows)])
     tasks = {**study.tasks, task: dataclasses.replace(at_hand, diagnosis=in_memory)}
     study = dataclasses.replace(study, tasks=tasks)
-    diagnose(study, task, Reporter())  # finds the diagnostics and whatever else is found once
-    files = entered(lambda: diagnose(study, task, Reporter()))
+
+    def look() -> None:
+        whole = walked(study, task, Reporter(), 0, in_memory.num_batches)
+        diagnosis_of(study, task, [whole])
+
+    look()  # finds the diagnostics and whatever else is found once
+    files = entered(look)
     assert len(files) <= MOST, "\n".join(sorted(files))
 
 

@@ -33,7 +33,7 @@ from driftlens.models.chain import (
     adapters,
 )
 from driftlens.models.preprocessing import Preprocess
-from driftlens.pipeline.analyze.evaluation import accuracies
+from driftlens.pipeline.analyze.evaluation import scores_of
 from driftlens.pipeline.analyze.job import analyze
 from driftlens.pipeline.analyze.live import live_study
 from driftlens.pipeline.preflight.job import preflight
@@ -223,7 +223,7 @@ def test_answers_are_judged_as_the_family_says(spec: dict[str, Any]) -> None:
     labels = ("right", "wrong", "right", "right")
     labelled = dataclasses.replace(at_hand, test=dataclasses.replace(at_hand.diagnosis, labels=labels))
     study = dataclasses.replace(study, tasks={**study.tasks, "names": labelled})
-    (row,) = accuracies(study, "names", ["expert"], Reporter()).rows
+    (row,) = scores_of(study, "names", ["expert"], Reporter()).rows
     assert (row["metric"], row["value"], row["n"]) == ("share_of_rights", 0.75, 4)
 
 

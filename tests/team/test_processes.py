@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import driftlens as dl
 from driftlens.cli import DIVIDED, run
+from driftlens.pipeline.analyze.causes import BATCH
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.status import read_status
@@ -122,7 +123,9 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture(scope="module")
 def spec(three: World, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     file = tmp_path_factory.mktemp("spec") / "run.yaml"
-    given = three.spec(metrics={"jacobian": {"samples": 2}, "cka": True, "adjoint": True})
+    # More samples than are followed in one batch, so that processes share a task's batches of either kind.
+    given = three.spec(metrics={"jacobian": {"samples": BATCH + 1}, "cka": True, "adjoint": True})
+    given["data"]["defaults"]["n_diagnosis"] = BATCH + 1
     given["compute"] = {"device": "cpu", "dtype": "float64"}
     file.write_text(load_spec(given).dump())
     return file

@@ -227,3 +227,30 @@ def test_batches_are_cut_only_where_whole_items_leave_processes_idle() -> None:
     assert _unjoined(0, 4).shares({"a": 0, "b": 4})["a"] == [
         (1, 0, 0)
     ]  # whose owner says that there are no samples
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_pieces_of_an_item_come_in_order_to_the_first_that_has_some(size: int) -> None:
+    large = "x" * (1 << 17)  # more than goes through the store
+
+    def work(team: Team) -> list[object]:
+        found: list[object] = []
+        for runs in team.shares({"a": 2, "b": 5, "c": 1}).values():
+            pieces = team.pieces(runs, lambda first, last: (team.rank, first, last, large))
+            found.append(pieces if pieces is None else [piece[:3] for piece in pieces])
+            assert (pieces is not None) == (team.rank == runs[0][0])
+        return found
+
+    runs = _unjoined(0, size).shares({"a": 2, "b": 5, "c": 1})
+    assert any(len(of) > 1 for of in runs.values())
+    for made in zip(*teamed(size, work), runs.values(), strict=True):
+        assert [of for of in made[:-1] if of is not None] == [made[-1]]
+
+
+def test_an_error_in_a_piece_ends_the_job() -> None:
+    def work(team: Team) -> None:
+        runs = team.shares({"a": 2})["a"]
+        team.pieces(runs, lambda first, last: _fails() if first else None)
+
+    with pytest.raises(DataError, match="no picture"):
+        teamed(2, work)

@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-import driftlens.pipeline.analyze.phases as phases
+import driftlens.pipeline.analyze.evaluation as evaluation
 from driftlens.cli import main
 from driftlens.engine.forward_order import SnapshotWalk
 from driftlens.errors import DataError
@@ -35,7 +35,7 @@ def fail() -> None:
     if what == "killed":
         SnapshotWalk.calibrate = killed  # type: ignore[method-assign]
     elif what:
-        phases.scores_of = {"refused": refused, "mistaken": mistaken}[what]
+        evaluation.accuracies = {"refused": refused, "mistaken": mistaken}[what]
 
 
 if __name__ == "__main__":

@@ -11,18 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from driftlens.data.samples import SampleSet
 from driftlens.errors import DataError
-from driftlens.metrics import ACCURACY, METRICS
+from driftlens.metrics import ACCURACY
 from driftlens.models.generation import generate
 from driftlens.models.heads import is_of_vocabulary
 from driftlens.models.likelihoods import log_likelihoods
 from driftlens.models.texts import Text, TextReader
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
-from driftlens.records.scores import interval_of
 from driftlens.variants import expert_of
 
 SPARE_TOKENS = 8
@@ -30,37 +27,44 @@ SPARE_TOKENS = 8
 
 
 @dataclass
-class Answers:
-    """What the variants said on one task.
+class Said:
+    """What the variants said to some test samples of one task.
 
     Attributes:
-        rows: of the accuracy table.
-        results: of the table `scores`, one per sample.
+        results: variant and metric -> of every sample value, reference, answer and target; of accuracy the value alone.
         notices: what a reader should know.
     """
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    results: list[dict[str, Any]] = field(default_factory=list)
+    results: dict[tuple[str, str], list[tuple[Any, ...]]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
 
 
-def answer_scores(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Answers:
-    """Scores of variants on one task by the metrics that ask for answers; `expert` is the task's own.
+def answers(
+    study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range | None = None
+) -> Said:
+    """What variants answer to a task's test samples, by the metrics that ask for that; `expert` is the task's own.
 
     A variant whose weights don't fit `compute.feature_budget` is left out with a notice. What it attaches for the task
     acts inside the library's own model while that answers.
+
+    Args:
+        study: whose variants are asked.
+        task: one of its tasks.
+        variants: names in the study's pool.
+        reporter: told of every batch; may cancel.
+        part: the samples to ask of, all if left out.
 
     Raises:
         DataError: a target is missing, or is no number where one is wanted.
         Cancelled: somebody asked to stop.
     """
-    found, samples = Answers(), study.tasks[task].test
+    found, samples = Said(), study.tasks[task].test
     metrics = [name for name in metrics_of(study, task) if name != ACCURACY.name]
     if samples is None or not metrics:
         return found
     asked = _Asked.of(samples, study.tasks[task].choices, metrics)
-    at_once = max(1, samples.batch_size)
-    total = len(variants) * len(samples)
+    of = range(len(samples)) if part is None else part
+    total = len(variants) * len(of)
     for place, variant in enumerate(variants):
         model = expert_of(task) if variant == "expert" else variant
         if reason := _refused(study, model):
@@ -68,24 +72,13 @@ def answer_scores(study: Study, task: str, variants: Sequence[str], reporter: Re
             continue
         said: dict[str, list[tuple[Any, ...]]] = {name: [] for name in metrics}
         with study.pool.loaded(model, task) as module:
-            for first in range(0, len(samples), at_once):
-                part = range(first, min(first + at_once, len(samples)))
-                reporter.step("answer", place * len(samples) + first, total, f"task {task}: {variant}")
+            for first in of[:: max(1, samples.batch_size)]:
+                done = place * len(of) + first - of.start
+                reporter.step("answer", done, total, f"task {task}: {variant}")
                 for name in metrics:
-                    said[name] += _MEASURES[name](asked, module, part)
-        for name, results in said.items():
-            values, references = (
-                np.array([math.nan if row[at] is None else row[at] for row in results]) for at in (0, 1)
-            )
-            score = interval_of(METRICS[name], values, references)
-            key = {"task": task, "variant": variant, "metric": name}
-            ends = {"ci_low": score.low, "ci_high": score.high}
-            found.rows.append({**key, "value": score.value, "n": score.n, **ends, "seed": study.seed})
-            columns = ("value", "reference", "answer", "target")
-            found.results += [
-                {**key, "sample_id": sample, **dict(zip(columns, row, strict=True))}
-                for sample, row in zip(samples.ids, results, strict=True)
-            ]
+                    batch = range(first, min(first + max(1, samples.batch_size), of.stop))
+                    said[name] += _MEASURES[name](asked, module, batch)
+        found.results |= {(variant, name): results for name, results in said.items()}
     reporter.step("answer", total, total, f"task {task}")
     return found
 

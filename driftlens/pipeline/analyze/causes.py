@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,23 +58,26 @@ class Explanation:
     warnings: list[str] = field(default_factory=list)
 
 
-def explain(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Explanation:
+def explain(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Explanation | None:
     """The attribution of these variants' drift to layers, as the study's settings ask for it.
+
+    Processes may share the samples, except for what is taken back; None in all but the first.
 
     Raises:
         NumericsError: weights or features are NaN or infinite.
         Cancelled: somebody asked to stop.
     """
-    num_layers, found = len(study.pool.chain.layers), Explanation()
-    units = dict.fromkeys(study.tasks, num_layers * len(variants))
-    meter = TaskMeter(reporter, "explain", units, task)
-    ids = study.tasks[task].diagnosis.ids
+    work = partial(_followed, study, task, variants, reporter)
+    batches = {name: _first_samples(study, name)[0].num_batches for name in study.tasks}
+    return study.divided(task, batches, work, partial(_explained, study, task, variants))
+
+
+def _explained(
+    study: Study, task: str, variants: Sequence[str], pieces: Sequence[Sequence[list[_Followed]]]
+) -> Explanation:
+    found, ids = Explanation(), study.tasks[task].diagnosis.ids
     for number, variant in enumerate(variants):
-
-        def tick(layer: int, before: int = number * num_layers) -> None:
-            meter.step(before + layer - 1, f"causes, layer {layer} of {num_layers}")
-
-        sensitivity = sensitivities(study, task, variant, tick)
+        sensitivity = _columns(study, [part for piece in pieces for part in piece[number]])
         for layer in sorted(study.settings.stored_layers):
             key = {"task": task, "variant": variant, "layer": layer}
             found.layers.append(key | sensitivity.layers[layer])
@@ -85,7 +89,6 @@ def explain(study: Study, task: str, variants: Sequence[str], reporter: Reporter
             found.groups += group_rows(study, task, variant, nodes)
         if "adjoint" in study.settings.options:
             found.adjoint += adjoint_columns(study, task, variant, nodes)
-    meter.finish()
     return found
 
 
@@ -114,43 +117,76 @@ class Sensitivity:
     final_shares: NDArray[np.float64]
 
 
-@torch.no_grad()
-def sensitivities(study: Study, task: str, variant: str, tick: Callable[[int], None]) -> Sensitivity:
-    """Why one variant's features drift on the first samples of one task; `tick` hears which layer is at hand.
+@dataclass(frozen=True)
+class _Followed:
+    """What one batch [n] says: |e_L|^2, and by layer [L, n] contributions and prefix swaps, where asked for."""
 
-    Raises:
-        NumericsError: weights or features are NaN or infinite.
-        Cancelled: somebody asked to stop.
-    """
+    energy: Tensor
+    sensitivities: dict[int, LayerSensitivity]
+    shares: Tensor | None
+    prefix_shares: Tensor | None
+
+
+@torch.no_grad()
+def _followed(
+    study: Study, task: str, variants: Sequence[str], reporter: Reporter, first: int, last: int
+) -> list[list[_Followed]]:
+    """Why each variant's features drift on some batches of the first samples of one task: by variant and batch."""
     settings = study.settings.jacobian
     assert settings is not None
-    samples = dataclasses.replace(study.tasks[task].diagnosis, batch_size=BATCH)
-    count = min(settings.samples, len(samples))
-    followed: dict[int, Contributions] = defaultdict(lambda: Contributions(settings))
-    swapped: dict[int, PrefixSwaps] = defaultdict(PrefixSwaps)
-    for view in walk(study.pool, task, [variant], samples.batches(0, count), ids=samples.ids):
-        tick(view.layer.index)
-        followed[view.start].add(view)
-        if settings.prefix:
-            swapped[view.start].add(view)
-    return _columns(list(followed.values()), list(swapped.values()), count)
+    samples, count = _first_samples(study, task)
+    num_layers = len(study.pool.chain.layers)
+    units = dict.fromkeys(study.tasks, num_layers * len(variants))
+    meter, found = TaskMeter(reporter, "explain", units, task), []
+    for number, variant in enumerate(variants):
+        followed: dict[int, Contributions] = defaultdict(lambda: Contributions(settings))
+        swapped: dict[int, PrefixSwaps] = defaultdict(PrefixSwaps)
+        batches = samples.batches(first * BATCH, min(last * BATCH, count))
+        for view in walk(study.pool, task, [variant], batches, ids=samples.ids):
+            layer = view.layer.index
+            meter.step(number * num_layers + layer - 1, f"causes, layer {layer} of {num_layers}")
+            followed[view.start].add(view)
+            if settings.prefix:
+                swapped[view.start].add(view)
+        found.append(
+            [
+                _Followed(
+                    part.energy(),
+                    part.sensitivities,
+                    part.shares() if settings.contributions else None,
+                    swapped[start].shares() if settings.prefix else None,
+                )
+                for start, part in followed.items()
+            ]
+        )
+    meter.finish()
+    return found
 
 
-def _columns(followed: list[Contributions], swapped: list[PrefixSwaps], count: int) -> Sensitivity:
-    energy = _joined([part.energy() for part in followed])
+def _first_samples(study: Study, task: str) -> tuple[SampleSet, int]:
+    """The diagnosis samples that are followed, in small batches, and how many they are."""
+    assert study.settings.jacobian is not None
+    samples = study.tasks[task].diagnosis
+    count = min(study.settings.jacobian.samples, len(samples))
+    return dataclasses.replace(samples, ids=samples.ids[:count], batch_size=BATCH), count
+
+
+def _columns(study: Study, parts: Sequence[_Followed]) -> Sensitivity:
+    energy = _joined([part.energy for part in parts])
+    num_layers, count = len(study.pool.chain.layers), len(energy)
     layers: dict[int, dict[str, float | int]] = {
-        index: {"jacobian_samples": count} for index in range(1, followed[0].seen + 1)
+        index: {"jacobian_samples": count} for index in range(1, num_layers + 1)
     }
-    for index in followed[0].sensitivities:
-        layers[index] |= _sensitivity_columns([part.sensitivities[index] for part in followed])
-    per_sample = np.full((len(layers), count), np.nan)
-    if followed[0].settings.contributions:
-        shares = _joined([part.shares() for part in followed])
+    for index in parts[0].sensitivities:
+        layers[index] |= _sensitivity_columns([part.sensitivities[index] for part in parts])
+    per_sample = np.full((num_layers, count), np.nan)
+    if there := [part.shares for part in parts if part.shares is not None]:
+        shares = _joined(there)
         _fill(layers, "final_share", shares, energy)
-        layers[len(layers)]["remainder_share"] = 1 - sum(layers[index]["final_share"] for index in layers)
+        layers[num_layers]["remainder_share"] = 1 - sum(layers[index]["final_share"] for index in layers)
         per_sample = np.divide(shares, energy, out=per_sample, where=energy > 0)
-    if swapped:
-        _fill(layers, "prefix_share", _joined([part.shares() for part in swapped]), energy)
+    if there := [part.prefix_shares for part in parts if part.prefix_shares is not None]:
+        _fill(layers, "prefix_share", _joined(there), energy)
     return Sensitivity(layers, per_sample)
 
 
@@ -245,9 +281,9 @@ def _taken_back(
     """Batch by batch of the first samples, all layers in forward order: as the walk saw them, and as steps."""
     settings = study.settings.jacobian
     assert settings is not None
-    samples = dataclasses.replace(study.tasks[task].diagnosis, batch_size=BATCH)
+    samples, _ = _first_samples(study, task)
     views: dict[int, list[LayerView]] = defaultdict(list)
-    for view in walk(study.pool, task, [variant], samples.batches(0, min(settings.samples, len(samples)))):
+    for view in walk(study.pool, task, [variant], samples.batches()):
         # The view's own layer function holds the layer's parameters; they are read again on the way back.
         views[view.start].append(dataclasses.replace(view, crossed_layer=_forgotten))
     for seen in views.values():

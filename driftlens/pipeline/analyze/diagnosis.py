@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Array = NDArray[np.float64]
+K = TypeVar("K")
+N = TypeVar("N", bound=np.generic)
 Row = dict[str, object]
 Features = Mapping[tuple[str, int], NDArray[np.float32]]
 """Pooled features [n, d] by (variant, layer)."""
@@ -52,57 +54,78 @@ class TaskDiagnosis:
     precision_error: float = float("nan")
 
 
+@dataclass
+class Walked:
+    """What the walk saw of some batches of a task; the first ones are held against the library and against float64.
+
+    Attributes:
+        columns: numbers of every sample, by (variant, layer) and name.
+        features: pooled, of the expert, too.
+        closure: |e - e_library| / |e| by (variant, layer), with the first batch alone.
+        precision_error: what the function of that name found, with the first batch of the first task.
+        warnings: what may spoil these numbers.
+    """
+
+    columns: dict[tuple[str, int], dict[str, Array]]
+    features: Features
+    closure: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    precision_error: float = float("nan")
+    warnings: list[str] = field(default_factory=list)
+
+
 @torch.no_grad()
-def diagnose(
-    study: Study, task: str, reporter: Reporter, base: Mapping[int, Array] | None = None
-) -> TaskDiagnosis:
-    """What every diagnostic of features finds of every variant on one task's diagnosis samples.
+def walked(study: Study, task: str, reporter: Reporter, first: int, last: int) -> Walked:
+    """What every diagnostic sees of every variant on some batches of one task's diagnosis samples.
 
     Args:
         study: whose variants walk beside the expert.
         task: one of its tasks.
         reporter: told of every layer; may cancel.
-        base: norms of the base's drift [n] by layer, where it is known and does not walk along.
+        first: batch.
+        last: the batch behind the last one.
 
     Raises:
         NumericsError: weights or features are NaN or infinite, or the drift is not that of ordinary forward passes or
             of float64.
         Cancelled: somebody asked to stop.
     """
-    at_hand = study.tasks[task]
+    samples = study.tasks[task].diagnosis
     num_layers = len(study.pool.chain.layers)
     meter = TaskMeter(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
-    measured = study.settings.measured
-    recorder = _Recorder(study.settings.pool, study.variants[0], measured)
-    library = LibraryDrift(study, task)
-    for chunk in _chunks(study, task, at_hand.diagnosis):
-        views = walk(study.pool, task, study.variants, chunk, ids=at_hand.diagnosis.ids)
-        for view in views:
+    recorder = _Recorder(study.settings.pool, study.variants[0], study.settings.measured)
+    library = LibraryDrift(study, task) if first == 0 else None
+    for chunk in _chunks(study, task, samples, first, last):
+        for view in walk(study.pool, task, study.variants, chunk, ids=samples.ids):
             if view.variant == study.variants[0]:
                 index = view.layer.index
                 meter.step(index - 1, f"drift, layer {index} of {num_layers}")
             recorder.add(view)
-            library.compare(view)
-    features = recorder.features()
-    found = _tables(study, task, recorder, features, library, measured, base)
-    if task == next(iter(study.tasks)):
-        try:
-            found.precision_error = precision_error(study, task, features)
-        except RuntimeError as error:  # a model's own code may insist on float32
-            said = str(error).splitlines()[0]
-            found.warnings.append(f"the drift could not be checked against float64: {said}")
+            if library is not None:
+                library.compare(view)
+    found = Walked(recorder.columns(), recorder.features())
+    if library is not None:
+        found.closure = library.error
+        if task == next(iter(study.tasks)):
+            try:
+                found.precision_error = precision_error(study, task, found.features)
+            except RuntimeError as error:  # a model's own code may insist on float32
+                said = str(error).splitlines()[0]
+                found.warnings.append(f"the drift could not be checked against float64: {said}")
     meter.finish()
     return found
 
 
-def _chunks(study: Study, task: str, samples: SampleSet) -> Iterator[Iterator[Batch]]:
+def _chunks(
+    study: Study, task: str, samples: SampleSet, first_batch: int, last_batch: int
+) -> Iterator[Iterator[Batch]]:
     """As many samples at a time as may wait at a boundary within the budget, in whole batches."""
     models = 1 + len(study.variants)
     per_sample = waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]), models)
     fitting = max(1, study.settings.feature_budget // max(1, per_sample))
     length = max(samples.batch_size, fitting // samples.batch_size * samples.batch_size)
-    for first in range(0, len(samples), length):
-        yield samples.batches(first, min(first + length, len(samples)))
+    stop = min(last_batch * samples.batch_size, len(samples))
+    for first in range(first_batch * samples.batch_size, stop, length):
+        yield samples.batches(first, min(first + length, stop))
 
 
 class _Recorder:
@@ -132,34 +155,45 @@ class _Recorder:
         # A copy: one token of each sample, taken as a view, would keep all tokens of every layer in memory.
         self._features[key].append(vectors.float().cpu().numpy().copy())
 
-    def columns(self, variant: str, layer: int) -> dict[str, Array]:
-        parts = self._columns[variant, layer]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    def columns(self) -> dict[tuple[str, int], dict[str, Array]]:
+        return {key: _end_to_end(parts) for key, parts in self._columns.items()}
 
     def features(self) -> dict[tuple[str, int], NDArray[np.float32]]:
         return {key: np.concatenate(parts) for key, parts in self._features.items()}
 
 
-def _tables(
-    study: Study,
-    task: str,
-    recorder: _Recorder,
-    features: Features,
-    library: LibraryDrift,
-    measured: Sequence[Diagnostic],
-    base: Mapping[int, Array] | None,
+def _end_to_end(parts: Sequence[Mapping[K, NDArray[N]]]) -> dict[K, NDArray[N]]:
+    """Arrays of the same names, those of later parts behind those of earlier ones."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def diagnosis_of(
+    study: Study, task: str, parts: Sequence[Walked], base: Mapping[int, Array] | None = None
 ) -> TaskDiagnosis:
-    at_hand = study.tasks[task]
-    found = TaskDiagnosis(features=dict(features))
+    """The tables of one task.
+
+    Args:
+        study: whose variants walked.
+        task: one of its tasks.
+        parts: all of its batches, in order.
+        base: norms of the base's drift [n] by layer, where it is known and did not walk along.
+    """
+    at_hand, first, measured = study.tasks[task], parts[0], study.settings.measured
+    found = TaskDiagnosis(
+        features=_end_to_end([part.features for part in parts]),
+        warnings=first.warnings,
+        precision_error=first.precision_error,
+    )
+    all_columns = {key: _end_to_end([part.columns[key] for part in parts]) for key in first.columns}
     layers, kept = study.pool.chain.layers, study.settings.stored_layers
     if "base" in study.variants:
-        base = {index: recorder.columns("base", index)["drift_l2"] for index in kept}
+        base = {index: all_columns["base", index]["drift_l2"] for index in kept}
     for variant in study.variants:
         for layer in (layer for layer in layers if layer.index in kept):
             seen = Seen(
                 found.features[variant, layer.index],
                 found.features["expert", layer.index],
-                recorder.columns(variant, layer.index),
+                all_columns[variant, layer.index],
                 None if base is None else {"drift_l2": base[layer.index]},
                 study.pool.score_map(at_hand.own_heads.get(variant, at_hand.head), variant),
                 at_hand.head,
@@ -174,7 +208,7 @@ def _tables(
                     "path": layer.path,
                     "n": len(at_hand.diagnosis),
                 }
-                | {"reference": "expert", "closure_error": library.error[variant, layer.index]}
+                | {"reference": "expert", "closure_error": first.closure[variant, layer.index]}
                 | _measured(measured, "layers", seen)
             )
             columns = _measured(measured, "samples", seen)

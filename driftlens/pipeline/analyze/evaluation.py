@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +19,9 @@ from driftlens.engine.walk import forward, input_bytes, waiting_bytes
 from driftlens.linalg.state import expert_cosine
 from driftlens.metrics import ACCURACY, metric_called
 from driftlens.models.chain import Pool
-from driftlens.pipeline.analyze.answers import Answers, answer_scores, metrics_of
+from driftlens.pipeline.analyze.answers import Said, answers, metrics_of
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter, TaskMeter
-from driftlens.records.intervals import wilson
 from driftlens.records.reading import estimate
 from driftlens.records.run import DriftRun
 from driftlens.records.scores import interval_of, results
@@ -29,31 +31,83 @@ CHUNK_BYTES = 256 << 20
 """Samples and features held while accuracy is measured; small enough to stay out of everything's way."""
 
 
-@torch.no_grad()
-def accuracies(study: Study, task: str, variants: list[str], reporter: Reporter) -> Answers:
-    """One row of the accuracy table per variant, and whether each test sample is right; `expert` is the task's own.
+@dataclass
+class Scores:
+    """What the variants score on one task.
+
+    Attributes:
+        rows: of the accuracy table.
+        results: of the table `scores`, one per sample.
+        notices: what a reader should know.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+
+def scores_of(study: Study, task: str, variants: list[str], reporter: Reporter) -> Scores | None:
+    """What variants score on a task's test samples by all its metrics, accuracy among them; `expert` is its own.
+
+    Processes may share the samples; None in all but the first.
 
     Raises:
         NumericsError: weights or features are NaN or infinite.
+        DataError: a target is missing, or is no number where one is wanted.
         Cancelled: somebody asked to stop.
     """
-    samples = study.tasks[task].test
-    if samples is None or samples.labels is None or ACCURACY.name not in metrics_of(study, task):
-        return Answers()
-    is_right = study.pool.chain.modality.is_right
+    batches = {name: at.test.num_batches if at.test else 0 for name, at in study.tasks.items()}
+
+    def said(first: int, last: int) -> Said:
+        size = 0 if (test := study.tasks[task].test) is None else test.batch_size
+        part = range(first * size, min(last * size, 0 if test is None else len(test)))
+        found, others = (of(study, task, variants, reporter, part) for of in (accuracies, answers))
+        return Said(found.results | others.results, others.notices)
+
+    return study.divided(task, batches, said, partial(_scores, study, task))
+
+
+def _scores(study: Study, task: str, parts: Sequence[Said]) -> Scores:
+    found, samples = Scores(notices=parts[0].notices), study.tasks[task].test
+    for (variant, name), first in parts[0].results.items():
+        rows = [row for part in parts for row in part.results[variant, name]]
+        values, references = (
+            np.array([math.nan if at >= len(row) or row[at] is None else row[at] for row in rows])
+            for at in (0, 1)
+        )
+        score = interval_of(metric_called(name), values, references)
+        key = {"task": task, "variant": variant, "metric": name}
+        ends = {"ci_low": score.low, "ci_high": score.high}
+        found.rows.append({**key, "value": score.value, "n": score.n, **ends, "seed": study.seed})
+        columns = ("value", "reference", "answer", "target")[: len(first[0])]
+        assert samples is not None
+        found.results += [
+            {**key, "sample_id": sample, **dict(zip(columns, row, strict=True))}
+            for sample, row in zip(samples.ids, rows, strict=True)
+        ]
+    return found
+
+
+@torch.no_grad()
+def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Said:
+    """Whether variants are right about some test samples of a task, [1.0] or [0.0] each; errors as for `scores_of`."""
+    found, samples = Said(), study.tasks[task].test
+    if samples is None or samples.labels is None or ACCURACY.name not in metrics_of(study, task) or not part:
+        return found
+    modality = study.pool.chain.modality
     maps = {variant: study.head(task, variant) for variant in variants}
+    found.results = {(variant, modality.metric): [] for variant in variants}
     one = samples.load([0])
     per_sample = input_bytes(one) + waiting_bytes(study.pool, expert_of(task), one)
     length = max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size
-    hits: dict[str, list[float]] = {variant: [] for variant in variants}
     # Of every task as many as rows come of: none without a test split or a head.
     units = {
         name: len(variants) * len(at.test) if at.test and ACCURACY.name in metrics_of(study, name) else 0
         for name, at in study.tasks.items()
     }
     meter, done = TaskMeter(reporter, "evaluate", units, task), 0
-    for first in range(0, len(samples), length):
-        chunk = list(samples.batches(first, min(first + length, len(samples))))
+    for first in part[::length]:
+        chunk = list(samples.batches(first, min(first + length, part.stop)))
         for variant in variants:
             meter.step(done, variant)
             done += sum(batch.stop - batch.start for batch in chunk)
@@ -63,26 +117,10 @@ def accuracies(study: Study, task: str, variants: list[str], reporter: Reporter)
                 head = maps[variant]
                 assert head is not None
                 labels = samples.labels[start : start + len(features)]
-                hits[variant] += is_right(head, features, labels).double().tolist()
+                hits = modality.is_right(head, features, labels).double().tolist()
+                found.results[variant, modality.metric] += [(hit,) for hit in hits]
     meter.finish()
-    count, metric = len(samples), study.pool.chain.modality.metric
-    found = Answers()
-    for variant, right in hits.items():
-        key = {"task": task, "variant": variant, "metric": metric}
-        (low, high), value = wilson(int(sum(right)), count), sum(right) / count
-        found.rows.append(
-            {**key, "value": value, "n": count, "ci_low": low, "ci_high": high, "seed": study.seed}
-        )
-        found.results += [
-            {**key, "sample_id": sample, "value": one} for sample, one in zip(samples.ids, right, strict=True)
-        ]
     return found
-
-
-def scores_of(study: Study, task: str, variants: list[str], reporter: Reporter) -> Answers:
-    """What variants score on a task by all its metrics, accuracy among them; errors as for both."""
-    found, others = (of(study, task, variants, reporter) for of in (accuracies, answer_scores))
-    return Answers(found.rows + others.rows, found.results + others.results, others.notices)
 
 
 @torch.no_grad()
@@ -144,10 +182,11 @@ def first_look(run: DriftRun, study: Study, variant: str, counts: Mapping[str, i
             metric = asked[0]
             few = few_of(at_hand.test, counts[task])
             part = dataclasses.replace(at_hand, test=few, metrics=asked[:1])
-            of_few = dataclasses.replace(study, tasks={task: part})
+            few_said = answers(dataclasses.replace(study, tasks={task: part}), task, [variant], Reporter())
             rows = {name: results(run, task, name, metric_called(metric)) for name in ("merged", "expert")}
             rows = {name: own[own.index.isin(few.ids)] for name, own in rows.items()}
-            rows[variant] = pd.DataFrame(answer_scores(of_few, task, [variant], Reporter()).results)
+            said_here = few_said.results.get((variant, metric), [])
+            rows[variant] = pd.DataFrame([row[:2] for row in said_here], columns=["value", "reference"])
         else:
             continue
         for name in ("merged", variant, "expert") if all(map(len, rows.values())) else ():

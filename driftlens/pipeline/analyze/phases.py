@@ -18,7 +18,7 @@ from driftlens.diagnostic import chosen
 from driftlens.engine.exactness import exact_products
 from driftlens.models.heads import is_of_vocabulary
 from driftlens.pipeline.analyze.causes import explain
-from driftlens.pipeline.analyze.diagnosis import TaskDiagnosis, diagnose
+from driftlens.pipeline.analyze.diagnosis import TaskDiagnosis, diagnosis_of, walked
 from driftlens.pipeline.analyze.evaluation import scores_of
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import ProgressEvent, ProgressSink, Reporter
@@ -83,7 +83,7 @@ def explain_variants(
 def _explain(writer: RunWriter, study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> None:
     import pandas as pd
 
-    found = study.team.at(study.owner(task), lambda: explain(study, task, variants, reporter))
+    found = explain(study, task, variants, reporter)
     if found is None:
         return
     for warning in found.warnings:
@@ -270,7 +270,7 @@ def measure_accuracy(
     """Score these variants on one task's test samples; `expert` is the task's own."""
     import pandas as pd
 
-    found = study.team.at(study.owner(task), lambda: scores_of(study, task, list(variants), reporter))
+    found = scores_of(study, task, list(variants), reporter)
     if found is None:
         return
     for notice in found.notices:
@@ -312,16 +312,15 @@ def complete_variants(
 def _diagnose(
     writer: RunWriter, study: Study, variants: Sequence[str], task: str, reporter: Reporter
 ) -> None:
-    def diagnosed() -> TaskDiagnosis:
-        base = None
-        if "base" in study.pool and "base" not in variants:  # measured before: its drift is in the run
-            rows = open_run(writer.folder).samples(task, "base")
-            base = {
-                int(at): rows["drift_l2"][rows["layer"] == at].to_numpy() for at in rows["layer"].unique()
-            }
-        return diagnose(study, task, reporter, base)
+    def base() -> Mapping[int, NDArray[np.float64]] | None:
+        if "base" not in study.pool or "base" in variants:
+            return None
+        rows = open_run(writer.folder).samples(task, "base")  # measured before
+        return {int(at): rows["drift_l2"][rows["layer"] == at].to_numpy() for at in rows["layer"].unique()}
 
-    found = study.team.at(study.owner(task), diagnosed)
+    batches = {name: at.diagnosis.num_batches for name, at in study.tasks.items()}
+    work = partial(walked, study, task, reporter)
+    found = study.divided(task, batches, work, lambda parts: diagnosis_of(study, task, parts, base()))
     if found is None:
         return
     # The expert's features are in the run, too.

@@ -49,6 +49,7 @@ from driftlens.records.swept import ABLATION, CONTROL, rho_control, scope, setti
 from driftlens.records.writer import RunWriter
 from driftlens.settings import resolve
 from driftlens.spec import load_spec
+from driftlens.team import ALONE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -330,7 +331,10 @@ def _measured(
     judge = Judge(study)
     if not judge.bare:
         row["kl"] = float(judge(model, task, found, expert).mean())
-    for score in scores_of(study, task, [model], Reporter()).rows if accuracy else ():
+    # One process has the task, whatever others do meanwhile.
+    alone = dataclasses.replace(study, team=ALONE)
+    scored = scores_of(alone, task, [model], Reporter()) if accuracy else None
+    for score in scored.rows if scored is not None else ():
         row |= {
             score["metric"] if score["metric"] in METRICS else "accuracy": score["value"],
             "n_test": score["n"],

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,6 +22,9 @@ from driftlens.team import ALONE, Team
 
 if TYPE_CHECKING:
     from driftlens.data.sources import Picture
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,28 @@ class Study:
     def owner(self, task: str) -> int:
         """The process that measures a task."""
         return self.team.owners(list(self.tasks))[task]
+
+    def divided(
+        self,
+        task: str,
+        batches: Mapping[str, int],
+        work: Callable[[int, int], T],
+        join: Callable[[list[T]], U],
+    ) -> U | None:
+        """What is made of all batches of a task, which processes may share; None in all but the first.
+
+        Args:
+            task: the one at hand; the others are so, too, in the same order.
+            batches: of every task.
+            work: what is made of some batches, from the first to the one behind the last.
+            join: what is made of all of it, in order, in one process.
+
+        Raises:
+            DriftLensError: what work or join raises, in the process that does it; it ends the job.
+        """
+        runs = self.team.shares(batches)[task]
+        pieces = self.team.pieces(runs, work)
+        return self.team.at(runs[0][0], lambda: join(pieces or []))
 
     def head(self, task: str, variant: str) -> ScoreMap | None:
         """The score map of a variant for a task; the expert's own for any other name."""

@@ -77,14 +77,17 @@ def test_solves_that_one_process_does_while_others_wait_are_waited_for(walk: Sol
     assert processes.solve_share(walk, 64) == pytest.approx(max(cost) / sum(cost))
 
 
-def test_more_processes_than_tasks_only_share_the_machine(world: World) -> None:
-    spec = world.spec()
-    found = {number: check(spec, processes=number).processes for number in (1, 2, 4)}
+def test_batches_are_divided_and_more_processes_than_these_only_share_the_machine(world: World) -> None:
+    spec = world.spec()  # two tasks of two batches
+    found = {number: check(spec, processes=number, per_machine=1).processes for number in (1, 2, 4)}
     for name in ("analyze", "calibrate"):
         one, two, four = (found[number].shares[name] for number in (1, 2, 4))
-        assert two.memory_bytes <= one.memory_bytes and one.wire_bytes == 0 < two.wire_bytes
-        # Two tasks are for two processes: others would wait, and take their part of the machine.
-        assert two.seconds < four.seconds
+        assert two.memory_bytes <= one.memory_bytes and one.wire_bytes == 0 < two.wire_bytes < four.wire_bytes
+    one, two, four = (found[number].shares["analyze"].seconds - KNOWN.start for number in (1, 2, 4))
+    assert two < one and four < two
+    four, eight = (check(spec, processes=number, per_machine=number).processes.shares for number in (4, 8))
+    for name in ("analyze", "calibrate"):
+        assert four[name].seconds < eight[name].seconds
 
 
 def test_a_number_that_nobody_has_is_refused(world: World) -> None:

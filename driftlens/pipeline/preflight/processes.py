@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -166,16 +166,16 @@ class _Crew:
 
     def _analysis(self, work: Workload) -> tuple[float, float]:
         """The busiest process's share of all samples, and its seconds."""
-        share = _largest_share([task.diagnosis for task in work.tasks.values()], self.number)
+        share, _ = _busiest(_batches(work), self.number)
         return share, self._seconds(effort_of(work) * share + Effort(reads=self.reads))
 
     def _seconds(self, effort: Effort) -> float:
         return effort.seconds(self.rates, self.per_sample, self.rates.pace(self.per_machine))
 
 
-def _largest_share(counts: Sequence[int], number: int) -> float:
-    """The share of all samples that the busiest process has, each task being one process's."""
-    return balanced(counts, number)[1] / sum(counts)
+def _batches(work: Workload) -> dict[str, int]:
+    """Of diagnosis samples, by task; test samples and those that are followed are divided about alike."""
+    return {task: math.ceil(load.diagnosis / work.batch_size) for task, load in work.tasks.items()}
 
 
 def _with_share(work: Workload, share: float) -> Workload:
@@ -189,11 +189,16 @@ def _with_share(work: Workload, share: float) -> Workload:
 
 
 def _row_bytes(work: Workload, share: float, number: int) -> int:
-    """What a process sends of tables and features: those of its samples, which the first process writes."""
+    """What a process sends of tables and features: those of its samples, which the first process writes.
+
+    Where processes share a task, its first one makes the tables, of features behind all layers in float32.
+    """
     if number == 1:
         return 0
     rows = sum(task.diagnosis * work.variants for task in work.tasks.values())
     per_row = sum(2 * width + SAMPLE_ROW for width in work.stored_widths) + OUTPUT_ROW
+    if any(len(runs) > 1 for runs in shared(_batches(work), number).values()):
+        per_row += sum(4 * layer.width + SAMPLE_ROW for layer in work.layers)
     return int(rows * share * per_row)
 
 

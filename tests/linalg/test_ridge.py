@@ -162,7 +162,9 @@ def test_shapes_that_disagree_are_refused() -> None:
 
 
 @given(st.integers(1, 40), st.integers(0, 99), st.floats(-8, 0))
-@example(3, 17, -2.0)  # one start across the smallest's direction: 9 times off, more than the margin of a refusal
+@example(
+    3, 17, -2.0
+)  # one start across the smallest's direction: 9 times off, more than the margin of a refusal
 @example(13, 68, -8.0)
 def test_estimated_eigenvalues_bracket_the_true_ones(k: int, seed: int, decades: float) -> None:
     basis = torch.linalg.qr(random(k, k, seed=seed)).Q

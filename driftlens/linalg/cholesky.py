@@ -13,6 +13,7 @@ from driftlens.errors import NumericsError, SingularGramError
 _PANEL = 384
 _NARROW = 192  # for a processor, whose matrix library solves slower than it multiplies
 _STEPS = 3
+_STARTS = 2  # one may lie across the direction that is looked for, and tell of another
 _SUSPICION = 8.0  # an estimate this close to the limit is replaced by exact eigenvalues
 
 
@@ -74,7 +75,7 @@ def factorize(matrix: Tensor, *, what: str, scale: float | Tensor = 1.0, shift: 
     lower = _lower_factor(matrix, scale, shift)
     if lower is not None:
         largest = _power(lambda v: _square(lower, v), matrix)
-        smallest = 1 / _power(lambda v: _solve(lower, v), matrix)
+        smallest = 1 / _power(lambda v: _solve(lower, v), matrix, _STARTS)
         if smallest > _SUSPICION * _limit(matrix, largest):
             return Factor(lower, smallest, largest)
     eigenvalues = scale * torch.linalg.eigvalsh(matrix) + shift
@@ -165,10 +166,10 @@ def _limit(matrix: Tensor, largest: float) -> float:
     return len(matrix) * torch.finfo(matrix.dtype).eps * largest
 
 
-def _power(multiply: Callable[[Tensor], Tensor], matrix: Tensor) -> float:
+def _power(multiply: Callable[[Tensor], Tensor], matrix: Tensor, starts: int = 1) -> float:
     """Largest eigenvalue of a positive operator, estimated from below by a few power steps."""
     generator = torch.Generator().manual_seed(0)
-    vector = torch.randn(len(matrix), 1, generator=generator, dtype=torch.float64).to(matrix)
+    vectors = torch.randn(len(matrix), starts, generator=generator, dtype=torch.float64).to(matrix)
     for _ in range(_STEPS):
-        vector = multiply(vector / torch.linalg.vector_norm(vector))
-    return float(torch.linalg.vector_norm(vector))
+        vectors = multiply(vectors / torch.linalg.vector_norm(vectors, dim=0))
+    return float(torch.linalg.vector_norm(vectors, dim=0).max())

@@ -12,9 +12,10 @@ import pathlib
 import platform
 import re
 import secrets
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from driftlens.errors import RunError
 from driftlens.files import from_json, write_json_atomic
@@ -22,9 +23,6 @@ from driftlens.records.layout import MANIFEST
 from driftlens.records.lock import utc_now
 from driftlens.records.schema import SCHEMA_VERSION, refuse_newer
 from driftlens.registry import installed, origin
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 PhaseState = Literal["running", "done", "failed", "cancelled"]
@@ -308,43 +306,50 @@ def _record(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _parsed(record: Mapping[str, Any]) -> Manifest:
-    for name, default in vars(Manifest(id="", name="", created="")).items():
-        wanted = list if isinstance(default, tuple) else type(default)
-        if name in record and not isinstance(record[name], wanted):
-            raise ValueError(f"{name} should be {wanted.__name__}, is {type(record[name]).__name__}")
+    _require(record, Manifest, "")
+    json.dumps(
+        record, ensure_ascii=False
+    ).encode()  # half a character can be spelled in JSON, and never written
     layers = [_entry(LayerInfo, item) for item in record.get("layers", ())]
     entries: dict[str, Any] = {
         name: {key: _entry(kind, item) for key, item in record.get(name, {}).items()}
         for name, kind in _ENTRIES.items()
     }
-    _require_kinds(record)
     return _entry(Manifest, {**record, **entries, "layers": layers})
 
 
-def _require_kinds(record: Mapping[str, Any]) -> None:
+_AS_JSON = {Any: None, Mapping: (dict,), Sequence: (list,), Literal: (str,), float: (int, float)}
+"""What a kind may be in JSON, if not itself; None is anything."""
+
+
+def _require(value: Any, kind: Any, place: str) -> None:
     """Refuse what is of another kind than declared, down to the entries: readers rely on it.
 
     Raises:
         ValueError: the first that is.
     """
-    try:
-        from pydantic import ValidationError
-    except ImportError:  # where one only computes with live modules, what is read was just written
+    base, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    fields = _kinds(kind) if dataclasses.is_dataclass(base) else {}
+    wanted = (dict,) if fields else _AS_JSON.get(base, inner or (base,))
+    if wanted is None:
         return
-
-    try:
-        # As JSON, which pydantic takes an object from however strict it is about types.
-        _kinds().validate_json(json.dumps(record), strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if type(value) not in wanted or (base is Literal and value not in inner):  # exactly: True is no number
+        told = " or ".join(inner if base is Literal else (each.__name__ for each in wanted))
+        raise ValueError(f"{place} should be {told}, is {value!r:.80}")
+    if isinstance(value, list):
+        items = [(number, item, inner[0]) for number, item in enumerate(value)]
+    elif isinstance(value, dict):
+        items = [(name, item, fields.get(name, Any) if fields else inner[1]) for name, item in value.items()]
+    else:
+        return
+    for name, item, its in items:
+        if type(item) is not its:  # the many ids of samples are strings, and no more is to be asked
+            _require(item, its, f"{place}.{name}".removeprefix("."))
 
 
 @functools.cache
-def _kinds() -> TypeAdapter[Manifest]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(Manifest)
+def _kinds(record: Any) -> Mapping[str, Any]:
+    return typing.get_type_hints(record)
 
 
 def _entry(kind: type[T], item: Mapping[str, Any]) -> T:

@@ -7,8 +7,14 @@ import json
 import pathlib
 from typing import Any
 
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from pydantic import TypeAdapter, ValidationError
+
+from driftlens.errors import RunError
 from driftlens.records.manifest import Manifest, manifest_is_intact, read_manifest, write_manifest
 from driftlens.records.run import DriftRun
+from tests.reads.spoiling import spoiled_tree, tree_spoils
 
 
 def filled(full: DriftRun) -> Manifest:
@@ -56,3 +62,24 @@ def test_writing_changes_nothing_in_the_manifest(full: DriftRun, tmp_path: pathl
     before = dataclasses.asdict(manifest)
     written(tmp_path, manifest)
     assert dataclasses.asdict(manifest) == before
+
+
+KINDS = TypeAdapter(Manifest)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(spoils=tree_spoils)
+@example([("value", [0.0], 0.0)])
+def test_what_is_of_another_kind_is_refused_as_pydantic_would(
+    full: DriftRun, tmp_path: pathlib.Path, spoils: Any
+) -> None:
+    """It is not asked, as live runs are read without it."""
+    record = {**spoiled_tree(dataclasses.asdict(filled(full)), spoils), "schema_version": "1.0"}
+    (tmp_path / "manifest.json").write_text(json.dumps(record))
+    try:
+        KINDS.validate_json(json.dumps(record), strict=True)
+    except ValidationError:
+        with pytest.raises(RunError, match=r"manifest\.json is damaged"):
+            read_manifest(tmp_path)
+    else:
+        assert read_manifest(tmp_path)

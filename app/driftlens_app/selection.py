@@ -145,7 +145,7 @@ def _draw(names: Sequence[str]) -> None:
     """Draw these choices in a row, as they stand."""
     chosen = selection()
     run = chosen.run
-    names = {FINAL: FINAL} | {str(at.index): run.layer_name(at.index) for at in run.manifest.layers}
+    layers = {FINAL: FINAL} | {str(at.index): run.layer_name(at.index) for at in run.manifest.layers}
     now = {TASK: chosen.task, VARIANTS: [*chosen.variants], LAYER: str(chosen.layer)}
     now[MEASURE] = _MEASURES[chosen.relative]
     draw = {
@@ -153,7 +153,7 @@ def _draw(names: Sequence[str]) -> None:
         VARIANTS: lambda: st.multiselect(
             "Variants", run.variants, placeholder="All but the base", key=VARIANTS, width=360
         ),
-        LAYER: lambda: st.selectbox("Layer", [*names], format_func=names.__getitem__, key=LAYER, width=220),
+        LAYER: lambda: st.selectbox("Layer", [*layers], format_func=layers.__getitem__, key=LAYER, width=220),
         MEASURE: lambda: st.radio(
             "Drift",
             _MEASURES,

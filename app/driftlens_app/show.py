@@ -40,6 +40,8 @@ _LINE, _CLAUSE = 140, 100
 """Characters of a caption that fit beside the sidebar of a wide window, and in a column beside a narrow one."""
 _SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Za-z0-9`])")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
+_PICTURES = re.compile(":(?=material|streamlit)")
+"""How Streamlit's signs for icons begin, which it looks for once Markdown is read: no escape helps against them."""
 _NUMBERS = {
     "count": (1, "%d"),
     "number": (1, "%.3g"),
@@ -85,7 +87,7 @@ def plain(text: object) -> str:
 
     Names come from runs and specs, which anybody may have written.
     """
-    return _MARKDOWN.sub(r"\\\1", printable(str(text)))
+    return _MARKDOWN.sub(r"\\\1", _PICTURES.sub(":\N{WORD JOINER}", printable(str(text))))
 
 
 def coded(text: str) -> str:
@@ -269,7 +271,8 @@ def dots(scores: Mapping[str, float], *, is_joined: bool = False) -> str:
         colour = colours.roles["calibrated"][0]
         ends = f"M{at['merged']:.1f} 14H{at['calibrated']:.1f}"
         lines += f'<path d="{ends}" stroke="{colour}" stroke-width="5"/>'
-    return _picture(lines + spots, _WIDTH)
+    drawn = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="28">{lines}{spots}</svg>'
+    return f"data:image/svg+xml;base64,{base64.b64encode(drawn.encode()).decode()}"
 
 
 def dotted(found: Verdict) -> dict[str, str]:
@@ -280,22 +283,16 @@ def dotted(found: Verdict) -> dict[str, str]:
 
 def show_key(found: Verdict) -> None:
     """Draw which of the dots is which."""
-    colours, at, parts, there = palette(is_dark()), 0, [], dotted(found)
-    for name, role in zip(MODELS, _ROLES, strict=True):
-        if name in there:
-            parts.append(f'<circle cx="{at + 6}" cy="14" r="6" fill="{colours.roles[role][0]}"/>')
-            said, style = (
-                printable(title(there[name])),
-                f'fill="{colours.quiet}" font-family="sans-serif" font-size="14"',
-            )
-            parts.append(f'<text x="{at + 18}" y="19" {style}>{escape(said)}</text>')
-            at += 40 + 8 * len(said)
-    st.image(_picture("".join(parts), at))
-
-
-def _picture(svg: str, width: int) -> str:
-    drawn = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="28">{svg}</svg>'
-    return f"data:image/svg+xml;base64,{base64.b64encode(drawn.encode()).decode()}"
+    colours, there = palette(is_dark()), dotted(found)
+    dot = "display:inline-block;width:.75em;height:.75em;border-radius:50%;margin:0 .4em 0 0;background:"
+    st.html(
+        " ".join(
+            f'<span style="margin-right:1.2em"><i style="{dot}{colours.roles[role][0]}"></i>'
+            f"{escape(printable(title(there[name])))}</span>"
+            for name, role in zip(MODELS, _ROLES, strict=True)
+            if name in there
+        )
+    )
 
 
 def show_data(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show data") -> None:

@@ -302,17 +302,16 @@ def share_of(row: Mapping[Any, Any] | pd.Series[Any], column: str = "final_share
 def _of_source(source: Source | None, variant: str, *, whole: bool = True) -> Iterator[str]:
     if source is None:
         return
-    rivals, start = (
-        _listed(source.rivals, most=1),
-        "Largest source not clear" if source.rivals else "Largest source",
-    )
+    start = f"Largest source{' not clear' * bool(source.rivals)}: {source.name}"
     if not whole:
-        yield f"{start}: {source.name}{f' or {rivals}' if rivals else ''}."
+        others = source.rivals[0] if len(source.rivals) == 1 else f"{len(source.rivals)} others"
+        yield f"{start}{f' or {others}' * bool(source.rivals)}."
         return
     share, n = source.share, f" (n = {source.share.n})" if source.share.n else ""
     known = is_measured(share.low)
     ends = f"{100 * share.low:.0f} to {100 * share.high:.0f} %" if known else f"{100 * share.value:.0f} %"
-    yield f"{start}: {source.name}, {ends} of {title(variant)}'s drift{n}{f'; or {rivals}' if rivals else ''}."
+    rivals = f"; or {_listed(source.rivals, most=1)}" * bool(source.rivals)
+    yield f"{start}, {ends} of {title(variant)}'s drift{n}{rivals}."
 
 
 def _listed(names: Sequence[str], most: int = 2) -> str:

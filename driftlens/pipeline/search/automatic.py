@@ -51,7 +51,7 @@ _EXPECTED = 1 / 3
 
 The time left is then right to a factor of two either way, as long as that work takes no more than thrice the rest.
 """
-_NEW = (1.0, 0.75, 0.75, 0.5)
+_NEW = (1.0, 0.5, 0.5, 0.25)
 """What a fold's search takes, beside one on all samples: it leaves out two folds, and earlier ones did a part of it."""
 _PLAIN = {"merged": "the merged model as it is", "base": "the base"}
 

@@ -77,7 +77,7 @@ def ahead(manifest: Manifest, job: Job, at: ProgressEvent) -> Ahead:
     seconds = at.seconds if at.phase in STAGES else 0.0
     # How long solving takes is the method's as much as the machine's, so it tells less of what follows: nothing, where
     # a choice went before, whose method may take several times as long as the one that is usual.
-    trust = {stage: 1.0 for stage in stages} | {"calibrate": 0.0 if "choose" in own else _SOLVED}
+    trust = dict.fromkeys(stages, 1.0) | {"calibrate": 0.0 if "choose" in own else _SOLVED}
     known = [stage for stage in own if usual.get(stage) and stage not in (here, *following)]
     took = trust[here] * seconds + sum(trust[stage] * own[stage] for stage in known)
     expected = trust[here] * part * usual[here] + sum(trust[stage] * usual[stage] for stage in known)

@@ -78,6 +78,29 @@ class CancelToken:
             )
 
 
+@dataclass
+class LayerSteps:
+    """How far a walk through layers up to `last` is, told by the layer at hand and `before` steps that come first.
+
+    A walk counts the latter up to 0, below which it says how many are left: how many there are, its first word tells.
+    """
+
+    last: int
+    before: int = 0
+    done: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of steps, as far as is known."""
+        return self.before + self.last
+
+    def at(self, layer: int) -> int:
+        """Steps that are done where a layer is begun, or so many are left before the first; never fewer than before."""
+        self.before = max(self.before, -layer)
+        self.done = max(self.done, self.before + (layer if layer < 0 else max(0, layer - 1)))
+        return self.done
+
+
 class Reporter:
     """Hands events to a sink and polls the cancel token; every long loop goes through `track` or `step`."""
 

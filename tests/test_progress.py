@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from driftlens.errors import Cancelled, SpecError
-from driftlens.progress import CancelToken, ProgressEvent, Reporter, duration, sink_for
+from driftlens.progress import CancelToken, LayerSteps, ProgressEvent, Reporter, duration, sink_for
 
 
 class Clock:
@@ -168,6 +168,14 @@ def test_tracking_reports_before_each_item_and_at_the_end() -> None:
         (1, 2, "B"),
         (2, 2, ""),
     ]
+
+
+def test_steps_before_the_first_layer_are_counted_with_the_layers() -> None:
+    steps = LayerSteps(4)
+    told = [(steps.at(layer), steps.total) for layer in (1, -3, -1, 2, 1, 3, 5)]
+    assert told == [(0, 4), (0, 7), (2, 7), (4, 7), (4, 7), (5, 7), (7, 7)]
+    plain = LayerSteps(4)
+    assert [plain.at(layer) for layer in (1, 2, 5)] == [0, 1, 4] and plain.total == 4
 
 
 def test_a_cancelled_token_stops_the_work_at_the_next_step() -> None:

@@ -75,8 +75,9 @@ def ahead(manifest: Manifest, job: Job, at: ProgressEvent) -> Ahead:
     following = stages[stages.index(here) + 1 :]
     usual["choose"] = usual["calibrate"] * (at.total or 0) / 100 if here == "choose" else 0.0
     seconds = at.seconds if at.phase in STAGES else 0.0
-    # How long solving takes is the method's as much as the machine's, so it tells less of what follows.
-    trust = {stage: _SOLVED if stage == "calibrate" else 1.0 for stage in stages}
+    # How long solving takes is the method's as much as the machine's, so it tells less of what follows: nothing, where
+    # a choice went before, whose method may take several times as long as the one that is usual.
+    trust = dict.fromkeys(stages, 1.0) | {"calibrate": 0.0 if "choose" in own else _SOLVED}
     known = [stage for stage in own if usual.get(stage) and stage not in (here, *following)]
     took = trust[here] * seconds + sum(trust[stage] * own[stage] for stage in known)
     expected = trust[here] * part * usual[here] + sum(trust[stage] * usual[stage] for stage in known)

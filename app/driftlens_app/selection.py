@@ -145,8 +145,7 @@ def _draw(names: Sequence[str]) -> None:
     """Draw these choices in a row, as they stand."""
     chosen = selection()
     run = chosen.run
-    layers = [entry.index for entry in run.manifest.layers]
-    about = f"1 is the stem, {layers[-1]} the head, also called final." if layers else "No layers yet."
+    layers = {FINAL: FINAL} | {str(at.index): run.layer_name(at.index) for at in run.manifest.layers}
     now = {TASK: chosen.task, VARIANTS: [*chosen.variants], LAYER: str(chosen.layer)}
     now[MEASURE] = _MEASURES[chosen.relative]
     draw = {
@@ -154,7 +153,7 @@ def _draw(names: Sequence[str]) -> None:
         VARIANTS: lambda: st.multiselect(
             "Variants", run.variants, placeholder="All but the base", key=VARIANTS, width=360
         ),
-        LAYER: lambda: st.selectbox("Layer", [FINAL, *map(str, layers)], key=LAYER, help=about, width=120),
+        LAYER: lambda: st.selectbox("Layer", [*layers], format_func=layers.__getitem__, key=LAYER, width=220),
         MEASURE: lambda: st.radio(
             "Drift",
             _MEASURES,

@@ -11,9 +11,10 @@ import hashlib
 import logging
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from html import escape
 from importlib.resources import files
 from typing import Any
 
@@ -26,7 +27,8 @@ from driftlens.errors import DriftLensError
 from driftlens.records.reading import Sheet, printable
 from driftlens.records.run import DriftRun
 from driftlens.records.tables import csv_text
-from driftlens.records.verdict import shareable
+from driftlens.records.verdict import Verdict, shareable
+from driftlens.variants import Part, title
 from driftlens_app.runs import key_of
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.charts.panels import one_column
@@ -38,6 +40,8 @@ _LINE, _CLAUSE = 140, 100
 """Characters of a caption that fit beside the sidebar of a wide window, and in a column beside a narrow one."""
 _SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Za-z0-9`])")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
+_PICTURES = re.compile(":(?=material|streamlit)")
+"""How Streamlit's signs for icons begin, which it looks for once Markdown is read: no escape helps against them."""
 _NUMBERS = {
     "count": (1, "%d"),
     "number": (1, "%.3g"),
@@ -83,7 +87,7 @@ def plain(text: object) -> str:
 
     Names come from runs and specs, which anybody may have written.
     """
-    return _MARKDOWN.sub(r"\\\1", printable(str(text)))
+    return _MARKDOWN.sub(r"\\\1", _PICTURES.sub(":\N{WORD JOINER}", printable(str(text))))
 
 
 def coded(text: str) -> str:
@@ -215,16 +219,17 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
     return st.dataframe(rows, key=key, alt=alt, **looks, **more)
 
 
-def show_sheet(sheet: Sheet, drawn: Sequence[str | None] = ()) -> None:
+def show_sheet(sheet: Sheet, drawn: Sequence[str | None] = (), folded: Collection[str] = ()) -> None:
     """A table that card, report and terminal have too, with what a reader must know of it below.
 
-    `drawn` are pictures by `dots`, one per row.
+    `drawn` are pictures by `dots`, one per row; columns in `folded` are shown where the table's own menu asks for them.
     """
     rows, columns = sheet_table(sheet)
     if drawn:
         rows.insert(1, AXIS, [*drawn])
     st.subheader(plain(sheet.title), anchor=False)
-    show_table(rows, columns | {AXIS: DOTS}, key=sheet.name, alt=sheet.title)
+    order = [head for head in rows if head not in folded]
+    show_table(rows, columns | {AXIS: DOTS}, key=sheet.name, alt=sheet.title, column_order=order)
     caption(sheet.notes())
 
 
@@ -244,6 +249,7 @@ def sheet_table(sheet: Sheet) -> tuple[pd.DataFrame, dict[str, Any]]:
 
 
 MODELS = ("base", "merged", "calibrated", "experts")
+_ROLES: tuple[Part, ...] = ("base", "merged", "calibrated", "expert")
 AXIS, _WIDTH = "0 to 100 %", 180
 DOTS = ImageColumn(
     width=_WIDTH + 16,
@@ -257,7 +263,7 @@ def dots(scores: Mapping[str, float], *, is_joined: bool = False) -> str:
     at = {name: 10 + (_WIDTH - 20) * min(1.0, max(0.0, score)) for name, score in scores.items()}
     spots = "".join(
         f'<circle cx="{at[name]:.1f}" cy="14" r="6" fill="{colours.roles[role][0]}" fill-opacity="0.85"/>'
-        for name, role in zip(MODELS, ("base", "merged", "calibrated", "expert"), strict=True)
+        for name, role in zip(MODELS, _ROLES, strict=True)
         if name in at
     )
     lines = f'<path d="M4 14H{_WIDTH - 4}" stroke="{colours.gap}" stroke-width="2"/>'
@@ -267,6 +273,26 @@ def dots(scores: Mapping[str, float], *, is_joined: bool = False) -> str:
         lines += f'<path d="{ends}" stroke="{colour}" stroke-width="5"/>'
     drawn = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="28">{lines}{spots}</svg>'
     return f"data:image/svg+xml;base64,{base64.b64encode(drawn.encode()).decode()}"
+
+
+def dotted(found: Verdict) -> dict[str, str]:
+    """The variants that are drawn as dots, by what `MODELS` calls them."""
+    variants = ("base", found.merged, found.after, "expert")
+    return {name: at for name, at in zip(MODELS, variants, strict=True) if at in found.means}
+
+
+def show_key(found: Verdict) -> None:
+    """Draw which of the dots is which."""
+    colours, there = palette(is_dark()), dotted(found)
+    dot = "display:inline-block;width:.75em;height:.75em;border-radius:50%;margin:0 .4em 0 0;background:"
+    st.html(
+        " ".join(
+            f'<span style="margin-right:1.2em"><i style="{dot}{colours.roles[role][0]}"></i>'
+            f"{escape(printable(title(there[name])))}</span>"
+            for name, role in zip(MODELS, _ROLES, strict=True)
+            if name in there
+        )
+    )
 
 
 def show_data(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show data") -> None:

@@ -63,7 +63,9 @@ def calibrate(
     run: RunFolder,
     name: Annotated[str, typer.Option(help="Its variant will be called calibrated:NAME.")],
     method: Method = None,
-    preset: Annotated[str | None, typer.Option(help="Published settings: paper-clip or demo-clip.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Published settings; `driftlens methods` lists them.")
+    ] = None,
     lam: Annotated[float | None, typer.Option(help="Ridge, for Gram matrices of norm 1; >= 0.")] = None,
     rho: Annotated[float | None, typer.Option(help="Anchor: rho * merged + (1 - rho) * base.")] = None,
     alpha: Annotated[float | None, typer.Option(help="Share of the expert in the target; 0 to 1.")] = None,

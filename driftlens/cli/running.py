@@ -293,13 +293,15 @@ def advise(
     from driftlens.records.run import open_run
     from driftlens_reports.advice import advice, advice_text
 
-    found = advice(open_run(run))
+    opened = open_run(run)
+    found = advice(opened)
     if search:
         from driftlens.pipeline.search.merges import scaled_layers
 
         layers = [row["layer"] for row in found["shares"][:3] or found["conflicts"][:3]]
         with job.watched() as watched:
-            found["scalings"] = scaled_layers(run, layers, access=job.access, **watched)
+            scaled = scaled_layers(run, layers, access=job.access, **watched)
+            found["scalings"] = [{**row, "name": opened.layer_name(row["layer"])} for row in scaled]
     say_json(found) if as_json else say(advice_text(found))
 
 

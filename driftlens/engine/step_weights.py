@@ -95,7 +95,8 @@ class ExpertGradients:
         pooling: how one vector per sample is taken of the final features.
         chosen: layer index -> its groups.
         metric: whether the second moment of the gradients is wanted, too.
-        on_step: called with layer index and task before every batch.
+        on_step: called before every batch with the task and the layer that the passes back are at; the last one, while
+            features still go forward.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class ExpertGradients:
             parameters = self._pool.parameters(expert_of(task), layer)
             boundary[layer.index] = f"passed-{layer.index}"
             for batch in batches:
-                self._on_step(layer.index, task)
+                self._on_step(layers[-1].index, task)
                 out = layer.call(parameters, batch.get(boundary[layer.index - 1]), batch.side)
                 batch.put(boundary[layer.index], out)
         found: dict[tuple[int, int], Weighted] = {}

@@ -399,7 +399,7 @@ _PLACE = {
     "task": "task ",
     "variant": "",
     "name": "calibration ",
-    "layer": "layer ",
+    "layer": "",
     "site": "",
     "sample_id": "sample ",
 }
@@ -413,20 +413,24 @@ def self_checks(run: DriftRun) -> CheckReport:
         RunError: a table can't be read.
     """
     results = (
-        _self_check(getattr(run, table)(), column, name, claim, limit)
+        _self_check(run, getattr(run, table)(), column, name, claim, limit)
         for name, (claim, table, column, limit) in _CLAIMS.items()
     )
     return CheckReport(run, tuple(results))
 
 
-def _self_check(rows: pd.DataFrame, column: str, name: str, claim: str, limit: float) -> CheckResult:
+def _self_check(
+    run: DriftRun, rows: pd.DataFrame, column: str, name: str, claim: str, limit: float
+) -> CheckResult:
     measured = rows[rows[column].notna()]
     errors = measured[column].abs().to_numpy(dtype=float)
     status: Status = "skip"
     largest, where, reason = math.nan, "", "not measured"
     if len(errors):
         worst, largest = measured.iloc[int(errors.argmax())], float(errors.max())
-        where = ", ".join(f"{said}{worst[key]}" for key, said in _PLACE.items() if key in rows)
+        place = {key: worst[key] for key in _PLACE if key in rows}
+        place |= {"layer": run.layer_name(place["layer"])} if "layer" in place else {}
+        where = ", ".join(f"{_PLACE[key]}{value}" for key, value in place.items())
         status = "pass" if largest <= limit else "fail"
         reason = (
             "" if status == "pass" else f"{number(largest, _DIGITS)} at {where}, wanted <= {_exact(limit)}"

@@ -323,6 +323,15 @@ class DriftRun:
             hint=f"Nearest module paths: {', '.join(near)}." if near else "It lists no layers yet.",
         )
 
+    def layer_name(self, layer: int) -> str:
+        """What words call a layer: `block 5 (layer 7 of 8)`, with its path where it is no numbered block."""
+        paths = {entry.index: entry.path for entry in self.manifest.layers}
+        blocks = [entry.path for entry in self.manifest.layers if entry.role == "block"]
+        path = paths.get(layer, "")
+        if path in blocks and path.rpartition(".")[2] == str(blocks.index(path)):
+            path = f"block {blocks.index(path)}"
+        return f"{path} (layer {layer} of {len(paths)})"
+
     def summary(self) -> Sheet:
         """Every task in a row: scores of base, expert, merged and calibrated models with intervals, and their drift.
 

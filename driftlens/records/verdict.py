@@ -36,6 +36,8 @@ from driftlens.variants import calibrated, part_of, title
 
 MOST_WORDS = 60
 """Of the verdict, numbers among them."""
+_ROOM = (("all", True, 3), ("mixed", True, 3), ("mixed", False, 3), ("none", False, 3), ("none", False, 0))
+"""For which changes tasks are counted, whether the source's share is told, and the rank below which all must fit in."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Verdict:
         source: None where no share was measured.
         command: what to do next; empty where none can.
         sentences: all of it in at most 60 words, numbers among them and a command one; what has no room is left out,
-            first on how many tasks a change is clear, then the worst task, then the source.
+            first on how many tasks a change is clear, then the worst task, then the source's share, then the source.
     """
 
     measure: Measure
@@ -147,19 +149,20 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     told = tuple(gaps[pair] for pair in pairs if pair in gaps)
     is_told = len(mean.tasks) > 1 and worst and not bad
     failed = self_checks(run).count("fail")
-    further: tuple[tuple[int, str], ...] = (
-        (1, f"Experts worse than base: {_listed(bad)}." if bad else ""),
-        (3, f"Worst: {worst} ({_values(own, mean.about.kind)})." if is_told else ""),
-        *((2, text) for text in _of_source(source, merged)),
-        (0, f"Self-checks failed: {failed}." if failed else ""),
-        (0, f"Next: `{command}`." if command else ""),
-    )
+
+    def further(whole: bool) -> Iterator[tuple[int, str]]:
+        yield 1, f"Experts worse than base: {_listed(bad)}." if bad else ""
+        yield 3, f"Worst: {worst} ({_values(own, mean.about.kind)})." if is_told else ""
+        yield from ((2, text) for text in _of_source(source, merged, whole=whole))
+        yield 0, f"Self-checks failed: {failed}." if failed else ""
+        yield 0, f"Next: `{command}`." if command else ""
+
     which = f" (last of {len(made)})" if len(made) > 1 and after == made[-1] else ""
     said: tuple[str, ...] = ()
     # Tasks are counted as far as that leaves room: for the source, or else for experts that are bad themselves.
-    for counted, rank in (("all", 3), ("mixed", 2), ("none", 0)):
+    for counted, whole, rank in _ROOM:
         first = (_of_means(mean), *_of_gaps(told, mean, which, counted))
-        ranked = [*((0, text) for text in first), *further]
+        ranked = [*((0, text) for text in first), *further(whole)]
         said = _fitting(ranked)
         if all(text in said for at, text in ranked if text and at < rank):
             break
@@ -260,8 +263,8 @@ def _of_gap(gap: Gap, mean: TaskMeans, counted: str, *, is_first: bool) -> str:
         return f"no clear difference to {_called(gap.against)} ({change.value:+{digits}}{ends}{unit}{counts})"
     way, other = ("better", "worse") if gap.side > 0 else ("worse", "better")
     reverse = f", {sides[other]} {other}" if sides[other] else ""
-    of_all = f"clear on {sides[way]} of {num_tasks}" if is_first else sides[way]
-    counts = f" ({of_all}{reverse})" if is_counted else ""
+    on = "all" if sides[way] == num_tasks else f"{sides[way]} of {num_tasks}"
+    counts = f" ({f'clear on {on}' if is_first else sides[way]}{reverse})" if is_counted else ""
     unit = " points" if is_share and is_first else ""
     return f"{abs(change.value):{digits}}{ends}{unit} {way} than {_called(gap.against)}{counts}"
 
@@ -273,8 +276,8 @@ def source_of(run: DriftRun, variant: str) -> Source | None:
         return None
     (layer, (share, by_task)), *others = found.items()
     # Without an interval any other layer may carry as much.
-    rivals = tuple(layer_name(run, at) for at, (other, _) in others if not other.high < share.low)
-    return Source(layer, layer_name(run, layer), share, min(by_task), max(by_task), rivals)
+    rivals = tuple(run.layer_name(at) for at, (other, _) in others if not other.high < share.low)
+    return Source(layer, run.layer_name(layer), share, min(by_task), max(by_task), rivals)
 
 
 @remembered
@@ -296,25 +299,19 @@ def share_of(row: Mapping[Any, Any] | pd.Series[Any], column: str = "final_share
     return Interval(share, low, high, plain(row["jacobian_samples"]) or 0)
 
 
-def layer_name(run: DriftRun, layer: int) -> str:
-    """`block 5 (layer 7 of 8)`, with the module's path for layers that are no numbered blocks."""
-    paths = {info.index: info.path for info in run.manifest.layers}
-    blocks = [info.path for info in run.manifest.layers if info.role == "block"]
-    path = paths.get(layer, "")
-    if path in blocks and path.rpartition(".")[2] == str(blocks.index(path)):
-        path = f"block {blocks.index(path)}"
-    return f"{path} (layer {layer} of {len(paths)})"
-
-
-def _of_source(source: Source | None, variant: str) -> Iterator[str]:
+def _of_source(source: Source | None, variant: str, *, whole: bool = True) -> Iterator[str]:
     if source is None:
+        return
+    start = f"Largest source{' not clear' * bool(source.rivals)}: {source.name}"
+    if not whole:
+        others = source.rivals[0] if len(source.rivals) == 1 else f"{len(source.rivals)} others"
+        yield f"{start}{f' or {others}' * bool(source.rivals)}."
         return
     share, n = source.share, f" (n = {source.share.n})" if source.share.n else ""
     known = is_measured(share.low)
     ends = f"{100 * share.low:.0f} to {100 * share.high:.0f} %" if known else f"{100 * share.value:.0f} %"
-    name, *names = (name.rpartition(" (")[0] for name in (source.name, *source.rivals))
-    text, rivals = f"{name}, {ends} of {title(variant)}'s drift{n}", _listed(names, most=1)
-    yield f"Largest source not clear: {text}; or {rivals}." if rivals else f"Largest source: {text}."
+    rivals = f"; or {_listed(source.rivals, most=1)}" * bool(source.rivals)
+    yield f"{start}, {ends} of {title(variant)}'s drift{n}{rivals}."
 
 
 def _listed(names: Sequence[str], most: int = 2) -> str:
@@ -348,7 +345,7 @@ def task_sheet(run: DriftRun, found: Verdict) -> Sheet:
         row = row if task in found.tasks else {}  # its score may be of another metric
         row |= {"task": task, "relative drift": cells[task, last].relative.value}
         for layer, (share, _) in [*shares(run, found.merged, task).items()][:1]:
-            row["main source"] = f"{layer_name(run, layer).rpartition(' (')[0]} {100 * share.value:.0f} %"
+            row["main source"] = f"{run.layer_name(layer)} {100 * share.value:.0f} %"
         rows.append(with_change(row, gap.by_task[task]) if gap and task in gap.by_task else row)
     if len(found.tasks) > 1:
         row = {head: found.means[variant].value for variant, head in heads.items()}

@@ -28,10 +28,11 @@ def advice(run: DriftRun) -> dict[str, Any]:
         raise DataError(f"{run.name} has no merged model to give advice on")
     rows, params = run.layers(variant="merged"), run.params(variant="merged")
     places, shares, conflicts = dict(zip(rows["path"], rows["layer"], strict=True)), [], []
-    paths = dict(zip(rows["layer"], rows["path"], strict=True))
+    paths = {layer: path for path, layer in places.items()}
+    names = {path: run.layer_name(layer) for path, layer in places.items()}
     for layer, (mean, _) in shares_of(run, "merged").items():
         ends = {"share": mean.value, "share_low": mean.low, "share_high": mean.high, "n": mean.n}
-        shares.append({"layer": layer, "path": paths[layer], **ends})
+        shares.append({"layer": layer, "path": paths[layer], "name": names[paths[layer]], **ends})
     params = params[(params["scope"] == "layer") & params["cos"].notna()]
     for path, own in params.groupby("path", sort=False):
         cos, signs = own["cos"].astype(float), own["sign_agreement"].astype(float)
@@ -42,6 +43,7 @@ def advice(run: DriftRun) -> dict[str, Any]:
             {
                 "layer": int(places[path]) if path in places else None,
                 "path": path,
+                "name": names.get(path, path),
                 "cos": cos.mean(),
                 "orthogonal": lengths.mean() / math.sqrt(lengths.pow(2).sum()),
                 "sign_agreement": signs.mean(),
@@ -72,14 +74,14 @@ def _of_shares(found: Mapping[str, Any]) -> list[str]:
     if not found["shares"]:
         return ["Which layers the final drift comes from was not measured; `driftlens explain RUN` adds it."]
     first, *others = found["shares"]
-    text = f"{_name(first)} has the largest share of the final drift, "
+    text = f"{first['name']} has the largest share of the final drift, "
     text += f"{estimate(_interval(first), 'share', counted=True)}, mean over {len(found['tasks'])} tasks."
     if not is_measured(first["share_low"]):
         return [f"{text} No interval is known, so whether another layer carries as much can't be told."]
     near = [row for row in others if not row["share_high"] < first["share_low"]]
     if not near:
         return [f"{text} The intervals of all other layers lie below."]
-    listed = "; ".join(f"{_name(row)} {estimate(_interval(row), 'share')}" for row in near[:3])
+    listed = "; ".join(f"{row['name']} {estimate(_interval(row), 'share')}" for row in near[:3])
     more = f" and {len(near) - 3} more" if len(near) > 3 else ""
     return [f"{text} The intervals overlap, so these may carry as much: {listed}{more}."]
 
@@ -93,8 +95,8 @@ def _of_conflicts(found: Mapping[str, Any]) -> list[str]:
     for row in found["conflicts"][:3]:
         side = "less than" if row["cos"] < row["orthogonal"] else "no less than"
         said.append(
-            f"{_name(row)}: the merged task vector's cosine to the experts' is {number(row['cos'])} on average, {side} "
-            f"the {number(row['orthogonal'])} of a sum of theirs at right angles, and lowest for "
+            f"{row['name']}: the merged task vector's cosine to the experts' is {number(row['cos'])} on average, "
+            f"{side} the {number(row['orthogonal'])} of a sum of theirs at right angles, and lowest for "
             f"{row['worst_task']} ({number(row['worst_cos'])}); signs that agree: {percent(row['sign_agreement'])}."
         )
     count = sum(row["cos"] < row["orthogonal"] for row in found["conflicts"])
@@ -106,7 +108,7 @@ def _of_conflicts(found: Mapping[str, Any]) -> list[str]:
 
 
 def _of_scaling(row: Mapping[str, Any]) -> str:
-    where = f"Layer {row['layer']}: of the scales tried, {row['tried'][0]:g} to {row['tried'][-1]:g},"
+    where = f"{row['name']}: of the scales tried, {row['tried'][0]:g} to {row['tried'][-1]:g},"
     if row["scale"] == 1:
         return f"{where} none has a lower final drift than 1, on samples that the others were chosen on."
     ends = [
@@ -118,10 +120,6 @@ def _of_scaling(row: Mapping[str, Any]) -> str:
         f"{where} {row['scale']:g} times the step from base to merged does best; on samples held out, relative final "
         f"drift changes from {number(row['drift_rel'])} by {estimate(gain, 'number', counted=True)}: {verdict}."
     )
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    return f"Layer {row['layer']} ({row['path']})" if row["layer"] else str(row["path"])
 
 
 def _interval(row: Mapping[str, Any]) -> Interval:

@@ -16,7 +16,7 @@ from driftlens.records.outcomes import outcomes
 from driftlens.records.reading import NOT_MEASURED, Kind, Sheet, error, estimate, is_measured, percent
 from driftlens.records.run import DriftRun
 from driftlens.records.tables import plain
-from driftlens.records.verdict import layer_name, share_of
+from driftlens.records.verdict import share_of
 from driftlens.variants import title
 
 _SYNTHETIC = (
@@ -110,7 +110,7 @@ def _origins(run: DriftRun, task: str, variant: str) -> Origins:
             layers = tuple(
                 Origin(
                     int(row["layer"]),
-                    layer_name(run, int(row["layer"])),
+                    run.layer_name(int(row["layer"])),
                     share_of(row) if measure == "share" else Interval(float(row[column]), n=int(row["n"])),
                 )
                 for row in measured.to_dict("records")

@@ -88,7 +88,7 @@ def test_a_damaged_table_leaves_the_files_of_a_calibration(open_app: Open, root:
     labels = [button.label for button in app.get("download_button")]
     assert "Calibrated checkpoint (2 MB)" in labels and "Model card" in labels
     assert app.error and all(table in element.value for element in app.error)
-    assert "Drift left by layer" in said(app)
+    assert "drift that is left, by layer" in said(app)
 
 
 def test_a_link_brings_back_the_calibration_and_an_unknown_one_the_newest(

@@ -150,4 +150,4 @@ def test_the_tables_of_a_result_need_no_sideways_scrolling(page: Any, tmp_path: 
         fitting = (
             "[...document.querySelectorAll('.dvn-scroller')].filter(it => it.scrollWidth <= it.clientWidth)"
         )
-        page.wait_for_function(f"{fitting}.length >= 6")
+        page.wait_for_function(f"{fitting}.length === 7")

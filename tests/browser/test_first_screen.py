@@ -15,7 +15,6 @@ from playwright.sync_api import expect
 
 from driftlens.records.layout import texts_file
 from driftlens.records.run import DriftRun, open_run
-from driftlens.records.verdict import layer_name
 from tests.browser.reading import settled
 from tests.browser.server import serving
 from tests.records.full_run import write_full_run
@@ -103,7 +102,7 @@ def test_the_first_screen_answers_what_how_sure_where_and_what_to_do(screen: tup
     # Where: the layer with the largest share of the merged model's final drift, and the tasks, the worst first.
     layers = run.layers(variant="merged")
     source = layers.groupby("layer")["final_share"].mean().idxmax()
-    assert layer_name(run, source).partition(" (")[0] in told(page, "Largest source")
+    assert run.layer_name(source) in told(page, "Largest source")
     table = page.get_by_test_id("stDataFrame").first.bounding_box()
     assert table["y"] + 3 * 35 < FOLD, "no row of the table is above the fold"
     # What to do: a command, and the button that does the same.

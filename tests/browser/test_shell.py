@@ -12,6 +12,8 @@ from playwright.sync_api import expect
 from driftlens.records.run import open_run
 from driftlens_app.pages import pages
 from tests.browser.reading import drawn, settled
+from tests.browser.server import serving
+from tests.records.full_run import Size, write_full_run
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +56,19 @@ def test_a_click_on_a_row_of_the_overview_chooses_its_task(
     settled(page)
     origins = page.get_by_role("listitem").filter(has_text="final drift:")
     expect(origins).to_have_count(1, timeout=60_000)
+
+
+def test_names_that_are_streamlits_signs_are_text(page: Any, tmp_path: Path) -> None:
+    """Icons, its logo and narrow spaces; a joiner without width may stand in them."""
+    name, task = ":material/delete: :streamlit: a\N{NARROW NO-BREAK SPACE}b", ":material_home: :red[x]"
+    run = open_run(write_full_run(tmp_path / "runs" / "odd", name=name, tasks=(task,), size=Size(blocks=1)))
+    with serving(tmp_path / "runs", tmp_path / "log") as address:
+        for path, called in (("overview", name), ("samples", f"Samples of {task}")):
+            page.goto(f"{address}/{path}?run={run.id}")
+            drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
+            said = page.get_by_role("heading", level=1).inner_text().replace("\N{WORD JOINER}", "")
+            assert said == called.replace("\N{NARROW NO-BREAK SPACE}", " ")
+        expect(page.locator("[data-testid=stMain] h1 :is(img, [role=img])")).to_have_count(0)
 
 
 def test_the_choice_survives_a_walk_through_the_pages(page: Any, app_url: str, runs_folder: Path) -> None:

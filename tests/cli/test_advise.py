@@ -33,7 +33,7 @@ def test_advice_is_that_of_the_tables(finished: DriftRun, run_cli: Cli) -> None:
     beyond = [row["cos"] - row["orthogonal"] for row in conflicts]
     assert beyond == sorted(beyond)
     text = run_cli("advise", finished.path).out
-    assert f"Layer {shares.index[0]} (" in text and f"{conflicts[0]['cos']:#.3g}" in text
+    assert text.startswith(finished.layer_name(shares.index[0])) and f"{conflicts[0]['cos']:#.3g}" in text
 
 
 def test_a_conflict_is_a_cosine_below_that_of_right_angles_at_these_lengths(
@@ -70,7 +70,7 @@ def test_no_layer_is_said_to_stand_out_whose_interval_overlaps(finished: DriftRu
     first, *others = found["shares"]
     for row in found["shares"]:
         row |= {"share_low": row["share"] - 1, "share_high": row["share"] + 1}
-    assert "overlap" in advice_text(found) and f"Layer {others[0]['layer']}" in advice_text(found)
+    assert "overlap" in advice_text(found) and finished.layer_name(others[0]["layer"]) in advice_text(found)
     first["share_low"] = max(row["share"] for row in others) + 2
     assert "all other layers lie below" in advice_text(found)
     first["share_low"] = float("nan")

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from driftlens.pipeline.calibrate import job
 from driftlens.pipeline.calibrate.walk import solve
+from driftlens.progress import ProgressEvent
 from driftlens.records.run import DriftRun
 from tests.pipeline.calibrating import NAME, VARIANT, copied, request
 
@@ -30,7 +31,14 @@ class _Poison:
 def test_a_run_tells_ridges_and_shares_and_neither_labels_nor_test_samples_are_read(
     light: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = job.calibrate(copied(light, tmp_path / "run"), WANTED)
+    said: list[ProgressEvent] = []
+    run = job.calibrate(copied(light, tmp_path / "run"), WANTED, on_progress=said.append)
+    solving = [(event.done, event.total or 0, event.label) for event in said if event.phase == "calibrate"]
+    done = [at for at, _, _ in solving]
+    assert done == sorted(done) and done[-1] == solving[-1][1] and all(at <= of for at, of, _ in solving)
+    # Layers that gradients go back through are not taken for solved ones.
+    weighing = {at / of for at, of, label in solving if label.startswith("weighing tokens")}
+    assert len(weighing) > 1 and max(weighing) < 0.5
     rows = run.calibration(NAME)
     assert rows["upstream_share"].between(0, 1).all() and (rows["lam"] > 0).all()
     assert (rows["upstream_ridge"] > 0).all() and set(rows["kind"]) == {"linear"}

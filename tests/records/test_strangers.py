@@ -66,7 +66,7 @@ def test_its_answers_are_those_of_the_tables(name: str, runs: dict[str, DriftRun
     assert f"t0: {100 * right['t0', after or 'merged'] / NUM:.1f} %" in answers[5]
     assert found.source is not None and found.source.layer == max(SHARES, key=lambda layer: SHARES[layer])
     ends = f"{100 * found.source.share.low:.0f} to {100 * found.source.share.high:.0f} %"
-    assert answers[6] == f"{found.source.name.partition(' (')[0]}, {ends}"
+    assert answers[6] == f"{found.source.name}, {ends}" and " (layer " in answers[6]
     assert answers[7] == f"{found.source.share.n} samples" == f"{8 * len(tasks)} samples"
     bad = [task for task in tasks if right[task, "expert"] < right[task, "base"]]
     assert list(found.bad_experts) == bad and answers[8].startswith(f"yes, {bad[0]}:" if bad else "no ")

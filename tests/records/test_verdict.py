@@ -19,7 +19,7 @@ from driftlens.records.manifest import Manifest, read_manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import TABLES
 from driftlens.records.tables import conform
-from driftlens.records.verdict import Verdict, layer_name, others_sheet, shareable, task_sheet, verdict
+from driftlens.records.verdict import Verdict, others_sheet, shareable, task_sheet, verdict
 from driftlens.variants import title
 from tests.records.drawn_runs import (
     CAL,
@@ -46,6 +46,11 @@ def words(found: Verdict) -> int:
     """Words and numbers of the sentences; a command is one."""
     prose = re.sub(r"`[^`]*`", "command", " ".join(found.sentences))
     return len([word for word in prose.split() if any(map(str.isalnum, word))])
+
+
+def is_counted_nowhere(found: Verdict) -> bool:
+    """Whether no sentence says on how many tasks its change is clear, unless some go the other way."""
+    return not re.search(r"clear on (all|\d+ of \d+)\)|than \w+ \(\d+\)", " ".join(found.sentences))
 
 
 def said_of(found: Verdict, variant: str) -> str:
@@ -126,6 +131,8 @@ def follows_the_tables(
         )
         assert ("Largest source not clear:" if is_clear else "Largest source:") not in text
         assert "Largest source" in text or words(found) > 40, "left out where there is room"
+        assert run.layer_name(top) in text or "Largest source" not in text
+        assert ("% of merged's drift" in text) or is_counted_nowhere(found), "counts have left first"
     else:
         assert "source" not in text
     sheet = task_sheet(run, found)
@@ -224,13 +231,13 @@ def test_a_run_that_measured_nothing_says_so(tmp_path: pathlib.Path) -> None:
 
 def test_layers_have_the_names_of_their_blocks(manifest: Manifest) -> None:
     run = DriftRun(pathlib.Path("nowhere"), manifest)
-    assert [layer_name(run, layer) for layer in (1, 3)] == [
+    assert [run.layer_name(layer) for layer in (1, 3)] == [
         "visual.conv1 (layer 1 of 4)",
         "block 1 (layer 3 of 4)",
     ]
     other: Any = [dataclasses.replace(info, path=f"stage.{info.index}") for info in manifest.layers]
     assert (
-        layer_name(DriftRun(run.path, dataclasses.replace(manifest, layers=other)), 3)
+        DriftRun(run.path, dataclasses.replace(manifest, layers=other)).layer_name(3)
         == "stage.3 (layer 3 of 4)"
     )
 

@@ -197,7 +197,7 @@ def test_advice_calls_a_layer_the_largest_only_where_all_intervals_lie_below(
         assume(all(ends[at][0] != ends[top][0] for at in others))
         is_clear = all(reach[at][1] < reach[top][0] for at in others)
         assert ("all other layers lie below" in text) == is_clear != ("may carry as much" in text)
-        assert f"Layer {top} (layer.{top}) has the largest share" in text or f"layer.{top}" in text
+        assert f"{run.layer_name(top)} has the largest share" in text
     measured = {
         at: np.array([values[task % 2] for task in range(num_tasks)]) for at, values in cosines.items()
     }
@@ -218,7 +218,15 @@ def test_advice_calls_a_layer_the_largest_only_where_all_intervals_lie_below(
 
 def test_a_scale_is_better_only_where_its_gain_was_clear() -> None:
     found = {"shares": [], "conflicts": [], "tasks": ["a"]}
-    row = {"layer": 3, "tried": [0.5, 1.5], "scale": 0.8, "drift_rel": 0.5, "advantage": 0.1, "n": 40}
+    row = {
+        "layer": 3,
+        "name": "block 1 (layer 3 of 4)",
+        "tried": [0.5, 1.5],
+        "scale": 0.8,
+        "drift_rel": 0.5,
+        "advantage": 0.1,
+        "n": 40,
+    }
     for low, is_clear in ((0.02, True), (-0.02, False)):
         ends = {"advantage_low": low, "advantage_high": 0.2 - low, "is_clear": is_clear}
         text = advice_text({**found, "scalings": [row | ends]})

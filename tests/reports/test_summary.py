@@ -66,7 +66,7 @@ def test_the_largest_shares_come_first(run: DriftRun) -> None:
 
 def test_self_checks_show_their_largest_error(run: DriftRun) -> None:
     closure, jacobian, *_ = lines_of(summary(run, verbose=True), "Self-checks")
-    assert "holds, error at most 4.0e-07 (task cars, base, layer 4)" in closure
+    assert "holds, error at most 4.0e-07 (task cars, base, visual.ln_post (layer 4 of 4))" in closure
     assert jacobian.endswith("not measured")
 
 

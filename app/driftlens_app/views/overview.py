@@ -21,14 +21,15 @@ from driftlens_app.selection import FLIPPED, MEASURE, RUN, TASK, VARIANTS, Selec
 from driftlens_app.show import (
     AXIS,
     DOTS,
-    MODELS,
     caption,
     dots,
+    dotted,
     note,
     page_title,
     plain,
     sheet_table,
     show_drawn,
+    show_key,
     show_table,
     shown_errors,
     when,
@@ -109,8 +110,10 @@ def _task_table(run: DriftRun, found: Verdict) -> None:
 
     st.subheader(plain(sheet.title), anchor=False, help=plain(sheet.notes()))
     # As dots they fit in; the table's own menu shows their numbers.
-    dotted = {title(name) for name in found.means} if AXIS in rows else {}
-    order = [head for head in rows if head not in dotted]
+    folded = {title(name) for name in found.means} if AXIS in rows else {}
+    order = [head for head in rows if head not in folded]
+    if folded:
+        show_key(found)
     settings = {"column_order": order, "on_select": choose, "selection_mode": "single-cell"}
     show_table(rows, columns, key=key, alt=sheet.title, **settings)
     st.caption("Worst first. A click on a row chooses its task on every page.")
@@ -134,8 +137,7 @@ def task_rows(run: DriftRun, found: Verdict, sheet: Sheet) -> tuple[pd.DataFrame
     about = "Relative drift from the first layer to the last."
     columns["by layer"] = AreaChartColumn("drift by layer", width=100, y_min=0.0, help=about)
     if found.measure.kind == "share":
-        roles = zip(("base", found.merged, found.after, "expert"), MODELS, strict=True)
-        named = {role: heads[name] for name, role in roles if name in heads}
+        named = {role: heads[name] for role, name in dotted(found).items()}
         drawn = [
             dots({role: row[head] for role, head in named.items() if is_measured(row[head])})
             for row in numbers.to_dict("records")

@@ -31,9 +31,9 @@ from driftlens_app.runs import key_of, opened
 from driftlens_app.selection import selection
 from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import (
-    MODELS,
     caption,
     dots,
+    dotted,
     is_dark,
     note,
     open_part,
@@ -41,6 +41,7 @@ from driftlens_app.show import (
     show_chart,
     show_data,
     show_drawn,
+    show_key,
     show_sheet,
     shown_errors,
     with_command,
@@ -152,7 +153,7 @@ def _results(run: DriftRun, job: View | None) -> None:
     names = list(run.manifest.calibrations)
     if not names:
         if job is None:
-            note("This run has no calibrated variant yet. The defaults are the paper's for CLIP.")
+            note("This run has no calibrated variant yet.")
         return
     _choose_newest(run, names, job)
     # The default stays out of the URL, so it is none: the newest calibration is another one tomorrow.
@@ -181,10 +182,11 @@ def _show_result(run: DriftRun, name: str) -> None:
     with shown_errors():
         _headline(run, verdict(run, name))
     with shown_errors():
-        # How large drift is itself, Overview shows, and task by task Layers.
         drawn = left_curves(run, name, dark=is_dark())
         st.subheader(
-            "Drift left by layer", anchor=False, help="Below 100 % the repair has brought features nearer."
+            "Share of the merged model's drift that is left, by layer",
+            anchor=False,
+            help="Below 100 % the repair has brought features nearer. Drift itself is on Overview and Layers.",
         )
         show_drawn("drift-left", run.id, drawn)
     with shown_errors(), st.container(horizontal=True):
@@ -218,11 +220,13 @@ def _headline(run: DriftRun, found: Verdict) -> None:
         each = ", ".join(f"{title(model)} {estimate(means[model], kind)}" for model in models)
         change = change_in_words(found.measure, means[found.merged].value, gap.change)
         st.markdown(plain(f"{change}; {each}. {len(found.tasks)} tasks, n = {gap.change.n}."))
-    roles = zip(map(title, ("base", found.merged, found.after, "expert")), MODELS, strict=True)
-    sheet, heads = task_sheet(run, found), dict(roles)
+    sheet, heads = task_sheet(run, found), {title(name): role for role, name in dotted(found).items()}
     rows = sheet.frame().rename(columns=heads)[[heads[head] for head in heads if head in sheet.kinds]]
     drawn = [dots(row[row.notna()].to_dict(), is_joined=True) for _, row in rows.iterrows()]
-    show_sheet(sheet, drawn if kind == "share" else ())
+    if kind == "share":
+        show_key(found)
+    # As dots they fit in beside the form; main sources are the merged model's and stand on Overview.
+    show_sheet(*((sheet, drawn, {*heads, "main source"}) if kind == "share" else (sheet,)))
 
 
 def _sensitivity(run: DriftRun, *, blocked: bool) -> None:

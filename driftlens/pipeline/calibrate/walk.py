@@ -28,7 +28,7 @@ from driftlens.models.sources import OnDemand
 from driftlens.pipeline.calibrate.plan import CalibrationPlan
 from driftlens.pipeline.calibrate.scratch import CalibrationScratch, SolvedLayer
 from driftlens.pipeline.study.study import Study
-from driftlens.progress import Reporter
+from driftlens.progress import LayerSteps, Reporter
 from driftlens.records import layout
 from driftlens.records.manifest import CalibrationInfo, versions
 from driftlens.records.schema import CALIBRATION
@@ -81,12 +81,13 @@ def solve(
     """
     assert isinstance(plan.calibrator, ClosedForm)
     solution, started = Solution(dict(solved)), time.monotonic() - scratch.seconds
-    total = max(plan.sites, default=0)
+    last = max(plan.sites, default=0)
+    steps = LayerSteps(last)
     metrics: dict[str, float] = {}  # of the last finished layer: enough to draw a curve while it runs
 
     def step(layer: int, task: str) -> None:
-        what = f"layer {layer} of {total}" if layer else "reading samples"
-        reporter.step(PHASE, max(0, layer - 1), total, f"{what}, task {task}", **metrics)
+        what = f"layer {layer} of {last}" if layer > 0 else "weighing tokens"
+        reporter.step(PHASE, steps.at(layer), steps.total, f"{what}, task {task}", **metrics)
 
     for layer in calibrate(
         study.pool,
@@ -113,7 +114,9 @@ def solve(
             "objective_after": _total(report.objective_after for report in layer.reports),
         }
         writer.event("layer", phase=PHASE, name=plan.name, **metrics)
-        reporter.step(PHASE, layer.layer, total, f"layer {layer.layer} of {total}", **metrics)
+        reporter.step(
+            PHASE, steps.at(layer.layer + 1), steps.total, f"layer {layer.layer} of {last}", **metrics
+        )
     return solution
 
 

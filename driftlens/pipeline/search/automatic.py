@@ -51,6 +51,8 @@ _EXPECTED = 1 / 3
 
 The time left is then right to a factor of two either way, as long as that work takes no more than thrice the rest.
 """
+_NEW = (1.0, 0.5, 0.5, 0.25)
+"""What a fold's search takes, beside one on all samples: it leaves out two folds, and earlier ones did a part of it."""
 _PLAIN = {"merged": "the merged model as it is", "base": "the base"}
 
 
@@ -79,22 +81,24 @@ def choose_settings(
     with temporary_folder() as folder:
         spill = folder / "features"
         known = {"start": start, **_declared(start, others=others, has_base=study.has_base)}
-        counts = {task: len(at.calibration) for task, at in study.tasks.items() if at.calibration is not None}
-        most = outlook(start, counts, has_base=study.has_base, others=others)[1]
-        # The last of these is the calibration with what is chosen, which is not tried here.
-        most -= max(at.effort for at in known.values())
-        perhaps = _search_effort(start, varies, study.has_base) * (NUM_FOLDS - 1)
-        usual = most - (1 - _EXPECTED) * perhaps
-        bar = _OneBar(reporter, usual)
+        bar = _OneBar(reporter)
         fits = CrossFits(Trials(study, sites, {}, judge, bar, PHASE, spill), bar)
         contenders = {name: dict.fromkeys(FOLDS, at) for name, at in known.items()}
-        if varies:
-            found = {fold: fits.searched(start, varies, fold) for fold in FOLDS}
-            contenders |= {} if {*found.values()} == {start} else {"found": found}
+        effort, each = _search_effort(start, varies, study.has_base), NUM_FOLDS - 1
+        # All in calibrations: what is sure to be tried, and what only if what was found wins.
+        ahead = {name: each * at.effort for name, at in known.items()}
+        perhaps, found = each * (effort - start.effort) * bool(varies), dict[int, Calibrator]()
+        for fold in FOLDS if varies else ():
+            bar.expect(effort * sum(_NEW[fold:]) + sum(ahead.values()) + each + _EXPECTED * perhaps)
+            found[fold] = fits.searched(start, varies, fold)
+        if {*found.values()} - {start}:
+            contenders["found"], ahead["found"] = found, each * start.effort
+        is_open = "found" in contenders
         given = {name: fits.as_it_is(name) for name in _PLAIN if name == "merged" or study.has_base}
         failures: dict[str, str] = {}
         # What was found comes early: whether it may win decides what is left to do.
         for name in sorted(contenders, key=lambda name: name not in ("start", "found")):
+            bar.expect(sum(ahead.values()) + is_open * _EXPECTED * perhaps)
             try:
                 given[name] = fits.scores(contenders[name])
             except (DataError, NumericsError, SpecError) as error:
@@ -103,10 +107,10 @@ def choose_settings(
                 failures[name] = error.message
             scores = {at: given[at] for at in (*_PLAIN, *contenders) if at in given}  # from the simplest on
             decision = decide(scores, _alike(known))
-            if name != "start" or "found" not in contenders:
-                bar.expect(usual if decision.name == "found" else most - perhaps)
+            del ahead[name]
+            is_open = "found" in ahead or decision.name == "found"
         if decision.name == "found":
-            bar.expect(most)
+            bar.expect(perhaps)
             known["found"] = fits.searched(start, varies)
         bar.finish()
     chosen = known.get(decision.name, start)
@@ -130,33 +134,35 @@ def _alike(known: Mapping[str, Calibrator]) -> list[list[str]]:
 
 
 class _OneBar(Reporter):
-    """Batches of calibrations as one bar, in hundredths of a calibration by FeatCal: `most`, unless it is more.
+    """Batches of calibrations as one bar, in hundredths of a calibration by FeatCal.
 
-    A batch in which one that can't be solved for makes the others walk alone counts once.
+    Its total is what was done and what is expected from there on: it follows searches that go other ways than expected,
+    and is never less than what is done. A batch in which one that can't be solved for makes the others walk alone
+    counts once.
     """
 
-    def __init__(self, reporter: Reporter, most: float) -> None:
-        self._reporter, self._most = reporter, most
-        self._spent = self._batch = self._at = 0.0
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._most = self._spent = self._batch = self._at = 0.0
 
     def begin(self, effort: float) -> None:
         """The batch at hand is over, and one begins that takes `effort`."""
         self._spent, self._batch = self._spent + self._batch, effort
+        self._most = max(self._most, self._spent + effort)
 
     def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
         """As of a `Reporter`, of the batch at hand."""
         self._at = max(self._at, self._spent + self._batch * done / (total or 1))
-        most = round(100 * max(self._most, self._at))
-        self._reporter.step(phase, round(100 * self._at), most, label, **metrics)
+        self._reporter.step(phase, round(100 * self._at), round(100 * self._most), label, **metrics)
 
-    def expect(self, most: float) -> None:
-        """What was not sure to be done is."""
-        self._most = most
+    def expect(self, ahead: float) -> None:
+        """The batch at hand is over, and those from here on take `ahead`."""
+        self._most = self._spent + self._batch + ahead
 
     def finish(self) -> None:
-        """All is tried, perhaps less than there could have been."""
-        most = round(100 * max(self._most, self._at))
-        self._reporter.step(PHASE, most, most)
+        """All is tried."""
+        self._at = self._spent + self._batch
+        self._reporter.step(PHASE, round(100 * self._at), round(100 * self._at))
 
 
 class CrossFits:

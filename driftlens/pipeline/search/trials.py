@@ -35,7 +35,7 @@ from driftlens.pipeline.analyze.evaluation import final_features
 from driftlens.pipeline.calibrate.variants import with_parameters
 from driftlens.pipeline.search.judge import LANE
 from driftlens.pipeline.study.study import Study
-from driftlens.progress import Reporter
+from driftlens.progress import LayerSteps, Reporter
 from driftlens.variants import expert_of
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ class Trials(Generic[T]):
     ) -> Tried[T]:
         """What became of one candidate that walks alone, perhaps with other sites; errors as for `calibrate`."""
         pool, last, updates = self.study.pool, max(sites, default=0), dict[ParameterKey, Tensor]()
-        seconds = 0.0
+        seconds, steps = 0.0, LayerSteps(last)
         for found in calibrate(
             pool,
             {task: at.batches for task, at in samples.items()},
@@ -150,7 +150,7 @@ class Trials(Generic[T]):
             pooling=self.study.settings.pool,
             team=self.study.team,
             on_step=lambda layer, task: self.reporter.step(
-                self.phase, max(0, layer - 1), last, f"layer {layer} of {last}, task {task}"
+                self.phase, steps.at(layer), steps.total, f"layer {max(0, layer)} of {last}, task {task}"
             ),
         ):
             updates |= {(found.layer, name): value for name, value in found.updates.items()}

@@ -27,7 +27,7 @@ from driftlens.records.listing import is_live
 from driftlens.records.manifest import CalibrationInfo, ModelInfo, versions
 from driftlens.records.reading import Sheet, printable, setting_text
 from driftlens.records.run import DriftRun
-from driftlens.records.verdict import layer_name, shareable, task_sheet, verdict
+from driftlens.records.verdict import shareable, task_sheet, verdict
 from driftlens.spec.yaml_text import from_yaml, to_yaml
 from driftlens.variants import calibrated, part_of, task_of, title
 
@@ -289,7 +289,7 @@ def _repair(run: DriftRun, name: str) -> list[tuple[str, str]]:
         return []
     means = rows.groupby("layer")["upstream_share"].mean().dropna()
     by_layer = zip(means.index.tolist(), means.tolist(), strict=True)
-    shares = ", ".join(f"{escaped(layer_name(run, layer))} {share:.2f}" for layer, share in by_layer)
+    shares = ", ".join(f"{escaped(run.layer_name(layer))} {share:.2f}" for layer, share in by_layer)
     return [("Upstream repair supported", f"{shares} (mean share of the modules)")]
 
 

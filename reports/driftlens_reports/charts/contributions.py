@@ -11,7 +11,6 @@ import plotly.graph_objects as go
 
 from driftlens.records.reading import number, percent
 from driftlens.records.run import DriftRun
-from driftlens.records.verdict import layer_name
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.layer_curves import of_layers
@@ -301,7 +300,7 @@ def adjoint(run: DriftRun, options: ChartOptions) -> Drawn:
         bars = go.Bar(
             x=_spots(mean, last),
             y=mean[_MEAN].tolist(),
-            text=[place if place == REST else layer_name(run, int(place)) for place in mean["place"]],
+            text=[place if place == REST else run.layer_name(int(place)) for place in mean["place"]],
             textposition="none",
             marker=marks.hatched(theme.look(run.variants, variant, dark=options.dark)),
             hovertemplate=f"%{{text}}<br>mean of tasks %{{y:{theme.NUMBER}}}<extra></extra>",
@@ -324,7 +323,7 @@ def adjoint(run: DriftRun, options: ChartOptions) -> Drawn:
     tasks = words.counted(rows["task"].nunique(), "task")
     return Drawn(
         grid.figure,
-        alt=f"Parts by layer. Largest cost: {_worst_in_words(means, targets)}.",
+        alt=f"Parts by layer. Largest cost: {_worst_in_words(run, means, targets)}.",
         data=pd.concat([rows, means], ignore_index=True)[["task", "variant", "target", "place", "n", _MEAN]],
         notes=(f"{counts} per task, over {tasks}.", *words.overlap_notes(run)),
     )
@@ -334,12 +333,13 @@ def _spots(rows: pd.DataFrame, last: int) -> list[int]:
     return [last + 1 if place == REST else int(place) for place in rows["place"]]
 
 
-def _worst_in_words(means: pd.DataFrame, targets: list[str]) -> str:
+def _worst_in_words(run: DriftRun, means: pd.DataFrame, targets: list[str]) -> str:
     """The layer with the largest part of the loss, or the most negative one of the margin, of each variant."""
     parts = []
     layers = means[(means["place"] != REST) & (means["target"] == targets[0])]
     unit = "nat of loss" if targets[0] == "loss" else "score units of margin"
     for variant, rows in layers.groupby("variant", sort=False):
         at = rows[_MEAN].idxmax() if targets[0] == "loss" else rows[_MEAN].idxmin()
-        parts.append((variant, f"layer {rows.at[at, 'place']}, {number(rows.at[at, _MEAN])} {unit}"))
+        name = run.layer_name(int(rows.at[at, "place"]))
+        parts.append((variant, f"{name}, {number(rows.at[at, _MEAN])} {unit}"))
     return words.by_variant(parts)

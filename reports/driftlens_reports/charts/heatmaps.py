@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,7 +13,6 @@ from plotly.subplots import make_subplots
 
 from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
-from driftlens.records.verdict import layer_name
 from driftlens.variants import calibrated
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
@@ -154,7 +154,7 @@ def _task_cells(
 ) -> go.Figure:
     """One panel per variant of rows of the layer table, tasks down; `beyond` is a column shown behind the head."""
     # Layers without rows are gaps too: left out, their neighbours' cells would grow over them.
-    places = {at.index: words.literal(layer_name(run, at.index)) for at in run.manifest.layers}
+    places = {at.index: words.literal(run.layer_name(at.index)) for at in run.manifest.layers}
     layers, tasks, cells = list(places), list(dict.fromkeys(rows["task"])), []
     if beyond:
         places[layers[-1] + 1] = beyond
@@ -333,7 +333,7 @@ def calibration_log(run: DriftRun, options: ChartOptions) -> Drawn:
     """One row of panels per measure and calibration."""
     rows = _rows(run, options).rename(columns=_NAMES)
     names, sites = list(rows["name"].unique()), list(rows["site in block"].unique())
-    rows = rows.assign(text=[_hover(row) for row in rows.to_dict("records")])
+    rows = rows.assign(text=[_hover(run, row) for row in rows.to_dict("records")])
     cells, scales = [], []
     for measure, (title, least) in _MEASURES.items():
         if measure not in rows or not rows[measure].notna().any():
@@ -365,11 +365,11 @@ def calibration_log(run: DriftRun, options: ChartOptions) -> Drawn:
     )
 
 
-def _hover(row: dict[str, object]) -> str:
+def _hover(run: DriftRun, row: dict[Any, Any]) -> str:
     values = [
         f"{name} {number(float(str(row[name])))}" for name in _NAMES.values() if not pd.isna(row.get(name))
     ]
-    return f"layer {row['layer']}: {words.literal(str(row['site']))}<br>" + "<br>".join(values)
+    return "<br>".join([words.literal(f"{run.layer_name(row['layer'])}: {row['site']}"), *values])
 
 
 def _in_words(rows: pd.DataFrame) -> str:

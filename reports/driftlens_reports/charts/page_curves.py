@@ -14,7 +14,6 @@ from driftlens.records.compare import Comparison
 from driftlens.records.reading import number, percent
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import LAYERS, SAMPLES
-from driftlens.records.verdict import layer_name
 from driftlens.variants import calibrated, is_control
 from driftlens_reports.charts.chart import ChartOptions, Drawn
 from driftlens_reports.charts.layer_curves import Curves, draw_curves
@@ -143,7 +142,7 @@ def running_curve(run: DriftRun, name: str, found: Mapping[int, float], *, dark:
         layer = max(found)
         before = f", merged {number(float(merged[layer]))}" if layer in merged else ""
         done = f"{counted(len(found), 'layer')} of {len(run.manifest.layers)}"
-        said = f"{done} so far; at {layer_name(run, layer)}: calibrated {number(found[layer])}{before}."
+        said = f"{done} so far; at {run.layer_name(layer)}: calibrated {number(found[layer])}{before}."
     return Drawn(
         figure,
         alt=f"Mean drift by layer while the calibration runs. {said}",

@@ -18,7 +18,6 @@ from driftlens.records.intervals import Interval, mean_interval, mean_over_tasks
 from driftlens.records.reading import estimate, number, percent
 from driftlens.records.run import DriftRun
 from driftlens.records.scores import main_metrics
-from driftlens.records.verdict import layer_name
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart, is_of_language
 
@@ -436,7 +435,7 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     said = words.by_variant(
         (
             variant,
-            words.span(rows, _VALUE, lambda row: f"{number(row[_VALUE])} ({layer_name(run, row['layer'])})"),
+            words.span(rows, _VALUE, lambda row: f"{number(row[_VALUE])} ({run.layer_name(row['layer'])})"),
         )
         for variant, rows in layers.groupby("variant", sort=False)
     )

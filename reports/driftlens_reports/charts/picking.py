@@ -11,7 +11,6 @@ import pandas as pd
 from driftlens.errors import DataError, did_you_mean
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import ANALYZE, TABLES
-from driftlens.records.verdict import layer_name
 from driftlens.variants import control_of, part_of
 
 
@@ -87,7 +86,7 @@ def layer_rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 
 def named_layers(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with what readers call each one's layer, `block 5 (layer 7 of 8)`, as `where`."""
-    return rows.assign(where=rows["layer"].map({at: layer_name(run, at) for at in rows["layer"].unique()}))
+    return rows.assign(where=rows["layer"].map({at: run.layer_name(at) for at in rows["layer"].unique()}))
 
 
 def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -> pd.DataFrame:
@@ -130,7 +129,7 @@ def chosen(run: DriftRun, options: ChartOptions, rows: pd.DataFrame) -> pd.DataF
 def feature_name(run: DriftRun, options: ChartOptions) -> str:
     """How a sentence calls the options' layer: "final feature", "feature leaving block 1 (layer 3 of 8)"."""
     return (
-        f"feature leaving {layer_name(run, run.layer_index(options.layer))}"
+        f"feature leaving {run.layer_name(run.layer_index(options.layer))}"
         if options.layer != "final"
         else "final feature"
     )

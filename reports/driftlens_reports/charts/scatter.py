@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -345,16 +344,12 @@ def _write_below(grid: panels.Grid, at: int, x_title: str, quality: pd.DataFrame
     """Write the axis title and a variant's numbers below panel `at`; the expert has none but trustworthiness."""
     row = quality[quality["variant"] == variant].iloc[0]
     # A line is no wider than a panel in a telephone's window.
-    lines = [f"trust {_short(row['trustworthiness'])}"]
+    lines = [f"trust {number(row['trustworthiness'])}"]
     if variant != "expert":
         lines = [
-            f"cosine {_short(row['mean_cosine'])}, drift {_short(row['mean_drift'])}",
-            f"neighbours {_short(row['knn_overlap'])}",
+            f"cosine {number(row['mean_cosine'])}, drift {number(row['mean_drift'])}",
+            f"neighbours {number(row['knn_overlap'])}",
             *lines,
         ]
     axis = next(iter(grid.figure.select_xaxes(**grid.place(at))))
     axis.title.text = "<br>".join([x_title, *lines])
-
-
-def _short(value: float) -> str:
-    return "not measured" if math.isnan(value) else f"{value:.3g}"

@@ -138,8 +138,8 @@ def scatter_grid(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited
         title(name): Line2D([], [], linestyle="", **_marks(run, name)) for name in ["expert", *variants]
     }
     legend(plate.figure, entries)
-    where = "final layer" if layer == "final" else f"layer {run.layer_index(layer)} (stem: 1)"
-    start = f"Features of every task at the {where}, matched by sample: merged above, calibrated below."
+    where = "the final layer" if layer == "final" else run.layer_name(run.layer_index(layer))
+    start = f"Features of every task at {where}, matched by sample: merged above, calibrated below."
     told = _layouts_in_words(layouts, samples(run.layers(layer=layer)))
     return plate.exhibited([start, *origin([run]), *told])
 

@@ -21,7 +21,10 @@ from driftlens.pipeline.analyze.answers import SPARE_TOKENS
 from driftlens.pipeline.analyze.job import analyze, evaluate
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.calibrate.plan import CalibrationRequest
+from driftlens.pipeline.preflight import job as preflighting
+from driftlens.pipeline.preflight.costs import effort_of, operations
 from driftlens.pipeline.preflight.job import preflight
+from driftlens.pipeline.preflight.load import Load, load_of
 from driftlens.pipeline.search.sweep import SweepRequest, sweep
 from driftlens.records.arena import arena_rows
 from driftlens.records.run import DriftRun, open_run
@@ -275,6 +278,34 @@ def test_calibration_sweep_and_preflight_tell_the_metrics_that_a_run_has(tmp_pat
     drawn = charts["sweeps"].draw(open_run(run), ChartOptions())
     assert {"exact_match", "perplexity", "choice"} <= set(drawn.data["measure"])
     assert found.accuracy("likely", "calibrated:fc")["metric"].tolist() == ["perplexity"]
+
+
+def test_a_plan_counts_the_tokens_of_answers_and_passes_where_none_is_generated(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite, seen = Suite("decoder", tmp_path, learns=False), list[Load]()
+    data = {
+        "free": suite.data("free", PAIRS),
+        "pick": suite.data("pick", [*CLASSES.items()], classes=["no it", "no is", "yes"]),
+    }
+
+    def kept(*given: Any) -> Load:
+        seen.append(load_of(*given))
+        return seen[-1]
+
+    monkeypatch.setattr(preflighting, "load_of", kept)
+    preflight(load_spec(suite.spec(data)), deep=True)
+    free, pick = (seen[0].work.tasks[name] for name in ("free", "pick"))
+    longest = max(len(suite.reader.answer_tokens(answer)) for _, answer in PAIRS)
+    assert (free.test, free.answer) == (len(PAIRS), longest + SPARE_TOKENS)
+    assert (pick.test, pick.answer) == (len(CLASSES), 0)
+    work = seen[0].work
+    width = next(at for kind, at in effort_of(work).operations if kind == "steps")
+    steps = effort_of(work).operations["steps", width]
+    twice = dataclasses.replace(work, tasks={"free": dataclasses.replace(free, answer=2 * free.answer)})
+    assert effort_of(twice).operations["steps", width] == 2 * steps > 0
+    # A token's pass is a small part of its question's.
+    assert steps < operations(dataclasses.replace(work, tasks={"free": free})) * free.answer
 
 
 def test_what_a_task_lacks_is_refused_by_name(tmp_path: pathlib.Path) -> None:

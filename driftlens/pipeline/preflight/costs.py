@@ -62,6 +62,7 @@ class TaskLoad:
     Attributes:
         diagnosis: samples whose drift is measured.
         test: samples that are scored.
+        answer: tokens with which a model answers each of these at most; 0 where it is scored without.
         ids: all samples that the manifest names.
         thumbs: pictures that the run keeps for viewers.
     """
@@ -70,6 +71,7 @@ class TaskLoad:
     test: int
     ids: int
     thumbs: int = 0
+    answer: int = 0
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,13 @@ def operations(work: Workload) -> int:
     return total
 
 
+def _step_operations(work: Workload) -> float:
+    """Of the passes in which answers grow, token by token."""
+    tokens = statistics.median(max(1, layer.state_bytes // 4 // layer.width) for layer in work.layers)
+    forward = sum(layer.operations for layer in work.layers) / tokens
+    return sum(forward * task.test * task.answer * (1 + work.variants) for task in work.tasks.values())
+
+
 def _jacobian_operations(work: Workload, jacobian: JacobianSettings) -> int:
     """Per sample: every vector carried so far goes through each layer once per node."""
     # About half of the layers want their nodes doubled once, which repeats the layer with twice as many.
@@ -251,7 +260,7 @@ class Effort:
     """Work by kind; efforts add, and a share of one is `effort * share`.
 
     Attributes:
-        operations: ("blocks", "sums" or "solves", width) -> floating-point operations.
+        operations: ("blocks", "steps", "sums" or "solves", width) -> floating-point operations.
         samples: how often a sample is read and preprocessed.
         reads: bytes of weights that are read.
     """
@@ -282,8 +291,11 @@ def width_of(layers: Sequence[LayerCost]) -> int:
 
 def effort_of(work: Workload, more_operations: float = 0) -> Effort:
     """The effort of an analysis, and of `more_operations` of its layers."""
-    key = "blocks", width_of(work.layers)
-    return Effort({key: operations(work) + more_operations}, samples_read(work))
+    width = width_of(work.layers)
+    found = {("blocks", width): operations(work) + more_operations}
+    if steps := _step_operations(work):
+        found["steps", width] = steps
+    return Effort(found, samples_read(work))
 
 
 def estimate(

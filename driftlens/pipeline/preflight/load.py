@@ -11,11 +11,15 @@ import torch
 from driftlens.data.samples import SampleSet
 from driftlens.data.task_data import TaskData
 from driftlens.merging.method import MergeMethod
+from driftlens.pipeline.analyze.answers import SPARE_TOKENS
 from driftlens.pipeline.preflight.costs import Effort, LayerCost, TaskLoad, Workload, size_text, width_of
 from driftlens.pipeline.study.merging import PIECE, merge_of
 from driftlens.pipeline.study.opening import OpenModels, heads_of, settings_of
 from driftlens.records.layout import MOST_THUMBS
 from driftlens.spec import RunSpec
+
+_TARGETS = 64
+"""How many answers are looked at to know how long they are."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,13 @@ def load_of(
     tasks, scored = {}, heads_of(spec, models)
     for task, opened in data.items():
         diagnosis, test = opened.diagnosis, opened.test
-        is_scored = task in scored and test.labels is not None
+        speaks = models.architecture.lm is not None
+        has_classes = test.labels is not None and (task in scored or speaks)
+        answer = _answer_tokens(test) if speaks and not has_classes else 0
         tasks[task] = TaskLoad(
             diagnosis=len(diagnosis),
-            test=len(test) if is_scored else 0,
+            test=len(test) if has_classes or answer else 0,
+            answer=answer,
             ids=len(opened.calibration) + len(diagnosis) + len(test),
             thumbs=min(len(diagnosis), MOST_THUMBS) if opened.has_pictures else 0,
         )
@@ -60,6 +67,15 @@ def load_of(
         more += sum(int(entry.work(chosen, len(spec.tasks), *shape)) for shape in shapes)
     sample = next(iter(data.values())).diagnosis
     return Load(work, sample, Effort({("blocks", width_of(layers)): more}))
+
+
+def _answer_tokens(test: SampleSet) -> int:
+    """Tokens of an answer at most, by the first targets; 0 where there are none."""
+    reader = None if test.texts is None else test.texts.reader
+    if reader is None or not len(test) or not test.text(0).target:
+        return 0
+    targets = (test.text(at).target for at in range(min(_TARGETS, len(test))))
+    return max(len(reader.answer_tokens(target)) for target in targets) + SPARE_TOKENS
 
 
 def merge_passes(

@@ -30,8 +30,9 @@ from driftlens.errors import RunError
 from driftlens.files import from_json, write_json_atomic
 from driftlens.linalg.cholesky import factorize
 from driftlens.linalg.gram import GramSum
-from driftlens.models.architecture import architecture_of
-from driftlens.models.sources import module_source
+from driftlens.models.architecture import weightless
+from driftlens.models.hf_decoder import decoder_chain
+from driftlens.models.sources import TensorsSource
 from driftlens.threads import computing_with
 
 WIDTHS = (64, 256, 768, 2048)
@@ -52,8 +53,9 @@ class Rates:
         device: where products were timed, as torch names it.
         cores: of this machine.
         threads: that a process alone computes with.
-        work: kind -> width -> operations: "blocks" of a transformer that models walk through in float32, "sums" of Gram
-            matrices (float32 products, float64 sums), "solves" by Cholesky factors in float64.
+        work: kind -> width -> operations: "blocks" of a transformer that models walk through in float32, "steps" of one
+            token a sample, as answers grow, "sums" of Gram matrices (float32 products, float64 sums), "solves" by
+            Cholesky factors in float64.
         reads: bytes of a file that was just written; one that must come from the disk first takes longer.
         one: share of these rates that a process with one thread has, alone on the machine.
         crowded: share of its own rate that a process with one thread keeps while every core has one like it.
@@ -147,7 +149,7 @@ def measure(device: torch.device, tell: Callable[[str], None] = lambda text: Non
         RunError: the processes that measure each other couldn't be started, or the file can't be written.
     """
     found: dict[str, dict[int, float]] = {}
-    for kind, work in (_WORK | {"blocks": _walked}).items():
+    for kind, work in (_WORK | _WALKS).items():
         tell(kind)
         found[kind] = {width: work(device, width, _SECONDS) for width in WIDTHS}
     tell("processes")
@@ -184,9 +186,9 @@ def _timed(work: Callable[[], float], device: torch.device, seconds: float) -> f
 
 
 @torch.no_grad()
-def _blocks(device: torch.device, width: int, seconds: float) -> float:
+def _blocks(device: torch.device, width: int, seconds: float, *, tokens: int = _TOKENS) -> float:
     """A pre-norm block: attention and an MLP four times as wide, on a batch."""
-    state = torch.randn(_SAMPLES, _TOKENS, width, device=device)
+    state = torch.randn(_SAMPLES, tokens, width, device=device)
     scale = width**-0.5
     weights = {
         name: torch.randn(rows, columns, device=device) * scale
@@ -198,17 +200,17 @@ def _blocks(device: torch.device, width: int, seconds: float) -> float:
 
     def block() -> float:
         seen = F.layer_norm(state, (width,))
-        parts = F.linear(seen, weights["qkv"]).view(_SAMPLES, _TOKENS, 3, _HEADS, -1).permute(2, 0, 3, 1, 4)
+        parts = F.linear(seen, weights["qkv"]).view(_SAMPLES, tokens, 3, _HEADS, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(*parts).transpose(1, 2).reshape(state.shape)
         middle = state + F.linear(mixed, weights["out"])
         middle + F.linear(F.gelu(F.linear(F.layer_norm(middle, (width,)), weights["up"])), weights["down"])
-        return 2.0 * _SAMPLES * _TOKENS * (12 * width**2 + 2 * _TOKENS * width)
+        return 2.0 * _SAMPLES * tokens * (12 * width**2 + 2 * tokens * width)
 
     return _timed(block, device, seconds)
 
 
 @torch.no_grad()
-def _walked(device: torch.device, width: int, seconds: float) -> float:
+def _walked(device: torch.device, width: int, seconds: float, *, tokens: int = _TOKENS) -> float:
     """The engine's own walk of an expert and a variant, through two blocks of a language model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -219,22 +221,24 @@ def _walked(device: torch.device, width: int, seconds: float) -> float:
         num_attention_heads=max(1, width // 64),
         vocab_size=_HEADS,
     )
-    with device:
-        module = LlamaForCausalLM(config).eval()
-        # Fewer samples where blocks are wide: still long products, and soon done.
-        ones = torch.ones(min(_SAMPLES, max(1, _FEATURES // width)), _TOKENS, dtype=torch.long)
-    chain = architecture_of(module, {"input_ids": ones[:2, :2], "attention_mask": ones[:2, :2]}).chain
-    sources = dict.fromkeys(("expert:a", "merged"), module_source(module, "a"))
-    pool = ModelPool(chain, module, sources, device=device, dtype=torch.float32)
+    skeleton = weightless(functools.partial(LlamaForCausalLM, config), "a few blocks")
+    shapes = {key: value.shape for key, value in skeleton.state_dict().items()}
+    weights = {key: torch.randn(shape, device=device) * width**-0.5 for key, shape in shapes.items()}
+    # Fewer samples where blocks are wide: still long products, and soon done.
+    ones = torch.ones(min(_SAMPLES, max(1, _FEATURES // width)), tokens, dtype=torch.long)
+    chain = decoder_chain(skeleton, {"input_ids": ones[:2, :2], "attention_mask": ones[:2, :2]})
+    sources = dict.fromkeys(("expert:a", "merged"), TensorsSource("a few blocks", weights))
+    pool = ModelPool(chain, skeleton, sources, device=device, dtype=torch.float32)
     inputs = {"input_ids": ones, "attention_mask": ones}
     batches = [Batch(len(ones) * at, len(ones) * (at + 1), inputs) for at in range(_BATCHES)]
-    matrices = sum(weight.numel() for weight in module.model.layers.parameters() if weight.ndim == 2)
+    blocks = (shape for key, shape in shapes.items() if key.startswith("model.layers."))
+    matrices = sum(shape.numel() for shape in blocks if len(shape) == 2)
 
     def work() -> float:
         for _ in walk(pool, "a", ["merged"], batches):
             pass
         # Three passes: each model on its own features, and the merged one on the expert's.
-        return 3 * 2.0 * _BATCHES * ones.numel() * (matrices + 2 * _TOKENS * width * _LAYERS)
+        return 3 * 2.0 * _BATCHES * ones.numel() * (matrices + 2 * tokens * width * _LAYERS)
 
     return _timed(work, device, seconds)
 
@@ -265,9 +269,15 @@ def _solves(device: torch.device, width: int, seconds: float) -> float:
 
 _WORK: dict[str, Callable[[torch.device, int, float], float]] = {
     "blocks": _blocks,
+    "steps": functools.partial(_blocks, tokens=1),
     "sums": _sums,
     "solves": _solves,
 }
+_WALKS: dict[str, Callable[[torch.device, int, float], float]] = {
+    "blocks": _walked,
+    "steps": functools.partial(_walked, tokens=1),
+}
+"""What takes the place of bare blocks where there is a minute."""
 
 
 def _reads(size: int) -> float:

@@ -42,6 +42,8 @@ _SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Za-z0-9`])")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
 _PICTURES = re.compile(":(?=material|streamlit)")
 """How Streamlit's signs for icons begin, which it looks for once Markdown is read: no escape helps against them."""
+_BESIDE_NUMBERS = re.compile(r" (?=%|\\\+\\-)|(?<=\\\+\\-) ")
+"""Spaces of Markdown where no line should end: before a percent sign and around what is plus or minus."""
 _NUMBERS = {
     "count": (1, "%d"),
     "number": (1, "%.3g"),
@@ -101,7 +103,8 @@ def coded(text: str) -> str:
 def with_command(run: DriftRun, text: str, command: str) -> str:
     """A sentence of the verdict in Markdown, with its command to be copied and no folder of this machine's."""
     before, found, after = shareable(run, text).partition(f"`{shareable(run, command)}`")
-    return plain(before) + found + plain(after) if found.count("`") == 2 else plain(before + found + after)
+    said = plain(before) + found + plain(after) if found.count("`") == 2 else plain(before + found + after)
+    return _BESIDE_NUMBERS.sub("\N{NO-BREAK SPACE}", said)
 
 
 def when(moment: str) -> str:

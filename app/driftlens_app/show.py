@@ -42,8 +42,6 @@ _SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Za-z0-9`])")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
 _PICTURES = re.compile(":(?=material|streamlit)")
 """How Streamlit's signs for icons begin, which it looks for once Markdown is read: no escape helps against them."""
-_BESIDE_NUMBERS = re.compile(r" (?=%|\\\+\\-)|(?<=\\\+\\-) ")
-"""Spaces of Markdown where no line should end: before a percent sign and around what is plus or minus."""
 _NUMBERS = {
     "count": (1, "%d"),
     "number": (1, "%.3g"),
@@ -104,7 +102,7 @@ def with_command(run: DriftRun, text: str, command: str) -> str:
     """A sentence of the verdict in Markdown, with its command to be copied and no folder of this machine's."""
     before, found, after = shareable(run, text).partition(f"`{shareable(run, command)}`")
     said = plain(before) + found + plain(after) if found.count("`") == 2 else plain(before + found + after)
-    return _BESIDE_NUMBERS.sub("\N{NO-BREAK SPACE}", said)
+    return said.replace(" %", "\N{NO-BREAK SPACE}%")  # no line begins with the sign
 
 
 def when(moment: str) -> str:

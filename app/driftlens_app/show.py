@@ -101,7 +101,8 @@ def coded(text: str) -> str:
 def with_command(run: DriftRun, text: str, command: str) -> str:
     """A sentence of the verdict in Markdown, with its command to be copied and no folder of this machine's."""
     before, found, after = shareable(run, text).partition(f"`{shareable(run, command)}`")
-    return plain(before) + found + plain(after) if found.count("`") == 2 else plain(before + found + after)
+    said = plain(before) + found + plain(after) if found.count("`") == 2 else plain(before + found + after)
+    return said.replace(" %", "\N{NO-BREAK SPACE}%")  # no line begins with the sign
 
 
 def when(moment: str) -> str:

@@ -22,7 +22,7 @@ export default function ({ parentElement, data, setStateValue }) {
     if (card.text) button.append(made("span", "text", card.text));
     const list = made("span", "says", "");
     for (const [who, what, isOther] of card.says) {
-      list.append(made("span", "who", who), made("span", isOther ? "other" : "same", isOther ? `${what} \u2260` : what));
+      list.append(made("span", "who", who), made("span", isOther ? "other" : "same", isOther ? `${what}\u00a0\u2260` : what));
     }
     button.append(list, made("span", "id", card.id));
     button.setAttribute("aria-label", `Sample ${card.id}: ${card.says.map(([who, what]) => `${who} ${what}`).join(", ")}`);

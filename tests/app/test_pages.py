@@ -190,6 +190,8 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
     (shown,) = (
         text for entry in app.markdown if (text := entry.value.replace("\\", "")).startswith("Accuracy")
     )
+    assert "\N{NO-BREAK SPACE}%" in shown  # no line ends before it
+    shown = shown.replace("\N{NO-BREAK SPACE}", " ")
     assert shown == "\n\n".join(shareable(run, text) for text in verdict(run).sentences)
     assert str(run.path) not in said(app) and "Next: `driftlens" in shown
     assert not any("\\`" in entry.value for entry in app.markdown)  # to be copied, not spelt

@@ -82,3 +82,11 @@ def test_runs_are_opened_compared_renamed_and_put_away(page: Any, root: Path, tm
         click(page, 0, 70)
         page.wait_for_url("**/overview?**")
         assert open_run(left).id in page.url
+
+        page.goto(f"{url}/runs")
+        click(page, 0, 15)
+        page.get_by_role("button", name="Archive").click()
+        page.get_by_role("dialog").get_by_role("button", name="Archive").click()
+        expect(page.get_by_test_id("stToast")).to_contain_text("Archived: ")
+        (archived,) = (root / "archived").iterdir()
+        assert open_run(archived).name in names and not left.exists()

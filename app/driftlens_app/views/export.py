@@ -119,6 +119,7 @@ def _report(run: DriftRun) -> None:
                 default=["html", "html-light"],
                 format_func=lambda name: _FORMATS.get(name, name),
                 key="formats",
+                width=760,
             )
         raw = st.checkbox("With charts and tables of single samples", key="raw")
         pressed = st.form_submit_button("Build the report", type="primary", icon=":material/description:")

@@ -258,6 +258,7 @@ def _arena(run: DriftRun, *, blocked: bool) -> None:
             default=[name for name, method in known.items() if method.effort < _PATIENCE],
             format_func=lambda name: known[name].title,
             key="arena-methods",
+            width=760,
             help="Each with its published settings; those that are left out at first take minutes and more.",
         )
         if st.button("Compare repairs", icon=":material/swords:", key="arena", disabled=blocked):

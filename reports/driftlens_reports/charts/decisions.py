@@ -399,7 +399,7 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
     drawn, thinned = marks.thinned_samples(rows, options, len(_ESTIMATES) * rows["variant"].nunique())
     grid = panel_grid(
         [title for _, title in _ESTIMATES.values()],
-        x_title="bound: gain times final drift, plus score-map mismatch (score units, log)",
+        x_title="bound (score units, log)",
         y_titles=["norm of the score drift (score units, log)"],
         columns=2,
         height=230,

@@ -213,6 +213,7 @@ def panel_grid(
     is_common = len(y_titles) == 1
     columns = 1 if is_common and _ONE_COLUMN.get() else min(columns, len(titles))
     rows = -(-len(titles) // columns)
+    columns = -(-len(titles) // rows)  # rows of like length: four panels are two and two
     gap = _GAP + _TITLE + below
     inner = rows * height + (rows - 1) * gap
     figure = make_subplots(

@@ -129,6 +129,8 @@ def test_panels_share_a_scale_and_only_so_many_are_drawn() -> None:
     assert [axes.get_title(loc="left") for axes in figure.axes] == names[:MOST_PANELS]
     assert len({axes.get_ylim() for axes in figure.axes}) == 1
     assert "12 of 30 panels are drawn" in words(figure)
+    four = panel_grid(names[:4], x_title="layer", y_titles=["drift"], dark=False)
+    assert (grid.columns, four.columns) == (3, 2), "rows of like length"
     few = panel_grid(names[:3], x_title="layer", y_titles=["drift"], dark=False)
     for at in range(3):
         few.add(at, go.Scatter(x=[1, 2], y=[0, at], mode="lines"))

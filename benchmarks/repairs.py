@@ -137,7 +137,8 @@ def _measured(made: Any, variant: str, task: str, metric: str) -> dict[str, list
 def table(suite: str, found: Sequence[Mapping[str, Any]], titles: Sequence[str]) -> str:
     """Means over tasks and draws; changes with 95 % intervals, paired by test sample (each one's mean over draws).
 
-    Behind ± stands a standard error over draws. Of every model, over the draws that have it; what it is compared with is of the same draws.
+    Behind ± stands a standard error over draws. Every model is of the draws that have it, and so is what it is compared
+    with.
     """
     every: Sequence[Found] = [draw["models"] for draw in found]
     tasks = list(every[0]["merged"])

@@ -137,7 +137,8 @@ def _measured(made: Any, variant: str, task: str, metric: str) -> dict[str, list
 def table(suite: str, found: Sequence[Mapping[str, Any]], titles: Sequence[str]) -> str:
     """Means over tasks and draws; changes with 95 % intervals, paired by test sample (each one's mean over draws).
 
-    Of every model, over the draws that have it; what it is compared with is of the same draws.
+    Behind ± stands a standard error over draws. Every model is of the draws that have it, and so is what it is compared
+    with.
     """
     every: Sequence[Found] = [draw["models"] for draw in found]
     tasks = list(every[0]["merged"])
@@ -145,7 +146,7 @@ def table(suite: str, found: Sequence[Mapping[str, Any]], titles: Sequence[str])
     columns = ("score, %", "KL, nat")
     changes = [f"{column} against {of}" for column in columns for of in (FEATCAL, "merged")]
     head = ["", columns[0], "by draw", *changes[:2], columns[1], *changes[2:], "relative drift", "cosine"]
-    head += ["processor seconds", "added numbers"]
+    head += ["processor seconds", "added numbers", "knows the task"]
     lines = [
         f"{suite}: {len(tasks)} tasks, {SAMPLES} samples a task, {len(every)} draws, n = {n} test samples, "
         f"score {METRICS[suite]}",
@@ -164,7 +165,8 @@ def _row(
     name: str, draws: Sequence[Found], tasks: Sequence[str], costs: Sequence[Mapping[str, float]]
 ) -> list[str]:
     by_draw = [np.mean([np.mean(draw[name][task]["score"]) for task in tasks]) for draw in draws]
-    cells = [name, f"{100 * np.mean(by_draw):.1f}"]
+    error = np.std(by_draw, ddof=1) / len(by_draw) ** 0.5 if costs and len(by_draw) > 1 else None
+    cells = [name, f"{100 * np.mean(by_draw):.1f}" + ("" if error is None else f" ± {100 * error:.1f}")]
     cells.append(", ".join(f"{100 * mean:.1f}" for mean in by_draw) if costs else "")
     for column, scale, digits in (("score", 100, 1), ("kl", 1, 3)):
         if column == "kl":
@@ -182,7 +184,7 @@ def _row(
         cells.append(f"{np.mean([draw[name][task][column] for draw in draws for task in tasks]):.3f}")
     seconds = [cost["seconds"] for cost in costs]
     cells.append(f"{np.mean(seconds):.0f}" if costs else "")
-    cells.append(f"{costs[0]['added']:,}" if costs else "")
+    cells += [f"{costs[0]['added']:,}", "yes" if costs[0]["added"] else "no"] if costs else ["", ""]
     return cells
 
 

@@ -40,9 +40,10 @@ class Edit:
     @property
     def code(self) -> str:
         """What this is, in Python."""
-        edit = '(h @ (t["source"] - t["project"]).T + t["source_bias"] - t["project_bias"]) @ t["project"]'
-        entered, left = ("f[:, :1]", "torch.cat([h, f[:, 1:]], 1)") if self.first else ("f", "h")
-        return f"h = {entered}\nh = h + {edit}\nf = {left}"
+        edit = (
+            'h + (h @ (t["source"] - t["project"]).T + t["source_bias"] - t["project_bias"]) @ t["project"]'
+        )
+        return f"h = f[:, :1]\nf = torch.cat([{edit}, f[:, 1:]], 1)" if self.first else f"h = f\nf = {edit}"
 
     def __call__(self, stream: Tensor) -> Tensor:
         """The edited output, of the same shape."""

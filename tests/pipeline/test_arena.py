@@ -8,6 +8,7 @@ import pathlib
 
 import pandas as pd
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 import driftlens as dl
@@ -16,7 +17,7 @@ from driftlens.errors import DataError, SpecError
 from driftlens.pipeline.calibrate.plan import CalibrationRequest
 from driftlens.pipeline.preflight.job import preflight
 from driftlens.pipeline.preflight.rehearsal import rehearse
-from driftlens.pipeline.search.arena import compete, entrants
+from driftlens.pipeline.search.arena import Entrant, compete, entrants
 from driftlens.records.arena import arena_rows, arena_sheet
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.verify import verify
@@ -183,3 +184,22 @@ def test_the_api_gives_the_same_table(met: pathlib.Path) -> None:
 
 def test_one_calibration_is_no_arena(light: DriftRun) -> None:
     assert "driftlens arena RUN" in (charts["arena"].missing(light, ChartOptions()) or "")
+
+
+def test_what_the_spec_says_of_a_method_takes_the_place_of_the_preset_of_its_kind(
+    light: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    """As for `calibrate`, the entrant's own over it; not of another method, nor where it says nothing."""
+    folder = copied(light, tmp_path / "run")
+    spec = yaml.safe_load((folder / "spec.yaml").read_text())
+    found = {}
+    for name, section in {
+        "said": {"method": "featcal", "preset": "demo-clip", "alpha": 0.1},
+        "silent": {"method": "featcal"},
+        "other": {"method": "norms", "alpha": 0.1},
+    }.items():
+        (folder / "spec.yaml").write_text(yaml.safe_dump({**spec, "calibration": section}))
+        compete(folder, [Entrant(name, "featcal", {"lam": 0.7})], attribution=False)
+        settings = open_run(folder).manifest.calibrations[name].settings
+        found[name] = settings["lam"], settings["rho"], settings["alpha"]
+    assert found == {"said": (0.7, 2.2, 0.1), "silent": (0.7, 2.0, 0.3), "other": (0.7, 2.0, 0.3)}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 import driftlens as dl
@@ -72,6 +73,23 @@ def test_top_layers_are_those_with_the_largest_mean_share(finished: DriftRun, tm
     best = max(shares, key=lambda layer: shares[layer])
     run = calibrate(folder, request(top_layers=1))
     assert run.manifest.calibrations[NAME].layers == [best] and moved_blocks(run) == {best - 2}
+
+
+@pytest.mark.parametrize("asked", [{"layers": [2]}, {"sites": ["*attn*"]}])
+def test_a_repair_that_is_trained_refuses_layers_and_sites(
+    folder: pathlib.Path, asked: dict[str, Any]
+) -> None:
+    """It would train in its own all the same; what the spec says of another method's sites is not asked of it."""
+    before = files_of(folder)
+    with pytest.raises(SpecError, match=f"surgery was given {next(iter(asked))}") as caught:
+        calibrate(folder, CalibrationRequest(NAME, method="surgery", **asked))
+    assert "Leave them out" in caught.value.hint and files_of(folder) == before
+    spec = yaml.safe_load((folder / "spec.yaml").read_text())
+    for method in ("featcal", "surgery"):
+        section = {"method": method, "sites": ["*attn*"]}
+        (folder / "spec.yaml").write_text(yaml.safe_dump({**spec, "calibration": section}))
+        problems = rehearse(folder, CalibrationRequest(NAME, method="surgery")).problems
+        assert any("surgery was given sites" in found.text for found in problems) is (method == "surgery")
 
 
 def test_top_layers_need_the_shares_of_all_blocks(folder: pathlib.Path) -> None:

@@ -41,6 +41,7 @@ calibrate(folder, request, attribution=False, on_progress=told)
 """
 FILES = {
     "surgery": "attachments",
+    "prob_surgery": "attachments",
     "surgery_v2": "attachments",
     "interv_merge": "attachments",
     "distill": "weights",
@@ -49,7 +50,15 @@ FILES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "at"), [("surgery", 2), ("surgery", 5), ("surgery_v2", 3), ("interv_merge", 5), ("distill", 2)]
+    ("method", "at"),
+    [
+        ("surgery", 2),
+        ("surgery", 5),
+        ("prob_surgery", 5),
+        ("surgery_v2", 3),
+        ("interv_merge", 5),
+        ("distill", 2),
+    ],
 )
 def test_it_ends_as_if_it_had_never_been_killed(
     light: DriftRun, tmp_path: pathlib.Path, method: str, at: int

@@ -11,8 +11,10 @@ import sys
 import zlib
 from typing import Any
 
+import pandas as pd
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM
 
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import PRESETS, FeatCal
@@ -26,6 +28,7 @@ from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
 from driftlens_reports.paper.published import published_tables
 from driftlens_reports.reproduced import _looked_up
 from tests.cases import perturbed
+from tests.models.test_lora import train
 from tests.pipeline.fixtures import world
 from tests.pipeline.test_answers import CLASSES, PAIRS, Suite
 from tests.pipeline.world import TASKS, World
@@ -270,3 +273,35 @@ def test_a_tiny_suite_of_texts_runs_from_the_hubs_cache(form: str, tmp_path: pat
     ):
         found = exhibits[name].draw([run], ExhibitOptions())
         assert found.missing == () and len(found.data), name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)  # as in test_lora
+def test_experts_that_are_adapters_by_hub_id_are_those_that_peft_merges(tmp_path: pathlib.Path) -> None:
+    """Once adapters beside the base that the suite names, once the same experts saved whole, with the same result."""
+    home = tmp_path / "home"
+    suite = texts_in_cache("decoder", home)
+    start = tmp_path / "base"
+    for task, tuned in (("pick", ["q_proj", "v_proj"]), ("free", ["up_proj"])):
+        model = AutoModelForCausalLM.from_pretrained(start)
+        state = train(
+            model, cached(home, "models", f"{task}_lora"), r=2, lora_alpha=0.1, target_modules=tuned
+        )
+        whole = AutoModelForCausalLM.from_pretrained(start)
+        assert not whole.load_state_dict(state, strict=False).unexpected_keys
+        whole.save_pretrained(cached(home, "models", f"{task}_whole"))
+    runs = {}
+    for kind in ("lora", "whole"):
+        expert = f"tiny/{{task}}_{kind}"
+        own = {"expert": expert, "revisions": {"tiny/base": "v1", expert: None}, "repairs": {"featcal": {}}}
+        (tmp_path / f"{kind}.yaml").write_text(yaml.safe_dump(suite | own))
+        made = told(home, str(tmp_path / f"{kind}.yaml"), "--json", "--progress", "none", "--offline")
+        assert made.returncode == 0 and json.loads(made.stdout)["failed"] == {}, made.stderr
+        runs[kind] = open_run(tmp_path / "runs" / kind / "task_arithmetic")
+    keys = ["task", "variant", "layer"]
+    lora, whole = (runs[kind].layers().set_index(keys)["drift_l2_mean"] for kind in ("lora", "whole"))
+    pd.testing.assert_series_equal(lora, whole, rtol=1e-4)
+    merged = lora.xs("merged", level="variant").groupby("layer").min()
+    assert (merged[merged.index > 1] > 0).all()

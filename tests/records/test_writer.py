@@ -26,7 +26,7 @@ from driftlens.records.schema import RESOURCES
 from driftlens.records.status import read_status
 from driftlens.records.tables import read_table
 from driftlens.records.verify import verify
-from driftlens.records.writer import RunWriter
+from driftlens.records.writer import RunWriter, energy_wh
 
 
 def new(path: pathlib.Path, **options: Any) -> RunWriter:
@@ -113,6 +113,30 @@ def test_a_disk_that_takes_nothing_more_does_not_hide_the_first_error(
         raise NumericsError("NaN in layer 3")
     monkeypatch.undo()
     RunWriter.resume(tmp_path / "r").__exit__(None, None, None)
+
+
+def test_energy_is_the_sum_of_the_processors_counters_where_they_may_be_read(tmp_path: pathlib.Path) -> None:
+    """In a folder like Linux's: a package's own parts are counted in it, and other counters are no processor's."""
+    assert energy_wh(tmp_path) is None
+    microjoules = {"intel-rapl:0": 3.6e9, "intel-rapl:0:1": 7e9, "intel-rapl:1": 7.2e9, "dtpm": 9e9}
+    for name, value in microjoules.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(f"{value:.0f}\n")
+    assert energy_wh(tmp_path) == pytest.approx(3.0)
+    (tmp_path / "intel-rapl:1/energy_uj").write_text("")
+    assert energy_wh(tmp_path) is None
+
+
+def test_a_phase_has_the_energy_that_was_used_in_it(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    """Nothing where a counter has started again in between, as less than nothing is no energy."""
+    readings = iter([10.0, 10.5, 12.0, 1.0])
+    monkeypatch.setattr("driftlens.records.writer.energy_wh", lambda: next(readings))
+    with new(tmp_path / "r") as writer:
+        for name in ("load", "walk"):
+            with writer.phase(name):
+                pass
+    rows = read_table(tmp_path / "r/tables/resources.parquet", RESOURCES).set_index("phase")
+    assert rows.loc["load", "energy_wh"] == 0.5 and pd.isna(rows.loc["walk", "energy_wh"])
 
 
 def test_a_finished_phase_is_not_done_again(tmp_path: pathlib.Path) -> None:

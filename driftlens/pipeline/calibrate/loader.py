@@ -16,15 +16,11 @@ from safetensors.torch import load_file
 
 
 def attach(model, task, file="{file}"):
-    maps = {{}}
-    for key, value in load_file(file).items():
-        path, name, of = key.split("/", 2)
-        if of == task:
-            maps.setdefault(path, {{}})[name] = value
-    for path, tensors in maps.items():
-        def change(module, inputs, output, tensors=tensors):
+    saved = {{tuple(key.split("/", 2)): value for key, value in load_file(file).items()}}
+    for path in {{path for path, name, of in saved if of == task}}:
+        def change(module, inputs, output, path=path):
             f = output[0] if isinstance(output, tuple) else output
-            t = {{name: value.to(f) for name, value in tensors.items()}}
+            t = {{name: value.to(f) for (at, name, of), value in saved.items() if (at, of) == (path, task)}}
 {code}
             return (f, *output[1:]) if isinstance(output, tuple) else f
         model.get_submodule(path).register_forward_hook(change)

@@ -222,8 +222,9 @@ def plan_calibration(
     section = None if spec is None else spec.calibration
     calibrator = calibrator_of(request, section)
     calibrator.check(has_base=study.has_base)
+    method, is_trained = method_of(request, section), isinstance(calibrator, Trainer)
     if spec is not None:
-        require_task_id(spec.task_id, method_of(request, section))
+        require_task_id(spec.task_id, method)
     samples = {
         task: _beginning(at_hand.calibration, request.samples, task) for task, at_hand in study.tasks.items()
     }
@@ -234,17 +235,22 @@ def plan_calibration(
                 hint=f"Bring more samples, or set folds to at most {len(of)}; cv=off needs one sample.",
             )
     if request.control and "rho" not in calibrator.get_params():
-        raise SpecError(f"{method_of(request, section)} has no rho, so there is no control at rho 1")
+        raise SpecError(f"{method} has no rho, so there is no control at rho 1")
     if request.control and len(counts := {len(of) for of in samples.values()}) > 1:
         raise SpecError(
             f"a control takes equally many samples of every task, and there are {min(counts)} to {max(counts)}",
             hint=f"Set --samples to at most {min(counts)}, or leave --control out.",
         )
     patterns = request.sites
-    if patterns is None and section is not None:
+    if patterns is None and section is not None and (section.method == method or not is_trained):
         patterns = section.sites
     layers = request.layers if request.top_layers is None else _top_layers(run, request.top_layers)
-    chain, is_trained = study.pool.chain, isinstance(calibrator, Trainer)
+    if is_trained and (layers is not None or patterns is not None):
+        raise SpecError(
+            f"{method} was given {'sites' if layers is None else 'layers'}, and it is trained in layers of its own",
+            hint="Leave them out, or choose a method that solves for modules, for example featcal.",
+        )
+    chain = study.pool.chain
     sites = {} if is_trained else select_sites(chain, layers=layers, sites=patterns, update=calibrator.update)
     control = control_of(request.name)
     if control in study.variants:
@@ -252,7 +258,6 @@ def plan_calibration(
             f"{control} is a baseline of the run and would be the control of {request.name!r}",
             hint="Choose another --name.",
         )
-    method = method_of(request, section)
     plan = CalibrationPlan(
         request.name,
         method,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,8 +14,10 @@ from driftlens.files import PathLike
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.calibrate.plan import CalibrationRequest
 from driftlens.progress import CancelToken, ProgressSink
+from driftlens.records import layout
 from driftlens.records.run import open_run
 from driftlens.settings import resolve
+from driftlens.spec import load_spec
 
 
 class Entrant(NamedTuple):
@@ -56,8 +59,9 @@ def compete(
 ) -> dict[str, str]:
     """Calibrate a run with every repair in turn, on the same samples; those that are there are left as they are.
 
-    Settings are those published for models of the run's kind, over which the entrant's own count. One that was
-    interrupted goes on where it stopped.
+    Settings are those published for models of the run's kind, over which the entrant's own count; those of the spec's
+    `calibration` take their place where it is of the same method and says some. One that was interrupted goes on where
+    it stopped.
 
     Args:
         run: its directory.
@@ -77,10 +81,18 @@ def compete(
         DriftLensError: no repair could be made; the reason of the first.
     """
     loader = str(open_run(run).manifest.architecture.get("loader"))
+    spec = pathlib.Path(run) / layout.SPEC
+    section = load_spec(spec).calibration if spec.is_file() else None  # runs of live modules have none
     failed: dict[str, DriftLensError] = {}
     for entrant in wanted:
         kind = calibrators[entrant.method]
         preset = kind.suited.get(loader, next(iter(kind.presets), None))
+        if (
+            section is not None
+            and section.method == entrant.method
+            and (section.preset or section.parameters)
+        ):
+            preset = None
         request = CalibrationRequest(
             entrant.name, method=entrant.method, preset=preset, parameters=entrant.settings, samples=samples
         )

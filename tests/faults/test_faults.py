@@ -200,8 +200,7 @@ LARGE = 1 << 28
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.3, 0.8])
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(("command", "share"), [*zip(COMMANDS, [0.3, 0.8] * 3, strict=True)])
 def test_a_disk_that_is_really_full(bench: Bench, command: str, share: float) -> None:
     """The faults above say that it is; here it is, at a share of what the command writes in all."""
     _, wanted = bench.plain(command)

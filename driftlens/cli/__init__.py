@@ -32,7 +32,7 @@ _MODULES = (running, converting, calibrating, reproducing, looking, reporting)
 MOST_LINES, WIDEST = 60, 2000
 """Of a message: lines, and characters in one."""
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
-"""Root of wrong usage. Newer versions of typer carry their own click, older ones use the installed one."""
+"""Root of wrong usage; typer carries a click of its own, under no public name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -42,7 +42,7 @@ Overrides = Annotated[
 @sharing("device", "threads", "progress")
 def demo(
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("driftlens-demo"),
-    seed: Annotated[int, typer.Option(help="Seed of the embedded suite.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the embedded suite.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
     suite: Annotated[Literal["image", "text"], typer.Option(help="Which of the embedded suites.")] = "image",
     *,

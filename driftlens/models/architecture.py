@@ -182,10 +182,12 @@ class Architecture:
 
         Raises:
             SpecError: there is none.
+            IncompatibleModelsError: its configuration is not that of the base's weights.
         """
         if self.open_text is None:
             raise no_text_tower(self.source)
-        return self.open_text(base)
+        with running(self.source):
+            return self.open_text(base)
 
 
 @dataclass(frozen=True)

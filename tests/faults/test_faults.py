@@ -10,7 +10,9 @@ import json
 import os
 import random
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import yaml
 from driftlens.records.run import DriftRun
 from tests.faults.essence import differences, essence
 from tests.faults.moments import FAULTS
-from tests.faults.worker import Ended, Server, serving
+from tests.faults.worker import AS_ANYBODY, Ended, Server, serving
 from tests.pipeline.fixtures import light, world
 from tests.pipeline.world import World
 
@@ -176,3 +178,81 @@ def assert_is_said(ended: Ended, where: str) -> None:
 
 def test_every_fault_is_tried() -> None:
     assert {*CODES} == {*FAULTS} - {"nothing"}
+
+
+@contextmanager
+def disk(folder: Path, size: int) -> Iterator[Callable[[int], object]]:
+    """A disk of so many bytes over a folder, and what makes it larger; skipped where nothing can be mounted."""
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip("nobody may mount a disk here")
+    try:
+        yield lambda more: subprocess.run(
+            ["mount", "-o", f"remount,size={more}", folder], check=True, capture_output=True
+        )
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+LARGE = 1 << 28
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "share"), [*zip(COMMANDS, [0.3, 0.8] * 3, strict=True)])
+def test_a_disk_that_is_really_full(bench: Bench, command: str, share: float) -> None:
+    """The faults above say that it is; here it is, at a share of what the command writes in all."""
+    _, wanted = bench.plain(command)
+    place = bench.place("analyze", "case")
+    line = bench.line(command, place)
+
+    def begun() -> int:
+        if COMMANDS[command].on_run:
+            shutil.copytree(bench.run.path, place)
+        return shutil.disk_usage(place.parent).used
+
+    with disk(place.parent, LARGE):
+        before = begun()
+        assert bench.server.run(line, place).code == 0
+        after = shutil.disk_usage(place.parent).used
+    with disk(place.parent, LARGE) as grow:
+        begun()
+        grow(before + int(share * (after - before)))
+        ended = bench.server.run(line, place)
+        assert ended.code == 4 and "No space left" in ended.err, ended
+        assert_is_said(ended, command)
+        # That it failed may find no room either; the next command sees that no process is there.
+        assert not [left for left in leftovers(place) if "says running" not in left]
+        grow(LARGE)
+        again = bench.server.run(COMMANDS[command].again(line) if place.exists() else line, place)
+        assert again.code == 0, again
+        assert not leftovers(place) and not differences(essence(place), wanted)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.geteuid() == 0 and not AS_ANYBODY, reason="root may write anywhere, and can't be kept from it"
+)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_folder_that_is_really_read_only(bench: Bench, command: str) -> None:
+    _, wanted = bench.plain(command)
+    place = bench.place(command, "case")
+    line, before = bench.line(command, place), content(place.parent)
+    every = [place.parent, *place.parent.rglob("*")]
+    for path in every:
+        path.chmod(path.stat().st_mode & ~0o222)
+    try:
+        ended = bench.server.run(line, place)
+    finally:
+        for path in every:
+            path.chmod(path.stat().st_mode | 0o200)
+    assert ended.code == 4, ended
+    assert_is_said(ended, command)
+    assert content(place.parent) == before
+    assert bench.server.run(line, place).code == 0
+    assert not differences(essence(place), wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -30,15 +31,21 @@ HUGE = "9" * 5000
 """More digits than Python reads without being told to."""
 
 
-@pytest.fixture
-def refused(run_cli: Cli) -> Callable[..., Result]:
-    """Runs a command line that must end in a paragraph and a documented code, within seconds."""
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written by a command that should have been refused lies with the test."""
+    monkeypatch.chdir(tmp_path)
 
-    def run(*line: object, codes: tuple[int, ...] = (2, 4)) -> Result:
+
+@pytest.fixture
+def assert_refused(run_cli: Cli) -> Callable[..., Result]:
+    """Asserts that a command line ends in a paragraph about what is wrong and a documented code, within seconds."""
+
+    def run(*line: object, says: str, codes: tuple[int, ...] = (2, 4)) -> Result:
         with within_bounds():
             result = run_cli(*line)
         assert result.code in codes, (result.code, result.err)
-        assert "error: " in result.err or "PROBLEM" in result.out, result
+        assert re.search(f"(error: |PROBLEM)(.|\n)*({says})", result.err + result.out), (line, result)
         assert "Traceback" not in result.err and "defect" not in result.err
         assert len(result.err.splitlines()) < 70 and harmless(result.err) == result.err
         return result
@@ -68,11 +75,13 @@ SCALARS = ('!!int ""', "!!bool x", HUGE, "1e30", "-1", "2020-13-45", "!!float x"
 
 
 @pytest.mark.parametrize("value", SCALARS, ids=lambda value: value[:12])
-def test_scalars_of_yaml(refused: Callable[..., Result], spec: Callable[..., Path], value: str) -> None:
-    refused("validate", spec(), "--set", f"data.defaults.seed={value}")
+def test_scalars_of_yaml(
+    assert_refused: Callable[..., Result], spec: Callable[..., Path], value: str
+) -> None:
+    assert_refused("validate", spec(), "--set", f"data.defaults.seed={value}", says="seed|YAML")
     file = spec()
     file.write_text(file.read_text() + f"\nseed: {value}\n")
-    refused("validate", file)
+    assert_refused("validate", file, says="seed|not a value of|more than 64 bits")
 
 
 def test_a_number_with_underscores_is_one_as_in_python(run_cli: Cli, spec: Callable[..., Path]) -> None:
@@ -86,7 +95,7 @@ def test_a_number_with_underscores_is_one_as_in_python(run_cli: Cli, spec: Calla
     "path", ["~nobody-of-that-name/x", "x" * 300, "a/" * 3000 + "x"], ids=lambda path: path[:6]
 )
 def test_paths_that_no_file_can_have(
-    refused: Callable[..., Result], spec: Callable[..., Path], run: Path, path: str
+    assert_refused: Callable[..., Result], spec: Callable[..., Path], run: Path, path: str
 ) -> None:
     for line in (
         ("show", path),
@@ -94,17 +103,17 @@ def test_paths_that_no_file_can_have(
         ("analyze", spec(), "--out", path),
         ("merge", spec(), "--method", "average", "--out", path),
         ("report", run, "--format", "md", "--out", path),
-        ("convert", path, "x.safetensors"),
+        ("convert", path, "--out", "x.safetensors"),
     ):
         if path[0] == "~" and "--out" in line:
             continue  # a folder of that name is made, as any program does where no shell has expanded it
-        refused(*line)
+        assert_refused(*line, says=path[:60] if path[0] != "a" else "a/a/a/a")
 
 
 def test_a_path_with_a_zero_byte(
-    spec: Callable[..., Path], refused: Callable[..., Result], world: World
+    spec: Callable[..., Path], assert_refused: Callable[..., Result], world: World
 ) -> None:
-    refused("validate", spec(base={"weights": "a\x00b"}))
+    assert_refused("validate", spec(base={"weights": "a\x00b"}), says=r"base\.weights")
 
 
 @pytest.mark.slow
@@ -115,13 +124,13 @@ def test_a_path_with_a_zero_byte(
         "analyze SPEC",
         "merge SPEC --method average",
         "report RUN --format md",
-        "export RUN --figure drift",
+        "export RUN --table drift",
         "init",
     ],
     ids=lambda line: line.split()[0],
 )
 def test_out_where_no_folder_can_be(
-    refused: Callable[..., Result],
+    assert_refused: Callable[..., Result],
     spec: Callable[..., Path],
     run: Path,
     tmp_path: Path,
@@ -134,22 +143,27 @@ def test_out_where_no_folder_can_be(
     file.write_text("mine")
     stands = {"SPEC": str(spec()), "RUN": str(run)}
     words = [stands.get(word, word) for word in line.split()]
-    refused(*words, "--out", place.replace("FILE", str(file)))
+    assert_refused(
+        *words,
+        "--out",
+        place.replace("FILE", str(file)),
+        says=place.replace("FILE", str(file)).split("/below")[0],
+    )
     assert file.read_text() == "mine"
 
 
-def test_junit_on_a_folder(refused: Callable[..., Result], run: Path, tmp_path: Path) -> None:
-    refused("check", run, "--junit", tmp_path, codes=(3, 4))
+def test_junit_on_a_folder(assert_refused: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+    assert_refused("check", run, "--junit", tmp_path, codes=(3, 4), says=tmp_path.name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layers", ["²", "1-²", HUGE, "-1", "99", "1e30", "٣٣"], ids=lambda layers: layers[:5]
 )
-def test_layers_that_are_no_numbers(refused: Callable[..., Result], run: Path, layers: str) -> None:
-    refused("calibrate", run, "--name", "a", f"--layers={layers}")
-    refused("project", run, f"--layer={layers}")
-    refused("calibrate", run, "--name", "a", f"--sites={layers}")
+def test_layers_that_are_no_numbers(assert_refused: Callable[..., Result], run: Path, layers: str) -> None:
+    assert_refused("calibrate", run, "--name", "a", f"--layers={layers}", says="layer")
+    assert_refused("project", run, f"--layer={layers}", says="layer")
+    assert_refused("calibrate", run, "--name", "a", f"--sites={layers}", says="site|module")
 
 
 @pytest.mark.slow
@@ -157,27 +171,29 @@ def test_layers_that_are_no_numbers(refused: Callable[..., Result], run: Path, l
     "seed", [str(2**63), str(2**64), HUGE, "-1", "1e30", "0.5"], ids=lambda seed: seed[:6]
 )
 def test_seeds_beyond_64_bits(
-    refused: Callable[..., Result], spec: Callable[..., Path], run: Path, seed: str
+    assert_refused: Callable[..., Result], spec: Callable[..., Path], run: Path, seed: str
 ) -> None:
-    refused("analyze", spec(), "--out", "out", f"--seed={seed}")
-    refused("analyze", spec(), "--out", "out", "--set", f"data.defaults.seed={seed}")
-    refused("project", run, "--method", "tsne", f"--seed={seed}")
-    refused("demo", "--out", "out", f"--seed={seed}")
-    refused("calibrate", run, "--name", "a", "--method", "surgery", "--set", f"seed={seed}")
+    assert_refused("analyze", spec(), "--out", "out", f"--seed={seed}", says="seed")
+    assert_refused("analyze", spec(), "--out", "out", "--set", f"data.defaults.seed={seed}", says="seed")
+    assert_refused("project", run, "--method", "tsne", f"--seed={seed}", says="seed")
+    assert_refused("demo", "--out", "out", f"--seed={seed}", says="seed")
+    assert_refused(
+        "calibrate", run, "--name", "a", "--method", "surgery", "--set", f"seed={seed}", says="seed"
+    )
 
 
 @pytest.mark.parametrize("seeds", ["1e30", HUGE, str(10**30), "0", "1000000000"], ids=lambda seeds: seeds[:5])
-def test_draws_without_end(refused: Callable[..., Result], run: Path, seeds: str) -> None:
-    refused("sweep", run, "--param", "lam=0.1", "--seeds", seeds)
-    refused("sweep", run, "--param", f"n={seeds}")
+def test_draws_without_end(assert_refused: Callable[..., Result], run: Path, seeds: str) -> None:
+    assert_refused("sweep", run, "--param", "lam=0.1", "--seeds", seeds, says="seeds")
+    assert_refused("sweep", run, "--param", f"n={seeds}", says="n is|n=|integer|n ")
 
 
 @pytest.mark.parametrize("device", ["meta", "cuda:99", "quantum", "mps", "\x1b[31m"])
 def test_devices_that_compute_nothing(
-    refused: Callable[..., Result], spec: Callable[..., Path], device: str
+    assert_refused: Callable[..., Result], spec: Callable[..., Path], device: str
 ) -> None:
-    refused("analyze", spec(), "--out", "out", "--device", device)
-    refused("validate", spec(), "--device", device)
+    assert_refused("analyze", spec(), "--out", "out", "--device", device, says="device")
+    assert_refused("validate", spec(), "--device", device, says="device")
 
 
 def rewritten(file: Path, into: Path, rename: Callable[[str], str]) -> None:
@@ -221,7 +237,11 @@ def test_archives_of_pytorch_with_broken_names_or_versions(
 
 @pytest.mark.parametrize("change", ["encrypted", "compression", "version"])
 def test_arrays_in_odd_archives(
-    refused: Callable[..., Result], world: World, spec: Callable[..., Path], tmp_path: Path, change: str
+    assert_refused: Callable[..., Result],
+    world: World,
+    spec: Callable[..., Path],
+    tmp_path: Path,
+    change: str,
 ) -> None:
     content = bytearray(world.data(world.tasks[0]).read_bytes())
     at = 0
@@ -239,7 +259,9 @@ def test_arrays_in_odd_archives(
     file = tmp_path / "a.npz"
     file.write_bytes(content)
     data = {"defaults": {"n": 4, "n_diagnosis": 5}, world.tasks[0]: {"kind": "npz", "file": str(file)}}
-    refused("analyze", spec(data=data), "--out", tmp_path / "out", "--progress", "none")
+    assert_refused(
+        "analyze", spec(data=data), "--out", tmp_path / "out", "--progress", "none", says=r"a\.npz"
+    )
 
 
 DEEP = "[" * 5000
@@ -249,18 +271,18 @@ DEEP = "[" * 5000
     "text", [DEEP, '{"a":' * 5000, f'{{"weight_map": {DEEP}}}', f'{{"n": {HUGE}}}', "\ud800"], ids=range(5)
 )
 def test_json_that_is_none_in_an_index_or_in_lines(
-    refused: Callable[..., Result], spec: Callable[..., Path], world: World, tmp_path: Path, text: str
+    assert_refused: Callable[..., Result], spec: Callable[..., Path], world: World, tmp_path: Path, text: str
 ) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for name in ("model.safetensors.index.json", "config.json"):
         (folder / name).write_text(text, errors="surrogatepass")
-    refused("validate", spec(base={"weights": str(folder)}), codes=(2, 4))
-    refused("validate", spec(architecture={"loader": "hf-clip", "source": str(folder)}), codes=(2, 4))
+    assert_refused("validate", spec(base={"weights": str(folder)}), says="model")
+    assert_refused("validate", spec(architecture={"loader": "hf-clip", "source": str(folder)}), says="model")
     lines = tmp_path / "a.jsonl"
     lines.write_text(text + "\n", errors="surrogatepass")
     data = {world.tasks[0]: {"kind": "jsonl", "calibration": str(lines), "test": str(lines)}}
-    refused("validate", spec(data=data, heads=None), codes=(2, 4))
+    assert_refused("validate", spec(data=data, heads=None), says=r"a\.jsonl")
 
 
 SETTINGS = (
@@ -279,12 +301,12 @@ SETTINGS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("text", SETTINGS, ids=range(len(SETTINGS)))
 def test_settings_of_an_interrupted_calibration_that_are_damaged(
-    refused: Callable[..., Result], run: Path, text: str
+    assert_refused: Callable[..., Result], run: Path, text: str
 ) -> None:
     file = run / begun_calibration("a")
     file.parent.mkdir(parents=True)
     file.write_bytes(text.encode(errors="surrogateescape"))
-    refused("calibrate", run, "--name", "a", "--resume", "--progress", "none")
+    assert_refused("calibrate", run, "--name", "a", "--resume", "--progress", "none", says="settings|a")
 
 
 @pytest.mark.slow
@@ -389,21 +411,21 @@ def test_dates_and_numbers_of_the_wrong_kind_in_a_status(
 
 
 @pytest.mark.slow
-def test_a_million_experts(refused: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_million_experts(assert_refused: Callable[..., Result], tmp_path: Path) -> None:
     file = tmp_path / "many.yaml"
     file.write_text(
         "version: 1\nexperts: {" + ",".join(f"t{n}: {{weights: x}}" for n in range(120_000)) + "}"
     )
-    refused("validate", file)
+    assert_refused("validate", file, says="at most 1000|more than 100,000 values")
     file.write_text("version: 1\nexperts: {" + ",".join(f"t{n}: x" for n in range(1_000_000)) + "}")
-    refused("validate", file)
+    assert_refused("validate", file, says="at most")
 
 
-def test_a_bomb_of_aliases(refused: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_bomb_of_aliases(assert_refused: Callable[..., Result], tmp_path: Path) -> None:
     levels = "".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
     file = tmp_path / "bomb.yaml"
     file.write_text(f"version: 1\nx:\n  a0: &a0 [1]\n{levels}")
-    assert "aliases" in refused("validate", file).message
+    assert_refused("validate", file, says="aliases")
 
 
 UNREASONABLE = {
@@ -420,7 +442,7 @@ UNREASONABLE = {
 @pytest.mark.parametrize("key", UNREASONABLE)
 @pytest.mark.parametrize("loader", ["hf-clip", "hf-auto"])
 def test_configurations_that_ask_for_too_much(
-    refused: Callable[..., Result],
+    assert_refused: Callable[..., Result],
     spec: Callable[..., Path],
     world: World,
     tmp_path: Path,
@@ -433,15 +455,15 @@ def test_configurations_that_ask_for_too_much(
     for part in (config, config.get("vision_config", {})):
         part[key] = UNREASONABLE[key]
     (folder / "config.json").write_text(json.dumps(config))
-    refused("validate", spec(architecture={"loader": loader, "source": str(folder)}), codes=(2, 4))
+    assert_refused("validate", spec(architecture={"loader": loader, "source": str(folder)}), says="model")
 
 
 @pytest.mark.slow
 def test_names_that_steer_a_terminal(
-    refused: Callable[..., Result], run_cli: Cli, spec: Callable[..., Path], run: Path
+    assert_refused: Callable[..., Result], run_cli: Cli, spec: Callable[..., Path], run: Path
 ) -> None:
     steering = "\x1b]0;owned\x07\x9b2J\u202e"
-    refused("validate", spec(experts={steering: {"weights": "x.pt"}}))
+    assert_refused("validate", spec(experts={steering: {"weights": "x.pt"}}), says="owned")
     manifest = json.loads((run / "manifest.json").read_text())
     (run / "manifest.json").write_text(json.dumps(manifest | {"name": steering, "warnings": [steering]}))
     for line in (("show", run), ("ls", run.parent), ("-v", "show", run), ("check", run)):
@@ -450,7 +472,7 @@ def test_names_that_steer_a_terminal(
 
 
 @pytest.mark.slow
-def test_messages_of_20_000_lines(refused: Callable[..., Result], tmp_path: Path) -> None:
+def test_messages_of_20_000_lines(assert_refused: Callable[..., Result], tmp_path: Path) -> None:
     file = tmp_path / "long.yaml"
     file.write_text("version: 1\n" + "".join(f"k{n}: 1\n" for n in range(20_000)))
-    assert len(refused("validate", file).err) < 200_000
+    assert len(assert_refused("validate", file, says="lines more").err) < 200_000

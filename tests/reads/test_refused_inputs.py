@@ -86,6 +86,19 @@ def test_configurations_of_models_without_end_are_refused(tmp_path: Path, key: s
         read_config(str(tmp_path), "config.json")
 
 
+def test_a_text_towers_configuration_that_is_not_its_weights_is_refused(
+    run_cli: Callable[..., Result], world: World, tmp_path: Path
+) -> None:
+    spec = world.one_task(heads={world.tasks[0]: {"templates": ["a {}."]}})
+    config = json.loads(Path(spec["architecture"]["source"]).read_text())
+    config["model_cfg"]["text_cfg"]["context_length"] += 1
+    spec["architecture"]["source"] = str(tmp_path / "model_config.json")
+    (tmp_path / "model_config.json").write_text(json.dumps(config))
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+    result = run_cli("analyze", tmp_path / "spec.yaml", "--out", tmp_path / "out")
+    assert result.code == 4 and "loading state_dict" in result.err, result.err
+
+
 def test_an_archive_of_a_version_to_come_is_refused(world: World, tmp_path: Path) -> None:
     from driftlens.access import Access
     from driftlens.data.sources import data_sources

@@ -51,7 +51,7 @@ def test_both_forms_of_the_file_become_rows_of_their_own(folder: pathlib.Path) -
     means = task_means(open_run(folder), ["merged"])
     file = written(folder, NEW)
     run = attach(folder, "merged", file)
-    rows = run.accuracy().set_index(["task", "metric"])
+    rows = run.accuracy().set_index(["task", "metric"]).sort_index()
     assert len(rows) == len(own) + 4
     row = rows.loc[("arc_easy", "harness:acc")]
     assert (row["variant"], row["value"], row["n"]) == ("merged", 0.75, 2000)

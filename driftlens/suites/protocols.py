@@ -132,7 +132,7 @@ PROTOCOLS: Mapping[str, Protocol] = MappingProxyType(
             methods=("featcal",),
             is_excess=True,
         ),
-        "runtime": Protocol("time, energy and memory of every repair", ("runtime",)),
+        "runtime": Protocol("time, energy and memory of every repair", ("runtime", "repairs")),
     }
 )
 

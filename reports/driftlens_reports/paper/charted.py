@@ -33,7 +33,9 @@ SAMPLES = {"cosine": "cos", "baseline cosine": "cos of the baseline", "mean gain
 GAINS = {"cosine gain": "gain of cos_mean", "accuracy gain (points)": "gain of accuracy, points"}
 ACCURACY = {"accuracy": "accuracy", "score": "score", "low": "ci_low", "high": "ci_high"}
 
-_KEYS = ("task", "variant", "layer", "sample_id")
+COST = {"score": "accuracy", "low": "ci_low", "high": "ci_high", "seconds": "seconds"}
+
+_KEYS = ("task", "variant", "layer", "sample_id", "model")
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,12 @@ _chart_figure(
         [View("margins", DECISIONS)],
         [View("flips", {"kept": "kept decisions", "flipped": "flipped decisions"}, is_about_one=True)],
     ],
+)
+_chart_figure(
+    "repairs",
+    "Repairs: score against cost",
+    "What every calibration of the run scores, and what it takes.",
+    [[View("arena", COST)]],
 )
 _chart_figure(
     "diagnostics",

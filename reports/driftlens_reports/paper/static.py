@@ -242,7 +242,8 @@ def _set_axis(panel: Panel, letter: str) -> None:
         width, height = rough_size(panel.axes)
         most = int(2.2 * width if letter == "x" else 3.5 * height)
         bins = MaxNLocator(min(max(most, 2), 6), steps=[1, 2, 2.5, 5, 10])
-        axis.set_major_locator(LogLocator(numticks=6) if is_log else bins)
+        subs = (1.0, 2.0, 5.0) if settings.dtick == "D2" else (1.0,)
+        axis.set_major_locator(LogLocator(subs=subs, numticks=6) if is_log else bins)
         axis.set_major_formatter(lambda value, _: marks.number(value, form))
     axis.set_minor_locator(NullLocator())
     side = "bottom" if letter == "x" else "left"

@@ -25,8 +25,9 @@ from tests.reports.paper.figure_runs import HOSTILE, figure_run
 FIGURES = [name for name, entry in exhibits.items() if entry.kind == "figure"]
 PROMISED = {
     *("intro", "diagnostics", "scatter-grid", "data-efficiency", "corruptions", "sweeps", "decomposition"),
-    *("contributions", "amplification", "output-drift", "heatmap", "self-checks"),
+    *("contributions", "amplification", "output-drift", "heatmap", "self-checks", "repairs"),
 }
+WITHOUT_LAYERS = ("corruptions", "self-checks", "sweeps", "data-efficiency", "repairs")
 PRINTED = {
     "cos_mean",
     "mean gain of cos",
@@ -109,7 +110,7 @@ def test_recorded_columns_hold_what_the_tables_hold(name: str, run: DriftRun) ->
         if expected is not None:
             checked += 1
             assert row["value"] == pytest.approx(expected, rel=1e-12), row
-    assert checked or name in ("corruptions", "self-checks", "sweeps", "data-efficiency")
+    assert checked or name in WITHOUT_LAYERS
 
 
 def _from_table(run: DriftRun, row: dict[str, object]) -> float | None:
@@ -135,7 +136,7 @@ def _from_table(run: DriftRun, row: dict[str, object]) -> float | None:
 def test_captions_name_run_and_samples(name: str, run: DriftRun) -> None:
     caption = draw(name, run).caption
     assert f"upstream ({run.id})" in caption
-    if name not in ("corruptions", "self-checks", "sweeps", "data-efficiency"):
+    if name not in WITHOUT_LAYERS:
         assert "n = 24 samples of the diagnosis split" in caption or "24 diagnosis samples" in caption
 
 
@@ -169,7 +170,7 @@ def test_notes_stand_on_the_figure_with_their_command(bare: DriftRun) -> None:
 def test_one_task_and_one_sample_fill_a_column(name: str, tiny: DriftRun) -> None:
     figure = draw(name, tiny, width=WIDTHS["icml-column"]).figure
     assert figure.get_figwidth() == 3.25
-    assert any(axes.has_data() for axes in figure.axes) or name == "corruptions"
+    assert any(axes.has_data() for axes in figure.axes) or name in ("corruptions", "repairs")
 
 
 @quick_figures

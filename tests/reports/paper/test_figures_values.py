@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
 from driftlens.errors import DataError
+from driftlens.records.arena import arena_rows
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
 from driftlens_reports.charts.theme import look
@@ -391,6 +392,19 @@ def test_another_calibrated_variant_can_be_chosen(tmp_path: pathlib.Path) -> Non
     assert shown == {"merged", "calibrated:second"}
     chosen = set(draw("decomposition", run, calibrated=CALIBRATED).data["variant"])
     assert chosen == {"merged", CONTROL, CALIBRATED}
+
+
+def test_repairs_stand_where_the_arena_puts_them(tmp_path: pathlib.Path) -> None:
+    run = open_run(write_full_run(tmp_path / "run", variants=[*VARIANTS, "calibrated:second"]))
+    found = draw("repairs", run)
+    data = found.data.set_index(["model", "quantity"])["value"]
+    rows = {row["model"]: row for row in arena_rows(run)}
+    assert {"featcal", "second"} <= set(found.data["model"]) == set(rows)
+    for model, row in rows.items():
+        assert data[model, "accuracy"] == row["score"] and data[model, "ci_low"] == row["low"]
+    assert data["second", "seconds"] == rows["second"]["seconds"]
+    axes = found.figure.axes[0]
+    assert axes.get_xscale() == "log" and len(axes.get_xticks()) >= 2
 
 
 def test_rows_say_which_run_they_come_from(run: DriftRun) -> None:

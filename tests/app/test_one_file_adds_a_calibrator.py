@@ -126,6 +126,7 @@ def test_the_settings_of_toys_are_fields_whose_values_reach_the_command(
     }
 
 
+@pytest.mark.slow
 def test_a_trained_one_has_its_own_fields_and_a_refused_value_starts_nothing(
     toys: None, open_app: Open, root: Path
 ) -> None:

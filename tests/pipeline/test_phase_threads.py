@@ -23,6 +23,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_every_phase_that_runs_models_settles_its_own_threads(
     world: World, tmp_path: pathlib.Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

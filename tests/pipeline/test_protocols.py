@@ -22,7 +22,7 @@ from tests.pipeline.world import TASKS, World
 __all__ = ["world"]
 
 Ran = Callable[[str], tuple[dict[str, DriftRun], Shown]]
-SLOW = {"main", "features", "ablations"}
+SLOW = {"main", "features", "ablations", "samples", "sensitivity"}
 
 
 @pytest.fixture(scope="module")

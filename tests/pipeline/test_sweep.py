@@ -176,6 +176,7 @@ def test_a_point_equals_a_plain_calibration_of_the_same_settings(
         assert row.n == plain.manifest.calibrations[NAME].samples[row.task]
 
 
+@pytest.mark.slow
 def test_the_control_is_the_same_calibration_of_the_same_layers_at_rho_1(
     folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path
 ) -> None:

@@ -18,6 +18,7 @@ from driftlens.pipeline.preflight.costs import (
     memory_bytes,
     operations,
 )
+from driftlens.pipeline.preflight.solving import look_effort
 from driftlens.pipeline.study.study import Settings
 from tests.cases import CASES, family
 from tests.pipeline.checking import check
@@ -75,6 +76,13 @@ def test_features_beyond_the_budget_do_not_count(world: World) -> None:
     work = workload_of(world, 1_000_000)
     tight = dataclasses.replace(work, settings=dataclasses.replace(work.settings, feature_budget=1 << 20))
     assert memory_bytes(work) - memory_bytes(tight) == work.settings.feature_budget - (1 << 20)
+
+
+def test_a_first_look_takes_as_many_samples_as_a_task_was_calibrated_on_and_has(world: World) -> None:
+    work = workload_of(world, 10)
+    (once,) = look_effort(work, {"a": 1}).operations.values()
+    assert once == sum(layer.operations for layer in work.layers)
+    assert [look_effort(work, {"a": n}).samples for n in (4, 10, 64)] == [4, 10, 10]
 
 
 def workload_of(world: World, n: int) -> Workload:

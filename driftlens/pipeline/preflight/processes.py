@@ -28,7 +28,7 @@ from driftlens.pipeline.preflight.costs import (
     width_of,
 )
 from driftlens.pipeline.preflight.rates import Rates, measured_rates, rates_here
-from driftlens.pipeline.preflight.solving import Group, Solving
+from driftlens.pipeline.preflight.solving import Group, Solving, look_effort
 
 MOST = 65_536
 """Processes: more than anybody has, and few enough to be laid out one by one."""
@@ -157,7 +157,8 @@ class _Crew:
         batches = {task: math.ceil(count / added.batch_size) for task, count in walk.counts.items()}
         share, experts = _busiest(batches, self.number)
         mine = walk.shared * share + walk.solves * solve_share(walk, self.number)
-        seconds += self._seconds(mine * effort + Effort(reads=walk.reads * (experts + 2)))
+        alone = Effort(reads=walk.reads * (experts + 2)) + look_effort(added, walk.counts)
+        seconds += self._seconds(mine * effort + alone)
         sent, received, times = wire_bytes(walk, batches, self.number)
         if self.number > 1:
             seconds += max(sent, received) / (self.rates.wire or _WIRE) + times * self.rates.latency

@@ -135,6 +135,13 @@ def solving(
     return Solving(tuple(found), dict(counts), Effort(passes, samples=samples), Effort(solves), reads)
 
 
+def look_effort(work: Workload, counts: Mapping[str, int]) -> Effort:
+    """What is seen of a new model before all is measured: its final features of `counts` diagnosis samples by task."""
+    seen = sum(min(counts[task], load.diagnosis) for task, load in work.tasks.items())
+    forward = sum(layer.operations for layer in work.layers)
+    return Effort({("blocks", width_of(work.layers)): forward * seen}, samples=seen)
+
+
 @dataclass(frozen=True)
 class Trial:
     """Calibrations of one kind that come behind an analysis.
@@ -181,7 +188,7 @@ def trials_cost(
             settings = work.settings if trial.traces else replace(work.settings, jacobian=None)
             explained = trial.variants if trial.traces else 0
             kept = replace(work, variants=trial.variants, explained=explained, settings=settings)
-            once += effort_of(kept)
+            once += effort_of(kept) + look_effort(kept, dict.fromkeys(work.tasks, trial.samples))
             disk += trial.times * (disk_bytes(kept) - FIXED_DISK + (trial.variants - 1) * work.merged_bytes)
         else:
             once += final

@@ -144,16 +144,17 @@ class Team:
         if self.size == 1:
             return [work(first, last) for _, first, last in runs]
         to, keys = runs[0][0], [self._key("piece") for _ in runs]
-        own = []
+        found = []
         for key, (rank, first, last) in zip(keys, runs, strict=True):
             if rank == self.rank:
-                own.append(self.final(functools.partial(work, first, last)))
+                value = self.final(functools.partial(work, first, last))
                 if rank != to:
-                    self._send(key, pickle.dumps(own.pop()), to=to)
-        if self.rank != to:
-            return None
-        others = zip(keys[1:], runs[1:], strict=True)
-        return own + [pickle.loads(self._received(key, rank)) for key, (rank, *_) in others]
+                    self._send(key, pickle.dumps(value), to=to)
+                    return None
+                found.append(value)
+            elif self.rank == to:
+                found.append(pickle.loads(self._received(key, rank)))
+        return found if self.rank == to else None
 
     def gather(self, value: T) -> list[T]:
         """The value of every process, by rank."""

@@ -125,6 +125,10 @@ class SampleSet:
         """Of all samples; the last one may be smaller."""
         return -(-len(self.ids) // self.batch_size)
 
+    def positions(self, first: int, last: int) -> range:
+        """Of the samples in the batches from the first to the one behind the last."""
+        return range(first * self.batch_size, min(last * self.batch_size, len(self.ids)))
+
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Batches of the samples [start, stop), each read when it is asked for."""
         end = len(self.ids) if stop is None else stop

@@ -39,9 +39,7 @@ class Said:
     notices: list[str] = field(default_factory=list)
 
 
-def answers(
-    study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range | None = None
-) -> Said:
+def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Said:
     """What variants answer to a task's test samples, by the metrics that ask for that; `expert` is the task's own.
 
     A variant whose weights don't fit `compute.feature_budget` is left out with a notice. What it attaches for the task
@@ -52,7 +50,7 @@ def answers(
         task: one of its tasks.
         variants: names in the study's pool.
         reporter: told of every batch; may cancel.
-        part: the samples to ask of, all if left out.
+        part: positions of the samples to ask of.
 
     Raises:
         DataError: a target is missing, or is no number where one is wanted.
@@ -63,8 +61,7 @@ def answers(
     if samples is None or not metrics:
         return found
     asked = _Asked.of(samples, study.tasks[task].choices, metrics)
-    of = range(len(samples)) if part is None else part
-    total = len(variants) * len(of)
+    total, at_once = len(variants) * len(part), max(1, samples.batch_size)
     for place, variant in enumerate(variants):
         model = expert_of(task) if variant == "expert" else variant
         if reason := _refused(study, model):
@@ -72,11 +69,11 @@ def answers(
             continue
         said: dict[str, list[tuple[Any, ...]]] = {name: [] for name in metrics}
         with study.pool.loaded(model, task) as module:
-            for first in of[:: max(1, samples.batch_size)]:
-                done = place * len(of) + first - of.start
+            for first in part[::at_once]:
+                done = place * len(part) + first - part.start
                 reporter.step("answer", done, total, f"task {task}: {variant}")
                 for name in metrics:
-                    batch = range(first, min(first + max(1, samples.batch_size), of.stop))
+                    batch = range(first, min(first + at_once, part.stop))
                     said[name] += _MEASURES[name](asked, module, batch)
         found.results |= {(variant, name): results for name, results in said.items()}
     reporter.step("answer", total, total, f"task {task}")

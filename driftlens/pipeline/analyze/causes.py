@@ -68,7 +68,7 @@ def explain(study: Study, task: str, variants: Sequence[str], reporter: Reporter
         Cancelled: somebody asked to stop.
     """
     work = partial(_followed, study, task, variants, reporter)
-    batches = {name: _first_samples(study, name)[0].num_batches for name in study.tasks}
+    batches = {name: _first_samples(study, name).num_batches for name in study.tasks}
     return study.divided(task, batches, work, partial(_explained, study, task, variants))
 
 
@@ -134,14 +134,14 @@ def _followed(
     """Why each variant's features drift on some batches of the first samples of one task: by variant and batch."""
     settings = study.settings.jacobian
     assert settings is not None
-    samples, count = _first_samples(study, task)
+    samples = _first_samples(study, task)
     num_layers = len(study.pool.chain.layers)
     units = dict.fromkeys(study.tasks, num_layers * len(variants))
-    meter, found = TaskMeter(reporter, "explain", units, task), []
+    meter, part, found = TaskMeter(reporter, "explain", units, task), samples.positions(first, last), []
     for number, variant in enumerate(variants):
         followed: dict[int, Contributions] = defaultdict(lambda: Contributions(settings))
         swapped: dict[int, PrefixSwaps] = defaultdict(PrefixSwaps)
-        batches = samples.batches(first * BATCH, min(last * BATCH, count))
+        batches = samples.batches(part.start, part.stop)
         for view in walk(study.pool, task, [variant], batches, ids=samples.ids):
             layer = view.layer.index
             meter.step(number * num_layers + layer - 1, f"causes, layer {layer} of {num_layers}")
@@ -151,24 +151,23 @@ def _followed(
         found.append(
             [
                 _Followed(
-                    part.energy(),
-                    part.sensitivities,
-                    part.shares() if settings.contributions else None,
+                    batch.energy(),
+                    batch.sensitivities,
+                    batch.shares() if settings.contributions else None,
                     swapped[start].shares() if settings.prefix else None,
                 )
-                for start, part in followed.items()
+                for start, batch in followed.items()
             ]
         )
     meter.finish()
     return found
 
 
-def _first_samples(study: Study, task: str) -> tuple[SampleSet, int]:
-    """The diagnosis samples that are followed, in small batches, and how many they are."""
+def _first_samples(study: Study, task: str) -> SampleSet:
+    """The diagnosis samples that are followed, in small batches."""
     assert study.settings.jacobian is not None
     samples = study.tasks[task].diagnosis
-    count = min(study.settings.jacobian.samples, len(samples))
-    return dataclasses.replace(samples, ids=samples.ids[:count], batch_size=BATCH), count
+    return dataclasses.replace(samples, ids=samples.ids[: study.settings.jacobian.samples], batch_size=BATCH)
 
 
 def _columns(study: Study, parts: Sequence[_Followed]) -> Sensitivity:
@@ -281,7 +280,7 @@ def _taken_back(
     """Batch by batch of the first samples, all layers in forward order: as the walk saw them, and as steps."""
     settings = study.settings.jacobian
     assert settings is not None
-    samples, _ = _first_samples(study, task)
+    samples = _first_samples(study, task)
     views: dict[int, list[LayerView]] = defaultdict(list)
     for view in walk(study.pool, task, [variant], samples.batches()):
         # The view's own layer function holds the layer's parameters; they are read again on the way back.

@@ -94,7 +94,7 @@ def walked(study: Study, task: str, reporter: Reporter, first: int, last: int) -
     meter = TaskMeter(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
     recorder = _Recorder(study.settings.pool, study.variants[0], study.settings.measured)
     library = LibraryDrift(study, task) if first == 0 else None
-    for chunk in _chunks(study, task, samples, first, last):
+    for chunk in _chunks(study, task, samples, samples.positions(first, last)):
         for view in walk(study.pool, task, study.variants, chunk, ids=samples.ids):
             if view.variant == study.variants[0]:
                 index = view.layer.index
@@ -115,17 +115,14 @@ def walked(study: Study, task: str, reporter: Reporter, first: int, last: int) -
     return found
 
 
-def _chunks(
-    study: Study, task: str, samples: SampleSet, first_batch: int, last_batch: int
-) -> Iterator[Iterator[Batch]]:
+def _chunks(study: Study, task: str, samples: SampleSet, part: range) -> Iterator[Iterator[Batch]]:
     """As many samples at a time as may wait at a boundary within the budget, in whole batches."""
     models = 1 + len(study.variants)
     per_sample = waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]), models)
     fitting = max(1, study.settings.feature_budget // max(1, per_sample))
     length = max(samples.batch_size, fitting // samples.batch_size * samples.batch_size)
-    stop = min(last_batch * samples.batch_size, len(samples))
-    for first in range(first_batch * samples.batch_size, stop, length):
-        yield samples.batches(first, min(first + length, stop))
+    for first in part[::length]:
+        yield samples.batches(first, min(first + length, part.stop))
 
 
 class _Recorder:

@@ -59,8 +59,10 @@ def scores_of(study: Study, task: str, variants: list[str], reporter: Reporter) 
     batches = {name: at.test.num_batches if at.test else 0 for name, at in study.tasks.items()}
 
     def said(first: int, last: int) -> Said:
-        size = 0 if (test := study.tasks[task].test) is None else test.batch_size
-        part = range(first * size, min(last * size, 0 if test is None else len(test)))
+        test = study.tasks[task].test
+        if test is None:
+            return Said()
+        part = test.positions(first, last)
         found, others = (of(study, task, variants, reporter, part) for of in (accuracies, answers))
         return Said(found.results | others.results, others.notices)
 
@@ -182,7 +184,9 @@ def first_look(run: DriftRun, study: Study, variant: str, counts: Mapping[str, i
             metric = asked[0]
             few = few_of(at_hand.test, counts[task])
             part = dataclasses.replace(at_hand, test=few, metrics=asked[:1])
-            few_said = answers(dataclasses.replace(study, tasks={task: part}), task, [variant], Reporter())
+            few_said = answers(
+                dataclasses.replace(study, tasks={task: part}), task, [variant], Reporter(), range(len(few))
+            )
             rows = {name: results(run, task, name, metric_called(metric)) for name in ("merged", "expert")}
             rows = {name: own[own.index.isin(few.ids)] for name, own in rows.items()}
             said_here = few_said.results.get((variant, metric), [])

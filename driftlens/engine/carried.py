@@ -164,14 +164,22 @@ class CalibrationWalk(ABC):
             watch.check()
         return {task: torch.cat(sizes).tolist() for task, sizes in drift.items() if sizes}
 
-    def batches(self, layer: Layer, task: str, part: int, *, waits: bool = True) -> Iterator[WaitingBatch]:
-        """The batches of a part at the boundary before the layer, a word to the caller before each.
+    def batches(
+        self,
+        layer: Layer,
+        task: str,
+        part: int,
+        *,
+        waits: bool = True,
+        tell: Callable[[], None] | None = None,
+    ) -> Iterator[WaitingBatch]:
+        """The batches of a part at the boundary before the layer, before each a word to the caller, else `tell`.
 
         Whether they will be asked for again at this boundary, `waits` says; it matters for the raw inputs alone.
         """
         known = self.waiting.get((task, part))
         for batch in self._read(task, part, waits=waits) if known is None else known:
-            self.on_step(layer.index, task)
+            (tell or partial(self.on_step, layer.index, task))()
             yield batch
 
     def _read(self, task: str, part: int, *, waits: bool) -> Iterator[WaitingBatch]:

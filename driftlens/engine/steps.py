@@ -173,20 +173,16 @@ class StepWalk(CalibrationWalk):
 
     def _weigh(self, first: Layer) -> dict[str, dict[tuple[int, int], float]]:
         """Weigh the tokens of this process's tasks; the energies of their gradients, by task and group."""
-        walk, last, num_tasks = self.on_step, len(self.pool.chain.layers), len(self.parts)
+        last, num_tasks = len(self.pool.chain.layers), len(self.parts)
         num_steps = -(-last // 2)  # it takes about half of what the layers take behind it
         for at, task in enumerate(self.parts):
 
             def tell(layer: int, task: str, at: int = at) -> None:
-                walk(int(num_steps * (at + 1 - layer / last) / num_tasks) - num_steps, task)
+                self.on_step(int(num_steps * (at + 1 - layer / last) / num_tasks) - num_steps, task)
 
             metric = self.calibrator.mu > 0
             gradients = ExpertGradients(self.pool, self.pooling, self.groups, metric=metric, on_step=tell)
-            self.on_step = partial(
-                lambda tell, layer, task: tell(last, task), tell
-            )  # of batches that are read
-            batches = list(self.batches(first, task, 0))
-            self.on_step = walk
+            batches = list(self.batches(first, task, 0, tell=partial(tell, last, task)))
             draws = [partial(self._draw, digests) for digests in self.noted[task].digests]
             self.weighted[task] = gradients.weigh(task, batches, draws, EXPERT)
         return {task: {key: one.energy for key, one in of.items()} for task, of in self.weighted.items()}

@@ -114,7 +114,7 @@ class CalibrationWalk(ABC):
         merged = self.pool.parameters(self.merged, layer)
         merged |= {name: value.to(merged[name]) for name, value in done.items()}
         for task in self.parts:
-            expert = self.pool.parameters(expert_of(task), layer)
+            expert = self.expert(layer, task)
             for part, of in enumerate(self.parts[task]):
                 watch = FiniteWatch(layer, task, of.ids)
                 for batch in self.batches(layer, task, part, waits=False):
@@ -125,6 +125,14 @@ class CalibrationWalk(ABC):
                         watch.see(in_words(model), out[layer.stream])
                         batch.put(model, out)
                 watch.check()
+
+    def expert(self, layer: Layer, task: str) -> Parameters:
+        """The parameters of a task's expert. The next one is expected: the next task's, or the next layer's first."""
+        found, tasks = self.pool.parameters(expert_of(task), layer), [*self.parts]
+        layers_on, place = divmod(tasks.index(task) + 1, len(tasks))
+        if layer.index + layers_on <= max(self.sites, default=0):
+            self.pool.expect([expert_of(tasks[place])], layer.index + layers_on)
+        return found
 
     def advance(self, layer: Layer, merged: Parameters, found: Sequence[Solved]) -> dict[str, float]:
         """Take every lane's features through its calibrated layer; the mean drift behind it, by task."""

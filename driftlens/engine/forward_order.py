@@ -336,7 +336,7 @@ class SnapshotWalk(CalibrationWalk):
 
     def _sum_up(self, layer: Layer, merged: Parameters, task: str, *, needs_output: bool) -> None:
         """Take the task's expert through the layer, and add what its sites see to the sums of every branch."""
-        expert = self.pool.parameters(expert_of(task), layer)
+        expert = self.expert(layer, task)
         every = [sums for of in self.sums.values() for sums in of.values()]
         inputs = {site for sums in every for site in sums.expert_inputs}
         outputs = {site for sums in every for site in sums.expert_outputs}

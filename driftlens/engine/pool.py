@@ -13,11 +13,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from driftlens.engine.transfers import ReadAhead, moved
 from driftlens.errors import DataError, IncompatibleModelsError
 from driftlens.models.chain import Layer, LayerChain, Parameters, ScoreMap, SideInputs, Slot, State, Tap
 from driftlens.models.frames import features_of, find_features
@@ -195,6 +197,7 @@ class ModelPool:
         self._experts: dict[str, str] = {}
         self._heads: dict[Hashable, LmHead] = {}
         self._known_finite: set[tuple[str, Slot]] = set()
+        self._ahead = ReadAhead(device) if device.type == "cuda" else None
         for name, source in models.items():
             self.add(name, source)
 
@@ -245,6 +248,8 @@ class ModelPool:
             IncompatibleModelsError: its keys, shapes or kinds of number differ from the skeleton's.
         """
         require_same_parameters(self._skeleton, self.chain, source)
+        if self._ahead is not None:
+            self._ahead.forget()  # it may be of the one whose place this takes
         self._models[model] = Variant(model, source, dict(attachments or {}))
         if (task := task_of(model)) is not None:
             self._experts[task] = model
@@ -255,6 +260,7 @@ class ModelPool:
         wide.device = torch.device("cpu") if self.device.type == "mps" else self.device
         wide.dtype = torch.float64
         wide._modules = {}  # they compute in their own dtype
+        wide._ahead = None
         return wide
 
     def parameters(self, model: str, layer: Layer) -> dict[str, Tensor]:
@@ -263,6 +269,21 @@ class ModelPool:
         Raises:
             NumericsError: a weight is NaN or infinite.
         """
+        if self._ahead is not None and (found := self._ahead.take((model, layer.index))) is not None:
+            return found
+        return self._read(model, layer)
+
+    def expect(self, models: Iterable[str], boundary: int) -> None:
+        """Say that the layer before this boundary is asked for next of some models; none is behind the last one.
+
+        A GPU's copy is read meanwhile. To a CPU nothing comes sooner for that: it computes on what the file holds.
+        """
+        if self._ahead is not None and boundary <= len(self.chain.layers):
+            layer = self.chain.layers[boundary - 1]
+            for model in models:
+                self._ahead.expect((model, layer.index), partial(self._read, model, layer))
+
+    def _read(self, model: str, layer: Layer) -> dict[str, Tensor]:
         read = self._table if layer.role == "stem" else self._parameter
         return {name: read(model, slot) for name, slot in layer.parameters.items()}
 
@@ -280,7 +301,7 @@ class ModelPool:
         return slot.own(tensor)
 
     def _parameter(self, model: str, slot: Slot) -> Tensor:
-        return self.stored(model, slot).to(self.device, self.dtype)
+        return moved(self.stored(model, slot), self.device, self.dtype)
 
     def _table(self, model: str, slot: Slot) -> Tensor:
         """A parameter that may be the embeddings of a vocabulary, of which a batch needs some rows."""
@@ -378,11 +399,11 @@ class ModelPool:
 
         def read(key: str) -> Tensor:
             if key in source.headers and key not in self.chain.tied:
-                return source.read(key).to(self.device, self.dtype)
+                return moved(source.read(key), self.device, self.dtype)
             names = (key, *self.chain.tied.get(key, ()))
             stored = next((name for name in names if name in source.headers), key)
             if stored not in once:
-                once[stored] = source.read(stored).to(self.device, self.dtype)
+                once[stored] = moved(source.read(stored), self.device, self.dtype)
             return once[stored]
 
         return read

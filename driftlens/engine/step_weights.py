@@ -62,10 +62,8 @@ class Weighted:
         """Token weights of rows that count so much, by the energy of their gradients; all alike without."""
         mean = 0.0
         if energies is not None:
-            size = sum(float(count.sum()) for count in counts)
-            mean = sum(float(count @ e) for count, e in zip(counts, energies, strict=True)) / max(
-                size, 1e-300
-            )
+            seen = [count @ e for count, e in zip(counts, energies, strict=True)]
+            mean = _total(seen) / max(_total([count.sum() for count in counts]), 1e-300)
         if energies is not None and mean > 0:
             rows = [
                 count * ((e / mean).clamp_min(_LEAST).sqrt() + _FLOOR)
@@ -73,8 +71,13 @@ class Weighted:
             ]
         else:
             rows = list(counts)
-        size = sum(float(row.sum(dtype=torch.float64)) for row in rows)
+        size = _total([row.sum(dtype=torch.float64) for row in rows])
         return cls([row / max(size, 1e-300) for row in rows], mean)
+
+
+def _total(numbers: Sequence[Tensor]) -> float:
+    """Their sum, one after the other; a device is asked to wait once for all."""
+    return float(sum(torch.stack(list(numbers)).tolist())) if numbers else 0.0
 
 
 def row_counts(

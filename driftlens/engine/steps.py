@@ -206,7 +206,7 @@ class StepWalk(CalibrationWalk):
         groups, streams = self.groups[layer.index], None
         names = [site.name for group in groups for site in group.sites]
         for task, [part] in self.parts.items():
-            expert = self.pool.parameters(expert_of(task), layer)
+            expert = self.expert(layer, task)
             watch = FiniteWatch(layer, task, part.ids)
             counts: list[list[Tensor]] = [[] for _ in groups]
             for batch in self.batches(layer, task, 0):

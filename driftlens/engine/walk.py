@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
+from driftlens.engine.transfers import on_device
 from driftlens.errors import NumericsError
 from driftlens.linalg.state import subtract
 from driftlens.models.architecture import architecture_of
@@ -106,6 +107,7 @@ def walk(
     waiting: list[_Waiting] = []
     for layer in pool.chain.layers:
         maps = {model: pool.layer_map(model, layer, task) for model in models}
+        pool.expect(models, layer.index + 1)
         source = _at_start(pool, models, batches) if layer.index == 1 else waiting
         carried: list[_Waiting] = []
         watch = FiniteWatch(layer, task, ids)
@@ -156,6 +158,7 @@ def layer_states(
     waiting: list[_Waiting] = []
     for layer in pool.chain.layers:
         layer_map = pool.layer_map(model, layer, task)
+        pool.expect([model], layer.index + 1)
         source = _at_start(pool, [model], batches) if layer.index == 1 else waiting
         waiting = [
             _Waiting(at.start, at.stop, {model: layer_map(at.states[model], at.side)}, at.side)
@@ -243,26 +246,6 @@ def _at_start(pool: ModelPool, models: Sequence[str], batches: Iterable[Batch]) 
     for batch in batches:
         state, side = pool.chain.start(on_device(batch.inputs, pool.device, pool.dtype))
         yield _Waiting(batch.start, batch.stop, dict.fromkeys(models, state), side)
-
-
-def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
-    """Raw inputs moved to `device`; floating tensors are cast, tuples and dicts are kept as such."""
-    if isinstance(inputs, Tensor):
-        return inputs.to(device, dtype if inputs.is_floating_point() else None)
-    if isinstance(inputs, dict):
-        return {name: on_device(value, device, dtype) for name, value in inputs.items()}
-    if isinstance(inputs, list | tuple):
-        return tuple(on_device(value, device, dtype) for value in inputs)
-    return inputs
-
-
-def input_bytes(inputs: object) -> int:
-    """Bytes of raw inputs, as `on_device` takes them."""
-    if isinstance(inputs, Tensor):
-        return inputs.nbytes
-    if isinstance(inputs, dict):
-        return sum(input_bytes(value) for value in inputs.values())
-    return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
 
 
 def waiting_bytes(pool: ModelPool, model: str, inputs: object, num_models: int = 1) -> int:

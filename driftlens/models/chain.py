@@ -152,8 +152,8 @@ def class_rows(head: ScoreMap, labels: Sequence[str]) -> Tensor:
 
 
 def scores_own_class(head: ScoreMap, features: Tensor, labels: Sequence[str]) -> Tensor:
-    """Whether each sample's best score is that of its own label, [n], on the CPU."""
-    return head.scores(features).argmax(dim=1).cpu() == class_rows(head, labels)
+    """Whether each sample's best score is that of its own label, [n]."""
+    return head.scores(features).argmax(dim=1) == class_rows(head, labels).to(features.device)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Modality:
         name: what one sample is: `image`, `text`; `tensor` where callers bring inputs of their own.
         pool: how one vector per sample is taken where nobody says.
         metric: the name that its share of right answers has in the accuracy table.
-        is_right: (score map, final features [n, d], labels) -> which samples are answered rightly, [n], on the CPU.
+        is_right: (score map, final features [n, d], labels) -> which samples are answered rightly, [n].
     """
 
     name: str

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from driftlens.data.samples import Batch, SampleSet
 from driftlens.diagnostic import Diagnostic, Seen
-from driftlens.engine.walk import LayerView, on_device, waiting_bytes, walk
+from driftlens.engine.transfers import on_device
+from driftlens.engine.walk import LayerView, waiting_bytes, walk
 from driftlens.errors import NumericsError
 from driftlens.linalg.state import norm, subtract
 from driftlens.models.chain import Layer, Pool, State
@@ -126,36 +127,60 @@ def _chunks(study: Study, task: str, samples: SampleSet, part: range) -> Iterato
 
 
 class _Recorder:
-    """Collects per-sample columns and pooled features, in sample order, by variant and layer."""
+    """Collects per-sample columns and pooled features, in sample order, by variant and layer.
+
+    What was seen of a layer stays on the device until another layer comes: a device is asked to wait once per layer and
+    model, not for every batch.
+    """
 
     def __init__(self, pool: Pool, first_variant: str, measured: Sequence[Diagnostic]) -> None:
         self._pool = pool
         self._per_view = dict.fromkeys(entry.per_view for entry in measured if entry.per_view is not None)
         self._first_variant = first_variant
-        self._columns: dict[tuple[str, int], list[dict[str, Array]]] = defaultdict(list)
-        self._features: dict[tuple[str, int], list[NDArray[np.float32]]] = defaultdict(list)
+        self._layer = 0
+        self._names: dict[tuple[str, int], list[str]] = {}
+        self._seen: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
+        self._vectors: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
+        self._columns: defaultdict[tuple[str, int], list[Array]] = defaultdict(list)
+        self._features: defaultdict[tuple[str, int], list[NDArray[np.float32]]] = defaultdict(list)
 
     def add(self, view: LayerView) -> None:
+        if view.layer.index != self._layer:
+            self._settle()
+            self._layer = view.layer.index
         key = (view.variant, view.layer.index)
         columns: dict[str, Tensor] = {}
         for look in self._per_view:
             columns |= look(view, self._pool)
-        # One transfer for all columns: a device is asked to wait once per view.
-        values = torch.stack(list(columns.values())).double().cpu().numpy()
-        self._columns[key].append(dict(zip(columns, values, strict=True)))
+        self._names[key] = list(columns)
+        self._seen[key].append(torch.stack(list(columns.values())).double())
         self._keep_features(key, view, view.merged_out)
         if view.variant == self._first_variant:
             self._keep_features(("expert", view.layer.index), view, view.expert_out)
 
     def _keep_features(self, key: tuple[str, int], view: LayerView, state: State) -> None:
         vectors = view.layer.vectors(state, view.side, self._pool)
-        # A copy: one token of each sample, taken as a view, would keep all tokens of every layer in memory.
-        self._features[key].append(vectors.float().cpu().numpy().copy())
+        # A copy: one token of each sample, taken as a view, would keep all tokens of every batch in memory.
+        self._vectors[key].append(vectors.to(torch.float32, copy=True))
+
+    def _settle(self) -> None:
+        """Fetch what was seen of the layer at hand."""
+        for key, columns in self._seen.items():
+            self._columns[key].append(torch.cat(columns, dim=1).cpu().numpy())
+        for key, vectors in self._vectors.items():
+            self._features[key].append(torch.cat(vectors).cpu().numpy())
+        self._seen.clear()
+        self._vectors.clear()
 
     def columns(self) -> dict[tuple[str, int], dict[str, Array]]:
-        return {key: _end_to_end(parts) for key, parts in self._columns.items()}
+        self._settle()
+        return {
+            key: dict(zip(self._names[key], np.concatenate(parts, axis=1), strict=True))
+            for key, parts in self._columns.items()
+        }
 
     def features(self) -> dict[tuple[str, int], NDArray[np.float32]]:
+        self._settle()
         return {key: np.concatenate(parts) for key, parts in self._features.items()}
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from driftlens.data.samples import SampleSet, few_of, part_of
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.walk import forward, input_bytes, waiting_bytes
+from driftlens.engine.transfers import input_bytes
+from driftlens.engine.walk import forward, waiting_bytes
 from driftlens.linalg.state import expert_cosine
 from driftlens.metrics import ACCURACY, metric_called
 from driftlens.models.chain import Pool
@@ -114,13 +115,14 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
             meter.step(done, variant)
             done += sum(batch.stop - batch.start for batch in chunk)
             model = expert_of(task) if variant == "expert" else variant
+            hits = []  # fetched together: a device is asked to wait once per chunk and variant
             # Scores are of one vector per sample, as in the output table: of tokens they would be of no class.
             for start, features in forward(study.pool, model, chunk, task=task, pooling=study.settings.pool):
                 head = maps[variant]
                 assert head is not None
                 labels = samples.labels[start : start + len(features)]
-                hits = modality.is_right(head, features, labels).double().tolist()
-                found.results[variant, modality.metric] += [(hit,) for hit in hits]
+                hits.append(modality.is_right(head, features, labels))
+            found.results[variant, modality.metric] += [(hit,) for hit in torch.cat(hits).double().tolist()]
     meter.finish()
     return found
 

@@ -113,7 +113,7 @@ class Options(TypedDict, total=False):
         pooling: how one vector per sample is taken for `drift_l2_mean`, which a single lane tells.
         team: processes that do the same at the same time, each with tasks of its own; all get all layers.
         batch_sizes: samples in a batch, by task; where they are given, and ids too, processes may share the batches of
-            a task that a `Layerwise` calibrator looks at.
+            a task.
     """
 
     sites: Required[Mapping[int, Collection[str]]]
@@ -161,7 +161,8 @@ def calibrate(
     named = ids or {}
     parts = {task: [_WholeTask(read, named.get(task, ()))] for task, read in samples.items()}
     if isinstance(calibrator, Stepwise):
-        walk = StepWalk(**_carried(pool, parts, [frozenset({0})], base, options), calibrator=calibrator)
+        carried = _carried(pool, parts, [frozenset({0})], base, options) | _divided(parts, options)
+        walk = StepWalk(**carried, calibrator=calibrator)
         together = walk.layers(options["sites"], options.get("done") or {})
     elif isinstance(calibrator, Weightwise):
         assert base is not None, "its check refuses that"

@@ -20,6 +20,7 @@ from driftlens.engine.site_rows import row_weights
 from driftlens.engine.waiting import WaitingBatch
 from driftlens.errors import NumericsError
 from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInputs, Site, State
+from driftlens.team import Team
 from driftlens.variants import expert_of
 
 NUM_PASSES = 2
@@ -51,28 +52,93 @@ def groups_of(layer: Layer, names: Collection[str]) -> list[Group]:
 
 @dataclass
 class Weighted:
-    """Token weights of one group and task: the rows of every batch, which sum to 1, and how much the task counts."""
+    """Token weights of one group and task: the rows of every batch, which sum to 1 over all that the task has.
+
+    Attributes:
+        rows: of every batch of this process.
+        metric: second moment of the gradients in these batches, [o, o].
+        trace: of this moment over all batches of the task.
+        energy: how much the task counts beside others.
+    """
 
     rows: list[Tensor]
+    metric: Tensor
+    trace: float
     energy: float
+
+
+@dataclass
+class Weighable:
+    """Of one group and task, what its token weights are made of: how much rows count, and their gradients' energy.
+
+    `energies` are those of the rows, None where all count alike; `metric` is as in `Weighted`.
+    """
+
+    counts: list[Tensor]
+    energies: list[Tensor] | None = None
     metric: Tensor = field(default_factory=lambda: torch.zeros(()))
 
-    @classmethod
-    def of(cls, counts: Sequence[Tensor], energies: Sequence[Tensor] | None) -> Weighted:
-        """Token weights of rows that count so much, by the energy of their gradients; all alike without."""
-        mean = 0.0
-        if energies is not None:
-            seen = [count @ e for count, e in zip(counts, energies, strict=True)]
-            mean = _total(seen) / max(_total([count.sum() for count in counts]), 1e-300)
-        if energies is not None and mean > 0:
+    def totals(self) -> tuple[float, float, float]:
+        """Sum of what rows count, the same of their energies, and the metric's trace: they add up over processes."""
+        counted = _total([count.sum() for count in self.counts])
+        if self.energies is None:
+            return counted, 0.0, 0.0
+        seen = _total([count @ e for count, e in zip(self.counts, self.energies, strict=True)])
+        return counted, seen, float(self.metric.double().trace()) if self.metric.dim() else 0.0
+
+    def raw(self, energy: float) -> tuple[list[Tensor], float]:
+        """Weights by the energy beside the task's mean, and their sum; what rows count where there is none."""
+        rows = list(self.counts)
+        if self.energies is not None and energy > 0:
             rows = [
-                count * ((e / mean).clamp_min(_LEAST).sqrt() + _FLOOR)
-                for count, e in zip(counts, energies, strict=True)
+                count * ((e / energy).clamp_min(_LEAST).sqrt() + _FLOOR)
+                for count, e in zip(self.counts, self.energies, strict=True)
             ]
-        else:
-            rows = list(counts)
-        size = _total([row.sum(dtype=torch.float64) for row in rows])
-        return cls([row / max(size, 1e-300) for row in rows], mean)
+        return rows, _total([row.sum(dtype=torch.float64) for row in rows])
+
+
+Key = tuple[int, int]
+"""Layer, and number of the group in it."""
+
+
+def weighed(
+    team: Team, mine: Mapping[str, Mapping[Key, Weighable]]
+) -> tuple[dict[str, dict[Key, Weighted]], dict[str, dict[Key, float]]]:
+    """Token weights of what this process has seen of some tasks, and how much every task counts, by task and key.
+
+    Other processes may have seen the rest of a task; all call this at the same time.
+    """
+    totals = _added_up(
+        team, {task: {key: of.totals() for key, of in at.items()} for task, at in mine.items()}
+    )
+    energies = {
+        task: {key: seen / max(counted, 1e-300) for key, (counted, seen, _) in of.items()}
+        for task, of in totals.items()
+    }
+    raw = {task: {key: of.raw(energies[task][key]) for key, of in at.items()} for task, at in mine.items()}
+    sizes = _added_up(
+        team, {task: {key: (size,) for key, (_, size) in of.items()} for task, of in raw.items()}
+    )
+    weights: dict[str, dict[Key, Weighted]] = {task: {} for task in mine}
+    for task, by_key in raw.items():
+        for key, (rows, _) in by_key.items():
+            [size], (_, _, trace) = sizes[task][key], totals[task][key]
+            rows = [row / max(size, 1e-300) for row in rows]
+            weights[task][key] = Weighted(rows, mine[task][key].metric, trace, energies[task][key])
+    return weights, energies
+
+
+def _added_up(
+    team: Team, mine: Mapping[str, Mapping[Key, tuple[float, ...]]]
+) -> dict[str, dict[Key, tuple[float, ...]]]:
+    """Sums over the processes that have seen something of a task."""
+    found: dict[str, dict[Key, tuple[float, ...]]] = {}
+    for of in team.gather(mine):
+        for task, numbers in of.items():
+            kept = found.setdefault(task, {})
+            for key, values in numbers.items():
+                kept[key] = tuple(map(sum, zip(kept.get(key, (0.0,) * len(values)), values, strict=True)))
+    return found
 
 
 def _total(numbers: Sequence[Tensor]) -> float:
@@ -119,8 +185,8 @@ class ExpertGradients:
 
     def weigh(
         self, task: str, batches: Sequence[WaitingBatch], draws: Sequence[Callable[[int], Tensor]], start: str
-    ) -> dict[tuple[int, int], Weighted]:
-        """(layer, number of the group) -> token weights.
+    ) -> dict[Key, Weighable]:
+        """What token weights are made of.
 
         Args:
             task: whose expert.
@@ -138,7 +204,7 @@ class ExpertGradients:
                 self._on_step(layers[-1].index, task)
                 out = layer.call(parameters, batch.get(boundary[layer.index - 1]), batch.side)
                 batch.put(boundary[layer.index], out)
-        found: dict[tuple[int, int], Weighted] = {}
+        found: dict[Key, Weighable] = {}
         for layer in reversed(layers):
             parameters = self._pool.parameters(expert_of(task), layer)
             groups = self._chosen.get(layer.index, ())
@@ -160,14 +226,12 @@ class ExpertGradients:
                 if layer.index - 1 != first - 1:
                     batch.put(boundary[layer.index - 1], {})
             for at in range(len(groups)):
-                weighted = Weighted.of(counts[at], energies[at])
-                weighted.metric = metrics[at]
-                if not bool(torch.isfinite(torch.cat(weighted.rows)).all()):
+                if not bool(torch.isfinite(torch.cat(energies[at])).all()):
                     raise NumericsError(
                         f"gradients of the expert of {task!r} are NaN or infinite at layer {layer.index}",
                         hint="In a half-precision dtype, try compute.dtype: float32; or set weights to uniform.",
                     )
-                found[layer.index, at] = weighted
+                found[layer.index, at] = Weighable(counts[at], energies[at], metrics[at])
         for batch in batches:
             for number in range(NUM_PASSES):
                 batch.put(f"back-{number}", {})

@@ -24,7 +24,17 @@ from driftlens.engine.layer_sums import require_rule, solve_layer, stacked
 from driftlens.engine.problems import CalibratedLayer, SiteReport, StepProblem, Stepwise
 from driftlens.engine.site_rows import rows_and_output
 from driftlens.engine.site_selection import site_path
-from driftlens.engine.step_weights import NUM_PASSES, ExpertGradients, Group, Weighted, groups_of, row_counts
+from driftlens.engine.step_weights import (
+    NUM_PASSES,
+    ExpertGradients,
+    Group,
+    Key,
+    Weighable,
+    Weighted,
+    groups_of,
+    row_counts,
+    weighed,
+)
 from driftlens.engine.waiting import WaitingBatch
 from driftlens.engine.walk import FiniteWatch
 from driftlens.errors import DataError
@@ -72,11 +82,9 @@ class _Sums:
 
 @dataclass
 class _Noted:
-    """All samples of a task; reading them notes their digests, batch by batch."""
+    """The samples of a task that this process has; reading them notes their digests, batch by batch."""
 
-    task: str
     part: Part
-    num_folds: int
     digests: list[tuple[str, ...]] = field(default_factory=list)
 
     @property
@@ -87,20 +95,6 @@ class _Noted:
         for batch in self.part.batches():
             self.digests.append(batch.digests)
             yield batch
-        count = len({digest for batch in self.digests for digest in batch})
-        if 0 < count < self.num_folds:
-            raise DataError(
-                f"task {self.task!r} has {count} different calibration samples, which {self.num_folds} folds can't "
-                "share",
-                hint=f"Bring more samples, or set folds to at most {count}; cv=off needs one sample.",
-                task=self.task,
-            )
-
-    def folds(self) -> list[list[int]]:
-        """The fold of every sample of every batch, by content: equal samples in one, whatever their order."""
-        found = sorted({digest for batch in self.digests for digest in batch})
-        rank = {digest: at % self.num_folds for at, digest in enumerate(found)}
-        return [[rank[digest] for digest in batch] for batch in self.digests]
 
 
 @dataclass
@@ -112,14 +106,14 @@ class StepWalk(CalibrationWalk):
 
     calibrator: Stepwise
     groups: dict[int, list[Group]] = field(default_factory=dict, init=False)
-    weighted: dict[str, dict[tuple[int, int], Weighted]] = field(default_factory=dict, init=False)
-    energies: dict[str, dict[tuple[int, int], float]] = field(default_factory=dict, init=False)
+    seen: dict[str, dict[Key, Weighable]] = field(default_factory=dict, init=False)
+    weighted: dict[str, dict[Key, Weighted]] = field(default_factory=dict, init=False)
+    energies: dict[str, dict[Key, float]] = field(default_factory=dict, init=False)
+    folds: dict[str, dict[str, int]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.noted = {
-            task: _Noted(task, part, self.calibrator.num_folds) for task, [part] in self.parts.items()
-        }
+        self.noted = {task: _Noted(part) for task, [part] in self.parts.items()}
         self.parts = {task: [noted] for task, noted in self.noted.items()}
 
     @torch.no_grad()
@@ -132,15 +126,15 @@ class StepWalk(CalibrationWalk):
         groups, student = self.groups[layer.index], self.pool.parameters(self.merged, layer)
         merged, updates = dict(student), dict[str, Tensor]()
         reports: list[SiteReport] = []
-        ran = self.team.together(partial(self._run_experts, layer, student, needs_output=not is_last))
-        _, streams = min(found for found in ran if found is not None)  # where the first task is
+        streams = self._run_all_experts(layer, student, needs_output=not is_last)
         stored_as = self.merged if self.base is None else self.base
         numbered = list(enumerate(groups))
         for step in [numbered] if self.calibrator.order == "block" else [[one] for one in numbered]:
             owners = self.team.balanced([1.0] * len(step))
             problems: list[StepProblem] = []
             for (at, group), owner in zip(step, owners, strict=True):
-                sums = self._sums(layer, student, merged, at, group, streams)
+                sum_up = partial(self._sums, layer, student, merged, at, group, streams)
+                sums = self.team.final(sum_up) if self.divided else sum_up()
                 self._join(sums, owner, merged, group)
                 if owner == self.team.rank:
                     problems.append(sums.problem(group, merged))
@@ -168,11 +162,30 @@ class StepWalk(CalibrationWalk):
                 for group in self.groups[layer.index]:
                     require_rule(self.pool.chain, group.sites[0].token_weights)
         if self.calibrator.weights == "gradient":
-            found = self.team.together(partial(self._weigh, first))
-            self.energies = {task: energies for of in found for task, energies in of.items()}
+            self.team.together(partial(self._weigh, first))
+            self.weighted, self.energies = weighed(self.team, self.seen)
 
-    def _weigh(self, first: Layer) -> dict[str, dict[tuple[int, int], float]]:
-        """Weigh the tokens of this process's tasks; the energies of their gradients, by task and group."""
+    def _all_folds(self, digests: Sequence[Mapping[str, set[str]]]) -> dict[str, dict[str, int]]:
+        """By task the fold of every sample, by what processes have: equal samples in one, whatever their order.
+
+        Raises:
+            DataError: a task has fewer different samples than there are folds.
+        """
+        folds, num_folds = dict[str, dict[str, int]](), self.calibrator.num_folds
+        for task in self.tasks:
+            found = sorted(set[str]().union(*(of.get(task, set()) for of in digests)))
+            if len(found) < num_folds:
+                raise DataError(
+                    f"task {task!r} has {len(found)} different calibration samples, which {num_folds} folds can't "
+                    "share",
+                    hint=f"Bring more samples, or set folds to at most {len(found)}; cv=off needs one sample.",
+                    task=task,
+                )
+            folds[task] = {digest: at % num_folds for at, digest in enumerate(found)}
+        return folds
+
+    def _weigh(self, first: Layer) -> None:
+        """Look at the gradients of this process's samples, task by task."""
         last, num_tasks = len(self.pool.chain.layers), len(self.parts)
         num_steps = -(-last // 2)  # it takes about half of what the layers take behind it
         for at, task in enumerate(self.parts):
@@ -184,8 +197,7 @@ class StepWalk(CalibrationWalk):
             gradients = ExpertGradients(self.pool, self.pooling, self.groups, metric=metric, on_step=tell)
             batches = list(self.batches(first, task, 0, tell=partial(tell, last, task)))
             draws = [partial(self._draw, digests) for digests in self.noted[task].digests]
-            self.weighted[task] = gradients.weigh(task, batches, draws, EXPERT)
-        return {task: {key: one.energy for key, one in of.items()} for task, of in self.weighted.items()}
+            self.seen[task] = gradients.weigh(task, batches, draws, EXPERT)
 
     def _draw(self, digests: Sequence[str], width: int) -> Tensor:
         """Random directions for every sample of a batch, the same wherever it stands."""
@@ -194,6 +206,18 @@ class StepWalk(CalibrationWalk):
             generator = torch.Generator().manual_seed((int(digest[:15], 16) + self.calibrator.seed) % 2**63)
             rows.append(torch.randn(NUM_PASSES, width, generator=generator, dtype=torch.float64))
         return torch.stack(rows, dim=1).to(self.pool.dtype).to(self.pool.device)
+
+    def _run_all_experts(self, layer: Layer, student: Parameters, *, needs_output: bool) -> dict[str, str]:
+        """What `_run_experts` does, by all processes; to what sites add their outputs where the first task is."""
+        ran = self.team.together(partial(self._run_experts, layer, student, needs_output=needs_output))
+        if not self.folds:
+            own = {task: {one for of in noted.digests for one in of} for task, noted in self.noted.items()}
+            digests = self.team.gather(own)
+            self.folds = self.team.together(partial(self._all_folds, digests))[self.team.rank]
+        if self.calibrator.weights == "uniform":
+            self.weighted, self.energies = weighed(self.team, self.seen)
+        _, streams = min((found for found in ran if found is not None), key=lambda found: found[0])
+        return streams
 
     def _run_experts(
         self, layer: Layer, student: Parameters, *, needs_output: bool
@@ -228,9 +252,7 @@ class StepWalk(CalibrationWalk):
                     batch.put(EXPERT, out)
             watch.check()
             if self.calibrator.weights == "uniform":
-                self.weighted[task] = {
-                    (layer.index, at): Weighted.of(found, None) for at, found in enumerate(counts)
-                }
+                self.seen[task] = {(layer.index, at): Weighable(found) for at, found in enumerate(counts)}
         return next(((task, streams or {}) for task in self.parts), None)
 
     def _sums(
@@ -242,7 +264,7 @@ class StepWalk(CalibrationWalk):
         group: Group,
         streams: Mapping[str, str],
     ) -> _Sums:
-        """Moments of one group of all of this process's tasks."""
+        """Moments of one group of all that this process has of tasks; sizes of those of which it is the first."""
         dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
         own = _affine(merged, group)
         outputs, inputs = own.shape
@@ -261,9 +283,11 @@ class StepWalk(CalibrationWalk):
             theirs = _affine(self.pool.parameters(expert_of(task), layer), group)
             maps = torch.cat([theirs - own, theirs])
             factor = max(weighted.energy / energy, _LEAST) if energy > 0 else 1.0
+            ranks = self.divided.get(task, [self.team.rank])
+            is_first = self.team.rank == ranks[0]
             task_gram.clear()
             if self.calibrator.mu:
-                metric = self._metric(weighted, own.to(dtype))
+                metric = self._metric(weighted, own.to(dtype), is_first=is_first)
                 found.tasks[task] = metric, JointSums(lend(dtype=dtype), outputs)
             mine = [found.tasks[task][1]] if self.calibrator.mu else []
             for x, wanted, root, sizes in self._by_fold(layer, student, group, streams, task, weighted):
@@ -284,6 +308,11 @@ class StepWalk(CalibrationWalk):
                     task_gram.add(product, 1.0)
             if mine:
                 _take_in(some, folds, *mine)
+            if not is_first:
+                self.team.add(task_gram.tiles(), of=self.team.rank, to=ranks[0])
+                continue
+            for rank in ranks[1:]:
+                self.team.add(task_gram.tiles(), of=rank, to=self.team.rank)
             width = inputs - group.has_bias
             found.norms[task] = torch.linalg.matrix_norm(task_gram.full()[:width, :width]) / factor
             found.factors[task] = factor
@@ -294,7 +323,7 @@ class StepWalk(CalibrationWalk):
         """Bring the moments of all processes to one of them."""
         if self.team.size == 1:
             return
-        told = self.team.gather({task: (float(sums.norms[task]), sums.factors[task]) for task in self.parts})
+        told = self.team.gather({task: (float(sums.norms[task]), sums.factors[task]) for task in sums.norms})
         told_by = {task: pair for of in told for task, pair in of.items()}
         own = _affine(merged, group)
         sums.norms = {task: own.new_tensor(told_by[task][0]) for task in self.tasks}
@@ -322,7 +351,8 @@ class StepWalk(CalibrationWalk):
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, list[int]]]:
         """Some batches at a time, x~ [T, k], y1 [T, o], roots of weights [T, 1], fold by fold, and rows per fold."""
         some: list[tuple[Tensor, ...]] = []
-        folds = self.noted[task].folds()
+        fold_of = self.folds[task]
+        folds = [[fold_of[digest] for digest in digests] for digests in self.noted[task].digests]
         of_batches = zip(self.batches(layer, task, 0), weighted.rows, folds, strict=True)
         for number, (batch, count, fold) in enumerate(of_batches, start=1):
             x, wanted = self._rows(layer, student, group, streams, batch)
@@ -353,11 +383,12 @@ class StepWalk(CalibrationWalk):
             x = torch.cat([x, x.new_full((len(x), 1), BIAS_INPUT)], dim=1)
         return x, torch.cat([y.reshape(len(x), -1) for y in wanted], dim=1)
 
-    def _metric(self, weighted: Weighted, like: Tensor) -> Tensor:
+    def _metric(self, weighted: Weighted, like: Tensor, *, is_first: bool) -> Tensor:
+        """What this process has of a task's output metric: the first of those that share it has the identity's part."""
         moment, mu = weighted.metric.to(like), self.calibrator.mu
-        eye = torch.eye(len(moment), dtype=like.dtype, device=like.device)
-        trace = moment.trace()
-        return (1 - mu) * eye + mu * (len(moment) * moment / trace if bool(trace > 0) else eye)
+        eye = torch.eye(len(moment), dtype=like.dtype, device=like.device) * is_first
+        gradients = len(moment) * moment / weighted.trace if weighted.trace > 0 else eye
+        return (1 - mu) * eye + mu * gradients
 
 
 def _take_in(some: Sequence[_Rows], folds: Sequence[JointSums], *every: JointSums) -> None:

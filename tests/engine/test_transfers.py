@@ -19,7 +19,7 @@ from driftlens.engine.transfers import ReadAhead
 from driftlens.engine.walk import walk
 from driftlens.errors import NumericsError
 from driftlens.models.sources import TensorsSource, module_source
-from tests.calibration.helpers import Subject, layers_of, subject, updates_of
+from tests.calibration.helpers import layers_of, subject, updates_of
 from tests.cases import CASES, Family, family, perturbed
 
 

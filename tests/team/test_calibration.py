@@ -138,9 +138,21 @@ def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.Monke
     assert sent["sum"] == counted + sum(group.width + 1 + 3 * sum(group.outs) for group in groups)
 
 
-@pytest.mark.parametrize("world", ["open_clip_vit", "encoder_decoder"])
+@pytest.mark.parametrize(
+    ("world", "calibrator"),
+    [
+        ("open_clip_vit", FeatCal()),
+        ("encoder_decoder", FeatCal()),
+        ("open_clip_vit", ResidualCal(folds=2)),
+        ("open_clip_vit", ResidualCal(folds=2, mu=0.9, order="block")),
+        ("open_clip_vit", ResidualCal(weights="uniform", cv="off")),
+    ],
+    ids=["featcal", "streams", "residual", "metric", "uniform"],
+)
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_batches_of_a_task_are_shared_where_tasks_are_too_few(world: str, size: int) -> None:
+def test_batches_of_a_task_are_shared_where_tasks_are_too_few(
+    world: str, calibrator: ClosedForm, size: int
+) -> None:
     case = WORLDS[world].case
     pools = [pool_of(case, models(case)) for _ in range(size)]
     generator = torch.Generator().manual_seed(3)
@@ -166,8 +178,8 @@ def test_batches_of_a_task_are_shared_where_tasks_are_too_few(world: str, size: 
             "on_step": lambda layer, task: seen.append((team.rank, task, layer)),
         }
         read = {task: lambda task=task: given[task] for task in TASKS}
-        sites = select_sites(pool.chain)
-        return list(calibrate(pool, read, FeatCal(), sites=sites, team=team, **options))
+        sites = select_sites(pool.chain, update=calibrator.update)
+        return list(calibrate(pool, read, calibrator, sites=sites, team=team, **options))
 
     one = walk(Team())
     seen.clear()

@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from driftlens.engine.training import Course
+from driftlens.settings import Bounds, Label
+
+Steps = Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, a batch each"]
+Batch = Annotated[int, Bounds(low=1), Label("Batch"), "samples a step"]
+StepLength = Annotated[float, Bounds(low=0, low_open=True), Label("Step length"), "of Adam"]
 
 _TOLD_EVERY = 10
 KEPT_EVERY_S = 5.0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.calibration.descent import Descent
+from driftlens.calibration.descent import Descent, StepLength, Steps
 from driftlens.engine.training import Course, FrozenWalk, WeightTrainer
 from driftlens.models.chain import Slot
 from driftlens.settings import Bounds, Label
@@ -37,9 +37,9 @@ class Distill(Calibrator, Descent, WeightTrainer):
 
     def __init__(
         self,
-        steps: Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, a batch each"] = 1000,
+        steps: Steps = 1000,
         batch: Annotated[int, Bounds(low=1), Label("Batch"), "samples a step, of all tasks together"] = 64,
-        lr: Annotated[float, Bounds(low=0, low_open=True), Label("Step length"), "of Adam"] = 1e-4,
+        lr: StepLength = 1e-4,
     ) -> None:
         self.steps = steps
         self.batch = batch

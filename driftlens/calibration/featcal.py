@@ -19,6 +19,14 @@ from driftlens.settings import Bounds, Label
 Update = Literal["linear", "bias", "norm"]
 UPDATES: tuple[Update, ...] = ("linear", "bias", "norm")
 
+Ridge = Annotated[
+    float, Bounds(low=0), Label("Ridge λ"), "the pull towards the anchor, for Gram matrices of norm 1"
+]
+Rho = Annotated[float, Bounds(low=0), Label("Anchor ρ"), "the anchor is rho * merged + (1 - rho) * base"]
+Alpha = Annotated[float, Bounds(low=0, high=1), Label("Target α"), "share of the expert in the target"]
+Eps = Annotated[float, Bounds(low=0), Label("Least ε"), "least Gram norm"]
+Anchor = Annotated[Literal["merged", "none"], Label("Anchor"), "`none` drops the pull towards the anchor"]
+Precision = Annotated[Literal["float64", "float32"], Label("Precision"), "of sums and solves"]
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -76,33 +84,20 @@ class FeatCal(ClosedFormBase):
 
     def __init__(
         self,
-        lam: Annotated[
-            float,
-            Bounds(low=0),
-            Label("Ridge λ"),
-            "ridge, the pull towards the anchor, for Gram matrices of norm 1",
-        ] = 0.05,
-        rho: Annotated[
-            float, Bounds(low=0), Label("Anchor ρ"), "the anchor is rho * merged + (1 - rho) * base"
-        ] = 2.0,
-        alpha: Annotated[
-            float, Bounds(low=0, high=1), Label("Target α"), "share of the expert in the target"
-        ] = 0.3,
-        eps: Annotated[float, Bounds(low=0), Label("Least ε"), "least Gram norm"] = 1e-8,
+        lam: Ridge = 0.05,
+        rho: Rho = 2.0,
+        alpha: Alpha = 0.3,
+        eps: Eps = 1e-8,
         update: Annotated[
             Sequence[Update],
             Label("Parameters to solve for"),
             "what is solved for: weights of linear modules, their biases, scale and shift of norms",
         ] = UPDATES,
-        anchor: Annotated[
-            Literal["merged", "none"], Label("Anchor"), "`none` drops the pull towards the anchor"
-        ] = "merged",
+        anchor: Anchor = "merged",
         last_block_tokens: Annotated[
             str | None, Label("Token weights of the last block"), "how the last block's tokens count"
         ] = None,
-        solve_dtype: Annotated[
-            Literal["float64", "float32"], Label("Precision"), "of sums and solves"
-        ] = "float64",
+        solve_dtype: Precision = "float64",
         inputs: Annotated[
             Literal["deployed", "merged", "expert"], Label("Features fed"), "whose features a layer is fed"
         ] = "deployed",

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.calibration.descent import Descent, uniform
+from driftlens.calibration.descent import Batch, Descent, StepLength, Steps, uniform
 from driftlens.engine.training import Course, FrozenWalk, JointTrainer
 from driftlens.settings import Bounds, Label
 
@@ -98,9 +98,9 @@ class IntervMerge(Descent, Trained, JointTrainer):
     def __init__(
         self,
         rank: Annotated[int, Bounds(low=1), Label("Rank"), "of each edit"] = 1,
-        steps: Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, a batch each"] = 1000,
-        batch: Annotated[int, Bounds(low=1), Label("Batch"), "samples a step"] = 16,
-        lr: Annotated[float, Bounds(low=0, low_open=True), Label("Step length"), "of Adam"] = 1e-3,
+        steps: Steps = 1000,
+        batch: Batch = 16,
+        lr: StepLength = 1e-3,
     ) -> None:
         self.rank = rank
         self.steps = steps

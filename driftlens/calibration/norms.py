@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from driftlens.calibration.calibrator import calibrators
-from driftlens.calibration.featcal import PRESETS, FeatCal
-from driftlens.settings import Bounds, Label
+from driftlens.calibration.featcal import PRESETS, Alpha, Anchor, Eps, FeatCal, Precision, Rho, Ridge
 
 
 @calibrators.register("norms")
@@ -36,21 +35,11 @@ class Norms(FeatCal):
 
     def __init__(
         self,
-        lam: Annotated[
-            float, Bounds(low=0), Label("Ridge λ"), "the pull towards the anchor, for Gram matrices of norm 1"
-        ] = 0.05,
-        rho: Annotated[
-            float, Bounds(low=0), Label("Anchor ρ"), "the anchor is rho * merged + (1 - rho) * base"
-        ] = 2.0,
-        alpha: Annotated[
-            float, Bounds(low=0, high=1), Label("Target α"), "share of the expert in the target"
-        ] = 0.3,
-        eps: Annotated[float, Bounds(low=0), Label("Least ε"), "least Gram norm"] = 1e-8,
-        anchor: Annotated[
-            Literal["merged", "none"], Label("Anchor"), "`none` drops the pull towards the anchor"
-        ] = "merged",
-        solve_dtype: Annotated[
-            Literal["float64", "float32"], Label("Precision"), "of sums and solves"
-        ] = "float64",
+        lam: Ridge = 0.05,
+        rho: Rho = 2.0,
+        alpha: Alpha = 0.3,
+        eps: Eps = 1e-8,
+        anchor: Anchor = "merged",
+        solve_dtype: Precision = "float64",
     ) -> None:
         super().__init__(lam, rho, alpha, eps, ("norm",), anchor, None, solve_dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.calibrator import calibrators
-from driftlens.calibration.descent import uniform
+from driftlens.calibration.descent import Batch, StepLength, Steps, uniform
 from driftlens.calibration.surgery import LowRank, LowRankTrained
 from driftlens.engine.training import BoundaryFeatures, Course, LayerTrainer
 from driftlens.settings import Bounds, Label
@@ -36,9 +36,9 @@ class ProbSurgery(LowRankTrained, LayerTrainer):
         self,
         rank: Annotated[int, Bounds(low=1), Label("Rank"), "of the correction"] = 128,
         weight: Annotated[float, Bounds(low=0), Label("Weight of the KL"), "from a standard normal"] = 1e-4,
-        steps: Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, a batch each"] = 1000,
-        batch: Annotated[int, Bounds(low=1), Label("Batch"), "samples a step"] = 16,
-        lr: Annotated[float, Bounds(low=0, low_open=True), Label("Step length"), "of Adam"] = 1e-3,
+        steps: Steps = 1000,
+        batch: Batch = 16,
+        lr: StepLength = 1e-3,
     ) -> None:
         self.rank = rank
         self.weight = weight

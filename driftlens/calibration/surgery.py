@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.calibration.descent import Descent, uniform
+from driftlens.calibration.descent import Batch, Descent, StepLength, Steps, uniform
 from driftlens.engine.training import BoundaryFeatures, Course, LayerTrainer
 from driftlens.settings import Bounds, Label
 
@@ -84,9 +84,9 @@ class Surgery(LowRankTrained, LayerTrainer):
     def __init__(
         self,
         rank: Annotated[int, Bounds(low=1), Label("Rank"), "of the correction"] = 16,
-        steps: Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, a batch each"] = 1000,
-        batch: Annotated[int, Bounds(low=1), Label("Batch"), "samples a step"] = 16,
-        lr: Annotated[float, Bounds(low=0, low_open=True), Label("Step length"), "of Adam"] = 1e-3,
+        steps: Steps = 1000,
+        batch: Batch = 16,
+        lr: StepLength = 1e-3,
         normalize: Annotated[bool, Label("Unit features"), "whether features are normalised first"] = False,
     ) -> None:
         self.rank = rank

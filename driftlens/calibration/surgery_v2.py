@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.calibrator import calibrators
-from driftlens.calibration.descent import uniform
+from driftlens.calibration.descent import Batch, StepLength, Steps, uniform
 from driftlens.calibration.surgery import LowRank, LowRankTrained
 from driftlens.engine.training import Course, FrozenWalk, JointTrainer
 from driftlens.settings import Bounds, Label
@@ -37,9 +37,9 @@ class SurgeryV2(LowRankTrained, JointTrainer):
     def __init__(
         self,
         rank: Annotated[int, Bounds(low=1), Label("Rank"), "of each correction"] = 16,
-        steps: Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, a batch each"] = 1000,
-        batch: Annotated[int, Bounds(low=1), Label("Batch"), "samples a step"] = 16,
-        lr: Annotated[float, Bounds(low=0, low_open=True), Label("Step length"), "of Adam"] = 1e-3,
+        steps: Steps = 1000,
+        batch: Batch = 16,
+        lr: StepLength = 1e-3,
     ) -> None:
         self.rank = rank
         self.steps = steps

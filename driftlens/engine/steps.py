@@ -163,7 +163,11 @@ class StepWalk(CalibrationWalk):
                     require_rule(self.pool.chain, group.sites[0].token_weights)
         if self.calibrator.weights == "gradient":
             self.team.together(partial(self._weigh, first))
-            self.weighted, self.energies = weighed(self.team, self.seen)
+            self._know_weights()
+
+    def _know_weights(self) -> None:
+        self.weighted, self.energies = weighed(self.team, self.seen)
+        self.seen = {}
 
     def _all_folds(self, digests: Sequence[Mapping[str, set[str]]]) -> dict[str, dict[str, int]]:
         """By task the fold of every sample, by what processes have: equal samples in one, whatever their order.
@@ -215,7 +219,7 @@ class StepWalk(CalibrationWalk):
             digests = self.team.gather(own)
             self.folds = self.team.together(partial(self._all_folds, digests))[self.team.rank]
         if self.calibrator.weights == "uniform":
-            self.weighted, self.energies = weighed(self.team, self.seen)
+            self._know_weights()
         _, streams = min((found for found in ran if found is not None), key=lambda found: found[0])
         return streams
 

@@ -185,10 +185,7 @@ def sweep(
     opened, around = _open(folder, request, access=access, live=live)
     if live is not None:
         _require_own_samples(request, opened.study)
-    sweeps = _settings_of(request, around)
-    if request.control:
-        called = ":".join(filter(None, [scope(open_run(folder), request.control), CONTROL]))
-        sweeps[around[0].named(called)] = [around[0].changed({"rho": 1.0})]
+    sweeps = _settings_of(request, around, folder)
     for setting in {setting for settings in sweeps.values() for setting in settings}:
         setting.calibrator.check(has_base=opened.study.has_base)
     rows = open_run(folder).sweeps()
@@ -235,15 +232,7 @@ def sweep(
                         if tried.error is not None:
                             unsolved.setdefault(setting, tried.error)
                             continue
-                        known = {"seed": seed, "seconds": tried.seconds, **dataclasses.asdict(setting)}
-                        known |= {name: setting.values.get(name) for name in ("lam", "rho", "alpha")}
-                        found = [
-                            {"sweep": point.sweep, "point": point.point, **known, **row}
-                            for point in missing
-                            if point.setting == setting
-                            for row in tried.by_task.values()
-                        ]
-                        _write(writer, found, outdated)
+                        _write(writer, _rows(missing, setting, seed, tried), outdated)
     if unsolved:
         raise _incomplete(unsolved)
     return open_run(folder)
@@ -433,7 +422,9 @@ def _require_something(request: SweepRequest) -> None:
         raise SpecError(f"seeds is {request.seeds:,}; at most {MOST_DRAWS:,} draws are made")
 
 
-def _settings_of(request: SweepRequest, around: Sequence[Setting]) -> dict[str, list[Setting]]:
+def _settings_of(
+    request: SweepRequest, around: Sequence[Setting], folder: pathlib.Path
+) -> dict[str, list[Setting]]:
     """The settings to visit around others, by sweep, in the order of the values; none twice.
 
     Raises:
@@ -452,7 +443,24 @@ def _settings_of(request: SweepRequest, around: Sequence[Setting]) -> dict[str, 
             sweeps[start.named(ABLATION)] = [start, *map(start.changed, ablations)]
         elif request.ablate:
             raise SpecError(f"{start.method} declares no ablations", hint="Name what to vary with --param.")
+    if request.control:
+        called = ":".join(filter(None, [scope(open_run(folder), request.control), CONTROL]))
+        sweeps[around[0].named(called)] = [around[0].changed({"rho": 1.0})]
     return sweeps
+
+
+def _rows(
+    points: Sequence[_Point], setting: Setting, seed: int, tried: Tried[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Rows of every point that has the setting, by task."""
+    known = {"seed": seed, "seconds": tried.seconds, **dataclasses.asdict(setting)}
+    known |= {name: setting.values.get(name) for name in ("lam", "rho", "alpha")}
+    return [
+        {"sweep": point.sweep, "point": point.point, **known, **row}
+        for point in points
+        if point.setting == setting
+        for row in tried.by_task.values()
+    ]
 
 
 def _numbered(sweeps: Mapping[str, Sequence[Setting]], rows: pd.DataFrame) -> list[_Point]:

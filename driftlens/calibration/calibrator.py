@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from driftlens.engine.attachments import Attachment
+from driftlens.engine.pool import Attachment
 from driftlens.engine.problems import Layerwise
 from driftlens.engine.training import Trainer
 from driftlens.errors import SpecError, did_you_mean

@@ -9,24 +9,91 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from driftlens.engine.attachments import Attachment, Attachments, attached_to, behind, module_of, site_of
-from driftlens.engine.streamed import replaced, streamed_weights, weight_names
 from driftlens.engine.transfers import ReadAhead, moved
 from driftlens.errors import DataError, IncompatibleModelsError
 from driftlens.models.chain import Layer, LayerChain, Parameters, ScoreMap, SideInputs, Slot, State, Tap
+from driftlens.models.frames import features_of, find_features
 from driftlens.models.heads import LmHead
 from driftlens.models.interception import buffers_on
 from driftlens.models.sources import StateSource, Table, TensorHeader, check_finite
 from driftlens.variants import task_of
+
+
+class Attachment(Protocol):
+    """A pure, differentiable map of the features at one boundary of one variant, for one task.
+
+    Surgery puts one behind the last layer, SurgeryV2 one behind every layer. One that has an attribute `site`, the name
+    of a site of the layer, is put on the output of that site in place of the layer's (IntervMerge).
+    """
+
+    def __call__(self, stream: Tensor) -> Tensor:
+        """Features [n, t, d] or [n, d] in the place of those that left the layer, of the same shape."""
+        ...
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All numbers that make up the map, by name: what is saved of it.
+
+        An attribute `code` may hold Python that makes `f` anew of `f` and of these tensors, `t`, for others to read.
+        """
+        ...
+
+
+Attachments = Mapping[tuple[str, int], Attachment]
+"""(task, boundary) -> what is attached there; boundary l is what leaves layer l."""
+
+
+def site_of(attachment: Attachment) -> str:
+    """The site of the layer on whose output it is put; empty where it is put on what leaves the layer."""
+    return str(getattr(attachment, "site", ""))
+
+
+def attachment_tensors(attachments: Attachments) -> dict[str, Tensor]:
+    """All tensors of some attachments by their names in files: `boundary/tensor/task`, `boundary:site/tensor/task`."""
+    return {
+        f"{boundary}{f':{site}' if (site := site_of(attachment)) else ''}/{name}/{task}": value.detach()
+        for (task, boundary), attachment in sorted(attachments.items(), key=lambda entry: entry[0])
+        for name, value in attachment.tensors().items()
+    }
+
+
+def portable_tensors(
+    module: nn.Module, chain: LayerChain, attachments: Attachments, prefix: str = ""
+) -> dict[str, Tensor]:
+    """All tensors of some attachments as `module/tensor/task`, by the path of the module behind which they act.
+
+    `prefix` is what the paths begin with where the library's whole model holds the module.
+
+    Raises:
+        IncompatibleModelsError: one acts where no module ends.
+    """
+    paths = {at: module_of(module, chain, at[1], site_of(each)) for at, each in attachments.items()}
+    return {
+        f"{prefix}{paths[place]}".rstrip(".") + f"/{name}/{place[0]}": value.detach()
+        for place, attachment in attachments.items()
+        for name, value in attachment.tensors().items()
+    }
+
+
+def attachments_from(
+    tensors: Iterable[tuple[str, Tensor]], make: Callable[[Mapping[str, Tensor], str], Attachment]
+) -> dict[tuple[str, int], Attachment]:
+    """What `attachment_tensors` took apart, put together by `make` from the tensors of a place and its site."""
+    found: defaultdict[tuple[str, int, str], dict[str, Tensor]] = defaultdict(dict)
+    for key, value in tensors:
+        place, tensor, task = key.split("/", 2)
+        boundary, _, site = place.partition(":")
+        found[task, int(boundary), site][tensor] = value
+    return {(task, boundary): make(own, site) for (task, boundary, site), own in found.items()}
 
 
 @dataclass(frozen=True)
@@ -315,14 +382,14 @@ class ModelPool:
         with ExitStack() as stack:
             if model not in self._modules:
                 stack.enter_context(buffers_on(self._skeleton, self.device))
-                weights = weight_names(self._skeleton)
-                stack.enter_context(replaced(self._skeleton, weights, self._reader(model)))
+                weights = _weights(self._skeleton)
+                stack.enter_context(_replaced(self._skeleton, weights, self._reader(model)))
             module = self._modules.get(model, self._skeleton)
             stack.enter_context(attached_to(module, self.chain, attached))
             last = len(self.chain.layers)
             if last in attached:
                 path = module_of(module, self.chain, last)
-                hook = behind(path, attached[last])
+                hook = _behind(path, attached[last])
                 stack.callback(module.get_submodule(path).register_forward_hook(hook).remove)
             yield module
 
@@ -383,3 +450,156 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
 def _some(keys: list[str]) -> str:
     shown = ", ".join(repr(key) for key in keys[:3])
     return shown if len(keys) <= 3 else f"{shown} and {len(keys) - 3} more"
+
+
+@contextmanager
+def attached_to(
+    module: nn.Module, chain: LayerChain, attachments: Mapping[int, Attachment]
+) -> Iterator[None]:
+    """Inside the context, an ordinary forward pass of `module` runs with attachments behind its stem and blocks.
+
+    What is attached behind the head is not: no module's output is the final feature in every library.
+    """
+    with ExitStack() as hooks:
+        for layer in chain.blocks:
+            if layer.index in attachments:
+                path = module_of(module, chain, layer.index, site_of(attachments[layer.index]))
+                hook = _behind(path, attachments[layer.index])
+                hooks.callback(module.get_submodule(path).register_forward_hook(hook).remove)
+        if 1 in attachments:
+            first = chain.blocks[0].path
+            enter = _before(first, attachments[1])
+            hooks.callback(
+                module.get_submodule(first).register_forward_pre_hook(enter, with_kwargs=True).remove
+            )
+        yield
+
+
+def module_of(module: nn.Module, chain: LayerChain, boundary: int, site: str = "") -> str:
+    """The path of the library's module that gives what leaves a layer, or a site of it.
+
+    An attention may not call its projection as a module; then its own output is that.
+
+    Raises:
+        IncompatibleModelsError: no module gives it.
+    """
+    layer = chain.layers[boundary - 1]
+    if layer.role != "block":
+        if layer.role == "stem" or chain.final is None:
+            raise IncompatibleModelsError(
+                f"what leaves the {layer.role} is no module's output in {chain.architecture}, so nothing can be "
+                "attached to the library's own model there",
+                hint="Choose a method that attaches behind blocks, or one that changes weights.",
+            )
+        return chain.final
+    parent = f"{layer.path}.{site}".rpartition(".")[0]
+    if site and isinstance(module.get_submodule(parent), nn.MultiheadAttention):
+        return parent
+    return f"{layer.path}.{site}" if site else layer.path
+
+
+def _behind(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, Any], Any]:
+    def change(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        changed = attachment(features_of(path, output))
+        return changed if isinstance(output, Tensor) else type(output)([changed, *output[1:]])
+
+    return change
+
+
+def _before(path: str, attachment: Attachment) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    def change(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        place, features = find_features(path, args, kwargs)
+        if isinstance(place, int):
+            return (*args[:place], attachment(features), *args[place + 1 :]), kwargs
+        return args, {**kwargs, place: attachment(features)}
+
+    return change
+
+
+@contextmanager
+def streamed_weights(
+    module: nn.Module,
+    block_paths: Sequence[str],
+    read: Callable[[str], Tensor],
+    device: torch.device,
+    used: Collection[str] | None = None,
+) -> Iterator[None]:
+    """Inside the context, an ordinary forward of `module` runs with the weights that `read` gives.
+
+    Parameters of a block are read when the block is about to run and dropped when it is done; all others stay for the
+    whole context. Afterwards the module is as it was, also after an exception.
+
+    Args:
+        module: the library's module; parameters may be on meta.
+        block_paths: module paths of the blocks.
+        read: full parameter name -> tensor on `device`.
+        device: where buffers are put meanwhile.
+        used: the names that are read; None reads all. Others keep their place, a language-model head for instance.
+    """
+    blocks = {path: module.get_submodule(path) for path in block_paths}
+    in_blocks = {f"{path}.{name}" for path, block in blocks.items() for name in _weights(block)}
+    outside = [name for name in _weights(module) if name not in in_blocks and (used is None or name in used)]
+    with ExitStack() as stack:
+        if any(buffer.device != device for buffer in module.buffers()):
+            stack.enter_context(buffers_on(module, device))
+        stack.enter_context(_replaced(module, outside, read))
+        for path, block in blocks.items():
+            stack.enter_context(_streamed_block(block, path, read))
+        yield
+
+
+@contextmanager
+def _streamed_block(block: nn.Module, path: str, read: Callable[[str], Tensor]) -> Iterator[None]:
+    names = _weights(block)
+    loaded = ExitStack()
+
+    def load(*_: Any) -> None:
+        loaded.enter_context(_replaced(block, names, lambda name: read(f"{path}.{name}")))
+
+    def drop(*_: Any) -> None:
+        loaded.close()
+
+    handles = [block.register_forward_pre_hook(load), block.register_forward_hook(drop)]
+    try:
+        yield
+    finally:
+        loaded.close()
+        for handle in handles:
+            handle.remove()
+
+
+def _weights(module: nn.Module) -> list[str]:
+    """Names of parameters, tied ones under each of their names, and of saved buffers of floating numbers."""
+    saved = module.state_dict(keep_vars=True)
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return [
+        name
+        for name, value in saved.items()
+        if isinstance(value, Tensor) and (name not in buffers or value.is_floating_point())
+    ]
+
+
+@contextmanager
+def _replaced(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[None]:
+    """Put other tensors in the place of weights, and the weights back afterwards."""
+    owners = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+    before = [owner._parameters.get(leaf, owner._buffers.get(leaf)) for owner, leaf in owners]
+    try:
+        for name, (owner, leaf) in zip(names, owners, strict=True):
+            if leaf in owner._parameters:
+                value = read(name)
+                is_table = isinstance(value, Table)  # a parameter would be made of all of it
+                owner._parameters[leaf] = cast(
+                    "nn.Parameter", value if is_table else nn.Parameter(value, requires_grad=False)
+                )
+            else:
+                owner._buffers[leaf] = read(name)
+        yield
+    finally:
+        for (owner, leaf), weight in zip(owners, before, strict=True):
+            if leaf in owner._parameters:
+                owner._parameters[leaf] = cast("nn.Parameter", weight)
+            else:
+                owner._buffers[leaf] = weight

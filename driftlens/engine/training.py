@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from driftlens.data.samples import Batch
-from driftlens.engine.attachments import Attachment, attachment_tensors, attachments_from
 from driftlens.engine.carried import Parts
-from driftlens.engine.pool import LayerMap, ModelPool
+from driftlens.engine.pool import Attachment, LayerMap, ModelPool, attachment_tensors, attachments_from
 from driftlens.engine.steps import added_to
 from driftlens.engine.transfers import on_device
 from driftlens.engine.waiting import FeatureStore, WaitingBatch, read_batches

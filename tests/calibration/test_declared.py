@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from driftlens.calibration.calibrator import Trained, calibrators, require_task_id
-from driftlens.engine.attachments import attachment_tensors
+from driftlens.engine.pool import attachment_tensors
 from driftlens.errors import SpecError
 from tests.calibration.helpers import TASKS, subject
 from tests.calibration.training import trained

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from driftlens.calibration.descent import uniform
 from driftlens.calibration.interv_merge import Edit, IntervMerge
 from driftlens.calibration.react import Linear
-from driftlens.engine.attachments import attachment_tensors, attachments_from
+from driftlens.engine.pool import attachment_tensors, attachments_from
 from driftlens.errors import IncompatibleModelsError
 from driftlens.models.chain import Layer
 from tests.calibration.helpers import TASKS, subject

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from driftlens.engine.pool import LayerMap, ModelPool
-from driftlens.engine.streamed import streamed_weights
+from driftlens.engine.pool import LayerMap, ModelPool, streamed_weights
 from driftlens.engine.walk import forward, waiting_bytes, walk
 from driftlens.errors import IncompatibleModelsError, NumericsError
 from driftlens.models.sources import TensorsSource

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from driftlens.access import Access
-from driftlens.engine.attachments import attachment_tensors, portable_tensors
+from driftlens.engine.pool import attachment_tensors, portable_tensors
 from driftlens.engine.site_selection import coverage
 from driftlens.engine.training import Trainer
 from driftlens.errors import Cancelled, RunError, SpecError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable
 
-from driftlens.engine.attachments import Attachments
+from driftlens.engine.pool import Attachments
 
 ATTACHED_FILE = "attachments.safetensors"
 """Where a saved folder holds what is attached."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from driftlens.engine.attachments import attachment_tensors
+from driftlens.engine.pool import attachment_tensors
 from driftlens.models.chain import LayerChain, ParameterKey
 from driftlens.models.saving import Patched, fused, save_model, save_state_dict
 from driftlens.models.sources import OnDemand, StateSource, TensorHeader

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Trained
-from driftlens.engine.attachments import Attachment, attachment_tensors, attachments_from
 from driftlens.engine.forward_order import calibrate
+from driftlens.engine.pool import Attachment, attachment_tensors, attachments_from
 from driftlens.engine.problems import CalibratedLayer, ClosedForm, SiteReport
 from driftlens.engine.training import (
     JointTrainer,

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from driftlens.data.samples import SampleSet
-from driftlens.engine.attachments import Attachment
 from driftlens.engine.carried import Parts
 from driftlens.engine.forward_order import Lane, calibrate, calibrate_side_by_side
+from driftlens.engine.pool import Attachment
 from driftlens.engine.problems import ClosedForm
 from driftlens.engine.training import (
     JointTrainer,

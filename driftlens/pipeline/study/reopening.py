@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from driftlens.access import Access
 from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.engine.attachments import Attachments, attachments_from
+from driftlens.engine.pool import Attachments, attachments_from
 from driftlens.errors import CheckpointError, DataError, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.models.loading import open_checkpoint

@@ -13,8 +13,7 @@ import torch
 from driftlens.data.samples import SampleSet
 from driftlens.diagnostic import Diagnostic, chosen
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.attachments import attachment_tensors
-from driftlens.engine.pool import ModelPool
+from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.scored import Asked
 from driftlens.models.chain import Pool, ScoreMap
 from driftlens.models.sources import TensorsSource, content_digest

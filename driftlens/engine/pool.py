@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from driftlens.engine.transfers import ReadAhead, moved
+from driftlens.engine.read_ahead import ReadAhead
 from driftlens.errors import DataError, IncompatibleModelsError
 from driftlens.models.chain import Layer, LayerChain, Parameters, ScoreMap, SideInputs, Slot, State, Tap
 from driftlens.models.frames import features_of, find_features
@@ -407,6 +407,16 @@ class ModelPool:
             return once[stored]
 
         return read
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor on `device`, and in `dtype` where one is given; to a GPU from pinned memory, without waiting.
+
+    It is converted there, so that what travels is as narrow as what is stored.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device, dtype)
 
 
 def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: StateSource) -> None:

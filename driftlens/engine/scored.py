@@ -9,7 +9,7 @@ from torch import Tensor
 
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.transfers import on_device
+from driftlens.engine.walk import on_device
 from driftlens.models.chain import Pool, ScoreMap
 from driftlens.models.heads import LmHead
 from driftlens.models.sources import TensorHeader

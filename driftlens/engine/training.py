@@ -20,9 +20,8 @@ from driftlens.data.samples import Batch
 from driftlens.engine.carried import Parts
 from driftlens.engine.pool import Attachment, LayerMap, ModelPool, attachment_tensors, attachments_from
 from driftlens.engine.steps import added_to
-from driftlens.engine.transfers import on_device
 from driftlens.engine.waiting import FeatureStore, WaitingBatch, read_batches
-from driftlens.engine.walk import FiniteWatch
+from driftlens.engine.walk import FiniteWatch, on_device
 from driftlens.errors import IncompatibleModelsError
 from driftlens.models.chain import Layer, Slot
 from driftlens.variants import expert_of

@@ -11,7 +11,7 @@ import torch
 
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.transfers import on_device
+from driftlens.engine.walk import on_device
 from driftlens.errors import RunError
 from driftlens.models.chain import SideInputs, State
 

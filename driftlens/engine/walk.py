@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.data.samples import Batch
-from driftlens.engine.pool import ModelPool
-from driftlens.engine.transfers import on_device
+from driftlens.engine.pool import ModelPool, moved
 from driftlens.errors import NumericsError
 from driftlens.linalg.state import subtract
 from driftlens.models.architecture import architecture_of
@@ -246,6 +245,26 @@ def _at_start(pool: ModelPool, models: Sequence[str], batches: Iterable[Batch]) 
     for batch in batches:
         state, side = pool.chain.start(on_device(batch.inputs, pool.device, pool.dtype))
         yield _Waiting(batch.start, batch.stop, dict.fromkeys(models, state), side)
+
+
+def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
+    """Raw inputs moved to `device`; floating tensors are cast, tuples and dicts are kept as such."""
+    if isinstance(inputs, Tensor):
+        return moved(inputs, device, dtype if inputs.is_floating_point() else None)
+    if isinstance(inputs, dict):
+        return {name: on_device(value, device, dtype) for name, value in inputs.items()}
+    if isinstance(inputs, list | tuple):
+        return tuple(on_device(value, device, dtype) for value in inputs)
+    return inputs
+
+
+def input_bytes(inputs: object) -> int:
+    """Bytes of raw inputs, as `on_device` takes them."""
+    if isinstance(inputs, Tensor):
+        return inputs.nbytes
+    if isinstance(inputs, dict):
+        return sum(input_bytes(value) for value in inputs.values())
+    return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
 
 
 def waiting_bytes(pool: ModelPool, model: str, inputs: object, num_models: int = 1) -> int:

@@ -66,5 +66,7 @@ def test_pooled_features_hold_no_other_tokens(light: DriftRun) -> None:
     with torch.no_grad():
         for view in walk(study.pool, task, [variant], study.tasks[task].diagnosis.batches()):
             recorder.add(view)
+    waiting = [part for parts in recorder._vectors.values() for part in parts]  # of the last layer
+    assert waiting and all(part.untyped_storage().nbytes() == part.nbytes for part in waiting)
     kept = [part for parts in recorder._features.values() for part in parts]
-    assert kept and all(part.base is None for part in kept)
+    assert kept and all(part.base.untyped_storage().nbytes() == part.nbytes for part in kept)

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from driftlens.data.samples import Batch, SampleSet
 from driftlens.diagnostic import Diagnostic, Seen
-from driftlens.engine.transfers import on_device
-from driftlens.engine.walk import LayerView, waiting_bytes, walk
+from driftlens.engine.walk import LayerView, on_device, waiting_bytes, walk
 from driftlens.errors import NumericsError
 from driftlens.linalg.state import norm, subtract
 from driftlens.models.chain import Layer, Pool, State

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from driftlens.data.samples import SampleSet, few_of, part_of
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.transfers import input_bytes
-from driftlens.engine.walk import forward, waiting_bytes
+from driftlens.engine.walk import forward, input_bytes, waiting_bytes
 from driftlens.linalg.state import expert_cosine
 from driftlens.metrics import ACCURACY, metric_called
 from driftlens.models.chain import Pool

@@ -24,7 +24,7 @@ from driftlens.data.sources import Split
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.transfers import on_device
+from driftlens.engine.walk import on_device
 from driftlens.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.files import PathLike
 from driftlens.layers import select_layers

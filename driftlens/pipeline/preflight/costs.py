@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from driftlens.data.samples import SampleSet
 from driftlens.diagnostic import chosen
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.transfers import on_device
+from driftlens.engine.walk import on_device
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import Pool
 from driftlens.models.interception import buffers_on

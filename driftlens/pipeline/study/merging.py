@@ -20,8 +20,7 @@ from driftlens.engine.exactness import exact_products
 from driftlens.engine.layer_sums import UNIFORM, normalised
 from driftlens.engine.site_rows import row_weights, rows_and_output
 from driftlens.engine.site_selection import parameter_groups
-from driftlens.engine.transfers import on_device
-from driftlens.engine.walk import FiniteWatch
+from driftlens.engine.walk import FiniteWatch, on_device
 from driftlens.errors import ShapeError, SpecError
 from driftlens.files import PathLike, scratch_beside
 from driftlens.linalg.gram import GramSum

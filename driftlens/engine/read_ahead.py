@@ -1,8 +1,4 @@
-"""From memory and disk to the device: copies that nobody waits for, and layers that are read before they are asked for.
-
-A GPU computes while the host goes on. It is asked to wait only where numbers come back: once per layer and model, never
-for every batch.
-"""
+"""Layers that are read before they are asked for, while a GPU computes."""
 
 from __future__ import annotations
 
@@ -12,36 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor on `device`, and in `dtype` where one is given; to a GPU from pinned memory, without waiting.
-
-    It is converted there, so that what travels is as narrow as what is stored.
-    """
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device, dtype)
-
-
-def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
-    """Raw inputs moved to `device`; floating tensors are cast, tuples and dicts are kept as such."""
-    if isinstance(inputs, Tensor):
-        return moved(inputs, device, dtype if inputs.is_floating_point() else None)
-    if isinstance(inputs, dict):
-        return {name: on_device(value, device, dtype) for name, value in inputs.items()}
-    if isinstance(inputs, list | tuple):
-        return tuple(on_device(value, device, dtype) for value in inputs)
-    return inputs
-
-
-def input_bytes(inputs: object) -> int:
-    """Bytes of raw inputs, as `on_device` takes them."""
-    if isinstance(inputs, Tensor):
-        return inputs.nbytes
-    if isinstance(inputs, dict):
-        return sum(input_bytes(value) for value in inputs.values())
-    return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
 
 
 class ReadAhead:

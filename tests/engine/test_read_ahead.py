@@ -15,7 +15,7 @@ from torch import Tensor
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.engine.problems import ClosedForm
-from driftlens.engine.transfers import ReadAhead
+from driftlens.engine.read_ahead import ReadAhead
 from driftlens.engine.walk import walk
 from driftlens.errors import NumericsError
 from driftlens.models.sources import TensorsSource, module_source

@@ -360,11 +360,12 @@ class StepWalk(CalibrationWalk):
         of_batches = zip(self.batches(layer, task, 0), weighted.rows, folds, strict=True)
         for number, (batch, count, fold) in enumerate(of_batches, start=1):
             x, wanted = self._rows(layer, student, group, streams, batch)
-            of = torch.tensor(fold, device=x.device).repeat_interleave(len(x) // len(fold))
+            # On the CPU, where their number per fold is known without waiting for a device.
+            of = torch.tensor(fold).repeat_interleave(len(x) // len(fold))
             some.append((x, wanted, count.sqrt()[:, None], of))
             if number == len(folds) or sum(len(x) for x, *_ in some) >= _AT_ONCE:
                 *rows, of = (torch.cat(parts) for parts in zip(*some, strict=True))
-                order = of.argsort(stable=True)
+                order = of.argsort(stable=True).to(x.device)
                 x, wanted, root = (part[order] for part in rows)
                 yield x, wanted, root, of.bincount(minlength=self.calibrator.num_folds).tolist()
                 some = []

@@ -78,6 +78,12 @@ def test_features_beyond_the_budget_do_not_count(world: World) -> None:
     assert memory_bytes(work) - memory_bytes(tight) == work.settings.feature_budget - (1 << 20)
 
 
+def test_layers_read_ahead_count_once_more_for_each_model(world: World) -> None:
+    work = workload_of(world, 4)
+    ahead, widest = dataclasses.replace(work, ahead=1), max(layer.parameter_bytes for layer in work.layers)
+    assert memory_bytes(ahead) - memory_bytes(work) == (work.variants + 1) * widest
+
+
 def test_a_first_look_takes_as_many_samples_as_a_task_was_calibrated_on_and_has(world: World) -> None:
     work = workload_of(world, 10)
     (once,) = look_effort(work, {"a": 1}).operations.values()

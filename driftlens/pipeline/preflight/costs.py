@@ -86,6 +86,7 @@ class Workload:
         settings: what is computed.
         batch_size: samples per forward pass.
         merged_bytes: of the merged model that the run will keep; 0 when it is given.
+        ahead: layers of each model that are read while one computes, see `ReadAhead`: 1 on a GPU.
     """
 
     layers: tuple[LayerCost, ...]
@@ -95,6 +96,7 @@ class Workload:
     settings: Settings
     batch_size: int
     merged_bytes: int = 0
+    ahead: int = 0
 
     @property
     def stored_widths(self) -> list[int]:
@@ -167,8 +169,9 @@ def memory_bytes(work: Workload) -> int:
     # Pooled features of all layers are kept in float32, and copied once when they are joined.
     kept = 2 * models * n * sum(layer.width for layer in work.layers) * 4
     active = work.batch_size * largest * LIVE_COPIES
-    walk = models * weights + chunk + library + kept + active
-    evaluation = weights + CHUNK_BYTES + active if any(task.test for task in work.tasks.values()) else 0
+    read = (1 + work.ahead) * weights
+    walk = models * read + chunk + library + kept + active
+    evaluation = read + CHUNK_BYTES + active if any(task.test for task in work.tasks.values()) else 0
     return max(walk, kept + _jacobian_bytes(work, largest, weights), evaluation)
 
 

@@ -99,7 +99,7 @@ def preflight(
     _check_calibration(spec, models, checks)
     checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
     if models is not None and place is not None and not checks.problems:
-        load = load_of(spec, models, data, layers)
+        load = load_of(spec, models, data, layers, place)
         checks.cost = estimate(load.work, load.sample, place, more=load.merge)
         if processes is not None:
             planned = partial(_processes, spec, models, data, load, place, processes, per_machine)

@@ -32,9 +32,13 @@ class Load:
 
 
 def load_of(
-    spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData], layers: tuple[LayerCost, ...]
+    spec: RunSpec,
+    models: OpenModels,
+    data: Mapping[str, TaskData],
+    layers: tuple[LayerCost, ...],
+    device: torch.device,
 ) -> Load:
-    """The load of a spec whose models and data could be opened."""
+    """The load of a spec whose models and data could be opened, on the device that it is computed on."""
     tasks, scored = {}, heads_of(spec, models)
     for task, opened in data.items():
         diagnosis, test = opened.diagnosis, opened.test
@@ -58,6 +62,7 @@ def load_of(
         settings=settings_of(spec, models.architecture.chain),
         batch_size=spec.data.defaults.batch_size,
         merged_bytes=saved,
+        ahead=int(device.type == "cuda"),
     )
     more = 0
     if spec.merge is not None:

@@ -111,6 +111,7 @@ def _cost(opened: OpenCalibration, effort: float) -> Cost:
         settings=study.settings,
         batch_size=first.batch_size,
         merged_bytes=len(plan.variants) * sum(header.nbytes for header in source.headers.values()),
+        ahead=int(pool.device.type == "cuda"),
     )
     walk = solving(pool.chain, pool.source("merged").headers, plan.sites, plan.counts, layers)
     more_memory = walk.memory(work) - memory_bytes(work)

@@ -92,7 +92,7 @@ class Solving:
         samples = math.ceil(sum(self.counts.values()) * share)
         waiting = min(2 * state * samples, work.settings.feature_budget)
         # Merged and expert layer, the new weights, and a copy in the dtype that is stored; solved layers are on disk.
-        return int(2 * moments + 4 * weights + waiting + work.batch_size * state * LIVE_COPIES)
+        return int(2 * moments + (4 + work.ahead) * weights + waiting + work.batch_size * state * LIVE_COPIES)
 
 
 def solving(

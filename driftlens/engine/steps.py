@@ -10,6 +10,7 @@ there is no such sum and the term drops out.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -155,12 +156,14 @@ class StepWalk(CalibrationWalk):
         return [CalibratedLayer(layer.index, updates, reports, drift, time.perf_counter() - started)]
 
     def _begin(self, first: Layer) -> None:
-        """Token weights of all layers, where gradients say them."""
+        """Read all samples and put them into folds; token weights of all layers, where gradients say them."""
         for layer in self.pool.chain.layers:
             if layer.index in self.sites:
                 self.groups[layer.index] = groups_of(layer, self.sites[layer.index])
                 for group in self.groups[layer.index]:
                     require_rule(self.pool.chain, group.sites[0].token_weights)
+        digests = self.team.together(partial(self._read_all, first))
+        self.folds = self.team.together(partial(self._all_folds, digests))[self.team.rank]
         if self.calibrator.weights == "gradient":
             self.team.together(partial(self._weigh, first))
             self._know_weights()
@@ -168,6 +171,18 @@ class StepWalk(CalibrationWalk):
     def _know_weights(self) -> None:
         self.weighted, self.energies = weighed(self.team, self.seen)
         self.seen = {}
+
+    @property
+    def _num_early_steps(self) -> int:
+        """Weighing tokens takes about half of what the layers take behind it; nothing where all count alike."""
+        return -(-len(self.pool.chain.layers) // 2) if self.calibrator.weights == "gradient" else 0
+
+    def _read_all(self, first: Layer) -> dict[str, set[str]]:
+        """The digests of this process's samples, which all wait before the layer then, by task."""
+        step = -self._num_early_steps or first.index
+        for task in self.parts:
+            deque(self.batches(first, task, 0, tell=partial(self.on_step, step, task)), maxlen=0)
+        return {task: {one for of in noted.digests for one in of} for task, noted in self.noted.items()}
 
     def _all_folds(self, digests: Sequence[Mapping[str, set[str]]]) -> dict[str, dict[str, int]]:
         """By task the fold of every sample, by what processes have: equal samples in one, whatever their order.
@@ -190,8 +205,7 @@ class StepWalk(CalibrationWalk):
 
     def _weigh(self, first: Layer) -> None:
         """Look at the gradients of this process's samples, task by task."""
-        last, num_tasks = len(self.pool.chain.layers), len(self.parts)
-        num_steps = -(-last // 2)  # it takes about half of what the layers take behind it
+        last, num_tasks, num_steps = len(self.pool.chain.layers), len(self.parts), self._num_early_steps
         for at, task in enumerate(self.parts):
 
             def tell(layer: int, task: str, at: int = at) -> None:
@@ -214,10 +228,6 @@ class StepWalk(CalibrationWalk):
     def _run_all_experts(self, layer: Layer, student: Parameters, *, needs_output: bool) -> dict[str, str]:
         """What `_run_experts` does, by all processes; to what sites add their outputs where the first task is."""
         ran = self.team.together(partial(self._run_experts, layer, student, needs_output=needs_output))
-        if not self.folds:
-            own = {task: {one for of in noted.digests for one in of} for task, noted in self.noted.items()}
-            digests = self.team.gather(own)
-            self.folds = self.team.together(partial(self._all_folds, digests))[self.team.rank]
         if self.calibrator.weights == "uniform":
             self._know_weights()
         _, streams = min((found for found in ran if found is not None), key=lambda found: found[0])

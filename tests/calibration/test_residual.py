@@ -13,7 +13,7 @@ from torch import Tensor
 
 from driftlens.calibration.residual import ResidualCal
 from driftlens.data.samples import Batch
-from driftlens.engine.step_weights import groups_of
+from driftlens.engine.step_weights import ExpertGradients, groups_of
 from driftlens.engine.steps import added_to
 from driftlens.errors import DataError, NumericsError
 from driftlens.linalg.joint_ridge import WIDEST, JointMoments, Ridges, choose_ridges, solve_joint, total
@@ -173,13 +173,18 @@ def test_resuming_gives_the_same_weights() -> None:
 @pytest.mark.parametrize(
     ("settings", "n", "says"), [(ResidualCal(folds=4), 3, "folds"), (ResidualCal(cv="off"), 1, "")]
 )
-def test_fewer_samples_than_folds_are_refused(settings: ResidualCal, n: int, says: str) -> None:
+def test_fewer_samples_than_folds_are_refused_before_any_pass(
+    settings: ResidualCal, n: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     models = subject(n=n)
     if not says:
         assert calibrated(models, settings)
         return
+    passes: list[str] = []
+    monkeypatch.setattr(ExpertGradients, "weigh", lambda _, task, *rest: passes.append(task))
     with pytest.raises(DataError, match=says):
         calibrated(models, settings)
+    assert not passes
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

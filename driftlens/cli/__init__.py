@@ -13,6 +13,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ DIVIDED = ("analyze", "explain", "evaluate", "calibrate", "sweep", "arena")
 """Commands that divide their work among processes."""
 _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug"}
 _MODULES = (running, converting, calibrating, reproducing, looking, reporting)
-"""Imported for their commands."""
+"""Imported for their commands, which are listed in this order."""
+_PLACES = {module.__name__: place for place, module in enumerate(_MODULES)}
+app.registered_commands.sort(key=lambda command: _PLACES[attrgetter("callback.__module__")(command)])
 MOST_LINES, WIDEST = 60, 2000
 """Of a message: lines, and characters in one."""
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
@@ -44,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     manner.debug = "--debug" in flags  # also where the rest can't be parsed
     if not os.environ.get("PYTHONWARNINGS"):
         warnings.simplefilter("ignore", FutureWarning)  # third parties talking to programmers, not to users
+    if not {"-v", "--verbose"} & {*flags}:
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else a Hub out of reach is told a dozen times
     # Files are all that is drawn to; a notebook hands down a backend that may not be here.
     os.environ["MPLBACKEND"] = "agg"
     # Another thread than the first hears no signals.

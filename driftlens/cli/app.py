@@ -23,6 +23,7 @@ from typing import Annotated, Any, TypedDict
 
 import typer
 
+import driftlens
 from driftlens.access import Access
 from driftlens.errors import SpecError, harmless
 from driftlens.progress import CancelToken, ProgressSink
@@ -52,12 +53,29 @@ class Manner:
 manner = Manner()
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"driftlens {driftlens.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def set_manner(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notices.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more about what happens.")] = False,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines and progress as JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        # A variable DRIFTLENS_VERSION is somebody's note of a version, not a question.
+        bool,
+        typer.Option(
+            "--version",
+            callback=_tell_version,
+            is_eager=True,
+            allow_from_autoenv=False,
+            help="Say which version this is.",
+        ),
+    ] = False,
 ) -> None:
     """Measure, explain and repair the feature drift of merged neural networks."""
     manner.quiet, manner.verbose, manner.log_json, manner.debug = quiet, verbose, log_json, debug

@@ -293,7 +293,7 @@ def _names_in(path: pathlib.Path) -> list[str]:
         names = from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{path}: class names can't be read: {error}",
+            f"{path}: class names can't be read: {getattr(error, 'strerror', None) or error}",
             hint='Give a JSON file that holds a list: ["cat", "dog"].',
         ) from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

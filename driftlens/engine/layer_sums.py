@@ -26,7 +26,7 @@ from driftlens.engine.problems import (
     Wanted,
     WeightProblem,
 )
-from driftlens.engine.site_rows import SiteRows, row_weights
+from driftlens.engine.site_rows import UNIFORM, SiteRows, row_weights
 from driftlens.engine.site_selection import site_path
 from driftlens.errors import NumericsError, SpecError
 from driftlens.linalg.gram import GramPool, GramSum
@@ -35,7 +35,6 @@ from driftlens.linalg.output_cross import OutputCross
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
 from driftlens.team import Team
 
-UNIFORM = "uniform"
 _P = TypeVar("_P", LinearProblem | NormProblem, StepProblem, WeightProblem)
 
 
@@ -127,15 +126,20 @@ class LayerSums:
             num_batches: about how many batches the task has.
             task: its name.
         """
+
+        def weights_of(site: Site, rule: str) -> Tensor | None:
+            x = merged_rows.inputs[site.name]
+            return row_weights(self._chain, self._layer, site, x, state, side, rule)
+
         for group in self._groups:
             rows = _flat(merged_rows.inputs[group.sites[0].name])
             theirs = _flat(expert_rows.inputs[group.sites[0].name])
             outputs = [_flat(expert_rows.outputs[site.name]) for site in group.sites]
-            weights = self._weights(group.wanted.token_weights, group.sites[0], merged_rows, state, side)
+            weights = weights_of(group.sites[0], group.wanted.token_weights)
             group.add(rows, theirs, outputs, weights, expert, len(rows) * max(1, num_batches), task)
         for norm in self._norms:
             rows = _flat(merged_rows.inputs[norm.site.name])
-            norm.add(rows, self._weights(norm.rule, norm.site, merged_rows, state, side))
+            norm.add(rows, weights_of(norm.site, norm.rule))
 
     def bring(self, team: Team, ranks: Sequence[int]) -> None:
         """Bring what some processes have summed up of the task at hand to the first of them, where it is whole then."""
@@ -158,14 +162,6 @@ class LayerSums:
     def parts(self) -> list[LinearSums | NormSums]:
         """What is solved for one by one, all from the same snapshot of the layer's features."""
         return [*self._groups, *self._norms]
-
-    def _weights(
-        self, rule: str, site: Site, rows: SiteRows, state: State, side: SideInputs
-    ) -> Tensor | None:
-        weights = None if rule == UNIFORM else self._chain.token_weights[rule](state, side)
-        return row_weights(
-            site.name, rows.inputs[site.name], weights, side.mask(site.stream or self._layer.stream)
-        )
 
 
 def require_rule(chain: LayerChain, rule: str) -> None:

@@ -312,11 +312,8 @@ def _calibrate(
         with writer.phase(choosing), suitable_threads(writer, choosing, study):
             plan = plan.chosen(choose, study, reporter, team.once(lambda: scratch.begun))
     identity = plan.identity(opened.manifest, study)
-
-    def begin() -> None:
-        scratch.begin(identity | {"selection": dict(plan.selection)}, resume=resume)
-
-    team.once(begin)
+    begun = identity | {"selection": dict(plan.selection)}
+    team.once(lambda: scratch.begin(begun, resume=resume))
     solved = scratch.solved()
     if replaces:
         # Only when all layers are solved does the calibration that has the name make room.

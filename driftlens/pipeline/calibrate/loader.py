@@ -29,15 +29,13 @@ def attach(model, task, file="{file}"):
 """
 
 
-def with_loader(
-    card: Callable[[str], str], attachments: Attachments, file: str = ATTACHED_FILE
-) -> Callable[[str], str]:
+def with_loader(card: Callable[[str], str], attachments: Attachments) -> Callable[[str], str]:
     """A card whose Python also hooks in what is attached for a task; the same card where nobody wrote how."""
     (task, _), first = next(iter(attachments.items()))
     code = str(getattr(first, "code", ""))
     if not code:
         return card
-    loader = _LOADER.format(file=file, code=textwrap.indent(code, " " * 12))
+    loader = _LOADER.format(file=ATTACHED_FILE, code=textwrap.indent(code, " " * 12))
 
     def more(usage: str) -> str:
         lines = usage.splitlines(keepends=True)

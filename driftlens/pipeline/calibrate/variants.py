@@ -11,7 +11,7 @@ from torch import Tensor
 from driftlens.engine.pool import attachment_tensors
 from driftlens.models.chain import LayerChain, ParameterKey
 from driftlens.models.saving import Patched, fused, save_model, save_state_dict
-from driftlens.models.sources import OnDemand, StateSource, TensorHeader
+from driftlens.models.sources import InDtypes, OnDemand, StateSource
 from driftlens.pipeline.calibrate.plan import CalibrationPlan
 from driftlens.pipeline.calibrate.walk import Solution
 from driftlens.pipeline.study.opening import OpenModels
@@ -19,7 +19,6 @@ from driftlens.pipeline.study.study import Study
 from driftlens.records.layout import calibration_attachments
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.writer import RunWriter
-from driftlens.variants import expert_of
 
 
 @torch.no_grad()
@@ -40,14 +39,13 @@ def save_variants(
         RunError: the disk is full.
     """
     pool = study.pool
-    like = pool.source("base") if study.has_base else pool.source(expert_of(next(iter(study.tasks))))
     merged = pool.source(plan.kept or "merged")
     for variant, relative in plan.weights.items():
         parameters: Mapping[ParameterKey, Tensor] = solution.updates
         if variant == plan.control:
             rho = float(plan.hyperparameters["rho"])
             parameters = anchors(pool.chain, merged, pool.source("base"), rho, solution.updates)
-        source = with_parameters(pool.chain, merged, like, parameters)
+        source = with_parameters(pool.chain, merged, study.like, parameters)
         with writer.file(relative) as path:
             save_model(
                 models.architecture, models.own_form, source, path, metadata=weights_metadata(variant, info)
@@ -81,7 +79,7 @@ def with_parameters(
     That is the base, or what stands for it: a merged model stored in fewer bits must not round the solution. The new
     values come in the layers' own layout, and are checked as `Patched` does it, when they are read.
     """
-    start = _InDtypesOf(merged, like)
+    start = InDtypes(merged, {key: header.dtype for key, header in like.headers.items()})
     return Patched(start, fused(chain, parameters, start))
 
 
@@ -99,18 +97,3 @@ def anchors(
         return slot.own(rho * end + (1 - rho) * start)
 
     return OnDemand(keys, anchor)
-
-
-class _InDtypesOf:
-    """A source whose tensors come in the dtypes of another one with the same keys."""
-
-    def __init__(self, source: StateSource, like: StateSource) -> None:
-        self.name = source.name
-        self.headers: Mapping[str, TensorHeader] = {
-            key: TensorHeader(header.shape, like.headers[key].dtype if key in like.headers else header.dtype)
-            for key, header in source.headers.items()
-        }
-        self._source = source
-
-    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        return self._source.read(key, rows).to(self.headers[key].dtype)

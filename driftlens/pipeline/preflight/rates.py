@@ -343,10 +343,10 @@ def _member(rank: int, number: int, folder: str, name: str, threads: int) -> Non
         distributed.destroy_process_group()
 
 
-def _seconds_of(work: Callable[[], Any], rounds: int = 5) -> float:
+def _seconds_of(work: Callable[[], Any]) -> float:
     work()
     times = []
-    for _ in range(rounds):
+    for _ in range(5):
         started = time.perf_counter()
         work()
         times.append(time.perf_counter() - started)

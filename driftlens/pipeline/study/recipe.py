@@ -23,7 +23,7 @@ from driftlens.merging.della import keep_chances
 from driftlens.merging.method import MergeMethod, StateDict, merge_methods
 from driftlens.merging.sparse import keep_mask, ranked
 from driftlens.models.saving import require_target
-from driftlens.models.sources import StateSource, TensorHeader
+from driftlens.models.sources import InDtypes, StateSource
 from driftlens.pipeline.study.companions import companions
 from driftlens.pipeline.study.merging import merged_source, save_merge
 from driftlens.pipeline.study.opening import OpenModels, open_models, open_pool
@@ -213,19 +213,9 @@ def _dtypes(raw: Settings) -> tuple[torch.dtype | None, torch.dtype | None]:
     return found[0], found[1] or found[0]
 
 
-class _Stored:
-    """A source with its floating-point tensors in another dtype."""
-
-    def __init__(self, source: StateSource, dtype: torch.dtype) -> None:
-        self.name, self._source = source.name, source
-        self.headers = {
-            key: TensorHeader(header.shape, dtype if header.dtype.is_floating_point else header.dtype)
-            for key, header in source.headers.items()
-        }
-
-    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows of it, cast."""
-        return self._source.read(key, rows).to(self.headers[key].dtype)
+def _floats_in(source: StateSource, dtype: torch.dtype) -> StateSource:
+    floats = (key for key, header in source.headers.items() if header.dtype.is_floating_point)
+    return InDtypes(source, dict.fromkeys(floats, dtype))
 
 
 def _slice(part: Any, ranges: Sequence[Any], start: int) -> tuple[int, Settings]:
@@ -301,7 +291,7 @@ def merge_recipe(file: PathLike, path: PathLike, access: Access) -> list[str]:
     settings, merged = {"recipe_text": text}, None
     if recipe.out_dtype is not None:
         # Merged in float32, which rounds nothing, and rounded once, when it is written.
-        wide = {name: _Stored(at, torch.float32) for name, at in models.sources.items()}
+        wide = {name: _floats_in(at, torch.float32) for name, at in models.sources.items()}
         require_target(models.architecture, path)
         merged = merged_source(replace(models, sources=wide), method, settings, beside=path)
         models = _written_in(models, recipe.out_dtype)
@@ -318,7 +308,7 @@ def _written_in(models: OpenModels, dtype: torch.dtype) -> OpenModels:
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     configs["config.json"] = config | dict.fromkeys(keys, name)
     architecture = replace(models.architecture, folder=replace(folder, configs=configs))
-    return replace(models, architecture=architecture, form=_Stored(models.own_form, dtype))
+    return replace(models, architecture=architecture, form=_floats_in(models.own_form, dtype))
 
 
 def _value(setting: Any, key: str, along: float) -> Any:

@@ -82,7 +82,6 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
 ) -> None:
     """Write a commented run spec to start from."""
-    from driftlens.errors import SpecError
     from driftlens.files import write_text_atomic
     from driftlens.templates import template_text
 

@@ -102,6 +102,25 @@ def _origin(entry: WebdatasetData, place: str, shards: list[Path]) -> str:
 
 def _samples(shard: Path, entry: WebdatasetData) -> Iterator[_Sample]:
     endings = [f".{entry.image.lower()}"] if entry.image else SUFFIXES
+    groups, labels = _members(shard, entry)
+    check_names(groups)
+    for key, members in groups.items():
+        where = f"{shard.name}/{key}"
+        images = [ending for ending in members if f".{ending}" in endings]
+        if len(images) == 1:
+            member = members[images[0]]
+            yield _Sample(where, shard, member.offset_data, member.size, labels.get(key))
+        elif images or key in labels:
+            raise DataError(
+                f"{where}: its images are {', '.join(images) or 'none'}, among {', '.join(members)}",
+                hint="Each sample has one; `image: ENDING` says which. Links in a tar file are not followed.",
+            )
+
+
+def _members(
+    shard: Path, entry: WebdatasetData
+) -> tuple[dict[str, dict[str, tarfile.TarInfo]], dict[str, Any]]:
+    """By key of a sample, its members by their ending, and the label of those that have one."""
     wanted = (entry.label or "").lower()
     groups: dict[str, dict[str, tarfile.TarInfo]] = {}
     labels: dict[str, Any] = {}
@@ -131,18 +150,7 @@ def _samples(shard: Path, entry: WebdatasetData) -> Iterator[_Sample]:
         tar.fileobj.seek(tar.offset)
         if any(tar.fileobj.read(tarfile.BLOCKSIZE)):
             raise DataError(f"{shard}: damaged behind byte {tar.offset}", hint=hint)
-    check_names(groups)
-    for key, members in groups.items():
-        where = f"{shard.name}/{key}"
-        images = [ending for ending in members if f".{ending}" in endings]
-        if len(images) == 1:
-            member = members[images[0]]
-            yield _Sample(where, shard, member.offset_data, member.size, labels.get(key))
-        elif images or key in labels:
-            raise DataError(
-                f"{where}: its images are {', '.join(images) or 'none'}, among {', '.join(members)}",
-                hint="Each sample has one; `image: ENDING` says which. Links in a tar file are not followed.",
-            )
+    return groups, labels
 
 
 def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, entry: WebdatasetData) -> Any:

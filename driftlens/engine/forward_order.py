@@ -158,19 +158,17 @@ def calibrate(
     calibrator.check(has_base=base is not None)
     named = ids or {}
     parts = {task: [_WholeTask(read, named.get(task, ()))] for task, read in samples.items()}
-    if isinstance(calibrator, Stepwise):
-        carried = _carried(pool, parts, [frozenset({0})], base, options) | _divided(parts, options)
-        walk = StepWalk(**carried, calibrator=calibrator)
-        together = walk.layers(options["sites"], options.get("done") or {})
-    elif isinstance(calibrator, Weightwise):
+    if isinstance(calibrator, Weightwise):
         assert base is not None, "its check refuses that"
         return _from_weights(pool, sorted(samples), calibrator, base, options)
+    carried = _carried(pool, parts, [frozenset({0})], base, options) | _divided(parts, options)
+    walk: CalibrationWalk
+    if isinstance(calibrator, Stepwise):
+        walk = StepWalk(**carried, calibrator=calibrator)
     else:
         assert isinstance(calibrator, Layerwise)
-        carried = _carried(pool, parts, [frozenset({0})], base, options) | _divided(parts, options)
-        alone = SnapshotWalk(**carried, calibrations=[Lane(calibrator)], objectives=objectives)
-        together = alone.layers(options["sites"], options.get("done") or {})
-    return (layer for [layer] in together)
+        walk = SnapshotWalk(**carried, calibrations=[Lane(calibrator)], objectives=objectives)
+    return (layer for [layer] in walk.layers(options["sites"], options.get("done") or {}))
 
 
 @torch.no_grad()

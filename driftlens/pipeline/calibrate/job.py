@@ -314,22 +314,9 @@ def _calibrate(
     identity = plan.identity(opened.manifest, study)
     begun = identity | {"selection": dict(plan.selection)}
     team.once(lambda: scratch.begin(begun, resume=resume))
-    solved = scratch.solved()
     if replaces:
-        # Only when all layers are solved does the calibration that has the name make room.
-        try:
-            _solved(writer, study, plan, scratch, solved, reporter)
-        except BaseException:
-            if team.leads:
-                scratch.remove()  # what has the name stays, so there is nothing to go on with
-            raise
-
-        def make_room() -> None:
-            with scratch.hidden():
-                writer.remove_calibration(plan.name)
-
-        lead(team, writer, make_room)
-        solved = scratch.solved()
+        _solve_and_make_room(writer, study, plan, scratch, reporter)
+    solved = scratch.solved()
     notices = team.once(lambda: _notices(plan, study, opened.manifest))
     writer.begin_variants(plan.variants)
 
@@ -360,6 +347,24 @@ def _calibrate(
     info = calibration_info(plan, seconds, notices, numbers)
     said = [f"{plan.variant}: {text}" for text in notices]
     writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
+
+
+def _solve_and_make_room(
+    writer: RunWriter, study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, reporter: Reporter
+) -> None:
+    """Only when all layers are solved does the calibration that has the name make room."""
+    try:
+        _solved(writer, study, plan, scratch, scratch.solved(), reporter)
+    except BaseException:
+        if study.team.leads:
+            scratch.remove()  # what has the name stays, so there is nothing to go on with
+        raise
+
+    def make_room() -> None:
+        with scratch.hidden():
+            writer.remove_calibration(plan.name)
+
+    lead(study.team, writer, make_room)
 
 
 def _solved(

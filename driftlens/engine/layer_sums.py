@@ -307,13 +307,12 @@ class LinearSums:
 
     def problem(self, merged: Parameters, base: Parameters | None) -> LinearProblem:
         """What is to be solved; `merged` and `base` are the whole layer's parameters."""
-        mine = [f"{site.name}.{part}" for site in self.sites for part in ("weight", "bias")]
         return LinearProblem(
             sites=self.sites,
             moments=self._fold.moments(),
             expert_bias=self._fold.mean_bias(),
-            merged={name: merged[name] for name in mine if name in merged},
-            base=None if base is None else {name: base[name] for name in mine if name in base},
+            merged=_own(merged, self.sites),
+            base=None if base is None else _own(base, self.sites),
         )
 
 
@@ -398,12 +397,12 @@ class NormSums:
         """Bring the moments of all tasks to one process; arguments as for linear sites."""
         if team.size == 1:
             return
-        like = merged[f"{self.site.name}.weight"].new_zeros(num_tasks, *_norm_shape(self.site, merged))
-        table = like.to(self._dtype)
+        # Moments of a task below each other: averages by coordinate, and the weight.
+        weight, names = merged[f"{self.site.name}.weight"], [field.name for field in fields(NormMoments)]
+        table = weight.new_zeros(num_tasks, len(names), len(weight), dtype=self._dtype)
         for place, moments in zip(places, self._tasks, strict=True):
             table[place] = torch.stack([value.expand(table.shape[-1]) for value in vars(moments).values()])
         team.sum([table], to=to)
-        names = [field.name for field in fields(NormMoments)]
         values = ([*rows[:-1], rows[-1, 0]] for rows in table)
         self._tasks = [NormMoments(**dict(zip(names, row, strict=True))) for row in values]
 
@@ -413,18 +412,14 @@ class NormSums:
         for moments in self._tasks:
             total = self._fold(total, moments)
         assert total is not None
-        mine = [f"{self.site.name}.{part}" for part in ("weight", "bias")]
-        return NormProblem(
-            site=self.site,
-            moments=total,
-            merged={name: merged[name] for name in mine if name in merged},
-            base=None if base is None else {name: base[name] for name in mine if name in base},
-        )
+        own = _own(merged, self.sites), None if base is None else _own(base, self.sites)
+        return NormProblem(self.site, total, *own)
 
 
-def _norm_shape(site: Site, merged: Parameters) -> tuple[int, int]:
-    """Of a task's moments below each other: averages by coordinate, and the weight."""
-    return len(fields(NormMoments)), len(merged[f"{site.name}.weight"])
+def _own(parameters: Parameters, sites: Sequence[Site]) -> dict[str, Tensor]:
+    """Those of some sites alone."""
+    names = (f"{site.name}.{part}" for site in sites for part in ("weight", "bias"))
+    return {name: parameters[name] for name in names if name in parameters}
 
 
 def normalised(site: Site, rows: Tensor) -> Tensor:

@@ -102,8 +102,7 @@ def validate(
     overrides: Overrides = None,
     deep: Annotated[bool, typer.Option("--deep", help="Also score every expert on its own data.")] = False,
     processes: Annotated[
-        int | None,
-        typer.Option(help="Also plan for so many: seconds, memory and bytes on the wire of each."),
+        int | None, typer.Option(help="Also plan for so many: seconds, memory and bytes on the wire of each.")
     ] = None,
     per_machine: Annotated[
         int | None,

@@ -125,10 +125,7 @@ def _members(
     groups: dict[str, dict[str, tarfile.TarInfo]] = {}
     labels: dict[str, Any] = {}
     hint = "Write it anew; of tar.gz files only the unpacked tar can be read at any place."
-    with (
-        refused(f"{shard}: no tar file, or damaged", hint),
-        tarfile.open(shard, "r:") as tar,
-    ):
+    with refused(f"{shard}: no tar file, or damaged", hint), tarfile.open(shard, "r:") as tar:
         for member in tar:
             if member.size < 0:  # which would lead tarfile round in circles
                 raise DataError(f"{shard}: {member.name} has {member.size} bytes", hint=hint)

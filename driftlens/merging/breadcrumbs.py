@@ -15,11 +15,7 @@ from driftlens.settings import Bounds
 
 
 @merge_methods.method(
-    "breadcrumbs",
-    title="Model Breadcrumbs",
-    source="arXiv:2312.06795",
-    laws=STEP_LAWS,
-    reads="tensor",
+    "breadcrumbs", title="Model Breadcrumbs", source="arXiv:2312.06795", laws=STEP_LAWS, reads="tensor"
 )
 def breadcrumbs(
     base: StateDict,

@@ -14,12 +14,7 @@ from driftlens.settings import Bounds
 
 
 @merge_methods.method(
-    "ties",
-    title="TIES-Merging",
-    source="arXiv:2306.01708",
-    laws=STEP_LAWS,
-    reads="model",
-    passes=3,
+    "ties", title="TIES-Merging", source="arXiv:2306.01708", laws=STEP_LAWS, reads="model", passes=3
 )
 def ties(
     base: StateDict,

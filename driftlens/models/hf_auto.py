@@ -279,10 +279,7 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
         if type(config) in choice:
             found = choice[type(config)]
             return config, found[0] if isinstance(found, tuple) else found
-    raise IncompatibleModelsError(
-        f"transformers has no plain model of type {kind!r} ({source})",
-        hint=LIVE,
-    )
+    raise IncompatibleModelsError(f"transformers has no plain model of type {kind!r} ({source})", hint=LIVE)
 
 
 def built(model_class: Any, config: Any) -> nn.Module:

@@ -104,10 +104,7 @@ def sequential_chain(
         tied=tied_weights(module),
         final=final or None,
         modality=modality,
-        settings={
-            "blocks": path,
-            "block_classes": sorted({type(block).__name__ for block in parts.blocks}),
-        },
+        settings={"blocks": path, "block_classes": sorted({type(block).__name__ for block in parts.blocks})},
     )
 
 

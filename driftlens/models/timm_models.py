@@ -17,13 +17,7 @@ from torch import nn
 
 from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.alignment import Spellings
-from driftlens.models.architecture import (
-    Architecture,
-    ArchitectureRequest,
-    FolderFormat,
-    loaders,
-    weightless,
-)
+from driftlens.models.architecture import Architecture, ArchitectureRequest, FolderFormat, loaders, weightless
 from driftlens.models.chain import IMAGE
 from driftlens.models.loading import is_hub_id, missing_config, read_config
 from driftlens.models.preprocessing import image_preprocess

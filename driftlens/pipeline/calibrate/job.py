@@ -176,11 +176,7 @@ class OpenCalibration:
 
 
 def open_calibration(
-    folder: pathlib.Path,
-    request: CalibrationRequest,
-    *,
-    access: Access = Access(),
-    live: Live | None = None,
+    folder: pathlib.Path, request: CalibrationRequest, *, access: Access = Access(), live: Live | None = None
 ) -> OpenCalibration:
     """The run's models and samples with a request's plan; nothing is written. Arguments as for `calibrate`.
 
@@ -194,11 +190,7 @@ def open_calibration(
         require_spec(folder, run.manifest)
     require_closed(run.layers(variant="merged"), run.manifest.dtype)
     study, models = reopened(
-        folder,
-        num_calibration=request.samples,
-        with_calibrations=False,
-        access=access,
-        live=live,
+        folder, num_calibration=request.samples, with_calibrations=False, access=access, live=live
     )
     spec = load_spec(folder / layout.SPEC) if live is None else None
     plan = plan_calibration(request, run, spec, study)

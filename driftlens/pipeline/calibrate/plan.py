@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from driftlens.calibration.calibrator import (
-    Calibrator,
-    calibrators,
-    over_preset,
-    require_task_id,
-)
+from driftlens.calibration.calibrator import Calibrator, calibrators, over_preset, require_task_id
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import Stepwise

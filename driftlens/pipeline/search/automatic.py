@@ -19,15 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from driftlens.calibration.automatic import (
-    LEVEL,
-    NUM_FOLDS,
-    Decision,
-    Scores,
-    decide,
-    folds_of,
-    search,
-)
+from driftlens.calibration.automatic import LEVEL, NUM_FOLDS, Decision, Scores, decide, folds_of, search
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.forward_order import Lane

@@ -16,11 +16,7 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.engine.training import Trainer
 from driftlens.metrics import ACCURACY, ATTACHED, metric_called
 from driftlens.models.loading import is_hub_id, library_folder, repository_of
-from driftlens.records.before_after import (
-    calibration_sheets,
-    compared_variants,
-    selection_sentences,
-)
+from driftlens.records.before_after import calibration_sheets, compared_variants, selection_sentences
 from driftlens.records.contents import attach
 from driftlens.records.layout import SPEC, calibration_attachments, calibration_folder
 from driftlens.records.listing import is_live

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -69,7 +68,7 @@ def load_timm(request: ArchitectureRequest) -> Architecture:
     classifier = _without_classifier(skeleton, name)
     settings = resolve_data_config({}, model=skeleton)
     preprocess = image_preprocess("timm", create_transform(**settings, is_training=False), settings)
-    example = preprocess([np.zeros((64, 64, 3), dtype=np.uint8)] * 2)
+    example = preprocess.example()
     with running(source):
         chain = sequential_chain(skeleton, example, blocks=request.blocks)
     return Architecture(

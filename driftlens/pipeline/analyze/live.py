@@ -143,8 +143,7 @@ def live_study(
 
     dtype = _computed_in(merged)
     skeleton = _in_dtype(merged, dtype, place)
-    words: Any = [("a word", ""), ("and a few more", "")]
-    example = next(tasks[min(tasks)].diagnosis.batches()).inputs if reader is None else reader(words)
+    example = next(tasks[min(tasks)].diagnosis.batches()).inputs if reader is None else reads.example()
     example = on_device(example, place, dtype)
     is_decoder = reader is not None and reader.form == "decoder"
     chain = decoder_chain(skeleton, example) if is_decoder else _chain(skeleton, example, blocks, mask)

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from driftlens.access import Access
-from driftlens.engine.pool import attachment_tensors, portable_tensors
+from driftlens.engine.pool import attachment_tensors
 from driftlens.engine.site_selection import coverage
 from driftlens.engine.training import Trainer
 from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.merging.method import merge_methods
-from driftlens.models.loading import open_checkpoint
-from driftlens.models.saving import library_prefix, require_target, save_model, save_state_dict
-from driftlens.models.sources import TensorsSource
+from driftlens.models.saving import require_target
 from driftlens.pipeline.analyze.diagnosis import require_closed
 from driftlens.pipeline.analyze.evaluation import first_look
 from driftlens.pipeline.analyze.phases import (
@@ -30,7 +28,6 @@ from driftlens.pipeline.analyze.phases import (
     run_phase,
     suitable_threads,
 )
-from driftlens.pipeline.calibrate.loader import ATTACHED_FILE, with_loader
 from driftlens.pipeline.calibrate.plan import (
     CalibrationPlan,
     CalibrationRequest,
@@ -40,10 +37,10 @@ from driftlens.pipeline.calibrate.plan import (
     untouched_but_moved,
 )
 from driftlens.pipeline.calibrate.scratch import CalibrationScratch, SolvedLayer
-from driftlens.pipeline.calibrate.variants import save_variants, weights_metadata
+from driftlens.pipeline.calibrate.variants import save_for_others, save_variants
 from driftlens.pipeline.calibrate.walk import Solution, calibration_info, record_solution, solve, train
 from driftlens.pipeline.study.card import model_card
-from driftlens.pipeline.study.opening import OpenModels, head_files
+from driftlens.pipeline.study.opening import OpenModels
 from driftlens.pipeline.study.reopening import (
     Live,
     add_calibration,
@@ -138,30 +135,9 @@ def calibrate(
                 _complete(writer, opened, reporter, attribution=attribution)
     run = open_run(folder)
     if save_weights is not None:
-        team.once(lambda: _save(run, opened, pathlib.Path(save_weights)))
+        place = pathlib.Path(save_weights)
+        team.once(lambda: save_for_others(run, plan, opened.models, opened.study.pool, place))
     return run
-
-
-def _save(run: DriftRun, opened: OpenCalibration, target: pathlib.Path) -> None:
-    """Write the calibrated model for others: a folder or a file, and what is attached beside its weights."""
-    plan, models, chain = opened.plan, opened.models, opened.study.pool.chain
-    metadata = weights_metadata(plan.variant, run.manifest.calibrations[plan.name])
-    model = models.architecture.align(open_checkpoint(run.path / plan.weights[plan.variant]))
-    card: Callable[[str], str] = functools.partial(model_card, run, plan.name)
-    beside = head_files(models)
-    attached = opened.study.pool.variant(plan.variant).attachments
-    skeleton, is_file = models.architecture.skeleton, target.suffix == ".safetensors"
-    if attached and is_file:
-        place = target.with_suffix(f".{ATTACHED_FILE}")
-        save_state_dict(place, portable_tensors(skeleton, chain, attached), metadata)
-    elif attached:
-        prefix = library_prefix(models.architecture, models.own_form)
-        tensors = portable_tensors(skeleton, chain, attached, prefix)
-        beside[ATTACHED_FILE] = TensorsSource(ATTACHED_FILE, tensors)
-        card = with_loader(card, attached)
-    save_model(
-        models.architecture, models.own_form, model, target, metadata=metadata, card=card, heads=beside
-    )
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,49 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import pathlib
+import textwrap
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from driftlens.engine.pool import attachment_tensors
+from driftlens.engine.pool import Attachments, ModelPool, attachment_tensors, portable_tensors
 from driftlens.models.chain import LayerChain, ParameterKey
-from driftlens.models.saving import Patched, fused, save_model, save_state_dict
-from driftlens.models.sources import InDtypes, OnDemand, StateSource
+from driftlens.models.loading import open_checkpoint
+from driftlens.models.saving import Patched, fused, library_prefix, save_model, save_state_dict
+from driftlens.models.sources import InDtypes, OnDemand, StateSource, TensorsSource
 from driftlens.pipeline.calibrate.plan import CalibrationPlan
 from driftlens.pipeline.calibrate.walk import Solution
-from driftlens.pipeline.study.opening import OpenModels
+from driftlens.pipeline.study.card import model_card
+from driftlens.pipeline.study.opening import OpenModels, head_files
 from driftlens.pipeline.study.study import Study
 from driftlens.records.layout import calibration_attachments
 from driftlens.records.manifest import CalibrationInfo
+from driftlens.records.run import DriftRun
 from driftlens.records.writer import RunWriter
+
+ATTACHED_FILE = "attachments.safetensors"
+"""Where a saved folder holds what is attached."""
+
+_LOADER = """\
+import torch
+from safetensors.torch import load_file
+
+
+def attach(model, task, file="{file}"):
+    saved = {{tuple(key.split("/", 2)): value for key, value in load_file(file).items()}}
+    for path in {{path for path, name, of in saved if of == task}}:
+        def change(module, inputs, output, path=path):
+            f = output[0] if isinstance(output, tuple) else output
+            t = {{name: value.to(f) for (at, name, of), value in saved.items() if (at, of) == (path, task)}}
+{code}
+            return (f, *output[1:]) if isinstance(output, tuple) else f
+        model.get_submodule(path).register_forward_hook(change)
+
+
+"""
 
 
 @torch.no_grad()
@@ -97,3 +124,42 @@ def anchors(
         return slot.own(rho * end + (1 - rho) * start)
 
     return OnDemand(keys, anchor)
+
+
+def save_for_others(
+    run: DriftRun, plan: CalibrationPlan, models: OpenModels, pool: ModelPool, target: pathlib.Path
+) -> None:
+    """Write the calibrated model as a folder or a file, and what is attached beside its weights."""
+    architecture, attached = models.architecture, pool.variant(plan.variant).attachments
+    metadata = weights_metadata(plan.variant, run.manifest.calibrations[plan.name])
+    model = architecture.align(open_checkpoint(run.path / plan.weights[plan.variant]))
+    card: Callable[[str], str] = partial(model_card, run, plan.name)
+    beside = head_files(models)
+    if attached and target.suffix == ".safetensors":
+        place = target.with_suffix(f".{ATTACHED_FILE}")
+        save_state_dict(place, portable_tensors(architecture.skeleton, pool.chain, attached), metadata)
+    elif attached:
+        prefix = library_prefix(architecture, models.own_form)
+        tensors = portable_tensors(architecture.skeleton, pool.chain, attached, prefix)
+        beside[ATTACHED_FILE] = TensorsSource(ATTACHED_FILE, tensors)
+        card = _with_loader(card, attached)
+    save_model(architecture, models.own_form, model, target, metadata=metadata, card=card, heads=beside)
+
+
+def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callable[[str], str]:
+    """A card whose Python also hooks in what is attached for a task; the same card where nobody wrote how."""
+    (task, _), first = next(iter(attachments.items()))
+    code = str(getattr(first, "code", ""))
+    if not code:
+        return card
+    loader = _LOADER.format(file=ATTACHED_FILE, code=textwrap.indent(code, " " * 12))
+
+    def more(usage: str) -> str:
+        lines = usage.splitlines(keepends=True)
+        made = next((at for at, line in enumerate(lines) if line.startswith("model")), None)
+        if made is None:
+            return card(f"{usage}{loader}")
+        lines.insert(made + 1, f"attach(model, {task!r})  # the task that the inputs are of\n")
+        return card(f"{loader}{''.join(lines)}")
+
+    return more

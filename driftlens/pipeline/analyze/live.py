@@ -29,7 +29,7 @@ from driftlens.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.files import PathLike
 from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, architecture_of
-from driftlens.models.chain import IMAGE, LayerChain, Pool, ScoreMap, pooled, require_pool
+from driftlens.models.chain import IMAGE, LayerChain, Pool, ScoreMap, SideInputs, pooled, require_pool
 from driftlens.models.frames import Mask, raw_inputs, unmasked_padding
 from driftlens.models.heads import LmScores, linear_head
 from driftlens.models.hf_decoder import decoder_chain
@@ -149,12 +149,8 @@ def live_study(
     chain = decoder_chain(skeleton, example) if is_decoder else _chain(skeleton, example, blocks, mask)
     _, side = chain.start(example)  # refuses what it can't read before anything runs on it
     check_deterministic(skeleton, example, chain)
-    pooling, stream = pool or chain.modality.pool, chain.layers[-1].stream
-    marks: dict[str, list[float]] = {}
-    if head_of:  # one that does not fit is refused before a run is begun
-        final = chain.library_states(skeleton, example)[-1][stream].detach()
-        final = pooled(final, pooling, side.mask(stream))
-        marks = {task: _mark(head, final) for task, head in head_of.items()}
+    pooling = pool or chain.modality.pool
+    marks = _marks(head_of, skeleton, chain, example, side, pooling)
     if chain.require_shared is not None:
         chain.require_shared(((key, _in_dtype(module, dtype)) for key, module in modules.items()), example)
     weights = {key: module_source(module, key) for key, module in modules.items()}
@@ -382,6 +378,23 @@ _PROBES = 4
 """Features that a head scores to be known again."""
 _ALIKE = 1e-4
 """How far apart scores of the same head may be on another machine, relative to their size."""
+
+
+def _marks(
+    head_of: Mapping[str, ScoreMap],
+    skeleton: nn.Module,
+    chain: LayerChain,
+    example: Any,
+    side: SideInputs,
+    pooling: Pool,
+) -> dict[str, list[float]]:
+    """By task what its head makes of fixed features; one that does not fit is refused before a run is begun."""
+    if not head_of:
+        return {}
+    stream = chain.layers[-1].stream
+    final = chain.library_states(skeleton, example)[-1][stream].detach()
+    final = pooled(final, pooling, side.mask(stream))
+    return {task: _mark(head, final) for task, head in head_of.items()}
 
 
 def _mark(head: ScoreMap, features: Tensor) -> list[float]:

@@ -180,13 +180,16 @@ def sweep(
         SingularGramError: some settings can't be solved for; all others were measured.
         DriftLensError: see the tree in `driftlens.errors`.
     """
+    import pandas as pd
+
     folder = pathlib.Path(path)
     _require_something(request)
     opened, around = _open(folder, request, access=access, live=live)
     if live is not None:
         _require_own_samples(request, opened.study)
     sweeps = _settings_of(request, around, folder)
-    for setting in {setting for settings in sweeps.values() for setting in settings}:
+    settings = list(dict.fromkeys(itertools.chain(*sweeps.values())))
+    for setting in settings:
         setting.calibrator.check(has_base=opened.study.has_base)
     _numbered(sweeps, _divided(open_run(folder).sweeps(), sweeps, replace=replace)[0])
     team = opened.study.team
@@ -195,7 +198,7 @@ def sweep(
     samples, tasks = _samples_by_seed(opened, seeds, access)
     if live is not None:
         samples[opened.study.seed] = {task: _as_drawn(at, opened) for task, at in opened.plan.samples.items()}
-    pictured = dict.fromkeys(setting.corruption for settings in sweeps.values() for setting in settings)
+    pictured = dict.fromkeys(setting.corruption for setting in settings)
     for at in samples[opened.study.seed].values():
         for name in pictured:
             corrupted(at, name, opened.study.seed)  # refused here where it can't be
@@ -229,7 +232,11 @@ def sweep(
                         if tried.error is not None:
                             unsolved.setdefault(setting, tried.error)
                             continue
-                        _write(writer, _rows(missing, setting, seed, tried), outdated)
+                        if outdated:  # once: their rows go, and the others keep their exact values
+                            writer.drop("sweeps", "sweep", outdated)
+                            outdated = set()
+                        new = pd.DataFrame(_rows(missing, setting, seed, tried))
+                        writer.append("sweeps", new, replace=True)
     if unsolved:
         raise _incomplete(unsolved)
     return open_run(folder)
@@ -385,16 +392,6 @@ def _keep_pictures(writer: RunWriter, samples: SampleSet, corruptions: Iterable[
         found[name] = thumb(corrupt(clean, kind, severity, drawn) if severity else clean)
     with writer.file(layout.CORRUPTIONS) as path, path.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **found)
-
-
-def _write(writer: RunWriter, rows: Sequence[Mapping[str, Any]], outdated: set[str]) -> None:
-    """Append rows; once, the first time, those of outdated sweeps go, and the others keep their exact values."""
-    import pandas as pd
-
-    if outdated:
-        writer.drop("sweeps", "sweep", outdated)
-        outdated.clear()
-    writer.append("sweeps", pd.DataFrame(rows), replace=True)
 
 
 def _incomplete(unsolved: Mapping[Setting, DriftLensError]) -> DriftLensError:

@@ -22,10 +22,7 @@ from driftlens.merging.steps import StepScaling, stepped
     work=lambda settings, experts, rows, columns: svd_operations(1, rows, columns),
 )
 def iso_c(
-    base: StateDict,
-    experts: Mapping[str, StateDict],
-    *,
-    scaling: StepScaling = 1.0,
+    base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0
 ) -> dict[str, Tensor]:
     """base + scaling * the sum of task vectors, all of whose singular values are made their mean.
 

@@ -23,10 +23,7 @@ from driftlens.merging.steps import SumScaling
     },
 )
 def task_arithmetic(
-    base: StateDict,
-    experts: Mapping[str, StateDict],
-    *,
-    scaling: SumScaling = 0.3,
+    base: StateDict, experts: Mapping[str, StateDict], *, scaling: SumScaling = 0.3
 ) -> dict[str, Tensor]:
     """base + scaling * sum over tasks of (expert - base)."""
     return {

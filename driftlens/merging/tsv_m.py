@@ -22,10 +22,7 @@ from driftlens.merging.steps import StepScaling, stepped
     work=lambda settings, experts, rows, columns: svd_operations(experts + 2, rows, columns),
 )
 def tsv_m(
-    base: StateDict,
-    experts: Mapping[str, StateDict],
-    *,
-    scaling: StepScaling = 1.0,
+    base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0
 ) -> dict[str, Tensor]:
     """base + scaling * U S V', of every expert's leading singular vectors, brought apart by polar factors.
 

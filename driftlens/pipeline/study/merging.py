@@ -192,25 +192,10 @@ def merged_source(
         ShapeError: the method gave a tensor in another shape, twice, or not at all.
         RunError: the disk is full.
     """
-    experts = {task: source for name, source in models.sources.items() if (task := task_of(name)) is not None}
-    samples = {} if study is None else {task: at.calibration for task, at in study.tasks.items()}
-    entry = method if isinstance(method, MergeMethod) else merge_methods[method]
-    settings = entry.resolve(
-        parameters,
-        has_base="base" in models.sources,
-        without=[task for task in sorted(experts) if not samples.get(task)],
-    )
-    start = models.sources.get("base", next(iter(experts.values())))
-    headless = [task for task in samples if study is not None and study.head(task, expert_of(task)) is None]
-    if entry.scores and headless:
-        raise no_scores(entry, headless)
     reporter = reporter or Reporter()
-    if study is not None and entry.reads == "samples":
-        study = _asked(study, entry, settings, reporter)
-    weights = {task: _Weights(experts[task]) for task in sorted(experts)}
-    merge = _Merge(start, _Weights(start), weights, entry, settings, models.architecture.chain, study)
-    name = f"{entry.title} of {', '.join(sorted(experts))}"
-    tensors = _on_disk(start, beside)
+    merge = _merge(models, method, parameters, study, reporter)
+    name = f"{merge.entry.title} of {', '.join(merge.experts)}"
+    tensors = _on_disk(merge.start, beside)
     missing = {key: tensors[key].numel() for key in merge.base}
     total = len(missing)
     reporter.step(PHASE, 0, total)
@@ -220,9 +205,9 @@ def merged_source(
 
     # Products, sums and decompositions are parted among threads, and rounded by their parts: with one thread a merge is
     # the same on every number of cores.
-    with torch.set_grad_enabled(entry.reads == "samples"), computing_with(1):
+    with torch.set_grad_enabled(merge.entry.reads == "samples"), computing_with(1):
         for slot, value in merge.parts(place_of):
-            require_key(start, slot.key)
+            require_key(merge.start, slot.key)
             place = place_of(slot)
             value = slot.stored(value)
             if value.shape != place.shape:
@@ -234,6 +219,30 @@ def merged_source(
         if count:
             raise ShapeError(f"{name}: {key!r} came {'twice' if count < 0 else 'not, or not as a whole'}")
     return TensorsSource(name, tensors)
+
+
+def _merge(
+    models: OpenModels,
+    method: str | MergeMethod,
+    parameters: Mapping[str, object],
+    study: Study | None,
+    reporter: Reporter,
+) -> _Merge:
+    """All settings of a method, after it was seen that it has what it reads."""
+    experts = {task: source for name, source in models.sources.items() if (task := task_of(name)) is not None}
+    tasks = {} if study is None else study.tasks
+    entry = method if isinstance(method, MergeMethod) else merge_methods[method]
+    without = [task for task in sorted(experts) if task not in tasks or not tasks[task].calibration]
+    settings = entry.resolve(parameters, has_base="base" in models.sources, without=without)
+    if study is not None and entry.scores:
+        headless = [task for task in tasks if study.head(task, expert_of(task)) is None]
+        if headless:
+            raise no_scores(entry, headless)
+    if study is not None and entry.reads == "samples":
+        study = _asked(study, entry, settings, reporter)
+    start = models.sources.get("base", next(iter(experts.values())))
+    weights = {task: _Weights(experts[task]) for task in sorted(experts)}
+    return _Merge(start, _Weights(start), weights, entry, settings, models.architecture.chain, study)
 
 
 def _asked(study: Study, entry: MergeMethod, settings: Mapping[str, Any], reporter: Reporter) -> Study:

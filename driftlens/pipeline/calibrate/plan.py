@@ -156,11 +156,8 @@ class CalibrationPlan:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """All hyperparameters as plain values, as JSON would give them back."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in self.calibrator.get_params().items()
-        }
+        """All hyperparameters as plain values."""
+        return plain_settings(self.calibrator)
 
     @property
     def parameters(self) -> frozenset[tuple[int, str]]:
@@ -275,6 +272,12 @@ def _require_control(samples: Mapping[str, SampleSet], calibrator: Calibrator, m
             f"a control takes equally many samples of every task, and there are {min(counts)} to {max(counts)}",
             hint=f"Set --samples to at most {min(counts)}, or leave --control out.",
         )
+
+
+def plain_settings(calibrator: Calibrator) -> dict[str, Any]:
+    """All hyperparameters as JSON would give them back."""
+    given = calibrator.get_params()
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
 
 def preset_of(calibrator: Calibrator) -> str:

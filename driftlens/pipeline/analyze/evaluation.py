@@ -103,7 +103,8 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
     maps = {variant: study.head(task, variant) for variant in variants}
     found.results = {(variant, modality.metric): [] for variant in variants}
     one = samples.load([0])
-    length = _chunk(samples, input_bytes(one) + waiting_bytes(study.pool, expert_of(task), one))
+    per_sample = input_bytes(one) + waiting_bytes(study.pool, expert_of(task), one)
+    length = samples.fitting(per_sample, CHUNK_BYTES)
     # Of every task as many as rows come of: none without a test split or a head.
     units = {
         name: len(variants) * len(at.test) if at.test and ACCURACY.name in metrics_of(study, name) else 0
@@ -135,15 +136,10 @@ def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, p
     Raises:
         NumericsError: weights or features are NaN or infinite.
     """
-    length = _chunk(samples, waiting_bytes(pool, model, samples.load([0])))
+    length = samples.fitting(waiting_bytes(pool, model, samples.load([0])), CHUNK_BYTES)
     parts = ((first, min(first + length, len(samples))) for first in range(0, len(samples), length))
     chunks = (forward(pool, model, samples.batches(*part), task=task, pooling=pooling) for part in parts)
     return torch.cat([found for chunk in chunks for _, found in chunk])
-
-
-def _chunk(samples: SampleSet, per_sample: int) -> int:
-    """Samples in whole batches that go through a model together."""
-    return max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size
 
 
 def final_drift(found: Tensor, expert: Tensor) -> dict[str, float]:

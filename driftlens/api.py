@@ -174,8 +174,8 @@ def _live_study(
 
 
 @contextmanager
-def _shown(progress: Mode, on_progress: ProgressSink | None) -> Iterator[ProgressSink]:
-    """A sink that shows progress as asked, and tells the caller's own."""
+def _watched(progress: Mode, on_progress: ProgressSink | None, **more: Any) -> Iterator[dict[str, Any]]:
+    """Keywords for the pipeline, `more` among them: a sink that shows progress as asked, and tells the caller's own."""
     with sink_for(progress) as shown:
 
         def sink(event: ProgressEvent) -> None:
@@ -183,7 +183,7 @@ def _shown(progress: Mode, on_progress: ProgressSink | None) -> Iterator[Progres
             if on_progress is not None:
                 on_progress(event)
 
-        yield sink
+        yield {"on_progress": sink, **more}
 
 
 def analyze(
@@ -228,7 +228,7 @@ def analyze(
         SpecError: both a spec and modules are given, or neither.
         DriftLensError: see the tree in `driftlens.errors`.
     """
-    with _shown(progress, on_progress) as sink:
+    with _watched(progress, on_progress, cancel=cancel, resume=resume, force=force) as watched:
         if spec is not None and merged is None and experts is None and data is None:
             # Reading a spec needs libraries that a machine which only computes may lack.
             from driftlens.pipeline.analyze.job import analyze as analyze_spec
@@ -236,8 +236,7 @@ def analyze(
 
             resolved, access = load_spec(spec), _access(options)
             folder = Path("runs", resolved.name) if out is None else Path(out)
-            watched: dict[str, Any] = {"on_progress": sink, "cancel": cancel, "access": access}
-            analyze_spec(resolved, out=folder, resume=resume, force=force, **watched, **options)
+            analyze_spec(resolved, out=folder, access=access, **watched, **options)
             return Run.at(folder)
         if spec is not None or merged is None or experts is None or data is None:
             raise SpecError("pass either a spec, or merged=, experts= and data=")
@@ -246,9 +245,7 @@ def analyze(
         given = {"merged": merged, "experts": experts, "data": data, "base": base, **options}
         study = live_study(**given)
         folder = Path("runs", study.name) if out is None else Path(out)
-        settings = recorded(given)
-        how: dict[str, Any] = {"resume": resume, "force": force, "on_progress": sink, "cancel": cancel}
-        analyze_study(study, out=folder, settings=settings, **how)
+        analyze_study(study, out=folder, settings=recorded(given), **watched)
         run = Run.at(folder)
         run._live = given
         return run
@@ -307,8 +304,7 @@ def calibrate(
     automatic = BEST if request.method is None else HELD_OUT
     access, choose = _access(options), automatic if auto else options.pop("choose", None)
     live = _live_study(run, modules, data, access)
-    with _shown(progress, on_progress) as sink:
-        watched: dict[str, Any] = {"on_progress": sink, "cancel": cancel, "access": access, "live": live}
+    with _watched(progress, on_progress, cancel=cancel, access=access, live=live) as watched:
         found = Run.at(run_calibration(_folder(run), request, choose=choose, **watched, **options).path)
         if request.control:
             found = Run.at(measure_control(found.path, name, **watched).path)
@@ -392,8 +388,7 @@ def compare_merges(
         require_free(out)
     wanted = wanted_merges([(each, {}) if isinstance(each, str) else each for each in merges])
     access, place = _access(options), out if keep else None
-    with _shown(progress, on_progress) as sink:
-        watched: dict[str, Any] = {"on_progress": sink, "cancel": cancel, "access": access}
+    with _watched(progress, on_progress, cancel=cancel, access=access) as watched:
         found = compared(load_spec(spec), wanted, keep=place, **watched, **options)
     if out is not None:
         write_merges(found, Path(out))
@@ -470,8 +465,7 @@ def sweep(
 
     access = _access(options)
     live = _live_study(run, modules, data, access)
-    with _shown(progress, on_progress) as sink:
-        watched: dict[str, Any] = {"on_progress": sink, "cancel": cancel, "access": access, "live": live}
+    with _watched(progress, on_progress, cancel=cancel, access=access, live=live) as watched:
         request = SweepRequest(param, **options)
         found = Run.at(run_sweep(_folder(run), request, resume=resume, replace=replace, **watched).path)
     found._live = run._live if isinstance(run, Run) else None
@@ -511,6 +505,6 @@ def arena(
 
     wanted = entrants([(each, {}) if isinstance(each, str) else each for each in methods])
     access, folder = _access(options), _folder(run)
-    with _shown(progress, on_progress) as sink:
-        failed = compete(folder, wanted, access=access, on_progress=sink, cancel=cancel, **options)
+    with _watched(progress, on_progress, cancel=cancel, access=access) as watched:
+        failed = compete(folder, wanted, **watched, **options)
     return arena_sheet(open_run(folder), [each.name for each in wanted if each.name not in failed], failed)

@@ -422,13 +422,13 @@ def bias_of_the_merged_weight(patch: Patch) -> None:
 
 
 def token_weights_counted_twice(patch: Patch) -> None:
-    original = layer_sums.LayerSums._weights
+    original = layer_sums.row_weights
 
-    def squared(self, rule, site, rows, state, side):  # type: ignore[no-untyped-def]
-        weights = original(self, rule, site, rows, state, side)
+    def squared(*given):  # type: ignore[no-untyped-def]
+        weights = original(*given)
         return None if weights is None else weights.square()
 
-    patch.setattr(layer_sums.LayerSums, "_weights", squared)
+    patch.setattr(layer_sums, "row_weights", squared)
 
 
 def token_weights_for_keys_too(patch: Patch) -> None:

@@ -34,9 +34,10 @@ def uniform(rows: int, columns: int, generator: torch.Generator, inputs: int | N
 class Descent:
     """What is trained by Adam for a fixed number of steps."""
 
-    steps: int
-    batch: int
-    lr: float
+    def __init__(self, steps: int, batch: int, lr: float) -> None:
+        self.steps = steps
+        self.batch = batch
+        self.lr = lr
 
     def descend(
         self, parameters: Sequence[Tensor], loss_of: Callable[[Tensor], Tensor], count: int, course: Course

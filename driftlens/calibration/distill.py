@@ -41,9 +41,7 @@ class Distill(Calibrator, Descent, WeightTrainer):
         batch: Annotated[int, Bounds(low=1), Label("Batch"), "samples a step, of all tasks together"] = 64,
         lr: StepLength = 1e-4,
     ) -> None:
-        self.steps = steps
-        self.batch = batch
-        self.lr = lr
+        super().__init__(steps, batch, lr)
 
     def boundaries(self, num_layers: int) -> Sequence[int]:
         """All layers."""

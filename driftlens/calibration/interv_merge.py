@@ -102,10 +102,8 @@ class IntervMerge(Descent, Trained, JointTrainer):
         batch: Batch = 16,
         lr: StepLength = 1e-3,
     ) -> None:
+        super().__init__(steps, batch, lr)
         self.rank = rank
-        self.steps = steps
-        self.batch = batch
-        self.lr = lr
 
     def boundaries(self, num_layers: int) -> Sequence[int]:
         """In every block."""

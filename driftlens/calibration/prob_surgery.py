@@ -40,11 +40,8 @@ class ProbSurgery(LowRankTrained, LayerTrainer):
         batch: Batch = 16,
         lr: StepLength = 1e-3,
     ) -> None:
-        self.rank = rank
+        super().__init__(rank, steps, batch, lr)
         self.weight = weight
-        self.steps = steps
-        self.batch = batch
-        self.lr = lr
 
     def train(self, features: BoundaryFeatures, course: Course) -> LowRank:
         """The correction of one task, its mean alone."""

@@ -149,10 +149,7 @@ def solve_norm(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, lam
 
 
 def _objective(
-    problem: NormProblem,
-    parameters: Mapping[str, Tensor],
-    anchor: Mapping[str, Tensor] | None,
-    lam: float,
+    problem: NormProblem, parameters: Mapping[str, Tensor], anchor: Mapping[str, Tensor] | None, lam: float
 ) -> float:
     """Eq. 57 from the moments alone."""
     name = problem.site.name

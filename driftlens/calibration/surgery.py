@@ -50,7 +50,9 @@ class LowRank:
 class LowRankTrained(Descent, Trained):
     """What repairs by low-rank maps has in common beside the descent: what is added and saved."""
 
-    rank: int
+    def __init__(self, rank: int, steps: int, batch: int, lr: float) -> None:
+        super().__init__(steps, batch, lr)
+        self.rank = rank
 
     def added(self, widths: Sequence[int]) -> int:
         """Two matrices at every boundary."""
@@ -89,10 +91,7 @@ class Surgery(LowRankTrained, LayerTrainer):
         lr: StepLength = 1e-3,
         normalize: Annotated[bool, Label("Unit features"), "whether features are normalised first"] = False,
     ) -> None:
-        self.rank = rank
-        self.steps = steps
-        self.batch = batch
-        self.lr = lr
+        super().__init__(rank, steps, batch, lr)
         self.normalize = normalize
 
     def train(self, features: BoundaryFeatures, course: Course) -> LowRank:

@@ -41,10 +41,7 @@ class SurgeryV2(LowRankTrained, JointTrainer):
         batch: Batch = 16,
         lr: StepLength = 1e-3,
     ) -> None:
-        self.rank = rank
-        self.steps = steps
-        self.batch = batch
-        self.lr = lr
+        super().__init__(rank, steps, batch, lr)
 
     def boundaries(self, num_layers: int) -> Sequence[int]:
         """Behind every layer but the stem."""

@@ -176,11 +176,7 @@ def _document(run: DriftRun, name: str) -> dict[str, Any]:
         "before_after": before_after(run, name),
         "accuracy_changes": score_changes(run, name),
         "drift_changes": [
-            {
-                **{"task": task, "is_paired": at.is_paired},
-                **vars(at.difference),
-                "relative": at.relative,
-            }
+            {"task": task, "is_paired": at.is_paired, **vars(at.difference), "relative": at.relative}
             for task, at in final_drift_changes(run, name).items()
         ],
         "means": calibration_means(run, name),

@@ -59,8 +59,7 @@ def show(run: RunFolder, as_json: JsonFlag = False) -> None:
 
 @app.command("ls")
 def list_runs(
-    root: Annotated[Path, typer.Argument(help="The folder to look in.")] = Path(),
-    as_json: JsonFlag = False,
+    root: Annotated[Path, typer.Argument(help="The folder to look in.")] = Path(), as_json: JsonFlag = False
 ) -> None:
     """List the runs below a folder."""
     from driftlens.records.listing import find_runs

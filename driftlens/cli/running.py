@@ -82,7 +82,6 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
 ) -> None:
     """Write a commented run spec to start from."""
-    from driftlens.errors import SpecError
     from driftlens.files import write_text_atomic
     from driftlens.templates import template_text
 
@@ -103,8 +102,7 @@ def validate(
     overrides: Overrides = None,
     deep: Annotated[bool, typer.Option("--deep", help="Also score every expert on its own data.")] = False,
     processes: Annotated[
-        int | None,
-        typer.Option(help="Also plan for so many: seconds, memory and bytes on the wire of each."),
+        int | None, typer.Option(help="Also plan for so many: seconds, memory and bytes on the wire of each.")
     ] = None,
     per_machine: Annotated[
         int | None,

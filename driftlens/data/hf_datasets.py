@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from driftlens.access import Access
 from driftlens.data.image_folder import read_image
-from driftlens.data.sources import (
-    Picture,
-    Split,
-    SplitView,
-    data_sources,
-    named,
-    refused,
-    require_column,
-)
+from driftlens.data.sources import Picture, Split, SplitView, data_sources, named, refused, require_column
 from driftlens.data.text_rows import columns_asked, text_view
 from driftlens.errors import DataError, did_you_mean
 

@@ -342,33 +342,21 @@ def _parsed(batch: Any, where: str) -> _Part:
     values, labels, dropped = batch, None, set[str]()
     if isinstance(batch, tuple | list) and batch:
         values, *rest = batch
-        given = rest[0] if rest else None
-        labels = _class_labels(given)
-        if given is not None and labels is None:
-            found = (
-                f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-            )
-            raise DataError(
-                f"{where}: the second entry of a batch is {found}, expected labels: whole numbers [n]",
-                hint="Several inputs go into a dict of tensors.",
-            )
+        labels = _labels_beside(rest[0], where) if rest else None
         dropped |= {"what follows the labels"} if rest[1:] else set()
     inputs = dict(values) if isinstance(values, Mapping) else {_ONLY: values}
-    for name in _LABELS:
-        if name in inputs:
-            classes = _class_labels(inputs.pop(name))
-            dropped |= {name} if classes is None or labels is not None else set()
-            labels = classes if labels is None else labels
-    lists = {name: value for name, value in inputs.items() if isinstance(value, list | tuple)}
-    texts = {
-        name for name, value in lists.items() if value and all(isinstance(entry, str) for entry in value)
-    }
+    nothing = "no inputs" if inputs else "an empty dict"
+    for name in [name for name in _LABELS if name in inputs]:
+        classes = _class_labels(inputs.pop(name))
+        dropped |= {name} if classes is None or labels is not None else set()
+        labels = classes if labels is None else labels
+    texts = {name for name, value in inputs.items() if _are_texts(value)}
     inputs = {str(name): value for name, value in inputs.items() if name not in texts}
     odd = [value for value in inputs.values() if not isinstance(value, Tensor) or value.dim() == 0]
     if odd or not inputs:
-        found = type(odd[0]).__name__ if odd else "an empty dict" if not values else "no inputs"
         raise DataError(
-            f"{where}: a batch holds {found}, expected tensors whose first axis is the sample",
+            f"{where}: a batch holds {type(odd[0]).__name__ if odd else nothing}, expected tensors whose first axis "
+            "is the sample",
             hint="A batch is a tensor, a dict of tensors, or one of these with labels: (inputs, labels).",
         )
     lengths = sorted({len(found) for found in (*inputs.values(), labels) if found is not None})
@@ -378,6 +366,24 @@ def _parsed(batch: Any, where: str) -> _Part:
         )
     on_cpu = {name: tensor.detach().cpu() for name, tensor in inputs.items()}
     return _Part(on_cpu, labels, frozenset(dropped | texts))
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(entry, str) for entry in value)
+
+
+def _labels_beside(given: Any, where: str) -> tuple[int | str, ...] | None:
+    """The second entry of a batch, which has to be labels, or None."""
+    from torch import Tensor
+
+    labels = _class_labels(given)
+    if given is not None and labels is None:
+        found = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        raise DataError(
+            f"{where}: the second entry of a batch is {found}, expected labels: whole numbers [n]",
+            hint="Several inputs go into a dict of tensors.",
+        )
+    return labels
 
 
 def _class_labels(value: Any) -> tuple[int | str, ...] | None:

@@ -7,15 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from driftlens.access import Access
-from driftlens.data.sources import (
-    Split,
-    SplitView,
-    as_picture,
-    class_name,
-    data_sources,
-    names_of,
-    refused,
-)
+from driftlens.data.sources import Split, SplitView, as_picture, class_name, data_sources, names_of, refused
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:

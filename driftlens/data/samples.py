@@ -125,6 +125,10 @@ class SampleSet:
         """Of all samples; the last one may be smaller."""
         return -(-len(self.ids) // self.batch_size)
 
+    def fitting(self, per_sample: int, budget: int) -> int:
+        """How many samples of so many bytes fit into a budget, in whole batches; a batch at least."""
+        return max(1, budget // max(1, per_sample) // self.batch_size) * self.batch_size
+
     def positions(self, first: int, last: int) -> range:
         """Of the samples in the batches from the first to the one behind the last."""
         return range(first * self.batch_size, min(last * self.batch_size, len(self.ids)))

@@ -186,11 +186,7 @@ def _text(values: Mapping[str, Any], column: str, where: str) -> str:
 
 
 def _target(
-    entry: TextEntry,
-    value: Any,
-    names: Sequence[str] | None,
-    known: Sequence[str] | None,
-    where: str,
+    entry: TextEntry, value: Any, names: Sequence[str] | None, known: Sequence[str] | None, where: str
 ) -> str:
     """The answer that a row's target means; empty where it has none."""
     if value is None or value == "" or (names is not None and value == -1):

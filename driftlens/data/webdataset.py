@@ -102,14 +102,30 @@ def _origin(entry: WebdatasetData, place: str, shards: list[Path]) -> str:
 
 def _samples(shard: Path, entry: WebdatasetData) -> Iterator[_Sample]:
     endings = [f".{entry.image.lower()}"] if entry.image else SUFFIXES
+    groups, labels = _members(shard, entry)
+    check_names(groups)
+    for key, members in groups.items():
+        where = f"{shard.name}/{key}"
+        images = [ending for ending in members if f".{ending}" in endings]
+        if len(images) == 1:
+            member = members[images[0]]
+            yield _Sample(where, shard, member.offset_data, member.size, labels.get(key))
+        elif images or key in labels:
+            raise DataError(
+                f"{where}: its images are {', '.join(images) or 'none'}, among {', '.join(members)}",
+                hint="Each sample has one; `image: ENDING` says which. Links in a tar file are not followed.",
+            )
+
+
+def _members(
+    shard: Path, entry: WebdatasetData
+) -> tuple[dict[str, dict[str, tarfile.TarInfo]], dict[str, Any]]:
+    """By key of a sample, its members by their ending, and the label of those that have one."""
     wanted = (entry.label or "").lower()
     groups: dict[str, dict[str, tarfile.TarInfo]] = {}
     labels: dict[str, Any] = {}
     hint = "Write it anew; of tar.gz files only the unpacked tar can be read at any place."
-    with (
-        refused(f"{shard}: no tar file, or damaged", hint),
-        tarfile.open(shard, "r:") as tar,
-    ):
+    with refused(f"{shard}: no tar file, or damaged", hint), tarfile.open(shard, "r:") as tar:
         for member in tar:
             if member.size < 0:  # which would lead tarfile round in circles
                 raise DataError(f"{shard}: {member.name} has {member.size} bytes", hint=hint)
@@ -131,18 +147,7 @@ def _samples(shard: Path, entry: WebdatasetData) -> Iterator[_Sample]:
         tar.fileobj.seek(tar.offset)
         if any(tar.fileobj.read(tarfile.BLOCKSIZE)):
             raise DataError(f"{shard}: damaged behind byte {tar.offset}", hint=hint)
-    check_names(groups)
-    for key, members in groups.items():
-        where = f"{shard.name}/{key}"
-        images = [ending for ending in members if f".{ending}" in endings]
-        if len(images) == 1:
-            member = members[images[0]]
-            yield _Sample(where, shard, member.offset_data, member.size, labels.get(key))
-        elif images or key in labels:
-            raise DataError(
-                f"{where}: its images are {', '.join(images) or 'none'}, among {', '.join(members)}",
-                hint="Each sample has one; `image: ENDING` says which. Links in a tar file are not followed.",
-            )
+    return groups, labels
 
 
 def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, entry: WebdatasetData) -> Any:

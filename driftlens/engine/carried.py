@@ -74,7 +74,6 @@ class CalibrationWalk(ABC):
     parts: Parts
     lanes: Sequence[frozenset[int]]
     store: FeatureStore
-    merged: str
     base: str | None
     on_step: Callable[[int, str], None]
     pooling: Pool
@@ -111,7 +110,7 @@ class CalibrationWalk(ABC):
     @exact_products()
     def pass_through(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
         """Take all features to the next boundary, the merged model's through the parameters in `done`."""
-        merged = self.pool.parameters(self.merged, layer)
+        merged = self.pool.parameters("merged", layer)
         merged |= {name: value.to(merged[name]) for name, value in done.items()}
         for task in self.parts:
             expert = self.expert(layer, task)

@@ -104,7 +104,6 @@ class Options(TypedDict, total=False):
 
     Attributes:
         sites: layer index -> names of its sites, see `select_sites`; the same for all lanes.
-        merged: the pool's name of the model to calibrate.
         feature_budget: bytes of waiting features, over all tasks and lanes, that may stay in memory.
         spill: folder for features beyond the budget, emptied again whatever happens; None keeps all in memory.
         done: layers calibrated before an interruption -> their updates, which are applied and not recomputed; for a
@@ -117,7 +116,6 @@ class Options(TypedDict, total=False):
     """
 
     sites: Required[Mapping[int, Collection[str]]]
-    merged: str
     feature_budget: int
     spill: Path | None
     done: Mapping[int, Mapping[str, Tensor]] | None
@@ -160,19 +158,17 @@ def calibrate(
     calibrator.check(has_base=base is not None)
     named = ids or {}
     parts = {task: [_WholeTask(read, named.get(task, ()))] for task, read in samples.items()}
-    if isinstance(calibrator, Stepwise):
-        carried = _carried(pool, parts, [frozenset({0})], base, options) | _divided(parts, options)
-        walk = StepWalk(**carried, calibrator=calibrator)
-        together = walk.layers(options["sites"], options.get("done") or {})
-    elif isinstance(calibrator, Weightwise):
+    if isinstance(calibrator, Weightwise):
         assert base is not None, "its check refuses that"
         return _from_weights(pool, sorted(samples), calibrator, base, options)
+    carried = _carried(pool, parts, [frozenset({0})], base, options) | _divided(parts, options)
+    walk: CalibrationWalk
+    if isinstance(calibrator, Stepwise):
+        walk = StepWalk(**carried, calibrator=calibrator)
     else:
         assert isinstance(calibrator, Layerwise)
-        carried = _carried(pool, parts, [frozenset({0})], base, options) | _divided(parts, options)
-        alone = SnapshotWalk(**carried, calibrations=[Lane(calibrator)], objectives=objectives)
-        together = alone.layers(options["sites"], options.get("done") or {})
-    return (layer for [layer] in together)
+        walk = SnapshotWalk(**carried, calibrations=[Lane(calibrator)], objectives=objectives)
+    return (layer for [layer] in walk.layers(options["sites"], options.get("done") or {}))
 
 
 @torch.no_grad()
@@ -182,9 +178,7 @@ def _from_weights(
 ) -> Iterator[CalibratedLayer]:
     """Calibrated layers of a calibrator that looks at no sample; one weight of every model is alive at a time."""
     _require_tasks(pool, tasks)
-    merged, tell = options.get("merged", "merged"), options.get("on_step") or (lambda layer, task: None)
-
-    team = options.get("team") or Team()
+    team, tell = options.get("team") or Team(), options.get("on_step") or (lambda layer, task: None)
 
     def problem(layer: Layer, site: Site) -> WeightProblem:
         name = f"{site.name}.weight"
@@ -194,8 +188,8 @@ def _from_weights(
                 tell(layer.index, task)
                 yield pool.parameters(expert_of(task), layer)[name]
 
-        own = {model: pool.parameters(model, layer)[name] for model in (merged, base)}
-        return WeightProblem((site,), own[merged], own[base], experts)
+        merged, start = (pool.parameters(model, layer)[name] for model in ("merged", base))
+        return WeightProblem((site,), merged, start, experts)
 
     for layer in pool.chain.layers:
         names = options["sites"].get(layer.index, ())
@@ -206,7 +200,7 @@ def _from_weights(
             mine = [site for site, owner in zip(sites, owners, strict=True) if owner == team.rank]
             problems = (problem(layer, site) for site in mine)
             solve = partial(solve_layer, pool, layer, problems, calibrator.solve, stored_as=base)
-            like = pool.parameters(merged, layer) if team.size > 1 else {}
+            like = pool.parameters("merged", layer) if team.size > 1 else {}
             [(found, reports)] = solved_by_all(team, like, lambda solve=solve: [solve()])  # type: ignore[misc]
             order = [site_path(layer, site) for site in sites]
             reports.sort(key=lambda report, order=order: order.index(report.site))  # type: ignore[misc]
@@ -256,7 +250,6 @@ def _carried(
         "parts": {task: parts[task] for task in tasks if owners[task] == team.rank},
         "lanes": lanes,
         "store": FeatureStore(options.get("feature_budget", FEATURE_BUDGET), options.get("spill")),
-        "merged": options.get("merged", "merged"),
         "base": base,
         "on_step": options.get("on_step") or (lambda layer, task: None),
         "pooling": options.get("pooling") or pool.chain.modality.pool,
@@ -298,7 +291,7 @@ class SnapshotWalk(CalibrationWalk):
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> list[CalibratedLayer]:
         """Solve the sites of one layer; unless it is the last one, take all features to the next boundary."""
         self.seconds = [0.0] * len(self.lanes)
-        merged = self.pool.parameters(self.merged, layer)
+        merged = self.pool.parameters("merged", layer)
         chain, memory, objectives = self.pool.chain, self.grams, self.objectives
         sums = partial(LayerSums, chain, layer, names, objectives=objectives, grams=memory)
         # Features of other streams stay as they are until one of their own layers runs.
@@ -420,7 +413,6 @@ class SnapshotWalk(CalibrationWalk):
 
     def _solved(self, layer: Layer, problems: dict[tuple[str, Hashable], list[Problem]]) -> list[Solved]:
         """The same of the problems that this process has."""
-        stored_as = self.merged if self.base is None else self.base
         found: dict[int, Solved] = {}
         for branch in self.branches:
             keys = [self.calibrations[index].moments_key for index in branch.lanes]
@@ -433,7 +425,7 @@ class SnapshotWalk(CalibrationWalk):
                         layer,
                         mine if wanted_again else _taken_out(mine),
                         lane.calibrator.solve,
-                        stored_as=stored_as,
+                        stored_as=self.base or "merged",
                     )
         return [found[index] for index in range(len(self.lanes))]
 

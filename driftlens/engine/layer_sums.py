@@ -26,7 +26,7 @@ from driftlens.engine.problems import (
     Wanted,
     WeightProblem,
 )
-from driftlens.engine.site_rows import SiteRows, row_weights
+from driftlens.engine.site_rows import UNIFORM, SiteRows, row_weights
 from driftlens.engine.site_selection import site_path
 from driftlens.errors import NumericsError, SpecError
 from driftlens.linalg.gram import GramPool, GramSum
@@ -35,7 +35,6 @@ from driftlens.linalg.output_cross import OutputCross
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
 from driftlens.team import Team
 
-UNIFORM = "uniform"
 _P = TypeVar("_P", LinearProblem | NormProblem, StepProblem, WeightProblem)
 
 
@@ -127,15 +126,20 @@ class LayerSums:
             num_batches: about how many batches the task has.
             task: its name.
         """
+
+        def weights_of(site: Site, rule: str) -> Tensor | None:
+            x = merged_rows.inputs[site.name]
+            return row_weights(self._chain, self._layer, site, x, state, side, rule)
+
         for group in self._groups:
             rows = _flat(merged_rows.inputs[group.sites[0].name])
             theirs = _flat(expert_rows.inputs[group.sites[0].name])
             outputs = [_flat(expert_rows.outputs[site.name]) for site in group.sites]
-            weights = self._weights(group.wanted.token_weights, group.sites[0], merged_rows, state, side)
+            weights = weights_of(group.sites[0], group.wanted.token_weights)
             group.add(rows, theirs, outputs, weights, expert, len(rows) * max(1, num_batches), task)
         for norm in self._norms:
             rows = _flat(merged_rows.inputs[norm.site.name])
-            norm.add(rows, self._weights(norm.rule, norm.site, merged_rows, state, side))
+            norm.add(rows, weights_of(norm.site, norm.rule))
 
     def bring(self, team: Team, ranks: Sequence[int]) -> None:
         """Bring what some processes have summed up of the task at hand to the first of them, where it is whole then."""
@@ -158,14 +162,6 @@ class LayerSums:
     def parts(self) -> list[LinearSums | NormSums]:
         """What is solved for one by one, all from the same snapshot of the layer's features."""
         return [*self._groups, *self._norms]
-
-    def _weights(
-        self, rule: str, site: Site, rows: SiteRows, state: State, side: SideInputs
-    ) -> Tensor | None:
-        weights = None if rule == UNIFORM else self._chain.token_weights[rule](state, side)
-        return row_weights(
-            site.name, rows.inputs[site.name], weights, side.mask(site.stream or self._layer.stream)
-        )
 
 
 def require_rule(chain: LayerChain, rule: str) -> None:
@@ -311,13 +307,12 @@ class LinearSums:
 
     def problem(self, merged: Parameters, base: Parameters | None) -> LinearProblem:
         """What is to be solved; `merged` and `base` are the whole layer's parameters."""
-        mine = [f"{site.name}.{part}" for site in self.sites for part in ("weight", "bias")]
         return LinearProblem(
             sites=self.sites,
             moments=self._fold.moments(),
             expert_bias=self._fold.mean_bias(),
-            merged={name: merged[name] for name in mine if name in merged},
-            base=None if base is None else {name: base[name] for name in mine if name in base},
+            merged=_own(merged, self.sites),
+            base=None if base is None else _own(base, self.sites),
         )
 
 
@@ -402,12 +397,12 @@ class NormSums:
         """Bring the moments of all tasks to one process; arguments as for linear sites."""
         if team.size == 1:
             return
-        like = merged[f"{self.site.name}.weight"].new_zeros(num_tasks, *_norm_shape(self.site, merged))
-        table = like.to(self._dtype)
+        # Moments of a task below each other: averages by coordinate, and the weight.
+        weight, names = merged[f"{self.site.name}.weight"], [field.name for field in fields(NormMoments)]
+        table = weight.new_zeros(num_tasks, len(names), len(weight), dtype=self._dtype)
         for place, moments in zip(places, self._tasks, strict=True):
             table[place] = torch.stack([value.expand(table.shape[-1]) for value in vars(moments).values()])
         team.sum([table], to=to)
-        names = [field.name for field in fields(NormMoments)]
         values = ([*rows[:-1], rows[-1, 0]] for rows in table)
         self._tasks = [NormMoments(**dict(zip(names, row, strict=True))) for row in values]
 
@@ -417,18 +412,14 @@ class NormSums:
         for moments in self._tasks:
             total = self._fold(total, moments)
         assert total is not None
-        mine = [f"{self.site.name}.{part}" for part in ("weight", "bias")]
-        return NormProblem(
-            site=self.site,
-            moments=total,
-            merged={name: merged[name] for name in mine if name in merged},
-            base=None if base is None else {name: base[name] for name in mine if name in base},
-        )
+        own = _own(merged, self.sites), None if base is None else _own(base, self.sites)
+        return NormProblem(self.site, total, *own)
 
 
-def _norm_shape(site: Site, merged: Parameters) -> tuple[int, int]:
-    """Of a task's moments below each other: averages by coordinate, and the weight."""
-    return len(fields(NormMoments)), len(merged[f"{site.name}.weight"])
+def _own(parameters: Parameters, sites: Sequence[Site]) -> dict[str, Tensor]:
+    """Those of some sites alone."""
+    names = (f"{site.name}.{part}" for site in sites for part in ("weight", "bias"))
+    return {name: parameters[name] for name in names if name in parameters}
 
 
 def normalised(site: Site, rows: Tensor) -> Tensor:

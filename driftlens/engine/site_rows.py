@@ -13,7 +13,10 @@ from functools import partial
 from torch import Tensor
 
 from driftlens.errors import IncompatibleModelsError
-from driftlens.models.chain import Layer, Parameters, SideInputs, State
+from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
+
+UNIFORM = "uniform"
+"""The rule of token weights that counts all tokens alike."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +83,26 @@ def rows_and_output(
     return seen, out
 
 
-def row_weights(site: str, x: Tensor, weights: Tensor | None, mask: Tensor | None) -> Tensor | None:
+def row_weights(
+    chain: LayerChain, layer: Layer, site: Site, x: Tensor, state: State, side: SideInputs, rule: str = ""
+) -> Tensor | None:
     """Weights of the rows of `x`, [T]; None counts each 1. Padding weighs nothing, whatever a rule says.
 
     Args:
-        site: for the message.
-        x: what the site reads: [n, t, k]; also per head [n, t, h, k] or [n, h, t, k], flattened [n * t, k], or one
-            row per sample [n, k], of which none is padding.
-        weights: of tokens by the rule of the site, [n, t]; None counts each 1.
-        mask: [n, t], true where a token counts; None means everywhere.
+        chain: has the rules.
+        layer: of the site.
+        site: reads or makes `x`.
+        x: [n, t, k]; also per head [n, t, h, k] or [n, h, t, k], flattened [n * t, k], or one row per sample [n, k], of
+            which none is padding.
+        state: what enters the layer.
+        side: side inputs of the batch.
+        rule: by which tokens count; the site's own if left out.
 
     Raises:
         IncompatibleModelsError: the rows of `x` can't be told to be tokens of the mask.
     """
+    rule, mask = rule or site.token_weights, side.mask(site.stream or layer.stream)
+    weights = None if rule == UNIFORM else chain.token_weights[rule](state, side)
     if mask is not None and (x.dim() > 2 or len(x) == mask.numel()):
         weights = mask.to(x) if weights is None else weights.to(x) * mask
     if weights is None:
@@ -105,8 +115,8 @@ def row_weights(site: str, x: Tensor, weights: Tensor | None, mask: Tensor | Non
         weights = weights[:, None, :].expand(rows)
     if weights.numel() != rows.numel():
         raise IncompatibleModelsError(
-            f"site {site!r} reads {list(x.shape)}, which is not one row per token of {list(weights.shape)}, so its "
-            "padding can't be told",
+            f"site {site.name!r} reads {list(x.shape)}, which is not one row per token of {list(weights.shape)}, so "
+            "its padding can't be told",
             hint="Leave it out with a pattern of sites, or pass mask=False where nothing is padded.",
         )
     return weights.reshape(-1)

@@ -83,36 +83,30 @@ def select_sites(
         IncompatibleModelsError: a site that is meant runs more than once in its layer, or one that a pattern names
             shares its weight with another place.
     """
-    paths = {
-        (layer.index, site.name): site_path(layer, site) for layer in chain.layers for site in layer.sites
-    }
+    paths = [site_path(layer, site) for layer in chain.layers for site in layer.sites]
     there = {group for layer in chain.layers for group in site_groups(layer).values()}
     for pattern in sites or ():
         if pattern not in there:
-            _require_match(pattern, list(paths.values()), [group for group in GROUPS if group in there])
+            _require_match(pattern, paths, [group for group in GROUPS if group in there])
     wanted = None if layers is None else select_layers([layer.path for layer in chain.layers], layers)
     found: dict[int, tuple[str, ...]] = {}
     tied = tied_sites(chain)
     for layer in chain.layers:
         if wanted is not None and layer.index not in wanted:
             continue
-        chosen = [
-            site
-            for site in layer.sites
-            if _is_updated(site, update) and _is_meant(layer, site, paths[layer.index, site.name], sites)
-        ]
-        if sites is None:
-            chosen = [site for site in chosen if paths[layer.index, site.name] not in tied]
-        for site in chosen:
-            _require_one_input(site, paths[layer.index, site.name])
-            _require_one_place(paths[layer.index, site.name], tied)
-        if chosen:
-            found[layer.index] = tuple(site.name for site in chosen)
+        for site in layer.sites:
+            path = site_path(layer, site)
+            is_left_out = sites is None and path in tied
+            if is_left_out or not _is_updated(site, update) or not _is_meant(layer, site, path, sites):
+                continue
+            _require_one_input(site, path)
+            _require_one_place(path, tied)
+            found[layer.index] = (*found.get(layer.index, ()), site.name)
     if not found:
         raise LayerNotFoundError(
             f"nothing to calibrate: {chain.architecture} has no site that matches "
             f"layers {layers!r}, sites {sites!r} and update {list(update)}",
-            hint=f"Its sites are called like {', '.join(list(paths.values())[:3]) or '(there are none)'}; "
+            hint=f"Its sites are called like {', '.join(paths[:3]) or '(there are none)'}; "
             f"{len(tied)} of them share their weights with other places.",
         )
     return found

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from driftlens.engine.layer_sums import UNIFORM
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_rows import row_weights
 from driftlens.engine.waiting import WaitingBatch
@@ -150,9 +149,7 @@ def row_counts(
     chain: LayerChain, layer: Layer, site: Site, y: Tensor, state: State, side: SideInputs
 ) -> Tensor:
     """How much each row of a site's output counts by its rule and its mask, [T]."""
-    rule = site.token_weights
-    weights = None if rule == UNIFORM else chain.token_weights[rule](state, side)
-    found = row_weights(site.name, y, weights, side.mask(site.stream or layer.stream))
+    found = row_weights(chain, layer, site, y, state, side)
     return y.new_ones(y.shape[:-1].numel()) if found is None else found
 
 

@@ -124,11 +124,11 @@ class StepWalk(CalibrationWalk):
         started = time.perf_counter()
         if not self.groups:
             self._begin(layer)
-        groups, student = self.groups[layer.index], self.pool.parameters(self.merged, layer)
+        groups, student = self.groups[layer.index], self.pool.parameters("merged", layer)
         merged, updates = dict(student), dict[str, Tensor]()
         reports: list[SiteReport] = []
         streams = self._run_all_experts(layer, student, needs_output=not is_last)
-        stored_as = self.merged if self.base is None else self.base
+        stored_as = self.base or "merged"
         numbered = list(enumerate(groups))
         for step in [numbered] if self.calibrator.order == "block" else [[one] for one in numbered]:
             owners = self.team.balanced([1.0] * len(step))

@@ -103,12 +103,9 @@ class BoundaryFeatures:
             IncompatibleModelsError: there are no tokens: channels come before space, as in convolutions.
         """
         _require_tokens(self.layer, self.merged)
-        chosen = None if chosen is None else chosen.to(self.merged.device)
-        merged, expert = (
-            (self.merged, self.expert) if chosen is None else (self.merged[chosen], self.expert[chosen])
-        )
-        mask = self.mask if self.mask is None or chosen is None else self.mask[chosen]
-        return _token_rows(merged, mask), _token_rows(expert, mask)
+        at = slice(None) if chosen is None else chosen.to(self.merged.device)
+        mask = None if self.mask is None else self.mask[at]
+        return _token_rows(self.merged[at], mask), _token_rows(self.expert[at], mask)
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,6 @@ class FrozenWalk:
     Attributes:
         task: whose samples these are.
         count: of samples.
-        merged: the pool's name of the merged model.
         maps: its layers, up to the last boundary.
         widths: by boundary at which the expert is compared, the features' width.
         pool: says how inputs begin their way.
@@ -127,7 +123,6 @@ class FrozenWalk:
 
     task: str
     count: int
-    merged: str
     maps: Sequence[LayerMap]
     widths: Mapping[int, int]
     pool: ModelPool
@@ -216,7 +211,7 @@ class FrozenWalk:
         for layer_map in self.maps:
             for slot in self.pool.chain.owned(layer_map.layer).values():
                 if slot.key in trainable:
-                    stored = self.pool.stored(self.merged, slot)
+                    stored = self.pool.stored(_MERGED, slot)
                     found[slot] = stored.to(self.pool.device, self.pool.dtype, copy=True).requires_grad_()
         return found
 
@@ -314,7 +309,6 @@ def train_attachments(
     parts: Parts,
     trainer: LayerTrainer | JointTrainer,
     *,
-    merged: str = "merged",
     seed: int = 0,
     feature_budget: int = 2 * 2**30,
     spill: Path | None = None,
@@ -331,7 +325,6 @@ def train_attachments(
         pool: merged model and one expert per task.
         parts: calibration samples by task.
         trainer: learns each map.
-        merged: the pool's name of the model to repair.
         seed: every task and boundary draws from a generator of its own.
         feature_budget: bytes of waiting features of one task that may stay in memory.
         spill: folder for features beyond the budget; None keeps all in memory.
@@ -359,13 +352,13 @@ def train_attachments(
         found: dict[tuple[str, int], Attachment] = {}
         with FeatureStore(feature_budget, spill) as store:
             if isinstance(trainer, JointTrainer):
-                walk = _frozen_walk(pool, parts, task, merged, trainer, store, on_step)
+                walk = _frozen_walk(pool, parts, task, trainer, store, on_step)
                 with torch.enable_grad():
                     found = {
                         (task, at): each for at, each in trainer.train_jointly(walk, course(last)).items()
                     }
             else:
-                for at, each in _layer_by_layer(pool, parts, task, merged, trainer, store, on_step, course):
+                for at, each in _layer_by_layer(pool, parts, task, trainer, store, on_step, course):
                     found[task, at] = each
         if memory is not None:
             memory.write(f"finished {task}", attachment_tensors(found))
@@ -377,7 +370,6 @@ def _layer_by_layer(
     pool: ModelPool,
     parts: Parts,
     task: str,
-    merged: str,
     trainer: LayerTrainer,
     store: FeatureStore,
     on_step: Callable[[int, str], None],
@@ -391,7 +383,7 @@ def _layer_by_layer(
     for layer in pool.chain.layers[: max(wanted)]:
         maps = {
             _EXPERT: pool.layer_map(expert_of(task), layer, task),
-            _MERGED: pool.layer_map(merged, layer, task),
+            _MERGED: pool.layer_map(_MERGED, layer, task),
         }
         watch = FiniteWatch(layer, task, ids)
         for batch in waiting:
@@ -411,7 +403,6 @@ def train_weights(
     parts: Parts,
     trainer: WeightTrainer,
     *,
-    merged: str = "merged",
     seed: int = 0,
     feature_budget: int = 2 * 2**30,
     spill: Path | None = None,
@@ -428,7 +419,7 @@ def train_weights(
         walks: list[FrozenWalk] = []
         for task in sorted(parts):
             maps = walks[0].maps if walks else None  # the weights are the same for every task
-            walks.append(_frozen_walk(pool, parts, task, merged, trainer, store, on_step, maps))
+            walks.append(_frozen_walk(pool, parts, task, trainer, store, on_step, maps))
         generator = torch.Generator().manual_seed(seed)
         with torch.enable_grad():
             found = trainer.train_weights(walks, Course(generator, on_epoch, "weights", memory))
@@ -444,7 +435,6 @@ def _frozen_walk(
     pool: ModelPool,
     parts: Parts,
     task: str,
-    merged: str,
     trainer: JointTrainer | WeightTrainer,
     store: FeatureStore,
     on_step: Callable[[int, str], None],
@@ -456,7 +446,9 @@ def _frozen_walk(
     ids = [sample for part in parts[task] for sample in part.ids]
     batches = []
     for number, batch in enumerate(batch for part in parts[task] for batch in part.batches()):
-        [waiting] = read_batches(pool, [batch], store, f"train-{number}-{_named(task)}", (_EXPERT,))
+        # A file's name has to be a task's own, whatever the task is called.
+        name = f"train-{number}-{zlib.crc32(task.encode()):08x}"
+        [waiting] = read_batches(pool, [batch], store, name, (_EXPERT,))
         inputs = batch.inputs if isinstance(batch.inputs, Mapping) else {_INPUTS: batch.inputs}
         if all(isinstance(value, Tensor) for value in inputs.values()):
             waiting.put(_INPUTS, dict(inputs))
@@ -477,13 +469,8 @@ def _frozen_walk(
                 waiting.put(str(layer.index), {layer.stream: kept})
                 widths[layer.index] = features.shape[-1]
         watch.check()
-    maps = maps or [pool.layer_map(merged, layer, task) for layer in layers]
-    return FrozenWalk(task, len(ids), merged, maps, widths, pool, of_tokens, batches)
-
-
-def _named(task: str) -> str:
-    """A part of a file's name that is a task's own, whatever the task is called."""
-    return format(zlib.crc32(task.encode()), "08x")
+    maps = maps or [pool.layer_map(_MERGED, layer, task) for layer in layers]
+    return FrozenWalk(task, len(ids), maps, widths, pool, of_tokens, batches)
 
 
 @torch.no_grad()

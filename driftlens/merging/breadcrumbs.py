@@ -10,22 +10,18 @@ from torch import Tensor
 
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.merging.sparse import STEP_LAWS, ranked
-from driftlens.merging.steps import vectors_of
+from driftlens.merging.steps import SumScaling, vectors_of
 from driftlens.settings import Bounds
 
 
 @merge_methods.method(
-    "breadcrumbs",
-    title="Model Breadcrumbs",
-    source="arXiv:2312.06795",
-    laws=STEP_LAWS,
-    reads="tensor",
+    "breadcrumbs", title="Model Breadcrumbs", source="arXiv:2312.06795", laws=STEP_LAWS, reads="tensor"
 )
 def breadcrumbs(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    scaling: Annotated[float, Bounds(-100, 100), "factor on the sum of task vectors"] = 0.2,
+    scaling: SumScaling = 0.2,
     outliers: Annotated[float, Bounds(0, 1), "share of the largest entries that is dropped first"] = 0.006,
     density: Annotated[float, Bounds(0, 1, low_open=True), "share of the entries left that is kept"] = 0.15,
     scope: Annotated[Literal["row", "tensor"], "of what these are shares"] = "row",

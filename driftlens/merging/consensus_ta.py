@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from driftlens.merging.method import StateDict, merge_methods
-from driftlens.merging.steps import vectors_of
+from driftlens.merging.steps import SumScaling, vectors_of
 from driftlens.settings import Bounds
 
 
@@ -23,7 +23,7 @@ def consensus_ta(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    scaling: Annotated[float, Bounds(-100, 100), "factor on the sum of task vectors"] = 0.3,
+    scaling: SumScaling = 0.3,
     mask_threshold: Annotated[
         float, Bounds(0), "how far the other tasks may outweigh a task's own entry"
     ] = 0.4,

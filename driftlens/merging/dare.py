@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
 
 from torch import Tensor
 
 from driftlens.merging import sparse
 from driftlens.merging.method import StateDict, merge_methods
-from driftlens.settings import Bounds
+from driftlens.merging.steps import SumScaling
 
 
 @merge_methods.method(
@@ -23,7 +22,7 @@ def dare(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    scaling: Annotated[float, Bounds(-100, 100), "factor on the sum of task vectors"] = 0.3,
+    scaling: SumScaling = 0.3,
     drop_rate: sparse.DropRate = 0.5,
     seed: sparse.Seed = 0,
 ) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from driftlens.errors import SpecError
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.merging.sparse import STEP_LAWS, DropRate, Seed, agreed, keep_mask
+from driftlens.merging.steps import StepScaling
 from driftlens.settings import Bounds
 
 
@@ -25,7 +26,7 @@ def della(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    scaling: Annotated[float, Bounds(-100, 100), "factor on the merged step"] = 1.0,
+    scaling: StepScaling = 1.0,
     drop_rate: DropRate = 0.5,
     window: Annotated[
         float, Bounds(0, 1), "by how much the chances of a row's least and largest differ"

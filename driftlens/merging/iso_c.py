@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from driftlens.linalg.partial import singular_parts, svd_operations
 from driftlens.merging.method import StateDict, merge_methods
-from driftlens.merging.steps import stepped
-from driftlens.settings import Bounds
+from driftlens.merging.steps import StepScaling, stepped
 
 
 @merge_methods.method(
@@ -24,10 +22,7 @@ from driftlens.settings import Bounds
     work=lambda settings, experts, rows, columns: svd_operations(1, rows, columns),
 )
 def iso_c(
-    base: StateDict,
-    experts: Mapping[str, StateDict],
-    *,
-    scaling: Annotated[float, Bounds(-100, 100), "factor on the merged step"] = 1.0,
+    base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0
 ) -> dict[str, Tensor]:
     """base + scaling * the sum of task vectors, all of whose singular values are made their mean.
 

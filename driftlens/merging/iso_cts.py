@@ -11,7 +11,7 @@ from torch import Tensor
 
 from driftlens.linalg.partial import polar, singular_parts, svd_operations
 from driftlens.merging.method import StateDict, merge_methods
-from driftlens.merging.steps import stepped
+from driftlens.merging.steps import StepScaling, stepped
 from driftlens.settings import Bounds
 
 
@@ -28,7 +28,7 @@ def iso_cts(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    scaling: Annotated[float, Bounds(-100, 100), "factor on the merged step"] = 1.0,
+    scaling: StepScaling = 1.0,
     common: Annotated[float, Bounds(0, 1), "share of a matrix's rank that the sum's directions keep"] = 0.8,
 ) -> dict[str, Tensor]:
     """As Iso-C, where the sum's least directions give way to each expert's own beside the common ones.

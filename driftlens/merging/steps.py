@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from driftlens.merging.method import StateDict
+from driftlens.settings import Bounds
 
+StepScaling = Annotated[float, Bounds(-100, 100), "factor on the merged step"]
+SumScaling = Annotated[float, Bounds(-100, 100), "factor on the sum of task vectors"]
 MATRIX = "weight"
 """The name under which a linear module's matrix comes; all else comes under other names."""
 

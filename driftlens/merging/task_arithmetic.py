@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
 
 from torch import Tensor
 
 from driftlens.merging.method import StateDict, merge_methods
-from driftlens.settings import Bounds
+from driftlens.merging.steps import SumScaling
 
 
 @merge_methods.method(
@@ -24,10 +23,7 @@ from driftlens.settings import Bounds
     },
 )
 def task_arithmetic(
-    base: StateDict,
-    experts: Mapping[str, StateDict],
-    *,
-    scaling: Annotated[float, Bounds(-100, 100), "factor on the sum of task vectors"] = 0.3,
+    base: StateDict, experts: Mapping[str, StateDict], *, scaling: SumScaling = 0.3
 ) -> dict[str, Tensor]:
     """base + scaling * sum over tasks of (expert - base)."""
     return {

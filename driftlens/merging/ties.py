@@ -10,22 +10,18 @@ from torch import Tensor
 
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.merging.sparse import STEP_LAWS, DropRate, MergeFunc, Seed, TrimScope, dare, elected
+from driftlens.merging.steps import StepScaling
 from driftlens.settings import Bounds
 
 
 @merge_methods.method(
-    "ties",
-    title="TIES-Merging",
-    source="arXiv:2306.01708",
-    laws=STEP_LAWS,
-    reads="model",
-    passes=3,
+    "ties", title="TIES-Merging", source="arXiv:2306.01708", laws=STEP_LAWS, reads="model", passes=3
 )
 def ties(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    scaling: Annotated[float, Bounds(-100, 100), "factor on the merged step"] = 1.0,
+    scaling: StepScaling = 1.0,
     density: Annotated[
         float, Bounds(0, 1, low_open=True), "share of a task vector's entries that is kept"
     ] = 0.2,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -275,7 +274,7 @@ def _from_python(loader: str, request: ArchitectureRequest) -> Architecture:
         )
     preprocess = image_preprocess(target, transform)
     with running(target):
-        example = preprocess([np.zeros((64, 64, 3), dtype=np.uint8)] * 2)
+        example = preprocess.example()
         chain = sequential_chain(module.eval(), example, blocks=request.blocks)
     chain = replace(chain, modality=replace(IMAGE, pool=chain.modality.pool))
     return Architecture(loader, request.source or target, module, chain, preprocess=preprocess)

@@ -13,12 +13,7 @@ from driftlens.models.texts import TextReader
 
 
 def generate(
-    module: nn.Module,
-    reader: TextReader,
-    inputs: Sequence[str],
-    max_new_tokens: int,
-    *,
-    batch_size: int = 32,
+    module: nn.Module, reader: TextReader, inputs: Sequence[str], max_new_tokens: int, *, batch_size: int = 32
 ) -> list[str]:
     """What a model answers to each question: always the likeliest next token, up to a token that ends answers.
 

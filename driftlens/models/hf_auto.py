@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from driftlens.errors import IncompatibleModelsError
@@ -30,7 +29,7 @@ from driftlens.models.architecture import (
 from driftlens.models.chain import IMAGE, TEXT
 from driftlens.models.loading import TOKENIZERS, missing_config, read_config
 from driftlens.models.own_heads import HeadForm, Tokens, behind_core
-from driftlens.models.preprocessing import Preprocess, hf_image_preprocess
+from driftlens.models.preprocessing import hf_image_preprocess
 from driftlens.models.refusals import (
     CLIP,
     LIVE,
@@ -141,11 +140,7 @@ def load_transformers(
         if (parts := behind_core(skeleton, names)) is not None:
             skeleton, own_head = parts
         else:
-            read = (beside or [classifier])[0].rpartition(".")[0]
-            notice = (
-                f"{source}: its classifier reads features through {read}, which belongs to each task too: the final "
-                "features are those before, and no expert's own classifier is used."
-            )
+            notice = _unused_classifier(source, (beside or [classifier])[0].rpartition(".")[0])
             skeleton = Tokens(getattr(skeleton, core), core)
         model_class, classifier = type(skeleton.get_submodule(core)), ""
         if blocks is not None and not blocks.startswith(f"{core}."):
@@ -153,13 +148,11 @@ def load_transformers(
     elif classifier:
         skeleton.set_submodule(classifier, nn.Identity())
     reads_images = skeleton.main_input_name == "pixel_values"
-    preprocess: Preprocess
     if reads_images:
         preprocess = hf_image_preprocess(source, config, offline)
-        example: Any = preprocess([np.zeros((64, 64, 3), dtype=np.uint8)] * 2)
     else:
         preprocess = hf_text_preprocess(source, config, offline, "encoder")
-        example = preprocess([("a word", ""), ("and a few more", "")])
+    example = preprocess.example()
     preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, notice))))
     ignored = tuple(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())
     layout = Spellings(spellings(names, skeleton), _left_out(classifier, own_head, skeleton), ignored)
@@ -186,6 +179,13 @@ def load_transformers(
         ),
         classifier=classifier,
         own_head=own_head,
+    )
+
+
+def _unused_classifier(source: str, read: str) -> str:
+    return (
+        f"{source}: its classifier reads features through {read}, which belongs to each task too: the final features "
+        "are those before, and no expert's own classifier is used."
     )
 
 
@@ -279,10 +279,7 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
         if type(config) in choice:
             found = choice[type(config)]
             return config, found[0] if isinstance(found, tuple) else found
-    raise IncompatibleModelsError(
-        f"transformers has no plain model of type {kind!r} ({source})",
-        hint=LIVE,
-    )
+    raise IncompatibleModelsError(f"transformers has no plain model of type {kind!r} ({source})", hint=LIVE)
 
 
 def built(model_class: Any, config: Any) -> nn.Module:

@@ -60,7 +60,7 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
     skeleton = weightless(partial(built, model_class, config), source)
     preprocess = hf_text_preprocess(source, config, offline, "decoder")
     with running(source):
-        chain = decoder_chain(skeleton, dict(preprocess([("a word", ""), ("and a few more", "")])))
+        chain = decoder_chain(skeleton, dict(preprocess.example()))
     ignored = (*(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()), *_BUFFERS)
     names = file_names(skeleton)
     return Architecture(

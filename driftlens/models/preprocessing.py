@@ -46,6 +46,11 @@ class Preprocess:
         """The raw inputs of a batch."""
         return self.transform(samples)
 
+    def example(self) -> Any:
+        """The raw inputs of two samples, on which a model can be looked at."""
+        pictures = [np.zeros((64, 64, 3), dtype=np.uint8)] * 2
+        return self(pictures if self.texts is None else [("a word", ""), ("and a few more", "")])
+
 
 def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str) -> Preprocess:
     """Preprocessing by a `preprocessor_config.json`, with PIL even where torchvision would be preferred.

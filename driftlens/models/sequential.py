@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,26 +56,17 @@ def sequential_chain(
     """
     path, found = _block_list(module, blocks)
     parts = Dissection(module, found, mask, final)
-    if example is None:
-        sites = [registered_sites(block, own) for block, own in zip(parts.blocks, parts.slots, strict=True)]
-        is_residual, before, behind, modality = (
-            [False] * len(sites),
-            frozenset[str](),
-            frozenset[str](),
-            _read_by(module),
-        )
-    else:
-        sites, is_residual, before, behind, modality = _traced(parts, example)
+    seen = _registered(parts) if example is None else _traced(parts, example)
     layers = [
         Layer(
             index=position + 2,
             role="block",
             path=parts.paths[position],
             parameters=parts.parameters(position),
-            call=partial(parts.block, position, sites[position]),
-            sites=sites[position],
-            is_residual=is_residual[position],
-            no_sites=no_sites(parts.blocks[position], parts.slots[position], sites[position]),
+            call=partial(parts.block, position, seen.sites[position]),
+            sites=seen.sites[position],
+            is_residual=seen.is_residual[position],
+            no_sites=no_sites(parts.blocks[position], parts.slots[position], seen.sites[position]),
         )
         for position in range(len(parts.blocks))
     ]
@@ -86,10 +77,10 @@ def sequential_chain(
     stem = {
         name: slot
         for name, slot in outer.items()
-        if (name in before or name not in behind) and name not in of_blocks
+        if (name in seen.before or name not in seen.behind) and name not in of_blocks
     }
     if final:  # what is behind it belongs to no layer
-        stem = {name: slot for name, slot in stem.items() if name in before}
+        stem = {name: slot for name, slot in stem.items() if name in seen.before}
         outer = {name: slot for name, slot in outer.items() if name.startswith(f"{final}.")}
     return LayerChain(
         architecture=NAME,
@@ -103,11 +94,8 @@ def sequential_chain(
         require_shared=parts.require_shared,
         tied=tied_weights(module),
         final=final or None,
-        modality=modality,
-        settings={
-            "blocks": path,
-            "block_classes": sorted({type(block).__name__ for block in parts.blocks}),
-        },
+        modality=seen.modality,
+        settings={"blocks": path, "block_classes": sorted({type(block).__name__ for block in parts.blocks})},
     )
 
 
@@ -231,17 +219,33 @@ def _shown(lists: dict[str, list[nn.Module]]) -> str:
     )
 
 
-def _traced(
-    parts: Dissection, example: Any
-) -> tuple[list[tuple[Site, ...]], list[bool], frozenset[str], frozenset[str], Modality]:
+class _Seen(NamedTuple):
+    """What is known of a module's pieces.
+
+    Attributes:
+        sites: of each block, in the order in which they run.
+        is_residual: whether the features of each block keep their shape.
+        before: names of outer weights that are used before the blocks.
+        behind: of those that are used behind them.
+        modality: what the model reads; features that lie in space have no class token, so their mean is taken.
+    """
+
+    sites: list[tuple[Site, ...]]
+    is_residual: list[bool]
+    before: frozenset[str]
+    behind: frozenset[str]
+    modality: Modality
+
+
+def _registered(parts: Dissection) -> _Seen:
+    sites = [registered_sites(block, own) for block, own in zip(parts.blocks, parts.slots, strict=True)]
+    return _Seen(sites, [False] * len(sites), frozenset(), frozenset(), _read_by(parts.module))
+
+
+def _traced(parts: Dissection, example: Any) -> _Seen:
     """What a batch shows that runs through a module's pieces, with its own weights and in its own dtype.
 
     Of a module that has shapes only, stem and head run on numbers that stand for weights, and blocks on shapes.
-
-    Returns:
-        Sites of each block, in the order in which they run; whether its features keep their shape; the names of outer
-        weights that are used before the blocks, and of those that are used behind them; and what the model reads:
-        features that lie in space have no class token, so their mean is taken.
 
     Raises:
         SpecError: features don't flow from block to block.
@@ -274,13 +278,8 @@ def _traced(
         with _Watch() as behind:
             parts.head(outer, features, side)
     lies_in_space = any(len(frame.left) > 2 for frame in side.frames)
-    return (
-        sites,
-        is_residual,
-        _among(outer, before),
-        _among(outer, behind),
-        replace(TENSOR, pool="mean") if lies_in_space else _read_by(module),
-    )
+    modality = replace(TENSOR, pool="mean") if lies_in_space else _read_by(module)
+    return _Seen(sites, is_residual, _among(outer, before), _among(outer, behind), modality)
 
 
 def _read_by(module: nn.Module) -> Modality:

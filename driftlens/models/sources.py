@@ -122,6 +122,22 @@ class TensorsSource:
         return (tensor if rows is None else tensor[slice(*rows)]).cpu()
 
 
+class InDtypes:
+    """Another source, whose tensors come in these dtypes; others as they are stored."""
+
+    def __init__(self, source: StateSource, dtypes: Mapping[str, torch.dtype]) -> None:
+        self.name = source.name
+        self.headers: Mapping[str, TensorHeader] = {
+            key: TensorHeader(header.shape, dtypes.get(key, header.dtype))
+            for key, header in source.headers.items()
+        }
+        self._source = source
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, or rows [start, stop) of it, cast; errors as for the source."""
+        return self._source.read(key, rows).to(self.headers[key].dtype)
+
+
 class SafetensorsSource:
     """One `.safetensors` file. The header is read at once, a tensor when it is asked for.
 

@@ -11,19 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.alignment import Spellings
-from driftlens.models.architecture import (
-    Architecture,
-    ArchitectureRequest,
-    FolderFormat,
-    loaders,
-    weightless,
-)
+from driftlens.models.architecture import Architecture, ArchitectureRequest, FolderFormat, loaders, weightless
 from driftlens.models.chain import IMAGE
 from driftlens.models.loading import is_hub_id, missing_config, read_config
 from driftlens.models.preprocessing import image_preprocess
@@ -60,31 +53,10 @@ def load_timm(request: ArchitectureRequest) -> Architecture:
     import timm
     from timm.data import create_transform, resolve_data_config
 
-    source, stated = request.source.removeprefix("hf-hub:"), dict[str, Any]()
-    name, options = source, dict[str, Any]()
+    source = request.source.removeprefix("hf-hub:")
+    name, stated, options = source, dict[str, Any](), dict[str, Any]()
     if not timm.is_model(source):
-        if not Path(source).expanduser().is_dir() and not is_hub_id(source):
-            raise SpecError(
-                f"timm knows no model {source!r}, and there is no such folder",
-                hint="timm.list_models() has the names.",
-            )
-        offline, hint = request.access.offline, "Give a model name of timm, or a folder as timm saves them."
-        stated = read_config(source, "config.json", offline=offline) or {}
-        if not stated:
-            raise missing_config(source, "config.json", "a model of timm", offline=offline, hint=hint)
-        given = stated.get("model_args") or {}
-        name, options = str(stated.get("architecture")), dict(given) if isinstance(given, Mapping) else {}
-        if not timm.is_model(name):
-            raise wrong_family(stated, source, "a config.json of timm")
-        if odd := [key for key in options if key in _LOADS] + ["model_args"] * (
-            not isinstance(given, Mapping)
-        ):
-            raise IncompatibleModelsError(
-                f"config.json of {source} sets {odd[0]}, which is no part of an architecture",
-                hint="Take it out of `model_args`.",
-            )
-        if "num_classes" in stated:
-            options.setdefault("num_classes", stated["num_classes"])
+        name, stated, options = _stated(source, offline=request.access.offline)
     build = partial(timm.create_model, name, pretrained=False, **options)
     skeleton = weightless(lambda: _with_buffers(build()), source)
     # Older folders state pixels beside the architecture; a size that the model was built for is its input's.
@@ -96,7 +68,7 @@ def load_timm(request: ArchitectureRequest) -> Architecture:
     classifier = _without_classifier(skeleton, name)
     settings = resolve_data_config({}, model=skeleton)
     preprocess = image_preprocess("timm", create_transform(**settings, is_training=False), settings)
-    example = preprocess([np.zeros((64, 64, 3), dtype=np.uint8)] * 2)
+    example = preprocess.example()
     with running(source):
         chain = sequential_chain(skeleton, example, blocks=request.blocks)
     return Architecture(
@@ -112,9 +84,38 @@ def load_timm(request: ArchitectureRequest) -> Architecture:
             [{key: key for key in skeleton.state_dict()}], (f"{classifier}.",) if classifier else ()
         ),
         preprocess=preprocess,
-        folder=_folder(stated) if stated else None,
+        folder=FolderFormat("model.safetensors", {"config.json": stated}, usage=lambda keys, files: _USAGE)
+        if stated
+        else None,
         classifier=classifier,
     )
+
+
+def _stated(source: str, *, offline: bool) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """timm's name for the model of a folder or on the Hub, its config.json, and options that timm builds it with."""
+    import timm
+
+    if not Path(source).expanduser().is_dir() and not is_hub_id(source):
+        raise SpecError(
+            f"timm knows no model {source!r}, and there is no such folder",
+            hint="timm.list_models() has the names.",
+        )
+    hint = "Give a model name of timm, or a folder as timm saves them."
+    stated = read_config(source, "config.json", offline=offline) or {}
+    if not stated:
+        raise missing_config(source, "config.json", "a model of timm", offline=offline, hint=hint)
+    given = stated.get("model_args") or {}
+    name, options = str(stated.get("architecture")), dict(given) if isinstance(given, Mapping) else {}
+    if not timm.is_model(name):
+        raise wrong_family(stated, source, "a config.json of timm")
+    if odd := [key for key in options if key in _LOADS] + ["model_args"] * (not isinstance(given, Mapping)):
+        raise IncompatibleModelsError(
+            f"config.json of {source} sets {odd[0]}, which is no part of an architecture",
+            hint="Take it out of `model_args`.",
+        )
+    if "num_classes" in stated:
+        options.setdefault("num_classes", stated["num_classes"])
+    return name, stated, options
 
 
 def _with_buffers(skeleton: nn.Module) -> nn.Module:
@@ -129,10 +130,6 @@ def _with_buffers(skeleton: nn.Module) -> nn.Module:
         for part in module.modules():
             part._parameters.update(weights.get(id(part), {}))
     return skeleton
-
-
-def _folder(stated: Mapping[str, Any]) -> FolderFormat:
-    return FolderFormat("model.safetensors", {"config.json": stated}, usage=lambda keys, files: _USAGE)
 
 
 def _without_classifier(skeleton: Any, name: str) -> str:

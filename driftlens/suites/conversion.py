@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,32 +86,45 @@ class _Suite:
     @classmethod
     def found(cls, folder: pathlib.Path) -> _Suite:
         """The files of a suite, by task; the tasks of suites with validation splits (`CarsVal`) lose their ending."""
-        experts: dict[str, pathlib.Path] = {}
-        for place in sorted(entry for entry in folder.iterdir() if entry.is_dir()):
-            path = next((place / name for name in _EXPERTS if (place / name).is_file()), None)
-            task = place.name.removesuffix("Val") or place.name
-            if path is None:
-                continue
-            taken = {*_TAKEN, *(escape(known).casefold() for known in experts)}
-            if not task.isprintable() or escape(task).casefold() in taken:
-                raise CheckpointError(
-                    f"{str(place)!r}: the name {task!r} is taken by another file, or is no name of a task",
-                    hint="Rename the folder.",
-                )
-            experts[task] = path
+        experts = _experts(folder)
         places = [folder, *(path.parent for path in experts.values())]
-        base = next((place / name for place in places for name in _BASES if (place / name).is_file()), None)
+        base = _first_file(place / name for place in places for name in _BASES)
         if base is None or not experts:
             within = [str(path.parent) for name in _BASES for path in sorted(folder.glob(f"*/{name}"))]
             raise CheckpointError(
                 f"{folder} holds no task-vector suite: no {'fine-tuned model' if base else 'zeroshot.pt'}",
                 hint=f"Give one of {', '.join(within[:6])}." if within else _FORM,
             )
-        names = {task: (f"head_{task}.pt", f"head_{task}Val.pt") for task in experts}
+        # Where there are both, the one of the validation split counts.
         heads = {
-            task: folder / name for task, both in names.items() for name in both if (folder / name).is_file()
+            task: file
+            for task in experts
+            if (file := _first_file(folder / f"head_{task}{end}.pt" for end in ("Val", "")))
         }
         return cls(folder, base, experts, heads)
+
+
+def _experts(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    found: dict[str, pathlib.Path] = {}
+    for place in sorted(entry for entry in folder.iterdir() if entry.is_dir()):
+        path, task = (
+            _first_file(place / name for name in _EXPERTS),
+            place.name.removesuffix("Val") or place.name,
+        )
+        if path is None:
+            continue
+        taken = {*_TAKEN, *(escape(known).casefold() for known in found)}
+        if not task.isprintable() or escape(task).casefold() in taken:
+            raise CheckpointError(
+                f"{str(place)!r}: the name {task!r} is taken by another file, or is no name of a task",
+                hint="Rename the folder.",
+            )
+        found[task] = path
+    return found
+
+
+def _first_file(paths: Iterable[pathlib.Path]) -> pathlib.Path | None:
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _convert_suite(suite: _Suite, out: pathlib.Path, tell: Callable[[str], None]) -> None:

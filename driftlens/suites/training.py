@@ -145,12 +145,7 @@ def contrastive_loss(scores: Tensor, position: Tensor) -> Tensor:
 
 
 def train_expert(
-    tower: nn.Module,
-    pictures: Pictures,
-    head: Tensor,
-    schedule: Schedule,
-    seed: int,
-    on_step: OnStep,
+    tower: nn.Module, pictures: Pictures, head: Tensor, schedule: Schedule, seed: int, on_step: OnStep
 ) -> None:
     """Fine-tune the base's image tower in place by cross-entropy through a head that stays as it is.
 

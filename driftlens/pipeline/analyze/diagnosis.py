@@ -119,8 +119,7 @@ def _chunks(study: Study, task: str, samples: SampleSet, part: range) -> Iterato
     """As many samples at a time as may wait at a boundary within the budget, in whole batches."""
     models = 1 + len(study.variants)
     per_sample = waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]), models)
-    fitting = max(1, study.settings.feature_budget // max(1, per_sample))
-    length = max(samples.batch_size, fitting // samples.batch_size * samples.batch_size)
+    length = samples.fitting(per_sample, study.settings.feature_budget)
     for first in part[::length]:
         yield samples.batches(first, min(first + length, part.stop))
 

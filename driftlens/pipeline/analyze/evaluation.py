@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from driftlens.records.reading import estimate
 from driftlens.records.run import DriftRun
 from driftlens.records.scores import interval_of, results
 from driftlens.variants import expert_of, title
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 CHUNK_BYTES = 256 << 20
 """Samples and features held while accuracy is measured; small enough to stay out of everything's way."""
@@ -101,7 +104,7 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
     found.results = {(variant, modality.metric): [] for variant in variants}
     one = samples.load([0])
     per_sample = input_bytes(one) + waiting_bytes(study.pool, expert_of(task), one)
-    length = max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size
+    length = samples.fitting(per_sample, CHUNK_BYTES)
     # Of every task as many as rows come of: none without a test split or a head.
     units = {
         name: len(variants) * len(at.test) if at.test and ACCURACY.name in metrics_of(study, name) else 0
@@ -133,8 +136,7 @@ def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, p
     Raises:
         NumericsError: weights or features are NaN or infinite.
     """
-    per_sample = waiting_bytes(pool, model, samples.load([0]))
-    length = max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size
+    length = samples.fitting(waiting_bytes(pool, model, samples.load([0])), CHUNK_BYTES)
     parts = ((first, min(first + length, len(samples))) for first in range(0, len(samples), length))
     chunks = (forward(pool, model, samples.batches(*part), task=task, pooling=pooling) for part in parts)
     return torch.cat([found for chunk in chunks for _, found in chunk])
@@ -174,28 +176,10 @@ def first_look(run: DriftRun, study: Study, variant: str, counts: Mapping[str, i
         drift[variant] += float(torch.linalg.vector_norm(found - expert, dim=1).sum())
         size += float(torch.linalg.vector_norm(expert, dim=1).sum())
         num_samples += len(samples)
-        head, metric = study.head(task, variant), study.pool.chain.modality.metric
-        if head is not None and samples.labels is not None:
-            there = run.outputs(task, "merged").set_index("sample_id").loc[list(samples.ids)]
-            hits = study.pool.chain.modality.is_right(head, found, samples.labels)
-            right = {"merged": there["pred"] == there["label"], variant: hits.cpu().numpy()}
-            right["expert"] = there["expert_pred"] == there["label"]
-            rows = {name: pd.DataFrame({"value": hit, "reference": np.nan}) for name, hit in right.items()}
-        elif at_hand.test is not None and (asked := metrics_of(study, task)):
-            metric = asked[0]
-            few = few_of(at_hand.test, counts[task])
-            part = dataclasses.replace(at_hand, test=few, metrics=asked[:1])
-            few_said = answers(
-                dataclasses.replace(study, tasks={task: part}), task, [variant], Reporter(), range(len(few))
-            )
-            rows = {name: results(run, task, name, metric_called(metric)) for name in ("merged", "expert")}
-            rows = {name: own[own.index.isin(few.ids)] for name, own in rows.items()}
-            said_here = few_said.results.get((variant, metric), [])
-            rows[variant] = pd.DataFrame([row[:2] for row in said_here], columns=["value", "reference"])
-        else:
-            continue
-        for name in ("merged", variant, "expert") if all(map(len, rows.values())) else ():
+        metric, rows = _first_scores(run, study, task, variant, samples, found, counts[task])
+        for name in ("merged", variant, "expert") if rows and all(map(len, rows.values())) else ():
             scored.setdefault((metric, name), []).append(rows[name][["value", "reference"]].astype(float))
+
     said = f"first look, {num_samples} samples of {len(study.tasks)} tasks: relative drift "
     said += (
         ", ".join(f"{title(name)} {value / size:.3f}" for name, value in drift.items())
@@ -209,3 +193,32 @@ def first_look(run: DriftRun, study: Study, variant: str, counts: Mapping[str, i
         told = (f"{title(name)} {estimate(end, of.kind)}" for name, end in ends.items())
         said += f"; {of.title} with 95 % interval (n = {ends[variant].n}) {', '.join(told)}"
     return said
+
+
+def _first_scores(
+    run: DriftRun, study: Study, task: str, variant: str, samples: SampleSet, found: Tensor, count: int
+) -> tuple[str, dict[str, pd.DataFrame]]:
+    """The metric of a task, and its values for a few samples by merged model, new variant and expert; none without."""
+    import pandas as pd
+
+    at_hand, modality = study.tasks[task], study.pool.chain.modality
+    head = study.head(task, variant)
+    if head is not None and samples.labels is not None:
+        there = run.outputs(task, "merged").set_index("sample_id").loc[list(samples.ids)]
+        right = {
+            "merged": there["pred"] == there["label"],
+            variant: modality.is_right(head, found, samples.labels).cpu().numpy(),
+            "expert": there["expert_pred"] == there["label"],
+        }
+        rows = {name: pd.DataFrame({"value": hit, "reference": np.nan}) for name, hit in right.items()}
+        return modality.metric, rows
+    asked = metrics_of(study, task) if at_hand.test is not None else ()
+    if at_hand.test is None or not asked:
+        return "", {}
+    metric, few = asked[0], few_of(at_hand.test, count)
+    part = dataclasses.replace(study, tasks={task: dataclasses.replace(at_hand, test=few, metrics=asked[:1])})
+    said = answers(part, task, [variant], Reporter(), range(len(few))).results.get((variant, metric), [])
+    rows = {name: results(run, task, name, metric_called(metric)) for name in ("merged", "expert")}
+    rows = {name: own[own.index.isin(few.ids)] for name, own in rows.items()}
+    rows[variant] = pd.DataFrame([row[:2] for row in said], columns=["value", "reference"])
+    return metric, rows

@@ -29,7 +29,7 @@ from driftlens.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.files import PathLike
 from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, architecture_of
-from driftlens.models.chain import IMAGE, LayerChain, Pool, ScoreMap, pooled, require_pool
+from driftlens.models.chain import IMAGE, LayerChain, Pool, ScoreMap, SideInputs, pooled, require_pool
 from driftlens.models.frames import Mask, raw_inputs, unmasked_padding
 from driftlens.models.heads import LmScores, linear_head
 from driftlens.models.hf_decoder import decoder_chain
@@ -46,13 +46,15 @@ from driftlens.records.layout import MANIFEST, SPEC
 from driftlens.records.manifest import ids_digest, read_manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
-from driftlens.variants import baseline, expert_of
+from driftlens.variants import baseline, expert_of, task_of
 
 if TYPE_CHECKING:
     from driftlens.pipeline.study.opening import OpenModels
 
 LOADER = "live"
 """Of modules that the caller has built, as the manifest names it."""
+_Given = dict[Split, tuple[Mapping[str, Any], int | None]]
+"""By split what was handed in of every task, and how many samples of each are kept; None keeps all."""
 
 
 def live_study(
@@ -123,68 +125,44 @@ def live_study(
     if pool is not None:
         require_pool(pool)
     stated = {**{task: {} for task in experts}, **(texts or {})}
-    for what, given in (("data", data), ("calibration data", calibration), ("texts", stated)):
-        if not experts or (given is not None and set(experts) != set(given)):
-            raise SpecError(
-                f"experts are given for {sorted(experts)}, {what} for {sorted(given or ())}",
-                hint="Name each task in both.",
-            )
-    first = next(merged.parameters())
-    place = resolve_device(device) if device is not None else first.device
-    others = {baseline(name): module for name, module in (baselines or {}).items()}
-    modules = {expert_of(task): experts[task] for task in sorted(experts)} | {"merged": merged} | others
-    modules = ({"base": base} if base is not None else {}) | modules
+    _require_same_tasks(experts, {"data": data, "calibration data": calibration, "texts": stated})
+    place = next(merged.parameters()).device if device is None else resolve_device(device)
+    modules = {} if base is None else {"base": base}
+    modules |= {expert_of(task): experts[task] for task in sorted(experts)} | {"merged": merged}
+    modules |= {baseline(name): module for name, module in (baselines or {}).items()}
     _require_one_class(modules)
     head_of = {task: _score_map(head) for task, head in (heads or {}).items()}
     reads = Preprocess("by the caller", list) if tokenizer is None else _preprocess(merged, tokenizer)
-    reader, head = reads.texts, head_of.get
+    reader = reads.texts
     if texts and reader is None:
         raise SpecError("texts= is given without tokenizer=", hint="Give the tokenizer of the models.")
+    given: _Given = {"diagnosis": (data, n)}
+    given |= {"calibration": (calibration, n_calibration)} if calibration else {}
+    how: dict[str, Any] = {"seed": seed, "batch_size": batch_size}
+    tasks = _tasks(given, head_of, **how) if reader is None else {}
 
-    def drawn(source: Mapping[str, Any], count: int | None, split: Split) -> dict[str, SampleSet]:
-        # Nobody looks at the labels of calibration samples, so these need not fit the head.
-        names = {task: head.classes for task, head in head_of.items() if split == "diagnosis"}
-        how: dict[str, Any] = {"n": count, "seed": seed, "split": split, "batch_size": batch_size}
-        tasks = sorted(source)
-        return {task: live_samples(task, source[task], class_names=names.get(task), **how) for task in tasks}
-
-    diagnosis = drawn(data, n, "diagnosis") if reader is None else {}
-    fitted = drawn(calibration, n_calibration, "calibration") if calibration and reader is None else {}
     dtype = _computed_in(merged)
     skeleton = _in_dtype(merged, dtype, place)
-    words: Any = [("a word", ""), ("and a few more", "")]
-    example = reader(words) if reader is not None else next(next(iter(diagnosis.values())).batches()).inputs
+    example = next(tasks[min(tasks)].diagnosis.batches()).inputs if reader is None else reads.example()
     example = on_device(example, place, dtype)
     is_decoder = reader is not None and reader.form == "decoder"
     chain = decoder_chain(skeleton, example) if is_decoder else _chain(skeleton, example, blocks, mask)
     _, side = chain.start(example)  # refuses what it can't read before anything runs on it
     check_deterministic(skeleton, example, chain)
-    pooling, stream = pool or chain.modality.pool, chain.layers[-1].stream
-    marks: dict[str, list[float]] = {}
-    if head_of:  # one that does not fit is refused before a run is begun
-        final = chain.library_states(skeleton, example)[-1][stream].detach()
-        final = pooled(final, pooling, side.mask(stream))
-        marks = {task: _mark(head, final) for task, head in head_of.items()}
+    pooling = pool or chain.modality.pool
+    marks = _marks(head_of, skeleton, chain, example, side, pooling)
     if chain.require_shared is not None:
         chain.require_shared(((key, _in_dtype(module, dtype)) for key, module in modules.items()), example)
     weights = {key: module_source(module, key) for key, module in modules.items()}
     own = {key: module for key, module in modules.items() if _is_in(module, dtype, place)}
     models = ModelPool(chain, skeleton, weights, device=place, dtype=dtype, modules=own)
-    tasks = {
-        task: TaskSamples(at, at if at.labels and head(task) else None, head(task), fitted.get(task))
-        for task, at in diagnosis.items()
-    }
-    for task in sorted(data) if reader is not None else ():
-        given = {"diagnosis": (data[task], n)}
-        given |= {"calibration": (calibration[task], n_calibration)} if calibration else {}
-        how = {"given": given, "reader": reader, "seed": seed, "batch_size": batch_size}
-        tasks[task] = _text_task(task, stated[task], head(task), models, merged, **how)
-    diagnosis = {task: at.diagnosis for task, at in tasks.items()}
-    is_scored = any(at.test is not None or at.head is not None for at in tasks.values())
+
+    if reader is not None:
+        tasks = _text_tasks(given, stated, head_of, models, merged, reader=reader, **how)
     return Study(
         name=name,
         pool=models,
-        variants=(*(["base"] if base is not None else []), "merged", *others),
+        variants=tuple(key for key in modules if task_of(key) is None),
         tasks=tasks,
         settings=Settings(
             pool=pooling,
@@ -193,11 +171,7 @@ def live_study(
             jacobian=jacobian,
         ),
         seed=seed,
-        notices=(
-            *(notice for samples in diagnosis.values() for notice in samples.notices),
-            *_input_notices(diagnosis, merged, mask, chain),
-            *(["accuracy is measured on the diagnosis samples"] if is_scored else []),
-        ),
+        notices=tuple(_notices(tasks, merged, mask, chain)),
         provenance={key: f"live {type(module).__name__}" for key, module in modules.items()},
         preprocessing=reads.backend,
         architecture={"loader": LOADER, "source": type(merged).__name__, **reads.settings},
@@ -264,6 +238,24 @@ def live_again(
         settings["jacobian"] = JacobianSettings(**settings["jacobian"])
     settings.setdefault("data", calibration)
     calibration = calibration if calibration is not None else settings.get("calibration")
+    _require_what_was_given(folder, settings)
+    settings |= {} if num_calibration is None else {"n_calibration": num_calibration}
+    study = live_study(**{**settings, "calibration": calibration})
+    _require_same_contents(folder, study)
+    tasks = {
+        task: at if at.calibration else dataclasses.replace(at, calibration=at.diagnosis)
+        for task, at in study.tasks.items()
+    }
+    study = dataclasses.replace(study, tasks=tasks)
+    sources = {name: study.pool.source(name) for name in study.pool.names}
+    architecture = Architecture(
+        LOADER, type(settings["merged"]).__name__, settings["merged"], study.pool.chain
+    )
+    return study, OpenModels(architecture, sources, sources, study.provenance, form=sources["merged"])
+
+
+def _require_what_was_given(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
+    """Refuse to add to a run without a module, data, a function or a head that it was made with."""
     wanted = [name for name in ("merged", "experts", "data") if settings.get(name) is None]
     wanted += [name for name in ("mask", "tokenizer") if settings.get(name) is True]
     manifest, contents = read_manifest(folder), _written(folder, _CONTENTS)
@@ -281,19 +273,6 @@ def live_again(
     for task in with_head:
         if there[task] != tuple(manifest.classes[task]):
             raise SpecError(f"heads of {task} have other classes than those that the run was made with")
-    settings |= {} if num_calibration is None else {"n_calibration": num_calibration}
-    study = live_study(**{**settings, "calibration": calibration})
-    _require_same_contents(folder, study)
-    tasks = {
-        task: at if at.calibration else dataclasses.replace(at, calibration=at.diagnosis)
-        for task, at in study.tasks.items()
-    }
-    study = dataclasses.replace(study, tasks=tasks)
-    sources = {name: study.pool.source(name) for name in study.pool.names}
-    architecture = Architecture(
-        LOADER, type(settings["merged"]).__name__, settings["merged"], study.pool.chain
-    )
-    return study, OpenModels(architecture, sources, sources, study.provenance, form=sources["merged"])
 
 
 def analyze_study(
@@ -401,6 +380,23 @@ _ALIKE = 1e-4
 """How far apart scores of the same head may be on another machine, relative to their size."""
 
 
+def _marks(
+    head_of: Mapping[str, ScoreMap],
+    skeleton: nn.Module,
+    chain: LayerChain,
+    example: Any,
+    side: SideInputs,
+    pooling: Pool,
+) -> dict[str, list[float]]:
+    """By task what its head makes of fixed features; one that does not fit is refused before a run is begun."""
+    if not head_of:
+        return {}
+    stream = chain.layers[-1].stream
+    final = chain.library_states(skeleton, example)[-1][stream].detach()
+    final = pooled(final, pooling, side.mask(stream))
+    return {task: _mark(head, final) for task, head in head_of.items()}
+
+
 def _mark(head: ScoreMap, features: Tensor) -> list[float]:
     """The scores of fixed features as wide as these, each sample's summed with fixed weights."""
     numbers = torch.Generator().manual_seed(0)
@@ -434,21 +430,49 @@ def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
     return text_preprocess(copy.deepcopy(tokenizer), config, stated, form, type(module).__name__)
 
 
-def _text_task(
-    task: str, rules: Mapping[str, Any], head: ScoreMap | None, pool: ModelPool, module: Any, **how: Any
-) -> TaskSamples:
-    """A task of texts, read as `rules` say, before the head handed in (its rows are the classes) or the models' own."""
+def _tasks(given: _Given, head_of: Mapping[str, ScoreMap], **how: Any) -> dict[str, TaskSamples]:
+    """What is drawn of tensors, by task."""
+    tasks, sets = sorted(given["diagnosis"][0]), dict[Split, dict[str, SampleSet]]()
+    for split, (source, n) in given.items():
+        # Nobody looks at the labels of calibration samples, so these need not fit the head.
+        names = {task: head.classes for task, head in head_of.items() if split == "diagnosis"}
+        sets[split] = {
+            task: live_samples(task, source[task], n=n, split=split, class_names=names.get(task), **how)
+            for task in tasks
+        }
+    found = dict[str, TaskSamples]()
+    for task, at in sets["diagnosis"].items():
+        head = head_of.get(task)
+        test = at if at.labels and head else None
+        found[task] = TaskSamples(at, test, head, sets.get("calibration", {}).get(task))
+    return found
+
+
+def _text_tasks(
+    given: _Given,
+    stated: Mapping[str, Mapping[str, Any]],
+    head_of: Mapping[str, ScoreMap],
+    pool: ModelPool,
+    module: Any,
+    **how: Any,
+) -> dict[str, TaskSamples]:
+    """Tasks of texts, read as `stated` says, before heads handed in (their rows are the classes) or the models' own."""
     from driftlens.pipeline.study.opening import lm_head, task_samples
     from driftlens.spec.data import TextEntry
     from driftlens.spec.problems import checked
 
-    classes = {} if head is None or "words" in rules else {"classes": list(head.classes)}
-    entry = checked(TextEntry, {"kind": "live", "input": "input", **classes, **rules}, f"texts[{task!r}]")
-    data = live_texts(task, entry=entry, **how)
-    if head is None and module.can_generate():
-        head = lm_head(data, pool.source(expert_of(task)), LmScores.of(module.config, pool.chain.tied))
-    found = task_samples(task, data, head, entry.metric or (), pool)
-    return found if "calibration" in how["given"] else dataclasses.replace(found, calibration=None)
+    found = dict[str, TaskSamples]()
+    for task in sorted(stated):
+        rules, head = stated[task], head_of.get(task)
+        classes = {} if head is None or "words" in rules else {"classes": list(head.classes)}
+        entry = checked(TextEntry, {"kind": "live", "input": "input", **classes, **rules}, f"texts[{task!r}]")
+        rows = {split: (source[task], n) for split, (source, n) in given.items()}
+        data = live_texts(task, rows, entry, **how)
+        if head is None and module.can_generate():
+            head = lm_head(data, pool.source(expert_of(task)), LmScores.of(module.config, pool.chain.tied))
+        at = task_samples(task, data, head, entry.metric or (), pool)
+        found[task] = at if "calibration" in given else dataclasses.replace(at, calibration=None)
+    return found
 
 
 def _computed_in(module: nn.Module) -> torch.dtype:
@@ -470,12 +494,14 @@ def _is_in(module: nn.Module, dtype: torch.dtype, device: torch.device | None = 
     )
 
 
-def _input_notices(
-    data: Mapping[str, SampleSet], module: nn.Module, mask: Mask, chain: LayerChain
+def _notices(
+    tasks: Mapping[str, TaskSamples], module: nn.Module, mask: Mask, chain: LayerChain
 ) -> Iterator[str]:
+    for at in tasks.values():
+        yield from at.diagnosis.notices
     pad_token = getattr(getattr(module, "config", None), "pad_token_id", None)
-    for task, samples in data.items():
-        inputs = raw_inputs(next(samples.batches()).inputs)
+    for task, at in tasks.items():
+        inputs = raw_inputs(next(at.diagnosis.batches()).inputs)
         if chain.modality is IMAGE:
             unread = [str(entry) for entry in inputs.values if entry not in ("input", PIXELS)]
             if unread:
@@ -484,10 +510,21 @@ def _input_notices(
         notice = unmasked_padding(inputs, pad_token) if mask is None else None
         if notice is not None and "attention_mask" not in inputs.values:
             yield f"task {task}: {notice}"
+    if any(at.test is not None or at.head is not None for at in tasks.values()):
+        yield "accuracy is measured on the diagnosis samples"
 
 
 def _score_map(head: ScoreMap | nn.Linear) -> ScoreMap:
     return linear_head(module_source(head, "head"), None) if isinstance(head, nn.Linear) else head
+
+
+def _require_same_tasks(experts: Mapping[str, Any], by_task: Mapping[str, Mapping[str, Any] | None]) -> None:
+    for what, given in by_task.items():
+        if not experts or (given is not None and set(experts) != set(given)):
+            raise SpecError(
+                f"experts are given for {sorted(experts)}, {what} for {sorted(given or ())}",
+                hint="Name each task in both.",
+            )
 
 
 def _require_one_class(modules: Mapping[str, nn.Module]) -> None:

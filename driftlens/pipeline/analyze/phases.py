@@ -99,12 +99,7 @@ def _explain(writer: RunWriter, study: Study, task: str, variants: Sequence[str]
 
 
 def run_phase(
-    writer: RunWriter,
-    name: str,
-    work: Callable[[], None],
-    *,
-    study: Study | None = None,
-    again: bool = False,
+    writer: RunWriter, name: str, work: Callable[[], None], *, study: Study | None = None, again: bool = False
 ) -> None:
     """Do one phase unless it is done already, and record what it used; `again` does it in any case.
 

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from driftlens.access import Access
-from driftlens.engine.pool import attachment_tensors, portable_tensors
+from driftlens.engine.pool import attachment_tensors
 from driftlens.engine.site_selection import coverage
 from driftlens.engine.training import Trainer
 from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.merging.method import merge_methods
-from driftlens.models.loading import open_checkpoint
-from driftlens.models.saving import library_prefix, require_target, save_model, save_state_dict
-from driftlens.models.sources import TensorsSource
+from driftlens.models.saving import require_target
 from driftlens.pipeline.analyze.diagnosis import require_closed
 from driftlens.pipeline.analyze.evaluation import first_look
 from driftlens.pipeline.analyze.phases import (
@@ -30,7 +28,6 @@ from driftlens.pipeline.analyze.phases import (
     run_phase,
     suitable_threads,
 )
-from driftlens.pipeline.calibrate.loader import ATTACHED_FILE, with_loader
 from driftlens.pipeline.calibrate.plan import (
     CalibrationPlan,
     CalibrationRequest,
@@ -40,10 +37,10 @@ from driftlens.pipeline.calibrate.plan import (
     untouched_but_moved,
 )
 from driftlens.pipeline.calibrate.scratch import CalibrationScratch, SolvedLayer
-from driftlens.pipeline.calibrate.variants import save_variants, weights_metadata
+from driftlens.pipeline.calibrate.variants import save_for_others, save_variants
 from driftlens.pipeline.calibrate.walk import Solution, calibration_info, record_solution, solve, train
 from driftlens.pipeline.study.card import model_card
-from driftlens.pipeline.study.opening import OpenModels, head_files
+from driftlens.pipeline.study.opening import OpenModels
 from driftlens.pipeline.study.reopening import (
     Live,
     add_calibration,
@@ -138,30 +135,9 @@ def calibrate(
                 _complete(writer, opened, reporter, attribution=attribution)
     run = open_run(folder)
     if save_weights is not None:
-        team.once(lambda: _save(run, opened, pathlib.Path(save_weights)))
+        place = pathlib.Path(save_weights)
+        team.once(lambda: save_for_others(run, plan, opened.models, opened.study.pool, place))
     return run
-
-
-def _save(run: DriftRun, opened: OpenCalibration, target: pathlib.Path) -> None:
-    """Write the calibrated model for others: a folder or a file, and what is attached beside its weights."""
-    plan, models, chain = opened.plan, opened.models, opened.study.pool.chain
-    metadata = weights_metadata(plan.variant, run.manifest.calibrations[plan.name])
-    model = models.architecture.align(open_checkpoint(run.path / plan.weights[plan.variant]))
-    card: Callable[[str], str] = functools.partial(model_card, run, plan.name)
-    beside = head_files(models)
-    attached = opened.study.pool.variant(plan.variant).attachments
-    skeleton, is_file = models.architecture.skeleton, target.suffix == ".safetensors"
-    if attached and is_file:
-        place = target.with_suffix(f".{ATTACHED_FILE}")
-        save_state_dict(place, portable_tensors(skeleton, chain, attached), metadata)
-    elif attached:
-        prefix = library_prefix(models.architecture, models.own_form)
-        tensors = portable_tensors(skeleton, chain, attached, prefix)
-        beside[ATTACHED_FILE] = TensorsSource(ATTACHED_FILE, tensors)
-        card = with_loader(card, attached)
-    save_model(
-        models.architecture, models.own_form, model, target, metadata=metadata, card=card, heads=beside
-    )
 
 
 @dataclass(frozen=True)
@@ -176,11 +152,7 @@ class OpenCalibration:
 
 
 def open_calibration(
-    folder: pathlib.Path,
-    request: CalibrationRequest,
-    *,
-    access: Access = Access(),
-    live: Live | None = None,
+    folder: pathlib.Path, request: CalibrationRequest, *, access: Access = Access(), live: Live | None = None
 ) -> OpenCalibration:
     """The run's models and samples with a request's plan; nothing is written. Arguments as for `calibrate`.
 
@@ -194,11 +166,7 @@ def open_calibration(
         require_spec(folder, run.manifest)
     require_closed(run.layers(variant="merged"), run.manifest.dtype)
     study, models = reopened(
-        folder,
-        num_calibration=request.samples,
-        with_calibrations=False,
-        access=access,
-        live=live,
+        folder, num_calibration=request.samples, with_calibrations=False, access=access, live=live
     )
     spec = load_spec(folder / layout.SPEC) if live is None else None
     plan = plan_calibration(request, run, spec, study)
@@ -312,27 +280,11 @@ def _calibrate(
         with writer.phase(choosing), suitable_threads(writer, choosing, study):
             plan = plan.chosen(choose, study, reporter, team.once(lambda: scratch.begun))
     identity = plan.identity(opened.manifest, study)
-
-    def begin() -> None:
-        scratch.begin(identity | {"selection": dict(plan.selection)}, resume=resume)
-
-    team.once(begin)
-    solved = scratch.solved()
+    begun = identity | {"selection": dict(plan.selection)}
+    team.once(lambda: scratch.begin(begun, resume=resume))
     if replaces:
-        # Only when all layers are solved does the calibration that has the name make room.
-        try:
-            _solved(writer, study, plan, scratch, solved, reporter)
-        except BaseException:
-            if team.leads:
-                scratch.remove()  # what has the name stays, so there is nothing to go on with
-            raise
-
-        def make_room() -> None:
-            with scratch.hidden():
-                writer.remove_calibration(plan.name)
-
-        lead(team, writer, make_room)
-        solved = scratch.solved()
+        _solve_and_make_room(writer, study, plan, scratch, reporter)
+    solved = scratch.solved()
     notices = team.once(lambda: _notices(plan, study, opened.manifest))
     writer.begin_variants(plan.variants)
 
@@ -363,6 +315,24 @@ def _calibrate(
     info = calibration_info(plan, seconds, notices, numbers)
     said = [f"{plan.variant}: {text}" for text in notices]
     writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
+
+
+def _solve_and_make_room(
+    writer: RunWriter, study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, reporter: Reporter
+) -> None:
+    """Only when all layers are solved does the calibration that has the name make room."""
+    try:
+        _solved(writer, study, plan, scratch, scratch.solved(), reporter)
+    except BaseException:
+        if study.team.leads:
+            scratch.remove()  # what has the name stays, so there is nothing to go on with
+        raise
+
+    def make_room() -> None:
+        with scratch.hidden():
+            writer.remove_calibration(plan.name)
+
+    lead(study.team, writer, make_room)
 
 
 def _solved(

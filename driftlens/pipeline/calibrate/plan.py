@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from driftlens.calibration.calibrator import (
-    Calibrator,
-    calibrators,
-    over_preset,
-    require_task_id,
-)
+from driftlens.calibration.calibrator import Calibrator, calibrators, over_preset, require_task_id
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import Stepwise
@@ -161,11 +156,8 @@ class CalibrationPlan:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """All hyperparameters as plain values, as JSON would give them back."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in self.calibrator.get_params().items()
-        }
+        """All hyperparameters as plain values."""
+        return plain_settings(self.calibrator)
 
     @property
     def parameters(self) -> frozenset[tuple[int, str]]:
@@ -228,19 +220,9 @@ def plan_calibration(
     samples = {
         task: _beginning(at_hand.calibration, request.samples, task) for task, at_hand in study.tasks.items()
     }
-    for task, of in samples.items():
-        if isinstance(calibrator, Stepwise) and len(of) < calibrator.num_folds:
-            raise DataError(
-                f"task {task} has {len(of)} calibration samples, which {calibrator.num_folds} folds can't share",
-                hint=f"Bring more samples, or set folds to at most {len(of)}; cv=off needs one sample.",
-            )
-    if request.control and "rho" not in calibrator.get_params():
-        raise SpecError(f"{method} has no rho, so there is no control at rho 1")
-    if request.control and len(counts := {len(of) for of in samples.values()}) > 1:
-        raise SpecError(
-            f"a control takes equally many samples of every task, and there are {min(counts)} to {max(counts)}",
-            hint=f"Set --samples to at most {min(counts)}, or leave --control out.",
-        )
+    _require_enough(samples, calibrator)
+    if request.control:
+        _require_control(samples, calibrator, method)
     patterns = request.sites
     if patterns is None and section is not None and (section.method == method or not is_trained):
         patterns = section.sites
@@ -270,6 +252,32 @@ def plan_calibration(
         boundaries=calibrator.boundaries(len(chain.layers)) if isinstance(calibrator, Trainer) else (),
     )
     return plan.settled(calibrator, study)
+
+
+def _require_enough(samples: Mapping[str, SampleSet], calibrator: Calibrator) -> None:
+    for task, of in samples.items():
+        if isinstance(calibrator, Stepwise) and len(of) < calibrator.num_folds:
+            raise DataError(
+                f"task {task} has {len(of)} calibration samples, which {calibrator.num_folds} folds can't share",
+                hint=f"Bring more samples, or set folds to at most {len(of)}; cv=off needs one sample.",
+            )
+
+
+def _require_control(samples: Mapping[str, SampleSet], calibrator: Calibrator, method: str) -> None:
+    """Refuse what can't be calibrated at rho 1 once more."""
+    if "rho" not in calibrator.get_params():
+        raise SpecError(f"{method} has no rho, so there is no control at rho 1")
+    if len(counts := {len(of) for of in samples.values()}) > 1:
+        raise SpecError(
+            f"a control takes equally many samples of every task, and there are {min(counts)} to {max(counts)}",
+            hint=f"Set --samples to at most {min(counts)}, or leave --control out.",
+        )
+
+
+def plain_settings(calibrator: Calibrator) -> dict[str, Any]:
+    """All hyperparameters as JSON would give them back."""
+    given = calibrator.get_params()
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
 
 def preset_of(calibrator: Calibrator) -> str:

@@ -3,23 +3,49 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import pathlib
+import textwrap
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from driftlens.engine.pool import attachment_tensors
+from driftlens.engine.pool import Attachments, ModelPool, attachment_tensors, portable_tensors
 from driftlens.models.chain import LayerChain, ParameterKey
-from driftlens.models.saving import Patched, fused, save_model, save_state_dict
-from driftlens.models.sources import OnDemand, StateSource, TensorHeader
+from driftlens.models.loading import open_checkpoint
+from driftlens.models.saving import Patched, fused, library_prefix, save_model, save_state_dict
+from driftlens.models.sources import InDtypes, OnDemand, StateSource, TensorsSource
 from driftlens.pipeline.calibrate.plan import CalibrationPlan
 from driftlens.pipeline.calibrate.walk import Solution
-from driftlens.pipeline.study.opening import OpenModels
+from driftlens.pipeline.study.card import model_card
+from driftlens.pipeline.study.opening import OpenModels, head_files
 from driftlens.pipeline.study.study import Study
 from driftlens.records.layout import calibration_attachments
 from driftlens.records.manifest import CalibrationInfo
+from driftlens.records.run import DriftRun
 from driftlens.records.writer import RunWriter
-from driftlens.variants import expert_of
+
+ATTACHED_FILE = "attachments.safetensors"
+"""Where a saved folder holds what is attached."""
+
+_LOADER = """\
+import torch
+from safetensors.torch import load_file
+
+
+def attach(model, task, file="{file}"):
+    saved = {{tuple(key.split("/", 2)): value for key, value in load_file(file).items()}}
+    for path in {{path for path, name, of in saved if of == task}}:
+        def change(module, inputs, output, path=path):
+            f = output[0] if isinstance(output, tuple) else output
+            t = {{name: value.to(f) for (at, name, of), value in saved.items() if (at, of) == (path, task)}}
+{code}
+            return (f, *output[1:]) if isinstance(output, tuple) else f
+        model.get_submodule(path).register_forward_hook(change)
+
+
+"""
 
 
 @torch.no_grad()
@@ -40,14 +66,13 @@ def save_variants(
         RunError: the disk is full.
     """
     pool = study.pool
-    like = pool.source("base") if study.has_base else pool.source(expert_of(next(iter(study.tasks))))
     merged = pool.source(plan.kept or "merged")
     for variant, relative in plan.weights.items():
         parameters: Mapping[ParameterKey, Tensor] = solution.updates
         if variant == plan.control:
             rho = float(plan.hyperparameters["rho"])
             parameters = anchors(pool.chain, merged, pool.source("base"), rho, solution.updates)
-        source = with_parameters(pool.chain, merged, like, parameters)
+        source = with_parameters(pool.chain, merged, study.like, parameters)
         with writer.file(relative) as path:
             save_model(
                 models.architecture, models.own_form, source, path, metadata=weights_metadata(variant, info)
@@ -81,7 +106,7 @@ def with_parameters(
     That is the base, or what stands for it: a merged model stored in fewer bits must not round the solution. The new
     values come in the layers' own layout, and are checked as `Patched` does it, when they are read.
     """
-    start = _InDtypesOf(merged, like)
+    start = InDtypes(merged, {key: header.dtype for key, header in like.headers.items()})
     return Patched(start, fused(chain, parameters, start))
 
 
@@ -101,16 +126,40 @@ def anchors(
     return OnDemand(keys, anchor)
 
 
-class _InDtypesOf:
-    """A source whose tensors come in the dtypes of another one with the same keys."""
+def save_for_others(
+    run: DriftRun, plan: CalibrationPlan, models: OpenModels, pool: ModelPool, target: pathlib.Path
+) -> None:
+    """Write the calibrated model as a folder or a file, and what is attached beside its weights."""
+    architecture, attached = models.architecture, pool.variant(plan.variant).attachments
+    metadata = weights_metadata(plan.variant, run.manifest.calibrations[plan.name])
+    model = architecture.align(open_checkpoint(run.path / plan.weights[plan.variant]))
+    card: Callable[[str], str] = partial(model_card, run, plan.name)
+    beside = head_files(models)
+    if attached and target.suffix == ".safetensors":
+        place = target.with_suffix(f".{ATTACHED_FILE}")
+        save_state_dict(place, portable_tensors(architecture.skeleton, pool.chain, attached), metadata)
+    elif attached:
+        prefix = library_prefix(architecture, models.own_form)
+        tensors = portable_tensors(architecture.skeleton, pool.chain, attached, prefix)
+        beside[ATTACHED_FILE] = TensorsSource(ATTACHED_FILE, tensors)
+        card = _with_loader(card, attached)
+    save_model(architecture, models.own_form, model, target, metadata=metadata, card=card, heads=beside)
 
-    def __init__(self, source: StateSource, like: StateSource) -> None:
-        self.name = source.name
-        self.headers: Mapping[str, TensorHeader] = {
-            key: TensorHeader(header.shape, like.headers[key].dtype if key in like.headers else header.dtype)
-            for key, header in source.headers.items()
-        }
-        self._source = source
 
-    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        return self._source.read(key, rows).to(self.headers[key].dtype)
+def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callable[[str], str]:
+    """A card whose Python also hooks in what is attached for a task; the same card where nobody wrote how."""
+    (task, _), first = next(iter(attachments.items()))
+    code = str(getattr(first, "code", ""))
+    if not code:
+        return card
+    loader = _LOADER.format(file=ATTACHED_FILE, code=textwrap.indent(code, " " * 12))
+
+    def more(usage: str) -> str:
+        lines = usage.splitlines(keepends=True)
+        made = next((at for at, line in enumerate(lines) if line.startswith("model")), None)
+        if made is None:
+            return card(f"{usage}{loader}")
+        lines.insert(made + 1, f"attach(model, {task!r})  # the task that the inputs are of\n")
+        return card(f"{loader}{''.join(lines)}")
+
+    return more

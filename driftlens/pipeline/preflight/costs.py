@@ -292,10 +292,10 @@ def width_of(layers: Sequence[LayerCost]) -> int:
     return max(1, round(math.sqrt(statistics.median(layer.parameter_bytes for layer in layers) / 48)))
 
 
-def effort_of(work: Workload, more_operations: float = 0) -> Effort:
-    """The effort of an analysis, and of `more_operations` of its layers."""
+def effort_of(work: Workload) -> Effort:
+    """The effort of an analysis."""
     width = width_of(work.layers)
-    found = {("blocks", width): operations(work) + more_operations}
+    found: dict[tuple[str, int], float] = {("blocks", width): operations(work)}
     if steps := _step_operations(work):
         found["steps", width] = steps
     return Effort(found, samples_read(work))

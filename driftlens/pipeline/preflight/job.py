@@ -26,11 +26,7 @@ from driftlens.models.own_heads import OwnHead
 from driftlens.pipeline.analyze.evaluation import scores_of
 from driftlens.pipeline.analyze.phases import suitable_threads
 from driftlens.pipeline.calibrate.plan import CalibrationRequest, anchor_moves, calibrator_of
-from driftlens.pipeline.preflight.costs import (
-    LayerCost,
-    estimate,
-    layer_costs,
-)
+from driftlens.pipeline.preflight.costs import LayerCost, estimate, layer_costs
 from driftlens.pipeline.preflight.load import Load, load_of, merge_cost, merge_passes
 from driftlens.pipeline.preflight.models import check_models
 from driftlens.pipeline.preflight.outcome import Preflight

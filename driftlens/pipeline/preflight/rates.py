@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,17 +79,12 @@ class Rates:
     def at(self, kind: str, width: int) -> float:
         """Operations per second of a kind of work at a width; between those measured, on a log scale."""
         known = sorted(self.work[kind].items())
-        widths = [math.log(at) for at, _ in known]
         place = math.log(max(1, width))
-        for (low, slow), (high, fast) in zip(
-            zip(widths, (rate for _, rate in known), strict=True),
-            zip(widths[1:], (rate for _, rate in known[1:]), strict=True),
-            strict=False,
-        ):
+        for (low, slow), (high, fast) in pairwise((math.log(at), rate) for at, rate in known):
             if low <= place <= high:
                 share = (place - low) / (high - low)
                 return float(slow ** (1 - share) * fast**share)
-        return float(known[0][1] if place < widths[0] else known[-1][1])
+        return float(known[0][1] if place < math.log(known[0][0]) else known[-1][1])
 
     def pace(self, processes: int) -> float:
         """Share of these rates that each of some processes on one machine has, one thread each if there are several."""
@@ -343,10 +339,10 @@ def _member(rank: int, number: int, folder: str, name: str, threads: int) -> Non
         distributed.destroy_process_group()
 
 
-def _seconds_of(work: Callable[[], Any], rounds: int = 5) -> float:
+def _seconds_of(work: Callable[[], Any]) -> float:
     work()
     times = []
-    for _ in range(rounds):
+    for _ in range(5):
         started = time.perf_counter()
         work()
         times.append(time.perf_counter() - started)

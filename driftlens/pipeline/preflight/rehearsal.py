@@ -11,11 +11,7 @@ from driftlens.errors import RunError
 from driftlens.files import PathLike, free_bytes
 from driftlens.models.saving import require_target
 from driftlens.pipeline.calibrate.job import OpenCalibration, Terms, open_calibration
-from driftlens.pipeline.calibrate.plan import (
-    CalibrationRequest,
-    Choice,
-    untouched_but_moved,
-)
+from driftlens.pipeline.calibrate.plan import CalibrationRequest, Choice, untouched_but_moved
 from driftlens.pipeline.preflight.costs import Cost, TaskLoad, Workload, estimate, layer_costs, memory_bytes
 from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.preflight.solving import solving

@@ -112,11 +112,8 @@ def solving(
         layers: what each layer costs on one sample, in float32.
     """
     samples, last, width = sum(counts.values()), max(sites, default=0), width_of(layers)
-    passes, solves, found = (
-        defaultdict[tuple[str, int], float](float),
-        defaultdict[tuple[str, int], float](float),
-        [],
-    )
+    passes, solves = (defaultdict[tuple[str, int], float](float) for _ in range(2))
+    found = []
     for layer, cost in zip(chain.layers[:last], layers, strict=False):
         passes["blocks", width] += FORWARDS * samples * cost.operations
         groups = _groups(layer, headers, sites.get(layer.index, ()))
@@ -137,9 +134,13 @@ def solving(
 
 def look_effort(work: Workload, counts: Mapping[str, int]) -> Effort:
     """What is seen of a new model before all is measured: its final features of `counts` diagnosis samples by task."""
-    seen = sum(min(counts[task], load.diagnosis) for task, load in work.tasks.items())
-    forward = sum(layer.operations for layer in work.layers)
-    return Effort({("blocks", width_of(work.layers)): forward * seen}, samples=seen)
+    return _forward(work, sum(min(counts[task], load.diagnosis) for task, load in work.tasks.items()))
+
+
+def _forward(work: Workload, samples: int) -> Effort:
+    """Of so many samples through one model."""
+    operations = sum(layer.operations for layer in work.layers)
+    return Effort({("blocks", width_of(work.layers)): operations * samples}, samples=samples)
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,7 @@ def trials_cost(
         sample: to time the reading.
         device: computed on.
     """
-    forward = sum(layer.operations for layer in work.layers)
-    shown = sum(task.diagnosis + task.test for task in work.tasks.values())
-    final = Effort({("blocks", width_of(work.layers)): forward * shown}, samples=shown)
+    final = _forward(work, sum(task.diagnosis + task.test for task in work.tasks.values()))
     effort, disk, memory = Effort(), 0, 0
     for trial in trials:
         walk = walk_of(dict.fromkeys(work.tasks, trial.samples))

@@ -19,15 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from driftlens.calibration.automatic import (
-    LEVEL,
-    NUM_FOLDS,
-    Decision,
-    Scores,
-    decide,
-    folds_of,
-    search,
-)
+from driftlens.calibration.automatic import LEVEL, NUM_FOLDS, Decision, Scores, decide, folds_of, search
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.forward_order import Lane
@@ -37,7 +29,7 @@ from driftlens.engine.training import Trainer
 from driftlens.errors import DataError, DriftLensError, NumericsError, SingularGramError, SpecError
 from driftlens.files import temporary_folder
 from driftlens.pipeline.calibrate.plan import Choice as Chooser
-from driftlens.pipeline.calibrate.plan import method_called, preset_of
+from driftlens.pipeline.calibrate.plan import method_called, plain_settings, preset_of
 from driftlens.pipeline.search.judge import LANE, Judge
 from driftlens.pipeline.search.trials import Trials, Tried
 from driftlens.pipeline.study.study import Study
@@ -116,8 +108,8 @@ def choose_settings(
     chosen = known.get(decision.name, start)
     record = _record(decision, scores, failures, known) | {
         "score": judge.score,
-        "start": _plain(start.get_params()),
-        "chosen": None if decision.name in _PLAIN else _plain(chosen.get_params()),
+        "start": plain_settings(start),
+        "chosen": None if decision.name in _PLAIN else plain_settings(chosen),
         "candidates": fits.tried,
         "num_held_out": {task: len(at) for task, at in fits.samples.items()},
         "num_calibrations": len(fits.costs),
@@ -337,7 +329,7 @@ def _record(
     for name in [*scores, *failures]:
         entry: dict[str, Any] = {"name": name, "title": _title(name, known)}
         if name in known:
-            entry |= {"method": method_called(known[name]), "settings": _plain(known[name].get_params())}
+            entry |= {"method": method_called(known[name]), "settings": plain_settings(known[name])}
         if name in scores:
             by_task = scores[name].by_task
             entry |= {"score": _finite(scores[name].mean), "n": sum(map(len, by_task.values()))}
@@ -372,10 +364,6 @@ def _title(name: str, known: Mapping[str, Calibrator]) -> str:
     before = (start if name == "found" else type(at)()).get_params()
     changed = [f"{key} {value}" for key, value in at.get_params().items() if value != before[key]]
     return f"{method} with {', '.join(changed)}" if changed else method
-
-
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
 
 
 def _finite(value: float) -> float | None:

@@ -98,6 +98,8 @@ def measure_excess(
     Raises:
         DriftLensError: as for `calibrate`.
     """
+    import pandas as pd
+
     folder = pathlib.Path(path)
     if resume and len(open_run(folder).excess()):
         return open_run(folder)
@@ -138,12 +140,6 @@ def measure_excess(
                 known = {"layer": layers[0].layer, "seed": study.seed, "n": min(plan.counts.values())}
                 rows += [{**known, **row} for row in layer.rows]
                 layer.rows, layer.deployed = [], {}
-            writer.append("excess", _frame(rows), replace=True)
+            writer.append("excess", pd.DataFrame(rows), replace=True)
         reporter.step(PHASE, last, last)
     return open_run(folder)
-
-
-def _frame(rows: list[dict[str, Any]]) -> Any:
-    import pandas as pd
-
-    return pd.DataFrame(rows)

@@ -67,9 +67,5 @@ def sweep_of(study: Protocol, suite: Suite) -> SweepRequest:
     assert study.vary is not None
     repairs = study.repairs(suite)
     return SweepRequest(
-        study.vary(suite),
-        method=[*repairs],
-        settings=repairs,
-        seeds=study.seeds,
-        ablate=study.ablate,
+        study.vary(suite), method=[*repairs], settings=repairs, seeds=study.seeds, ablate=study.ablate
     )

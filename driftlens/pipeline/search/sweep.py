@@ -180,23 +180,25 @@ def sweep(
         SingularGramError: some settings can't be solved for; all others were measured.
         DriftLensError: see the tree in `driftlens.errors`.
     """
+    import pandas as pd
+
     folder = pathlib.Path(path)
     _require_something(request)
     opened, around = _open(folder, request, access=access, live=live)
     if live is not None:
         _require_own_samples(request, opened.study)
     sweeps = _settings_of(request, around, folder)
-    for setting in {setting for settings in sweeps.values() for setting in settings}:
+    settings = list(dict.fromkeys(itertools.chain(*sweeps.values())))
+    for setting in settings:
         setting.calibrator.check(has_base=opened.study.has_base)
-    rows = open_run(folder).sweeps()
-    _numbered(sweeps, rows[~rows["sweep"].isin(sweeps)] if replace else rows)
+    _numbered(sweeps, _divided(open_run(folder).sweeps(), sweeps, replace=replace)[0])
     team = opened.study.team
     team.once(lambda: require_same_samples(opened.manifest, opened.study))
     seeds = range(opened.study.seed, opened.study.seed + request.seeds)
     samples, tasks = _samples_by_seed(opened, seeds, access)
     if live is not None:
         samples[opened.study.seed] = {task: _as_drawn(at, opened) for task, at in opened.plan.samples.items()}
-    pictured = dict.fromkeys(setting.corruption for settings in sweeps.values() for setting in settings)
+    pictured = dict.fromkeys(setting.corruption for setting in settings)
     for at in samples[opened.study.seed].values():
         for name in pictured:
             corrupted(at, name, opened.study.seed)  # refused here where it can't be
@@ -206,11 +208,9 @@ def sweep(
     plan, unsolved = opened.plan, dict[Setting, DriftLensError]()
     chosen = {"sites": plan.patterns or None, "layers": plan.layers if request.control else None}
     with writing(team, functools.partial(RunWriter.resume, folder)) as writer:
-        rows = team.once(lambda: open_run(folder).sweeps())
-        is_outdated = rows["sweep"].isin(sweeps) & replace
-        outdated = set(rows["sweep"][is_outdated])
-        points = _numbered(sweeps, rows[~is_outdated])
-        kept = rows[~is_outdated] if resume else rows[:0]
+        rows, outdated = _divided(team.once(lambda: open_run(folder).sweeps()), sweeps, replace=replace)
+        points = _numbered(sweeps, rows)
+        kept = rows if resume else rows[:0]
         trials = Trials(
             study,
             plan.sites,
@@ -232,7 +232,11 @@ def sweep(
                         if tried.error is not None:
                             unsolved.setdefault(setting, tried.error)
                             continue
-                        _write(writer, _rows(missing, setting, seed, tried), outdated)
+                        if outdated:  # once: their rows go, and the others keep their exact values
+                            writer.drop("sweeps", "sweep", outdated)
+                            outdated = set()
+                        new = pd.DataFrame(_rows(missing, setting, seed, tried))
+                        writer.append("sweeps", new, replace=True)
     if unsolved:
         raise _incomplete(unsolved)
     return open_run(folder)
@@ -258,25 +262,8 @@ def _open(
         section = spec.calibration
         count = count or min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
     wanted = int(max(request.values.get("n", ()), default=0))
-    most = None if count is None else max(count, wanted, 1)
-    names = [request.method] if request.method is None or isinstance(request.method, str) else request.method
-    has_preset = [name for name in names if name and request.preset in calibrators[name].presets] or names
-    asked = [
-        CalibrationRequest(
-            PHASE,
-            method=name,
-            preset=request.preset if name in has_preset else None,
-            parameters=request.settings.get(name or "", {}),
-            samples=most,
-        )
-        for name in dict.fromkeys(names)
-    ]
-    if request.control:
-        made = open_run(folder).manifest.calibrations[request.control]
-        count, sites = max(made.samples.values()), [*made.sites] or None
-        asked = [
-            CalibrationRequest(PHASE, made.method, None, made.settings, count, made.layers or None, sites)
-        ]
+    asked = _asked(folder, request, None if count is None else max(count, wanted, 1))
+    count = asked[0].samples if request.control else count
     opened = open_calibration(folder, asked[0], live=live, **options)
     fewest = min(map(len, opened.plan.samples.values()))
     if wanted > fewest:  # of samples that were handed in as many were taken as calibrations take
@@ -286,6 +273,26 @@ def _open(
         )
     starts = [calibrator_of(one, section) for one in asked]
     return opened, [Setting.of(method_called(at), at.get_params(), count or fewest) for at in starts]
+
+
+def _asked(folder: pathlib.Path, request: SweepRequest, samples: int | None) -> list[CalibrationRequest]:
+    """The calibrations that sweeps vary around, one a method."""
+    if request.control:
+        made = open_run(folder).manifest.calibrations[request.control]
+        count, layers, sites = max(made.samples.values()), made.layers or None, [*made.sites] or None
+        return [CalibrationRequest(PHASE, made.method, None, made.settings, count, layers, sites)]
+    names = [request.method] if request.method is None or isinstance(request.method, str) else request.method
+    has_preset = [name for name in names if name and request.preset in calibrators[name].presets] or names
+    return [
+        CalibrationRequest(
+            PHASE,
+            method=name,
+            preset=request.preset if name in has_preset else None,
+            parameters=request.settings.get(name or "", {}),
+            samples=samples,
+        )
+        for name in dict.fromkeys(names)
+    ]
 
 
 def _require_own_samples(request: SweepRequest, study: Study) -> None:
@@ -387,16 +394,6 @@ def _keep_pictures(writer: RunWriter, samples: SampleSet, corruptions: Iterable[
         np.savez_compressed(file, allow_pickle=False, **found)
 
 
-def _write(writer: RunWriter, rows: Sequence[Mapping[str, Any]], outdated: set[str]) -> None:
-    """Append rows; once, the first time, those of outdated sweeps go, and the others keep their exact values."""
-    import pandas as pd
-
-    if outdated:
-        writer.drop("sweeps", "sweep", outdated)
-        outdated.clear()
-    writer.append("sweeps", pd.DataFrame(rows), replace=True)
-
-
 def _incomplete(unsolved: Mapping[Setting, DriftLensError]) -> DriftLensError:
     """Names the settings that could not be measured; every other point is in the run."""
     error = next(iter(unsolved.values()))
@@ -461,6 +458,12 @@ def _rows(
         if point.setting == setting
         for row in tried.by_task.values()
     ]
+
+
+def _divided(rows: pd.DataFrame, sweeps: Collection[str], *, replace: bool) -> tuple[pd.DataFrame, set[str]]:
+    """The rows that stay, and the sweeps whose rows make room for new ones."""
+    is_outdated = rows["sweep"].isin(sweeps) & replace
+    return rows[~is_outdated], set(rows["sweep"][is_outdated])
 
 
 def _numbered(sweeps: Mapping[str, Sequence[Setting]], rows: pd.DataFrame) -> list[_Point]:

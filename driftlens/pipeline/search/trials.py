@@ -30,7 +30,6 @@ from driftlens.engine.training import (
 )
 from driftlens.errors import DriftLensError, SingularGramError
 from driftlens.models.chain import ParameterKey
-from driftlens.models.sources import StateSource
 from driftlens.pipeline.analyze.evaluation import final_features
 from driftlens.pipeline.calibrate.variants import with_parameters
 from driftlens.pipeline.search.judge import LANE
@@ -122,7 +121,7 @@ class Trials(Generic[T]):
         if isinstance(trainer, WeightTrainer):
             layers = train_weights(pool, parts, trainer, **given)
             updates = {(index, name): value for index, of in layers.items() for name, value in of.items()}
-            source = with_parameters(pool.chain, source, self._like, updates)
+            source = with_parameters(pool.chain, source, self.study.like, updates)
         else:
             assert isinstance(trainer, LayerTrainer | JointTrainer)
             for task, boundary, attachment in train_attachments(pool, parts, trainer, **given):
@@ -155,14 +154,8 @@ class Trials(Generic[T]):
         ):
             updates |= {(found.layer, name): value for name, value in found.updates.items()}
             seconds += found.seconds
-        pool.add(LANE, with_parameters(pool.chain, pool.source("merged"), self._like, updates))
+        pool.add(LANE, with_parameters(pool.chain, pool.source("merged"), self.study.like, updates))
         return Tried(self.of(LANE), seconds)
-
-    @property
-    def _like(self) -> StateSource:
-        """The model in whose dtypes candidates are."""
-        name = "base" if self.study.has_base else expert_of(next(iter(self.study.tasks)))
-        return self.study.pool.source(name)
 
     def of(self, model: str) -> dict[str, T]:
         """What is measured of a model of the study's pool, by task."""
@@ -221,7 +214,7 @@ class Trials(Generic[T]):
                 lane = first + index
                 label = f"calibration {lane + 1} of {len(lanes)}"
                 self.reporter.step(self.phase, (group + 1) * last + lane, total, label)
-                pool.add(LANE, with_parameters(pool.chain, pool.source("merged"), self._like, solution))
+                pool.add(LANE, with_parameters(pool.chain, pool.source("merged"), self.study.like, solution))
                 yield seconds[index]
         self.reporter.step(self.phase, total, total)
 

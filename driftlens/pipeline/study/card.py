@@ -16,15 +16,11 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.engine.training import Trainer
 from driftlens.metrics import ACCURACY, ATTACHED, metric_called
 from driftlens.models.loading import is_hub_id, library_folder, repository_of
-from driftlens.records.before_after import (
-    calibration_sheets,
-    compared_variants,
-    selection_sentences,
-)
+from driftlens.records.before_after import calibration_sheets, compared_variants, selection_sentences
 from driftlens.records.contents import attach
 from driftlens.records.layout import SPEC, calibration_attachments, calibration_folder
 from driftlens.records.listing import is_live
-from driftlens.records.manifest import CalibrationInfo, ModelInfo, versions
+from driftlens.records.manifest import CalibrationInfo, versions
 from driftlens.records.reading import Sheet, printable, setting_text
 from driftlens.records.run import DriftRun
 from driftlens.records.verdict import shareable, task_sheet, verdict
@@ -202,9 +198,7 @@ def _measured(run: DriftRun, name: str) -> list[dict[str, Any]]:
     """
     if (run.path / calibration_attachments(name)).exists():
         return []
-    spec = from_yaml((run.path / SPEC).read_text(encoding="utf-8"), SPEC)
-    data = spec.get("data", {}) if isinstance(spec, Mapping) else {}
-    architecture = run.manifest.architecture
+    data, architecture = _spec(run).get("data", {}), run.manifest.architecture
     kind = _TASKS.get(str(architecture.get("loader"))) or _TASKS.get(str(architecture.get("adapter")))
     # Older runs don't say what their models read.
     read = architecture.get("reads", "image" if run.manifest.preprocessing else "")
@@ -294,19 +288,19 @@ def _repair(run: DriftRun, name: str) -> list[tuple[str, str]]:
 
 
 def _command(name: str, info: CalibrationInfo) -> list[str]:
-    line = calibration_command(name, info)
-    if not line:
-        return []
     # Indented, not fenced: nothing in a pattern can end the block.
-    return [
-        f"To repeat it in a run of the same models and data (sample seed {info.seed}):",
-        f"    {printable(line)}",
-    ]
+    told = f"To repeat it in a run of the same models and data (sample seed {info.seed}):"
+    line = calibration_command(name, info)
+    return [told, f"    {printable(line)}"] if line else []
+
+
+def _spec(run: DriftRun) -> Mapping[str, Any]:
+    found = from_yaml((run.path / SPEC).read_text(encoding="utf-8"), SPEC)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _merge_of(run: DriftRun) -> str:
-    spec = from_yaml((run.path / SPEC).read_text(encoding="utf-8"), SPEC)
-    merge = spec.get("merge") if isinstance(spec, Mapping) else None
+    merge = _spec(run).get("merge")
     if not merge:
         return "a given checkpoint"
     parameters = ", ".join(f"{key} {setting_text(value)}" for key, value in merge.items() if key != "method")
@@ -316,9 +310,8 @@ def _merge_of(run: DriftRun) -> str:
 def _models(run: DriftRun, name: str) -> str:
     wanted = {model: info for model, info in run.manifest.models.items() if _is_parent(model)}
     wanted[calibrated(name)] = run.manifest.models[calibrated(name)]
-    rows = [
-        (escaped(model), escaped(_origin(model, info)), f"`{info.digest}`") for model, info in wanted.items()
-    ]
+    origins = {name: _shown(at.source) if _is_parent(name) else "this model" for name, at in wanted.items()}
+    rows = [(escaped(model), escaped(origins[model]), f"`{at.digest}`") for model, at in wanted.items()]
     return _table(("Model", "From", "SHA-256 of the weights"), rows)
 
 
@@ -388,10 +381,6 @@ def _versions(found: Mapping[str, str]) -> str:
 
 def _is_parent(model: str) -> bool:
     return part_of(model) in ("base", "merged", "expert")
-
-
-def _origin(model: str, info: ModelInfo) -> str:
-    return _shown(info.source) if _is_parent(model) else "this model"
 
 
 def _shown(origin: str) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from driftlens.access import Access
 from driftlens.data.samples import SampleSet
 from driftlens.engine.exactness import exact_products
-from driftlens.engine.layer_sums import UNIFORM, normalised
+from driftlens.engine.layer_sums import normalised
 from driftlens.engine.site_rows import row_weights, rows_and_output
 from driftlens.engine.site_selection import parameter_groups
 from driftlens.engine.walk import FiniteWatch, on_device
@@ -89,14 +89,75 @@ class _Weights(Mapping[str, Tensor]):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Models:
-    """What is merged; `start` is the base, or without one an expert, of which names, dtypes and integers are taken."""
+class _Merge:
+    """What is merged and how; `start` is the base, or without one an expert, of which names and integers are taken."""
 
     start: StateSource
     base: _Weights
     experts: Mapping[str, _Weights]
+    entry: MergeMethod
+    settings: Mapping[str, Any]
+    chain: LayerChain
+    study: Study | None
 
-    def merged(
+    def parts(self, place_of: Callable[[Slot], Tensor]) -> Iterator[tuple[Slot, Tensor]]:
+        """All that the method makes: where it belongs, and its value; what is done can be read at its place."""
+        entry, function = self.entry, self.entry.function
+        if entry.reads in ("entry", "file"):
+            most = PIECE if entry.reads == "entry" else sys.maxsize
+            for key in self.base:
+                for slot in _pieces(key, self.start.headers[key].shape, most):
+                    yield from self._made(function, self.settings, {key: slot})
+        elif entry.reads_sites:
+            yield from self._sites(place_of)
+        elif entry.reads == "samples":
+            for key, value in function(self.base, self.experts, self.study, **self.settings):
+                yield Slot(key), value
+        elif entry.reads == "tensor":
+            for name, slot in _named(self.chain, self.base).items():
+                yield from self._made(function, self.settings, {name: slot})
+        else:
+            named = _named(self.chain, self.base)
+            experts = {task: expert.under(named) for task, expert in self.experts.items()}
+            for name, value in function(self.base.under(named), experts, **self.settings):
+                yield named.get(name, Slot(name)), value
+
+    def _sites(self, place_of: Callable[[Slot], Tensor]) -> Iterator[tuple[Slot, Tensor]]:
+        """Layer by layer the modules by the method, and all else, tensor by tensor, by the one that it names for it."""
+        entry, (function, shared) = self.entry, self.entry.rest(self.settings)
+        none: tuple[Mapping[str, Tensor], ...] = ()
+        walk: Iterator[tuple[Layer, Mapping[str, Any] | None]] = (
+            (layer, None) for layer in self.chain.layers
+        )
+        if self.study is not None and entry.reads_moments:
+            merged = place_of if entry.reads == "prefix" else None
+            walk = site_moments(self.study, norms=entry.norms, merged=merged)
+            none = ({},) if entry.others == entry.name else ()
+        for layer, moments in walk:
+            once = {
+                slot: name for name, slot in self.chain.owned(layer).items()
+            }  # two sites may share a weight
+            owned = {name: slot for slot, name in once.items()}
+            for site in layer.sites:
+                parts = {part: f"{site.name}.{part}" for part in ("weight", "bias")}
+                is_known = moments is None or site.name in moments
+                if (
+                    not is_known
+                    or parts["weight"] not in owned
+                    or (site.kind != "linear" and not entry.norms)
+                ):
+                    continue
+                slots = {part: owned.pop(name) for part, name in parts.items() if name in owned}
+                more = () if moments is None else (moments[site.name],)
+                yield from self._made(entry.function, self.settings, slots, *more)
+            for slot in owned.values():
+                yield from self._made(function, shared, {slot.key: slot}, *none)
+        known = set(self.chain.parameter_keys())
+        for key in self.base:
+            if key not in known:
+                yield from self._made(function, shared, {key: Slot(key)}, *none)
+
+    def _made(
         self, function: MergeFunction, settings: Mapping[str, Any], slots: Mapping[str, Slot], *more: object
     ) -> Iterator[tuple[Slot, Tensor]]:
         """What a function makes of one part of all models: where it belongs, and its value."""
@@ -131,25 +192,12 @@ def merged_source(
         ShapeError: the method gave a tensor in another shape, twice, or not at all.
         RunError: the disk is full.
     """
-    experts = {task: source for name, source in models.sources.items() if (task := task_of(name)) is not None}
-    samples = {} if study is None else {task: at.calibration for task, at in study.tasks.items()}
-    entry = method if isinstance(method, MergeMethod) else merge_methods[method]
-    settings = entry.resolve(
-        parameters,
-        has_base="base" in models.sources,
-        without=[task for task in sorted(experts) if not samples.get(task)],
-    )
-    start = models.sources.get("base", next(iter(experts.values())))
-    at_hand = _Models(start, _Weights(start), {task: _Weights(experts[task]) for task in sorted(experts)})
-    headless = [task for task in samples if study is not None and study.head(task, expert_of(task)) is None]
-    if entry.scores and headless:
-        raise no_scores(entry, headless)
-    if study is not None and entry.reads == "samples":
-        study = _asked(study, entry, settings, reporter or Reporter())
-    name = f"{entry.title} of {', '.join(sorted(experts))}"
-    tensors = _on_disk(start, beside)
-    missing = {key: tensors[key].numel() for key in at_hand.base}
-    total, reporter = len(missing), reporter or Reporter()
+    reporter = reporter or Reporter()
+    merge = _merge(models, method, parameters, study, reporter)
+    name = f"{merge.entry.title} of {', '.join(merge.experts)}"
+    tensors = _on_disk(merge.start, beside)
+    missing = {key: tensors[key].numel() for key in merge.base}
+    total = len(missing)
     reporter.step(PHASE, 0, total)
 
     def place_of(slot: Slot) -> Tensor:
@@ -157,9 +205,9 @@ def merged_source(
 
     # Products, sums and decompositions are parted among threads, and rounded by their parts: with one thread a merge is
     # the same on every number of cores.
-    with torch.set_grad_enabled(entry.reads == "samples"), computing_with(1):
-        for slot, value in _parts(entry, settings, at_hand, models.architecture.chain, study, place_of):
-            require_key(start, slot.key)
+    with torch.set_grad_enabled(merge.entry.reads == "samples"), computing_with(1):
+        for slot, value in merge.parts(place_of):
+            require_key(merge.start, slot.key)
             place = place_of(slot)
             value = slot.stored(value)
             if value.shape != place.shape:
@@ -171,6 +219,30 @@ def merged_source(
         if count:
             raise ShapeError(f"{name}: {key!r} came {'twice' if count < 0 else 'not, or not as a whole'}")
     return TensorsSource(name, tensors)
+
+
+def _merge(
+    models: OpenModels,
+    method: str | MergeMethod,
+    parameters: Mapping[str, object],
+    study: Study | None,
+    reporter: Reporter,
+) -> _Merge:
+    """All settings of a method, after it was seen that it has what it reads."""
+    experts = {task: source for name, source in models.sources.items() if (task := task_of(name)) is not None}
+    tasks = {} if study is None else study.tasks
+    entry = method if isinstance(method, MergeMethod) else merge_methods[method]
+    without = [task for task in sorted(experts) if task not in tasks or not tasks[task].calibration]
+    settings = entry.resolve(parameters, has_base="base" in models.sources, without=without)
+    if study is not None and entry.scores:
+        headless = [task for task in tasks if study.head(task, expert_of(task)) is None]
+        if headless:
+            raise no_scores(entry, headless)
+    if study is not None and entry.reads == "samples":
+        study = _asked(study, entry, settings, reporter)
+    start = models.sources.get("base", next(iter(experts.values())))
+    weights = {task: _Weights(experts[task]) for task in sorted(experts)}
+    return _Merge(start, _Weights(start), weights, entry, settings, models.architecture.chain, study)
 
 
 def _asked(study: Study, entry: MergeMethod, settings: Mapping[str, Any], reporter: Reporter) -> Study:
@@ -229,36 +301,6 @@ def no_scores(entry: MergeMethod, tasks: Sequence[str]) -> SpecError:
     )
 
 
-def _parts(
-    entry: MergeMethod,
-    settings: Mapping[str, Any],
-    models: _Models,
-    chain: LayerChain,
-    study: Study | None,
-    place_of: Callable[[Slot], Tensor],
-) -> Iterator[tuple[Slot, Tensor]]:
-    """Everything that the method makes: where it belongs, and its value; what is done can be read at its place."""
-    if entry.reads in ("entry", "file"):
-        most = PIECE if entry.reads == "entry" else sys.maxsize
-        for key in models.base:
-            for slot in _pieces(key, models.start.headers[key].shape, most):
-                yield from models.merged(entry.function, settings, {key: slot})
-    elif entry.reads_sites:
-        yield from _sites(entry, settings, models, chain, study, place_of)
-    elif entry.reads == "samples":
-        for key, value in entry.function(models.base, models.experts, study, **settings):
-            yield Slot(key), value
-    else:
-        named = _named(chain, models.base)
-        if entry.reads == "tensor":
-            for name, slot in named.items():
-                yield from models.merged(entry.function, settings, {name: slot})
-            return
-        experts = {task: expert.under(named) for task, expert in models.experts.items()}
-        for name, value in entry.function(models.base.under(named), experts, **settings):
-            yield named.get(name, Slot(name)), value
-
-
 def _named(chain: LayerChain, keys: Collection[str]) -> dict[str, Slot]:
     """Every parameter once, by a name that all file formats of a model share; what no layer has goes by its key."""
     found, seen = dict[str, Slot](), set[Slot]()
@@ -279,42 +321,6 @@ def _pieces(key: str, shape: tuple[int, ...], most: int) -> list[Slot]:
     if not shape or shape[0] <= rows:
         return [Slot(key)]
     return [Slot(key, rows=(first, min(first + rows, shape[0]))) for first in range(0, shape[0], rows)]
-
-
-def _sites(
-    entry: MergeMethod,
-    settings: Mapping[str, Any],
-    models: _Models,
-    chain: LayerChain,
-    study: Study | None,
-    place_of: Callable[[Slot], Tensor],
-) -> Iterator[tuple[Slot, Tensor]]:
-    """Layer by layer the modules by the method, then all else, tensor by tensor, by the one that it names for this."""
-    function, shared = entry.rest(settings)
-    none: tuple[Mapping[str, Tensor], ...] = ()
-    walk: Iterator[tuple[Layer, Mapping[str, Any] | None]] = ((layer, None) for layer in chain.layers)
-    if study is not None and entry.reads_moments:
-        walk = site_moments(study, norms=entry.norms, merged=place_of if entry.reads == "prefix" else None)
-        none = ({},) if entry.others == entry.name else ()
-    for layer, moments in walk:
-        once = {slot: name for name, slot in chain.owned(layer).items()}  # two sites may share a weight
-        owned = {name: slot for slot, name in once.items()}
-        for site in layer.sites:
-            parts = {part: f"{site.name}.{part}" for part in ("weight", "bias")}
-            if (
-                (site.kind == "linear" or entry.norms)
-                and parts["weight"] in owned
-                and (moments is None or site.name in moments)
-            ):
-                slots = {part: owned.pop(name) for part, name in parts.items() if name in owned}
-                more = () if moments is None else (moments[site.name],)
-                yield from models.merged(entry.function, settings, slots, *more)
-        for slot in owned.values():
-            yield from models.merged(function, shared, {slot.key: slot}, *none)
-    known = set(chain.parameter_keys())
-    for key in models.base:
-        if key not in known:
-            yield from models.merged(function, shared, {key: Slot(key)}, *none)
 
 
 @torch.no_grad()
@@ -346,39 +352,22 @@ def site_moments(
     for layer in pool.chain.layers:
         sites = [site for site in layer.sites if (norms or site.kind == "linear") and site.runs == 1]
         readers = {_reader(site): site for site in sites}
+        names = [site.name for site in readers.values()]
         found: dict[str, dict[str, Tensor]] = {site.name: {} for site in sites}
         for task in waiting:
             parameters = pool.parameters(expert_of(task), layer)
-            sums: dict[str, tuple[GramSum, list[float]]] = {}
-            squares: dict[str, Tensor] = {}
+            moments = _InputMoments()
             carried, watch = [], FiniteWatch(layer, task, sets[task].ids)
             for state, side in waiting[task]:
-                names = [site.name for site in readers.values()]
                 rows, out = rows_and_output(layer, parameters, state, side, names)
                 for site in readers.values():
-                    name, rule, rules = site.name, site.token_weights, pool.chain.token_weights
-                    x = rows.inputs[name]
-                    by_rule = rules[rule](state, side) if rule in rules and rule != UNIFORM else None
-                    weights = row_weights(name, x, by_rule, side.mask(site.stream or layer.stream))
-                    # Float32 products would fill the null space of few tokens with rounding.
-                    x = x.flatten(0, -2).double()
-                    width = x.shape[-1] if site.kind == "linear" else 0
-                    total, counts = sums.setdefault(name, (GramSum(width, torch.float64, x.device), []))
-                    counts.append(float(len(x) if weights is None else weights.sum(dtype=torch.float64)))
-                    if site.kind == "linear":
-                        total.add_rows(x if weights is None else x * weights.sqrt()[:, None])
-                        continue
-                    square = normalised(site, x).square()
-                    square = square if weights is None else square * weights[:, None]
-                    squares[name] = squares.get(name, 0) + square.sum(dim=0)
+                    x = rows.inputs[site.name]
+                    moments.add(site, x, row_weights(pool.chain, layer, site, x, state, side))
                 watch.see(expert_of(task), out[layer.stream])
                 carried.append((out if merged is None else state, side))
             watch.check()
             waiting[task] = carried
-            means = {
-                name: (squares.get(name, total.full()) / sum(counts)).cpu()
-                for name, (total, counts) in sums.items()
-            }
+            means = moments.means()
             for site in sites:
                 found[site.name][task] = means[readers[_reader(site)].name]
         yield layer, found
@@ -389,6 +378,32 @@ def site_moments(
             }
             for task, states in waiting.items():
                 waiting[task] = [(layer.call(parameters, state, side), side) for state, side in states]
+
+
+class _InputMoments:
+    """Of what one task feeds the sites of a layer, by site, in float64: E[x x'], or of norms E[z * z]."""
+
+    def __init__(self) -> None:
+        self._grams: dict[str, GramSum] = {}
+        self._squares: dict[str, Tensor] = {}
+        self._counts: defaultdict[str, list[float]] = defaultdict(list)
+
+    def add(self, site: Site, x: Tensor, weights: Tensor | None) -> None:
+        # Float32 products would fill the null space of few tokens with rounding.
+        x = x.flatten(0, -2).double()
+        self._counts[site.name].append(float(len(x) if weights is None else weights.sum(dtype=torch.float64)))
+        if site.kind == "linear":
+            if site.name not in self._grams:
+                self._grams[site.name] = GramSum(x.shape[-1], torch.float64, x.device)
+            self._grams[site.name].add_rows(x if weights is None else x * weights.sqrt()[:, None])
+            return
+        square = normalised(site, x).square()
+        square = square if weights is None else square * weights[:, None]
+        self._squares[site.name] = self._squares.get(site.name, 0) + square.sum(dim=0)
+
+    def means(self) -> dict[str, Tensor]:
+        sums = {name: gram.full() for name, gram in self._grams.items()} | self._squares
+        return {name: (total / sum(self._counts[name])).cpu() for name, total in sums.items()}
 
 
 def _reader(site: Site) -> tuple[str, str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -319,31 +319,6 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
         own = {task: lm_head(at, models.sources[expert_of(task)], lm) for task, at in data.items()}
         heads = own | heads
     settings = settings_of(spec, pool.chain, heads)
-    num_calibration = {task: len(opened.calibration) for task, opened in data.items()}
-    num_diagnosis = {task: len(opened.diagnosis) for task, opened in data.items()}
-    notices = [
-        *models.architecture.notices,
-        *models.notices,
-        *(n for opened in data.values() for n in opened.notices),
-    ]
-    notices += [
-        f"{task}: nobody but the data names the classes of the expert's classifier, so its rows are taken in the "
-        "data's order; `heads.TASK.classes` gives another"
-        for task, entry in heads_of(spec, models).items()
-        if isinstance(entry, LinearHead)
-        and entry.linear == "own"
-        and entry.classes is None
-        and named_by_expert(spec, task, entry) is None
-    ]
-    notices += [
-        f"{task}: the answers of two classes begin with the same token, so scores are of the next token and "
-        "answers are chosen by their likelihood"
-        for task, opened in data.items()
-        if opened.class_names and is_of_vocabulary(heads.get(task))
-    ]
-    notices += [*head_notices(models), *dtype_notices(models)]
-    notices += unequal_counts(num_calibration, "calibration")
-    notices += unequal_counts(num_diagnosis, "diagnosis")
     study = Study(
         name=spec.name,
         pool=pool,
@@ -354,7 +329,7 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
         },
         settings=settings,
         seed=spec.data.defaults.seed,
-        notices=tuple(dict.fromkeys(notices)),
+        notices=tuple(dict.fromkeys(_notices(spec, models, data, heads))),
         provenance=models.origins,
         architecture={
             "loader": models.architecture.loader,
@@ -365,6 +340,31 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
         team=access.team,
     )
     return study, models
+
+
+def _notices(
+    spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData], heads: Mapping[str, ScoreMap]
+) -> Iterator[str]:
+    """What a reader should know of models, samples and heads."""
+    yield from (*models.architecture.notices, *models.notices)
+    for opened in data.values():
+        yield from opened.notices
+    for task, entry in heads_of(spec, models).items():
+        is_own = isinstance(entry, LinearHead) and entry.linear == "own" and entry.classes is None
+        if is_own and named_by_expert(spec, task, entry) is None:
+            yield (
+                f"{task}: nobody but the data names the classes of the expert's classifier, so its rows are taken in "
+                "the data's order; `heads.TASK.classes` gives another"
+            )
+    for task, opened in data.items():
+        if opened.class_names and is_of_vocabulary(heads.get(task)):
+            yield (
+                f"{task}: the answers of two classes begin with the same token, so scores are of the next token and "
+                "answers are chosen by their likelihood"
+            )
+    yield from (*head_notices(models), *dtype_notices(models))
+    yield from unequal_counts({task: len(opened.calibration) for task, opened in data.items()}, "calibration")
+    yield from unequal_counts({task: len(opened.diagnosis) for task, opened in data.items()}, "diagnosis")
 
 
 def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, access: Access) -> TaskData:

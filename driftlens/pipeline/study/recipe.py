@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from driftlens.merging.della import keep_chances
 from driftlens.merging.method import MergeMethod, StateDict, merge_methods
 from driftlens.merging.sparse import keep_mask, ranked
 from driftlens.models.saving import require_target
-from driftlens.models.sources import StateSource, TensorHeader
+from driftlens.models.sources import InDtypes, StateSource
 from driftlens.pipeline.study.companions import companions
 from driftlens.pipeline.study.merging import merged_source, save_merge
 from driftlens.pipeline.study.opening import OpenModels, open_models, open_pool
@@ -79,48 +79,60 @@ class Recipe(NamedTuple):
 
     def merge(self, base: StateDict, experts: Mapping[str, StateDict], layers: int) -> dict[str, Tensor]:
         """What mergekit makes of tensors."""
-        ours, defaults = METHODS[self.method]
-        merged: dict[str, Tensor] = {}
+        found = dict[str, Tensor]()
         for key, start in base.items():
-            number = re.search(r"\.(\d+)\.", key)
-            at = int(number[1]) if number else 0 if "embed" in key else layers - 1
-            first, end, settings = next(each for each in self.settings if at < (each[1] or layers))
-            last = (end or layers) - first - 1
-            along = 0.0 if number is None else (at - first) / last if last else 1.0
-
-            def value(
-                name: str, task: str = "", key: str = key, along: float = along, settings: Any = settings
-            ) -> Any:
-                found = (_value(given.get(name), key, along) for given in settings[task])
-                known = next((each for each in found if each is not None), defaults[name])
-                if known is None:
-                    raise _refused(
-                        f"{name} is missing for {key}", f"{self.method} needs it for every tensor."
-                    )
-                return known
-
-            shared = {name: value(name) for name in defaults if name not in _OF_MODELS}
+            own = {task: expert[key] for task, expert in experts.items()}
+            value = self._values(key, layers)
+            shared = {name: value(name) for name in METHODS[self.method][1] if name not in _OF_MODELS}
             if self.method in ("slerp", "karcher", "model_stock"):
-                own = {task: {key: expert[key]} for task, expert in experts.items()}
-                merged |= merge_methods[ours].function({key: start}, own, **shared)
-                continue
-            weights = start.new_tensor([value("weight", task) for task in experts])
-            weights = weights.view(-1, *(1 for _ in start.shape))
-            given = torch.stack([expert[key] for expert in experts.values()])
-            if self.method == "linear":
-                total = (weights * given).sum(dim=0)
-                merged[key] = total / weights.sum(dim=0) if shared["normalize"] else total
-                continue
-            for row, task in zip(given, experts, strict=True):
-                chosen = {name: value(name, task) for name in defaults if name in _OF_MODELS}
-                row.copy_(_sparse(row - start, ours, chosen, shared["rescale"], task, key))
-            given, same = weights * given, torch.ones_like(given)
-            if self.method in _ELECTED:
-                same = (given.sign() == torch.where(given.sum(dim=0) >= 0, 1.0, -1.0)).to(given)
-            step, divisor = (given * same).sum(dim=0), (weights * same).sum(dim=0)
-            step = step / torch.where(divisor.abs() < 1e-8, 1.0, divisor) if shared["normalize"] else step
-            merged[key] = start + shared["lambda"] * step
-        return merged
+                function = merge_methods[METHODS[self.method][0]].function
+                found |= function({key: start}, {task: {key: at} for task, at in own.items()}, **shared)
+            else:
+                found[key] = self._summed(key, start, own, value, shared)
+        return found
+
+    def _values(self, key: str, layers: int) -> Callable[..., Any]:
+        """Name of a setting and task -> what is set for a tensor; without a task what is set for all."""
+        number = re.search(r"\.(\d+)\.", key)
+        at = int(number[1]) if number else 0 if "embed" in key else layers - 1
+        first, end, settings = next(each for each in self.settings if at < (each[1] or layers))
+        last = (end or layers) - first - 1
+        along = 0.0 if number is None else (at - first) / last if last else 1.0
+
+        def value(name: str, task: str = "") -> Any:
+            found = (_value(given.get(name), key, along) for given in settings[task])
+            known = next((each for each in found if each is not None), METHODS[self.method][1][name])
+            if known is None:
+                raise _refused(f"{name} is missing for {key}", f"{self.method} needs it for every tensor.")
+            return known
+
+        return value
+
+    def _summed(
+        self,
+        key: str,
+        start: Tensor,
+        experts: Mapping[str, Tensor],
+        value: Callable[..., Any],
+        shared: Settings,
+    ) -> Tensor:
+        """A weighted sum of tensors, or of what is left of their steps from the base."""
+        ours, defaults = METHODS[self.method]
+        weights = start.new_tensor([value("weight", task) for task in experts])
+        weights = weights.view(-1, *(1 for _ in start.shape))
+        given = torch.stack(list(experts.values()))
+        if self.method == "linear":
+            total = (weights * given).sum(dim=0)
+            return total / weights.sum(dim=0) if shared["normalize"] else total
+        for row, task in zip(given, experts, strict=True):
+            chosen = {name: value(name, task) for name in defaults if name in _OF_MODELS}
+            row.copy_(_sparse(row - start, ours, chosen, shared["rescale"], task, key))
+        given, same = weights * given, torch.ones_like(given)
+        if self.method in _ELECTED:
+            same = (given.sign() == torch.where(given.sum(dim=0) >= 0, 1.0, -1.0)).to(given)
+        step, divisor = (given * same).sum(dim=0), (weights * same).sum(dim=0)
+        step = step / torch.where(divisor.abs() < 1e-8, 1.0, divisor) if shared["normalize"] else step
+        return start + shared["lambda"] * step
 
 
 def _sparse(vector: Tensor, kind: str, own: Settings, rescale: bool, task: str, key: str) -> Tensor:
@@ -150,20 +162,12 @@ def read_recipe(file: PathLike) -> Recipe:
         SpecError: the file can't be read, or asks for something that is not done here; says what.
     """
     raw = read_mapping(Path(file), "recipe", "It needs `merge_method` and `models`.")
-    method, base = str(raw.get("merge_method")), raw.get("base_model")
-    if method not in METHODS:
-        raise _refused(f"merge_method is {method!r}", f"There are {', '.join(METHODS)}.")
-    if others := raw.keys() - (set(_KEYS) - ({"slices"} if "models" in raw else set())):
-        raise _refused(f"{', '.join(sorted(others))} can't be followed", f"What is read: {', '.join(_KEYS)}.")
-    if base is None and method not in ("linear", "karcher"):
-        raise _refused(f"{method} needs base_model", "Name the model that the others were trained from.")
+    method, base = _method(raw)
     slices = raw["slices"] if "slices" in raw else [{"sources": raw.get("models")}]
     wide, experts, end = raw.get("parameters") or {}, dict[str, str](), 0
     settings: list[tuple[int, int | None, Mapping[str, Sequence[Settings]]]] = []
     for part in slices if isinstance(slices, list) and slices else [slices]:
-        entries = part.get("sources") if isinstance(part, dict) else part
-        if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
-            raise _refused(f"models is {entries!r}", "Write a list of `model: PATH` with `parameters`.")
+        entries = _models(part)
         ranges = [entry.get("layer_range") for entry in entries]
         first, (end, given) = end, _slice(part, ranges, end) if "slices" in raw else (0, {})
         if base is not None and base not in [entry.get("model") for entry in entries]:
@@ -175,13 +179,27 @@ def read_recipe(file: PathLike) -> Recipe:
             raise _refused("slices have different models", "Name the same ones, in the same order, in each.")
         experts = found[0]
         settings.append((first, end or None, found[1]))
-    return Recipe(
-        method,
-        None if method in _ALIKE else base,
-        experts,
-        settings,
-        *_dtypes(raw),
-    )
+    return Recipe(method, None if method in _ALIKE else base, experts, settings, *_dtypes(raw))
+
+
+def _method(raw: Settings) -> tuple[str, Any]:
+    """mergekit's method, and the base if one is named."""
+    method, base = str(raw.get("merge_method")), raw.get("base_model")
+    if method not in METHODS:
+        raise _refused(f"merge_method is {method!r}", f"There are {', '.join(METHODS)}.")
+    if others := raw.keys() - (set(_KEYS) - ({"slices"} if "models" in raw else set())):
+        raise _refused(f"{', '.join(sorted(others))} can't be followed", f"What is read: {', '.join(_KEYS)}.")
+    if base is None and method not in ("linear", "karcher"):
+        raise _refused(f"{method} needs base_model", "Name the model that the others were trained from.")
+    return method, base
+
+
+def _models(part: Any) -> list[dict[str, Any]]:
+    """The models of a slice, or of all layers, with what is set for each."""
+    entries = part.get("sources") if isinstance(part, dict) else part
+    if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
+        raise _refused(f"models is {entries!r}", "Write a list of `model: PATH` with `parameters`.")
+    return entries
 
 
 def _dtypes(raw: Settings) -> tuple[torch.dtype | None, torch.dtype | None]:
@@ -195,19 +213,9 @@ def _dtypes(raw: Settings) -> tuple[torch.dtype | None, torch.dtype | None]:
     return found[0], found[1] or found[0]
 
 
-class _Stored:
-    """A source with its floating-point tensors in another dtype."""
-
-    def __init__(self, source: StateSource, dtype: torch.dtype) -> None:
-        self.name, self._source = source.name, source
-        self.headers = {
-            key: TensorHeader(header.shape, dtype if header.dtype.is_floating_point else header.dtype)
-            for key, header in source.headers.items()
-        }
-
-    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows of it, cast."""
-        return self._source.read(key, rows).to(self.headers[key].dtype)
+def _floats_in(source: StateSource, dtype: torch.dtype) -> StateSource:
+    floats = (key for key, header in source.headers.items() if header.dtype.is_floating_point)
+    return InDtypes(source, dict.fromkeys(floats, dtype))
 
 
 def _slice(part: Any, ranges: Sequence[Any], start: int) -> tuple[int, Settings]:
@@ -283,7 +291,7 @@ def merge_recipe(file: PathLike, path: PathLike, access: Access) -> list[str]:
     settings, merged = {"recipe_text": text}, None
     if recipe.out_dtype is not None:
         # Merged in float32, which rounds nothing, and rounded once, when it is written.
-        wide = {name: _Stored(at, torch.float32) for name, at in models.sources.items()}
+        wide = {name: _floats_in(at, torch.float32) for name, at in models.sources.items()}
         require_target(models.architecture, path)
         merged = merged_source(replace(models, sources=wide), method, settings, beside=path)
         models = _written_in(models, recipe.out_dtype)
@@ -300,7 +308,7 @@ def _written_in(models: OpenModels, dtype: torch.dtype) -> OpenModels:
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     configs["config.json"] = config | dict.fromkeys(keys, name)
     architecture = replace(models.architecture, folder=replace(folder, configs=configs))
-    return replace(models, architecture=architecture, form=_Stored(models.own_form, dtype))
+    return replace(models, architecture=architecture, form=_floats_in(models.own_form, dtype))
 
 
 def _value(setting: Any, key: str, along: float) -> Any:

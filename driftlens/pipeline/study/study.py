@@ -16,9 +16,10 @@ from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.scored import Asked
 from driftlens.models.chain import Pool, ScoreMap
-from driftlens.models.sources import TensorsSource, content_digest
+from driftlens.models.sources import StateSource, TensorsSource, content_digest
 from driftlens.records.manifest import ModelInfo
 from driftlens.team import ALONE, Team
+from driftlens.variants import expert_of
 
 if TYPE_CHECKING:
     from driftlens.data.sources import Picture
@@ -152,6 +153,11 @@ class Study:
     def has_base(self) -> bool:
         """Whether there is a base to compare with and to take task vectors from."""
         return "base" in self.variants
+
+    @property
+    def like(self) -> StateSource:
+        """The model in whose dtypes others are saved: the base, or without one an expert."""
+        return self.pool.source("base" if self.has_base else expert_of(next(iter(self.tasks))))
 
     @property
     def explained_variants(self) -> tuple[str, ...]:

@@ -6,10 +6,12 @@ import math
 import os
 import pathlib
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import regex
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ _REMEDY = (
     "Merge it with peft: PeftModel.from_pretrained(model, FOLDER).merge_and_unload().save_pretrained(OUT), "
     "and give OUT instead."
 )
+_RESTORE = f"Correct {_CONFIG}, or save the adapters with peft again."
 _UNSUPPORTED = (
     "use_dora",
     "lora_bias",
@@ -40,6 +43,9 @@ _UNSUPPORTED = (
     "kasa_config",
 )
 """Options of peft's LoraConfig that change more than `scaling * B @ A` says."""
+MOST_PATTERNS, LONGEST_PATTERN, MATCHING_SECONDS = 10_000, 1_000, 2.0
+"""Of `rank_pattern` and `alpha_pattern`: how many, characters of one, and what matching all may take."""
+_LARGEST = 1e9
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` under which the base stays what it is."""
 
@@ -153,12 +159,15 @@ def _config(folder: pathlib.Path) -> dict[str, Any]:
         raise _refusal(
             folder, f"init_lora_weights is {config['init_lora_weights']!r}: it changes the base's weights"
         )
+    saved = config.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise _refusal(folder, f"modules_to_save is {str(saved)[:80]!r}, expected a list of names", _RESTORE)
     return config
 
 
 def _saved_whole(base: StateSource, adapters: StateSource, config: Mapping[str, Any]) -> dict[str, str]:
     """The adapter's keys of modules that were trained whole (`modules_to_save`), and the base's or their own names."""
-    modules = tuple(config.get("modules_to_save") or ())
+    modules = config.get("modules_to_save") or []
     found = {}
     for key in adapters.headers:
         name = key.removeprefix(_WRAPPER)
@@ -180,10 +189,11 @@ def _updates(
     saved: Mapping[str, str],
 ) -> dict[str, _Update]:
     transposed = bool(config.get("fan_in_fan_out"))
+    ranks, alphas = _Setting(folder, config, "r", "rank"), _Setting(folder, config, "lora_alpha", "alpha")
     updates: dict[str, _Update] = {}
     for module, (down, up) in _pairs(adapters, folder, saved).items():
-        rank = _rank(module, adapters, down, up, config, folder)
-        alpha = float(_by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]))
+        rank = _rank(module, adapters, down, up, ranks.of(module), folder)
+        alpha = alphas.of(module)
         scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         shape = (adapters.headers[up].shape[0], adapters.headers[down].shape[1])
         key = _weight_key(base, f"{module}.weight", shape[::-1] if transposed else shape, folder, config)
@@ -209,24 +219,57 @@ def _pairs(
     return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
 
 
-def _rank(
-    module: str, adapters: StateSource, down: str, up: str, config: Mapping[str, Any], folder: pathlib.Path
-) -> int:
-    rank = int(_by_pattern(config.get("rank_pattern"), module, config["r"]))
+def _rank(module: str, adapters: StateSource, down: str, up: str, wanted: float, folder: pathlib.Path) -> int:
     down_shape, up_shape = adapters.headers[down].shape, adapters.headers[up].shape
     if len(down_shape) != 2 or len(up_shape) != 2:
         raise _refusal(folder, f"{module!r} is not linear: its lora_A has shape {list(down_shape)}")
-    if down_shape[0] != rank or up_shape[1] != rank:
-        raise _refusal(folder, f"{module!r} has rank {down_shape[0]} in the weights and {rank} in {_CONFIG}")
+    rank = down_shape[0]
+    if not 0 < rank == up_shape[1] == wanted:
+        raise _refusal(folder, f"{module!r} has rank {rank} in the weights and {wanted:g} in {_CONFIG}")
     return rank
 
 
-def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """The value of the first pattern that matches the end of a module's path, as peft reads its patterns."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+class _Setting:
+    """A number for every module: that of the first pattern that matches the end of its path, as peft reads them."""
+
+    def __init__(self, folder: pathlib.Path, config: Mapping[str, Any], key: str, kind: str) -> None:
+        self._folder, self._option = folder, f"{kind}_pattern"
+        patterns = config.get(self._option) or {}
+        if not isinstance(patterns, dict) or len(patterns) > MOST_PATTERNS:
+            raise _refusal(
+                folder, f"{self._option} is no table of at most {MOST_PATTERNS:,} numbers by pattern"
+            )
+        self._default = _number(folder, config.get(key), key)
+        self._values = [(name, _number(folder, value, self._option)) for name, value in patterns.items()]
+        self._seconds = MATCHING_SECONDS
+
+    def of(self, module: str) -> float:
+        """The number of one module. Patterns come from the file: all modules together get so long, and no longer."""
+        started = time.monotonic()
+        left = max(self._seconds, 1e-3)
+        for pattern, value in self._values:
+            try:
+                if len(pattern) > LONGEST_PATTERN:
+                    raise TimeoutError
+                if regex.match(rf"(.*\.)?({pattern})$", module, timeout=left):
+                    return value
+            except (regex.error, RecursionError, OverflowError) as error:
+                raise _refusal(
+                    self._folder, f"{self._option}: {pattern[:80]!r} is no pattern", _RESTORE
+                ) from error
+            except TimeoutError as error:
+                raise _refusal(
+                    self._folder, f"{self._option}: {pattern[:80]!r} takes too long", _RESTORE
+                ) from error
+            finally:
+                self._seconds = left - (time.monotonic() - started)
+        return self._default
+
+
+def _number(folder: pathlib.Path, value: Any, key: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _LARGEST:
+        raise _refusal(folder, f"{key} is {str(value)[:80]!r}, expected a number", _RESTORE)
+    return float(value)
 
 
 def _weight_key(

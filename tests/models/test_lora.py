@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from driftlens.errors import CheckpointError
+from driftlens.models import lora
 from driftlens.models.loading import open_checkpoint
 from driftlens.models.lora import lora_source
 from driftlens.models.sources import StateSource, TensorsSource, module_source, renamed
@@ -185,6 +187,59 @@ def test_what_is_more_than_lora_is_refused_with_the_remedy(
     with pytest.raises(CheckpointError, match=message) as refusal:
         lora_source(base, tmp_path)
     assert "merge_and_unload" in refusal.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank_pattern": {"((": 3}}, "rank_pattern: '\\(\\(' is no pattern"),
+        ({"rank_pattern": {"a" * 2000: 3}}, "rank_pattern: .* takes too long"),
+        ({"rank_pattern": {"fc2": None}}, "rank_pattern is 'None', expected a number"),
+        ({"rank_pattern": ["a"]}, "rank_pattern is no table"),
+        ({"alpha_pattern": "abc"}, "alpha_pattern is no table"),
+        ({"r": None}, "r is 'None', expected a number"),
+        ({"r": math.inf}, "r is 'inf', expected a number"),
+        ({"r": "\x1b[31m"}, "r is .*31m', expected a number"),
+        ({"lora_alpha": None}, "lora_alpha is 'None', expected a number"),
+        ({"lora_alpha": [1]}, "lora_alpha is .*, expected a number"),
+        ({"lora_alpha": 10**400}, "lora_alpha is '1000.*, expected a number"),
+        ({"modules_to_save": 5}, "modules_to_save is '5', expected a list of names"),
+        ({"modules_to_save": [5]}, "modules_to_save is .*, expected a list of names"),
+    ],
+)
+def test_a_configuration_that_is_none_is_refused(
+    changes: dict[str, Any], message: str, base: StateSource, tmp_path: pathlib.Path
+) -> None:
+    train(clip(), tmp_path, **OPTIONS["plain"])
+    edit_config(**changes)(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        lora_source(base, tmp_path)
+
+
+def test_patterns_have_so_long_to_match_and_no_longer(
+    base: StateSource, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(clip(), tmp_path, **OPTIONS["plain"])
+    edit_config(rank_pattern={"(([a-z_.0-9]+)+)+X": 3})(tmp_path)
+    left: list[float] = []
+
+    def match(pattern: str, module: str, *, timeout: float) -> None:
+        left.append(timeout)
+        if len(left) > 1:
+            raise TimeoutError
+
+    monkeypatch.setattr(lora.regex, "match", match)
+    with pytest.raises(CheckpointError, match="takes too long"):
+        lora_source(base, tmp_path)
+    assert lora.MATCHING_SECONDS == left[0] > left[1]
+
+
+def test_an_adapter_of_rank_zero_is_refused(base: StateSource, tmp_path: pathlib.Path) -> None:
+    train(clip(), tmp_path, **OPTIONS["plain"])
+    edit_config(r=0)(tmp_path)
+    edit_weights(lambda w: {k: v[:0] if "lora_A" in k else v[:, :0] for k, v in w.items()})(tmp_path)
+    with pytest.raises(CheckpointError, match="has rank 0 in the weights and 0 in"):
+        lora_source(base, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import driftlens.cli as cli
 from driftlens.data import webdataset
 from driftlens.data.image_folder import read_image
 from driftlens.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.models import architecture, loading, pickles
+from driftlens.models import architecture, loading, lora, pickles
 from driftlens.models.loading import read_config
 from driftlens.pipeline.search import sweep
 from driftlens.projection.store import MOST_POINTS
@@ -68,6 +68,10 @@ LIMITS: dict[str, tuple[str, str]] = {
         f"{loading.MOST_LAYERS:,} layers, {loading.MOST_LABELS:,} labels, {architecture.MOST_FILLED:,} values filled "
         "into one tensor while it is built",
         "reads/test_limits.py::test_configurations",
+    ),
+    "patterns of a LoRA adapter": (
+        f"{lora.MOST_PATTERNS:,} of {lora.LONGEST_PATTERN:,} characters, {lora.MATCHING_SECONDS:g} seconds to match all",
+        "models/test_lora.py::test_patterns_have_so_long_to_match_and_no_longer",
     ),
     "pickle in `convert`": (
         f"{pickles.MOST_STEPS:,} steps, {pickles.MOST_TENSORS:,} tensors, {pickles.DEEPEST} levels, names of "

@@ -273,11 +273,6 @@ def _from_zip(path: pathlib.Path, budget: _Budget) -> Any:
         entries = {entry.filename: entry for entry in archive.infolist()}
         (main,) = (name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1)
         prefix = main.removesuffix("data.pkl")
-        packed = next(
-            (entry for entry in entries.values() if entry.compress_type != zipfile.ZIP_STORED), None
-        )
-        if packed is not None:  # PyTorch never packs; what is packed may unfold to any size
-            raise CheckpointError(f"its part {packed.filename} is compressed", hint="Don't use this file.")
         if f"{prefix}byteorder" in entries and archive.read(f"{prefix}byteorder") != b"little":
             raise CheckpointError("its numbers are big-endian", hint="Save it again where they are not.")
         content = archive.read(main)

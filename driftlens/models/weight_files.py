@@ -237,23 +237,30 @@ def _refusal(path: pathlib.Path, error: Exception, *, convertible: bool = True) 
 
 
 def refuse_torchscript(path: pathlib.Path) -> bool:
-    """Refuse a TorchScript archive; tells whether the file is a zip file at all.
+    """Refuse a TorchScript archive, and one whose parts unfold; tells whether the file is a zip file at all.
 
     Raises:
-        CheckpointError: it is one, or a damaged zip file.
+        CheckpointError: it is one of these, or a damaged zip file.
     """
     try:
         if not zipfile.is_zipfile(path):
             return False
         with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
+            entries = archive.infolist()
     except Exception as error:  # damaged archives have many: names that are no text, unknown versions
         raise _refusal(path, error, convertible=False) from error
+    names = [entry.filename for entry in entries]
     if any(name.endswith("/constants.pkl") for name in names) and any("/code/" in name for name in names):
         raise CheckpointError(
             f"{path} is a TorchScript archive: a program, not a state dict",
             hint=_advice(path, "x = torch.jit.load(sys.argv[1], map_location='cpu').state_dict()"),
             source=str(path),
+        )
+    # PyTorch never packs; what is packed may unfold to any size.
+    packed = next((entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED), None)
+    if packed is not None:
+        raise CheckpointError(
+            f"{path}: its part {packed.filename} is compressed", hint="Don't use this file.", source=str(path)
         )
     return True
 

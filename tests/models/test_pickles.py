@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from driftlens.errors import CheckpointError
 from driftlens.models import pickles
+from driftlens.models.loading import open_checkpoint
 from driftlens.models.pickles import Inert, Pickled
 from tests.models.hostile import (
     Calls,
@@ -223,6 +224,14 @@ def test_storages_that_do_not_hold_the_tensor_are_refused(
 
 _DEEP = b"K\x01\x85" + b"q\x00h\x00\x86" * 20
 """A tuple of two that are the same tuple of two, and so on: a million numbers in 80 bytes."""
+
+
+@pytest.mark.parametrize("name", ["data.pkl", "version"])
+def test_weights_whose_parts_unfold_are_refused_before_they_do(name: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "w.pt"
+    path.write_bytes(in_archive(b"", {name: bytes(1 << 20)}, packed=True))
+    with pytest.raises(CheckpointError, match="is compressed"):
+        open_checkpoint(path)
 
 
 def test_files_made_to_exhaust_a_machine_are_refused(tmp_path: pathlib.Path) -> None:

@@ -70,7 +70,8 @@ LIMITS: dict[str, tuple[str, str]] = {
         "reads/test_limits.py::test_configurations",
     ),
     "patterns of a LoRA adapter": (
-        f"{lora.MOST_PATTERNS:,} of {lora.LONGEST_PATTERN:,} characters, {lora.MATCHING_SECONDS:g} seconds to match all",
+        f"{lora.MOST_PATTERNS:,} of {lora.LONGEST_PATTERN:,} characters, {lora.MATCHING_SECONDS:g} seconds to match "
+        "all",
         "models/test_lora.py::test_patterns_have_so_long_to_match_and_no_longer",
     ),
     "pickle in `convert`": (

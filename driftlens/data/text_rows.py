@@ -123,7 +123,8 @@ def as_texts(
     if reader is not None and entry.max_length is not None:
         reader = reader.limited(entry.max_length, f"data.{task}.max_length")
     if reader is not None and entry.chat:
-        rows = [Text(reader.chat(row.input), row.target) for row in rows]
+        asked = reader.chats([row.input for row in rows])
+        rows = [Text(question, row.target) for question, row in zip(asked, rows, strict=True)]
     answer = entry.answer or (" {target}" if form == "decoder" and not entry.chat else "{target}")
     shown = _shown(task, entry, form, any(have)) if split == "calibration" else "none"
     texts = Texts(rows.__getitem__, reader, answer, shown)

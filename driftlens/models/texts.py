@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from driftlens.errors import SpecError
+from driftlens.models.chat import rendered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,11 +146,11 @@ class TextReader:
                 found.append(len(row) + len(answer) if self.form == "decoder" else max(len(row), len(answer)))
         return found
 
-    def chat(self, message: str) -> str:
-        """What the model reads where a user says `message` and it is its turn to answer.
+    def chats(self, messages: Sequence[str]) -> list[str]:
+        """What the model reads where a user says each of `messages` and it is its turn to answer.
 
         Raises:
-            SpecError: the tokenizer has no chat template, or the template takes no such message.
+            SpecError: the tokenizer has no chat template, or the template takes no such message or too long.
         """
         name = self.tokenizer.name_or_path
         if not self.tokenizer.chat_template:
@@ -158,12 +159,9 @@ class TextReader:
                 hint="Take `chat` out and write the prompt in `prompt`, or use the tokenizer of the chat model.",
             )
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # whatever somebody's template raises
+            return rendered(self.tokenizer.get_chat_template(), self.tokenizer.special_tokens_map, messages)
+        except ValueError as error:
             raise SpecError(f"chat: the chat template of {name} can't be used: {error}") from error
-        return text
 
     @property
     def rule(self) -> str:

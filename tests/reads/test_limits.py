@@ -15,7 +15,7 @@ import driftlens.cli as cli
 from driftlens.data import webdataset
 from driftlens.data.image_folder import read_image
 from driftlens.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.models import architecture, loading, lora, pickles
+from driftlens.models import architecture, chat, loading, lora, pickles
 from driftlens.models.loading import read_config
 from driftlens.pipeline.search import sweep
 from driftlens.projection.store import MOST_POINTS
@@ -73,6 +73,11 @@ LIMITS: dict[str, tuple[str, str]] = {
         f"{lora.MOST_PATTERNS:,} of {lora.LONGEST_PATTERN:,} characters, {lora.MATCHING_SECONDS:g} seconds to match "
         "all",
         "models/test_lora.py::test_patterns_have_so_long_to_match_and_no_longer",
+    ),
+    "chat template": (
+        f"{chat.SECONDS:g} seconds of the processor and {1000 * chat.SECONDS_PER_MESSAGE:g} milliseconds a message, "
+        f"{chat.MOST_MEMORY >> 20} MiB, in a process of its own",
+        "data/test_text_rows.py::test_a_chat_template_without_end_is_refused",
     ),
     "pickle in `convert`": (
         f"{pickles.MOST_STEPS:,} steps, {pickles.MOST_TENSORS:,} tensors, {pickles.DEEPEST} levels, names of "

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pandas as pd
-
 from driftlens.records.checks import self_checks
 from driftlens.records.intervals import Interval, mean_over_tasks
 from driftlens.records.listing import is_live
@@ -320,9 +318,9 @@ def shares(run: DriftRun, variant: str, task: str | None = None) -> dict[int, tu
     return dict(sorted(found.items(), key=lambda item: -item[1][0].value))
 
 
-def share_of(row: Mapping[Any, Any] | pd.Series[Any], column: str = "final_share") -> Interval:
+def share_of(row: Mapping[Any, Any]) -> Interval:
     """A layer's share of the final drift with its interval, which older runs lack, from its row of the layer table."""
-    values = [plain(row.get(name)) for name in (column, f"{column}_low", f"{column}_high")]
+    values = [plain(row.get(f"final_share{end}")) for end in ("", "_low", "_high")]
     share, low, high = (math.nan if value is None else float(value) for value in values)
     return Interval(share, low, high, plain(row["jacobian_samples"]) or 0)
 

@@ -295,12 +295,8 @@ def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[
     rows = _measured(run, check)
     if isinstance(rows, str):
         return rows
-    wanted = dict(check.where)
-    if check.table == "params" and not {"scope", "path"} & set(wanted):
-        wanted["scope"] = "backbone"  # modules, layers and the whole would otherwise be one heap
     try:
-        if "layer" in wanted:
-            wanted["layer"] = run.layer_index(wanted["layer"])
+        wanted = _wanted(run, check)
     except LayerNotFoundError as error:
         return error.message
     for column, value in wanted.items():
@@ -336,6 +332,16 @@ def _measured(run: DriftRun, check: Check) -> pd.DataFrame | str:
     if check.table not in _GAPS_BY:
         return rows
     return rows[rows["value"].groupby(rows[_GAPS_BY[check.table]]).transform("count") > 0]
+
+
+def _wanted(run: DriftRun, check: Check) -> dict[str, str | int]:
+    """Which rows, by column, with the index of the layer."""
+    wanted = dict(check.where)
+    if check.table == "params" and not {"scope", "path"} & set(wanted):
+        wanted["scope"] = "backbone"  # modules, layers and the whole would otherwise be one heap
+    if "layer" in wanted:
+        wanted["layer"] = run.layer_index(wanted["layer"])
+    return wanted
 
 
 def _no_row(run: DriftRun, check: Check, column: str, value: object) -> str:

@@ -144,19 +144,14 @@ def _measured(
     run: DriftRun, merged: str, after: str
 ) -> tuple[dict[tuple[str, str], Outcome], str, TaskMeans | None]:
     """Outcomes by task and variant, the attribute of them to judge by, and its means over the most tasks, if any."""
-    wanted = [
-        variant for variant in ("base", "expert", merged, after) if variant in (*run.variants, "expert")
-    ]
+    wanted = [name for name in ("base", "expert", merged, after) if name in (*run.variants, "expert")]
     cells = {(entry.task, entry.variant): entry for entry in outcomes(run, wanted)}
     scored = {variant for (_, variant), entry in cells.items() if is_measured(entry.score.value)}
     is_scored = bool({merged, after} & scored)
-    compared = [variant for variant in wanted if (variant in scored if is_scored else variant != "expert")]
-    means = [
-        at
-        for at in task_means(run, compared)
-        if (at.about.split == "test" if is_scored else at.measure == "relative")
-    ]
-    mean = max(means, key=lambda mean: len(mean.tasks)) if means and {merged, after} & {*compared} else None
+    compared = [name for name in wanted if (name in scored if is_scored else name != "expert")]
+    means = task_means(run, compared) if {merged, after} & {*compared} else []
+    means = [at for at in means if (at.about.split == "test" if is_scored else at.measure == "relative")]
+    mean = max(means, key=lambda mean: len(mean.tasks), default=None)
     return cells, "score" if is_scored else "relative", mean
 
 

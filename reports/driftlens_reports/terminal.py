@@ -182,14 +182,8 @@ def _score_lines(rows: pd.DataFrame) -> list[str]:
         found = {variant: Interval(*row) for variant, row in zip(own["variant"], ends, strict=True)}
         cells = [estimate(found.get(at, Interval(math.nan)), metrics[name].kind) for at in variants]
         counts = own["n"].dropna()
-        lines.append(
-            [
-                str(task),
-                *([metrics[name].title] if says else []),
-                *cells,
-                str(counts.max()) if len(counts) else "",
-            ]
-        )
+        named = [str(task), *([metrics[name].title] if says else [])]
+        lines.append([*named, *cells, str(counts.max()) if len(counts) else ""])
     return [*aligned([header, *lines], num_names=2 if says else 1), *says] if lines else []
 
 
@@ -405,10 +399,8 @@ def _sweep_notes(run: DriftRun, rows: pd.DataFrame, *, has_accuracy: bool) -> It
             yield "std: between seeds"
     rhos = set(rows["rho"].dropna())
     if rhos - {1.0}:
-        rho, step = (
-            f"{rhos.pop():g}" if len(rhos) == 1 else "rho",
-            run.manifest.merge.get("title", "the merge"),
-        )
+        rho = f"{rhos.pop():g}" if len(rhos) == 1 else "rho"
+        step = run.manifest.merge.get("title", "the merge")
         yield f"the anchor is base + {rho} (merged - base), so {rho} times the step of {step}"
     yield "a sweep keeps no samples, so its drifts and cosines have no interval"
 

@@ -398,19 +398,14 @@ def _value(setting: Setting, value: Any, owner: str, place: Any, empty: str) -> 
     default = (
         "" if setting.default is None else f"; {_in_words(setting.default)} unless something says otherwise"
     )
-    look = {
+    look: dict[str, Any] = {
         "label": setting.label or setting.name,
         "key": f"{owner}.{setting.name}",
         "placeholder": empty or _in_words(setting.default),
         "help": plain(f"{setting.help or setting.name}: {setting.expected}{default}."),
     }
     if setting.kind in ("choice", "flag"):
-        options = setting.choices or (True, False)
-        if setting.many:
-            chosen = place.multiselect(options=options, default=value, format_func=_in_words, **look)
-            return tuple(option for option in options if option in chosen) or None
-        index = None if value is None else options.index(value)
-        return place.selectbox(options=options, index=index, format_func=_in_words, **look)
+        return _choice(setting, value, place, look)
     if number is not None and not setting.many:
         low, high, value = (
             None if bound is None else number(bound) for bound in (setting.low, setting.high, value)
@@ -420,6 +415,15 @@ def _value(setting: Setting, value: Any, owner: str, place: Any, empty: str) -> 
     text = place.text_input(value="" if value is None else _in_words(value), **look)
     entries = tuple(_entry(part, number or str) for part in text.split(",") if part.strip())
     return (entries or None) if setting.many else text.strip() or None
+
+
+def _choice(setting: Setting, value: Any, place: Any, look: Mapping[str, Any]) -> Any:
+    options = setting.choices or (True, False)
+    if setting.many:
+        chosen = place.multiselect(options=options, default=value, format_func=_in_words, **look)
+        return tuple(option for option in options if option in chosen) or None
+    index = None if value is None else options.index(value)
+    return place.selectbox(options=options, index=index, format_func=_in_words, **look)
 
 
 def _entry(text: str, kind: type) -> Any:

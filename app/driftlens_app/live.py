@@ -201,15 +201,12 @@ def _trouble(job: Job) -> str:
 
 def _show_progress(view: View) -> None:
     event = view.progress
+    share = event.done / event.total if event is not None and event.total else 0.0
     if event is None or view.state != "running":
-        share = event.done / event.total if event is not None and event.total else 0.0
         st.progress(min(1.0, max(0.0, share)), text=_WORDS[view.state])
         return
     count = str(event.done) if event.total is None else f"{event.done} of {event.total}"
-    head, share = (
-        f"{plain(STAGES.get(event.phase, event.phase.capitalize()))}: {count}",
-        event.done / event.total if event.total else 0.0,
-    )
+    head = f"{plain(STAGES.get(event.phase, event.phase.capitalize()))}: {count}"
     spent, left, more = event.seconds, event.remaining, ""
     if view.job.kind == "calibrate":
         # An edited manifest may hold anything for seconds.

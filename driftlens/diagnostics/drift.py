@@ -118,19 +118,16 @@ def layer_values(columns: Values, base: Values | None) -> dict[str, float]:
     return {name: float(value) for name, value in values.items()}
 
 
-def share_intervals(
-    parts: NDArray[np.float64], whole: NDArray[np.float64], *, seed: int = 0
-) -> NDArray[np.float64]:
+def share_intervals(parts: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
     """Ends of the 95 % interval of sum(parts) / sum(whole), by drawing samples again; NaN with a single sample.
 
-    Numerator and denominator are drawn together, `RESAMPLES` times with replacement, the same in all rows and the same
-    for a seed; the ends are the 2.5 and 97.5 % quantiles of the ratios (percentile bootstrap). Draws whose denominator
-    is 0 have no ratio and are left out.
+    Numerator and denominator are drawn together, `RESAMPLES` times with replacement, the same for all rows and at every
+    call; the ends are the 2.5 and 97.5 % quantiles of the ratios (percentile bootstrap). Draws whose denominator is 0
+    have no ratio and are left out.
 
     Args:
         parts: [rows, n].
         whole: [n], at least 0.
-        seed: of the draws.
 
     Returns:
         [2, rows].
@@ -138,16 +135,16 @@ def share_intervals(
     rows, n = parts.shape
     if n < 2 or not whole.sum() > 0:
         return np.full((2, rows), np.nan)
-    counts = _drawn_again(n, seed)
+    counts = _drawn_again(n)
     sums = counts @ whole
     ratios = (counts @ parts.T)[sums > 0] / sums[sums > 0, None]
     return np.quantile(ratios, (0.025, 0.975), axis=0)
 
 
 @functools.lru_cache(maxsize=1)  # every layer draws the same ones
-def _drawn_again(n: int, seed: int) -> NDArray[np.int64]:
+def _drawn_again(n: int) -> NDArray[np.int64]:
     """How often each of n samples is drawn, [RESAMPLES, n]."""
-    return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
+    return np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
 
 
 _OF_DRIFT = (

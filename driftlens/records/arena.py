@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pandas as pd
-
 from driftlens.errors import DataError
 from driftlens.records.outcomes import task_means
 from driftlens.records.reading import Kind, Sheet, is_measured
 from driftlens.records.run import DriftRun
+from driftlens.records.tables import plain
 from driftlens.variants import calibrated
 
 _MIB = 2**20
@@ -42,28 +41,15 @@ def arena_rows(
     for name in (*wanted, *([] if against is None else [against])):
         if name not in known:
             raise DataError(f"the run has no calibration {name!r}; it has {', '.join(known) or 'none'}")
-    used = run.resources().set_index("phase")
-    rows = []
-    for name in wanted:
-        info, phase = known[name], f"calibrate:{name}"
-        cost = dict(used.loc[phase]) if phase in used.index else {}
-        peak, energy = (
-            None if pd.isna(cost.get(key)) else float(cost[key]) for key in ("peak_rss_bytes", "energy_wh")
-        )
-        rows.append(
-            _measured(run, calibrated(name), name)
-            | {"method": info.method, "seconds": info.seconds, "energy_wh": energy}
-            | {"peak_mib": None if peak is None else round(peak / _MIB)}
-            | {"added": info.attached, "task_id": info.attached > 0}
-        )
+    rows = [_measured(run, calibrated(name), name) | _cost(run, name) for name in wanted]
     rows.sort(key=lambda row: -row["score"] if math.isfinite(row["score"]) else math.inf)
-    scored = [row["model"] for row in rows if math.isfinite(row["score"])]
-    leader = against or next(iter(scored), None)
-    for row in rows:
-        if leader is not None and row["model"] in scored and row["model"] != leader:
+    scored = [row for row in rows if math.isfinite(row["score"])]
+    leader = against or next((row["model"] for row in scored), "")
+    for row in scored:
+        if row["model"] != leader:
             row |= _behind(run, calibrated(leader), calibrated(row["model"]))
-    plain = [_measured(run, name, name) for name in ("base", "merged") if name in run.variants]
-    return [*plain, *rows, _measured(run, "expert", "experts")]
+    starts = [_measured(run, name, name) for name in ("base", "merged") if name in run.variants]
+    return [*starts, *rows, _measured(run, "expert", "experts")]
 
 
 def arena_sheet(
@@ -101,6 +87,16 @@ def arena_sheet(
     ]
     said += [f"{name}: not made, as {reason}." for name, reason in (failed or {}).items()]
     return Sheet("arena", f"Repairs of {run.name} beside each other", kinds, table, " ".join(said))
+
+
+def _cost(run: DriftRun, name: str) -> dict[str, Any]:
+    """What a calibration is and takes; None what was not measured."""
+    info, used = run.manifest.calibrations[name], run.resources()
+    phase = used.loc[used["phase"] == f"calibrate:{name}", ["peak_rss_bytes", "energy_wh"]]
+    peak, energy = (plain(value) for value in phase.iloc[0]) if len(phase) else (None, None)
+    row = {"method": info.method, "seconds": info.seconds, "energy_wh": energy}
+    row |= {"peak_mib": None if peak is None else round(peak / _MIB)}
+    return row | {"added": info.attached, "task_id": info.attached > 0}
 
 
 def _behind(run: DriftRun, leader: str, variant: str) -> dict[str, float]:

@@ -60,16 +60,9 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
     settings = _part(found, "config")
     about = {
         **{"variant": variant, "file": file.name, "sha256": hashlib.sha256(content).hexdigest()},
-        **{
-            "tool": "lm-evaluation-harness",
-            "version": found.get("lm_eval_version"),
-            "date": found.get("date"),
-        },
-        **{
-            "model": settings.get("model"),
-            "model_args": settings.get("model_args"),
-            "limit": settings.get("limit"),
-        },
+        "tool": "lm-evaluation-harness",
+        **{"version": found.get("lm_eval_version"), "date": found.get("date")},
+        **{name: settings.get(name) for name in ("model", "model_args", "limit")},
         **{"tasks": list(dict.fromkeys(row["task"] for row in rows)), "attached": utc_now()},
     }
     with RunWriter.resume(folder) as writer:

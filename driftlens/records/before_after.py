@@ -71,18 +71,13 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
     rows = []
     found = [*outcomes(run, compared_variants(run, name)), *rho_control(run, name)]
     for entry in sorted(found, key=lambda at: (run.tasks.index(at.task), at.variant == "expert")):
-        row: dict[str, Any] = {
-            **{"task": entry.task, "variant": entry.variant, "model": title(entry.variant)}
-        }
+        row: dict[str, Any] = {"task": entry.task, "variant": entry.variant, "model": title(entry.variant)}
         for measure in ("drift", "relative", "cosine"):
             mean = getattr(entry, measure)
             row |= {measure: mean.value, f"{measure}_error": mean.high - mean.value}
         at = entry.score
-        row |= {
-            "accuracy": at.value if entry.metric == ACCURACY else math.nan,
-            "low": at.low,
-            "high": at.high,
-        }
+        row["accuracy"] = at.value if entry.metric == ACCURACY else math.nan
+        row |= {"low": at.low, "high": at.high}
         rows.append(row | {"n": at.n, "metric": entry.metric.name, "score": at.value})
     frame = pd.DataFrame(rows)
     frame.attrs["notices"] = list(run.manifest.calibrations[name].notices)
@@ -181,12 +176,8 @@ def _scores(rows: pd.DataFrame, name: str) -> Sheet:
     columns = ["task", "model", *(["metric"] if says else []), "score", "low", "high", "n"]
     kinds: dict[str, Kind] = dict.fromkeys(columns[:-4], "text")
     kind: Kind = "share" if is_share else "number"
-    kinds |= {
-        "score" if says else "accuracy": kind,
-        "95 % low": kind,
-        "95 % high": kind,
-        "test samples": "count",
-    }
+    kinds |= dict.fromkeys(("score" if says else "accuracy", "95 % low", "95 % high"), kind)
+    kinds["test samples"] = "count"
     interval = "Wilson's interval" if is_share else "95 % intervals"
     return Sheet(
         f"{'scores' if says else 'accuracies'}-{name}",

@@ -292,43 +292,56 @@ def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[
     The metric stands in the column `value`, NaN where it was not measured; of a change of mean drift, `low` and `high`
     are the ends of its 95 % interval.
     """
-    table, metric, change = check.table, check.metric, check.change
-    rows: pd.DataFrame = getattr(run, table)()  # a run's tables are its methods
-    if rows.empty:
-        return f"the run has no rows in its table {table!r}"
-    if table == "calibration":
-        rows = rows.assign(variant=rows["name"].map(calibrated))
-    rows = rows.assign(value=rows[metric].astype("Float64").astype("float64"))
-    if rows["value"].isna().all():
-        return f"{metric} was not measured"
-    if table in _GAPS_BY:
-        rows = rows[rows["value"].groupby(rows[_GAPS_BY[table]]).transform("count") > 0]
-    wanted = dict(check.where)
-    if table == "params" and not {"scope", "path"} & set(wanted):
-        wanted["scope"] = "backbone"  # modules, layers and the whole would otherwise be one heap
+    rows = _measured(run, check)
+    if isinstance(rows, str):
+        return rows
     try:
-        if "layer" in wanted:
-            wanted["layer"] = run.layer_index(wanted["layer"])
+        wanted = _wanted(run, check)
     except LayerNotFoundError as error:
         return error.message
     for column, value in wanted.items():
         rows = rows[(rows[column] == value).fillna(False).to_numpy(dtype=bool)]
         if rows.empty:
             return _no_row(run, check, column, value)
-    key = [column for column in TABLES[table].key if column in rows]
-    if change is not None:
-        for variant in change:
+    key = [column for column in TABLES[check.table].key if column in rows]
+    if check.change is not None:
+        for variant in check.change:
             if not (rows["variant"] == variant).any():
                 return _no_row(run, check, "variant", variant)
         key = [column for column in key if column not in ("variant", "name")]
-        rows = _changes(rows, key, *change, relative=check.relative)
-        if table == "accuracy" or metric == "drift_l2_mean":
-            rows = _with_intervals(rows, run, check, change)
-    elif table == "accuracy" and metric == "value":
+        rows = _changes(rows, key, *check.change, relative=check.relative)
+        if check.table == "accuracy" or check.metric == "drift_l2_mean":
+            rows = _with_intervals(rows, run, check, check.change)
+    elif check.table == "accuracy" and check.metric == "value":
         rows = rows.rename(columns={"ci_low": "low", "ci_high": "high"})
     shown = [column for column in key if column not in wanted and column not in check.per]
     tasks = [task for task in run.tasks if wanted.get("task", task) == task] if "task" in key else []
     return rows, shown, tasks
+
+
+def _measured(run: DriftRun, check: Check) -> pd.DataFrame | str:
+    """The table's rows with the metric as `value`, where it exists; or why there is none."""
+    rows: pd.DataFrame = getattr(run, check.table)()  # a run's tables are its methods
+    if rows.empty:
+        return f"the run has no rows in its table {check.table!r}"
+    if check.table == "calibration":
+        rows = rows.assign(variant=rows["name"].map(calibrated))
+    rows = rows.assign(value=rows[check.metric].astype("Float64").astype("float64"))
+    if rows["value"].isna().all():
+        return f"{check.metric} was not measured"
+    if check.table not in _GAPS_BY:
+        return rows
+    return rows[rows["value"].groupby(rows[_GAPS_BY[check.table]]).transform("count") > 0]
+
+
+def _wanted(run: DriftRun, check: Check) -> dict[str, str | int]:
+    """Which rows, by column, with the index of the layer."""
+    wanted = dict(check.where)
+    if check.table == "params" and not {"scope", "path"} & set(wanted):
+        wanted["scope"] = "backbone"  # modules, layers and the whole would otherwise be one heap
+    if "layer" in wanted:
+        wanted["layer"] = run.layer_index(wanted["layer"])
+    return wanted
 
 
 def _no_row(run: DriftRun, check: Check, column: str, value: object) -> str:

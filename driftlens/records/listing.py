@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pathlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from driftlens.records.contents import LATER, is_phase_of
 from driftlens.records.layout import LOCK, MANIFEST, STATUS
 from driftlens.records.lock import living_owner_of
 from driftlens.records.manifest import Manifest
-from driftlens.records.outcomes import outcomes
+from driftlens.records.outcomes import Outcome, outcomes
 from driftlens.records.reading import is_measured
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.status import Status
@@ -216,20 +216,22 @@ def _standings(run: DriftRun) -> dict[str, Any]:
         run.layers(layer="final")  # without these a run can't be read; its pages say what else is damaged
         return {}
     last = [entry.relative.value for entry in found if shown and entry.variant == shown[-1]]
-    measured = [entry for entry in found if is_measured(entry.score.value)]
-    by_variant: dict[str, dict[str, float]] = {}
-    for entry in measured:
-        by_variant.setdefault(entry.variant, {})[entry.task] = entry.score.value
-    common = set.intersection(*map(set, by_variant.values())) if by_variant else set()
-    if not all(entry.metric.is_averaged for entry in measured):
-        common = set()
     drifts = {entry.task: entry.drift.value for entry in found if entry.variant == "merged"}
     return {
         "final_drift": {task: drift for task, drift in drifts.items() if is_measured(drift)},
         "relative": sum(last) / len(last) if last else math.nan,
-        "scores": {
-            name: sum(values[task] for task in common) / len(common)
-            for name, values in by_variant.items()
-            if common
-        },
+        "scores": _mean_scores(found),
     }
+
+
+def _mean_scores(found: Sequence[Outcome]) -> dict[str, float]:
+    """By variant, over the tasks on which every scored one has a score; none where these have no common mean."""
+    scored = [entry for entry in found if is_measured(entry.score.value)]
+    by_variant: dict[str, dict[str, float]] = {}
+    for entry in scored:
+        by_variant.setdefault(entry.variant, {})[entry.task] = entry.score.value
+    tasks = dict.fromkeys(entry.task for entry in scored)
+    common = [task for task in tasks if all(task in values for values in by_variant.values())]
+    if not common or not all(entry.metric.is_averaged for entry in scored):
+        return {}
+    return {name: sum(values[task] for task in common) / len(common) for name, values in by_variant.items()}

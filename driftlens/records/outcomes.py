@@ -98,23 +98,14 @@ def outcomes(run: DriftRun, variants: Sequence[str] | None = None) -> list[Outco
     wanted = dict.fromkeys([*run.variants, "expert"] if variants is None else variants)
     unknown = (math.nan,) * len(columns)
     found = []
-    for task in run.tasks:
-        for variant in wanted:
-            mean, std, share, cosine, cosine_std, n = final.get((task, variant), unknown)
-            drift = mean_interval(mean, std, _count(n))
-            relative = replace(drift.scaled(share / mean) if mean else drift, value=share)
-            value, low, high, tests = scores.get((task, variant), unknown[:4])
-            found.append(
-                Outcome(
-                    task,
-                    variant,
-                    drift,
-                    relative,
-                    mean_interval(cosine, cosine_std, _count(n)),
-                    Interval(value, low, high, _count(tests)),
-                    metrics.get(task, ACCURACY),
-                )
-            )
+    for task, variant in itertools.product(run.tasks, wanted):
+        mean, std, share, cosine, cosine_std, n = final.get((task, variant), unknown)
+        drift = mean_interval(mean, std, _count(n))
+        relative = replace(drift.scaled(share / mean) if mean else drift, value=share)
+        angle = mean_interval(cosine, cosine_std, _count(n))
+        value, low, high, tests = scores.get((task, variant), unknown[:4])
+        score = Interval(value, low, high, _count(tests))
+        found.append(Outcome(task, variant, drift, relative, angle, score, metrics.get(task, ACCURACY)))
     return found
 
 
@@ -206,31 +197,34 @@ def summary_sheet(run: DriftRun) -> Sheet:
     """
     listed = dict.fromkeys(("base", "expert", *run.variants))
     named = {name: title(name) for name in listed if part_of(name) != "baseline"}
-    found = {(entry.task, entry.variant): entry for entry in outcomes(run, [*named])}
-    keys = itertools.product(("score", "relative"), named)
-    columns = {key: [getattr(found[task, key[1]], key[0]) for task in run.tasks] for key in keys}
-    columns = {key: cells for key, cells in columns.items() if any(is_measured(at.value) for at in cells)}
+    heads = {name: name if [*named.values()].count(head) > 1 else head for name, head in named.items()}
+    found = outcomes(run, [*named])
     metrics = [main_metrics(run).get(task, ACCURACY) for task in run.tasks]
-    is_share = all(metric.kind == "share" for metric in metrics)
-    kinds: dict[str, Kind] = {"task": "text", "metric": "text", "test samples": "count"}
-    for of, name in columns:
-        head = name if [*named.values()].count(named[name]) > 1 else named[name]
-        if of == "score":
-            kinds |= dict.fromkeys((head, f"{head} low", f"{head} high"), "share" if is_share else "number")
-        else:
-            kinds[f"drift of {head}"] = "share"
     names = [*run.tasks]
-    if len(names) > 1 and len(set(metrics)) == 1:
+    has_mean = len(names) > 1 and len(set(metrics)) == 1
+    if has_mean:
         names.append(f"mean of {len(names)}")
-        columns = {key: [*cells, mean_over_tasks(cells)] for key, cells in columns.items()}
+
+    def measured(of: str) -> dict[str, list[Interval]]:
+        """By heading, what was measured of every model on the tasks, and its mean."""
+        columns = {}
+        for variant, head in heads.items():
+            cells = [getattr(entry, of) for entry in found if entry.variant == variant]
+            if any(is_measured(cell.value) for cell in cells):
+                columns[head] = [*cells, mean_over_tasks(cells)] if has_mean else cells
+        return columns
+
+    scores, drifts = measured("score"), measured("relative")
+    kind: Kind = "share" if all(metric.kind == "share" for metric in metrics) else "number"
+    kinds: dict[str, Kind] = {"task": "text", "metric": "text", "test samples": "count"}
+    kinds |= {f"{head}{end}": kind for head in scores for end in ("", " low", " high")}
+    kinds |= {f"drift of {head}": "share" for head in drifts}
     rows: list[list[Any]] = []
     for at, (name, metric) in enumerate(zip(names, [*metrics, *metrics[:1]], strict=False)):
-        scores, drifts = (
-            [cells[at] for (of, _), cells in columns.items() if of == own] for own in ("score", "relative")
-        )
-        ends = [end for cell in scores for end in (cell.value, cell.low, cell.high)]
-        n = max((cell.n for cell in scores), default=0) or None
-        rows.append([name, metric.title, n, *ends, *(cell.value for cell in drifts)])
+        cells = [column[at] for column in scores.values()]
+        ends = [end for cell in cells for end in (cell.value, cell.low, cell.high)]
+        n = max((cell.n for cell in cells), default=0) or None
+        rows.append([name, metric.title, n, *ends, *(column[at].value for column in drifts.values())])
     note = "95 % intervals over samples. Drift is that of the final feature, against the expert's norm."
     return Sheet("summary", f"{run.name} ({run.id})", kinds, rows, note)
 

@@ -154,15 +154,8 @@ def ablation_sheets(run: DriftRun, name: str) -> list[Sheet]:
             both = [over_draws(at[measure].to_numpy()) for at in (mine, gaps if changed else gaps[:0])]
             ends = [end for one in both for end in (one.value, one.low, one.high)]
             found.append([", ".join(changed) or method, *ends, mine["seconds"].mean()])
-        called = f"{method}, part by part: {heading}"
         if rows[measure].notna().any():
-            sheets.append(
-                Sheet(
-                    f"ablation-{method}-{measure}".replace("_", "-"),
-                    called,
-                    {**kinds, "s": "number"},
-                    found,
-                    note,
-                )
-            )
+            file = f"ablation-{method}-{measure}".replace("_", "-")
+            called = f"{method}, part by part: {heading}"
+            sheets.append(Sheet(file, called, {**kinds, "s": "number"}, found, note))
     return sheets

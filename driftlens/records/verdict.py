@@ -6,14 +6,13 @@ The same words stand first in terminal, model card, report and dashboard. A word
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import pandas as pd
 
 from driftlens.records.checks import self_checks
 from driftlens.records.intervals import Interval, mean_over_tasks
@@ -115,58 +114,69 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     merged = "merged" if "merged" in others else next(iter(others), "")
     made = [variant for variant in run.variants if part_of(variant) == "calibrated"]
     after = calibrated(name) if name else next(reversed(made), "")
-    wanted = [
-        variant for variant in ("base", "expert", merged, after) if variant in (*run.variants, "expert")
-    ]
-    found = outcomes(run, wanted)
-    scored = [v for v in wanted if any(e.variant == v and is_measured(e.score.value) for e in found)]
-    is_scored = bool({merged, after} & set(scored))
-    compared = scored if is_scored else [variant for variant in wanted if variant != "expert"]
-    means = task_means(run, compared)
-    means = [at for at in means if (at.about.split == "test" if is_scored else at.measure == "relative")]
+    cells, of, mean = _measured(run, merged, after)
     source = source_of(run, merged)
-    if not means or not {merged, after} & set(compared):
+    if mean is None:
         nothing = ("Nothing was measured that a verdict could rest on.", *_of_source(source, merged))
         return Verdict(MEASURES["relative"], (), merged, after, {}, (), "", (), source, "", nothing)
-    mean = max(means, key=lambda mean: len(mean.tasks))
-    of = "score" if is_scored else "relative"
-    cells = {(entry.task, entry.variant): entry for entry in found}
     pairs = [(merged, "expert"), (merged, "base"), (after, merged), (after, "base")]
     gaps = {
         pair: _gap(run, of, mean, cells, pair)
         for pair in (*pairs, (after, "expert"), ("expert", "base"))
-        if set(pair) <= set(compared)
+        if set(pair) <= {*mean.means}
     }
-    last = after if after in compared else merged
+    last = after if after in mean.means else merged
     behind = {task: cells[task, last].relative.value for task in mean.tasks}
-    if is_scored:
+    if of == "score":
         gap = gaps.get((last, "expert"))
         behind = {task: abs(gap.by_task[task].value) for task in gap.worse} if gap else {}
     worst = max(behind, key=lambda task: behind[task], default="")
     bad = gaps["expert", "base"].worse if ("expert", "base") in gaps else ()
-    command = _next(run, gaps, merged, after)
-    own = {variant: getattr(cells[worst, variant], of) for variant in compared} if worst else {}
+    command = _next(run, gaps.get((after or merged, "expert")), bad)
     told = tuple(gaps[pair] for pair in pairs if pair in gaps)
-    is_told = len(mean.tasks) > 1 and worst and not bad
-    failed = self_checks(run).count("fail")
-
-    def further(whole: bool) -> Iterator[tuple[int, str]]:
-        yield 1, f"Experts worse than base: {_listed(bad)}." if bad else ""
-        yield 3, f"Worst: {worst} ({_values(own, mean.about.kind)})." if is_told else ""
-        yield from ((2, text) for text in _of_source(source, merged, whole=whole))
-        yield 0, f"Self-checks failed: {failed}." if failed else ""
-        yield 0, f"Next: `{command}`." if command else ""
-
+    found = Verdict(mean.about, mean.tasks, merged, after, mean.means, told, worst, bad, source, command, ())
+    own = {variant: getattr(cells[worst, variant], of) for variant in mean.means} if worst else {}
     which = f" (last of {len(made)})" if len(made) > 1 and after == made[-1] else ""
+    return replace(found, sentences=_sentences(found, own, which, self_checks(run).count("fail")))
+
+
+def _measured(
+    run: DriftRun, merged: str, after: str
+) -> tuple[dict[tuple[str, str], Outcome], str, TaskMeans | None]:
+    """Outcomes by task and variant, the attribute of them to judge by, and its means over the most tasks, if any."""
+    wanted = [name for name in ("base", "expert", merged, after) if name in (*run.variants, "expert")]
+    cells = {(entry.task, entry.variant): entry for entry in outcomes(run, wanted)}
+    scored = {variant for (_, variant), entry in cells.items() if is_measured(entry.score.value)}
+    is_scored = bool({merged, after} & scored)
+    compared = [name for name in wanted if (name in scored if is_scored else name != "expert")]
+    means = task_means(run, compared) if {merged, after} & {*compared} else []
+    means = [at for at in means if (at.about.split == "test" if is_scored else at.measure == "relative")]
+    mean = max(means, key=lambda mean: len(mean.tasks), default=None)
+    return cells, "score" if is_scored else "relative", mean
+
+
+def _sentences(found: Verdict, own: Mapping[str, Interval], which: str, failed: int) -> tuple[str, ...]:
+    """The verdict in words: `own` is what models have on the worst task, `which` calibration it is, `failed` checks."""
+    bad = [f"Experts worse than base: {_listed(found.bad_experts)}."] if found.bad_experts else []
+    is_told = len(found.tasks) > 1 and found.worst and not bad
+    worst = [f"Worst: {found.worst} ({_values(own, found.measure.kind)})."] if is_told else []
+    end = [f"Self-checks failed: {failed}."] if failed else []
+    end += [f"Next: `{found.command}`."] if found.command else []
     said: tuple[str, ...] = ()
     # Tasks are counted as far as that leaves room: for the source, or else for experts that are bad themselves.
     for counted, whole, rank in _ROOM:
-        first = (_of_means(mean), *_of_gaps(told, mean, which, counted))
-        ranked = [*((0, text) for text in first), *further(whole)]
+        parts = (
+            (0, [_of_means(found), *_of_gaps(found, which, counted)]),
+            (1, bad),
+            (3, worst),
+            (2, _of_source(found.source, found.merged, whole=whole)),
+            (0, end),
+        )
+        ranked = [(at, text) for at, texts in parts for text in texts]
         said = _fitting(ranked)
-        if all(text in said for at, text in ranked if text and at < rank):
+        if all(text in said for at, text in ranked if at < rank):
             break
-    return Verdict(mean.about, mean.tasks, merged, after, mean.means, told, worst, bad, source, command, said)
+    return said
 
 
 def _fitting(ranked: Sequence[tuple[int, str]]) -> tuple[str, ...]:
@@ -175,7 +185,7 @@ def _fitting(ranked: Sequence[tuple[int, str]]) -> tuple[str, ...]:
     for _, text in sorted(ranked, key=lambda entry: entry[0]):
         left -= num_words(text)
         kept |= {text} if left >= 0 else set()
-    return tuple(text for _, text in ranked if text and text in kept)
+    return tuple(text for _, text in ranked if text in kept)
 
 
 def num_words(text: str) -> int:
@@ -207,28 +217,30 @@ def _side(change: Interval) -> int:
     return (change.low > 0) - (change.high < 0)
 
 
-def _next(run: DriftRun, gaps: Mapping[tuple[str, str], Gap], merged: str, after: str) -> str:
-    """The command that most likely helps; empty for live modules, which no command can open."""
-    sides = {pair: gap.side for pair, gap in gaps.items()}
+def _next(run: DriftRun, gap: Gap | None, bad: Sequence[str]) -> str:
+    """The command that most likely helps, by the last model's gap to the experts and the experts that are bad.
+
+    Empty for live modules, which no command can open.
+    """
     at = shlex.quote(str(run.path))
     if is_live(run.manifest):
         return ""
-    if ("expert", "base") in gaps and gaps["expert", "base"].worse:
+    if bad:
         return f"driftlens validate {at}/spec.yaml --deep"
-    if sides.get((after or merged, "expert"), -1) >= 0:
+    if gap is not None and gap.side >= 0:
         return f"driftlens report {at}"
     if not any(info.automatic for info in run.manifest.calibrations.values()):
         return f"driftlens calibrate {at} --name best --auto"
     return f"driftlens advise {at} --search"
 
 
-def _of_means(mean: TaskMeans) -> str:
+def _of_means(found: Verdict) -> str:
     """What every model has, side by side."""
-    what, n = mean.about.title, max(at.n for at in mean.means.values())
-    over = "" if len(mean.tasks) > 1 else f" on {mean.tasks[0]}"
-    counts = [f"{len(mean.tasks)} tasks"] * (len(mean.tasks) > 1) + [f"n = {n}"] * bool(n)
+    what, n = found.measure.title, max(at.n for at in found.means.values())
+    over = "" if len(found.tasks) > 1 else f" on {found.tasks[0]}"
+    counts = [f"{len(found.tasks)} tasks"] * (len(found.tasks) > 1) + [f"n = {n}"] * bool(n)
     counted = f" ({', '.join(counts)})" if counts else ""
-    return f"{what[:1].upper()}{what[1:]}{over}{counted}: {_values(mean.means, mean.about.kind)}."
+    return f"{what[:1].upper()}{what[1:]}{over}{counted}: {_values(found.means, found.measure.kind)}."
 
 
 def _values(found: Mapping[str, Interval], kind: Kind) -> str:
@@ -239,34 +251,43 @@ def _called(variant: str) -> str:
     return "experts" if variant == "expert" else title(variant)
 
 
-def _of_gaps(gaps: Sequence[Gap], mean: TaskMeans, which: str, counted: str) -> Iterator[str]:
+def _of_gaps(found: Verdict, which: str, counted: str) -> Iterator[str]:
     """A sentence per model, with what it is compared with; units and the number of tasks are said once."""
-    said = [_of_gap(gap, mean, counted, is_first=gap is gaps[0]) for gap in gaps]
-    for variant in dict.fromkeys(gap.variant for gap in gaps):
-        own = "; ".join(text for gap, text in zip(gaps, said, strict=True) if gap.variant == variant)
+    for variant, gaps in itertools.groupby(found.gaps, lambda gap: gap.variant):
+        own = "; ".join(_of_gap(gap, found, counted, is_first=gap is found.gaps[0]) for gap in gaps)
         yield f"{title(variant)}{which if part_of(variant) == 'calibrated' else ''}: {own}."
 
 
-def _of_gap(gap: Gap, mean: TaskMeans, counted: str, *, is_first: bool) -> str:
-    is_share, num_tasks = mean.about.kind == "share", len(mean.tasks)
-    change, digits = (gap.change.scaled(100), ".1f") if is_share else (gap.change, ".3g")
+def _of_gap(gap: Gap, found: Verdict, counted: str, *, is_first: bool) -> str:
+    change = _change(gap, found.measure.kind) + " points" * (found.measure.kind == "share" and is_first)
+    is_counted = counted == "all" or (counted == "mixed" and bool(gap.better and gap.worse))
+    counts = _counts(gap, len(found.tasks), is_first=is_first) if is_counted and len(found.tasks) > 1 else ""
+    if not gap.side:
+        told = f"{change}; {counts}" if counts else change
+        return f"no clear difference to {_called(gap.against)} ({told})"
+    way = "better" if gap.side > 0 else "worse"
+    return f"{change} {way} than {_called(gap.against)}{f' ({counts})' if counts else ''}"
+
+
+def _change(gap: Gap, kind: Kind) -> str:
+    """How much it is with half of its interval, signed where it isn't clear which way."""
+    change, digits = (gap.change.scaled(100), ".1f") if kind == "share" else (gap.change, ".3g")
     # Towards 0, where that is excluded: a reader who subtracts finds what the words say.
     halves = change.value - change.low, change.high - change.value
     half = halves[change.value < 0] if gap.side else max(halves)
-    ends = f" +- {half:{digits}}" if is_measured(half) else ""
+    value = f"{abs(change.value):{digits}}" if gap.side else f"{change.value:+{digits}}"
+    return f"{value} +- {half:{digits}}" if is_measured(half) else value
+
+
+def _counts(gap: Gap, num_tasks: int, *, is_first: bool) -> str:
+    """On how many tasks the change is clear, first those that go the way of the mean."""
     sides = {"better": len(gap.better), "worse": len(gap.worse)}
-    is_counted = num_tasks > 1 and (counted == "all" or (counted == "mixed" and all(sides.values())))
     if not gap.side:
-        counts = ", ".join(f"{k} {way}" for way, k in sides.items() if k and is_counted)
-        counts = f"; {counts}" if counts else ""
-        unit = " points" if is_share and is_first else ""
-        return f"no clear difference to {_called(gap.against)} ({change.value:+{digits}}{ends}{unit}{counts})"
+        return ", ".join(f"{k} {way}" for way, k in sides.items() if k)
     way, other = ("better", "worse") if gap.side > 0 else ("worse", "better")
-    reverse = f", {sides[other]} {other}" if sides[other] else ""
     on = "all" if sides[way] == num_tasks else f"{sides[way]} of {num_tasks}"
-    counts = f" ({f'clear on {on}' if is_first else sides[way]}{reverse})" if is_counted else ""
-    unit = " points" if is_share and is_first else ""
-    return f"{abs(change.value):{digits}}{ends}{unit} {way} than {_called(gap.against)}{counts}"
+    reverse = f", {sides[other]} {other}" if sides[other] else ""
+    return f"{f'clear on {on}' if is_first else sides[way]}{reverse}"
 
 
 def source_of(run: DriftRun, variant: str) -> Source | None:
@@ -292,9 +313,9 @@ def shares(run: DriftRun, variant: str, task: str | None = None) -> dict[int, tu
     return dict(sorted(found.items(), key=lambda item: -item[1][0].value))
 
 
-def share_of(row: Mapping[Any, Any] | pd.Series[Any], column: str = "final_share") -> Interval:
+def share_of(row: Mapping[Any, Any]) -> Interval:
     """A layer's share of the final drift with its interval, which older runs lack, from its row of the layer table."""
-    values = [plain(row.get(name)) for name in (column, f"{column}_low", f"{column}_high")]
+    values = [plain(row.get(f"final_share{end}")) for end in ("", "_low", "_high")]
     share, low, high = (math.nan if value is None else float(value) for value in values)
     return Interval(share, low, high, plain(row["jacobian_samples"]) or 0)
 
@@ -327,48 +348,57 @@ def task_sheet(run: DriftRun, found: Verdict) -> Sheet:
     heads |= {variant: variant for variant in heads if [*heads.values()].count(heads[variant]) > 1}
     gap = next((gap for gap in found.gaps if gap.against == found.merged), next(iter(found.gaps), None))
     last = found.after if found.after in heads else found.merged
-    of = "relative" if found.measure == MEASURES["relative"] else "score"
-    unit: Kind = "points" if found.measure.kind == "share" else "number"
+    of = _judged_by(found)
     what = f"{heads[gap.variant]} - {heads[gap.against]}" if gap else ""
+    unit: Kind = "points" if found.measure.kind == "share" else "number"
     kinds: dict[str, Kind] = {"task": "text", **dict.fromkeys(heads.values(), found.measure.kind)}
     kinds |= dict.fromkeys((what, "95 % low", "95 % high"), unit) if gap else {}
     kinds |= {} if of == "relative" else {"relative drift": "share"}
     kinds |= {"main source": "text"} if found.source else {}
+
+    def row_of(task: str, values: Mapping[str, Interval], change: Interval | None) -> dict[str, Any]:
+        row = {"task": task, **{heads[variant]: at.value for variant, at in values.items()}}
+        ends = {what: change.value, "95 % low": change.low, "95 % high": change.high} if change else {}
+        return row | ends
+
+    rows = []
     cells = {(entry.task, entry.variant): entry for entry in outcomes(run, [*heads])}
-
-    def with_change(row: dict[str, Any], change: Interval) -> dict[str, Any]:
-        return {**row, what: change.value, "95 % low": change.low, "95 % high": change.high}
-
-    rows: list[dict[str, Any]] = []
     for task in run.tasks:
-        row = {head: getattr(cells[task, variant], of).value for variant, head in heads.items()}
-        row = row if task in found.tasks else {}  # its score may be of another metric
-        row |= {"task": task, "relative drift": cells[task, last].relative.value}
+        is_common = task in found.tasks  # elsewhere its score may be of another metric
+        values = {variant: getattr(cells[task, variant], of) for variant in heads if is_common}
+        row = row_of(task, values, gap.by_task.get(task) if gap else None)
+        row["relative drift"] = cells[task, last].relative.value
         for layer, (share, _) in [*shares(run, found.merged, task).items()][:1]:
             row["main source"] = f"{run.layer_name(layer)} {100 * share.value:.0f} %"
-        rows.append(with_change(row, gap.by_task[task]) if gap and task in gap.by_task else row)
+        rows.append(row)
     if len(found.tasks) > 1:
-        row = {head: found.means[variant].value for variant, head in heads.items()}
-        row |= {"task": f"mean of {len(found.tasks)}"}
-        rows.append(with_change(row, gap.change) if gap else row)
+        rows.append(row_of(f"mean of {len(found.tasks)}", found.means, gap.change if gap else None))
+    table = [[row.get(head) for head in kinds] for row in rows]
+    heading, note = f"Task by task: {found.measure.title}", _note_on_tasks(run, found, gap, last)
+    return Sheet("tasks", heading, kinds, table, note)
+
+
+def _note_on_tasks(run: DriftRun, found: Verdict, gap: Gap | None, last: str) -> str:
+    """What the columns of `task_sheet` are of, and how its intervals were taken."""
     note = f"Relative drift is that of {title(last)} (pooled feature)"
     if found.source:
         num_tasks, n = len(shares(run, found.merged)[found.source.layer][1]), found.source.share.n
         share_n = f", n = {n // num_tasks} a task" if n else ""
         note += f"; main source is the largest share of {title(found.merged)}'s drift (full state{share_n})"
-    note += ". "
-    note += "95 % intervals over samples, "
     pairs = [score_change(run, task, (gap.against, gap.variant)) for task in gap.by_task] if gap else []
-    is_paired = of == "relative" or all(at.is_paired for at in pairs)
-    note += (
-        "paired." if is_paired else "not paired on all tasks, as single answers are not stored, so too wide."
-    )
-    heading = f"Task by task: {found.measure.title}"
-    return Sheet("tasks", heading, kinds, [[row.get(head) for head in kinds] for row in rows], note)
+    is_paired = _judged_by(found) == "relative" or all(at.is_paired for at in pairs)
+    unpaired = "not paired on all tasks, as single answers are not stored, so too wide"
+    return f"{note}. 95 % intervals over samples, {'paired' if is_paired else unpaired}."
+
+
+def _judged_by(found: Verdict) -> str:
+    """The attribute of `Outcome` that holds what models are judged by."""
+    return "relative" if found.measure == MEASURES["relative"] else "score"
 
 
 def others_sheet(run: DriftRun, found: Verdict) -> Sheet:
     """Means over tasks of what the verdict leaves out: anchors alone, controls, other calibrations, baselines."""
+    of = _judged_by(found)
     rows = []
     for variant in run.variants:
         if variant not in found.means:
@@ -377,12 +407,11 @@ def others_sheet(run: DriftRun, found: Verdict) -> Sheet:
                 means.get(name, Interval(math.nan)) for name in (found.measure.title, "relative drift")
             )
             rows.append((title(variant), at.value, at.low, at.high, drift.value))
-    of = "relative" if found.measure == MEASURES["relative"] else "score"
     for own in filter(None, (rho_control(run, name) for name in run.manifest.calibrations)):
         at = mean_over_tasks([getattr(entry, of) for entry in own if entry.task in found.tasks])
         drift = mean_over_tasks([entry.relative for entry in own])
         rows.append((title(own[0].variant), at.value, at.low, at.high, drift.value))
-    what = "mean" if found.measure == MEASURES["relative"] else f"mean {found.measure.title}"
+    what = "mean" if of == "relative" else f"mean {found.measure.title}"
     kind = found.measure.kind
     kinds = {"model": "text", what: kind, "95 % low": kind, "95 % high": kind, "relative drift": "share"}
     return Sheet("others", "Other models, means over tasks", kinds, rows)

@@ -176,11 +176,9 @@ class TextEntry(Entry):
         fields = type(self).model_fields
         given = [name for name in fields if getattr(self, name) != fields[name].default]
         if not self.holds_texts:
-            own = [
-                name for name in TextEntry.model_fields if name in given and name not in Entry.model_fields
-            ]
-            own = [name for name in own if name != "classes" or self.kind != "table" or self.classes is True]
-            if own:
+            has_classes = self.kind == "table" and self.classes is not True
+            others = {*Entry.model_fields, *(["classes"] if has_classes else [])}
+            if own := [name for name in TextEntry.model_fields if name in given and name not in others]:
                 raise problem(
                     f"{own[0]} belongs to texts, and no column of texts is named",
                     "Add `input: COLUMN`, or a `prompt` with {COLUMN} in it.",

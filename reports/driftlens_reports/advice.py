@@ -36,9 +36,8 @@ def advice(run: DriftRun) -> dict[str, Any]:
     params = params[(params["scope"] == "layer") & params["cos"].notna()]
     for path, own in params.groupby("path", sort=False):
         cos, signs = own["cos"].astype(float), own["sign_agreement"].astype(float)
-        lengths = 1 / own["norm_ratio"].astype(
-            float
-        )  # of the experts' task vectors, in that of the merged one
+        # Of the experts' task vectors, in that of the merged one.
+        lengths = 1 / own["norm_ratio"].astype(float)
         conflicts.append(
             {
                 "layer": int(places[path]) if path in places else None,

@@ -33,6 +33,10 @@ from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, ChartOptions, Drawn, charts
 from driftlens_reports.charts.words import overlap_notes
 from driftlens_reports.content import Figure, ReportContent, RunInfo, Section, Table, frame_table
+from driftlens_reports.formats.fragments import fragments
+from driftlens_reports.formats.page import interactive_page, light_page
+from driftlens_reports.formats.pull_request import markdown
+from driftlens_reports.formats.tables import json_document, spreadsheets
 from driftlens_reports.sections import findings, setup, verdict
 from driftlens_reports.sections.outline import TITLES, Outline, check_known, outline
 
@@ -236,43 +240,22 @@ def _run_info(run: DriftRun) -> RunInfo:
     )
 
 
-def _html(run: DriftRun, made: Composed) -> dict[str, bytes]:
-    from driftlens_reports.formats.page import interactive_page
-
+def _interactive(run: DriftRun, made: Composed) -> bytes:
     dark = {name: charts[name].render(run, ChartOptions(dark=True)).figure for name in made.drawn}
-    return {"report.html": interactive_page(made.content, made.drawn, dark)}
-
-
-def _html_light(run: DriftRun, made: Composed) -> dict[str, bytes]:
-    from driftlens_reports.formats.page import light_page
-
-    return {"report-light.html": light_page(made.content, made.drawn)}
-
-
-def _json(run: DriftRun, made: Composed) -> dict[str, bytes]:
-    from driftlens_reports.formats.tables import json_document
-
-    return {"report.json": json_document(made.content)}
-
-
-def _md(run: DriftRun, made: Composed) -> dict[str, bytes]:
-    from driftlens_reports.formats.pull_request import markdown
-
-    return {"report.md": markdown(made.content)}
-
-
-def _csv(run: DriftRun, made: Composed) -> dict[str, bytes]:
-    from driftlens_reports.formats.tables import spreadsheets
-
-    return {f"csv/{name}": data for name, data in spreadsheets(run, made.content).items()}
-
-
-def _latex(run: DriftRun, made: Composed) -> dict[str, bytes]:
-    from driftlens_reports.formats.fragments import fragments
-
-    return {f"latex/{name}": data for name, data in fragments(made.content).items()}
+    return interactive_page(made.content, made.drawn, dark)
 
 
 _FORMATS: Mapping[str, Callable[[DriftRun, Composed], dict[str, bytes]]] = MappingProxyType(
-    {"html": _html, "html-light": _html_light, "json": _json, "md": _md, "csv": _csv, "latex": _latex}
+    {
+        "html": lambda run, made: {"report.html": _interactive(run, made)},
+        "html-light": lambda run, made: {"report-light.html": light_page(made.content, made.drawn)},
+        "json": lambda run, made: {"report.json": json_document(made.content)},
+        "md": lambda run, made: {"report.md": markdown(made.content)},
+        "csv": lambda run, made: _inside("csv", spreadsheets(run, made.content)),
+        "latex": lambda run, made: _inside("latex", fragments(made.content)),
+    }
 )
+
+
+def _inside(folder: str, found: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {f"{folder}/{name}": data for name, data in found.items()}

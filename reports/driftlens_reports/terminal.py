@@ -182,14 +182,8 @@ def _score_lines(rows: pd.DataFrame) -> list[str]:
         found = {variant: Interval(*row) for variant, row in zip(own["variant"], ends, strict=True)}
         cells = [estimate(found.get(at, Interval(math.nan)), metrics[name].kind) for at in variants]
         counts = own["n"].dropna()
-        lines.append(
-            [
-                str(task),
-                *([metrics[name].title] if says else []),
-                *cells,
-                str(counts.max()) if len(counts) else "",
-            ]
-        )
+        named = [str(task), *([metrics[name].title] if says else [])]
+        lines.append([*named, *cells, str(counts.max()) if len(counts) else ""])
     return [*aligned([header, *lines], num_names=2 if says else 1), *says] if lines else []
 
 
@@ -392,20 +386,23 @@ def sweep_text(run: DriftRun, name: str) -> str:
         scores = [percent(point["accuracy"]), ends, percent(point["std"])] * has_accuracy
         scores += [written(point[metric.name], metric.kind) for metric in others]
         lines.append([*settings, *features, *scores, number(point["seconds"])])
-    seeds = rows["seed"].nunique()
-    parts = [f"{name}: means of {rows['task'].nunique()} tasks, {seeds} seeds"]
+    means = f"{name}: means of {rows['task'].nunique()} tasks, {rows['seed'].nunique()} seeds"
+    notes = [means, *_sweep_notes(run, rows, has_accuracy=has_accuracy)]
+    return "\n".join([*aligned(lines, num_names=0), "", "; ".join(notes)])
+
+
+def _sweep_notes(run: DriftRun, rows: pd.DataFrame, *, has_accuracy: bool) -> Iterator[str]:
     if has_accuracy:
-        parts.append(
-            f"interval: over {int(rows.groupby('task')['n_test'].max().sum())} test samples of these tasks"
-        )
-        parts += ["std: between seeds"] if seeds > 1 else []
+        tested = int(rows.groupby("task")["n_test"].max().sum())
+        yield f"interval: over {tested} test samples of these tasks"
+        if rows["seed"].nunique() > 1:
+            yield "std: between seeds"
     rhos = set(rows["rho"].dropna())
     if rhos - {1.0}:
-        step = (run.manifest.merge or {}).get("title", "the merge")
         rho = f"{rhos.pop():g}" if len(rhos) == 1 else "rho"
-        parts.append(f"the anchor is base + {rho} (merged - base), so {rho} times the step of {step}")
-    parts.append("a sweep keeps no samples, so its drifts and cosines have no interval")
-    return "\n".join([*aligned(lines, num_names=0), "", "; ".join(parts)])
+        step = run.manifest.merge.get("title", "the merge")
+        yield f"the anchor is base + {rho} (merged - base), so {rho} times the step of {step}"
+    yield "a sweep keeps no samples, so its drifts and cosines have no interval"
 
 
 def _sweep_points(rows: pd.DataFrame, factors: Sequence[str]) -> pd.DataFrame:

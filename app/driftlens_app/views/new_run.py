@@ -96,12 +96,8 @@ def _chosen() -> dict[str, Method]:
 
 
 def _form(settings: Settings, spec: str, text: str | None, chosen: Mapping[str, Method]) -> None:
-    is_comparison, merges = len(chosen) > 1, {}
-    for method, known in chosen.items():
-        with st.container(border=True):
-            st.markdown(f"**{plain(known.title)}**")
-            caption(f"{known.source}. Reads {known.reads}. Empty fields stay as they read.")
-            merges[method] = fields([*known.settings.values()], {}, f"merge.{method}")
+    is_comparison, merges = len(chosen) > 1, _settings_of(chosen)
+    instead = {} if is_comparison else merges  # of the spec's own
     file = spec if text is None else kept_as(text)
     name = st.text_input(
         "Name of the folder",
@@ -117,9 +113,9 @@ def _form(settings: Settings, spec: str, text: str | None, chosen: Mapping[str, 
         key="check-spec",
     ):
         file = file if text is None else keep(settings.root, text)
-        _check(settings, file, {} if is_comparison else merges)
+        _check(settings, file, instead)
         st.rerun()  # the button to start stands before what was found
-    found = _findings(settings, file, {} if is_comparison else merges)
+    found = _findings(settings, file, instead)
     is_ready = bool(found) and found["ready"] and not settings.read_only
     pressed = buttons.button(
         "Compare the merges" if is_comparison else "Start the analysis",
@@ -148,6 +144,16 @@ def _form(settings: Settings, spec: str, text: str | None, chosen: Mapping[str, 
         if not is_comparison:
             await_run(job.run)
         st.rerun()
+
+
+def _settings_of(chosen: Mapping[str, Method]) -> dict[str, dict[str, Any]]:
+    merges = {}
+    for method, known in chosen.items():
+        with st.container(border=True):
+            st.markdown(f"**{plain(known.title)}**")
+            caption(f"{known.source}. Reads {known.reads}. Empty fields stay as they read.")
+            merges[method] = fields([*known.settings.values()], {}, f"merge.{method}")
+    return merges
 
 
 def _check(settings: Settings, spec: str, merges: Merges) -> None:

@@ -76,11 +76,16 @@ def show() -> None:
             st.switch_page(path_of("overview"), query_params={RUN: shown[position].id})
     _actions([shown[position] for position in chosen["rows"]], settings)
     for run in shown:
-        if run.problem:
-            reason = f"**{plain(run.path.name)}** can't be read: {plain(run.problem)}"
-            st.warning("\n\n".join(filter(None, (reason, plain(run.hint)))), icon=":material/warning:")
-        for text in run.left if run.path not in live else ():
-            note(f"**{plain(run.path.name)}**: {plain(text)}", "pending")
+        _remarks(run, is_live=run.path in live)
+
+
+def _remarks(run: RunSummary, *, is_live: bool) -> None:
+    """Why a run can't be read, and what work on it was left undone."""
+    if run.problem:
+        reason = f"**{plain(run.path.name)}** can't be read: {plain(run.problem)}"
+        st.warning("\n\n".join(filter(None, (reason, plain(run.hint)))), icon=":material/warning:")
+    for text in () if is_live else run.left:
+        note(f"**{plain(run.path.name)}**: {plain(text)}", "pending")
 
 
 def _table(runs: list[RunSummary], live: set[Path]) -> Any:

@@ -107,8 +107,7 @@ def _shares(run: DriftRun, options: ChartOptions, rows: pd.DataFrame) -> Drawn:
     figure.update_layout(bargap=0.3, legend_traceorder="normal")
     figure.update_xaxes(range=[0, 1], tickformat=theme.TICK_SHARE)
     figure.update_yaxes(**marks.category_axis(tasks), autorange="reversed")
-    worst = rows.loc[rows.groupby("variant", sort=False)[_FLIPPED].idxmax()].to_dict("records")
-    said = words.by_variant((row["variant"], f"{percent(row[_FLIPPED])} ({row['task']})") for row in worst)
+    said = words.worst_tasks(rows, _FLIPPED, percent)
     alt = f"Share of the expert's decisions that flip, worst task of each variant: {said}."
     return Drawn(figure, alt, rows, tuple(words.sample_notes(run, rows)))
 
@@ -155,11 +154,10 @@ def next_token_divergence(run: DriftRun, options: ChartOptions) -> Drawn:
     """Mean divergence per task and variant."""
     samples, column = picking.scored_samples(run, options, "token_kl"), "mean KL divergence"
     means = samples.groupby(["task", "variant"], sort=False)["token_kl"].agg(["mean", "size"]).reset_index()
-    ends = spread(samples, "token_kl", ["task", "variant"], ChartOptions(band="q10-q90"))
+    ends = spread(samples, "token_kl")
     rows = means.merge(ends, on=["task", "variant"]).rename(columns={"mean": column, "size": "n"})
     title, said = "mean KL divergence of the next token (nat)", "10 % to 90 % quantiles over samples"
-    worst = rows.loc[rows.groupby("variant", sort=False)[column].idxmax()].to_dict("records")
-    told = words.by_variant((row["variant"], f"{number(row[column])} ({row['task']})") for row in worst)
+    told = words.worst_tasks(rows, column, number)
     figure = task_figure(run, rows, column, title, interval=said, dark=options.dark)
     alt = f"Mean divergence of the next token in nats, worst task of each variant: {told}."
     return Drawn(
@@ -304,7 +302,7 @@ def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
     surface = theme.palette(options.dark).surface
     for name, bins in rows.groupby("variant", sort=False):
         variant, style = str(name), theme.look(run.variants, str(name), dark=options.dark)
-        colour, shown = style.colour, words.shown(variant)
+        colour = style.colour
         curve = go.Scatter(
             x=marks.gapped(bins["confidence"]),
             y=marks.gapped(bins["accuracy"]),
@@ -315,14 +313,14 @@ def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
             marker={"color": colour, "symbol": style.symbol, "size": 7},
             text=[words.counted(count, "sample") for count in bins["samples"]],
             hovertemplate=f"confidence %{{x:{theme.SHARE}}}, accuracy %{{y:{theme.SHARE}}}<br>%{{text}}",
-            **marks.named(variant, shown, legend=True),
+            **marks.named(variant, legend=True),
         )
         counts = go.Bar(
             x=((bins["from"] + bins["to"]) / 2).tolist(),
             y=bins["samples"].tolist(),
             marker={**marks.hatched(style, size=4), "line": {"width": 0.5, "color": surface}},
             hovertemplate=f"confidence around %{{x:{theme.SHARE}}}<br>%{{y}} samples",
-            **marks.named(variant, shown, legend=False),
+            **marks.named(variant, legend=False),
         )
         figure.add_traces([curve, counts], rows=[1, 1], cols=[1, 2])
     theme.apply_theme(figure, height=440, dark=options.dark)
@@ -415,7 +413,7 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
                 drawn.loc[is_shown, _ACTUAL],
                 theme.look(run.variants, variant, dark=options.dark),
                 total=len(drawn) * len(_ESTIMATES),
-                **marks.named(variant, words.shown(variant), legend=at == 0),
+                **marks.named(variant, legend=at == 0),
                 text=texts[is_shown],
                 hovertemplate=f"%{{text}}<br>score drift %{{y:{theme.NUMBER}}}, bound %{{x:{theme.NUMBER}}}",
             )

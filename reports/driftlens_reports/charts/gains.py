@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,24 +22,6 @@ NO_RIVAL = "needs a variant besides the baseline; `driftlens calibrate RUN --nam
 _COSINE, _ACCURACY = "cosine gain", "accuracy gain (points)"
 
 
-def against_baseline(
-    run: DriftRun, options: ChartOptions, rows: pd.DataFrame, column: str, by: Sequence[str]
-) -> pd.DataFrame:
-    """The rows of the chosen variants, one layer's at most, that both they and the baseline have a number in.
-
-    The baseline's stands beside it as `<column>_baseline`; rows match in the columns `by`.
-
-    Raises:
-        DataError: the run has no such baseline.
-    """
-    run.layers(variant=options.baseline)  # says which variants there are when this is none
-    rivals = [name for name in picking.chosen_variants(run, options) if name != options.baseline]
-    measured = rows[rows[column].notna()]
-    before = measured[measured["variant"] == options.baseline][[*by, column]]
-    after = measured[measured["variant"].isin(rivals)]
-    return after.merge(before.rename(columns={column: f"{column}_baseline"}), on=list(by), how="inner")
-
-
 def _extremes_in_words(rows: pd.DataFrame, column: str) -> str:
     """The smallest and the largest value of each variant, with their tasks."""
 
@@ -54,11 +35,18 @@ def _extremes_in_words(rows: pd.DataFrame, column: str) -> str:
 
 
 def _paired(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """One row per task, variant and sample with the baseline's cosine beside the variant's own."""
+    """One row per task, chosen variant and sample with the baseline's cosine beside the variant's own, of one layer.
+
+    Raises:
+        DataError: the run has no such baseline.
+    """
     samples = picking.rows_at(run, options, "samples", baseline=True)
-    paired = against_baseline(run, options, samples, "cos", ["task", "sample_id"])
-    names = {"cos": "cosine", "cos_baseline": "baseline cosine"}
-    return paired.rename(columns=names)[["task", "variant", "sample_id", "label", *names.values()]]
+    run.layers(variant=options.baseline)  # says which variants there are when this is none
+    rivals = [name for name in picking.chosen_variants(run, options) if name != options.baseline]
+    measured = samples[samples["cos"].notna()].rename(columns={"cos": "cosine"})
+    before = measured[measured["variant"] == options.baseline][["task", "sample_id", "cosine"]]
+    after = measured[measured["variant"].isin(rivals)][["task", "variant", "sample_id", "label", "cosine"]]
+    return after.merge(before.rename(columns={"cosine": "baseline cosine"}), on=["task", "sample_id"])
 
 
 def _no_pairs(run: DriftRun, options: ChartOptions) -> str | None:
@@ -105,7 +93,7 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
             part["cosine"],
             theme.look(run.variants, str(variant), dark=options.dark),
             total=len(drawn),
-            **marks.named(variant, words.shown(str(variant)), legend=variant not in shown_before),
+            **marks.named(variant, legend=variant not in shown_before),
             text=marks.literal_column(part["sample_id"]).to_numpy(),
             hovertemplate=f"%{{text}}<br>{words.literal(baseline)} %{{x:{theme.NUMBER}}}, "
             f"{words.shown(str(variant))} %{{y:{theme.NUMBER}}}",
@@ -148,8 +136,7 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
 
 def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """One row per task and variant that has both gains."""
-    samples = picking.rows_at(run, options, "samples", baseline=True)
-    cosines = _cosine_gains(against_baseline(run, options, samples, "cos", ["task", "sample_id"]))
+    cosines = _cosine_gains(_paired(run, options))
     accuracies = _accuracy_gains(run, options.baseline, cosines)
     rows = cosines.merge(accuracies, on=["task", "variant"], how="inner")
     return picking.ordered(rows, picking.chosen_tasks(run, options), list(run.variants))
@@ -157,7 +144,7 @@ def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 
 def _cosine_gains(paired: pd.DataFrame) -> pd.DataFrame:
     """Mean gain over samples, paired, with Student's 95 % interval."""
-    gains = (paired["cos"] - paired["cos_baseline"]).astype(float)
+    gains = (paired["cosine"] - paired["baseline cosine"]).astype(float)
     gain = gains.groupby([paired["task"], paired["variant"]], sort=False)
     mean, counts = gain.mean(), gain.size()
     error = (counts - 1).map(student) * gain.std(ddof=1) / np.sqrt(counts)

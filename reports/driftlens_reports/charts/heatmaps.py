@@ -166,10 +166,7 @@ def _task_cells(
         more = table["interval"].fillna("").reindex(columns=list(places), fill_value="")
         if beyond:
             values[layers[-1] + 1] = own.groupby("task")[beyond].max()
-        has_intervals = any(said)
-        cells.append(
-            Cells(words.shown(str(variant)), values, texts, more=more.fillna("") if has_intervals else None)
-        )
+        cells.append(Cells(words.shown(str(variant)), values, texts, more=more if any(said) else None))
     return draw_cells(run, cells, [shades], y_title="task (name)", beyond=beyond, dark=dark)
 
 

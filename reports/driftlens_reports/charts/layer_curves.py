@@ -21,6 +21,8 @@ from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.theme import Look
 
 _AROUND_ZERO = {"tickformat": theme.TICK_NUMBER, "autorangeoptions": {"include": [0.0]}}
+_WHOLE, _APART = ("whole",), ("body", "head")
+"""What of the layers the panels of one kind have."""
 _HEAD = 0.14
 """Width of a head's own panel against that of its body."""
 _ENDS = "Whiskers: 95 % intervals over the samples, which were drawn again (bootstrap)."
@@ -95,43 +97,50 @@ def draw_curves(
     """
     tasks, shown = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
     rows, last = picking.named_layers(run, rows), panels.last_layer(run)
-    parts = [(kind, is_head) for kind in kinds for is_head in (False, True)[: 1 + (apart and kind.is_norm)]]
+    parts = [(kind, at) for kind in kinds for at in (_APART if apart and kind.is_norm else _WHOLE)]
     names = iter(words.task_titles(tasks, [kind.name for kind in kinds]))
-    titles = ["head" if is_head else next(names) for _ in tasks for _, is_head in parts]
+    titles = ["head" if at == "head" else next(names) for _ in tasks for _, at in parts]
     placed: dict[str, Any] = {"titles": titles}
     if len(parts) > 1:
         placed |= {"columns": len(parts), "height": 150 if len(kinds) > 1 else 190}
-        placed["widths"] = [_HEAD if is_head else 1.0 for _, is_head in parts]
+        placed["widths"] = [_HEAD if at == "head" else 1.0 for _, at in parts]
     grid = panels.panel_grid(
         **{**placed, **settings},
         x_title=panels.layer_title(run),
-        y_titles=["" if is_head else kind.title for kind, is_head in parts],
+        y_titles=["" if at == "head" else kind.title for kind, at in parts],
         legend=[words.shown(variant) for variant in shown],
         dark=dark,
     )
     opacity = min(0.14, 0.5 / max(1, len(shown)))  # the more bands lie over one another, the less
     in_legend: set[str] = set()
-    for (task, variant), part in rows.groupby(["task", "variant"], sort=False):
+    for (task, variant), own in rows.groupby(["task", "variant"], sort=False):
         style = theme.look(variants or run.variants, variant, dark=dark)
-        for at, (kind, is_head) in enumerate(parts):
-            kept = (part["layer"] == last) == is_head if apart and kind.is_norm else part["layer"].notna()
-            traces = kind.traces(part[kept], style, legend=variant not in in_legend, opacity=opacity)
-            grid.add(tasks.index(task) * len(parts) + at, *traces)
+        for column, (kind, at) in enumerate(parts):
+            kept = own if at == "whole" else own[(own["layer"] == last) == (at == "head")]
+            traces = kind.traces(kept, style, legend=variant not in in_legend, opacity=opacity)
+            grid.add(tasks.index(task) * len(parts) + column, *traces)
             in_legend.add(variant)
     for border in panels.borders(rows):
         grid.add_line("x", border)
-    for at, (kind, _) in enumerate(parts):
+    for column, (kind, _) in enumerate(parts):
         if kind.line is not None:
-            grid.add_line("y", kind.line, column=at if len(parts) > 1 else None)
+            grid.add_line("y", kind.line, column=column if len(parts) > 1 else None)
+    axes = _layer_axes(run, last, apart=apart)
+    shared = {"matches": "y2"}  # norms that compare share a scale, and so do their heads
+    y = [{**kind.axis, **(shared if at == "head" and "matches" in kind.axis else {})} for kind, at in parts]
+    grid.set_axes(x=[axes[at] for _, at in parts], y=y)
+    return grid.figure
+
+
+def _layer_axes(run: DriftRun, last: int, *, apart: bool) -> dict[str, dict[str, Any]]:
+    """Settings of the x axis, by what of the layers a panel has."""
     whole, alone = panels.layer_axis(run), panels.whole(last - 0.5, last + 0.5)
     whole |= {"matches": None} if apart else {}
-    heads = {"matches": None, "autorangeoptions": alone, "tickvals": [last]}
-    bodies = {**whole, "autorangeoptions": panels.whole(0.5, last - 0.5), "matches": "x"}
-    x = [heads if is_head else bodies if apart and kind.is_norm else whole for kind, is_head in parts]
-    shared = {"matches": "y2"}  # norms that compare share a scale, and so do their heads
-    y = [{**kind.axis, **(shared if head and "matches" in kind.axis else {})} for kind, head in parts]
-    grid.set_axes(x=x if len(parts) > 1 else x[0], y=y if len(parts) > 1 else y[0])
-    return grid.figure
+    return {
+        "whole": whole,
+        "body": {**whole, "autorangeoptions": panels.whole(0.5, last - 0.5), "matches": "x"},
+        "head": {"matches": None, "autorangeoptions": alone, "tickvals": [last]},
+    }
 
 
 def curve(
@@ -154,7 +163,7 @@ def curve(
         "y": marks.gapped(rows[column].astype(float)),
         "mode": "lines+markers",
         "connectgaps": False,
-        **marks.named(variant, words.shown(variant), legend=legend),
+        **marks.named(variant, legend=legend),
         "line": {"color": style.colour, "dash": style.dash, "width": 2},
         "marker": {"color": style.colour, "symbol": style.symbol, "size": 6},
         "text": [words.literal(f"{rows['task'].iloc[0]}, {where}") for where in rows["where"]],

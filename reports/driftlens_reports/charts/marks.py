@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from driftlens.records.reading import percent
 from driftlens_reports.charts.picking import ChartOptions
 from driftlens_reports.charts.theme import SMALL, Look, palette
-from driftlens_reports.charts.words import counted, label, literal
+from driftlens_reports.charts.words import counted, label, literal, shown
 
 MOST_SVG = 5000
 """Points that a browser still draws and moves smoothly as SVG; a figure of more draws them with WebGL.
@@ -39,9 +39,12 @@ def identity_line(figure: go.Figure, low: float, high: float, *, dark: bool, **p
     figure.add_shape(type="line", x0=low, y0=low, x1=high, y1=high, line=line, layer="below", **place)
 
 
-def named(variant: str, shown: str, *, legend: bool) -> dict[str, Any]:
-    """Settings of a trace that the legend names here or elsewhere, and hides with the others of its variant."""
-    return {"name": shown, "legendgroup": variant, "showlegend": legend}
+def named(group: str, name: str = "", *, legend: bool) -> dict[str, Any]:
+    """Settings of a trace that the legend names here or elsewhere, and hides with the others of its group.
+
+    Without a name the group is a variant, which is called what figures call it.
+    """
+    return {"name": name or shown(group), "legendgroup": group, "showlegend": legend}
 
 
 def gapped(values: Iterable[Any]) -> list[Any]:

@@ -81,9 +81,8 @@ def _over_tasks(
 ) -> tuple[go.Figure, pd.DataFrame]:
     """Thin lines of a column, one per task and variant, behind a thick one of their mean; and the rows of the means."""
     by_task = rows.pivot_table(index=["variant", "layer"], columns="task", values=column, sort=False)
-    means = (
-        by_task.mean(axis=1, skipna=False).rename(kind.column).reset_index()
-    )  # of other tasks, it would jump
+    # Of other tasks, it would jump.
+    means = by_task.mean(axis=1, skipna=False).rename(kind.column).reset_index()
     means = ordered(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
     means = _placed(run, means)
     figure = draw_curves(run, means, kind, dark=options.dark, titles=[""])

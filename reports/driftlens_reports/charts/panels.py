@@ -157,8 +157,10 @@ class Grid:
     def set_axes(self, *, x: Settings = (), y: Settings = ()) -> None:
         """Settings of the axes of every panel, one for all or one per column; none leaves them."""
         for letter, given in (("x", x), ("y", y)):
-            by_column = [given] * self.columns if isinstance(given, Mapping) else given
-            axes = {_axis(letter, at): by_column[at % self.columns] for at in range(self.panels) if by_column}
+            by_column = [given] if isinstance(given, Mapping) else given
+            axes = {
+                _axis(letter, at): by_column[at % len(by_column)] for at in range(self.panels) if by_column
+            }
             lay_out(self.figure, axes)
 
     def add_line(self, letter: str, value: float, *, column: int | None = None) -> None:
@@ -224,7 +226,7 @@ def panel_grid(
         vertical_spacing=gap / inner if rows > 1 else 0,
         horizontal_spacing=(0.05 if is_common and share_y else 0.09) if columns > 1 else 0,
     )
-    axes: dict[str, dict[str, Any]] = {}
+    axes = {}
     for at in range(rows * columns):
         is_panel, is_lowest = at < len(titles), at + columns >= len(titles)
         axes[_axis("x", at)] = {
@@ -234,15 +236,8 @@ def panel_grid(
             "title": {"text": x_title} if is_lowest and at % columns == (columns - 1) // 2 else None,
             "visible": is_panel,
         }
-        # Whose range the panel has: the first axis of a group leads, as plotly refuses one that matches itself.
-        first = 0 if is_common else at % columns
-        axes[_axis("y", at)] = {
-            "matches": _axis("y", first, "") if share_y and at != first else None,
-            "showticklabels": at % columns == 0 or not (is_common and share_y),
-            "title": {"text": y_titles[first]} if at % columns == 0 or not is_common else None,
-        }
-        if not is_panel:
-            axes[_axis("y", at)] = {"visible": False}
+        y_axis = _y_axis(at, at % columns, y_titles, share_y=share_y)
+        axes[_axis("y", at)] = y_axis if is_panel else {"visible": False}
     font = {"size": SIZE, "color": palette(dark).ink}
     theme = theme_layout(dark)
     # Of one row where the names are not known.
@@ -257,3 +252,15 @@ def panel_grid(
     }
     lay_out(figure, settings)
     return Grid(figure, columns, len(titles), dark)
+
+
+def _y_axis(at: int, column: int, titles: Sequence[str], *, share_y: bool) -> dict[str, Any]:
+    """What a panel's y axis is called, and whose range it has."""
+    is_common = len(titles) == 1
+    # The first axis of a group leads, as plotly refuses one that matches itself.
+    first = 0 if is_common else column
+    return {
+        "matches": _axis("y", first, "") if share_y and at != first else None,
+        "showticklabels": column == 0 or not (is_common and share_y),
+        "title": {"text": titles[first]} if column == 0 or not is_common else None,
+    }

@@ -78,7 +78,7 @@ def task_figure(
             common: dict[str, Any] = {
                 "x": tasks,
                 "y": marks.gapped(values),
-                **marks.named(str(variant), words.shown(str(variant)), legend=at == 0),
+                **marks.named(str(variant), legend=at == 0),
                 "offsetgroup": str(variant),
                 "text": tasks,
                 "customdata": marks.interval_texts(part, "low", "high", interval, write),
@@ -125,10 +125,7 @@ def _scores(run: DriftRun, options: ChartOptions, *, is_averaged: bool = True) -
     else:
         names = {metric.name for metric in METRICS.values() if not metric.is_averaged}
         shown = {(task, name) for task in run.tasks for name in names}
-    kept = (
-        pd.MultiIndex.from_frame(rows[["task", "metric"]]).isin(list(shown)) if shown else [False] * len(rows)
-    )
-    rows = rows.loc[kept]
+    rows = rows.loc[[pair in shown for pair in zip(rows["task"], rows["metric"], strict=True)]]
     # Base first and expert last: the two ends between which merges lie.
     variants = [*picking.chosen_variants(run, options, base=True), "expert"]
     return picking.ordered(rows, picking.chosen_tasks(run, options), variants)
@@ -185,9 +182,8 @@ def _unmeasured(run: DriftRun) -> list[str]:
 def _no_scores(run: DriftRun, options: ChartOptions) -> str | None:
     if len(_scores(run, options)):
         return None
-    reasons = _unmeasured(run)
     lacking = picking.lacking(run, options, "accuracy", ["value"]) or picking.absent("accuracy", ["value"])
-    return " ".join(reasons) if reasons else lacking
+    return " ".join(_unmeasured(run)) or lacking
 
 
 def _no_perplexity(run: DriftRun, options: ChartOptions) -> str | None:
@@ -217,19 +213,10 @@ def perplexity(run: DriftRun, options: ChartOptions) -> Drawn:
         columns={"value": "perplexity", **_ENDS}
     )
     said = "95 % interval by drawing samples again"
-    spans = words.by_variant(
-        (variant, words.span(own, "perplexity", lambda row: f"{number(row['perplexity'])} ({row['task']})"))
-        for variant, own in rows.groupby("variant", sort=False)
-    )
+    spans = words.spans(rows, "perplexity", lambda row: f"{number(row['perplexity'])} ({row['task']})")
+    title = "perplexity (at least 1, lower is better)"
     return Drawn(
-        task_figure(
-            run,
-            rows,
-            "perplexity",
-            "perplexity (at least 1, lower is better)",
-            interval=said,
-            dark=options.dark,
-        ),
+        task_figure(run, rows, "perplexity", title, interval=said, dark=options.dark),
         alt=f"Perplexity, lowest to highest task: {spans}.",
         data=rows,
         notes=(f"{words.ranged(rows['n'], 'test sample')} per task.", f"Whiskers: {said}."),
@@ -244,16 +231,16 @@ _SPREADS = {
 }
 
 
-def spread(samples: pd.DataFrame, column: str, by: Sequence[str], options: ChartOptions) -> pd.DataFrame:
-    """Columns `by`, `low` and `high`: how far per-sample values scatter around their mean, one row per group.
+def spread(samples: pd.DataFrame, column: str, band: str = "q10-q90") -> pd.DataFrame:
+    """How far per-sample values scatter around their mean, from `low` to `high`, a row per task and variant.
 
-    `low` and `high` are null where the options ask for no band.
+    Both are null where the band, one of `ChartOptions`, is none.
     """
-    groups = samples.astype({column: float}).groupby(list(by), sort=False)[column]
-    if options.band in _QUANTILES:
-        low, high = (groups.quantile(level) for level in _QUANTILES[options.band])
+    groups = samples.astype({column: float}).groupby(["task", "variant"], sort=False)[column]
+    if band in _QUANTILES:
+        low, high = (groups.quantile(level) for level in _QUANTILES[band])
     else:
-        width = groups.std(ddof=0) if options.band == "std" else float("nan")
+        width = groups.std(ddof=0) if band == "std" else float("nan")
         low, high = groups.mean() - width, groups.mean() + width
     return pd.DataFrame({"low": low, "high": high}).reset_index()
 
@@ -276,7 +263,7 @@ def task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     tasks = picking.chosen_tasks(run, options)
     at_layer = picking.rows_at(run, options, "layers")
     means = at_layer[["task", "variant", "n", "cos_mean"]]
-    bands = spread(picking.rows_at(run, options, "samples"), "cos", ["task", "variant"], options)
+    bands = spread(picking.rows_at(run, options, "samples"), "cos", options.band)
     rows = means.merge(bands, on=["task", "variant"], how="left")
     rows = with_average(rows.rename(columns={"cos_mean": "mean cosine"}), "mean cosine", tasks)
     said = _SPREADS.get(options.band, "")
@@ -397,10 +384,10 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     layers = _summary(picking.chosen(run, options, own), "layer")
     named = params[params["scope"] == "group"]
     if len(named):
-        groups = _summary(named.assign(**{"module group": named["path"]}), "module group")
+        inside = named["path"]
     else:  # of an older run
         inside = modules["path"].map({path: group_of(run, path) for path in modules["path"].unique()})
-        groups = _summary(modules.assign(**{"module group": inside}), "module group")
+    groups = _summary(params.loc[inside.index].assign(**{"module group": inside}), "module group")
     figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.04)
     for variant in map(str, params["variant"].unique()):
         style = theme.look(run.variants, variant, dark=options.dark)
@@ -413,7 +400,7 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
                 error_y=marks.whiskers(part[_VALUE], *ends, style.colour, thickness=1, width=2),
                 mode="markers",
                 marker={"color": style.colour, "symbol": style.symbol, "size": 7},
-                **marks.named(variant, words.shown(variant), legend=is_layer),
+                **marks.named(variant, legend=is_layer),
                 offsetgroup=variant,
                 text=[
                     f"{number(low)} to {number(high)} over {count}"
@@ -432,13 +419,7 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
         yaxis2={"tickformat": theme.TICK_NUMBER, "showticklabels": False},
     )
     tasks = words.counted(params["task"].nunique(), "task")
-    said = words.by_variant(
-        (
-            variant,
-            words.span(rows, _VALUE, lambda row: f"{number(row[_VALUE])} ({run.layer_name(row['layer'])})"),
-        )
-        for variant, rows in layers.groupby("variant", sort=False)
-    )
+    said = words.spans(layers, _VALUE, lambda row: f"{number(row[_VALUE])} ({run.layer_name(row['layer'])})")
     return Drawn(
         figure,
         alt=f"Cosine of task vectors to the experts', mean over {tasks}, lowest to highest layer: {said}.",

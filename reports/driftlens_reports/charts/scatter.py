@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -116,69 +117,27 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     if options.colour == "flip" and flips.empty:
         options, unscored = replace(options, colour="role"), [_UNSCORED]
     names = ["expert", *_laid_out(run, options)]
-    drifts = run.samples(task, layer=options.layer)[["variant", "sample_id", "drift_l2"]]
-    rows = found.frame[found.frame["variant"].isin(names)]
-    rows = rows.merge(drifts.rename(columns={"drift_l2": "drift"}), on=["variant", "sample_id"], how="left")
-    rows = rows.merge(flips, on=["variant", "sample_id"], how="left")
-    if texts := run.texts(task):
-        rows["text"] = rows["sample_id"].map(texts)
-    if options.classes is not None:
-        rows = rows[rows["label"].isin(list(options.classes))].reset_index(drop=True)
-        if rows.empty:
-            said = f"no sample shown is of the classes {', '.join(options.classes)}"
-            raise DataError(said, hint="Choose other classes.")
+    rows = _samples(run, task, found.frame[found.frame["variant"].isin(names)], flips, options)
     drawn, thinned = marks.thinned_samples(rows, options, len(names))
-    axes = _axis_titles(found)
+    x_title, y_title = _axis_titles(found)
     groups = _groups(drawn, options)
-    legend = [
-        go.Scatter(
-            x=[None], y=[None], mode="markers", marker={**marker, "size": 8}, name=name, legendgroup=name
-        )
-        for name, marker in groups.items()
-    ]
     grid = panels.panel_grid(
         [words.label(variants.title(variant), _TITLE) for variant in names],
-        x_title=axes[0],
-        y_titles=[axes[1]],
+        x_title=x_title,
+        y_titles=[y_title],
         columns=_MOST_COLUMNS,
         height=_HEIGHT,
-        legend=[entry.name for entry in legend],
+        legend=[*groups],
         below=_BELOW,
         dark=options.dark,
     )
     for at, variant in enumerate(names):
-        part = drawn[drawn["variant"] == variant]
-        of_group = part[_NAMED[options.colour]].map(_entry) if groups else pd.Series("", index=part.index)
         look = theme.look(run.variants, variant, dark=options.dark)
-        if groups:
-            look = replace(look, colour=theme.palette(options.dark).quiet, symbol="circle")
-        for name in ("", *groups):
-            points = part[of_group == name]
-            if points.empty:
-                continue
-            trace = marks.points(
-                points["x"],
-                points["y"],
-                look,
-                total=len(drawn),
-                name=name or words.shown(variant),
-                legendgroup=name or None,
-                showlegend=False,
-                text=[_hover(row) for row in points.to_dict("records")],
-                # What the app learns of points that a reader selects.
-                customdata=points["sample_id"].tolist(),
-                hovertemplate="%{text}<extra></extra>",
-            )
-            trace.update(marker=groups.get(name, {}))
-            if options.colour == "class" and not groups:
-                trace.update(marker=_class_marks(points["label"], drawn["label"], dark=options.dark))
-            if options.colour == "drift" and points["drift"].notna().any():
-                trace.update(
-                    marker={"color": points["drift"].tolist(), "coloraxis": "coloraxis", "opacity": 0.9}
-                )
-            grid.add(at, trace)
-        _write_below(grid, at, axes[0], found.quality, variant)
-    grid.figure.add_traces(legend)
+        grid.add(at, *_points(drawn, variant, look, groups, options))
+        _write_below(grid, at, x_title, found.quality, variant)
+    for name, marker in groups.items():
+        entry = {"x": [None], "y": [None], "mode": "markers", "marker": {**marker, "size": 8}}
+        grid.figure.add_scatter(**entry, name=name, legendgroup=name)
     if options.colour == "drift" and drawn["drift"].notna().any():
         _add_drift_bar(grid.figure, drawn["drift"], dark=options.dark)
     moved = _draw_ways(grid, names, rows, options)
@@ -194,6 +153,57 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
         data=drawn.merge(quality, on="variant", how="left"),
         notes=(*thinned, *moved, *unscored, *_notes(run, options, task, found)),
     )
+
+
+def _samples(
+    run: DriftRun, task: str, rows: pd.DataFrame, flips: pd.DataFrame, options: ChartOptions
+) -> pd.DataFrame:
+    """The layout's rows of the chosen classes with what else is known of their samples."""
+    drifts = run.samples(task, layer=options.layer)[["variant", "sample_id", "drift_l2"]]
+    rows = rows.merge(drifts.rename(columns={"drift_l2": "drift"}), on=["variant", "sample_id"], how="left")
+    rows = rows.merge(flips, on=["variant", "sample_id"], how="left")
+    if texts := run.texts(task):
+        rows["text"] = rows["sample_id"].map(texts)
+    if options.classes is None:
+        return rows
+    rows = rows[rows["label"].isin(list(options.classes))].reset_index(drop=True)
+    if rows.empty:
+        said = f"no sample shown is of the classes {', '.join(options.classes)}"
+        raise DataError(said, hint="Choose other classes.")
+    return rows
+
+
+def _points(
+    drawn: pd.DataFrame, variant: str, look: theme.Look, groups: Mapping[str, Any], options: ChartOptions
+) -> Iterator[go.Scatter]:
+    """A variant's points of no group, then those of each."""
+    part = drawn[drawn["variant"] == variant]
+    of_group = part[_NAMED[options.colour]].map(_entry) if groups else pd.Series("", index=part.index)
+    if groups:
+        look = replace(look, colour=theme.palette(options.dark).quiet, symbol="circle")
+    for name in ("", *groups):
+        points = part[of_group == name]
+        if points.empty:
+            continue
+        trace = marks.points(
+            points["x"],
+            points["y"],
+            look,
+            total=len(drawn),
+            name=name or words.shown(variant),
+            legendgroup=name or None,
+            showlegend=False,
+            text=[_hover(row) for row in points.to_dict("records")],
+            # What the app learns of points that a reader selects.
+            customdata=points["sample_id"].tolist(),
+            hovertemplate="%{text}<extra></extra>",
+        )
+        trace.update(marker=groups.get(name, {}))
+        if options.colour == "class" and not groups:
+            trace.update(marker=_class_marks(points["label"], drawn["label"], dark=options.dark))
+        if options.colour == "drift" and points["drift"].notna().any():
+            trace.update(marker={"color": points["drift"].tolist(), "coloraxis": "coloraxis", "opacity": 0.9})
+        yield trace
 
 
 def _axis_titles(found: Projection) -> tuple[str, str]:

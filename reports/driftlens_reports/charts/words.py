@@ -79,9 +79,21 @@ def by_variant(texts: Iterable[tuple[object, str]]) -> str:
     return joined([f"{title(str(variant))} {text}" for variant, text in texts])
 
 
+def worst_tasks(rows: pd.DataFrame, column: str, write: Callable[[float], str]) -> str:
+    """The largest value of each variant, with its task."""
+    worst = rows.loc[rows.groupby("variant", sort=False)[column].idxmax()].to_dict("records")
+    return by_variant((row["variant"], f"{write(row[column])} ({row['task']})") for row in worst)
+
+
 def span(rows: pd.DataFrame, column: str, write: Callable[[pd.Series[Any]], str]) -> str:
     """The rows with the smallest and the largest value in words, `a to b`."""
     return " to ".join(write(rows.loc[at]) for at in (rows[column].idxmin(), rows[column].idxmax()))
+
+
+def spans(rows: pd.DataFrame, column: str, write: Callable[[pd.Series[Any]], str]) -> str:
+    """The same of each variant."""
+    groups = rows.groupby("variant", sort=False)
+    return by_variant((variant, span(own, column, write)) for variant, own in groups)
 
 
 def short(value: float) -> str:

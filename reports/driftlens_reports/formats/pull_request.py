@@ -6,10 +6,10 @@ What failed stands first, then the verdict, then a row per task; GitHub shows no
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from driftlens.records.reading import printable
-from driftlens_reports.content import ReportContent
+from driftlens_reports.content import ReportContent, Table
 
 MOST_LINES = 30
 _MOST_STAMPS, _MOST_FAILED = 3, 5
@@ -38,19 +38,24 @@ def markdown(content: ReportContent) -> bytes:
         [f"- {prose(text)}" for text in content.verdict.sentences],
     ]
     about = [f"DriftLens {escape(content.driftlens)}, run {escape(content.run.id)}."]
-    # Below stand the table's two first lines, the last line, and the empty ones between.
-    room = MOST_LINES - sum(len(block) + 1 for block in blocks if block) - 4
     if (table := tables.get("tasks")) and table.rows:
+        # Below stand the table's two first lines, the last line, and the empty ones between.
+        room = MOST_LINES - sum(len(block) + 1 for block in blocks if block) - 4
         rows = table.texts()
         kept = rows if len(rows) <= room else [*rows[: room - 1], rows[-1]]
-        lines = [[column.name for column in table.columns], *kept]
-        bars = [f"| {' | '.join(map(escape, line))} |" for line in lines]
-        ends = (":--" if column.kind == "text" else "--:" for column in table.columns)
-        blocks.append([bars[0], f"|{'|'.join(ends)}|", *bars[1:]])
+        blocks.append(_bars(table, kept))
         about += [f"{len(rows) - len(kept)} more tasks in the other formats."] * (len(rows) > len(kept))
         about.append(prose(table.note))
     blocks.append([f"<sub>{' '.join(about)}</sub>"])
     return ("\n\n".join("\n".join(block) for block in blocks if block) + "\n").encode()
+
+
+def _bars(table: Table, rows: Sequence[Sequence[str]]) -> list[str]:
+    head, *lines = [
+        f"| {' | '.join(map(escape, line))} |" for line in ([column.name for column in table.columns], *rows)
+    ]
+    ends = (":--" if column.kind == "text" else "--:" for column in table.columns)
+    return [head, f"|{'|'.join(ends)}|", *lines]
 
 
 def _few(lines: Iterable[str], most: int, mark: str) -> list[str]:

@@ -18,10 +18,11 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
+from driftlens.metrics import ACCURACY
 from driftlens.records.checks import CheckResult
 from driftlens.records.checks import self_checks as checks_of
 from driftlens.records.run import DriftRun
-from driftlens.records.swept import sweep_named, swept_methods, with_scores
+from driftlens.records.swept import level, sweep_named, swept_methods, with_scores
 from driftlens.suites.protocols import GRIDS, SAMPLES
 from driftlens_reports.charts.words import title
 from driftlens_reports.facts import check_sentence
@@ -142,9 +143,8 @@ def corruptions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """One calibration image of the first run that has any, clean and under each corruption."""
     run = next((run for run in runs if run.corruptions()), runs[0])
     shown = run.corruptions()
-    names = [name for name in (*CORRUPTED, *shown) if name in shown] or [*CORRUPTED]
-    columns = 2 if options.is_narrow else min(len(dict.fromkeys(names)), 4)
-    names = [*dict.fromkeys(names)]
+    names = [*dict.fromkeys(name for name in (*CORRUPTED, *shown) if name in shown)] or [*CORRUPTED]
+    columns = 2 if options.is_narrow else min(len(names), 4)
     rows = -(-len(names) // columns)
     height = rows * (options.width / columns + 0.04 * options.width)
     plate = Plate(options.width, height, "corruptions")
@@ -225,13 +225,13 @@ def _draw_lines(
         for quantity, values in ((MEAN, mean), (SPREAD, spread)):
             plate.record(panel, run, quantity, values, method=method, **{factor: list(x)})
         for variant, dots in _LEVELS.items() if is_first else ():
-            level = _level(run, tasks, variant)
-            if not math.isnan(level):
-                axes.axhline(level, color=colour, linewidth=1.3 * thin, linestyle=dots)
-                plate.record(panel, run, "accuracy (average over tasks)", level, variant=variant)
+            height = level(run, variant, ACCURACY.name, tasks)
+            if not math.isnan(height):
+                axes.axhline(height, color=colour, linewidth=1.3 * thin, linestyle=dots)
+                plate.record(panel, run, "accuracy (average over tasks)", height, variant=variant)
                 said = f"{short(title(variant))}{f', {short(name)}' if len(runs) > 1 else ''}"
                 at: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-                note = axes.annotate(said, (0.99, level), (0, 1.5), **at)
+                note = axes.annotate(said, (0.99, height), (0, 1.5), **at)
                 note.set(color=colour, ha="right", va="bottom")
                 note.set(fontsize=rcParams["xtick.labelsize"], in_layout=False)
                 note.set_bbox({"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5})
@@ -243,13 +243,6 @@ def _draw_lines(
 def _needed(factor: str) -> str:
     values = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in _EXAMPLES[factor])
     return f"`driftlens sweep RUN --param {factor}={values}` measures it"
-
-
-def _level(run: DriftRun, tasks: Sequence[str], variant: str) -> float:
-    """A variant's accuracy, averaged over `tasks`; NaN where the run lacks it for one of them."""
-    rows = run.accuracy(variant=variant) if variant in run.variants else run.accuracy().iloc[:0]
-    values = rows.loc[(rows["metric"] == "accuracy") & rows["task"].isin(tasks), "value"].dropna()
-    return float(values.mean()) if len(values) == len(tasks) else math.nan
 
 
 def _mark_default(
@@ -299,7 +292,8 @@ def _behind(
         yield "One seed per point, so no spread is shown."
     else:
         yield f"Points: mean over {span(rows['seeds'])} seeds; bars: one standard deviation over seeds (n - 1)."
-    if any(not math.isnan(_level(run, options.tasks_of(run), name)) for run in runs for name in _LEVELS):
+    levels = (level(run, name, ACCURACY.name, options.tasks_of(run)) for run in runs for name in _LEVELS)
+    if not all(map(math.isnan, levels)):
         yield "Levels: the merged model before calibration (dotted) and the base (dashed and dotted), where measured."
 
 

@@ -130,9 +130,8 @@ class ExhibitOptions:
             if name not in known:
                 told = f"no run has a task or variant {name!r} to name; there are {', '.join(sorted(known))}"
                 raise DataError(told, hint=did_you_mean(name, sorted(known)))
-        names = {str(k): str(v) for run in runs for k, v in spec_section(run, "names").items()} | {
-            **self.names
-        }
+        names = {str(k): str(v) for run in runs for k, v in spec_section(run, "names").items()}
+        names |= self.names
         for run in runs:
             if len({names.get(task, task) for task in run.tasks}) < len(run.tasks):
                 raise DataError(

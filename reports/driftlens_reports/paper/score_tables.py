@@ -211,42 +211,52 @@ _table_by_model(
 
 
 def _domain_grid(run: DriftRun, options: ExhibitOptions, *, is_single: bool) -> Grid | None:
-    """Base, the best single expert and, with `is_single`, every one, else what was merged, by domain.
-
-    Domains are the tasks of attached scores, each by its first metric between 0 and 1; without any those of the run,
-    of which an expert has one.
-    """
-    rows = run.accuracy()
-    rows = rows[rows["value"].notna()]
-    attached = rows[[_is_share(name) for name in rows["metric"]]]
-    if attached.empty and not is_single:
-        return None  # stands in the run's own grid
-    own = _shown_scores(run)
-    own = own.assign(variant=own["variant"].where(own["variant"] != "expert", [*map(expert_of, own["task"])]))
-    rows = attached.drop_duplicates(["variant", "task"]) if len(attached) else own
+    """Base, the best single expert and, with `is_single`, every one, else what was merged, by domain."""
+    rows = _domain_rows(run, is_single=is_single)
+    if rows.empty:
+        return None
+    columns = list(dict.fromkeys(rows["task"]))
     cells: dict[str, dict[str, Cell]] = {}
     for row in rows.to_dict("records"):
         cells.setdefault(row["variant"], {})[row["task"]] = _cell(row)
-    columns = list(dict.fromkeys(rows["task"]))
 
     def line(name: str, label: str, role: Role, found: Mapping[str, Cell]) -> Line:
         return with_average(Line(label, found, role, "measured", run.id, name), columns)
 
     singles = {"base": "Base", **{expert_of(task): f"{called(task)} expert" for task in run.tasks}}
-    alone = [line(name, label, "reference", cells[name]) for name, label in singles.items() if name in cells]
+    singles = {name: label for name, label in singles.items() if name in cells}
+    kept = [
+        line(name, label, "reference", cells[name])
+        for name, label in singles.items()
+        if is_single or name == "base"
+    ]
     best: dict[str, Cell] = {}
-    for found in (cells[name] for name in singles if name in cells):
+    for found in (cells[name] for name in singles):
         best |= {at: cell for at, cell in found.items() if at not in best or cell.number > best[at].number}
-    kept = alone if is_single else [entry for entry in alone if entry.variant == "base"]
-    blocks = [Block((*kept, *([line("", "Best single", "reference", best)] if best else [])))]
+    kept += [line("", "Best single", "reference", best)] if best else []
     wanted = {"merged": merger(run), **{name: f"w/ {title(name)}" for name in shown_variants(run, options)}}
     after = [
         line(name, label, "plain" if name == "merged" else "own", cells[name])
         for name, label in wanted.items()
         if name in cells and not is_single
     ]
-    blocks += [Block(tuple(after))] if after else []
-    return Grid(_score_columns(columns, options), tuple(blocks)) if cells else None
+    blocks = [Block(tuple(kept)), *([Block(tuple(after))] if after else [])]
+    return Grid(_score_columns(columns, options), tuple(blocks))
+
+
+def _domain_rows(run: DriftRun, *, is_single: bool) -> pd.DataFrame:
+    """The attached scores between 0 and 1, of each task, which is a domain, the first; of single models else its own.
+
+    Of these an expert has one. Others' own scores stand in the run's own grid.
+    """
+    rows = run.accuracy()
+    attached = rows[rows["value"].notna() & rows["metric"].map(_is_share).astype(bool)]
+    if len(attached) or not is_single:
+        return attached.drop_duplicates(["variant", "task"])
+    own = _shown_scores(run)
+    return own.assign(
+        variant=own["variant"].where(own["variant"] != "expert", [*map(expert_of, own["task"])])
+    )
 
 
 def _is_share(name: str) -> bool:

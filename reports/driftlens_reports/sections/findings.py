@@ -37,10 +37,8 @@ def cosine_sentences(run: DriftRun) -> Iterator[str]:
     for variant in run.variants:
         own = [entry for entry in outcomes(run, [variant]) if is_measured(entry.cosine.value)]
         if own:
-            mean, lowest = (
-                mean_over_tasks([entry.cosine for entry in own]),
-                min(own, key=lambda entry: entry.cosine.value),
-            )
+            mean = mean_over_tasks([entry.cosine for entry in own])
+            lowest = min(own, key=lambda entry: entry.cosine.value)
             yield (
                 f"{title(variant)}: mean cosine {estimate(mean, 'number', counted=True)} over {len(own)} "
                 f"task{'s' if len(own) > 1 else ''}, lowest on {lowest.task}, "

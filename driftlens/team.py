@@ -44,6 +44,8 @@ _SILENT_SECONDS = 20.0
 _JOIN_SECONDS = 300.0
 _TOLD_SECONDS = 8.0
 """How long a process that failed leaves it to the first one to say why."""
+_HEARD_SECONDS = 1.0
+"""How long the first one, which said it, waits for the others to know."""
 _PAIRS = 1 << 30
 """Numbers of messages between two begin here; those that all count begin at 0."""
 _INLINE = 1 << 16
@@ -61,7 +63,7 @@ class Team:
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None, store: Any = None) -> None:
         """`group` is a process group of torch.distributed, `store` one of its stores; neither is needed alone."""
         self.rank, self.size = rank, size
-        self._group, self._store = group, store
+        self._group, self._store = group, _Store(store, size)
         self._number = 0
         self._looked = 0.0
         self._sending: list[threading.Thread] = []
@@ -69,6 +71,7 @@ class Team:
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._peers: dict[int, tuple[str, int, float]] = {}
         self._error: BaseException | None = None
+        self._is_posted = False
         self._common: list[BaseException] = []
         self._sink: ProgressSink | None = None
         self._shown = ProgressEvent("", 0, None)
@@ -196,7 +199,8 @@ class Team:
         import torch
 
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self._wait(self._group.allreduce([flat], torch.distributed.AllreduceOptions()))
+        options = torch.distributed.AllreduceOptions()
+        self._together(lambda: self._group.allreduce([flat], options))
         if self.rank == to:
             _unpack(flat, tensors)
 
@@ -235,7 +239,7 @@ class Team:
         options = torch.distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = of, 0
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self._wait(self._group.broadcast([flat], options))
+        self._together(lambda: self._group.broadcast([flat], options))
         if self.rank != of:
             _unpack(flat, tensors)
 
@@ -266,21 +270,36 @@ class Team:
         """Post what ends this process; returns whether it is left to this one to say so."""
         if self.size == 1:
             return True
-        self._post(error)
+        is_posted = self._post(error)
         if self.leads:
             return True
         with contextlib.suppress(RuntimeError):  # the store may be gone with the process that held it
             until = time.monotonic() + _TOLD_SECONDS
             while not (told := self._store.check(["told"])) and time.monotonic() < until and not self._lost():
                 time.sleep(0.05)
-            return not (told or self._store.check(["told"]))
-        return True
+            if told or self._store.check(["told"]):
+                self._store.set(f"heard/{self.rank}", "1")
+                return False
+            return True
+        # A signal that stops the first process comes to all.
+        return not (is_posted and isinstance(error, Cancelled | KeyboardInterrupt))
 
     def told(self) -> None:
-        """The first process has said why the job ends."""
-        if self.size > 1 and self.leads:
-            with contextlib.suppress(RuntimeError):
-                self._store.set("told", "1")
+        """The first process has said why the job ends; it stays until the others know, for it may hold the store."""
+        if self.size == 1 or not self.leads:
+            return
+        with contextlib.suppress(RuntimeError):
+            self._store.set("told", "1")
+            until = time.monotonic() + _HEARD_SECONDS
+            others = {*range(1, self.size)}
+            while others and time.monotonic() < until:
+                with contextlib.suppress(
+                    KeyboardInterrupt
+                ):  # whoever stops it twice waits no longer for that
+                    others -= {rank for rank in others if self._store.check([f"heard/{rank}"])} | {
+                        *self._lost()
+                    }
+                    time.sleep(0.02)
 
     def leave(self) -> None:
         """The end, where nobody needs the others any more; the first process may hold the store, so it goes last."""
@@ -318,11 +337,17 @@ class Team:
         self._common.append(error)
         return error
 
-    def _post(self, error: BaseException) -> None:
-        """Say what ended this process, unless another one's end came first; from now on there is no team."""
+    def _post(self, error: BaseException) -> bool:
+        """Say what ended this process, unless another one's end came first; from now on there is no team.
+
+        Returns:
+            Whether it is posted: the store may be gone.
+        """
         self._error = self._error or error
         with contextlib.suppress(RuntimeError):
             self._store.compare_set("failed", "", _described(error, self.rank))
+            self._is_posted = True
+        return self._is_posted
 
     def _introduce(self) -> None:
         process, namespace = psutil.Process(), Path("/proc/self/ns/pid")
@@ -342,20 +367,19 @@ class Team:
     def _heard(self) -> BaseException | None:
         try:
             if self._store.check(["failed"]):
+                self._is_posted = True
                 return _error_of(self._store.get("failed"))
             lost = self._lost()
-        except RuntimeError:  # the store went with the process that held it
-            lost = [0]
+        except _StoreGone as gone:
+            return gone
         if not lost:
             return None
         # Its last words may be on their way.
         with contextlib.suppress(RuntimeError):
             if self._store.check(["failed"]):
                 return _error_of(self._store.get("failed"))
-        return RunError(
-            f"process {lost[0]} of {self.size} ended without a word: it was killed, or had no memory left",
-            hint="What was finished is kept; repeat the command with --resume, with any number of processes.",
-        )
+        message, hint = _ended(lost[0], self.size)
+        return RunError(message, hint=hint)
 
     def _lost(self) -> list[int]:
         """Processes that are not there any more."""
@@ -407,14 +431,16 @@ class Team:
             if event.phase == self._shown.phase and event.done > self._shown.done:
                 self._sink(dataclasses.replace(event, seconds=max(event.seconds, self._shown.seconds)))
 
-    def _wait(self, work: Any) -> None:
-        """Until a collective is through; signals are heard meanwhile, and so are the others."""
+    def _together(self, begin: Callable[[], Any]) -> None:
+        """A collective, from its beginning, where nccl connects, to its end; signals and others are heard meanwhile."""
+        begun: list[Any] = []
+        self._finished(lambda: begun.append(begin()))
         pause = 0.0001
-        while not work.is_completed():
+        while not begun[0].is_completed():
             self.look()
             time.sleep(pause)
             pause = min(1.5 * pause, 0.002)
-        self._finished(work.wait)
+        self._finished(begun[0].wait)
 
     def _finished(self, wait: Callable[[], object]) -> None:
         try:
@@ -479,6 +505,37 @@ class Team:
                 raise broken[0]
 
         self._finished(check)
+
+
+class _StoreGone(RunError, RuntimeError):
+    """The store went with the process that held it, as a rule the first one."""
+
+
+class _Store:
+    """A store of torch.distributed, whose calls raise `_StoreGone` where it is not there any more."""
+
+    def __init__(self, store: Any, size: int) -> None:
+        self._store, self._size = store, size
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def through(*given: Any) -> Any:
+            try:
+                return call(*given)
+            except RuntimeError as error:
+                message, hint = _ended(0, self._size)
+                raise _StoreGone(message, hint=hint) from error
+
+        return through
+
+
+def _ended(rank: int, size: int) -> tuple[str, str]:
+    """What is said of a process that is not there any more, and what to do."""
+    return (
+        f"process {rank} of {size} ended without a word: it was killed, or had no memory left",
+        "What was finished is kept; repeat the command with --resume, with any number of processes.",
+    )
 
 
 def _number(key: str) -> int:

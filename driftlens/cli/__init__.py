@@ -49,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.simplefilter("ignore", FutureWarning)  # third parties talking to programmers, not to users
     if not {"-v", "--verbose"} & {*flags}:
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else a Hub out of reach is told a dozen times
+    if members() > 1:
+        os.environ.setdefault(
+            "TORCH_CPP_LOG_LEVEL", "ERROR"
+        )  # a store that is gone is told by us, without its stack
     # Files are all that is drawn to; a notebook hands down a backend that may not be here.
     os.environ["MPLBACKEND"] = "agg"
     # Another thread than the first hears no signals.
@@ -71,8 +75,8 @@ def run(arguments: list[str]) -> int:
     try:
         with _teamed(arguments):
             result = typer.main.get_command(app).main(arguments, prog_name="driftlens", standalone_mode=False)
-        if result == Cancelled.exit_code:  # what newer versions of typer make of an interrupt
-            raise KeyboardInterrupt
+            if result == Cancelled.exit_code:  # what newer versions of typer make of an interrupt
+                raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except typer.Exit as leaving:
         return leaving.exit_code

@@ -333,6 +333,7 @@ def cancelling() -> Iterator[CancelToken]:
             return
         if token.is_set:
             interrupt(number, frame)
+            return  # a library is being imported: the signal comes again
         token.cancel()
         with suppress(OSError, RuntimeError):  # it may be said in the middle of what is being written there
             note("stopping at the next batch; once more stops at once")

@@ -43,6 +43,27 @@ def torchrun(
     )
 
 
+def started(
+    size: int, *arguments: str, module: str = "driftlens", fault: str = ""
+) -> list[subprocess.Popen[str]]:
+    """The processes of a job, started as SLURM does: the first one holds the store, nobody watches over them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    place["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # `main` says so; the worker has imported torch by then
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            env={**os.environ, **place, "RANK": str(rank), "FAULT": fault},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
 def said(job: subprocess.CompletedProcess[str]) -> str:
     """What our processes said on stderr, without torchrun's lines of a letter, date and time, and its traceback."""
     ours = job.stderr.partition("Traceback (most recent call last)")[0].splitlines()
@@ -84,21 +105,7 @@ def test_processes_without_a_meeting_place_are_told_so(
 
 def test_a_launcher_that_only_sets_variables_is_enough(light: DriftRun, tmp_path: pathlib.Path) -> None:
     folder = copied(light, tmp_path / "run")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "-m", "driftlens", "evaluate", str(folder), "--again", "--json"]
-    jobs = [
-        subprocess.Popen(
-            command,
-            env={**common, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    jobs = started(2, "evaluate", str(folder), "--again", "--json")
     first, second = (job.communicate(timeout=SECONDS) for job in jobs)
     assert [job.returncode for job in jobs] == [0, 0], first[1]
     assert second == ("", "")  # one voice
@@ -235,3 +242,34 @@ def test_an_error_of_any_process_is_said_once_with_its_exit_code(
     status = read_status(folder)
     assert status is not None and status.state == "failed" and status.error is not None
     assert not (folder / "run.lock").exists() and job.stdout == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_job_that_is_stopped_twice_ends_by_one_voice(
+    rank: int, light: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    folder = copied(light, tmp_path / "run")
+    given = ("calibrate", str(folder), "--name", "mine", "--no-attribution", "--progress", "none")
+    jobs = started(2, *given, module="tests.team.worker", fault=f"stopped:{rank}")
+    (_, first), (_, second) = (job.communicate(timeout=SECONDS) for job in jobs)
+    assert [job.returncode for job in jobs] == [130, 130], (first, second)
+    assert first.count("cancelled") == 1 and "frame #" not in first and second == ""
+    status = read_status(folder)
+    assert status is not None and status.state == "cancelled"
+    assert open_run(folder).variants == light.variants
+
+
+@pytest.mark.slow
+def test_whoever_is_left_tells_that_the_first_process_is_gone(
+    light: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    folder = copied(light, tmp_path / "run")
+    given = ("calibrate", str(folder), "--name", "mine", "--no-attribution", "--progress", "none")
+    jobs = started(2, *given, module="tests.team.worker", fault="killed:0")
+    _, (_, told) = (job.communicate(timeout=SECONDS) for job in jobs)
+    assert [job.returncode for job in jobs] == [-9, 4]
+    assert told.count("process 0 of 2 ended without a word") == 1 and len(told.splitlines()) == 2, told
+    # Nobody could write that down; the next command sees it.
+    assert run(["calibrate", str(folder), "--name", "mine", "--no-attribution", "--resume"]) == 0
+    assert "calibrated:mine" in open_run(folder).variants

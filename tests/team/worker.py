@@ -26,14 +26,20 @@ def fail() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return calibrate(self, layer, *given, **named)
 
+    def stopped(self: SnapshotWalk, layer: Any, *given: Any, **named: Any) -> Any:
+        if layer.index == LAYER:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+        return calibrate(self, layer, *given, **named)
+
     def refused(*_: Any) -> Any:
         raise DataError("picture seven can't be read", hint="Look at it.")
 
     def mistaken(*_: Any) -> Any:
         raise KeyError("nobody thought of that")
 
-    if what == "killed":
-        SnapshotWalk.calibrate = killed  # type: ignore[method-assign]
+    if what in ("killed", "stopped"):
+        SnapshotWalk.calibrate = {"killed": killed, "stopped": stopped}[what]  # type: ignore[method-assign]
     elif what:
         evaluation.accuracies = {"refused": refused, "mistaken": mistaken}[what]
 

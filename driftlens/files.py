@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from driftlens import stopping
-from driftlens.errors import RunError
+from driftlens.errors import RunError, SpecError
 
 PathLike = str | os.PathLike[str]
 
@@ -135,6 +135,21 @@ def sha256_of(path: PathLike) -> str:
     """The SHA-256 of a file's bytes in hexadecimal, read in pieces."""
     with pathlib.Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def expanded(path: PathLike) -> pathlib.Path:
+    """The path with the home folder that a `~` at its beginning stands for.
+
+    Raises:
+        SpecError: nobody has such a home folder.
+    """
+    try:
+        return pathlib.Path(path).expanduser()
+    except RuntimeError:
+        raise SpecError(
+            f"{path}: there is no such home folder",
+            hint="Write the whole path; ./ goes before a name that begins with ~.",
+        ) from None
 
 
 def free_bytes(path: PathLike) -> int:

@@ -21,7 +21,7 @@ import typer
 
 from driftlens import stopping
 from driftlens.cli import calibrating, converting, looking, reporting, reproducing, running
-from driftlens.cli.app import app, hearing, manner, stopped
+from driftlens.cli.app import app, hearing, manner, spelling_homes_out, stopped
 from driftlens.errors import Cancelled, DriftLensError, RunError, SpecError, harmless
 from driftlens.team import joined, members
 
@@ -32,6 +32,8 @@ _MODULES = (running, converting, calibrating, reproducing, looking, reporting)
 """Imported for their commands, which are listed in this order."""
 _PLACES = {module.__name__: place for place, module in enumerate(_MODULES)}
 app.registered_commands.sort(key=lambda command: _PLACES[attrgetter("callback.__module__")(command)])
+for _command in app.registered_commands:
+    _command.callback = spelling_homes_out(_command.callback)
 MOST_LINES, WIDEST = 60, 2000
 """Of a message: lines, and characters in one."""
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]

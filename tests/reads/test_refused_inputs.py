@@ -55,6 +55,46 @@ def test_paths_that_no_file_can_have_are_refused(world: World, path: str) -> Non
     assert len(str(refused.value)) < 500
 
 
+@pytest.mark.parametrize("out", ["~nobody-of-that-name", "~nobody-of-that-name/x"])
+@pytest.mark.parametrize(
+    "line",
+    ["analyze SPEC", "merge SPEC --method average", "merge SPEC", "report RUN --format md", "init"],
+    ids=lambda line: " ".join(line.split()[:3]),
+)
+def test_a_home_folder_of_nobodys_is_refused_before_anything_is_done(
+    run_cli: Callable[..., Result],
+    world: World,
+    light: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    out: str,
+) -> None:
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(world.spec()))
+    monkeypatch.chdir(tmp_path)
+    stands = {"SPEC": "spec.yaml", "RUN": str(light.path)}
+    result = run_cli(*(stands.get(word, word) for word in line.split()), "--out", out)
+    assert result.code == 2 and result.message == f"{out}: there is no such home folder", result.err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["spec.yaml"]
+
+
+def test_a_home_folder_is_spelled_out_where_no_shell_has_done_so(
+    run_cli: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_cli("init", "--out=~/run.yaml").code == 0
+    assert (tmp_path / "run.yaml").is_file()
+
+
+def test_a_run_in_a_folder_that_begins_with_a_tilde_is_read_where_it_was_written(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~nobody").mkdir()
+    (tmp_path / "~nobody/a.safetensors").write_bytes(world.weights("base").read_bytes())
+    assert open_checkpoint(Path("~nobody/a.safetensors")).headers
+
+
 def test_a_spec_of_more_experts_than_anybody_has_is_refused(world: World) -> None:
     with within_bounds(), pytest.raises(SpecError, match="at most 1000"):
         load_spec(

@@ -15,6 +15,7 @@ import driftlens.cli as cli
 from driftlens.data import webdataset
 from driftlens.data.image_folder import read_image
 from driftlens.errors import DataError, IncompatibleModelsError, SpecError
+from driftlens.merging import karcher, steps
 from driftlens.models import architecture, loading, pickles
 from driftlens.models.loading import read_config
 from driftlens.pipeline.search import sweep
@@ -52,6 +53,10 @@ LIMITS: dict[str, tuple[str, str]] = {
         "reads/test_promises.py::test_seeds_beyond_64_bits",
     ),
     "draws of a sweep": (f"{sweep.MOST_DRAWS:,}", "reads/test_promises.py::test_draws_without_end"),
+    "steps of a merge": (
+        f"{steps.MOST_STEPS:,} of a descent, {karcher.MOST_STEPS:,} of `karcher`",
+        "merging/test_sparse_methods.py::test_settings_out_of_range_are_refused",
+    ),
     "points of a projection": (
         f"{MOST_POINTS:,}",
         "projection/test_hard_input.py::test_what_makes_no_sense_is_refused",

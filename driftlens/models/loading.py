@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from driftlens.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
-from driftlens.files import expanded, from_json
+from driftlens.files import expanded, from_json, plain_file
 from driftlens.models.lora import is_lora_folder, lora_source
 from driftlens.models.refusals import require_unquantised, wrong_family
 from driftlens.models.sources import StateSource
@@ -314,7 +314,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         CheckpointError: the file can't be read, or holds something else.
     """
     try:
-        value = from_json(path.read_text(encoding="utf-8"))
+        value = from_json(plain_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} can't be read: {error}", hint="Restore it from the original."

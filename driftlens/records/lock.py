@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from driftlens import stopping
 from driftlens.errors import RunError, RunLockedError
-from driftlens.files import PARTIAL, from_json, sweep, write_json_atomic
+from driftlens.files import PARTIAL, from_json, plain_file, sweep, write_json_atomic
 from driftlens.records.layout import ENTRIES, GUARD, LOCK
 
 _FRESH_SECONDS = 60.0
@@ -159,7 +159,7 @@ class RunLock:
 def owner_of(folder: pathlib.Path) -> Owner | None:
     """Who holds the run's lock according to its note, dead or alive; None when nobody does."""
     try:
-        note = from_json((folder / LOCK).read_text(encoding="utf-8"))
+        note = from_json(plain_file(folder / LOCK).read_text(encoding="utf-8"))
         owner = Owner(**{field.name: note[field.name] for field in dataclasses.fields(Owner)})
         is_sound = type(owner.pid) is int and 0 < owner.pid < 2**31 and isinstance(owner.host, str)
         is_sound &= isinstance(owner.process_started, int | float | None)

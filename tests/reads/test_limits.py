@@ -35,6 +35,10 @@ __all__ = ["world"]
 ROOT = Path(__file__).parents[2]
 
 LIMITS: dict[str, tuple[str, str]] = {
+    "any file": (
+        "no device, pipe or socket; a spec, and what is like one, may come from below `/dev`",
+        "reads/test_refused_inputs.py::test_devices_and_pipes_are_no_data",
+    ),
     "spec, `--set`": (
         f"{yaml_text.MOST_CHARACTERS:,} characters, {yaml_text.MOST_NODES:,} values with aliases counted in full, "
         f"whole numbers of 64 bits",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,6 +244,92 @@ def test_messages_end_on_their_first_page(
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1] == "... and 19,940 lines more" and len(lines) == 61
     assert max(map(len, lines)) < 2100
+
+
+ODD = "a device, a pipe or a socket"
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    """A named pipe that nobody writes to: whoever opens it waits."""
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+def at(pipe: Path, name: str) -> Path:
+    """The pipe under another name."""
+    pipe.with_name(name).parent.mkdir(exist_ok=True)
+    return pipe.rename(pipe.with_name(name))
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "a.bin"])
+def test_a_pipe_is_no_weights(pipe: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match=ODD):
+        open_checkpoint(at(pipe, name))
+
+
+@pytest.mark.parametrize("source", ["/dev/zero", "/dev/null", "PIPE"])
+def test_devices_and_pipes_are_not_converted(run_cli: Callable[..., Result], pipe: Path, source: str) -> None:
+    with within_bounds():
+        result = run_cli(
+            "convert", source.replace("PIPE", str(pipe)), "--out", pipe.with_name("a.safetensors")
+        )
+    assert result.code == 4 and ODD in result.err, result.err
+
+
+DATA = (
+    "a.npz npz file",
+    "a.jsonl jsonl",
+    "a.csv table",
+    "a.parquet table",
+    "a.tar webdataset",
+    "a imagefolder",
+)
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "PIPE"])
+@pytest.mark.parametrize("kind", DATA)
+def test_devices_and_pipes_are_no_data(
+    world: World, tmp_path: Path, pipe: Path, kind: str, device: str
+) -> None:
+    from driftlens.access import Access
+    from driftlens.data.sources import data_sources
+
+    name, source, *key = kind.split()
+    place = tmp_path / name
+    if source == "imagefolder":
+        (tmp_path / "a/cat").mkdir(parents=True)
+        place = tmp_path / "a/cat/picture.png"
+    place.symlink_to(device.replace("PIPE", str(pipe)))
+    keys = key or ["calibration", "test"]
+    entry = {"kind": source} | dict.fromkeys(keys, str(tmp_path / name))
+    spec = load_spec(world.one_task(data={world.tasks[0]: entry}, heads=None))
+    with within_bounds(), pytest.raises(DataError, match=ODD):
+        view = data_sources[source](spec.data.tasks[world.tasks[0]], "calibration", Access())
+        view.read(0)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "status.json", "spec.yaml", "tables/layers.parquet"])
+def test_a_pipe_in_a_run_is_refused(
+    run_cli: Callable[..., Result], light: Any, tmp_path: Path, name: str
+) -> None:
+    run = Path(shutil.copytree(light.path, tmp_path / "run"))
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    result = run_cli("explain" if name == "spec.yaml" else "show", run)
+    assert ODD in result.err + result.out and result.code in (0 if name == "status.json" else 4, 2), result
+
+
+def test_a_recipe_is_no_pipe_but_what_a_shell_hands_down_is(
+    run_cli: Callable[..., Result], pipe: Path, world: World
+) -> None:
+    result = run_cli("merge", pipe, "--out", pipe.with_name("out"))
+    assert result.code == 2 and ODD in result.err, result.err
+    reader, writer = os.pipe()
+    os.write(writer, yaml.safe_dump(world.spec()).encode())
+    os.close(writer)
+    assert load_spec(Path(f"/dev/fd/{reader}")).version == 1
+    os.close(reader)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,15 @@ def run(arguments: list[str]) -> int:
         return _report(f"{place}{error.strerror or error}", hint, RunError.exit_code)
     except Exception as error:
         return _unexpected(error)
+    except BaseException as error:
+        if (
+            type(error).__name__ != "PanicException"
+        ):  # of libraries in Rust, where a file makes them break down
+            raise
+        hint = (
+            "Tokenizers and weights are read by such; restore theirs from the original, or take the text out."
+        )
+        return _report(f"a library broke down: {error}", hint, RunError.exit_code)
 
 
 @contextlib.contextmanager

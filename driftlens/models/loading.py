@@ -260,16 +260,26 @@ def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, A
         CheckpointError: the file can't be fetched, or holds something else.
         IncompatibleModelsError: it asks for a model without end.
     """
+    found = config_file(source, file, offline=offline)
+    return None if found is None else _sane(read_json(found), source)
+
+
+def config_file(source: str, file: str, *, offline: bool = False) -> pathlib.Path | None:
+    """Where `file` of a folder or Hub repository lies, or None when it has no such file.
+
+    Raises:
+        SpecError: `source` is neither a folder nor a Hub id.
+        CheckpointError: the file can't be fetched.
+    """
     folder = expanded(source)
     if folder.is_dir():
-        return _sane(read_json(folder / file), source) if (folder / file).is_file() else None
+        return folder / file if (folder / file).is_file() else None
     if not is_hub_id(source):
         raise SpecError(
             f"{source!r} is neither a folder nor a Hub id",
             hint="Check `architecture.source`: a folder with a config, or owner/name as on the Hub.",
         )
-    fetched = _fetched_file(source, file, offline)
-    return None if fetched is None else _sane(read_json(fetched), source)
+    return _fetched_file(source, file, offline)
 
 
 def _sane(config: dict[str, Any], source: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from driftlens.data import webdataset
 from driftlens.data.image_folder import read_image
 from driftlens.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.merging import karcher, steps
-from driftlens.models import architecture, loading, pickles
+from driftlens.models import architecture, loading, pickles, tokenizer_files
 from driftlens.models.loading import read_config
 from driftlens.pipeline.search import sweep
 from driftlens.projection.store import MOST_POINTS
@@ -77,6 +77,11 @@ LIMITS: dict[str, tuple[str, str]] = {
         f"{loading.MOST_LAYERS:,} layers, {loading.MOST_LABELS:,} labels, {architecture.MOST_FILLED:,} values filled "
         "into one tensor while it is built",
         "reads/test_limits.py::test_configurations",
+    ),
+    "tokenizer": (
+        f"numbers of tokens up to {tokenizer_files.MOST_TOKENS:,}, {tokenizer_files.MOST_EXTRA:,} tokens by their "
+        f"count alone, texts that grow {tokenizer_files.MOST_GROWTH} times",
+        "models/test_tokenizer_files.py::test_what_would_exhaust_a_machine_is_refused_before_it_is_built",
     ),
     "pickle in `convert`": (
         f"{pickles.MOST_STEPS:,} steps, {pickles.MOST_TENSORS:,} tensors, {pickles.DEEPEST} levels, names of "

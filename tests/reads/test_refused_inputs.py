@@ -342,3 +342,33 @@ def test_the_file_systems_refusals_are_no_defects(
     stands = {"RUN": light.path, "FOLDER": tmp_path / "folder"}
     result = run_cli(*(stands.get(word, word) for word in line))
     assert result.code in (3, 4) and "defect" not in result.err
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["calibrations", "tables", "features/flowers", "reports", "scratch", "events.jsonl", "run.lock.guard"],
+)
+@pytest.mark.parametrize("line", ["calibrate RUN --name q2 --method svc", "report RUN --format md"])
+def test_a_run_is_not_written_to_through_a_link_that_leads_out_of_it(
+    run_cli: Callable[..., Result], light: Any, tmp_path: Path, place: str, line: str
+) -> None:
+    run, outside = Path(shutil.copytree(light.path, tmp_path / "run")), tmp_path / "elsewhere"
+    (run / place).rename(outside) if (run / place).exists() else outside.mkdir()
+    before = outside.read_bytes() if outside.is_file() else sorted(outside.rglob("*"))
+    (run / place).symlink_to(outside)
+    result = run_cli(*(str(run) if word == "RUN" else word for word in line.split()))
+    assert result.code == 4 and f"{place} is a link that leads out of the run" in result.err, result.err
+    assert before == (outside.read_bytes() if outside.is_file() else sorted(outside.rglob("*")))
+    assert run_cli("show", run).code == 0
+
+
+def test_a_run_that_is_a_link_itself_and_links_that_stay_inside_are_written_to(
+    run_cli: Callable[..., Result], light: Any, tmp_path: Path
+) -> None:
+    real = Path(shutil.copytree(light.path, tmp_path / "real"))
+    (real / "figures").mkdir()
+    (real / "reports").symlink_to("figures")
+    (tmp_path / "run").symlink_to(real)
+    result = run_cli("report", tmp_path / "run", "--format", "md")
+    assert result.code == 0, result.err
+    assert list((real / "figures").iterdir())

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from driftlens.errors import CheckpointError, IncompatibleModelsError
+from driftlens.errors import CheckpointError, DriftLensError, IncompatibleModelsError
 from driftlens.models.loading import config_file, read_json
 
 MOST_TOKENS = 10_000_000
@@ -43,10 +43,11 @@ def bounded_tokenizer(source: str, *, offline: bool) -> Iterator[None]:
             _require_growth(stated, f"{source}, {file}")
     try:
         yield
+    except DriftLensError:
+        raise
     except BaseException as error:
-        if (
-            type(error).__name__ != "PanicException"
-        ):  # of libraries in Rust; no Exception, so that nobody catches it
+        # What libraries in Rust break down with is no Exception, so that nobody catches it.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise IncompatibleModelsError(
             f"{source}: its tokenizer can't be used: {error}",

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from driftlens import stopping
-from driftlens.errors import RunError
+from driftlens.errors import RunError, SpecError
 
 PathLike = str | os.PathLike[str]
 
@@ -131,10 +131,37 @@ def from_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply to be read") from None
 
 
+def plain_file(path: PathLike) -> pathlib.Path:
+    """The path of a file from outside, for whoever opens it: devices have no end, and a pipe may have no beginning.
+
+    Raises:
+        OSError: it leads to a device, a pipe or a socket. Of what is not there, opening it says so.
+    """
+    found = pathlib.Path(path)
+    if found.exists() and not (found.is_file() or found.is_dir()):
+        raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and no file", str(found))
+    return found
+
+
 def sha256_of(path: PathLike) -> str:
     """The SHA-256 of a file's bytes in hexadecimal, read in pieces."""
-    with pathlib.Path(path).open("rb") as file:
+    with plain_file(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def expanded(path: PathLike) -> pathlib.Path:
+    """The path with the home folder that a `~` at its beginning stands for.
+
+    Raises:
+        SpecError: nobody has such a home folder.
+    """
+    try:
+        return pathlib.Path(path).expanduser()
+    except RuntimeError:
+        raise SpecError(
+            f"{path}: there is no such home folder",
+            hint="Write the whole path; ./ goes before a name that begins with ~.",
+        ) from None
 
 
 def free_bytes(path: PathLike) -> int:

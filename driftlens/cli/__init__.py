@@ -21,7 +21,7 @@ import typer
 
 from driftlens import stopping
 from driftlens.cli import calibrating, converting, looking, reporting, reproducing, running
-from driftlens.cli.app import app, hearing, manner, stopped
+from driftlens.cli.app import app, hearing, manner, spelling_homes_out, stopped
 from driftlens.errors import Cancelled, DriftLensError, RunError, SpecError, harmless
 from driftlens.team import joined, members
 
@@ -32,6 +32,8 @@ _MODULES = (running, converting, calibrating, reproducing, looking, reporting)
 """Imported for their commands, which are listed in this order."""
 _PLACES = {module.__name__: place for place, module in enumerate(_MODULES)}
 app.registered_commands.sort(key=lambda command: _PLACES[attrgetter("callback.__module__")(command)])
+for _command in app.registered_commands:
+    _command.callback = spelling_homes_out(_command.callback)
 MOST_LINES, WIDEST = 60, 2000
 """Of a message: lines, and characters in one."""
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
@@ -101,6 +103,15 @@ def run(arguments: list[str]) -> int:
         return _report(f"{place}{error.strerror or error}", hint, RunError.exit_code)
     except Exception as error:
         return _unexpected(error)
+    except BaseException as error:
+        if (
+            type(error).__name__ != "PanicException"
+        ):  # of libraries in Rust, where a file makes them break down
+            raise
+        hint = (
+            "Tokenizers and weights are read by such; restore theirs from the original, or take the text out."
+        )
+        return _report(f"a library broke down: {error}", hint, RunError.exit_code)
 
 
 @contextlib.contextmanager

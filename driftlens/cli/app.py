@@ -26,6 +26,7 @@ import typer
 import driftlens
 from driftlens.access import Access
 from driftlens.errors import SpecError, harmless
+from driftlens.files import expanded
 from driftlens.progress import CancelToken, ProgressSink
 from driftlens.team import ALONE, Team
 
@@ -166,6 +167,21 @@ class Job:
                 handler.setFormatter(_JsonLines())
         with limited_threads(self.threads), cancelling() as cancel, sink_for(mode) as sink:
             yield {"on_progress": manner.team.progress(sink), "cancel": cancel}
+
+
+def spelling_homes_out(command: Any) -> Callable[..., Any]:
+    """The command with `~` in its paths as in those of a spec: no shell touches what is quoted, or behind a `=`."""
+
+    def spelled(value: Any) -> Any:
+        if isinstance(value, list):
+            return [spelled(each) for each in value]
+        return expanded(value) if isinstance(value, Path) else value
+
+    @functools.wraps(command)
+    def run(**given: Any) -> Any:
+        return command(**{name: spelled(value) for name, value in given.items()})
+
+    return run
 
 
 def limited_threads(number: int | None) -> AbstractContextManager[None]:

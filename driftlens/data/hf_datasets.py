@@ -14,6 +14,7 @@ from driftlens.data.image_folder import read_image
 from driftlens.data.sources import Picture, Split, SplitView, data_sources, named, refused, require_column
 from driftlens.data.text_rows import columns_asked, text_view
 from driftlens.errors import DataError, did_you_mean
+from driftlens.files import plain_file
 
 if TYPE_CHECKING:
     from driftlens.spec.data import HfData
@@ -85,6 +86,8 @@ def _load(entry: HfData, access: Access) -> Any:
     if Path(entry.path).is_dir():
         hint = "Write it with DatasetDict.save_to_disk."
         with refused(f"{entry.path}: not a folder written by save_to_disk", hint):
+            for file in Path(entry.path).rglob("*"):
+                plain_file(file)
             loaded = datasets.load_from_disk(entry.path)
         if not isinstance(loaded, datasets.DatasetDict):
             raise DataError(

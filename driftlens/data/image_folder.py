@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from driftlens.access import Access
 from driftlens.data.sources import PATHS_HINT, Split, SplitView, data_sources, refused
 from driftlens.errors import DataError
+from driftlens.files import plain_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -113,7 +114,7 @@ def read_image(source: Path | BinaryIO, where: str = "", mode: str | None = "RGB
     hint = "Replace the file, or take the image out."
     kinds = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
     not_read = refused(f"{where or source}: the image can't be read", hint, *kinds)
-    with not_read, Image.open(source) as image:
+    with not_read, Image.open(plain_file(source) if isinstance(source, Path) else source) as image:
         if image.format == "EPS":  # Pillow would start Ghostscript to read it
             raise ValueError("it is PostScript, a program that would have to be run")
         return image.convert(mode) if mode else image.copy()

@@ -9,7 +9,7 @@ from driftlens.access import Access
 from driftlens.data.sources import PATHS_HINT, Split, SplitView, data_sources, refused
 from driftlens.data.text_rows import text_view
 from driftlens.errors import DataError
-from driftlens.files import from_json
+from driftlens.files import from_json, plain_file
 
 if TYPE_CHECKING:
     from driftlens.spec.data import JsonlData
@@ -42,7 +42,7 @@ def _lines(file: Path) -> list[str]:
     not_text = refused(f"{file}: not UTF-8 text", "Save the file as UTF-8.", UnicodeDecodeError)
     with refused(f"{file}: can't be read", PATHS_HINT, OSError), not_text:
         # Only \n ends a line: other separators may stand unescaped inside a JSON string.
-        return file.read_text(encoding="utf-8-sig").split("\n")
+        return plain_file(file).read_text(encoding="utf-8-sig").split("\n")
 
 
 def _row(line: str, where: str) -> dict[str, Any]:

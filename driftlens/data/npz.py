@@ -15,6 +15,7 @@ import numpy as np
 from driftlens.access import Access
 from driftlens.data.sources import PATHS_HINT, Split, SplitView, check_pixels, data_sources, named, refused
 from driftlens.errors import DataError
+from driftlens.files import plain_file
 
 if TYPE_CHECKING:
     from driftlens.spec.data import NpzArrays, NpzData
@@ -116,7 +117,7 @@ class _File:
         kinds = (zipfile.BadZipFile, NotImplementedError, ValueError, RuntimeError)
         no_zip = refused(f"{self.path}: not an .npz file, or cut short", hint, *kinds)
         unreadable = refused(f"{self.path}: can't be read", PATHS_HINT, OSError)
-        with unreadable, no_zip, zipfile.ZipFile(self.path) as archive:
+        with unreadable, no_zip, zipfile.ZipFile(plain_file(self.path)) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
 
     def header(self, key: str) -> tuple[tuple[int, ...], np.dtype[Any]]:

@@ -23,6 +23,7 @@ from driftlens.data.sources import (
 )
 from driftlens.data.text_rows import columns_asked, text_view
 from driftlens.errors import DataError
+from driftlens.files import plain_file
 
 if TYPE_CHECKING:
     from driftlens.spec.data import TableData
@@ -120,6 +121,7 @@ def _columns(file: Path, wanted: Collection[str | None]) -> dict[str, list[Any]]
     kinds = (csv.Error, ValueError, NotImplementedError)  # the last of Parquet that this pyarrow can't unpack
     damaged = refused(f"{file}: no table", "Save it as CSV, TSV or Parquet.", *kinds)
     with unreadable, damaged:
+        plain_file(file)
         if file.suffix.lower() in (".parquet", ".pq"):
             from pyarrow.parquet import ParquetFile
 

@@ -12,7 +12,7 @@ from driftlens.access import Access
 from driftlens.data.image_folder import SUFFIXES, check_names, read_image
 from driftlens.data.sources import PATHS_HINT, Split, SplitView, data_sources, listed_classes, named, refused
 from driftlens.errors import DataError
-from driftlens.files import from_json
+from driftlens.files import from_json, plain_file
 
 if TYPE_CHECKING:
     from driftlens.spec.data import WebdatasetData
@@ -125,7 +125,7 @@ def _members(
     groups: dict[str, dict[str, tarfile.TarInfo]] = {}
     labels: dict[str, Any] = {}
     hint = "Write it anew; of tar.gz files only the unpacked tar can be read at any place."
-    with refused(f"{shard}: no tar file, or damaged", hint), tarfile.open(shard, "r:") as tar:
+    with refused(f"{shard}: no tar file, or damaged", hint), tarfile.open(plain_file(shard), "r:") as tar:
         for member in tar:
             if member.size < 0:  # which would lead tarfile round in circles
                 raise DataError(f"{shard}: {member.name} has {member.size} bytes", hint=hint)

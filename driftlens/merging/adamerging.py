@@ -11,6 +11,7 @@ from torch import Tensor
 
 from driftlens.errors import NumericsError
 from driftlens.merging.method import StateDict, merge_methods
+from driftlens.merging.steps import MOST_STEPS
 from driftlens.settings import Bounds
 
 Rows = tuple[int, int] | None
@@ -36,7 +37,7 @@ def adamerging(
         "whether every parameter tensor has a coefficient per task, or the whole model",
     ] = "layer",
     initial: Annotated[float, Bounds(-100, 100), "the coefficients that it starts with"] = 0.3,
-    steps: Annotated[int, Bounds(0), "of the descent, each on one batch of every task"] = 1000,
+    steps: Annotated[int, Bounds(0, MOST_STEPS), "of the descent, each on one batch of every task"] = 1000,
     learning_rate: Annotated[float, Bounds(0, low_open=True), "of Adam"] = 1e-3,
     batch_size: Annotated[int, Bounds(1), "calibration samples per task and step"] = 16,
     clamp: Annotated[bool, "whether coefficients stay between 0 and 1"] = False,

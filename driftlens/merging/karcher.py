@@ -11,6 +11,9 @@ from torch import Tensor
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.settings import Bounds
 
+MOST_STEPS = 1000
+"""For each tensor: directions that have not met by then never do."""
+
 
 @merge_methods.method(
     "karcher",
@@ -24,7 +27,7 @@ def karcher(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    max_iter: Annotated[int, Bounds(1), "steps at most"] = 10,
+    max_iter: Annotated[int, Bounds(1, MOST_STEPS), "steps at most"] = 10,
     tol: Annotated[float, Bounds(0), "length of a step on the unit sphere that is the last"] = 1e-5,
 ) -> dict[str, Tensor]:
     """Each tensor's direction the Riemannian mean of the experts' on the sphere, its norm the mean of theirs.
@@ -51,7 +54,7 @@ def karcher_mean(tensors: list[Tensor], max_iter: int, tol: float) -> Tensor:
         factors = torch.where(sines > 0, angles / sines.clamp(min=torch.finfo(sines.dtype).tiny), 1.0)
         step = (factors[:, None] * rest).mean(dim=0)
         length = step.norm()
-        if length < tol:
+        if length <= tol:
             break
         mean = length.cos() * mean + length.sin() * step / length
         mean = mean / mean.norm()

@@ -13,6 +13,8 @@ from driftlens.settings import Bounds
 
 StepScaling = Annotated[float, Bounds(-100, 100), "factor on the merged step"]
 SumScaling = Annotated[float, Bounds(-100, 100), "factor on the sum of task vectors"]
+MOST_STEPS = 1_000_000
+"""Of a descent."""
 MATRIX = "weight"
 """The name under which a linear module's matrix comes; all else comes under other names."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from driftlens.linalg.partial import solve_in_range
 from driftlens.merging.method import StateDict, merge_methods
-from driftlens.merging.steps import stepped
+from driftlens.merging.steps import MOST_STEPS, stepped
 from driftlens.settings import Bounds
 
 
@@ -31,7 +31,7 @@ def wudi(
     solver: Annotated[
         Literal["adam", "closed_form"], "the published descent, or where it would end (unpublished)"
     ] = "adam",
-    steps: Annotated[int, Bounds(0), "of the descent"] = 300,
+    steps: Annotated[int, Bounds(0, MOST_STEPS), "of the descent"] = 300,
     learning_rate: Annotated[float, Bounds(0, low_open=True), "of the descent"] = 1e-5,
     ridge: Annotated[
         float,

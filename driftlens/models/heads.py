@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.errors import CheckpointError, DataError, ShapeError, SpecError
-from driftlens.files import from_json
+from driftlens.files import from_json, plain_file
 from driftlens.models.chain import Head, LinearHead, ScoreMap
 from driftlens.models.loading import library_folder, open_checkpoint, read_json
 from driftlens.models.sources import StateSource, check_finite
@@ -290,7 +290,7 @@ def text_head(
 
 def _names_in(path: pathlib.Path) -> list[str]:
     try:
-        names = from_json(path.read_text(encoding="utf-8"))
+        names = from_json(plain_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path}: class names can't be read: {getattr(error, 'strerror', None) or error}",

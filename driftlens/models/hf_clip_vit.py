@@ -40,6 +40,7 @@ from driftlens.models.loading import (
 from driftlens.models.preprocessing import hf_preprocess
 from driftlens.models.refusals import require_plain, wrong_family
 from driftlens.models.sources import StateSource
+from driftlens.models.tokenizer_files import bounded_tokenizer
 from driftlens.models.vit import ClipViT, Names, scrambled
 
 LAYOUT = KeyLayout(
@@ -214,7 +215,8 @@ def _text_tower(config: dict[str, Any], source: str, offline: bool, base: StateS
         raise no_text_tower(source)
     model = weightless(lambda: CLIPModel(CLIPConfig.from_dict(config)), source)
     read_text_side(model, base, LAYOUT)
-    tokenizer = _tokenizer(source, model.config.text_config, offline)
+    with bounded_tokenizer(source, offline=offline):
+        tokenizer = _tokenizer(source, model.config.text_config, offline)
     length = model.config.text_config.max_position_embeddings
 
     @torch.no_grad()

@@ -51,6 +51,7 @@ from driftlens.models.interception import call
 from driftlens.models.refusals import LIVE, T5, wrong_family
 from driftlens.models.sites import BLOCK_ITSELF, no_sites, tapped
 from driftlens.models.texts import hf_text_preprocess
+from driftlens.models.tokenizer_files import bounded_tokenizer
 from driftlens.models.vit import scrambled
 from driftlens.models.vocabularies import HEAD
 
@@ -364,14 +365,16 @@ def load_hf_t5(request: ArchitectureRequest) -> Architecture:
     if stated.get("model_type") != T5:
         raise wrong_family(stated, source, "a T5 of transformers")
     skeleton, is_tied = _skeleton(stated, source)
-    chain = HfT5().chain(skeleton)
+    chain, offline = HfT5().chain(skeleton), request.access.offline
+    with bounded_tokenizer(source, offline=offline):
+        preprocess = hf_text_preprocess(source, skeleton.config, offline, "encoder-decoder")
     return Architecture(
         loader="hf-t5",
         source=source,
         skeleton=skeleton,
         chain=chain,
         layout=_layout(skeleton, is_tied),
-        preprocess=hf_text_preprocess(source, skeleton.config, request.access.offline, "encoder-decoder"),
+        preprocess=preprocess,
         folder=FolderFormat(
             "model.safetensors", {"config.json": stated}, usage=partial(usage_of_texts, _USAGE)
         ),

@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from driftlens.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
-from driftlens.files import from_json
+from driftlens.files import expanded, from_json, plain_file
 from driftlens.models.lora import is_lora_folder, lora_source
 from driftlens.models.refusals import require_unquantised, wrong_family
 from driftlens.models.sources import StateSource
@@ -69,8 +69,9 @@ def open_checkpoint(
         CheckpointError: the file is missing, incomplete, of a kind that can't be read safely, or holds no
             tensors; the message names the file, the hint says what to do.
     """
-    place = pathlib.Path(fetched(path, offline=offline) if isinstance(path, str) else path).expanduser()
+    place = pathlib.Path(fetched(path, offline=offline) if isinstance(path, str) else path)
     try:
+        place = place if place.exists() else expanded(place)  # a run's folder may really be called so
         if place.is_dir():
             return _open_folder(place, base)
         _require_readable(place)
@@ -87,7 +88,7 @@ def fetched(path: str, *, offline: bool = False) -> str:
     Raises:
         CheckpointError: as for `hub_folder`.
     """
-    place = pathlib.Path(path).expanduser()
+    place = expanded(path)
     if place.exists() or not is_hub_id(path) or place.suffix in _READABLE:
         return path
     return str(hub_folder(path, offline=offline))
@@ -149,7 +150,7 @@ def repository_of(place: str) -> tuple[str, str | None]:
 
 def pretrained(place: str) -> dict[str, Any]:
     """Arguments of a library's `from_pretrained` for a folder or Hub id, with or without a revision."""
-    if "@" not in place or pathlib.Path(place).expanduser().exists():
+    if "@" not in place or expanded(place).exists():
         return {"pretrained_model_name_or_path": place}
     repository, revision = repository_of(place)
     return {"pretrained_model_name_or_path": repository, "revision": revision}
@@ -210,7 +211,7 @@ def library_folder(place: str) -> pathlib.Path | None:
         None where there is no such folder.
     """
     name = place.removeprefix("hf-hub:").removeprefix("local-dir:")
-    path = pathlib.Path(name).expanduser()
+    path = expanded(name)
     if not path.exists() and is_hub_id(name):
         with contextlib.suppress(CheckpointError):  # what is not in the cache is not there
             path = _snapshot(name, [], local=True)
@@ -259,16 +260,26 @@ def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, A
         CheckpointError: the file can't be fetched, or holds something else.
         IncompatibleModelsError: it asks for a model without end.
     """
-    folder = pathlib.Path(source).expanduser()
+    found = config_file(source, file, offline=offline)
+    return None if found is None else _sane(read_json(found), source)
+
+
+def config_file(source: str, file: str, *, offline: bool = False) -> pathlib.Path | None:
+    """Where `file` of a folder or Hub repository lies, or None when it has no such file.
+
+    Raises:
+        SpecError: `source` is neither a folder nor a Hub id.
+        CheckpointError: the file can't be fetched.
+    """
+    folder = expanded(source)
     if folder.is_dir():
-        return _sane(read_json(folder / file), source) if (folder / file).is_file() else None
+        return folder / file if (folder / file).is_file() else None
     if not is_hub_id(source):
         raise SpecError(
             f"{source!r} is neither a folder nor a Hub id",
             hint="Check `architecture.source`: a folder with a config, or owner/name as on the Hub.",
         )
-    fetched = _fetched_file(source, file, offline)
-    return None if fetched is None else _sane(read_json(fetched), source)
+    return _fetched_file(source, file, offline)
 
 
 def _sane(config: dict[str, Any], source: str) -> dict[str, Any]:
@@ -301,7 +312,7 @@ def missing_config(source: str, file: str, expected: str, *, offline: bool, hint
     for other in ("config.json", "open_clip_config.json"):
         if other != file and (stated := read_config(source, other, offline=True)) is not None:
             return wrong_family(stated, source, expected)
-    if (folder := pathlib.Path(source).expanduser()).is_dir():
+    if (folder := expanded(source)).is_dir():
         _require_plain_folder(folder)
     return SpecError(f"{source} has no {file}{' in the local cache' if offline else ''}", hint=hint)
 
@@ -313,7 +324,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         CheckpointError: the file can't be read, or holds something else.
     """
     try:
-        value = from_json(path.read_text(encoding="utf-8"))
+        value = from_json(plain_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} can't be read: {error}", hint="Restore it from the original."

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from driftlens.errors import CheckpointError
-from driftlens.files import from_json
+from driftlens.files import from_json, plain_file
 from driftlens.models.sources import StateSource, require_key
 from driftlens.models.weight_files import open_file
 
@@ -144,7 +144,7 @@ class _LoraSource:
 def _config(folder: pathlib.Path) -> dict[str, Any]:
     """The adapter's settings, once it is certain that they mean plain LoRA."""
     try:
-        config = from_json((folder / _CONFIG).read_bytes())
+        config = from_json(plain_file(folder / _CONFIG).read_bytes())
     except (OSError, ValueError) as error:
         raise _refusal(folder, f"{_CONFIG} can't be read", "Copy or download the folder again.") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

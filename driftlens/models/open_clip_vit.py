@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.errors import IncompatibleModelsError, SpecError
+from driftlens.files import expanded
 from driftlens.models.alignment import KeyLayout
 from driftlens.models.architecture import (
     Architecture,
@@ -186,7 +187,7 @@ def _config(source: str, offline: bool) -> dict[str, Any]:
     name = source.replace("/", "-")  # open_clip takes ViT-B/32 for ViT-B-32 too
     if name in open_clip.list_models():
         return dict(open_clip.get_model_config(name))
-    path = pathlib.Path(source).expanduser()
+    path = expanded(source)
     if path.is_file():
         return read_json(path)
     place = source.removeprefix("hf-hub:").removeprefix("local-dir:")

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from driftlens.errors import IncompatibleModelsError, SpecError
+from driftlens.files import expanded
 from driftlens.models.alignment import Spellings
 from driftlens.models.architecture import Architecture, ArchitectureRequest, FolderFormat, loaders, weightless
 from driftlens.models.chain import IMAGE
@@ -95,7 +95,7 @@ def _stated(source: str, *, offline: bool) -> tuple[str, dict[str, Any], dict[st
     """timm's name for the model of a folder or on the Hub, its config.json, and options that timm builds it with."""
     import timm
 
-    if not Path(source).expanduser().is_dir() and not is_hub_id(source):
+    if not expanded(source).is_dir() and not is_hub_id(source):
         raise SpecError(
             f"timm knows no model {source!r}, and there is no such folder",
             hint="timm.list_models() has the names.",

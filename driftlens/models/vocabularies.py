@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.errors import IncompatibleModelsError
-from driftlens.files import from_json
+from driftlens.files import from_json, plain_file
 from driftlens.models.sources import StateSource, TensorHeader
 from driftlens.models.texts import MEANING, plain_part
 
@@ -181,7 +181,7 @@ class _Aligned:
 def json_object(folder: pathlib.Path | None, file: str) -> dict[str, Any]:
     """The object in a file; nothing where it is missing or damaged, which others say."""
     try:
-        value = {} if folder is None else from_json((folder / file).read_text(encoding="utf-8"))
+        value = {} if folder is None else from_json(plain_file(folder / file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from driftlens.errors import CheckpointError
-from driftlens.files import from_json
+from driftlens.files import from_json, plain_file
 from driftlens.models.sources import Composed, SafetensorsSource, StateSource, TensorsSource, renamed
 
 WEIGHT_FILES = (
@@ -108,7 +108,7 @@ def _open_shard(index: pathlib.Path, shard: str) -> StateSource:
 
 def _weight_map(index: pathlib.Path) -> Mapping[str, str]:
     try:
-        shards = from_json(index.read_bytes())["weight_map"]
+        shards = from_json(plain_file(index).read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError):
         shards = None
     if (
@@ -130,7 +130,7 @@ def refuse_pointer(path: pathlib.Path) -> None:
     Raises:
         CheckpointError: it is such a pointer.
     """
-    with path.open("rb") as file:
+    with plain_file(path).open("rb") as file:
         start = file.read(64)
     if start.startswith(b"version https://git-lfs"):
         raise CheckpointError(

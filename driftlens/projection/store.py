@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import pandas as pd
 
 from driftlens.errors import RunError, SpecError, did_you_mean
-from driftlens.files import from_json, sha256_of, write_json_atomic
+from driftlens.files import from_json, plain_file, sha256_of, write_json_atomic
 from driftlens.records import layout
 from driftlens.records.contents import attach
 from driftlens.records.manifest import version_of
@@ -262,7 +262,7 @@ def read_like(run: DriftRun, settings: Settings, features: Mapping[str, str]) ->
 
 def _record(path: pathlib.Path) -> dict[str, Any]:
     try:
-        record = from_json(path.read_text(encoding="utf-8"))
+        record = from_json(plain_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"{path} can't be read: {error}", hint=_VERIFY) from error
     if not isinstance(record, dict) or record.get("format") != _FORMAT:

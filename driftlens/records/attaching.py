@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from driftlens.errors import DataError, RunError, did_you_mean
-from driftlens.files import PathLike, from_json
+from driftlens.files import PathLike, from_json, plain_file
 from driftlens.metrics import ATTACHED, metric_called
 from driftlens.records.listing import is_analyzed
 from driftlens.records.lock import utc_now
@@ -73,7 +73,7 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
 
 def _content(file: pathlib.Path) -> bytes:
     try:
-        return file.read_bytes()
+        return plain_file(file).read_bytes()
     except OSError as error:
         raise DataError(
             f"{file} can't be read: {error.strerror}",

@@ -15,8 +15,8 @@ from filelock import FileLock
 
 from driftlens import stopping
 from driftlens.errors import RunError, RunLockedError
-from driftlens.files import PARTIAL, from_json, sweep, write_json_atomic
-from driftlens.records.layout import ENTRIES, GUARD, LOCK
+from driftlens.files import PARTIAL, from_json, plain_file, sweep, write_json_atomic
+from driftlens.records.layout import ENTRIES, EVENTS, GUARD, LOCK
 
 _FRESH_SECONDS = 60.0
 _CLOCK_TOLERANCE = 2.0
@@ -83,8 +83,9 @@ class RunLock:
 
         Raises:
             RunLockedError: a live process holds it; the message names the process.
-            RunError: the folder can't be written to.
+            RunError: the folder can't be written to, or what is written there would land elsewhere.
         """
+        _require_no_way_out(self._folder)
         stopping.begin(self, self.release)
         try:
             self._guard.acquire()
@@ -156,10 +157,30 @@ class RunLock:
         stopping.end(self)
 
 
+def _require_no_way_out(folder: pathlib.Path) -> None:
+    """Refuse a run with links out of it behind which files would be made, changed or removed; it may be a link itself.
+
+    Raises:
+        RunError: names the first.
+    """
+    home = os.path.realpath(folder)
+    places = [folder / EVENTS, folder / GUARD]
+    for entry in ENTRIES:
+        if (folder / entry).is_dir():
+            places.append(folder / entry)
+            places += (pathlib.Path(at, name) for at, names, _ in os.walk(folder / entry) for name in names)
+    for place in places:
+        if place.is_symlink() and not pathlib.Path(os.path.realpath(place)).is_relative_to(home):
+            raise RunError(
+                f"{place} is a link that leads out of the run, which would be written to there",
+                hint="Move what it leads to into its place, or remove the link.",
+            )
+
+
 def owner_of(folder: pathlib.Path) -> Owner | None:
     """Who holds the run's lock according to its note, dead or alive; None when nobody does."""
     try:
-        note = from_json((folder / LOCK).read_text(encoding="utf-8"))
+        note = from_json(plain_file(folder / LOCK).read_text(encoding="utf-8"))
         owner = Owner(**{field.name: note[field.name] for field in dataclasses.fields(Owner)})
         is_sound = type(owner.pid) is int and 0 < owner.pid < 2**31 and isinstance(owner.host, str)
         is_sound &= isinstance(owner.process_started, int | float | None)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from driftlens.errors import RunError
-from driftlens.files import from_json, write_json_atomic
+from driftlens.files import from_json, plain_file, write_json_atomic
 from driftlens.records.layout import MANIFEST
 from driftlens.records.lock import utc_now
 from driftlens.records.schema import SCHEMA_VERSION, refuse_newer
@@ -292,7 +292,7 @@ def _digest(record: Mapping[str, Any]) -> str:
 
 def _record(path: pathlib.Path) -> dict[str, Any]:
     try:
-        record = from_json(path.read_text(encoding="utf-8"))
+        record = from_json(plain_file(path).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(
             f"{path.parent} is not a run: it has no {path.name}",

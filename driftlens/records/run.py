@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from driftlens.diagnostic import Column
 from driftlens.errors import DataError, LayerNotFoundError, RunError, did_you_mean
-from driftlens.files import PathLike, from_json
+from driftlens.files import PathLike, from_json, plain_file
 from driftlens.records import layout, schema
 from driftlens.records.manifest import Manifest, read_manifest
 from driftlens.records.status import Status, read_status
@@ -226,7 +226,7 @@ class DriftRun:
                 hint="Choose the layers to store with `layers.select` in the spec.",
             )
         try:
-            array: NDArray[np.floating[Any]] = np.load(path, mmap_mode="r", allow_pickle=False)
+            array: NDArray[np.floating[Any]] = np.load(plain_file(path), mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise RunError(f"{path} can't be read: {error}", hint=DAMAGED) from error
         return array

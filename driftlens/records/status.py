@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any, Literal, get_args
 
 from driftlens.errors import Cancelled, DriftLensError, RunError
-from driftlens.files import free_bytes, from_json, write_json_atomic
+from driftlens.files import free_bytes, from_json, plain_file, write_json_atomic
 from driftlens.records.layout import EVENTS, STATUS
 from driftlens.records.lock import utc_now
 from driftlens.records.tables import plain
@@ -100,7 +100,7 @@ def read_status(folder: pathlib.Path) -> Status | None:
     """
     path = folder / STATUS
     try:
-        return _parsed(from_json(path.read_text(encoding="utf-8")))
+        return _parsed(from_json(plain_file(path).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:

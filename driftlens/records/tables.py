@@ -18,7 +18,7 @@ from pandas.api.extensions import ExtensionDtype
 
 from driftlens.diagnostic import Column, Kind
 from driftlens.errors import RunError
-from driftlens.files import atomic_path
+from driftlens.files import atomic_path, plain_file
 from driftlens.records.schema import SCHEMA_VERSION, TABLES, Table, refuse_newer
 
 _FRAME_TYPES: dict[Kind, ExtensionDtype | np.dtype[Any]] = {
@@ -236,7 +236,7 @@ def _opened(path: pathlib.Path, look: Callable[[pq.ParquetFile], Any]) -> Any:
         RunError: the file is missing, truncated or no Parquet file.
     """
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(plain_file(path)) as file:
             return look(file)
     except FileNotFoundError as error:
         raise RunError(f"{path} is missing", hint="Run the analysis again to write it.") from error

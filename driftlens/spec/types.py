@@ -21,7 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from driftlens.errors import harmless
+from driftlens.errors import SpecError, harmless
+from driftlens.files import expanded
 
 _FILE_SUFFIX = re.compile(r"\.(bin|ckpt|gguf|h5|json|msgpack|npz|onnx|pkl|pt|pth|safetensors)", re.IGNORECASE)
 """Endings that mark a value as a file even where none exists yet; `Llama-3.2-3B` has a dot but no ending."""
@@ -123,13 +124,12 @@ def resolved(value: str, info: ValidationInfo) -> str:
             f"Control characters and more than {LONGEST_PART} characters can't stand in one.",
         )
     folder: Path | None = (info.context or {}).get("folder")
-    if folder is None:
-        return value
     try:
         # Links are left alone: in a download cache they carry the file's name, their target does not.
-        return str(folder / Path(value).expanduser()) if value.startswith("~") else str(folder / value)
-    except RuntimeError as error:
-        raise problem(f"{value}: there is no such home folder", "Write the whole path.") from error
+        path = expanded(value)
+        return value if folder is None else str(folder / path)
+    except SpecError as error:
+        raise problem(error.message, error.hint) from error
 
 
 def _resolved_if_a_path(value: str, info: ValidationInfo) -> str:

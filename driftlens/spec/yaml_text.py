@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from driftlens.errors import SpecError
+from driftlens.files import plain_file
 
 # YAML 1.1 reads 1e-4 as text because it has no dot; people mean the number.
 _FLOAT_WITHOUT_DOT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
@@ -157,7 +158,9 @@ def read_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
         SpecError: the file can't be read, is no text, or holds something else.
     """
     try:
-        with file.open(encoding="utf-8-sig") as stream:  # a device may have no end
+        # What a shell hands down as /dev/stdin or /dev/fd/63 is a pipe; of a device no more than this is read.
+        place = file if file.is_relative_to("/dev") else plain_file(file)
+        with place.open(encoding="utf-8-sig") as stream:
             raw = from_yaml(stream.read(MOST_CHARACTERS + 1), str(file))
     except UnicodeDecodeError as error:
         raise SpecError(

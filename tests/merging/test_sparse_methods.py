@@ -212,6 +212,10 @@ def test_model_stock_is_the_formula_of_the_mean_cosine() -> None:
         ("breadcrumbs", {"density": 1.5}, "density is 1.5"),
         ("slerp", {"t": 2}, "at most 1"),
         ("karcher", {"max_iter": 0}, "at least 1"),
+        ("karcher", {"max_iter": 10**12}, "at least 1 and at most 1000"),
+        ("karcher", {"tol": -1}, "tol is -1; expected a finite number at least 0"),
+        ("wudi", {"steps": 10**12}, "at least 0 and at most"),
+        ("adamerging", {"steps": 10**12}, "at least 0 and at most"),
         ("consensus_ta", {"treshold": 1}, "no parameter 'treshold'"),
         ("ties", {"densty": 1}, "no parameter 'densty'"),
     ],
@@ -219,6 +223,12 @@ def test_model_stock_is_the_formula_of_the_mean_cosine() -> None:
 def test_settings_out_of_range_are_refused(name: str, settings: dict[str, object], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         merge_methods[name].resolve(settings)
+
+
+def test_the_karcher_mean_of_equal_experts_is_one_of_them_whatever_the_tolerance() -> None:
+    expert = {"w": torch.tensor([0.0, 3.0])}
+    merged = merge_methods["karcher"].function(expert, {"a": expert, "b": expert}, max_iter=1000, tol=0.0)
+    assert torch.equal(merged["w"], expert["w"])
 
 
 def test_what_can_not_be_merged_is_refused() -> None:

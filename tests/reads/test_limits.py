@@ -15,7 +15,8 @@ import driftlens.cli as cli
 from driftlens.data import webdataset
 from driftlens.data.image_folder import read_image
 from driftlens.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.models import architecture, chat, loading, lora, pickles
+from driftlens.merging import karcher, steps
+from driftlens.models import architecture, chat, loading, lora, pickles, tokenizer_files
 from driftlens.models.loading import read_config
 from driftlens.pipeline.search import sweep
 from driftlens.projection.store import MOST_POINTS
@@ -34,6 +35,10 @@ __all__ = ["world"]
 ROOT = Path(__file__).parents[2]
 
 LIMITS: dict[str, tuple[str, str]] = {
+    "any file": (
+        "no device, pipe or socket; a spec, and what is like one, may come from below `/dev`",
+        "reads/test_refused_inputs.py::test_devices_and_pipes_are_no_data",
+    ),
     "spec, `--set`": (
         f"{yaml_text.MOST_CHARACTERS:,} characters, {yaml_text.MOST_NODES:,} values with aliases counted in full, "
         f"whole numbers of 64 bits",
@@ -52,6 +57,10 @@ LIMITS: dict[str, tuple[str, str]] = {
         "reads/test_promises.py::test_seeds_beyond_64_bits",
     ),
     "draws of a sweep": (f"{sweep.MOST_DRAWS:,}", "reads/test_promises.py::test_draws_without_end"),
+    "steps of a merge": (
+        f"{steps.MOST_STEPS:,} of a descent, {karcher.MOST_STEPS:,} of `karcher`",
+        "merging/test_sparse_methods.py::test_settings_out_of_range_are_refused",
+    ),
     "points of a projection": (
         f"{MOST_POINTS:,}",
         "projection/test_hard_input.py::test_what_makes_no_sense_is_refused",
@@ -78,6 +87,11 @@ LIMITS: dict[str, tuple[str, str]] = {
         f"{chat.SECONDS:g} seconds of the processor and {1000 * chat.SECONDS_PER_MESSAGE:g} milliseconds a message, "
         f"{chat.MOST_MEMORY >> 20} MiB, in a process of its own",
         "data/test_text_rows.py::test_a_chat_template_without_end_is_refused",
+    ),
+    "tokenizer": (
+        f"numbers of tokens up to {tokenizer_files.MOST_TOKENS:,}, {tokenizer_files.MOST_EXTRA:,} tokens by their "
+        f"count alone, texts that grow {tokenizer_files.MOST_GROWTH} times",
+        "models/test_tokenizer_files.py::test_what_would_exhaust_a_machine_is_refused_before_it_is_built",
     ),
     "pickle in `convert`": (
         f"{pickles.MOST_STEPS:,} steps, {pickles.MOST_TENSORS:,} tensors, {pickles.DEEPEST} levels, names of "

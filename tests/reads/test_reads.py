@@ -1,4 +1,4 @@
-"""Spoiled inputs of five kinds, drawn at random: no traceback, no hang, no growth, and nothing of them is run.
+"""Spoiled inputs of nine kinds, drawn at random: no traceback, no hang, no growth, and nothing of them is run.
 
 How many of each kind: `DRIFTLENS_FUZZ`, which `make fuzz` sets to 25,000; the fast tests draw a few. What failed once
 is an `@example` here or a case in `test_refused_inputs.py`.
@@ -6,6 +6,7 @@ is an `@example` here or a case in `test_refused_inputs.py`.
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -22,6 +23,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from transformers import GPT2Config
 
 from driftlens.access import Access
 from driftlens.cli import run as run_command
@@ -29,9 +31,13 @@ from driftlens.data.sources import data_sources
 from driftlens.errors import SpecError, harmless
 from driftlens.models.loading import open_checkpoint
 from driftlens.models.pickles import Pickled
+from driftlens.models.texts import hf_text_preprocess
+from driftlens.models.tokenizer_files import bounded_tokenizer
 from driftlens.pipeline.study.opening import open_architecture
+from driftlens.pipeline.study.recipe import METHODS, read_recipe
 from driftlens.records.run import DriftRun
 from driftlens.spec.run import load_spec
+from tests.models.tokenizers import word_tokenizer
 from tests.pipeline.fixtures import light, world
 from tests.pipeline.world import World
 from tests.reads.guard import CANARY, MOST_GROWTH, peak, within_bounds
@@ -153,6 +159,65 @@ def test_spoiled_configurations_and_indices(world: World, good: Right, which: st
     told = good.holds | {"architecture": {"loader": "hf-clip", "source": str(folder)}}
     with within_bounds():
         open_architecture(load_spec(told), Access())
+
+
+@pytest.fixture(scope="module")
+def tokenizer(place: Path) -> Right:
+    """The files of a tokenizer that is right, as values."""
+    folder = place / "tokenizer"
+    word_tokenizer().save_pretrained(folder)
+    return Right({file.name: json.loads(file.read_text()) for file in folder.glob("*.json")})
+
+
+@many
+@given(which=st.sampled_from(("tokenizer.json", "tokenizer_config.json")), spoils=tree_spoils)
+def test_spoiled_tokenizers(tokenizer: Right, which: str, spoils: Any) -> None:
+    folder = Path("spoiled-tokenizer").absolute()
+    folder.mkdir(exist_ok=True)
+    for name, content in (tokenizer.holds | {which: spoiled_tree(tokenizer.holds[which], spoils)}).items():
+        (folder / name).write_text(json.dumps(content))
+    with within_bounds(), bounded_tokenizer(str(folder), offline=True):
+        hf_text_preprocess(str(folder), GPT2Config(vocab_size=100), True, "decoder").example()
+
+
+RECIPE: dict[str, Any] = {
+    "base_model": "base",
+    "models": [
+        {"model": "one", "parameters": {"weight": 1, "density": [0.2, 0.6]}},
+        {"model": "two", "parameters": {"weight": [{"filter": "mlp", "value": [0, 1]}, {"value": 0.5}]}},
+    ],
+    "dtype": "float32",
+}
+SHARED: dict[str, dict[str, Any]] = {
+    "ties": {"normalize": True, "lambda": 0.5},
+    "breadcrumbs": {"gamma": 0.1},
+    "della": {"epsilon": 0.1},
+    "karcher": {"max_iter": 5, "tol": 1e-3},
+    "linear": {"normalize": False},
+}
+
+
+@many
+@given(method=st.sampled_from([*SHARED]), in_slices=st.booleans(), spoils=tree_spoils)
+def test_spoiled_recipes_of_mergekit(method: str, in_slices: bool, spoils: Any) -> None:
+    right = copy.deepcopy(RECIPE | {"merge_method": method, "parameters": SHARED[method]})
+    for model in right["models"]:
+        model["parameters"] = {
+            key: at for key, at in model["parameters"].items() if key in METHODS[method][1]
+        }
+    if in_slices:
+        models, right["slices"] = right.pop("models"), []
+        for span in ([0, 1], [1, 3]):
+            right["slices"].append({"sources": [{**model, "layer_range": span} for model in models]})
+    Path("spoiled-recipe.yaml").write_text(json.dumps(spoiled_tree(right, spoils)))
+    drawn = torch.Generator().manual_seed(0)
+    keys = ("embed.weight", *(f"layers.{layer}.mlp.weight" for layer in range(3)))
+    with within_bounds():
+        recipe = read_recipe("spoiled-recipe.yaml")
+        names = [*recipe.experts, "base"]
+        tensors = {name: {key: torch.randn(2, 3, generator=drawn) for key in keys} for name in names}
+        if recipe.settings[-1][1] in (None, 3):  # as `merge_recipe` asks
+            recipe.merge(tensors.pop("base"), tensors, 3)
 
 
 def _pictures(place: Path) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import driftlens.cli as cli
 from driftlens.errors import CheckpointError, DataError, IncompatibleModelsError, SpecError, harmless
 from driftlens.files import from_json
 from driftlens.models.loading import open_checkpoint, read_config
+from driftlens.pipeline.study.recipe import read_recipe
 from driftlens.settings import Setting
 from driftlens.spec.run import load_spec
 from driftlens.spec.yaml_text import MOST_CHARACTERS, from_yaml
@@ -53,6 +56,106 @@ def test_paths_that_no_file_can_have_are_refused(world: World, path: str) -> Non
     with pytest.raises(SpecError, match=r"base\.weights") as refused:
         load_spec(world.spec(base={"weights": f"./{path}" if path[0] != "~" else path}))
     assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("out", ["~nobody-of-that-name", "~nobody-of-that-name/x"])
+@pytest.mark.parametrize(
+    "line",
+    ["analyze SPEC", "merge SPEC --method average", "merge SPEC", "report RUN --format md", "init"],
+    ids=lambda line: " ".join(line.split()[:3]),
+)
+def test_a_home_folder_of_nobodys_is_refused_before_anything_is_done(
+    run_cli: Callable[..., Result],
+    world: World,
+    light: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    out: str,
+) -> None:
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(world.spec()))
+    monkeypatch.chdir(tmp_path)
+    stands = {"SPEC": "spec.yaml", "RUN": str(light.path)}
+    result = run_cli(*(stands.get(word, word) for word in line.split()), "--out", out)
+    assert result.code == 2 and result.message == f"{out}: there is no such home folder", result.err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["spec.yaml"]
+
+
+def test_a_home_folder_is_spelled_out_where_no_shell_has_done_so(
+    run_cli: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_cli("init", "--out=~/run.yaml").code == 0
+    assert (tmp_path / "run.yaml").is_file()
+
+
+def test_a_run_in_a_folder_that_begins_with_a_tilde_is_read_where_it_was_written(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~nobody").mkdir()
+    (tmp_path / "~nobody/a.safetensors").write_bytes(world.weights("base").read_bytes())
+    assert open_checkpoint(Path("~nobody/a.safetensors")).headers
+
+
+NO_SETTINGS: tuple[tuple[str, str, Any, str], ...] = (
+    ("linear", "weight", [], r"weight is \[\]"),
+    ("linear", "weight", [{"filter": 5, "value": 1}], "weight is .*filter"),
+    ("linear", "weight", [{"value": 1}, 2], "weight is"),
+    ("linear", "weight", [{"value": {"value": 1}}], "weight is"),
+    ("linear", "weight", [{"value": []}], r"weight is \[\]"),
+    ("linear", "weight", [1, "x"], "weight is 'x'"),
+    ("linear", "weight", [[1]], r"weight is \[1\]"),
+    ("ties", "density", float("nan"), "density is nan"),
+    ("breadcrumbs", "gamma", [-1e308, 1e308], "gamma is -1e"),
+    ("ties", "lambda", "x", "lambda is 'x'"),
+    (
+        "karcher",
+        "max_iter",
+        10**12,
+        "max_iter is 1000000000000; expected a whole number at least 1 and at most",
+    ),
+    ("karcher", "max_iter", 2.5, "max_iter is 2.5"),
+    ("karcher", "max_iter", [5, 10], r"max_iter is \[5, 10\]"),
+    ("karcher", "tol", -1, "tol is -1; expected a finite number at least 0"),
+    ("linear", "", 1, "no parameter ''"),
+)
+"""mergekit's method, a parameter, what is no value of it, and what is said."""
+
+
+@pytest.mark.parametrize("case", NO_SETTINGS, ids=lambda case: f"{case[0]} {case[1]} {case[2]}")
+@pytest.mark.parametrize("is_own", [True, False], ids=["of a model", "of all"])
+def test_settings_that_a_recipe_can_not_have_are_refused(
+    case: tuple[str, str, Any, str], is_own: bool, tmp_path: Path
+) -> None:
+    method, name, value, words = case
+    models: list[dict[str, Any]] = [{"model": "one"}, {"model": "two"}]
+    made: dict[str, Any] = {"merge_method": method, "models": models, "base_model": "base"}
+    (models[0] if is_own else made)["parameters"] = {name: value}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(made))
+    with within_bounds(), pytest.raises(SpecError, match=f"mergekit recipe: .*{words}"):
+        read_recipe(tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ({"parameters": [1]}, r"parameters is \[1\]"),
+        ({"models": [{"model": "one", "parameters": "x"}]}, "parameters is 'x'"),
+        ({5: 1, "x": 2}, "5, x can't be followed"),
+        ({"slices": [[{"model": "one", "layer_range": [0, 2]}]]}, r"models is \[{"),
+        ({"slices": [{"sources": [{"model": "one", "layer_range": [0, "x"]}]}]}, "a slice takes the layers"),
+        ({"slices": [{"sources": [{"model": "one", "layer_range": [0, 0.5]}]}]}, "a slice takes the layers"),
+    ],
+    ids=["parameters", "own parameters", "keys", "slices", "a word for a layer", "half a layer"],
+)
+def test_recipes_of_another_shape_are_refused(made: dict[Any, Any], words: str, tmp_path: Path) -> None:
+    right = {"merge_method": "linear", "models": [{"model": "one"}, {"model": "two"}]}
+    if "slices" in made:
+        del right["models"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(right | made))
+    with within_bounds(), pytest.raises(SpecError, match=f"mergekit recipe: {words}"):
+        read_recipe(tmp_path / "recipe.yaml")
 
 
 def test_a_spec_of_more_experts_than_anybody_has_is_refused(world: World) -> None:
@@ -143,6 +246,92 @@ def test_messages_end_on_their_first_page(
     assert max(map(len, lines)) < 2100
 
 
+ODD = "a device, a pipe or a socket"
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    """A named pipe that nobody writes to: whoever opens it waits."""
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+def at(pipe: Path, name: str) -> Path:
+    """The pipe under another name."""
+    pipe.with_name(name).parent.mkdir(exist_ok=True)
+    return pipe.rename(pipe.with_name(name))
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "a.bin"])
+def test_a_pipe_is_no_weights(pipe: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match=ODD):
+        open_checkpoint(at(pipe, name))
+
+
+@pytest.mark.parametrize("source", ["/dev/zero", "/dev/null", "PIPE"])
+def test_devices_and_pipes_are_not_converted(run_cli: Callable[..., Result], pipe: Path, source: str) -> None:
+    with within_bounds():
+        result = run_cli(
+            "convert", source.replace("PIPE", str(pipe)), "--out", pipe.with_name("a.safetensors")
+        )
+    assert result.code == 4 and ODD in result.err, result.err
+
+
+DATA = (
+    "a.npz npz file",
+    "a.jsonl jsonl",
+    "a.csv table",
+    "a.parquet table",
+    "a.tar webdataset",
+    "a imagefolder",
+)
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "PIPE"])
+@pytest.mark.parametrize("kind", DATA)
+def test_devices_and_pipes_are_no_data(
+    world: World, tmp_path: Path, pipe: Path, kind: str, device: str
+) -> None:
+    from driftlens.access import Access
+    from driftlens.data.sources import data_sources
+
+    name, source, *key = kind.split()
+    place = tmp_path / name
+    if source == "imagefolder":
+        (tmp_path / "a/cat").mkdir(parents=True)
+        place = tmp_path / "a/cat/picture.png"
+    place.symlink_to(device.replace("PIPE", str(pipe)))
+    keys = key or ["calibration", "test"]
+    entry = {"kind": source} | dict.fromkeys(keys, str(tmp_path / name))
+    spec = load_spec(world.one_task(data={world.tasks[0]: entry}, heads=None))
+    with within_bounds(), pytest.raises(DataError, match=ODD):
+        view = data_sources[source](spec.data.tasks[world.tasks[0]], "calibration", Access())
+        view.read(0)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "status.json", "spec.yaml", "tables/layers.parquet"])
+def test_a_pipe_in_a_run_is_refused(
+    run_cli: Callable[..., Result], light: Any, tmp_path: Path, name: str
+) -> None:
+    run = Path(shutil.copytree(light.path, tmp_path / "run"))
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    result = run_cli("explain" if name == "spec.yaml" else "show", run)
+    assert ODD in result.err + result.out and result.code in (0 if name == "status.json" else 4, 2), result
+
+
+def test_a_recipe_is_no_pipe_but_what_a_shell_hands_down_is(
+    run_cli: Callable[..., Result], pipe: Path, world: World
+) -> None:
+    result = run_cli("merge", pipe, "--out", pipe.with_name("out"))
+    assert result.code == 2 and ODD in result.err, result.err
+    reader, writer = os.pipe()
+    os.write(writer, yaml.safe_dump(world.spec()).encode())
+    os.close(writer)
+    assert load_spec(Path(f"/dev/fd/{reader}")).version == 1
+    os.close(reader)
+
+
 @pytest.mark.parametrize(
     "line", [("check", "RUN", "--junit", "FOLDER"), ("convert", "/proc/self/mem"), ("show", "x" * 5000)]
 )
@@ -153,3 +342,33 @@ def test_the_file_systems_refusals_are_no_defects(
     stands = {"RUN": light.path, "FOLDER": tmp_path / "folder"}
     result = run_cli(*(stands.get(word, word) for word in line))
     assert result.code in (3, 4) and "defect" not in result.err
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["calibrations", "tables", "features/flowers", "reports", "scratch", "events.jsonl", "run.lock.guard"],
+)
+@pytest.mark.parametrize("line", ["calibrate RUN --name q2 --method svc", "report RUN --format md"])
+def test_a_run_is_not_written_to_through_a_link_that_leads_out_of_it(
+    run_cli: Callable[..., Result], light: Any, tmp_path: Path, place: str, line: str
+) -> None:
+    run, outside = Path(shutil.copytree(light.path, tmp_path / "run")), tmp_path / "elsewhere"
+    (run / place).rename(outside) if (run / place).exists() else outside.mkdir()
+    before = outside.read_bytes() if outside.is_file() else sorted(outside.rglob("*"))
+    (run / place).symlink_to(outside)
+    result = run_cli(*(str(run) if word == "RUN" else word for word in line.split()))
+    assert result.code == 4 and f"{place} is a link that leads out of the run" in result.err, result.err
+    assert before == (outside.read_bytes() if outside.is_file() else sorted(outside.rglob("*")))
+    assert run_cli("show", run).code == 0
+
+
+def test_a_run_that_is_a_link_itself_and_links_that_stay_inside_are_written_to(
+    run_cli: Callable[..., Result], light: Any, tmp_path: Path
+) -> None:
+    real = Path(shutil.copytree(light.path, tmp_path / "real"))
+    (real / "figures").mkdir()
+    (real / "reports").symlink_to("figures")
+    (tmp_path / "run").symlink_to(real)
+    result = run_cli("report", tmp_path / "run", "--format", "md")
+    assert result.code == 0, result.err
+    assert list((real / "figures").iterdir())

@@ -26,7 +26,7 @@ from driftlens.engine.exactness import exact_products
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import on_device
 from driftlens.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.files import PathLike
+from driftlens.files import PathLike, plain_file
 from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, architecture_of
 from driftlens.models.chain import IMAGE, LayerChain, Pool, ScoreMap, SideInputs, pooled, require_pool
@@ -321,7 +321,7 @@ def _require_begun_so(folder: pathlib.Path, digest: str, study: Study, reporter:
 
 def _written(folder: pathlib.Path, what: str) -> dict[str, Any]:
     """What a run of live modules has in the line of its spec that begins so; nothing where it has no such line."""
-    lines = (folder / SPEC).read_text(encoding="utf-8").splitlines()
+    lines = plain_file(folder / SPEC).read_text(encoding="utf-8").splitlines()
     return dict(json.loads(next((line.removeprefix(what) for line in lines if line.startswith(what)), "{}")))
 
 

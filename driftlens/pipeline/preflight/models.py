@@ -10,6 +10,7 @@ from typing import Any
 from driftlens.access import Access
 from driftlens.engine.pool import require_same_parameters
 from driftlens.errors import DriftLensError, IncompatibleModelsError
+from driftlens.files import expanded
 from driftlens.models.alignment import KeyLayout
 from driftlens.models.architecture import Architecture
 from driftlens.models.loading import read_json
@@ -56,7 +57,7 @@ def _is_part(architecture: Architecture, place: str, error: DriftLensError) -> b
     """Whether the model lacks only what a base would have given: LoRA's weights, or the projection."""
     lacks = str(error.context.get("key", "")) if isinstance(error, IncompatibleModelsError) else ""
     layout = architecture.layout
-    return is_lora_folder(pathlib.Path(place).expanduser()) or (
+    return is_lora_folder(expanded(place)) or (
         isinstance(layout, KeyLayout) and lacks.endswith(layout.projection)
     )
 

@@ -14,6 +14,7 @@ from huggingface_hub import metadata_load
 
 from driftlens.calibration.calibrator import calibrators
 from driftlens.engine.training import Trainer
+from driftlens.files import plain_file
 from driftlens.metrics import ACCURACY, ATTACHED, metric_called
 from driftlens.models.loading import is_hub_id, library_folder, repository_of
 from driftlens.records.before_after import calibration_sheets, compared_variants, selection_sentences
@@ -295,7 +296,7 @@ def _command(name: str, info: CalibrationInfo) -> list[str]:
 
 
 def _spec(run: DriftRun) -> Mapping[str, Any]:
-    found = from_yaml((run.path / SPEC).read_text(encoding="utf-8"), SPEC)
+    found = from_yaml(plain_file(run.path / SPEC).read_text(encoding="utf-8"), SPEC)
     return found if isinstance(found, Mapping) else {}
 
 

@@ -17,6 +17,7 @@ from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
 from driftlens.errors import CheckpointError, SpecError
+from driftlens.files import expanded
 from driftlens.layers import select_layers
 from driftlens.metrics import METRICS
 from driftlens.models.architecture import HEADS, Architecture, TextTower, load_architecture
@@ -144,7 +145,7 @@ def open_models(
 
 def model_folder(origin: str, source: StateSource) -> pathlib.Path | None:
     """The folder of a model's own configuration; of a file alone none, as others beside it may be another model's."""
-    if pathlib.Path(origin).expanduser().is_file():
+    if expanded(origin).is_file():
         return None
     stored = pathlib.Path(source.name)
     return stored if stored.is_dir() else stored.parent

@@ -20,6 +20,7 @@ from driftlens.access import Access
 from driftlens.errors import SpecError, did_you_mean
 from driftlens.files import PathLike
 from driftlens.merging.della import keep_chances
+from driftlens.merging.karcher import karcher
 from driftlens.merging.method import MergeMethod, StateDict, merge_methods
 from driftlens.merging.sparse import keep_mask, ranked
 from driftlens.models.saving import require_target
@@ -27,6 +28,7 @@ from driftlens.models.sources import InDtypes, StateSource
 from driftlens.pipeline.study.companions import companions
 from driftlens.pipeline.study.merging import merged_source, save_merge
 from driftlens.pipeline.study.opening import OpenModels, open_models, open_pool
+from driftlens.settings import settings_of
 from driftlens.spec import load_spec
 from driftlens.spec.yaml_text import read_mapping
 
@@ -60,6 +62,8 @@ METHODS: Mapping[str, tuple[str, Settings]] = {
 _OF_MODELS = ("weight", "density", "gamma", "epsilon")
 _ELECTED = ("ties", "breadcrumbs_ties", "dare_ties", "della")
 _ALIKE = ("linear", "slerp", "karcher")
+_LARGEST = 2.0**63
+"""Beyond this no setting means anything, and what lies between two of a list would overflow."""
 _DTYPES = ("float16", "bfloat16", "float32")
 _KEYS = ("merge_method", "models", "slices", "base_model", "parameters", "dtype", "out_dtype")
 
@@ -188,7 +192,9 @@ def _method(raw: Settings) -> tuple[str, Any]:
     if method not in METHODS:
         raise _refused(f"merge_method is {method!r}", f"There are {', '.join(METHODS)}.")
     if others := raw.keys() - (set(_KEYS) - ({"slices"} if "models" in raw else set())):
-        raise _refused(f"{', '.join(sorted(others))} can't be followed", f"What is read: {', '.join(_KEYS)}.")
+        raise _refused(
+            f"{', '.join(sorted(map(str, others)))} can't be followed", f"What is read: {', '.join(_KEYS)}."
+        )
     if base is None and method not in ("linear", "karcher"):
         raise _refused(f"{method} needs base_model", "Name the model that the others were trained from.")
     return method, base
@@ -197,7 +203,12 @@ def _method(raw: Settings) -> tuple[str, Any]:
 def _models(part: Any) -> list[dict[str, Any]]:
     """The models of a slice, or of all layers, with what is set for each."""
     entries = part.get("sources") if isinstance(part, dict) else part
-    if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
+    if (
+        not isinstance(part, dict)
+        or not isinstance(entries, list)
+        or not entries
+        or not all(isinstance(e, dict) for e in entries)
+    ):
         raise _refused(f"models is {entries!r}", "Write a list of `model: PATH` with `parameters`.")
     return entries
 
@@ -221,7 +232,7 @@ def _floats_in(source: StateSource, dtype: torch.dtype) -> StateSource:
 def _slice(part: Any, ranges: Sequence[Any], start: int) -> tuple[int, Settings]:
     """Where a slice ends, and what is set for all of it."""
     span = ranges[0] if ranges else None
-    is_next = isinstance(span, list) and len(span) == 2 and span[0] == start < span[1]
+    is_next = isinstance(span, list) and [*map(type, span)] == [int, int] and span[0] == start < span[1]
     if (
         span is None
         or not is_next
@@ -241,19 +252,47 @@ def _entries(
     settings: dict[str, Sequence[Settings]] = {"": shared}
     for entry in entries:
         name, own, task = entry.get("model"), entry.get("parameters") or {}, f"model{len(experts):03d}"
-        if not isinstance(name, str) or "+" in name:
+        if not isinstance(name, str) or not name or "+" in name:
             raise _refused(
                 f"the model {name!r} is no path or Hub id", "Merge adapters into their base first."
             )
         for given in (*shared, own):
-            if not isinstance(given, dict) or (
-                unknown := next((key for key in given if key not in defaults), None)
-            ):
-                hint = did_you_mean(unknown, defaults) or f"It takes {', '.join(defaults)}."
-                raise _refused(f"{method} has no parameter {unknown!r}", hint)
+            if not isinstance(given, dict):
+                raise _refused(f"parameters is {given!r}", f"Write a mapping of {', '.join(defaults)}.")
+            if unknown := [key for key in given if key not in defaults]:
+                hint = did_you_mean(unknown[0], defaults) or f"It takes {', '.join(defaults)}."
+                raise _refused(f"{method} has no parameter {unknown[0]!r}", hint)
+            for key, value in given.items():
+                _require_setting(method, key, value)
         if method in _ALIKE or name != base:
             experts[task], settings[task] = name, [own, *shared]
     return experts, settings
+
+
+def _require_setting(method: str, name: str, value: Any) -> None:
+    """Refuse what `_value` can't read: it takes a number, numbers along the layers, or either behind filters."""
+    entries = value if isinstance(value, list) else [value]
+    given = [entry for entry in entries if isinstance(entry, dict)]
+    values = [entry.get("value") for entry in given] if given else [value]
+    are_apart = len(given) in (0, len(entries)) and entries
+    if not are_apart or not all(isinstance(entry.get("filter"), str | None) for entry in given):
+        raise _refused(
+            f"{name} is {value!r}",
+            "Write a number, a list of numbers from the first layer to the last, or a list of `filter` and `value`.",
+        )
+    own = {setting.name: setting for setting in settings_of(karcher)} if method == "karcher" else {}
+    for found in values:
+        numbers = found if isinstance(found, list) and found else [found]
+        for number in numbers:
+            is_number = isinstance(number, int | float) and abs(number) <= _LARGEST
+            if not is_number and found is not None:
+                raise _refused(f"{name} is {number!r}", "Every value is a finite number, or true or false.")
+        if name in own and found is not None:
+            try:
+                for number in [found] if own[name].kind == "integer" else numbers:
+                    own[name].read(number)
+            except SpecError as error:
+                raise _refused(error.message, error.hint) from None
 
 
 def merge_recipe(file: PathLike, path: PathLike, access: Access) -> list[str]:

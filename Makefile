@@ -27,7 +27,7 @@ test:            ## fast tests
 test-slow:       ## all tests, the slow ones too
 	$(PYTHON) -m pytest --slow
 
-fuzz:            ## 225,000 spoiled inputs of nine kinds; about two hours
+fuzz:            ## 250,000 spoiled inputs of ten kinds; about two hours
 	DRIFTLENS_FUZZ=25000 $(PYTHON) -m pytest tests/reads/test_reads.py -n0 -o timeout=0 -v --hypothesis-seed=$(SEED) --hypothesis-show-statistics
 
 faults:          ## 240 commands killed, stopped or starved at random moments; about 20 minutes

@@ -1,4 +1,4 @@
-"""Spoiled inputs of nine kinds, drawn at random: no traceback, no hang, no growth, and nothing of them is run.
+"""Spoiled inputs of ten kinds, drawn at random: no traceback, no hang, no growth, and nothing of them is run.
 
 How many of each kind: `DRIFTLENS_FUZZ`, which `make fuzz` sets to 25,000; the fast tests draw a few. What failed once
 is an `@example` here or a case in `test_refused_inputs.py`.
@@ -23,6 +23,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import save_file
 from transformers import GPT2Config
 
 from driftlens.access import Access
@@ -159,6 +160,34 @@ def test_spoiled_configurations_and_indices(world: World, good: Right, which: st
     told = good.holds | {"architecture": {"loader": "hf-clip", "source": str(folder)}}
     with within_bounds():
         open_architecture(load_spec(told), Access())
+
+
+@pytest.fixture(scope="module")
+def adapter(place: Path) -> Right:
+    """A base of one module, and the settings of adapters for it that are right."""
+    save_file({"proj.weight": torch.zeros(3, 4)}, place / "small-base.safetensors")
+    folder = place / "spoiled-adapter"
+    folder.mkdir()
+    lora = {
+        f"base_model.model.proj.lora_{part}.weight": torch.ones(*of)
+        for part, of in (("A", (2, 4)), ("B", (3, 2)))
+    }
+    save_file(lora, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["proj"], "bias": "none"}
+    more = {"rank_pattern": {}, "alpha_pattern": {"proj": 4}, "modules_to_save": None, "use_rslora": False}
+    return Right(settings | more)
+
+
+@many
+@given(spoils=tree_spoils)
+def test_spoiled_settings_of_adapters(adapter: Right, place: Path, spoils: Any) -> None:
+    folder = place / "spoiled-adapter"
+    (folder / "adapter_config.json").write_text(json.dumps(spoiled_tree(adapter.holds, spoils)))
+    base = open_checkpoint(place / "small-base.safetensors")
+    with within_bounds():
+        source = open_checkpoint(folder, base=base)
+        for key in source.headers:
+            source.read(key)
 
 
 @pytest.fixture(scope="module")

@@ -246,7 +246,12 @@ def _opened(path: pathlib.Path, look: Callable[[pq.ParquetFile], Any]) -> Any:
 
 
 def _read(path: pathlib.Path, table: Table) -> pa.Table:
-    stored = _opened(path, pq.ParquetFile.read)
+    def look(file: pq.ParquetFile) -> pa.Table:
+        found = file.read()
+        found.validate(full=True)  # reading looks at no text: whether it is any would show later, anywhere
+        return found
+
+    stored = _opened(path, look)
     version = (stored.schema.metadata or {}).get(_VERSION_KEY, b"")
     refuse_newer(version.decode(errors="replace"), path)
     return _aligned(stored, table.extended(_added(stored.schema)), path)

@@ -162,6 +162,14 @@ def test_a_truncated_table_is_named(tmp_path: pathlib.Path, kept: int) -> None:
         read_table(path, RESOURCES)
 
 
+def test_bytes_that_are_no_text_are_damage(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "r.parquet"
+    ends, letters = pa.py_buffer(struct.pack("ii", 0, 4)), pa.py_buffer(b"lo\x80d")
+    rewrite(path, pa.table({"phase": pa.StringArray.from_buffers(1, ends, letters)}), "1.0")
+    with pytest.raises(RunError, match=r"r\.parquet can't be read"):
+        read_table(path, RESOURCES)
+
+
 def test_a_table_without_its_key_is_another_table(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "r.parquet"
     rewrite(path, pa.table({"colour": ["red"]}), "1.0")

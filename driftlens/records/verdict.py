@@ -270,13 +270,20 @@ def _of_gap(gap: Gap, found: Verdict, counted: str, *, is_first: bool) -> str:
 
 
 def _change(gap: Gap, kind: Kind) -> str:
-    """How much it is with half of its interval, signed where it isn't clear which way."""
+    """How much it is with the longer half of its interval, signed where it isn't clear which way.
+
+    Where that half would reach 0 and the interval doesn't, both ends stand there instead.
+    """
     change, digits = (gap.change.scaled(100), ".1f") if kind == "share" else (gap.change, ".3g")
-    # Towards 0, where that is excluded: a reader who subtracts finds what the words say.
-    halves = change.value - change.low, change.high - change.value
-    half = halves[change.value < 0] if gap.side else max(halves)
     value = f"{abs(change.value):{digits}}" if gap.side else f"{change.value:+{digits}}"
-    return f"{value} +- {half:{digits}}" if is_measured(half) else value
+    if not is_measured(change.low):
+        return value
+    half = f"{max(change.value - change.low, change.high - change.value):{digits}}"
+    # As printed, since a reader subtracts what is printed.
+    if gap.side and float(half) >= float(value):
+        low, high = sorted(abs(end) for end in (change.low, change.high))
+        return f"{value} ({low:{digits}} to {high:{digits}})"
+    return f"{value} +- {half}"
 
 
 def _counts(gap: Gap, num_tasks: int, *, is_first: bool) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from driftlens.records.intervals import Interval, mean_over_tasks, unpaired_difference
 from driftlens.records.run import DriftRun, open_run
+from driftlens_reports.charts.arena import _ticks
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.gains import NO_RIVAL
 from driftlens_reports.charts.per_task import AVERAGE
@@ -136,6 +137,12 @@ def test_gains_are_called_by_the_metric_that_tasks_are_judged_by(full: DriftRun)
 def test_the_calibrated_points_carry_the_names_of_tasks(full: DriftRun) -> None:
     modes = {trace.name: trace.mode for trace in charts["gains"].draw(full).figure.data}
     assert modes == {"featcal, anchor only": "markers", "featcal": "markers+text"}
+
+
+def test_the_axis_of_seconds_writes_whole_numbers() -> None:
+    ends = pd.Series([3.8, 19.5])
+    assert [at for at in _ticks(ends) if 3 < at < 30] == [5, 10, 20]
+    assert _ticks(pd.Series([0.0])) == [] and 100_000 in _ticks(pd.Series([2.0, 150_000.0]))
 
 
 def test_gains_say_that_cosine_explains_nothing() -> None:

@@ -237,9 +237,10 @@ def test_the_tables_of_a_finished_calibration_are_those_of_card_and_report(
     heads = [element.value.replace("\\", "") for element in app.subheader]
     assert f"Accuracy {shares[0]} → {shares[1]} %" in heads
     assert all(f"{model} {100 * found.means[model].value:.1f} %" in said(app) for model in ("base", "expert"))
-    (drawn,) = [frame.value["0 to 100 %"] for frame in app.dataframe if "0 to 100 %" in frame.value]
+    (drawn,) = [frame.value["axis"] for frame in app.dataframe if "axis" in frame.value]
     pictures = [base64.b64decode(text.partition(",")[2]).decode() for text in drawn]
     assert len(pictures) == 4 and all(picture.count("<circle") == 4 for picture in pictures)
+    assert {"base", "merged", "featcal", "expert"} <= {*app.dataframe[0].proto.column_order}
     sheets = calibration_sheets(open_run(run), "featcal")
     assert len(app.dataframe) == 1  # the others are made once they are opened
     (numbers,) = opened_drawers(app, "All numbers")

@@ -32,8 +32,6 @@ from driftlens_app.selection import selection
 from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import (
     caption,
-    dots,
-    dotted,
     is_dark,
     note,
     open_part,
@@ -220,13 +218,11 @@ def _headline(run: DriftRun, found: Verdict) -> None:
         each = ", ".join(f"{title(model)} {estimate(means[model], kind)}" for model in models)
         change = change_in_words(found.measure, means[found.merged].value, gap.change)
         st.markdown(plain(f"{change}; {each}. {len(found.tasks)} tasks, n = {gap.change.n}."))
-    sheet, heads = task_sheet(run, found), {title(name): role for role, name in dotted(found).items()}
-    rows = sheet.frame().rename(columns=heads)[[heads[head] for head in heads if head in sheet.kinds]]
-    drawn = [dots(row[row.notna()].to_dict(), is_joined=True) for _, row in rows.iterrows()]
+    sheet = task_sheet(run, found)
     if kind == "share":
         show_key(found)
-    # As dots they fit in beside the form; main sources are the merged model's and stand on Overview.
-    show_sheet(*((sheet, drawn, {*heads, "main source"}) if kind == "share" else (sheet,)))
+    # Main sources are the merged model's and stand on Overview.
+    show_sheet(*((sheet, {"main source"}, found) if kind == "share" else (sheet,)))
 
 
 def _sensitivity(run: DriftRun, *, blocked: bool) -> None:

@@ -26,9 +26,9 @@ from driftlens_app.selection import RUN
 from driftlens_app.settings import Settings, is_inside
 from driftlens_app.show import (
     AXIS,
-    DOTS,
     MODELS,
     dots,
+    dots_column,
     note,
     page_title,
     plain,
@@ -94,7 +94,7 @@ def _table(runs: list[RunSummary], live: set[Path]) -> Any:
     rows = rows.drop(columns=[name for name in MODELS if rows[name].isna().all()])
     shares = {name: NumberColumn(format=_PERCENT) for name in MODELS}
     columns = {
-        AXIS: DOTS,
+        AXIS: dots_column(),
         **shares,
         "relative drift": NumberColumn(
             format=_PERCENT,

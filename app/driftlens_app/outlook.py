@@ -185,6 +185,29 @@ def past_cost(run: DriftRun) -> str:
     )
 
 
+def choosing_cost(run: DriftRun, choosing: float, efforts: Mapping[str, float]) -> str:
+    """What the choice of the best method takes at most, by what was measured on this run; empty where nothing was.
+
+    `choosing` is in calibrations by FeatCal, and `efforts` says what one by another method is in those.
+    """
+    try:
+        usual = _usual(run.manifest)
+        known = [
+            info.seconds / efforts[info.method]
+            for info in run.manifest.calibrations.values()
+            if efforts.get(info.method) and not info.automatic and info.seconds > 0
+        ]
+        once = min(known, default=usual["calibrate"])
+        took = duration(sum(usual.values()) - usual["calibrate"] + choosing * once)
+    except (TypeError, ValueError, OverflowError):  # as in `past_cost`
+        return ""
+    if not choosing or not is_analyzed(run.manifest) or not once:
+        return ""
+    return (
+        f"Takes about {took} at most. That is {choosing:.0f} calibrations by FeatCal, by what this run took."
+    )
+
+
 def _spec(run: DriftRun) -> RunSpec:
     from driftlens.spec import load_spec  # what it needs takes long to import, and few pages read a spec
 

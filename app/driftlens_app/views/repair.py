@@ -25,7 +25,7 @@ from driftlens_app.jobs.command_line import ask
 from driftlens_app.jobs.requests import arena_request, calibrate_request, sweep_request
 from driftlens_app.jobs.watching import is_at_work, running_drift
 from driftlens_app.live import BAD_ENDS, show_ended, show_live
-from driftlens_app.outlook import show_findings, show_outlook
+from driftlens_app.outlook import choosing_cost, show_findings, show_outlook
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import key_of, opened
 from driftlens_app.selection import selection
@@ -75,12 +75,16 @@ def show() -> None:
     left, right = st.columns([1, 2])
     blocked = is_at_work(run.path) or settings.read_only
     with left, shown_errors():
+        known = methods()
+        choosing = known[CalibrationSettings.method].choosing
+        efforts = {name: method.effort for name, method in known.items()}
         wanted, pressed = calibration_form(
             _last(run, job),
             taken=run.manifest.calibrations,
             blocked=blocked,
             may_export=not settings.is_one_run,
             loader=run.manifest.architecture.get("loader", ""),
+            cost=choosing_cost(run, choosing, efforts),
         )
         _act(run, wanted, pressed, blocked=blocked)
     with right:

@@ -14,7 +14,7 @@ from driftlens.projection import Projection
 from driftlens.records.before_after import calibration_sheets, selection_sentences
 from driftlens.records.checks import CheckReport, self_checks
 from driftlens.records.compare import Comparison, mean_score_change
-from driftlens.records.equality import Equality
+from driftlens.records.equality import TOLERANCE, Equality
 from driftlens.records.intervals import Interval, mean_over_tasks, p_of, wilson
 from driftlens.records.listing import RunSummary
 from driftlens.records.outcomes import outcomes
@@ -215,18 +215,32 @@ def checks_text(report: CheckReport) -> str:
     return "\n".join(printable(line) for line in [*lines, ", ".join(counts)])
 
 
-def comparison_text(found: Comparison) -> str:
-    """Final drift, flips and accuracy before and after, task by task."""
+def comparison_text(found: Comparison, equal: Equality | None = None, tolerance: float = TOLERANCE) -> str:
+    """Whether two runs are equal, mean changes, then final drift, flips and accuracy before and after, task by task.
+
+    Of what is equal to the last bit, no tables of zeros are shown.
+    """
     before, after = (f"{run.name} ({run.id})" for run in (found.before, found.after))
     parts = [[before] if found.before is found.after else [f"before: {before}", f"after: {after}"]]
+    parts += [] if equal is None else [equality_text(equal, tolerance).split("\n")]
     parts += [[f"Not the same in both: {text}" for text in found.mismatches]] if found.mismatches else []
-    for pair, rows in found.tasks.groupby(["before", "after"], sort=False):
-        parts.append([" -> ".join(map(title, pair)), *_task_lines(rows), *_notes(rows), *_mean(rows)])
-    if (found.tasks["score_ci_low"].notna() & ~found.tasks["score_paired"]).any():
+    is_equal = equal is not None and equal.bit_equal
+    pairs = [
+        (pair, rows)
+        for pair, rows in found.tasks.groupby(["before", "after"], sort=False)
+        if not is_equal or pair[0] != pair[1]
+    ]
+    heads = {pair: " -> ".join(map(title, pair)) for pair, _ in pairs}
+    if len(pairs) > 1:
+        parts.append([f"{heads[pair]}: {text}" for pair, rows in pairs for text in _mean(rows)])
+    for pair, rows in pairs:
+        mean = _mean(rows) if len(pairs) == 1 else []
+        parts.append([heads[pair], *mean, *_task_lines(rows), *_notes(rows)])
+    if any((rows["score_ci_low"].notna() & ~rows["score_paired"]).any() for _, rows in pairs):
         parts.append([_INTERVAL_NOTE])
-    if found.notes:
+    if found.notes and pairs:
         parts.append([f"{note[:1].upper()}{note[1:]}." for note in found.notes])
-    return "\n\n".join("\n".join(printable(line) for line in part) for part in parts)
+    return "\n\n".join("\n".join(printable(line) for line in part) for part in parts if part)
 
 
 def equality_text(found: Equality, tolerance: float) -> str:

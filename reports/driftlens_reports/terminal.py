@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -110,7 +110,7 @@ def _verdict_parts(run: DriftRun, name: str = "") -> Iterator[list[str]]:
 
 
 def accuracy_text(run: DriftRun) -> str:
-    """Scores of every variant on every task with intervals, one line per task and metric.
+    """Scores of every variant on every task with intervals, one line per task and metric, and one for the mean.
 
     Raises:
         RunError: the table can't be read.
@@ -176,14 +176,27 @@ def _score_lines(rows: pd.DataFrame) -> list[str]:
     metrics = {name: metric_called(name) for name in rows["metric"].unique()}
     says = [] if [*metrics] == [ACCURACY.name] else [f"{at.title}: {at.described}" for at in metrics.values()]
     header = ["task", *(["metric"] if says else []), *map(title, variants), "samples"]
-    lines = []
-    for (task, name), own in rows.groupby(["task", "metric"], sort=False):
-        ends = own[["value", "ci_low", "ci_high"]].astype(float).to_numpy()
-        found = {variant: Interval(*row) for variant, row in zip(own["variant"], ends, strict=True)}
-        cells = [estimate(found.get(at, Interval(math.nan)), metrics[name].kind) for at in variants]
-        counts = own["n"].dropna()
-        named = [str(task), *([metrics[name].title] if says else [])]
-        lines.append([*named, *cells, str(counts.max()) if len(counts) else ""])
+    found = {
+        (name, task): {
+            variant: Interval(*ends)
+            for variant, *ends in own[["variant", "value", "ci_low", "ci_high"]].to_numpy().tolist()
+        }
+        for (task, name), own in rows.groupby(["task", "metric"], sort=False)
+    }
+    counts = rows.groupby(["metric", "task"], sort=False)["n"].max()
+
+    def line(task: str, name: str, at: Mapping[str, Interval], count: Any) -> list[str]:
+        cells = [estimate(at.get(of, Interval(math.nan)), metrics[name].kind) for of in variants]
+        named = [task, *([metrics[name].title] if says else [])]
+        return [*named, *cells, str(count) if is_measured(count) and count else ""]
+
+    lines = [line(str(task), name, at, counts[name, task]) for (name, task), at in found.items()]
+    for name in (name for name, metric in metrics.items() if metric.is_averaged):
+        of_tasks = [at for (own, _), at in found.items() if own == name]
+        shared = [variant for variant in variants if all(variant in at for at in of_tasks)]
+        means = {variant: mean_over_tasks([at[variant] for at in of_tasks]) for variant in shared}
+        if len(of_tasks) > 1:
+            lines.append(line(f"mean of {len(of_tasks)}", name, means, counts[name].sum()))
     return [*aligned([header, *lines], num_names=2 if says else 1), *says] if lines else []
 
 

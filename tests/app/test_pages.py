@@ -154,7 +154,13 @@ def test_a_run_that_is_not_here_may_be_the_one_that_cannot_be_read(open_app: Ope
 def test_a_copy_does_not_pass_for_its_original(open_app: Open, root: Path) -> None:
     shutil.copytree(root / "full", root / "gone-astray")
     app = open_app(root)
-    assert "copy of full" in app.warning[0].value.replace("\\", "")
+    assert "**gone-astray** is a copy of full" in app.warning[0].value.replace("\\", "")
+    (rows,) = [frame.value for frame in app.dataframe]
+    name = open_run(root / "full").name
+    assert dict(zip(rows["name"], rows["state"], strict=True)) == {
+        f"{name} (full)": "done",
+        f"{name} (gone-astray)": "copy of full",
+    }
 
 
 def test_a_link_out_of_the_folder_is_not_followed(open_app: Open, root: Path, tmp_path: Path) -> None:

@@ -124,7 +124,9 @@ def show_findings(found: Mapping[str, Any]) -> None:
     cost, count, well = found["estimate"], len(by_level["problem"]), len(by_level["ok"])
     with st.container(border=True):
         if not found["ready"]:
-            st.markdown(f"**{count} problem{'s' if count > 1 else ''} to solve first.**")
+            # One problem may have stopped the check before others.
+            many = f"{count} problems to solve first."
+            st.markdown(f"**{many if count > 1 else 'First problem to solve; more may follow.'}**")
         elif cost is None:
             st.success("Ready.", icon=":material/check:")
         else:
@@ -145,8 +147,9 @@ def show_findings(found: Mapping[str, Any]) -> None:
 
 
 def _told(finding: Mapping[str, Any]) -> str:
-    hint = f" {plain(finding['hint'])}" if finding["hint"] else ""
-    return f"**{plain(finding['subject'])}**: {plain(finding['text'])}{hint}"
+    text, hint = finding["text"], finding["hint"]
+    stop = "." if hint and not text.endswith((".", "?", "!", ":")) else ""
+    return f"**{plain(finding['subject'])}**: {plain(text + stop)} {plain(hint)}".rstrip()
 
 
 def show_outlook(run: DriftRun) -> None:

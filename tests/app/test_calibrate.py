@@ -430,8 +430,8 @@ def test_a_landing_that_fails_leaves_the_page(
 def test_a_spec_is_checked_and_its_analysis_watched(open_app: Open, root: Path) -> None:
     (root / "mine.yaml").write_text("version: 1\nbase:\n  weights: nothing.safetensors\n")
     app = press(open_app(root, "new_run"), "Check the spec")
-    assert "1 problem to solve first" in said(app)
-    assert "Line 3: **base**: no such file: base.safetensors Check it." in errors(app)
+    assert "First problem to solve; more may follow." in said(app)
+    assert "Line 3: **base**: no such file: base.safetensors. Check it." in errors(app)
     assert [code.value for code in app.code] == ["3    weights: nothing.safetensors"]
     assert [drawer.label for drawer in app.expander][-1] == "1 check passed" and is_disabled(
         app, "Start the analysis"

@@ -136,7 +136,7 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     told = tuple(gaps[pair] for pair in pairs if pair in gaps)
     found = Verdict(mean.about, mean.tasks, merged, after, mean.means, told, worst, bad, source, command, ())
     own = {variant: getattr(cells[worst, variant], of) for variant in mean.means} if worst else {}
-    which = f" (last of {len(made)})" if len(made) > 1 and after == made[-1] else ""
+    which = " (newest calibration)" if len(made) > 1 and after == made[-1] else ""
     return replace(found, sentences=_sentences(found, own, which, self_checks(run).count("fail")))
 
 
@@ -261,7 +261,8 @@ def _of_gaps(found: Verdict, which: str, counted: str) -> Iterator[str]:
 def _of_gap(gap: Gap, found: Verdict, counted: str, *, is_first: bool) -> str:
     change = _change(gap, found.measure.kind) + " points" * (found.measure.kind == "share" and is_first)
     is_counted = counted == "all" or (counted == "mixed" and bool(gap.better and gap.worse))
-    counts = _counts(gap, len(found.tasks), is_first=is_first) if is_counted and len(found.tasks) > 1 else ""
+    begins = gap is next((at for at in found.gaps if at.side), gap)
+    counts = _counts(gap, len(found.tasks), is_first=begins) if is_counted and len(found.tasks) > 1 else ""
     if not gap.side:
         told = f"{change}; {counts}" if counts else change
         return f"no clear difference to {_called(gap.against)} ({told})"
@@ -289,12 +290,15 @@ def _change(gap: Gap, kind: Kind) -> str:
 def _counts(gap: Gap, num_tasks: int, *, is_first: bool) -> str:
     """On how many tasks the change is clear, first those that go the way of the mean."""
     sides = {"better": len(gap.better), "worse": len(gap.worse)}
+    way, other = ("better", "worse") if gap.side >= 0 else ("worse", "better")
+    if sides[other] and not (is_first and gap.side):
+        return f"{sides[way]} tasks {way}, {sides[other]} {other}"
     if not gap.side:
-        return ", ".join(f"{k} {way}" for way, k in sides.items() if k)
-    way, other = ("better", "worse") if gap.side > 0 else ("worse", "better")
+        return f"{sides[way]} {way}" if sides[way] else ""
+    if not is_first:
+        return f"{sides[way]}/{num_tasks}"
     on = "all" if sides[way] == num_tasks else f"{sides[way]} of {num_tasks}"
-    reverse = f", {sides[other]} {other}" if sides[other] else ""
-    return f"{f'clear on {on}' if is_first else sides[way]}{reverse}"
+    return f"clear on {on}" + (f", {sides[other]} {other}" if sides[other] else "")
 
 
 def source_of(run: DriftRun, variant: str) -> Source | None:

@@ -50,12 +50,13 @@ def words(found: Verdict) -> int:
 
 def is_counted_nowhere(found: Verdict) -> bool:
     """Whether no sentence says on how many tasks its change is clear, unless some go the other way."""
-    return not re.search(r"clear on (all|\d+ of \d+)\)|than \w+ \(\d+\)", " ".join(found.sentences))
+    return not re.search(r"clear on (all|\d+ of \d+)\)|\(\d+/\d+\)", " ".join(found.sentences))
 
 
 def said_of(found: Verdict, variant: str) -> str:
     return next(
-        (text for text in found.sentences if re.match(rf"{title(variant)}( \(last of \d+\))?:", text)), ""
+        (text for text in found.sentences if re.match(rf"{title(variant)}( \(newest calibration\))?:", text)),
+        "",
     )
 
 
@@ -118,7 +119,7 @@ def follows_the_tables(
     assert found.command.split()[1] == command and f"Next: `{found.command}`." in found.sentences
     if found.worst:
         assert interval(right, n, (last, "expert"), [found.worst], stored=stored)[1] < 0
-    assert ("last of 2" in text) == (OTHER in models)
+    assert ("newest calibration" in text) == (OTHER in models)
     if shares:
         top = max(shares, key=lambda layer: shares[layer][0])
         down, up = (
@@ -233,11 +234,11 @@ def test_files_for_others_name_the_folder_and_not_where_it_lies(manifest: Manife
     )
 
 
-def test_a_named_calibration_is_judged_and_not_called_the_last(manifest: Manifest) -> None:
+def test_a_named_calibration_is_judged_and_not_called_the_newest(manifest: Manifest) -> None:
     run = run_of(manifest, at(expert=[95, 95], merged=[60, 60], other=[70, 70], cal=[80, 80]), 100, {})
     found = verdict(run, "other")
     assert found.after == OTHER and said_of(found, OTHER).startswith("other:") and not said_of(found, CAL)
-    assert said_of(verdict(run), CAL).startswith("cal (last of 2):")
+    assert said_of(verdict(run), CAL).startswith("cal (newest calibration):")
 
 
 def test_without_scores_relative_drift_is_judged(tmp_path: pathlib.Path) -> None:

@@ -24,7 +24,7 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import ImageColumn, NumberColumn, TextColumn
 
-from driftlens.errors import DriftLensError
+from driftlens.errors import DataError, DriftLensError
 from driftlens.records.reading import Sheet, is_measured, printable
 from driftlens.records.run import DriftRun
 from driftlens.records.tables import csv_text
@@ -122,7 +122,9 @@ def shown_errors() -> Iterator[None]:
         yield
     except DriftLensError as error:
         _LOG.info("page shows an error", exc_info=error)
-        show_error(type(error).__name__, error.message, error.hint)
+        # What was asked for is not here: the class of the error tells a reader nothing.
+        kind = "" if type(error) is DataError else type(error).__name__
+        show_error(kind, error.message, error.hint)
     except Exception as error:
         _LOG.exception("page failed")
         # The message may quote anything that the code had in its hands; the type is enough for a report.
@@ -131,9 +133,11 @@ def shown_errors() -> Iterator[None]:
 
 
 def show_error(kind: str, message: str, hint: str) -> None:
-    """An error box: type, message and hint; further lines of a message, one problem each, as a list."""
+    """An error box: type, if any, message and hint; further lines of a message, one problem each, as a list."""
     first, *further = [line.strip() for line in message.splitlines() if line.strip()] or [""]
-    head = f"**{plain(kind)}**" + (f": {plain(first)}" if first else "")
+    head = ": ".join(
+        filter(None, (f"**{plain(kind)}**" if kind else "", plain(first[:1].upper() + first[1:])))
+    )
     parts = (head, "\n".join(f"- {plain(line)}" for line in further), plain(" ".join(hint.split())))
     st.error("\n\n".join(filter(None, parts)), icon=":material/error:")
 

@@ -122,7 +122,7 @@ def accuracy_text(run: DriftRun) -> str:
 
 def listing_text(runs: Sequence[RunSummary]) -> str:
     """One line per run; below it, why a run can't be read, and what later work left undone."""
-    header = ["folder", "name", "state", "tasks", "variants", "size", "largest final drift"]
+    header = ["folder", "name", "state", "tasks", "variants", "size", "largest final drift of merged"]
     rows = []
     for run in runs:
         counts = [str(len(run.tasks)), str(len(run.variants)), size(run.bytes)]

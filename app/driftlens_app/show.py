@@ -135,9 +135,8 @@ def shown_errors() -> Iterator[None]:
 def show_error(kind: str, message: str, hint: str) -> None:
     """An error box: type, if any, message and hint; further lines of a message, one problem each, as a list."""
     first, *further = [line.strip() for line in message.splitlines() if line.strip()] or [""]
-    head = ": ".join(
-        filter(None, (f"**{plain(kind)}**" if kind else "", plain(first[:1].upper() + first[1:])))
-    )
+    first = first if kind else first[:1].upper() + first[1:]
+    head = ": ".join(filter(None, (f"**{plain(kind)}**" if kind else "", plain(first))))
     parts = (head, "\n".join(f"- {plain(line)}" for line in further), plain(" ".join(hint.split())))
     st.error("\n\n".join(filter(None, parts)), icon=":material/error:")
 

@@ -9,17 +9,19 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from driftlens.calibration.calibrator import calibrators
+from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.engine.training import Trainer
 from driftlens.merging.method import READS, merge_methods
 from driftlens.models.architecture import loaders
+from driftlens.pipeline.search.automatic import BEST
 from driftlens.settings import settings_of
 
 
 def catalog() -> dict[str, dict[str, Any]]:
     """Calibrators, merge methods and loaders by name, each with title, source and settings.
 
-    Of calibrators also the presets, which settings can be chosen by themselves, and what `--auto` compares.
+    Of calibrators also the presets, which settings can be chosen by themselves, what `--auto` compares, and as how many
+    calibrations by FeatCal the choice of the best method takes from there, at most; 0 where nothing is searched.
     """
     return {
         "calibrators": {
@@ -35,6 +37,7 @@ def catalog() -> dict[str, dict[str, Any]]:
                 "suited": dict(kind.suited),
                 "automatic": [*kind.searched],
                 "candidates": [dict(settings) for settings in kind.candidates],
+                "choosing": _choosing(kind),
             }
             # Those with published settings first.
             for name, kind in sorted(calibrators.items(), key=lambda entry: not entry[1].presets)
@@ -53,6 +56,11 @@ def catalog() -> dict[str, dict[str, Any]]:
             for name, loader in loaders.items()
         },
     }
+
+
+def _choosing(kind: type[Calibrator]) -> float:
+    starts = [kind(**values) for values in kind.presets.values()] if kind.searched else []
+    return max((BEST.outlook(start, {}, has_base=True)[1] for start in starts), default=0.0)
 
 
 def _settings(owner: Callable[..., object]) -> list[dict[str, Any]]:

@@ -52,6 +52,7 @@ class Method:
         automatic: names of the settings that can be chosen on held-out calibration samples.
         candidates: settings, over the defaults, that the choice of the best method tries.
         effort: processor time of a calibration against FeatCal's, roughly.
+        choosing: as how many calibrations by FeatCal the choice of the best method takes from here, at most.
     """
 
     title: str
@@ -63,6 +64,7 @@ class Method:
     automatic: tuple[str, ...]
     candidates: tuple[Mapping[str, Any], ...]
     effort: float
+    choosing: float
 
     def preset_for(self, loader: str) -> str | None:
         """The published setting for models of a loader; None where the method has none."""
@@ -84,6 +86,7 @@ def methods(kind: str = "calibrators") -> Mapping[str, Method]:
             automatic=tuple(entry.get("automatic", ())),
             candidates=tuple(entry.get("candidates", ())),
             effort=float(entry.get("effort", 1.0)),
+            choosing=float(entry.get("choosing", 0.0)),
         )
         for name, entry in found.items()
     }
@@ -232,6 +235,7 @@ def calibration_form(
     blocked: bool,
     may_export: bool,
     loader: str = "",
+    cost: str = "",
 ) -> tuple[CalibrationSettings, str]:
     """What the form says, and which of its buttons was pressed: "estimate", "calibrate" or "".
 
@@ -244,10 +248,13 @@ def calibration_form(
         blocked: whether its buttons are off: a job writes to the run, or no jobs may be started at all.
         may_export: whether a folder may be written beside the run.
         loader: of the run's models, whose published settings stand first.
+        cost: what the choice of the best method takes.
     """
     known = methods()
     first, label = known[CalibrationSettings.method], "Repair with the best method"
     best = st.button(label, type="primary", icon=":material/auto_awesome:", disabled=blocked, key=_BEST)
+    if cost:
+        caption(cost)
     caption(_ON_BEST)
     st.markdown(
         "\n".join(f"- {plain(tried)}" for tried in _tried_by_best(known, first, first.preset_for(loader)))

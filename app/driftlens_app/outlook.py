@@ -124,7 +124,9 @@ def show_findings(found: Mapping[str, Any]) -> None:
     cost, count, well = found["estimate"], len(by_level["problem"]), len(by_level["ok"])
     with st.container(border=True):
         if not found["ready"]:
-            st.markdown(f"**{count} problem{'s' if count > 1 else ''} to solve first.**")
+            # One problem may have stopped the check before others.
+            many = f"{count} problems to solve first."
+            st.markdown(f"**{many if count > 1 else 'First problem to solve; more may follow.'}**")
         elif cost is None:
             st.success("Ready.", icon=":material/check:")
         else:
@@ -145,8 +147,9 @@ def show_findings(found: Mapping[str, Any]) -> None:
 
 
 def _told(finding: Mapping[str, Any]) -> str:
-    hint = f" {plain(finding['hint'])}" if finding["hint"] else ""
-    return f"**{plain(finding['subject'])}**: {plain(finding['text'])}{hint}"
+    text, hint = finding["text"], finding["hint"]
+    stop = "." if hint and not text.endswith((".", "?", "!", ":")) else ""
+    return f"**{plain(finding['subject'])}**: {plain(text + stop)} {plain(hint)}".rstrip()
 
 
 def show_outlook(run: DriftRun) -> None:
@@ -182,6 +185,29 @@ def past_cost(run: DriftRun) -> str:
         took = ""
     return (
         f"One calibration takes about {took}. That is by what this run took. {estimate}" if took else estimate
+    )
+
+
+def choosing_cost(run: DriftRun, choosing: float, efforts: Mapping[str, float]) -> str:
+    """What the choice of the best method takes at most, by what was measured on this run; empty where nothing was.
+
+    `choosing` is in calibrations by FeatCal, and `efforts` says what one by another method is in those.
+    """
+    try:
+        usual = _usual(run.manifest)
+        known = [
+            info.seconds / efforts[info.method]
+            for info in run.manifest.calibrations.values()
+            if efforts.get(info.method) and not info.automatic and info.seconds > 0
+        ]
+        once = min(known, default=usual["calibrate"])
+        took = duration(sum(usual.values()) - usual["calibrate"] + choosing * once)
+    except (TypeError, ValueError, OverflowError):  # as in `past_cost`
+        return ""
+    if not choosing or not is_analyzed(run.manifest) or not once:
+        return ""
+    return (
+        f"Takes about {took} at most. That is {choosing:.0f} calibrations by FeatCal, by what this run took."
     )
 
 

@@ -137,8 +137,11 @@ def _without_doubles(found: list[RunSummary]) -> list[RunSummary]:
     listed = []
     for run in found:
         if run.id and first.setdefault(run.id, run.path) != run.path:
-            problem = f"it is a copy of {first[run.id].name}: both have the id {run.id}"
-            listed.append(RunSummary(path=run.path, name=run.name, problem=problem))
+            problem = f"both have the id {run.id}"
+            state = f"copy of {first[run.id].name}"
+            listed.append(
+                RunSummary(path=run.path, name=run.name, created=run.created, state=state, problem=problem)
+            )
         else:
             listed.append(run)
     return listed

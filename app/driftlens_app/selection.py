@@ -58,10 +58,13 @@ class Selection:
         return dataclasses.replace(chosen, **others)
 
 
-def selection(*controls: str) -> Selection:
-    """What the reader chose; draws those of the choices here that the page says it obeys."""
+def selection(*controls: str, with_base: bool = False) -> Selection:
+    """What the reader chose; draws those of the choices here that the page says it obeys.
+
+    `with_base` is whether the base is shown, too, where no variants are chosen.
+    """
     if controls:
-        _draw(controls)
+        _draw(controls, "All" if with_base else "All but the base")
     chosen: Selection = st.session_state[_CHOSEN]
     return chosen
 
@@ -101,7 +104,8 @@ def require_no_unreadable(settings: Settings) -> None:
 
 def _unreadable(settings: Settings) -> list[RunSummary]:
     """Runs that can't be read, but for those that are just being made."""
-    return [run for run in listed_runs(settings) if run.problem and not is_at_work(run.path)]
+    unread = [run for run in listed_runs(settings) if run.state == RunSummary(run.path).state]
+    return [run for run in unread if not is_at_work(run.path)]  # a copy can be read
 
 
 def choose_view(run: DriftRun) -> None:
@@ -141,8 +145,8 @@ def _layer(name: str) -> int | str:
     return name if name == FINAL else int(name)
 
 
-def _draw(names: Sequence[str]) -> None:
-    """Draw these choices in a row, as they stand."""
+def _draw(names: Sequence[str], everything: str) -> None:
+    """Draw these choices in a row, as they stand; `everything` is what no choice of variants means."""
     chosen = selection()
     run = chosen.run
     layers = {FINAL: FINAL} | {str(at.index): run.layer_name(at.index) for at in run.manifest.layers}
@@ -151,7 +155,7 @@ def _draw(names: Sequence[str]) -> None:
     draw = {
         TASK: lambda: st.selectbox("Task", run.tasks, placeholder="All tasks", key=TASK, width=200),
         VARIANTS: lambda: st.multiselect(
-            "Variants", run.variants, placeholder="All but the base", key=VARIANTS, width=360
+            "Variants", run.variants, placeholder=everything, key=VARIANTS, width=360
         ),
         LAYER: lambda: st.selectbox("Layer", [*layers], format_func=layers.__getitem__, key=LAYER, width=220),
         MEASURE: lambda: st.radio(

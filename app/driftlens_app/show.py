@@ -9,9 +9,10 @@ import base64
 import functools
 import hashlib
 import logging
+import math
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from html import escape
@@ -23,8 +24,8 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import ImageColumn, NumberColumn, TextColumn
 
-from driftlens.errors import DriftLensError
-from driftlens.records.reading import Sheet, printable
+from driftlens.errors import DataError, DriftLensError
+from driftlens.records.reading import Sheet, is_measured, printable
 from driftlens.records.run import DriftRun
 from driftlens.records.tables import csv_text
 from driftlens.records.verdict import Verdict, shareable
@@ -121,7 +122,9 @@ def shown_errors() -> Iterator[None]:
         yield
     except DriftLensError as error:
         _LOG.info("page shows an error", exc_info=error)
-        show_error(type(error).__name__, error.message, error.hint)
+        # What was asked for is not here: the class of the error tells a reader nothing.
+        kind = "" if type(error) is DataError else type(error).__name__
+        show_error(kind, error.message, error.hint)
     except Exception as error:
         _LOG.exception("page failed")
         # The message may quote anything that the code had in its hands; the type is enough for a report.
@@ -130,9 +133,10 @@ def shown_errors() -> Iterator[None]:
 
 
 def show_error(kind: str, message: str, hint: str) -> None:
-    """An error box: type, message and hint; further lines of a message, one problem each, as a list."""
+    """An error box: type, if any, message and hint; further lines of a message, one problem each, as a list."""
     first, *further = [line.strip() for line in message.splitlines() if line.strip()] or [""]
-    head = f"**{plain(kind)}**" + (f": {plain(first)}" if first else "")
+    first = first if kind else first[:1].upper() + first[1:]
+    head = ": ".join(filter(None, (f"**{plain(kind)}**" if kind else "", plain(first))))
     parts = (head, "\n".join(f"- {plain(line)}" for line in further), plain(" ".join(hint.split())))
     st.error("\n\n".join(filter(None, parts)), icon=":material/error:")
 
@@ -220,17 +224,18 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
     return st.dataframe(rows, key=key, alt=alt, **looks, **more)
 
 
-def show_sheet(sheet: Sheet, drawn: Sequence[str | None] = (), folded: Collection[str] = ()) -> None:
+def show_sheet(sheet: Sheet, folded: Collection[str] = (), found: Verdict | None = None) -> None:
     """A table that card, report and terminal have too, with what a reader must know of it below.
 
-    `drawn` are pictures by `dots`, one per row; columns in `folded` are shown where the table's own menu asks for them.
+    Columns in `folded` are shown where the table's own menu asks for them. With `found`, of which the sheet is the
+    `task_sheet`, what models have is drawn, too.
     """
     rows, columns = sheet_table(sheet)
-    if drawn:
-        rows.insert(1, AXIS, [*drawn])
+    if found is not None:
+        rows, columns = with_dots(rows, columns, found, is_joined=True)
     st.subheader(plain(sheet.title), anchor=False)
     order = [head for head in rows if head not in folded]
-    show_table(rows, columns | {AXIS: DOTS}, key=sheet.name, alt=sheet.title, column_order=order)
+    show_table(rows, columns, key=sheet.name, alt=sheet.title, column_order=order)
     caption(sheet.notes())
 
 
@@ -249,19 +254,47 @@ def sheet_table(sheet: Sheet) -> tuple[pd.DataFrame, dict[str, Any]]:
     return rows, columns
 
 
+def with_dots(
+    rows: pd.DataFrame, columns: Mapping[str, Any], found: Verdict, *, is_joined: bool = False
+) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """The table of a verdict's tasks with every model's share as a dot behind the numbers, which are narrow."""
+    heads = dict(zip(found.means, [*rows][1:], strict=False))
+    named = {role: heads[name] for role, name in dotted(found).items()}
+    scores = [
+        {role: row[head] / 100 for role, head in named.items() if is_measured(row[head])}
+        for row in rows.to_dict("records")
+    ]
+    low = axis_start(score for row in scores for score in row.values())
+    drawn = [dots(row, low, is_joined=is_joined) for row in scores]
+    rows = rows.copy()
+    rows.insert(1 + len(heads), AXIS, drawn)
+    narrow = {head: NumberColumn(format=_NUMBERS["share"][1], width=64) for head in heads.values()}
+    return rows, {**columns, **narrow, AXIS: dots_column(low)}
+
+
 MODELS = ("base", "merged", "calibrated", "experts")
 _ROLES: tuple[Part, ...] = ("base", "merged", "calibrated", "expert")
-AXIS, _WIDTH = "0 to 100 %", 180
-DOTS = ImageColumn(
-    width=_WIDTH + 16,
-    help=f"{', '.join(MODELS)}: on test samples, coloured as in charts; bold what a repair changed.",
-)
+AXIS, _WIDTH = "axis", 130
 
 
-def dots(scores: Mapping[str, float], *, is_joined: bool = False) -> str:
-    """Scores of `MODELS` as dots on one axis from 0 to 1, merged and calibrated perhaps joined: a picture's address."""
+def dots_column(low: float = 0.0) -> Any:
+    """How the column `AXIS` of pictures by `dots` is shown."""
+    about = f"{', '.join(MODELS)}: on test samples, coloured as in charts; bold what a repair changed."
+    return ImageColumn(f"{100 * low:.0f} to 100 %", width=_WIDTH + 16, help=about)
+
+
+def axis_start(scores: Iterable[float]) -> float:
+    """Where an axis of these scores begins: the tenth below the lowest, so that near ones lie apart."""
+    return max(0.0, math.floor(10 * min(scores, default=0.0) - 0.2) / 10)
+
+
+def dots(scores: Mapping[str, float], low: float = 0.0, *, is_joined: bool = False) -> str:
+    """Scores of `MODELS` as dots on one axis from `low` to 1, merged and calibrated perhaps joined: an address."""
     colours = palette(is_dark())
-    at = {name: 10 + (_WIDTH - 20) * min(1.0, max(0.0, score)) for name, score in scores.items()}
+    at = {
+        name: 10 + (_WIDTH - 20) * min(1.0, max(0.0, (score - low) / (1 - low)))
+        for name, score in scores.items()
+    }
     spots = "".join(
         f'<circle cx="{at[name]:.1f}" cy="14" r="6" fill="{colours.roles[role][0]}" fill-opacity="0.85"/>'
         for name, role in zip(MODELS, _ROLES, strict=True)

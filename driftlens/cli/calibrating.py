@@ -149,9 +149,9 @@ def calibrate(
         )
         if control:
             finished = measure_control(run, name, access=job.access, **watched)
-    for text in finished.manifest.calibrations[name].notices:
-        note(f"notice: {text}")
     if as_json:
+        for text in finished.manifest.calibrations[name].notices:  # the text has them
+            note(f"notice: {text}")
         say_json(_document(finished, name))
         return
     say(before_after_text(finished, name, verbose=manner.verbose))

@@ -65,6 +65,8 @@ def list_runs(
     from driftlens.records.listing import find_runs
     from driftlens_reports.terminal import listing_text
 
+    if not root.is_dir():
+        raise RunError(f"there is no folder {root}", hint="`driftlens ls` alone lists the runs in this one.")
     found = find_runs(root)
     if as_json:
         say_json(found)
@@ -252,7 +254,7 @@ def compare(
     from driftlens.records.compare import mean_score_change
     from driftlens.records.equality import TOLERANCE, equality
     from driftlens.records.intervals import p_of
-    from driftlens_reports.terminal import comparison_text, equality_text
+    from driftlens_reports.terminal import comparison_text
 
     found = compared(first, second, before=before, after=after, allow_mismatch=allow_mismatch)
     if second is None and tolerance is not None:
@@ -272,7 +274,7 @@ def compare(
         }
         say_json(document)
     else:
-        say("\n\n".join([comparison_text(found), *([] if equal is None else [equality_text(equal, limit)])]))
+        say(comparison_text(found, equal, limit))
     if tolerance is not None and equal is not None and not equal.within(limit):
         raise typer.Exit(ChecksFailedError.exit_code)
 

@@ -53,7 +53,7 @@ def report(
         raw=raw,
         checks=checks,
     )
-    wanted = parts(formats)
+    wanted = ["latex" if name == "tex" else name for name in parts(formats)]
     paths = made.attach(wanted) if out is None else made.save(out, wanted)
     if as_json:
         say_json(paths)
@@ -141,7 +141,7 @@ def export(
         [open_run(run) for run in runs],
         out,
         names=None if everything else _named(figures or [], tables or []),
-        formats=parts(formats),
+        formats=["tex" if name == "latex" else name for name in parts(formats)],
         options=options,
     )
     _tell(written, out, as_json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -300,7 +301,7 @@ def advise(
         with job.watched() as watched:
             scaled = scaled_layers(run, layers, access=job.access, **watched)
             found["scalings"] = [{**row, "name": opened.layer_name(row["layer"])} for row in scaled]
-    say_json(found) if as_json else say(advice_text(found))
+    say_json(found) if as_json else say(advice_text(found, shlex.quote(str(run))))
 
 
 @app.command()

@@ -195,10 +195,10 @@ def _left_alone(what: str, count: int, share: float) -> str:
 
 def _percent(share: float) -> str:
     """A share of which neither a rest nor a trace is rounded away."""
-    text = f"{share:.1%}"
-    if text == "100.0%" and share < 1:
-        return "over 99.9%"
-    return "under 0.1%" if text == "0.0%" and share else text
+    text = f"{100 * share:.1f} %"
+    if text == "100.0 %" and share < 1:
+        return "over 99.9 %"
+    return "under 0.1 %" if text == "0.0 %" and share else text
 
 
 def _require_one_place(path: str, tied: Mapping[str, tuple[str, ...]]) -> None:

@@ -136,7 +136,7 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     told = tuple(gaps[pair] for pair in pairs if pair in gaps)
     found = Verdict(mean.about, mean.tasks, merged, after, mean.means, told, worst, bad, source, command, ())
     own = {variant: getattr(cells[worst, variant], of) for variant in mean.means} if worst else {}
-    which = f" (last of {len(made)})" if len(made) > 1 and after == made[-1] else ""
+    which = " (newest calibration)" if len(made) > 1 and after == made[-1] else ""
     return replace(found, sentences=_sentences(found, own, which, self_checks(run).count("fail")))
 
 
@@ -261,7 +261,8 @@ def _of_gaps(found: Verdict, which: str, counted: str) -> Iterator[str]:
 def _of_gap(gap: Gap, found: Verdict, counted: str, *, is_first: bool) -> str:
     change = _change(gap, found.measure.kind) + " points" * (found.measure.kind == "share" and is_first)
     is_counted = counted == "all" or (counted == "mixed" and bool(gap.better and gap.worse))
-    counts = _counts(gap, len(found.tasks), is_first=is_first) if is_counted and len(found.tasks) > 1 else ""
+    begins = gap is next((at for at in found.gaps if at.side), gap)
+    counts = _counts(gap, len(found.tasks), is_first=begins) if is_counted and len(found.tasks) > 1 else ""
     if not gap.side:
         told = f"{change}; {counts}" if counts else change
         return f"no clear difference to {_called(gap.against)} ({told})"
@@ -270,24 +271,34 @@ def _of_gap(gap: Gap, found: Verdict, counted: str, *, is_first: bool) -> str:
 
 
 def _change(gap: Gap, kind: Kind) -> str:
-    """How much it is with half of its interval, signed where it isn't clear which way."""
+    """How much it is with the longer half of its interval, signed where it isn't clear which way.
+
+    Where that half would reach 0 and the interval doesn't, both ends stand there instead.
+    """
     change, digits = (gap.change.scaled(100), ".1f") if kind == "share" else (gap.change, ".3g")
-    # Towards 0, where that is excluded: a reader who subtracts finds what the words say.
-    halves = change.value - change.low, change.high - change.value
-    half = halves[change.value < 0] if gap.side else max(halves)
     value = f"{abs(change.value):{digits}}" if gap.side else f"{change.value:+{digits}}"
-    return f"{value} +- {half:{digits}}" if is_measured(half) else value
+    if not is_measured(change.low):
+        return value
+    half = f"{max(change.value - change.low, change.high - change.value):{digits}}"
+    # As printed, since a reader subtracts what is printed.
+    if gap.side and float(half) >= float(value):
+        low, high = sorted(abs(end) for end in (change.low, change.high))
+        return f"{value} ({low:{digits}} to {high:{digits}})"
+    return f"{value} +- {half}"
 
 
 def _counts(gap: Gap, num_tasks: int, *, is_first: bool) -> str:
     """On how many tasks the change is clear, first those that go the way of the mean."""
     sides = {"better": len(gap.better), "worse": len(gap.worse)}
+    way, other = ("better", "worse") if gap.side >= 0 else ("worse", "better")
+    if sides[other] and not (is_first and gap.side):
+        return f"{sides[way]} tasks {way}, {sides[other]} {other}"
     if not gap.side:
-        return ", ".join(f"{k} {way}" for way, k in sides.items() if k)
-    way, other = ("better", "worse") if gap.side > 0 else ("worse", "better")
+        return f"{sides[way]} {way}" if sides[way] else ""
+    if not is_first:
+        return f"{sides[way]}/{num_tasks}"
     on = "all" if sides[way] == num_tasks else f"{sides[way]} of {num_tasks}"
-    reverse = f", {sides[other]} {other}" if sides[other] else ""
-    return f"{f'clear on {on}' if is_first else sides[way]}{reverse}"
+    return f"clear on {on}" + (f", {sides[other]} {other}" if sides[other] else "")
 
 
 def source_of(run: DriftRun, variant: str) -> Source | None:

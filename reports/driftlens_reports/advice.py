@@ -59,14 +59,14 @@ def advice(run: DriftRun) -> dict[str, Any]:
     }
 
 
-def advice_text(found: Mapping[str, Any]) -> str:
-    """The same in sentences, none surer than its intervals."""
+def advice_text(found: Mapping[str, Any], run: str = "RUN") -> str:
+    """The same in sentences, none surer than its intervals; `run` is what commands call it."""
     said = [*_of_shares(found), *_of_conflicts(found), *map(_of_scaling, found["scalings"])]
     if not found["scalings"]:
         said.append(
             "`driftlens advise RUN --search` tries what scaling the layers that carry most would give."
         )
-    return "\n".join(map(printable, said))
+    return "\n".join(printable(text.replace(" RUN", f" {run}")) for text in said)
 
 
 def _of_shares(found: Mapping[str, Any]) -> list[str]:

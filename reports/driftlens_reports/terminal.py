@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -14,7 +14,7 @@ from driftlens.projection import Projection
 from driftlens.records.before_after import calibration_sheets, selection_sentences
 from driftlens.records.checks import CheckReport, self_checks
 from driftlens.records.compare import Comparison, mean_score_change
-from driftlens.records.equality import Equality
+from driftlens.records.equality import TOLERANCE, Equality
 from driftlens.records.intervals import Interval, mean_over_tasks, p_of, wilson
 from driftlens.records.listing import RunSummary
 from driftlens.records.outcomes import outcomes
@@ -110,7 +110,7 @@ def _verdict_parts(run: DriftRun, name: str = "") -> Iterator[list[str]]:
 
 
 def accuracy_text(run: DriftRun) -> str:
-    """Scores of every variant on every task with intervals, one line per task and metric.
+    """Scores of every variant on every task with intervals, one line per task and metric, and one for the mean.
 
     Raises:
         RunError: the table can't be read.
@@ -122,7 +122,7 @@ def accuracy_text(run: DriftRun) -> str:
 
 def listing_text(runs: Sequence[RunSummary]) -> str:
     """One line per run; below it, why a run can't be read, and what later work left undone."""
-    header = ["folder", "name", "state", "tasks", "variants", "size", "largest final drift"]
+    header = ["folder", "name", "state", "tasks", "variants", "size", "largest final drift of merged"]
     rows = []
     for run in runs:
         counts = [str(len(run.tasks)), str(len(run.variants)), size(run.bytes)]
@@ -176,14 +176,27 @@ def _score_lines(rows: pd.DataFrame) -> list[str]:
     metrics = {name: metric_called(name) for name in rows["metric"].unique()}
     says = [] if [*metrics] == [ACCURACY.name] else [f"{at.title}: {at.described}" for at in metrics.values()]
     header = ["task", *(["metric"] if says else []), *map(title, variants), "samples"]
-    lines = []
-    for (task, name), own in rows.groupby(["task", "metric"], sort=False):
-        ends = own[["value", "ci_low", "ci_high"]].astype(float).to_numpy()
-        found = {variant: Interval(*row) for variant, row in zip(own["variant"], ends, strict=True)}
-        cells = [estimate(found.get(at, Interval(math.nan)), metrics[name].kind) for at in variants]
-        counts = own["n"].dropna()
-        named = [str(task), *([metrics[name].title] if says else [])]
-        lines.append([*named, *cells, str(counts.max()) if len(counts) else ""])
+    found = {
+        (name, task): {
+            variant: Interval(*ends)
+            for variant, *ends in own[["variant", "value", "ci_low", "ci_high"]].to_numpy().tolist()
+        }
+        for (task, name), own in rows.groupby(["task", "metric"], sort=False)
+    }
+    counts = rows.groupby(["metric", "task"], sort=False)["n"].max()
+
+    def line(task: str, name: str, at: Mapping[str, Interval], count: Any) -> list[str]:
+        cells = [estimate(at.get(of, Interval(math.nan)), metrics[name].kind) for of in variants]
+        named = [task, *([metrics[name].title] if says else [])]
+        return [*named, *cells, str(count) if is_measured(count) and count else ""]
+
+    lines = [line(str(task), name, at, counts[name, task]) for (name, task), at in found.items()]
+    for name in (name for name, metric in metrics.items() if metric.is_averaged):
+        of_tasks = [at for (own, _), at in found.items() if own == name]
+        shared = [variant for variant in variants if all(variant in at for at in of_tasks)]
+        means = {variant: mean_over_tasks([at[variant] for at in of_tasks]) for variant in shared}
+        if len(of_tasks) > 1:
+            lines.append(line(f"mean of {len(of_tasks)}", name, means, counts[name].sum()))
     return [*aligned([header, *lines], num_names=2 if says else 1), *says] if lines else []
 
 
@@ -215,18 +228,32 @@ def checks_text(report: CheckReport) -> str:
     return "\n".join(printable(line) for line in [*lines, ", ".join(counts)])
 
 
-def comparison_text(found: Comparison) -> str:
-    """Final drift, flips and accuracy before and after, task by task."""
+def comparison_text(found: Comparison, equal: Equality | None = None, tolerance: float = TOLERANCE) -> str:
+    """Whether two runs are equal, mean changes, then final drift, flips and accuracy before and after, task by task.
+
+    Of what is equal to the last bit, no tables of zeros are shown.
+    """
     before, after = (f"{run.name} ({run.id})" for run in (found.before, found.after))
     parts = [[before] if found.before is found.after else [f"before: {before}", f"after: {after}"]]
+    parts += [] if equal is None else [equality_text(equal, tolerance).split("\n")]
     parts += [[f"Not the same in both: {text}" for text in found.mismatches]] if found.mismatches else []
-    for pair, rows in found.tasks.groupby(["before", "after"], sort=False):
-        parts.append([" -> ".join(map(title, pair)), *_task_lines(rows), *_notes(rows), *_mean(rows)])
-    if (found.tasks["score_ci_low"].notna() & ~found.tasks["score_paired"]).any():
+    is_equal = equal is not None and equal.bit_equal
+    pairs = [
+        (pair, rows)
+        for pair, rows in found.tasks.groupby(["before", "after"], sort=False)
+        if not is_equal or pair[0] != pair[1]
+    ]
+    heads = {pair: " -> ".join(map(title, pair)) for pair, _ in pairs}
+    if len(pairs) > 1:
+        parts.append([f"{heads[pair]}: {text}" for pair, rows in pairs for text in _mean(rows)])
+    for pair, rows in pairs:
+        mean = _mean(rows) if len(pairs) == 1 else []
+        parts.append([heads[pair], *mean, *_task_lines(rows), *_notes(rows)])
+    if any((rows["score_ci_low"].notna() & ~rows["score_paired"]).any() for _, rows in pairs):
         parts.append([_INTERVAL_NOTE])
-    if found.notes:
+    if found.notes and pairs:
         parts.append([f"{note[:1].upper()}{note[1:]}." for note in found.notes])
-    return "\n\n".join("\n".join(printable(line) for line in part) for part in parts)
+    return "\n\n".join("\n".join(printable(line) for line in part) for part in parts if part)
 
 
 def equality_text(found: Equality, tolerance: float) -> str:

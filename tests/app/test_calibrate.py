@@ -237,9 +237,10 @@ def test_the_tables_of_a_finished_calibration_are_those_of_card_and_report(
     heads = [element.value.replace("\\", "") for element in app.subheader]
     assert f"Accuracy {shares[0]} → {shares[1]} %" in heads
     assert all(f"{model} {100 * found.means[model].value:.1f} %" in said(app) for model in ("base", "expert"))
-    (drawn,) = [frame.value["0 to 100 %"] for frame in app.dataframe if "0 to 100 %" in frame.value]
+    (drawn,) = [frame.value["axis"] for frame in app.dataframe if "axis" in frame.value]
     pictures = [base64.b64decode(text.partition(",")[2]).decode() for text in drawn]
     assert len(pictures) == 4 and all(picture.count("<circle") == 4 for picture in pictures)
+    assert {"base", "merged", "featcal", "expert"} <= {*app.dataframe[0].proto.column_order}
     sheets = calibration_sheets(open_run(run), "featcal")
     assert len(app.dataframe) == 1  # the others are made once they are opened
     (numbers,) = opened_drawers(app, "All numbers")
@@ -429,8 +430,8 @@ def test_a_landing_that_fails_leaves_the_page(
 def test_a_spec_is_checked_and_its_analysis_watched(open_app: Open, root: Path) -> None:
     (root / "mine.yaml").write_text("version: 1\nbase:\n  weights: nothing.safetensors\n")
     app = press(open_app(root, "new_run"), "Check the spec")
-    assert "1 problem to solve first" in said(app)
-    assert "Line 3: **base**: no such file: base.safetensors Check it." in errors(app)
+    assert "First problem to solve; more may follow." in said(app)
+    assert "Line 3: **base**: no such file: base.safetensors. Check it." in errors(app)
     assert [code.value for code in app.code] == ["3    weights: nothing.safetensors"]
     assert [drawer.label for drawer in app.expander][-1] == "1 check passed" and is_disabled(
         app, "Start the analysis"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
 from driftlens_app import outlook
 from driftlens_app.jobs import processes
-from driftlens_app.outlook import ahead, obstacles, past_cost
+from driftlens_app.outlook import ahead, choosing_cost, obstacles, past_cost
 from tests.app.conftest import Open
 from tests.app.test_calibrate import press
 from tests.app.test_pages import said
@@ -81,6 +82,21 @@ def test_the_page_says_how_long_a_calibration_takes_and_asks_nobody(
     assert past_cost(edit(run, "calibrations", other=other)).startswith(
         "One calibration takes about 15 min 05 s"
     )
+
+
+def test_the_choice_of_the_best_has_an_estimate_of_its_own(open_app: Open, root: Path, run: Path) -> None:
+    app = open_app(root, "repair")
+    assert said(app).count(" at most.") == 1 and "65 calibrations by FeatCal" in said(app)
+    own = {name: {"state": "done", "seconds": 1.0, "started": ""} for name in open_run(run).manifest.phases}
+    opened = edit(run, "phases", **own)
+    (info,) = opened.manifest.calibrations.values()
+    other = replace(info, method="other", seconds=9000.0, automatic=False)
+    made = DriftRun(run, replace(opened.manifest, calibrations={"other": other}))
+    found = choosing_cost(made, 10, {"other": 3.0})
+    assert (
+        found.startswith("Takes about 8 h 20 min") and " at most. That is 10 calibrations by FeatCal" in found
+    )
+    assert choosing_cost(made, 0, {}) == ""
 
 
 def test_a_calibration_that_took_anothers_place_is_told_with_its_solving(run: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_damaged_table_is_an_error_in_its_place(open_app: Open, root: Path, vi
 @pytest.mark.parametrize("view", OF_A_RUN)
 def test_a_link_to_an_unknown_run_does_not_show_another_one(open_app: Open, root: Path, view: str) -> None:
     app = open_app(root, view, run="nosuch-1234")
-    assert "nosuch-1234" in errors(app)
+    assert "nosuch-1234" in errors(app) and "DataError" not in errors(app)
     assert open_run(root / "full").name not in said(app)
 
 
@@ -117,7 +117,7 @@ def test_the_list_has_a_row_per_run_with_the_numbers_of_its_tables(open_app: Ope
     last = [name for name in run.variants if name.startswith("calibrated:")][-1]
     drifts = [run.value("drift_rel", task=task, variant=last) for task in run.tasks]
     assert row["relative drift"] == pytest.approx(100 * sum(drifts) / len(drifts))
-    assert row["0 to 100 %"].startswith("data:image/svg+xml;base64,")
+    assert row["axis"].startswith("data:image/svg+xml;base64,")
 
 
 def test_unreadable_runs_keep_their_rows_and_say_why(open_app: Open, root: Path) -> None:
@@ -154,7 +154,13 @@ def test_a_run_that_is_not_here_may_be_the_one_that_cannot_be_read(open_app: Ope
 def test_a_copy_does_not_pass_for_its_original(open_app: Open, root: Path) -> None:
     shutil.copytree(root / "full", root / "gone-astray")
     app = open_app(root)
-    assert "copy of full" in app.warning[0].value.replace("\\", "")
+    assert "**gone-astray** is a copy of full" in app.warning[0].value.replace("\\", "")
+    (rows,) = [frame.value for frame in app.dataframe]
+    name = open_run(root / "full").name
+    assert dict(zip(rows["name"], rows["state"], strict=True)) == {
+        f"{name} (full)": "done",
+        f"{name} (gone-astray)": "copy of full",
+    }
 
 
 def test_a_link_out_of_the_folder_is_not_followed(open_app: Open, root: Path, tmp_path: Path) -> None:
@@ -196,14 +202,16 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
     assert str(run.path) not in said(app) and "Next: `driftlens" in shown
     assert not any("\\`" in entry.value for entry in app.markdown)  # to be copied, not spelt
     rows, right = app.dataframe[0].value.set_index("task"), run.accuracy().query("metric == 'accuracy'")
+    mean, rows = rows.iloc[-1], rows.iloc[:-1]
     last = [name for name in run.variants if name.startswith("calibrated:")][-1]
     right = 100 * right.pivot(index="task", columns="variant", values="value")
     assert [*rows.index] == [
         *(right["expert"] - right[last]).sort_values(ascending=False, kind="stable").index
     ]
-    shown = [*app.dataframe[0].proto.column_order]
-    assert "main source" in shown and not {"base", "merged", "expert"} & {*shown}  # they are its dots
+    assert "main source" in rows and mean.name == f"mean of {len(run.tasks)}"
+    assert rows["axis"].iloc[0].startswith("data:image/svg+xml") and mean["axis"].startswith("data:")
     for column, variant in (("base", "base"), ("merged", "merged"), ("expert", "expert")):
+        assert mean[column] == pytest.approx(right[variant].mean())
         assert rows[column].tolist() == pytest.approx(right.loc[rows.index, variant].tolist())
     for task in run.tasks:
         curve = run.layers(task, last).sort_values("layer")["drift_rel"].tolist()

@@ -112,6 +112,13 @@ def test_two_variants_are_compared_task_by_task(run_cli: Cli, written: pathlib.P
     assert "rescaling" not in result.out and "diagnosis samples answered by both" in result.out
 
 
+def test_equal_runs_are_said_to_be_equal_and_no_more(run_cli: Cli, written: pathlib.Path) -> None:
+    said = run_cli("compare", written, written).out.strip().split("\n\n")
+    assert len(said) == 2 and said[1].startswith("Equal to the last bit: ")
+    other = run_cli("compare", written, written, "--before", "base", "--after", "merged").out.split("\n\n")
+    assert other[1] == said[1] and other[2].splitlines()[1].startswith("mean change over 2 tasks: ")
+
+
 def test_compared_runs_as_json_hold_every_layer(
     run_cli: Cli, written: pathlib.Path, own: pathlib.Path
 ) -> None:

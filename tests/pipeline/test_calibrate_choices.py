@@ -113,8 +113,8 @@ def test_patterns_choose_layers_and_sites(folder: pathlib.Path) -> None:
     assert rows["site"].tolist() == [f"{block}.mlp.c_fc", f"{block}.mlp.c_proj"] and moved_blocks(run) == {1}
     # Weights 64 x 16 twice, biases 64 and 16, of three blocks of 3 280 each.
     (told,) = [text for text in run.manifest.calibrations[NAME].notices if "only a part" in text]
-    assert f"2 sites hold {2128 / (3 * 3280):.1%} of the blocks' parameters" in told
-    assert f"mlp.c_fc.weight ({2048 / (3 * 3280):.1%})" in told
+    assert f"2 sites hold {100 * 2128 / (3 * 3280):.1f} % of the blocks' parameters" in told
+    assert f"mlp.c_fc.weight ({100 * 2048 / (3 * 3280):.1f} %)" in told
 
 
 def test_fewer_samples_are_the_beginning_of_those_drawn(folder: pathlib.Path, light: DriftRun) -> None:
@@ -187,7 +187,7 @@ def test_a_rehearsal_says_what_will_happen_and_writes_nothing(folder: pathlib.Pa
     assert found.exit_code == 0 and found.text().endswith("ready")
     said = {finding.subject: finding.text for finding in found.findings}
     assert "lam 0.05" in said["settings"] and "rho 2.0" in said["settings"]
-    assert "24 sites hold 100.0% of the blocks' parameters" in found.text()
+    assert "24 sites hold 100.0 % of the blocks' parameters" in found.text()
     assert said["samples"] == ", ".join(f"{task} 4" for task in TASKS)
     assert found.cost is not None and found.cost.seconds is not None
     assert 0 < found.cost.disk_bytes < 1e9 and found.cost.memory_bytes > 1e6 and found.cost.seconds > 0

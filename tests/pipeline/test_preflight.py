@@ -124,12 +124,12 @@ def test_parameters_that_no_site_covers_are_named_with_their_share(
     tower = sum(value.numel() for name, value in state.items() if name.startswith("visual."))
     share = 1 - left / sum(blocks.values())
     text = found(check(spec), "notice", "sites").text
-    assert f"{share:.1%} of the blocks' parameters" in text
-    assert f"{(sum(blocks.values()) - left) / tower:.1%} of all layers'" in text
+    assert f"{100 * share:.1f} % of the blocks' parameters" in text
+    assert f"{100 * (sum(blocks.values()) - left) / tower:.1f} % of all layers'" in text
     assert "ls_1.gamma" in text and "ls_2.gamma" in text
     chosen = {"sites": ["*.mlp.c_fc"], "update": ["linear"]}
     text = found(check({**spec, "calibration": chosen}), "ok", "sites").text
-    assert f"3 sites hold {3 * 64 * 16 / sum(blocks.values()):.1%} of the blocks'" in text
+    assert f"3 sites hold {300 * 64 * 16 / sum(blocks.values()):.1f} % of the blocks'" in text
 
 
 def test_unexpected_errors_are_not_swallowed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def test_its_answers_are_those_of_the_tables(name: str, runs: dict[str, DriftRun
         said = {1: "yes", 0: "can't be told", -1: "no"}[gaps["merged", against].side]
         assert gap("merged", against) in answer and answer.startswith(said)
     change = gaps["merged", "base"].change
-    half = 100 * (abs(change.value) - min(abs(change.low), abs(change.high)))
+    half = 100 * max(change.value - change.low, change.high - change.value)
     assert answers[2].startswith(f"± {half:.1f}, {NUM * len(tasks)}") and answers[2].endswith("paired")
     agree = [max(len(at.better), len(at.worse)) for at in (gaps["merged", "expert"], gaps["merged", "base"])]
     assert f"{agree[name == 'good']} of {len(tasks)}" in answers[3]

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from driftlens.records.intervals import wilson
+from driftlens.records.intervals import Interval, wilson
 from driftlens.records.manifest import Manifest, read_manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import TABLES
 from driftlens.records.tables import conform
-from driftlens.records.verdict import Verdict, others_sheet, shareable, task_sheet, verdict
+from driftlens.records.verdict import Gap, Verdict, _change, others_sheet, shareable, task_sheet, verdict
 from driftlens.variants import title
 from tests.records.drawn_runs import (
     CAL,
@@ -50,12 +50,13 @@ def words(found: Verdict) -> int:
 
 def is_counted_nowhere(found: Verdict) -> bool:
     """Whether no sentence says on how many tasks its change is clear, unless some go the other way."""
-    return not re.search(r"clear on (all|\d+ of \d+)\)|than \w+ \(\d+\)", " ".join(found.sentences))
+    return not re.search(r"clear on (all|\d+ of \d+)\)|\(\d+/\d+\)", " ".join(found.sentences))
 
 
 def said_of(found: Verdict, variant: str) -> str:
     return next(
-        (text for text in found.sentences if re.match(rf"{title(variant)}( \(last of \d+\))?:", text)), ""
+        (text for text in found.sentences if re.match(rf"{title(variant)}( \(newest calibration\))?:", text)),
+        "",
     )
 
 
@@ -107,6 +108,7 @@ def follows_the_tables(
         said = said_of(found, pair[0])
         claims = re.findall(rf"(better than|worse than|no clear difference to) {called(pair[1])}\b", said)
         assert claims == [way]
+        holds_its_interval(said, called(pair[1]), low, high)
     if "base" in models:
         pair = ("expert", "base")
         bad = [task for task in tasks if interval(right, n, pair, [task], stored=stored)[1] < 0]
@@ -117,7 +119,7 @@ def follows_the_tables(
     assert found.command.split()[1] == command and f"Next: `{found.command}`." in found.sentences
     if found.worst:
         assert interval(right, n, (last, "expert"), [found.worst], stored=stored)[1] < 0
-    assert ("last of 2" in text) == (OTHER in models)
+    assert ("newest calibration" in text) == (OTHER in models)
     if shares:
         top = max(shares, key=lambda layer: shares[layer][0])
         down, up = (
@@ -141,6 +143,44 @@ def follows_the_tables(
     assert [row[0] for row in others_sheet(run, found).rows] == [
         title(model) for model in run.variants if model in (OTHER, CONTROL)
     ]
+
+
+NEAR = 0.1001
+"""Two roundings, in points."""
+
+
+def holds_its_interval(said: str, against: str, low: float, high: float) -> None:
+    """What a sentence prints beside a change holds all of its interval, and 0 only where that does."""
+    number = r"([+-]?[\d.]+)"
+    ends = sorted(abs(100 * end) for end in (low, high)) if low > 0 or high < 0 else [100 * low, 100 * high]
+    told = rf"{number} (?:\+- {number}|\({number} to {number}\))(?: points)? \w+ than {against}\b"
+    unclear = rf"no clear difference to {against} \({number} \+- {number}()()\b"
+    ((value, half, first, last),) = re.findall(told, said) or re.findall(unclear, said)
+    if half:
+        assert float(value) - float(half) < ends[0] + NEAR and ends[1] - NEAR < float(value) + float(half)
+        assert low <= 0 <= high or float(half) < float(value)
+    else:
+        assert [float(first), float(last)] == pytest.approx(ends, abs=NEAR)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (Interval(-0.1279, -0.1395, -0.1177), "12.8 +- 1.2"),
+        (Interval(0.0615, 0.0528, 0.0721), "6.2 +- 1.1"),
+        (Interval(0.031, 0.002, 0.059), "3.1 +- 2.9"),
+        (Interval(0.031, 0.002, 0.063), "3.1 (0.2 to 6.3)"),
+        (Interval(-0.031, -0.063, -0.002), "3.1 (0.2 to 6.3)"),
+        (Interval(-0.013, -0.031, 0.006), "-1.3 +- 1.9"),
+        (Interval(0.031), "+3.1"),
+    ],
+)
+def test_half_of_an_interval_is_the_longer_and_reaches_zero_only_where_it_does(
+    change: Interval, words: str
+) -> None:
+    side = (change.low > 0) - (change.high < 0)
+    gap = Gap("merged", "base", change, {}, side, (), ())
+    assert _change(gap, "share") == words
 
 
 def at(**right: Sequence[int]) -> dict[tuple[str, str], int]:
@@ -194,11 +234,11 @@ def test_files_for_others_name_the_folder_and_not_where_it_lies(manifest: Manife
     )
 
 
-def test_a_named_calibration_is_judged_and_not_called_the_last(manifest: Manifest) -> None:
+def test_a_named_calibration_is_judged_and_not_called_the_newest(manifest: Manifest) -> None:
     run = run_of(manifest, at(expert=[95, 95], merged=[60, 60], other=[70, 70], cal=[80, 80]), 100, {})
     found = verdict(run, "other")
     assert found.after == OTHER and said_of(found, OTHER).startswith("other:") and not said_of(found, CAL)
-    assert said_of(verdict(run), CAL).startswith("cal (last of 2):")
+    assert said_of(verdict(run), CAL).startswith("cal (newest calibration):")
 
 
 def test_without_scores_relative_drift_is_judged(tmp_path: pathlib.Path) -> None:

@@ -136,7 +136,8 @@ def test_a_task_that_lost_is_counted_beside_a_mean_that_rose(run: DriftRun, tmp_
     (gap,) = [gap for gap in verdict(lost, NAME).gaps if gap.against == "merged"]
     assert gap.worse == ("cars",) and gap.better == ("mnist", "dtd")
     assert any(
-        "(2, 1 worse)" in text or "2 better, 1 worse" in text for text in verdict(lost, NAME).sentences
+        "(2 tasks better, 1 worse)" in text or "2 better, 1 worse" in text
+        for text in verdict(lost, NAME).sentences
     )
 
 

@@ -9,7 +9,9 @@ from rich.cells import cell_len
 from scipy import stats
 
 from driftlens.records.checks import CheckResult
+from driftlens.records.intervals import Interval, mean_over_tasks
 from driftlens.records.listing import RunSummary, find_runs
+from driftlens.records.reading import estimate
 from driftlens.records.run import DriftRun
 from driftlens.records.verdict import verdict
 from driftlens.records.verify import VerifyResult
@@ -39,7 +41,7 @@ def test_the_numbers_are_those_of_the_tables(run: DriftRun) -> None:
 
 
 def test_accuracies_stand_under_their_variants(run: DriftRun) -> None:
-    header, *rows = lines_of(summary(run, verbose=True), "Accuracy on")
+    header, *rows, _ = lines_of(summary(run, verbose=True), "Accuracy on")
     assert header.split() == ["task", "base", "expert", "merged", "featcal", "samples"]
     for row, task in zip(rows, ("cars", "mnist"), strict=True):
         cells = re.split(r"\s{2,}", row.strip())
@@ -110,6 +112,14 @@ def test_accuracy_alone_is_the_section_of_the_summary(run: DriftRun, bare: Drift
     shown = [line.strip() for line in lines_of(summary(run, verbose=True), "Accuracy on")]
     assert [line.strip() for line in accuracy_text(run).splitlines()] == shown
     assert accuracy_text(bare) == "not measured"
+
+
+def test_the_mean_over_tasks_has_a_line_of_its_own(run: DriftRun) -> None:
+    *_, line = accuracy_text(run).splitlines()
+    assert line.startswith(f"mean of {len(run.tasks)} ")
+    for variant, rows in run.accuracy().groupby("variant"):
+        ends = rows[["value", "ci_low", "ci_high"]].astype(float).to_numpy()
+        assert estimate(mean_over_tasks([Interval(*row) for row in ends]), "share") in line, variant
 
 
 def test_a_listing_names_the_worst_task_and_keeps_unreadable_runs(run: DriftRun) -> None:

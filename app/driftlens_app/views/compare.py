@@ -38,7 +38,7 @@ from driftlens_reports.charts.page_curves import change_curves
 from driftlens_reports.charts.panels import one_column
 from driftlens_reports.merges import draw_merges, merges_sheet, read_merges
 
-_SAYS = "What changes from one model to another, over all layers: negative drift is an improvement."
+_SAYS = "What changes from one model to another, over all layers: a negative change is an improvement."
 _SAME = "this run"
 _COLUMNS: dict[str, Any] = {
     "drift_before": NumberColumn("L2 drift before", format="%.3g"),

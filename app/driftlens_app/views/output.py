@@ -19,7 +19,7 @@ _MOST_ROWS = 200
 
 def show(part: str) -> None:
     """Draw `part` of the page Samples."""
-    chosen = selection(TASK, VARIANTS)
+    chosen = selection(TASK, VARIANTS, with_base=part == SECTIONS["accuracy"].part)
     if chosen.run.outputs().empty:
         note(
             "The run has no class scores. A task has them when its spec names a head: `heads` with `classes` and "

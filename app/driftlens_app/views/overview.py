@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pandas as pd
 import streamlit as st
-from streamlit.column_config import AreaChartColumn, ImageColumn, NumberColumn
+from streamlit.column_config import AreaChartColumn, ImageColumn, NumberColumn, TextColumn
 
 from driftlens.records.checks import self_checks
 from driftlens.records.reading import Sheet, is_measured, size
@@ -20,10 +20,8 @@ from driftlens_app.samples import pictures
 from driftlens_app.selection import FLIPPED, MEASURE, RUN, TASK, VARIANTS, Selection, selection
 from driftlens_app.show import (
     AXIS,
-    DOTS,
     caption,
-    dots,
-    dotted,
+    is_narrow,
     note,
     page_title,
     plain,
@@ -34,6 +32,7 @@ from driftlens_app.show import (
     shown_errors,
     when,
     with_command,
+    with_dots,
 )
 from driftlens_reports import facts
 from driftlens_reports.charts.page_curves import mean_curves
@@ -106,47 +105,41 @@ def _task_table(run: DriftRun, found: Verdict) -> None:
     def choose() -> None:
         ticked = st.session_state[key]["selection"]["cells"]
         if ticked:
-            st.session_state[TASK] = tasks[ticked[0][0]]
+            at = ticked[0][0]
+            st.session_state[TASK] = tasks[at] if at < len(run.tasks) else None  # the mean is of all
 
     st.subheader(plain(sheet.title), anchor=False, help=plain(sheet.notes()))
-    # As dots they fit in; the table's own menu shows their numbers.
-    folded = {title(name) for name in found.means} if AXIS in rows else {}
-    order = [head for head in rows if head not in folded]
-    if folded:
+    if AXIS in rows:
         show_key(found)
-    settings = {"column_order": order, "on_select": choose, "selection_mode": "single-cell"}
+    settings = {"on_select": choose, "selection_mode": "single-cell"}
     show_table(rows, columns, key=key, alt=sheet.title, **settings)
     st.caption("Worst first. A click on a row chooses its task on every page.")
 
 
 def task_rows(run: DriftRun, found: Verdict, sheet: Sheet) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """The verdict's table as the page shows it, the worst task first, and how its columns are shown."""
+    """The verdict's table as the page shows it, the worst task first and the mean last, and how columns are shown."""
     numbers = sheet.frame()
-    numbers = numbers[numbers["task"].isin(run.tasks)]
+    numbers, mean = numbers[: len(run.tasks)], numbers[len(run.tasks) :]
     heads = dict(zip(found.means, [*sheet.kinds][1:], strict=False))
     last = next(name for name in (found.after, found.merged) if name in heads)
     sign = 1 if found.measure.worse == "lower" else -1
     left = numbers[heads[last]].astype(float)
     loss = sign * (numbers[heads["expert"]].astype(float) - left) if "expert" in heads else left
-    numbers = numbers.loc[loss.sort_values(ascending=False, kind="stable").index]
+    numbers = pd.concat([numbers.loc[loss.sort_values(ascending=False, kind="stable").index], mean])
     table, columns = sheet_table(sheet)
+    if found.measure.kind == "share":
+        table, columns = with_dots(table, columns, found)
     columns |= {head: NumberColumn(format="%.3g") for head, kind in sheet.kinds.items() if kind == "number"}
     rows = table.loc[numbers.index].assign(task=numbers["task"])
     layers = run.layers(variant=last).sort_values("layer").groupby("task")["drift_rel"].agg(list)
-    rows.insert(1, "by layer", rows["task"].map(layers))
+    rows["by layer"] = rows["task"].map(layers)
     about = "Relative drift from the first layer to the last."
+    columns |= {head: TextColumn("95 % interval", width=100) for head in rows if head.endswith(" low")}
     columns["by layer"] = AreaChartColumn("drift by layer", width=100, y_min=0.0, help=about)
-    if found.measure.kind == "share":
-        named = {role: heads[name] for role, name in dotted(found).items()}
-        drawn = [
-            dots({role: row[head] for role, head in named.items() if is_measured(row[head])})
-            for row in numbers.to_dict("records")
-        ]
-        rows.insert(1, AXIS, drawn)
-        columns[AXIS] = DOTS
-    images = [pictures(run, task, run.sample_ids(task)[:1]) for task in rows["task"]]
-    if any(image and image[0] for image in images):
-        rows.insert(0, "picture", [image[0] if image else None for image in images])
+    tasks = rows["task"][: len(run.tasks)]
+    images = [pictures(run, task, run.sample_ids(task)[:1]) for task in tasks]
+    if any(image and image[0] for image in images) and not is_narrow():  # there numbers need the room
+        rows.insert(0, "picture", [*(image[0] if image else None for image in images), *[None] * len(mean)])
         columns["picture"] = ImageColumn("", width=48)
     return rows.reset_index(drop=True), columns
 

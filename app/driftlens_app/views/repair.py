@@ -25,15 +25,13 @@ from driftlens_app.jobs.command_line import ask
 from driftlens_app.jobs.requests import arena_request, calibrate_request, sweep_request
 from driftlens_app.jobs.watching import is_at_work, running_drift
 from driftlens_app.live import BAD_ENDS, show_ended, show_live
-from driftlens_app.outlook import show_findings, show_outlook
+from driftlens_app.outlook import choosing_cost, show_findings, show_outlook
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import key_of, opened
 from driftlens_app.selection import selection
 from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import (
     caption,
-    dots,
-    dotted,
     is_dark,
     note,
     open_part,
@@ -77,12 +75,16 @@ def show() -> None:
     left, right = st.columns([1, 2])
     blocked = is_at_work(run.path) or settings.read_only
     with left, shown_errors():
+        known = methods()
+        choosing = known[CalibrationSettings.method].choosing
+        efforts = {name: method.effort for name, method in known.items()}
         wanted, pressed = calibration_form(
             _last(run, job),
             taken=run.manifest.calibrations,
             blocked=blocked,
             may_export=not settings.is_one_run,
             loader=run.manifest.architecture.get("loader", ""),
+            cost=choosing_cost(run, choosing, efforts),
         )
         _act(run, wanted, pressed, blocked=blocked)
     with right:
@@ -220,13 +222,11 @@ def _headline(run: DriftRun, found: Verdict) -> None:
         each = ", ".join(f"{title(model)} {estimate(means[model], kind)}" for model in models)
         change = change_in_words(found.measure, means[found.merged].value, gap.change)
         st.markdown(plain(f"{change}; {each}. {len(found.tasks)} tasks, n = {gap.change.n}."))
-    sheet, heads = task_sheet(run, found), {title(name): role for role, name in dotted(found).items()}
-    rows = sheet.frame().rename(columns=heads)[[heads[head] for head in heads if head in sheet.kinds]]
-    drawn = [dots(row[row.notna()].to_dict(), is_joined=True) for _, row in rows.iterrows()]
+    sheet = task_sheet(run, found)
     if kind == "share":
         show_key(found)
-    # As dots they fit in beside the form; main sources are the merged model's and stand on Overview.
-    show_sheet(*((sheet, drawn, {*heads, "main source"}) if kind == "share" else (sheet,)))
+    # Main sources are the merged model's and stand on Overview.
+    show_sheet(*((sheet, {"main source"}, found) if kind == "share" else (sheet,)))
 
 
 def _sensitivity(run: DriftRun, *, blocked: bool) -> None:

@@ -26,9 +26,9 @@ from driftlens_app.selection import RUN
 from driftlens_app.settings import Settings, is_inside
 from driftlens_app.show import (
     AXIS,
-    DOTS,
     MODELS,
     dots,
+    dots_column,
     note,
     page_title,
     plain,
@@ -82,7 +82,8 @@ def show() -> None:
 def _remarks(run: RunSummary, *, is_live: bool) -> None:
     """Why a run can't be read, and what work on it was left undone."""
     if run.problem:
-        reason = f"**{plain(run.path.name)}** can't be read: {plain(run.problem)}"
+        what = "can't be read" if run.state == RunSummary(run.path).state else f"is a {run.state}"
+        reason = f"**{plain(run.path.name)}** {plain(what)}: {plain(run.problem)}"
         st.warning("\n\n".join(filter(None, (reason, plain(run.hint)))), icon=":material/warning:")
     for text in () if is_live else run.left:
         note(f"**{plain(run.path.name)}**: {plain(text)}", "pending")
@@ -91,14 +92,21 @@ def _remarks(run: RunSummary, *, is_live: bool) -> None:
 def _table(runs: list[RunSummary], live: set[Path]) -> Any:
     """The table; draws the whole page anew once something is chosen in it, or one of the `live` jobs has ended."""
     rows = pd.DataFrame(map(_row, runs))
+    is_double = rows["name"].duplicated(keep=False)
+    rows["name"] = rows["name"].mask(is_double, [f"{run.name} ({run.path.name})" for run in runs])
     rows = rows.drop(columns=[name for name in MODELS if rows[name].isna().all()])
     shares = {name: NumberColumn(format=_PERCENT) for name in MODELS}
     columns = {
-        AXIS: DOTS,
+        AXIS: dots_column(),
         **shares,
+        "calibrated": NumberColumn(
+            "last calibration", format=_PERCENT, help="Of the one that was added last."
+        ),
         "relative drift": NumberColumn(
+            "drift of the last",
             format=_PERCENT,
-            help="Of the final feature, mean over tasks: the last calibration's, or the merged model's.",
+            help="Relative drift of the final feature, mean over tasks: of the last calibration; of the merged model "
+            "where there is none.",
         ),
     }
     modes: dict[str, Any] = {
@@ -121,7 +129,7 @@ def _actions(ticked: list[RunSummary], settings: Settings) -> None:
     readable = [run for run in ticked if not run.problem]
     if not ticked:
         st.caption(
-            "Newest first. A name opens the run's overview; ticked rows can be compared, renamed and put away."
+            "Newest first. A name opens the run's overview; ticked rows can be compared, renamed, archived and deleted."
         )
         return
     with st.container(horizontal=True):
@@ -137,7 +145,7 @@ def _actions(ticked: list[RunSummary], settings: Settings) -> None:
             _rename(ticked[0])
         for kind, (icon, _) in _ASIDE.items():
             if st.button(kind, icon=f":material/{icon}:", key=kind.lower()):
-                _put_away(ticked, kind, settings)
+                st.dialog(kind)(_put_away)(ticked, kind, settings)
 
 
 @st.dialog("Rename")
@@ -149,7 +157,6 @@ def _rename(run: RunSummary) -> None:
             st.rerun()
 
 
-@st.dialog("Put away")
 def _put_away(ticked: list[RunSummary], kind: str, settings: Settings) -> None:
     _, folder = _ASIDE[kind]
     names = ", ".join(f"**{plain(run.name)}**" for run in ticked)

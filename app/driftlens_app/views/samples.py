@@ -55,6 +55,8 @@ def show() -> None:
         output.show(part)
         return
     chosen = selection(TASK, VARIANTS, LAYER)
+    if chosen.task is None and len(run.tasks) > 1 and task:
+        st.caption(f"Of all tasks, {plain(task)} is drawn: merged drifts most there.")
     if not has_features or task is None:
         note("The run has no features yet.")
         return

@@ -52,6 +52,16 @@ def _beside(made: pd.DataFrame) -> dict[str, str]:
     return found
 
 
+def _ticks(seconds: pd.Series[float]) -> list[float]:
+    """1, 2 and 5 of every power of ten around the values; plotly itself writes 20 as 2."""
+    found = seconds[seconds > 0]
+    if found.empty:
+        return []
+    first, last = (math.floor(math.log10(end)) for end in (found.min(), found.max()))
+    digits = (1, 2, 5) if last - first < 3 else (1,)
+    return [float(f"{digit}e{power}") for power in range(first - 1, last + 2) for digit in digits]
+
+
 @chart(
     "arena",
     title="Repairs: gain against cost",
@@ -103,7 +113,9 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
             annotation_font=marks.ink(dark=options.dark),
             annotation_position="top right",
         )
-    figure.update_xaxes(title_text="seconds of calibrating", type="log", dtick="D2")
+    at = _ticks(made["seconds"])
+    ticks = {"tickvals": at, "ticktext": [f"{second:,.10g}" for second in at]}
+    figure.update_xaxes(title_text="seconds of calibrating", type="log", **ticks)
     figure.update_yaxes(title_text="mean score over tasks", tickformat=theme.TICK_SHARE)
     told = words.joined(
         [f"{name} {score:.1%}" for name, score in zip(rows["model"], rows["score"], strict=True)]

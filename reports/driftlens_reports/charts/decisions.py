@@ -22,7 +22,7 @@ from driftlens_reports.charts.per_task import spread, task_figure
 
 _BINS, CONFIDENCE_BINS = 20, 10
 _CERTIFIED, _KEPT_ONLY, _KEPT, _FLIPPED = "certified", "kept without certificate", "kept", "flipped"
-_LOOKS = {_CERTIFIED: (1, ""), _KEPT: (1, ""), _KEPT_ONLY: (3, "/"), _FLIPPED: (5, "x")}
+_LOOKS = {_CERTIFIED: (1, ""), _KEPT: (2, ""), _KEPT_ONLY: (3, "/"), _FLIPPED: (5, "x")}
 """Of an outcome: where in the sequential scale its colour stands, and its hatch. Heavier is worse in both."""
 _SHARE = "share flipped, all margins"
 _SCORED = ("label", "pred", "confidence", "expert_pred", "confidence_expert")

@@ -15,11 +15,12 @@ from driftlens.records.outcomes import score_change
 from driftlens.records.run import DriftRun
 from driftlens.records.scores import main_metrics
 from driftlens.variants import part_of
-from driftlens_reports.charts import marks, panels, picking, theme, words
+from driftlens_reports.charts import marks, panels, picking, placing, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
 NO_RIVAL = "needs a variant besides the baseline; `driftlens calibrate RUN --name NAME` adds one."
 _COSINE, _ACCURACY = "cosine gain", "accuracy gain (points)"
+_AXES, _ENDS = (("x", _COSINE), ("y", _ACCURACY)), ("", " low", " high")
 
 
 def _extremes_in_words(rows: pd.DataFrame, column: str) -> str:
@@ -194,6 +195,10 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     names = [str(name) for name in rows["variant"].unique()]
     # Its points carry the names of tasks.
     labelled = ([name for name in names if part_of(name) == "calibrated"] or names)[-1]
+    is_labelled = rows["variant"] == labelled
+    at = {f"{axis}{end.replace(' ', '_')}": f"{name}{end}" for axis, name in _AXES for end in _ENDS}
+    crosses = pd.concat([rows[is_labelled], rows[~is_labelled]])[[*at.values()]].set_axis([*at], axis=1)
+    beside = placing.corners([words.label(str(task)) for task in rows["task"][is_labelled]], crosses)
     for variant, part in rows.groupby("variant", sort=False):
         style = theme.look(run.variants, str(variant), dark=options.dark)
         across, up = (
@@ -202,8 +207,6 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
             )
             for name in (_COSINE, _ACCURACY)
         )
-        # A name goes on the other side than that of the next higher point, which may be close.
-        places = part[_ACCURACY].rank(method="first").astype(int)
         cloud = go.Scatter(
             x=part[_COSINE].tolist(),
             y=part[_ACCURACY].tolist(),
@@ -211,7 +214,7 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
             error_y=up,
             mode="markers+text" if variant == labelled else "markers",
             text=[words.label(str(task)) for task in part["task"]],
-            textposition=["bottom right" if place % 2 else "top left" for place in places],
+            textposition=beside if variant == labelled else None,
             textfont=marks.ink(dark=options.dark),
             name=words.shown(str(variant)),
             marker={"color": style.colour, "symbol": style.symbol, "size": 9},

@@ -175,7 +175,9 @@ def _environment() -> jinja2.Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.globals.update(zip=zip)
-    environment.filters.update(anchor=_anchor, looks=_looks, prose=_prose, signed=signed, written=written)
+    environment.filters.update(
+        anchor=_anchor, looks=_looks, prose=_prose, shown=_shown, signed=signed, written=written
+    )
     return environment
 
 
@@ -199,6 +201,22 @@ def _looks(table: Table) -> list[str]:
         ("text long" if letters > _LONG else "text") if column.kind == "text" else ""
         for column, letters in zip(table.columns, longest or [0] * len(table.columns), strict=True)
     ]
+
+
+def _shown(table: Table) -> list[tuple[str, int, list[int]]]:
+    """Headings as a reader sees them, with their columns' places; both ends of an interval share a cell."""
+    names = [column.name for column in table.columns]
+    pairs = {at for at, name in enumerate(names[:-1]) if _is_pair(name, names[at + 1])}
+    return [
+        ("95 % interval", at, [at, at + 1]) if at in pairs else (name, at, [at])
+        for at, name in enumerate(names)
+        if at - 1 not in pairs
+    ]
+
+
+def _is_pair(low: str, high: str) -> bool:
+    stem = low.removesuffix(" low")
+    return stem != low and high == f"{stem} high"
 
 
 def _twins() -> dict[str, str]:

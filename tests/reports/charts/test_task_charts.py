@@ -12,9 +12,11 @@ import pytest
 
 from driftlens.records.intervals import Interval, mean_over_tasks, unpaired_difference
 from driftlens.records.run import DriftRun, open_run
+from driftlens_reports.charts.arena import _ticks
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.gains import NO_RIVAL
 from driftlens_reports.charts.per_task import AVERAGE
+from driftlens_reports.charts.placing import corners
 from tests.records.full_run import write_full_run
 from tests.reports.charts.recording import finite
 
@@ -136,6 +138,23 @@ def test_gains_are_called_by_the_metric_that_tasks_are_judged_by(full: DriftRun)
 def test_the_calibrated_points_carry_the_names_of_tasks(full: DriftRun) -> None:
     modes = {trace.name: trace.mode for trace in charts["gains"].draw(full).figure.data}
     assert modes == {"featcal, anchor only": "markers", "featcal": "markers+text"}
+
+
+def test_names_of_points_stand_apart_and_on_the_panel() -> None:
+    points = pd.DataFrame({"x": [0.0, 0.01, 0.1, 0.2], "y": [0.0, 1.0, 8.0, 10.0]})
+    for axis, half in (("x", 0.01), ("y", 1.5)):
+        points[f"{axis}_low"], points[f"{axis}_high"] = points[axis] - half, points[axis] + half
+    found = corners(["lowest", "above it", "alone", "at the end"], points)
+    assert found[0].split()[0] == "bottom" or found[1].split()[0] == "top"
+    assert found[3].endswith("left"), "to the right there is no room"
+    assert corners(["one"], points[:1].assign(x_low=np.nan, x_high=np.nan)) == ["top right"]
+    assert corners([], points) == []
+
+
+def test_the_axis_of_seconds_writes_whole_numbers() -> None:
+    ends = pd.Series([3.8, 19.5])
+    assert [at for at in _ticks(ends) if 3 < at < 30] == [5, 10, 20]
+    assert _ticks(pd.Series([0.0])) == [] and 100_000 in _ticks(pd.Series([2.0, 150_000.0]))
 
 
 def test_gains_say_that_cosine_explains_nothing() -> None:

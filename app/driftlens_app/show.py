@@ -224,15 +224,12 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
     return st.dataframe(rows, key=key, alt=alt, **looks, **more)
 
 
-def show_sheet(sheet: Sheet, folded: Collection[str] = (), found: Verdict | None = None) -> None:
+def show_sheet(sheet: Sheet, folded: Collection[str] = ()) -> None:
     """A table that card, report and terminal have too, with what a reader must know of it below.
 
-    Columns in `folded` are shown where the table's own menu asks for them. With `found`, of which the sheet is the
-    `task_sheet`, what models have is drawn, too.
+    Columns in `folded` are shown where the table's own menu asks for them.
     """
     rows, columns = sheet_table(sheet)
-    if found is not None:
-        rows, columns = with_dots(rows, columns, found, is_joined=True)
     st.subheader(plain(sheet.title), anchor=False)
     order = [head for head in rows if head not in folded]
     show_table(rows, columns, key=sheet.name, alt=sheet.title, column_order=order)
@@ -250,12 +247,14 @@ def sheet_table(sheet: Sheet) -> tuple[pd.DataFrame, dict[str, Any]]:
         elif kind in _NUMBERS and f"{head} +-" not in sheet.kinds:  # a text beside its interval
             factor, digits = _NUMBERS[kind]
             rows[head] = factor * numbers[head].astype(float)
+            if factor == 100:  # rounded here, as sentences are: a browser rounds what lies in the middle otherwise
+                rows[head] = rows[head].round(1)
             columns[head] = NumberColumn(format=digits)
     return rows, columns
 
 
 def with_dots(
-    rows: pd.DataFrame, columns: Mapping[str, Any], found: Verdict, *, is_joined: bool = False
+    rows: pd.DataFrame, columns: Mapping[str, Any], found: Verdict
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
     """The table of a verdict's tasks with every model's share as a dot behind the numbers, which are narrow."""
     heads = dict(zip(found.means, [*rows][1:], strict=False))
@@ -265,7 +264,7 @@ def with_dots(
         for row in rows.to_dict("records")
     ]
     low = axis_start(score for row in scores for score in row.values())
-    drawn = [dots(row, low, is_joined=is_joined) for row in scores]
+    drawn = [dots(row, low) for row in scores]
     rows = rows.copy()
     rows.insert(1 + len(heads), AXIS, drawn)
     narrow = {head: NumberColumn(format=_NUMBERS["share"][1], width=64) for head in heads.values()}
@@ -279,7 +278,7 @@ AXIS, _WIDTH = "axis", 130
 
 def dots_column(low: float = 0.0) -> Any:
     """How the column `AXIS` of pictures by `dots` is shown."""
-    about = f"{', '.join(MODELS)}: on test samples, coloured as in charts; bold what a repair changed."
+    about = f"{', '.join(MODELS)}: on test samples, coloured as in charts."
     return ImageColumn(f"{100 * low:.0f} to 100 %", width=_WIDTH + 16, help=about)
 
 
@@ -288,8 +287,8 @@ def axis_start(scores: Iterable[float]) -> float:
     return max(0.0, math.floor(10 * min(scores, default=0.0) - 0.2) / 10)
 
 
-def dots(scores: Mapping[str, float], low: float = 0.0, *, is_joined: bool = False) -> str:
-    """Scores of `MODELS` as dots on one axis from `low` to 1, merged and calibrated perhaps joined: an address."""
+def dots(scores: Mapping[str, float], low: float = 0.0) -> str:
+    """Scores of `MODELS` as dots on one axis from `low` to 1: a picture's address."""
     colours = palette(is_dark())
     at = {
         name: 10 + (_WIDTH - 20) * min(1.0, max(0.0, (score - low) / (1 - low)))
@@ -301,10 +300,6 @@ def dots(scores: Mapping[str, float], low: float = 0.0, *, is_joined: bool = Fal
         if name in at
     )
     lines = f'<path d="M4 14H{_WIDTH - 4}" stroke="{colours.gap}" stroke-width="2"/>'
-    if is_joined and {"merged", "calibrated"} <= at.keys():
-        colour = colours.roles["calibrated"][0]
-        ends = f"M{at['merged']:.1f} 14H{at['calibrated']:.1f}"
-        lines += f'<path d="{ends}" stroke="{colour}" stroke-width="5"/>'
     drawn = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="28">{lines}{spots}</svg>'
     return f"data:image/svg+xml;base64,{base64.b64encode(drawn.encode()).decode()}"
 

@@ -39,7 +39,6 @@ from driftlens_app.show import (
     show_chart,
     show_data,
     show_drawn,
-    show_key,
     show_sheet,
     shown_errors,
     with_command,
@@ -222,11 +221,8 @@ def _headline(run: DriftRun, found: Verdict) -> None:
         each = ", ".join(f"{title(model)} {estimate(means[model], kind)}" for model in models)
         change = change_in_words(found.measure, means[found.merged].value, gap.change)
         st.markdown(plain(f"{change}; {each}. {len(found.tasks)} tasks, n = {gap.change.n}."))
-    sheet = task_sheet(run, found)
-    if kind == "share":
-        show_key(found)
-    # Main sources are the merged model's and stand on Overview.
-    show_sheet(*((sheet, {"main source"}, found) if kind == "share" else (sheet,)))
+    # Main sources are the merged model's and stand on Overview, as dots do; the chart below shows the drift.
+    show_sheet(task_sheet(run, found), {"main source", "relative drift"})
 
 
 def _sensitivity(run: DriftRun, *, blocked: bool) -> None:

@@ -211,12 +211,12 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
     assert "main source" in rows and mean.name == f"mean of {len(run.tasks)}"
     assert rows["axis"].iloc[0].startswith("data:image/svg+xml") and mean["axis"].startswith("data:")
     for column, variant in (("base", "base"), ("merged", "merged"), ("expert", "expert")):
-        assert mean[column] == pytest.approx(right[variant].mean())
-        assert rows[column].tolist() == pytest.approx(right.loc[rows.index, variant].tolist())
+        assert mean[column] == pytest.approx(right[variant].mean(), abs=0.051)
+        assert rows[column].tolist() == pytest.approx(right.loc[rows.index, variant].tolist(), abs=0.051)
     for task in run.tasks:
         curve = run.layers(task, last).sort_values("layer")["drift_rel"].tolist()
         assert list(rows.loc[task, "by layer"]) == curve
-        assert rows.loc[task, "relative drift"] == pytest.approx(100 * curve[-1])
+        assert rows.loc[task, "relative drift"] == pytest.approx(100 * curve[-1], abs=0.051)
     assert "Where merged's final drift comes from" in said(app)
     origins = [line for line in said(app).splitlines() if line.startswith("- ") and "final drift:" in line]
     assert [line[:9] for line in origins] == ["- mnist: "] and not app.metric

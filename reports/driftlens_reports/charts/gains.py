@@ -198,7 +198,7 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     is_labelled = rows["variant"] == labelled
     at = {f"{axis}{end.replace(' ', '_')}": f"{name}{end}" for axis, name in _AXES for end in _ENDS}
     crosses = pd.concat([rows[is_labelled], rows[~is_labelled]])[[*at.values()]].set_axis([*at], axis=1)
-    beside = placing.corners([words.label(str(task)) for task in rows["task"][is_labelled]], crosses)
+    beside = placing.places([words.label(str(task)) for task in rows["task"][is_labelled]], crosses)
     for variant, part in rows.groupby("variant", sort=False):
         style = theme.look(run.variants, str(variant), dark=options.dark)
         across, up = (

@@ -10,7 +10,17 @@ from numpy.typing import NDArray
 
 _LETTERS = ((0.027, 0.06), (0.009, 0.04))
 """Width of a letter and height of a name in parts of a panel: of half a page on paper, and of a screen."""
-_CORNERS = ("top right", "top left", "bottom right", "bottom left")
+_PLACES = {
+    "top right": (1, 1),
+    "top left": (0, 1),
+    "bottom right": (1, 0),
+    "bottom left": (0, 0),
+    "middle right": (1, 0.5),
+    "middle left": (0, 0.5),
+    "top center": (0.5, 1),
+    "bottom center": (0.5, 0),
+}
+"""As plotly calls them, with where the name lies: from left to right, and from below to above its point."""
 _GAP, _NEAR, _HAIR = 0.012, 0.04, 0.004
 """From a point to its name; nearer than this to another point a name reads as that one's; a line's breadth."""
 _ROUNDS = 5
@@ -18,8 +28,8 @@ _ROUNDS = 5
 Array = NDArray[np.float64]
 
 
-def corners(names: Sequence[str], crosses: pd.DataFrame) -> list[str]:
-    """The corner of its point that each name stands at, as plotly calls it.
+def places(names: Sequence[str], crosses: pd.DataFrame) -> list[str]:
+    """Where beside its point each name stands, as plotly calls it.
 
     `crosses` has x, x_low, x_high, y, y_low, y_high of every point, those of the names first; ends may be missing.
     """
@@ -27,7 +37,8 @@ def corners(names: Sequence[str], crosses: pd.DataFrame) -> list[str]:
     spots = np.stack([x[:, 0] - 0.012, x[:, 0] + 0.012, y[:, 0] - 0.018, y[:, 0] + 0.018], axis=1)
     across = np.stack([x[:, 1], x[:, 2], y[:, 0], y[:, 0]], axis=1)
     up = np.stack([x[:, 0], x[:, 0], y[:, 1], y[:, 2]], axis=1)
-    count, own, mutual = len(names), np.zeros((len(names), 4)), np.zeros((len(names), 4, len(names), 4))
+    count, ways = len(names), len(_PLACES)
+    own, mutual = np.zeros((count, ways)), np.zeros((count, ways, count, ways))
     others = ~np.eye(count, len(x), dtype=bool)[:, None]
     for letter, tall in _LETTERS:
         boxes = _boxes(np.array([letter * len(name) for name in names]), tall, x[:count, 0], y[:count, 0])
@@ -46,21 +57,21 @@ def corners(names: Sequence[str], crosses: pd.DataFrame) -> list[str]:
     mutual[np.arange(count), :, np.arange(count)] = 0
     mutual += mutual.transpose(2, 3, 0, 1)
     tries = []
-    for start in range(4):
+    for start in range(ways):
         found = np.full(count, start)
         for at in [*range(count)] * _ROUNDS:
             found[at] = (own[at] + mutual[at][:, np.arange(count), found].sum(-1)).argmin()
         total = own[np.arange(count), found].sum()
         total += mutual[np.arange(count)[:, None], found[:, None], np.arange(count), found].sum() / 2
-        tries.append((total, [_CORNERS[at] for at in found]))
+        tries.append((total, [[*_PLACES][at] for at in found]))
     return min(tries)[1]
 
 
 def _boxes(wide: Array, tall: float, x: Array, y: Array) -> Array:
-    """Left, right, low and high end of every name at each of the corners."""
-    right, top = np.array([1, 0, 1, 0]), np.array([1, 1, 0, 0])
-    left = x[:, None] + np.where(right, _GAP, -_GAP - wide[:, None])
-    low = y[:, None] + np.where(top, _GAP, -_GAP - tall)
+    """Left, right, low and high end of every name at each of the places."""
+    across, up = np.array([*_PLACES.values()]).T
+    left = x[:, None] + _GAP * (2 * across - 1) - wide[:, None] * (1 - across)
+    low = y[:, None] + _GAP * (2 * up - 1) - tall * (1 - up)
     return np.stack([left, left + wide[:, None], low, low + tall], axis=-1)
 
 

@@ -245,7 +245,8 @@ def _names(axes: Axes, x: NDArray[Any], y: NDArray[Any], trace: Any) -> None:
         x, y, trace.text, np.broadcast_to(trace.textposition, x.shape), strict=True
     ):
         above, beside = side.split()
-        offset = {"left": -3, "right": 3}.get(beside, 0), {"bottom": -3, "top": 3}.get(above, 0)
+        away = 6 if above == "middle" else 3  # at the height of the mark, or past its corner
+        offset = {"left": -away, "right": away}.get(beside, 0), {"bottom": -3, "top": 3}.get(above, 0)
         note = axes.annotate(plain(text), (across, along), offset, textcoords="offset points")
         note.set(ha=_SIDES.get(beside, "center"), va=_SIDES.get(above, "center"))
 

@@ -16,7 +16,7 @@ from driftlens_reports.charts.arena import _ticks
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.gains import NO_RIVAL
 from driftlens_reports.charts.per_task import AVERAGE
-from driftlens_reports.charts.placing import corners
+from driftlens_reports.charts.placing import places
 from tests.records.full_run import write_full_run
 from tests.reports.charts.recording import finite
 
@@ -144,11 +144,11 @@ def test_names_of_points_stand_apart_and_on_the_panel() -> None:
     points = pd.DataFrame({"x": [0.0, 0.01, 0.1, 0.2], "y": [0.0, 1.0, 8.0, 10.0]})
     for axis, half in (("x", 0.01), ("y", 1.5)):
         points[f"{axis}_low"], points[f"{axis}_high"] = points[axis] - half, points[axis] + half
-    found = corners(["lowest", "above it", "alone", "at the end"], points)
+    found = places(["lowest", "above it", "alone", "at the end"], points)
     assert found[0].split()[0] == "bottom" or found[1].split()[0] == "top"
     assert found[3].endswith("left"), "to the right there is no room"
-    assert corners(["one"], points[:1].assign(x_low=np.nan, x_high=np.nan)) == ["top right"]
-    assert corners([], points) == []
+    assert places(["one"], points[:1].assign(x_low=np.nan, x_high=np.nan)) == ["top right"]
+    assert places([], points) == []
 
 
 def test_the_axis_of_seconds_writes_whole_numbers() -> None:

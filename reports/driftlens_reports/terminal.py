@@ -179,16 +179,20 @@ def _score_lines(rows: pd.DataFrame) -> list[str]:
     found = {
         (name, task): {
             variant: Interval(*ends)
-            for variant, *ends in own[["variant", "value", "ci_low", "ci_high"]].to_numpy().tolist()
+            for variant, ends in zip(
+                own["variant"],
+                own[["value", "ci_low", "ci_high"]].to_numpy(dtype=float, na_value=math.nan).tolist(),
+                strict=True,
+            )
         }
         for (task, name), own in rows.groupby(["task", "metric"], sort=False)
     }
-    counts = rows.groupby(["metric", "task"], sort=False)["n"].max()
+    counts = rows.groupby(["metric", "task"], sort=False)["n"].max().fillna(0)
 
     def line(task: str, name: str, at: Mapping[str, Interval], count: Any) -> list[str]:
         cells = [estimate(at.get(of, Interval(math.nan)), metrics[name].kind) for of in variants]
         named = [task, *([metrics[name].title] if says else [])]
-        return [*named, *cells, str(count) if is_measured(count) and count else ""]
+        return [*named, *cells, str(count) if count else ""]
 
     lines = [line(str(task), name, at, counts[name, task]) for (name, task), at in found.items()]
     for name in (name for name, metric in metrics.items() if metric.is_averaged):

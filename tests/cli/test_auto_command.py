@@ -63,7 +63,7 @@ def test_a_merged_model_that_nothing_is_clearly_better_than_is_kept_and_said(
 ) -> None:
     folder = roomy_run(world, tmp_path).path
     result = run_cli("calibrate", folder, "--name", NAME, "--auto", "--layers", "2", *QUIET)
-    assert result.code == 0 and "this is the merged model as it is" in result.err
+    assert result.code == 0 and "this is the merged model as it is" in result.out
     sentence, *_ = selection_sentences(open_run(folder), NAME)
     assert "the merged model was kept as it is" in sentence and sentence in result.out
     compared = open_run(folder).manifest.calibrations[NAME].selection["compared"]

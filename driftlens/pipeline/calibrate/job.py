@@ -280,8 +280,11 @@ def _calibrate(
         with writer.phase(choosing), suitable_threads(writer, choosing, study):
             plan = plan.chosen(choose, study, reporter, team.once(lambda: scratch.begun))
     identity = plan.identity(opened.manifest, study)
-    begun = identity | {"selection": dict(plan.selection)}
-    team.once(lambda: scratch.begin(begun, resume=resume))
+
+    def begin() -> None:  # every process opens what is solved for itself
+        scratch.begin(identity | {"selection": dict(plan.selection)}, resume=resume)
+
+    team.once(begin)
     if replaces:
         _solve_and_make_room(writer, study, plan, scratch, reporter)
     solved = scratch.solved()

@@ -200,7 +200,7 @@ class Team:
 
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         options = torch.distributed.AllreduceOptions()
-        self._together(lambda: self._group.allreduce([flat], options))
+        self._collective(lambda: self._group.allreduce([flat], options))
         if self.rank == to:
             _unpack(flat, tensors)
 
@@ -239,7 +239,7 @@ class Team:
         options = torch.distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = of, 0
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self._together(lambda: self._group.broadcast([flat], options))
+        self._collective(lambda: self._group.broadcast([flat], options))
         if self.rank != of:
             _unpack(flat, tensors)
 
@@ -293,12 +293,9 @@ class Team:
             until = time.monotonic() + _HEARD_SECONDS
             others = {*range(1, self.size)}
             while others and time.monotonic() < until:
-                with contextlib.suppress(
-                    KeyboardInterrupt
-                ):  # whoever stops it twice waits no longer for that
-                    others -= {rank for rank in others if self._store.check([f"heard/{rank}"])} | {
-                        *self._lost()
-                    }
+                # Whoever stops it twice waits no longer for that.
+                with contextlib.suppress(KeyboardInterrupt):
+                    others = {at for at in others if not self._store.check([f"heard/{at}"])} - {*self._lost()}
                     time.sleep(0.02)
 
     def leave(self) -> None:
@@ -431,7 +428,7 @@ class Team:
             if event.phase == self._shown.phase and event.done > self._shown.done:
                 self._sink(dataclasses.replace(event, seconds=max(event.seconds, self._shown.seconds)))
 
-    def _together(self, begin: Callable[[], Any]) -> None:
+    def _collective(self, begin: Callable[[], Any]) -> None:
         """A collective, from its beginning, where nccl connects, to its end; signals and others are heard meanwhile."""
         begun: list[Any] = []
         self._finished(lambda: begun.append(begin()))

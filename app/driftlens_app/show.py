@@ -247,9 +247,8 @@ def sheet_table(sheet: Sheet) -> tuple[pd.DataFrame, dict[str, Any]]:
         elif kind in _NUMBERS and f"{head} +-" not in sheet.kinds:  # a text beside its interval
             factor, digits = _NUMBERS[kind]
             rows[head] = factor * numbers[head].astype(float)
-            if (
-                factor == 100
-            ):  # rounded here, as sentences are: a browser rounds what lies in the middle otherwise
+            # Rounded here, as sentences are: a browser rounds what lies in the middle otherwise.
+            if factor == 100:
                 rows[head] = rows[head].round(1)
             columns[head] = NumberColumn(format=digits)
     return rows, columns

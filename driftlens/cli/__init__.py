@@ -52,9 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not {"-v", "--verbose"} & {*flags}:
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else a Hub out of reach is told a dozen times
     if members() > 1:
-        os.environ.setdefault(
-            "TORCH_CPP_LOG_LEVEL", "ERROR"
-        )  # a store that is gone is told by us, without its stack
+        # A store that is gone is told by us, without torch's stack.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Files are all that is drawn to; a notebook hands down a backend that may not be here.
     os.environ["MPLBACKEND"] = "agg"
     # Another thread than the first hears no signals.
@@ -104,9 +103,8 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         return _unexpected(error)
     except BaseException as error:
-        if (
-            type(error).__name__ != "PanicException"
-        ):  # of libraries in Rust, where a file makes them break down
+        # What libraries in Rust raise where a file makes them break down.
+        if type(error).__name__ != "PanicException":
             raise
         hint = (
             "Tokenizers and weights are read by such; restore theirs from the original, or take the text out."

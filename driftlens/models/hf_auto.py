@@ -42,7 +42,6 @@ from driftlens.models.refusals import (
 )
 from driftlens.models.sequential import sequential_chain
 from driftlens.models.texts import hf_text_preprocess
-from driftlens.models.tokenizer_files import bounded_tokenizer
 
 _BESIDE = (
     "pooler.",
@@ -152,8 +151,7 @@ def load_transformers(
     if reads_images:
         preprocess = hf_image_preprocess(source, config, offline)
     else:
-        with bounded_tokenizer(source, offline=offline):
-            preprocess = hf_text_preprocess(source, config, offline, "encoder")
+        preprocess = hf_text_preprocess(source, config, offline, "encoder")
     example = preprocess.example()
     preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, notice))))
     ignored = tuple(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())

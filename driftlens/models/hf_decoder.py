@@ -27,7 +27,6 @@ from driftlens.models.hf_auto import built, file_names, read_plain_config, spell
 from driftlens.models.refusals import DECODERS, num_experts, running, wrong_family
 from driftlens.models.sequential import sequential_chain
 from driftlens.models.texts import hf_text_preprocess
-from driftlens.models.tokenizer_files import bounded_tokenizer
 from driftlens.models.vocabularies import HEAD
 
 _USAGE = """\
@@ -59,8 +58,7 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
         raise wrong_family(stated, source, f"one of {', '.join(DECODERS)}, without a mixture of experts")
     config, model_class = _class_of(stated)
     skeleton = weightless(partial(built, model_class, config), source)
-    with bounded_tokenizer(source, offline=offline):
-        preprocess = hf_text_preprocess(source, config, offline, "decoder")
+    preprocess = hf_text_preprocess(source, config, offline, "decoder")
     with running(source):
         chain = decoder_chain(skeleton, dict(preprocess.example()))
     ignored = (*(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()), *_BUFFERS)

@@ -51,7 +51,6 @@ from driftlens.models.interception import call
 from driftlens.models.refusals import LIVE, T5, wrong_family
 from driftlens.models.sites import BLOCK_ITSELF, no_sites, tapped
 from driftlens.models.texts import hf_text_preprocess
-from driftlens.models.tokenizer_files import bounded_tokenizer
 from driftlens.models.vit import scrambled
 from driftlens.models.vocabularies import HEAD
 
@@ -366,8 +365,7 @@ def load_hf_t5(request: ArchitectureRequest) -> Architecture:
         raise wrong_family(stated, source, "a T5 of transformers")
     skeleton, is_tied = _skeleton(stated, source)
     chain, offline = HfT5().chain(skeleton), request.access.offline
-    with bounded_tokenizer(source, offline=offline):
-        preprocess = hf_text_preprocess(source, skeleton.config, offline, "encoder-decoder")
+    preprocess = hf_text_preprocess(source, skeleton.config, offline, "encoder-decoder")
     return Architecture(
         loader="hf-t5",
         source=source,

@@ -233,21 +233,24 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
         form: what the model is made of.
 
     Raises:
+        IncompatibleModelsError: the tokenizer asks for more than any machine has.
         SpecError: there is no tokenizer, it knows more tokens than the model, or no start token is named.
     """
     from transformers import AutoTokenizer
 
     from driftlens.models.loading import pretrained, read_config
+    from driftlens.models.tokenizer_files import bounded_tokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            **pretrained(source), local_files_only=offline, trust_remote_code=False
-        )
-    except Exception:  # a missing or broken file: the tokenizers library raises nothing more precise
-        tokenizer = None
-    code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
-    generation = read_config(source, "generation_config.json", offline=offline) or {}
-    return text_preprocess(tokenizer, config, generation, form, source, code=code)
+    with bounded_tokenizer(source, offline=offline):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                **pretrained(source), local_files_only=offline, trust_remote_code=False
+            )
+        except Exception:  # a missing or broken file: the tokenizers library raises nothing more precise
+            tokenizer = None
+        code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
+        generation = read_config(source, "generation_config.json", offline=offline) or {}
+        return text_preprocess(tokenizer, config, generation, form, source, code=code)
 
 
 def text_preprocess(

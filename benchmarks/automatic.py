@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.residual import DRAWS, REAL, SAMPLES, SCALE, TASKS, _calibrated, _data, _judged
-from driftlens.records.intervals import student
+from driftlens.base.intervals import student
 
 Found = dict[str, Any]
 
@@ -37,11 +37,11 @@ def drawn(seed: int, device: torch.device) -> Found:
     from transformers import CLIPVisionModelWithProjection
 
     import driftlens as dl
+    from driftlens.base.progress import Reporter
     from driftlens.calibration.calibrator import calibrators
     from driftlens.engine.site_selection import select_sites
-    from driftlens.pipeline.search.automatic import BEST
-    from driftlens.pipeline.study.reopening import reopened
-    from driftlens.progress import Reporter
+    from driftlens.jobs.contest.automatic import BEST
+    from driftlens.jobs.study.reopening import reopened
 
     with tempfile.TemporaryDirectory() as place:
         study = reopened(dl.analyze(_spec(seed, device), out=f"{place}/run", progress="none").path)[0]

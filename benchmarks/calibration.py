@@ -16,13 +16,13 @@ from benchmarks.calibration_floor import floor_seconds, product_rates
 from benchmarks.reference_calibration import Clock, Weights
 from benchmarks.reference_calibration import calibrate as reference
 from driftlens.calibration.featcal import FeatCal
+from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.site_selection import select_sites
 from driftlens.models.chain import Layer, adapters
-from driftlens.models.sources import module_source
 
 BLOCKS = 12
 BATCH = 32  # the default of a spec

@@ -18,7 +18,7 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
-from driftlens.models.loading import open_checkpoint
+from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.chain import adapters
 from driftlens.models.architecture import weightless
 

@@ -12,15 +12,15 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
+from driftlens.base.progress import Reporter
+from driftlens.base.variants import expert_of
 from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.site_selection import select_sites
-from driftlens.pipeline.analyze.evaluation import accuracies, final_drift, final_features
-from driftlens.pipeline.calibrate.variants import with_parameters
-from driftlens.pipeline.study.reopening import reopened
-from driftlens.pipeline.study.study import Study
-from driftlens.progress import Reporter
-from driftlens.variants import expert_of
+from driftlens.jobs.analyze.evaluation import accuracies, final_drift, final_features
+from driftlens.jobs.calibrate.variants import with_parameters
+from driftlens.jobs.study.reopening import reopened
+from driftlens.jobs.study.study import Study
 
 Updates = dict[tuple[int, str], Tensor]
 

@@ -14,7 +14,7 @@ import resource, sys, torch
 from benchmarks.models import images
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import walk
-from driftlens.models.loading import open_checkpoint
+from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.chain import adapters
 from driftlens.models.architecture import weightless
 from benchmarks.models import vit_b32

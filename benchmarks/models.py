@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
 from driftlens.models.chain import adapters
-from driftlens.models.sources import module_source
 
 
 def vit_b32(seed: int) -> nn.Module:

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.calibration import BLOCKS, _batches, _models
+from driftlens.base.team import joined
 from driftlens.calibration.featcal import FeatCal
+from driftlens.checkpoints.sources import module_source
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
 from driftlens.models.chain import adapters
-from driftlens.models.sources import module_source
-from driftlens.team import joined
 
 TASKS, SAMPLES = 8, 16
 WANTED = 1.7

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from driftlens.records.intervals import Interval, mean_change, mean_over_tasks
+from driftlens.base.intervals import Interval, mean_change, mean_over_tasks
 
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 SAMPLES, DRAWS, TEXTS = 64, 5, 200
@@ -206,7 +206,7 @@ def spec_of(suite: str, seed: int, device: str, place: pathlib.Path) -> dict[str
     }
     defaults = {"n": SAMPLES, "n_test": "all", "seed": seed}
     if suite == "embedded":
-        from driftlens.progress import Reporter
+        from driftlens.base.progress import Reporter
         from driftlens.suites.embedded import embedded_suite
 
         given: Any = embedded_suite(seed=0, reporter=Reporter()).spec()

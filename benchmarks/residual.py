@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from benchmarks.calibration import _models
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
+from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.pool import ModelPool
@@ -26,7 +27,6 @@ from driftlens.engine.problems import ClosedForm
 from driftlens.engine.site_selection import select_sites
 from driftlens.models.chain import adapters
 from driftlens.models.saving import fused
-from driftlens.models.sources import module_source
 
 REAL = pathlib.Path(__file__).resolve().parents[2] / "shared" / "real"
 TASKS = ("clothing10", "fashion_mnist", "omniglot_alphabets", "sign_digits")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.timing import best_of
 from driftlens.calibration.featcal import PRESETS, FeatCal
+from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
 from driftlens.diagnostics.drift import drift_columns
 from driftlens.engine.forward_order import calibrate
@@ -20,8 +21,7 @@ from driftlens.engine.site_selection import select_sites
 from driftlens.engine.walk import walk
 from driftlens.models.architecture import architecture_of, weightless
 from driftlens.models.chain import LayerChain
-from driftlens.models.hf_decoder import decoder_chain
-from driftlens.models.sources import module_source
+from driftlens.models.families.hf_decoder import decoder_chain
 
 TOKENS, ANSWER, BATCH = 128, 8, 8
 TASKS, SAMPLES = 4, 16

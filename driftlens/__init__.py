@@ -16,48 +16,48 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "analyze": "driftlens.api",
-    "arena": "driftlens.api",
-    "calibrate": "driftlens.api",
+    "analyze": "driftlens.front.api",
+    "arena": "driftlens.front.api",
+    "calibrate": "driftlens.front.api",
     "capture": "driftlens.engine.walk",
-    "CancelToken": "driftlens.progress",
-    "check": "driftlens.records.checks",
-    "compare": "driftlens.records.compare",
-    "compare_merges": "driftlens.api",
+    "CancelToken": "driftlens.base.progress",
+    "check": "driftlens.findings.checks",
+    "compare": "driftlens.findings.compare",
+    "compare_merges": "driftlens.front.api",
     "Contributions": "driftlens.diagnostics.attribution",
-    "DriftRun": "driftlens.records.run",
-    "FeatCal": "driftlens.estimators",
-    "ResidualCal": "driftlens.estimators",
+    "DriftRun": "driftlens.runs.run",
+    "FeatCal": "driftlens.front.estimators",
+    "ResidualCal": "driftlens.front.estimators",
     "Head": "driftlens.models.heads",
     "JacobianSettings": "driftlens.diagnostics.attribution",
-    "merge": "driftlens.api",
+    "merge": "driftlens.front.api",
     "ModelPool": "driftlens.engine.pool",
     "PathJacobian": "driftlens.linalg.state",
     "PrefixSwaps": "driftlens.diagnostics.attribution",
-    "ProgressEvent": "driftlens.progress",
-    "project": "driftlens.projection",
+    "ProgressEvent": "driftlens.base.progress",
+    "project": "driftlens.findings.projection",
     "Report": "driftlens_reports.build",
     "RunSpec": "driftlens.spec",
     "decompose": "driftlens.engine.walk",
     "expert_cosine": "driftlens.linalg.state",
     "linear_cka": "driftlens.linalg.cka",
     "load_spec": "driftlens.spec",
-    "open_checkpoint": "driftlens.models.loading",
-    "open_run": "driftlens.api",
-    "sweep": "driftlens.api",
+    "open_checkpoint": "driftlens.checkpoints.loading",
+    "open_run": "driftlens.front.api",
+    "sweep": "driftlens.front.api",
     "task_vector_cosine": "driftlens.diagnostics.task_vectors",
-    "validate": "driftlens.api",
+    "validate": "driftlens.front.api",
     "walk": "driftlens.engine.walk",
 }
 
-_MODULES = ("errors", "paper")
+_MODULES = {"errors": "driftlens.base.errors", "paper": "driftlens.front.paper"}
 
 __all__ = sorted([*_HOMES, *_MODULES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"driftlens.{name}")
+        return importlib.import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'driftlens' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
 from driftlens.models.chain import LayerChain, adapters
-from driftlens.models.sequential import sequential_chain
-from driftlens.models.sources import module_source
+from driftlens.models.families.sequential import sequential_chain
 from tests.tiny import Decoder, EncoderDecoder, decoder_chain, encoder_decoder_chain, token_batch
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import pathlib
 import sys
 
+from driftlens.base.settings import settings_of
 from driftlens.merging.method import READS, MergeMethod, merge_methods
-from driftlens.settings import settings_of
 
 FILE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "mergers.md"
 EXPERTS, SAMPLES, CLASSES, WIDTH = 8, 64, 10, 768

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from driftlens.errors import SpecError
+from driftlens.base.errors import SpecError
 from driftlens.spec import load_spec
 
 

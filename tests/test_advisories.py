@@ -60,7 +60,7 @@ def test_what_is_installed_has_no_known_hole(advisory: dict[str, str]) -> None:
 
 def test_what_is_avoided_is_avoided_in_code() -> None:
     """The version from which torch's own reader is trusted is the one that has mended the hole."""
-    from driftlens.models.weight_files import SAFE_TORCH
+    from driftlens.checkpoints.weight_files import SAFE_TORCH
 
     (torch,) = (at for at in ADVISORIES if "avoided" in at)
     assert (torch["package"], SAFE_TORCH) == ("torch", Version(torch["fixed"]).release[:2])

@@ -11,8 +11,8 @@ import stat
 
 import pytest
 
-from driftlens.errors import RunError
-from driftlens.files import (
+from driftlens.base.errors import RunError
+from driftlens.base.files import (
     atomic_folder,
     atomic_path,
     free_bytes,
@@ -123,7 +123,7 @@ def test_a_full_disk_says_what_is_free_and_what_is_needed(
     assert "2.0 MB needed" in refusal.value.hint
     assert refusal.value.context["need"] == 2_000_000
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr("driftlens.files.free_bytes", lambda _path: 0)
+    monkeypatch.setattr("driftlens.base.files.free_bytes", lambda _path: 0)
     with pytest.raises(RunError) as refusal:
         write_text_atomic(tmp_path / "a", "x" * 1234)
     assert refusal.value.hint.startswith("0 bytes of the 1,234 bytes needed are free there.")

@@ -22,8 +22,9 @@ from driftlens.engine.pool import ModelPool
 from driftlens.linalg import fixed_weights, gram, state
 from driftlens.merging.method import merge_methods
 from driftlens.models import chain as chains
-from driftlens.models import heads, vit
+from driftlens.models import heads
 from driftlens.models.chain import adapters
+from driftlens.models.families import vit
 from tests.calibration import test_reference as calibration
 from tests.cases import CASES, family
 from tests.diagnostics.test_output import head

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from driftlens.records.manifest import read_manifest
+from driftlens.runs.manifest import read_manifest
 from tests.pipeline.fixtures import spec_file, world
 from tests.pipeline.world import World, write_spec
 from tests.records.full_run import write_full_run
@@ -28,7 +28,7 @@ EXAMPLE = pathlib.Path(__file__).resolve().parents[1] / "examples" / "driftlens-
 LISTS = """
 import json, sys
 
-from driftlens.records.run import open_run
+from driftlens.runs.run import open_run
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import parts_of
 

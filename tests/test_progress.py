@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from driftlens.errors import Cancelled, SpecError
-from driftlens.progress import CancelToken, LayerSteps, ProgressEvent, Reporter, duration, sink_for
+from driftlens.base.errors import Cancelled, SpecError
+from driftlens.base.progress import CancelToken, LayerSteps, ProgressEvent, Reporter, duration, sink_for
 
 
 class Clock:

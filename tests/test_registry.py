@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from driftlens.errors import SpecError
-from driftlens.registry import Registry
+from driftlens.base.errors import SpecError
+from driftlens.base.registry import Registry
 
 ENTRY = "from {package} import registry\nregistry.register('{name}')({value!r})\n"
 
@@ -23,7 +23,7 @@ def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, request: py
     folder = tmp_path / name
     folder.mkdir()
     (folder / "__init__.py").write_text(
-        f"from driftlens.registry import Registry\nregistry = Registry('toy', '{name}', 'driftlens.{name}')\n"
+        f"from driftlens.base.registry import Registry\nregistry = Registry('toy', '{name}', 'driftlens.{name}')\n"
     )
     for value, entry in enumerate(("alpha", "zeta")):
         (folder / f"{entry}.py").write_text(ENTRY.format(package=name, name=entry, value=value))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pytest
 
-from driftlens.errors import SpecError
-from driftlens.settings import Bounds, Label, Setting, resolve, settings_of
+from driftlens.base.errors import SpecError
+from driftlens.base.settings import Bounds, Label, Setting, resolve, settings_of
 
 if TYPE_CHECKING:
     from nowhere import Tensors  # type: ignore[import-not-found]
@@ -169,7 +169,7 @@ def test_what_no_setting_can_be_is_an_error_of_whoever_wrote_the_method() -> Non
 
 
 def test_reading_settings_takes_the_standard_library_alone() -> None:
-    code = "import sys, driftlens.settings; print([m for m in ('torch', 'pydantic', 'numpy') if m in sys.modules])"
+    code = "import sys, driftlens.base.settings; print([m for m in ('torch', 'pydantic', 'numpy') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from driftlens.base.errors import SpecError
 from driftlens.data.sources import data_sources
-from driftlens.errors import SpecError
 from driftlens.spec import RunSpec, json_schema, load_spec
 from driftlens.spec.data import ImageFolderData
 from driftlens.spec.sections import FileHead, TextHead

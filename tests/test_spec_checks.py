@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from driftlens.errors import SpecError
-from driftlens.records.checks import Check
-from driftlens.spec.checks import load_checks
+from driftlens.base.errors import SpecError
+from driftlens.findings.checks import Check
+from driftlens.findings.checks_file import load_checks
 
 EXAMPLE = """
 checks:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from driftlens.errors import SpecError
+from driftlens.base.errors import SpecError
 from driftlens.models.architecture import loaders
 from driftlens.spec import load_spec
-from driftlens.templates import template_names, template_text
+from driftlens.spec.templates import template_names, template_text
 
 OPTION = re.compile(r"^(\s*)#(?=[a-z])", flags=re.MULTILINE)
 

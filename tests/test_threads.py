@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 import torch
 
-from driftlens import threads
-from driftlens.errors import SpecError
-from driftlens.threads import GAIN, VARIABLE, fewest_threads, settled_threads, using_threads
+from driftlens.base import threads
+from driftlens.base.errors import SpecError
+from driftlens.base.threads import GAIN, VARIABLE, fewest_threads, settled_threads, using_threads
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """The dashboard: looks at saved runs, and starts the command line as a process of its own. It never imports torch.
 
 `main.py` is the script that Streamlit runs, `server.py` serves it, `launch.py` says how. Everything a page shows comes
-from a run's tables (`driftlens.records`), its charts (`driftlens_reports.charts`) and its texts (`driftlens_reports`).
+from a run's tables (`driftlens.runs`), its charts (`driftlens_reports.charts`) and its texts (`driftlens_reports`).
 
 **Adding a page means adding one file** to `views/`, for example `views/theory.py`:
 

@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import streamlit as st
 
-from driftlens.errors import SpecError, did_you_mean
-from driftlens.settings import Setting
+from driftlens.base.errors import SpecError, did_you_mean
+from driftlens.base.settings import Setting
 from driftlens_app.jobs.command_line import ask
 from driftlens_app.settings import Settings
 from driftlens_app.show import caption, plain

@@ -13,9 +13,9 @@ from typing import Any
 
 import streamlit as st
 
-from driftlens.errors import SpecError
-from driftlens.files import write_text_atomic
-from driftlens.records.reading import size
+from driftlens.base.errors import SpecError
+from driftlens.base.files import write_text_atomic
+from driftlens.findings.reading import size
 from driftlens_app.jobs.command_line import ask
 from driftlens_app.jobs.requests import MOST_BYTES
 from driftlens_app.picking import pick

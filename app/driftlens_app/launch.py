@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from driftlens.errors import RunError
+from driftlens.base.errors import RunError
 from driftlens_app.settings import Settings
 
 _HERE = Path(__file__).parent

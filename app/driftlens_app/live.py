@@ -11,12 +11,12 @@ from pathlib import Path
 
 import streamlit as st
 
-from driftlens.errors import RunError
-from driftlens.progress import duration
-from driftlens.records.listing import is_analyzed, is_live
-from driftlens.records.manifest import read_manifest
-from driftlens.records.run import DriftRun
-from driftlens.variants import title
+from driftlens.base.errors import RunError
+from driftlens.base.progress import duration
+from driftlens.base.variants import title
+from driftlens.runs.manifest import read_manifest
+from driftlens.runs.run import DriftRun
+from driftlens.runs.standing import is_analyzed, is_live
 from driftlens_app.jobs import Job, Request, View, cancel, start, watch
 from driftlens_app.jobs.record import MAKING, dismiss, jobs_beside
 from driftlens_app.jobs.requests import DEMO, SUITES, demo_request, explain_request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from driftlens.records.reading import printable
+from driftlens.findings.reading import printable
 from driftlens_app.live import land, welcome
 from driftlens_app.pages import pages
 from driftlens_app.selection import choose_run, choose_view, require_no_unreadable

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from driftlens.errors import DriftLensError, RunError
-from driftlens.files import free_bytes
-from driftlens.progress import ProgressEvent, duration
-from driftlens.records.contents import LATER, is_phase_of
-from driftlens.records.layout import SPEC
-from driftlens.records.listing import is_analyzed, is_live, unanalyzed
-from driftlens.records.lock import require_unlocked
-from driftlens.records.manifest import Manifest, PhaseInfo
-from driftlens.records.reading import printable, size
-from driftlens.records.run import DriftRun
+from driftlens.base.errors import DriftLensError, RunError
+from driftlens.base.files import free_bytes
+from driftlens.base.progress import ProgressEvent, duration
+from driftlens.findings.reading import printable, size
+from driftlens.runs.contents import LATER, is_phase_of
+from driftlens.runs.layout import SPEC
+from driftlens.runs.lock import require_unlocked
+from driftlens.runs.manifest import Manifest, PhaseInfo
+from driftlens.runs.run import DriftRun
+from driftlens.runs.standing import is_analyzed, is_live, unanalyzed
 from driftlens_app.jobs import Job
 from driftlens_app.settings import is_file_inside
 from driftlens_app.show import caption, plain

@@ -11,10 +11,10 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import CheckboxColumn, NumberColumn, TextColumn
 
-from driftlens.records.layout import texts_file, thumbs_file
-from driftlens.records.reading import printable
-from driftlens.records.run import DriftRun
-from driftlens.variants import part_of, title
+from driftlens.base.variants import part_of, title
+from driftlens.findings.reading import printable
+from driftlens.runs.layout import texts_file, thumbs_file
+from driftlens.runs.run import DriftRun
 from driftlens_app.settings import require_inside
 from driftlens_app.show import component, note, plain, show_drawn, show_table, shown_errors
 from driftlens_reports.charts.chart import ChartOptions

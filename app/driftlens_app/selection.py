@@ -9,9 +9,9 @@ from typing import Any
 
 import streamlit as st
 
-from driftlens.errors import DataError
-from driftlens.records.listing import RunSummary
-from driftlens.records.run import DriftRun
+from driftlens.base.errors import DataError
+from driftlens.findings.listing import RunSummary
+from driftlens.runs.run import DriftRun
 from driftlens_app.jobs.watching import is_at_work
 from driftlens_app.runs import folder_of, listed_runs, opened, run_ids, run_titles
 from driftlens_app.settings import Settings

@@ -10,8 +10,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from driftlens.errors import RunError
-from driftlens.records.layout import MANIFEST
+from driftlens.base.errors import RunError
+from driftlens.runs.layout import MANIFEST
 
 _ROOT, _READ_ONLY = "DRIFTLENS_APP_ROOT", "DRIFTLENS_APP_READ_ONLY"
 _HINT = "Remove the link, or put a copy of what it stands for in its place."

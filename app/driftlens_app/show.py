@@ -24,12 +24,12 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import ImageColumn, NumberColumn, TextColumn
 
-from driftlens.errors import DataError, DriftLensError
-from driftlens.records.reading import Sheet, is_measured, printable
-from driftlens.records.run import DriftRun
-from driftlens.records.tables import csv_text
-from driftlens.records.verdict import Verdict, shareable
-from driftlens.variants import Part, title
+from driftlens.base.errors import DataError, DriftLensError
+from driftlens.base.variants import Part, title
+from driftlens.findings.reading import Sheet, is_measured, printable
+from driftlens.findings.verdict import Verdict, shareable
+from driftlens.runs.run import DriftRun
+from driftlens.runs.tables import csv_text
 from driftlens_app.runs import key_of
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.charts.panels import one_column

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from driftlens.base.errors import DataError
+from driftlens.base.intervals import standard_error, student
 from driftlens.calibration.calibrator import Calibrator
-from driftlens.errors import DataError
-from driftlens.records.intervals import standard_error, student
 
 NUM_FOLDS = 4
 LEVEL = 0.95

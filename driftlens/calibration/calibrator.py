@@ -1,7 +1,7 @@
 """What calibrators are made of, and the registry that finds them: one file each in this package.
 
 A calibrator owns its settings: the parameters of its constructor, with types, defaults, bounds and help in their
-annotations (see `driftlens.settings`). Spec, command line, dashboard and model card ask for them there. It is
+annotations (see `driftlens.base.settings`). Spec, command line, dashboard and model card ask for them there. It is
 `Layerwise` or `Stepwise`, which solve from moments, `Weightwise`, which solves from weights, `Trained`, which learns
 attachments from features, or a `WeightTrainer`, which learns weights from them.
 """
@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from driftlens.base.errors import SpecError, did_you_mean
+from driftlens.base.registry import Registry
+from driftlens.base.settings import settings_of
 from driftlens.engine.pool import Attachment
 from driftlens.engine.problems import Layerwise
 from driftlens.engine.training import Trainer
-from driftlens.errors import SpecError, did_you_mean
-from driftlens.registry import Registry
-from driftlens.settings import settings_of
 
 
 class Calibrator:

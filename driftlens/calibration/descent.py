@@ -10,8 +10,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from driftlens.base.settings import Bounds, Label
 from driftlens.engine.training import Course
-from driftlens.settings import Bounds, Label
 
 Steps = Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, a batch each"]
 Batch = Annotated[int, Bounds(low=1), Label("Batch"), "samples a step"]

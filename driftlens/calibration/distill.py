@@ -8,11 +8,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.descent import Descent, StepLength, Steps
 from driftlens.engine.training import Course, FrozenWalk, WeightTrainer
 from driftlens.models.chain import Slot
-from driftlens.settings import Bounds, Label
 
 
 @calibrators.register("distill")

@@ -9,12 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from driftlens.base.errors import SpecError
+from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
 from driftlens.calibration.solves import solve_linear, solve_norm
 from driftlens.engine.problems import LinearProblem, Problem, SiteUpdate, Wanted
-from driftlens.errors import SpecError
 from driftlens.models.chain import Parameters, Site
-from driftlens.settings import Bounds, Label
 
 Update = Literal["linear", "bias", "norm"]
 UPDATES: tuple[Update, ...] = ("linear", "bias", "norm")

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.calibration.descent import Batch, Descent, StepLength, Steps, uniform
 from driftlens.engine.training import Course, FrozenWalk, JointTrainer
-from driftlens.settings import Bounds, Label
 
 
 @dataclass(frozen=True)

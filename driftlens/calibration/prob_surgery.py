@@ -7,11 +7,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.descent import Batch, StepLength, Steps, uniform
 from driftlens.calibration.surgery import LowRank, LowRankTrained
 from driftlens.engine.training import BoundaryFeatures, Course, LayerTrainer
-from driftlens.settings import Bounds, Label
 
 
 @calibrators.register("prob_surgery")

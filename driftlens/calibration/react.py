@@ -9,10 +9,10 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
+from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.engine.training import BoundaryFeatures, Course, LayerTrainer
 from driftlens.linalg.cholesky import factorize
-from driftlens.settings import Bounds, Label
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 import torch
 
+from driftlens.base.errors import SingularGramError, SpecError
+from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.solves import relative_change
 from driftlens.engine.problems import SiteReport, SiteUpdate, StepProblem, Stepwise
-from driftlens.errors import SingularGramError, SpecError
 from driftlens.linalg.joint_ridge import BIAS_INPUT, Ridges, choose_ridges, solve_joint, total
-from driftlens.settings import Bounds, Label
 
 
 @calibrators.register("residual")

@@ -8,11 +8,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.descent import Batch, StepLength, Steps, uniform
 from driftlens.calibration.surgery import LowRank, LowRankTrained
 from driftlens.engine.training import Course, FrozenWalk, JointTrainer
-from driftlens.settings import Bounds, Label
 
 
 @calibrators.register("surgery_v2")

@@ -8,11 +8,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from driftlens.base.errors import SpecError
+from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.solves import relative_change
 from driftlens.engine.problems import SiteReport, SiteUpdate, WeightProblem, Weightwise
-from driftlens.errors import SpecError
-from driftlens.settings import Bounds, Label
 
 
 @calibrators.register("svc")

@@ -19,11 +19,11 @@ from typing import Any
 
 import typer
 
-from driftlens import stopping
+from driftlens.base import stopping
+from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError, harmless
+from driftlens.base.team import joined, members
 from driftlens.cli import calibrating, converting, looking, reporting, reproducing, running
 from driftlens.cli.app import app, hearing, manner, spelling_homes_out, stopped
-from driftlens.errors import Cancelled, DriftLensError, RunError, SpecError, harmless
-from driftlens.team import joined, members
 
 DIVIDED = ("analyze", "explain", "evaluate", "calibrate", "sweep", "arena")
 """Commands that divide their work among processes."""
@@ -41,7 +41,7 @@ _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command line and exit with its code (see `driftlens.errors` for the codes)."""
+    """Run one command line and exit with its code (see `driftlens.base.errors` for the codes)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     # Flags that concern the whole program are understood behind the command too.
     flags = [part for part in given if part in _GLOBAL_FLAGS]

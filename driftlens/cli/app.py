@@ -24,11 +24,11 @@ from typing import Annotated, Any, TypedDict
 import typer
 
 import driftlens
-from driftlens.access import Access
-from driftlens.errors import SpecError, harmless
-from driftlens.files import expanded
-from driftlens.progress import CancelToken, ProgressSink
-from driftlens.team import ALONE, Team
+from driftlens.base.access import Access
+from driftlens.base.errors import SpecError, harmless
+from driftlens.base.files import expanded
+from driftlens.base.progress import CancelToken, ProgressSink
+from driftlens.base.team import ALONE, Team
 
 app = typer.Typer(
     name="driftlens",
@@ -157,7 +157,7 @@ class Job:
     @contextmanager
     def watched(self) -> Iterator[Watched]:
         """A sink that shows progress as `--progress` says, and a token that Ctrl-C sets, while `--threads` holds."""
-        from driftlens.progress import sink_for
+        from driftlens.base.progress import sink_for
 
         mode: Any = "none" if manner.quiet else self.progress
         if manner.log_json and mode == "auto":
@@ -188,7 +188,7 @@ def limited_threads(number: int | None) -> AbstractContextManager[None]:
     """A block in which torch computes as `--threads` says; torch isn't imported for nothing."""
     if number is None:
         return nullcontext()
-    from driftlens.threads import using_threads
+    from driftlens.base.threads import using_threads
 
     return using_threads(number)
 
@@ -247,7 +247,7 @@ def say_json(value: object) -> None:
 
 def _plain(value: Any) -> Any:
     """A result as JSON knows it."""
-    from driftlens.records.tables import plain, plain_rows
+    from driftlens.runs.tables import plain, plain_rows
 
     if is_dataclass(value):
         return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from driftlens.base.errors import SpecError
 from driftlens.cli.app import (
     Job,
     JsonFlag,
@@ -25,10 +26,9 @@ from driftlens.cli.app import (
     say_saved,
     with_settings,
 )
-from driftlens.errors import SpecError
 
 if TYPE_CHECKING:
-    from driftlens.records.run import DriftRun
+    from driftlens.runs.run import DriftRun
 
 Method = Annotated[str | None, typer.Option(help="A registered calibrator.", show_default="featcal")]
 Hyperparameters = Annotated[
@@ -105,11 +105,11 @@ def calibrate(
     job: Job,
 ) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
-    from driftlens.pipeline.calibrate.job import calibrate as run_calibration
-    from driftlens.pipeline.calibrate.plan import CalibrationRequest
-    from driftlens.pipeline.preflight.rehearsal import rehearse
-    from driftlens.pipeline.search.automatic import BEST, HELD_OUT
-    from driftlens.pipeline.search.sweep import control as measure_control
+    from driftlens.jobs.calibrate.job import calibrate as run_calibration
+    from driftlens.jobs.calibrate.plan import CalibrationRequest
+    from driftlens.jobs.contest.automatic import BEST, HELD_OUT
+    from driftlens.jobs.contest.sweep import control as measure_control
+    from driftlens.jobs.preflight.rehearsal import rehearse
 
     given = {"lam": lam, "rho": rho, "alpha": alpha}
     request = CalibrationRequest(
@@ -160,14 +160,14 @@ def calibrate(
 
 
 def _document(run: DriftRun, name: str) -> dict[str, Any]:
-    from driftlens.records.before_after import (
+    from driftlens.base.variants import calibrated
+    from driftlens.findings.before_after import (
         before_after,
         calibration_means,
         final_drift_changes,
         score_changes,
     )
-    from driftlens.records.verdict import verdict
-    from driftlens.variants import calibrated
+    from driftlens.findings.verdict import verdict
 
     return {
         "name": name,
@@ -224,8 +224,8 @@ def sweep(
     job: Job,
 ) -> None:
     """Calibrate a run with many settings side by side; drift and accuracy of each become rows of its sweep table."""
-    from driftlens.pipeline.search.sweep import SweepRequest
-    from driftlens.pipeline.search.sweep import sweep as run_sweep
+    from driftlens.jobs.contest.sweep import SweepRequest
+    from driftlens.jobs.contest.sweep import sweep as run_sweep
     from driftlens_reports.terminal import sweep_text
 
     values = _values(param or ())
@@ -284,9 +284,9 @@ def arena(
     Each becomes a calibration of the run under its own name, with published settings where there are some. Those that
     are there are left as they are; an interrupted one goes on where it stopped.
     """
-    from driftlens.pipeline.search.arena import compete, entrants
-    from driftlens.records.arena import arena_rows, arena_sheet
-    from driftlens.records.run import open_run
+    from driftlens.findings.arena import arena_rows, arena_sheet
+    from driftlens.jobs.contest.arena import compete, entrants
+    from driftlens.runs.run import open_run
     from driftlens_reports.terminal import sheet_text
 
     wanted = entrants(with_settings(methods))

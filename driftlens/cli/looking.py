@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from driftlens.base.errors import ChecksFailedError, RunError, SpecError
 from driftlens.cli.app import JsonFlag, RunFolder, app, manner, note, say, say_json
-from driftlens.errors import ChecksFailedError, RunError, SpecError
 
 if TYPE_CHECKING:
-    from driftlens.records.run import DriftRun
+    from driftlens.runs.run import DriftRun
 
 _PACKAGES = (
     *("torch", "torchvision", "open_clip_torch", "transformers", "safetensors"),
@@ -26,7 +26,7 @@ _PACKAGES = (
 
 def show_run(run: DriftRun, *, as_json: bool = False) -> None:
     """Print a run's summary, or its final rows as JSON."""
-    from driftlens.records.verdict import verdict
+    from driftlens.findings.verdict import verdict
     from driftlens_reports.terminal import summary
 
     if as_json:
@@ -52,7 +52,7 @@ def show_run(run: DriftRun, *, as_json: bool = False) -> None:
 @app.command()
 def show(run: RunFolder, as_json: JsonFlag = False) -> None:
     """Tell what a run found: drift, where it comes from, accuracy, self-checks."""
-    from driftlens.records.run import open_run
+    from driftlens.runs.run import open_run
 
     show_run(open_run(run), as_json=as_json)
 
@@ -62,7 +62,7 @@ def list_runs(
     root: Annotated[Path, typer.Argument(help="The folder to look in.")] = Path(), as_json: JsonFlag = False
 ) -> None:
     """List the runs below a folder."""
-    from driftlens.records.listing import find_runs
+    from driftlens.findings.listing import find_runs
     from driftlens_reports.terminal import listing_text
 
     if not root.is_dir():
@@ -77,9 +77,9 @@ def list_runs(
 @app.command()
 def verify(run: RunFolder, as_json: JsonFlag = False) -> None:
     """Hash every file of a run again and compare with its manifest."""
-    from driftlens.records.listing import left_undone
-    from driftlens.records.run import open_run
-    from driftlens.records.verify import verify as rehash
+    from driftlens.runs.run import open_run
+    from driftlens.runs.standing import left_undone
+    from driftlens.runs.verify import verify as rehash
     from driftlens_reports.terminal import verification_text
 
     found = rehash(run)
@@ -102,8 +102,8 @@ def doctor(
     """Report the environment: versions, devices, cache, and what is missing."""
     found = environment()
     if measure:
-        from driftlens.access import resolve_device
-        from driftlens.pipeline.preflight import rates
+        from driftlens.base.access import resolve_device
+        from driftlens.jobs.preflight import rates
 
         found |= rates.measure(
             resolve_device(device or "auto"), lambda text: note(f"measuring {text}")
@@ -122,8 +122,8 @@ def environment() -> dict[str, str]:
     import torch
 
     import driftlens
-    from driftlens.files import free_bytes
-    from driftlens.records.manifest import version_of
+    from driftlens.base.files import free_bytes
+    from driftlens.runs.manifest import version_of
 
     memory, gpu, cache = psutil.virtual_memory(), "none (CPU only)", platformdirs.user_cache_path("driftlens")
     if torch.cuda.is_available():
@@ -150,13 +150,13 @@ def environment() -> dict[str, str]:
 
 def _plugins() -> Iterator[str]:
     """What other installed distributions add, and what of it can't be had."""
+    from driftlens.base.diagnostic import diagnostics
+    from driftlens.base.registry import Registry, installed, origin
     from driftlens.calibration.calibrator import calibrators
     from driftlens.data.sources import data_sources
-    from driftlens.diagnostic import diagnostics
     from driftlens.merging.method import merge_methods
     from driftlens.models.architecture import loaders
     from driftlens.models.chain import adapters
-    from driftlens.registry import Registry, installed, origin
     from driftlens_reports.charts.chart import charts
 
     registries: tuple[Registry[Any], ...] = (
@@ -181,7 +181,7 @@ def _plugins() -> Iterator[str]:
 @app.command()
 def methods(as_json: JsonFlag = False) -> None:
     """List calibrators and merge methods with their settings, defaults and presets."""
-    from driftlens.catalog import as_text, catalog
+    from driftlens.front.catalog import as_text, catalog
 
     found = catalog()
     say_json(found) if as_json else say(as_text(found))
@@ -202,9 +202,9 @@ def check(
     as_json: JsonFlag = False,
 ) -> None:
     """Hold a run's numbers against bounds; exit code 3 if one fails. What was not measured is skipped."""
-    from driftlens.files import write_text_atomic
-    from driftlens.records.checks import check as judge
-    from driftlens.records.checks import junit_xml
+    from driftlens.base.files import write_text_atomic
+    from driftlens.findings.checks import check as judge
+    from driftlens.findings.checks import junit_xml
     from driftlens_reports.terminal import checks_text
 
     report = judge(run, tests)
@@ -250,10 +250,10 @@ def compare(
     as_json: JsonFlag = False,
 ) -> None:
     """Show what changes between two runs or two variants: drift, flips, accuracy with intervals."""
-    from driftlens.records.compare import compare as compared
-    from driftlens.records.compare import mean_score_change
-    from driftlens.records.equality import TOLERANCE, equality
-    from driftlens.records.intervals import p_of
+    from driftlens.base.intervals import p_of
+    from driftlens.findings.compare import compare as compared
+    from driftlens.findings.compare import mean_score_change
+    from driftlens.runs.equality import TOLERANCE, equality
     from driftlens_reports.terminal import comparison_text
 
     found = compared(first, second, before=before, after=after, allow_mismatch=allow_mismatch)

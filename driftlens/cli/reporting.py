@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from driftlens.base.errors import DataError, SpecError
 from driftlens.cli.app import Job, JsonFlag, RunFolder, app, layer_named, note, parts, say, say_json, sharing
-from driftlens.errors import DataError, SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from driftlens.projection import Projection
+    from driftlens.findings.projection import Projection
     from driftlens_reports.paper.export import Exported
 
 
@@ -125,7 +125,7 @@ def export(
     as_json: JsonFlag = False,
 ) -> None:
     """Write figures and tables for a paper, with their numbers, provenance and a caption draft."""
-    from driftlens.records.run import open_run
+    from driftlens.runs.run import open_run
     from driftlens_reports.paper.exhibit import ExhibitOptions
     from driftlens_reports.paper.export import export as write
     from driftlens_reports.paper.export import width_of
@@ -214,9 +214,9 @@ def project(
     job: Job,
 ) -> None:
     """Lay the final features of expert and variants out on a plane, and keep the layout in the run."""
-    from driftlens.projection import project as lay_out
-    from driftlens.records.reading import printable
-    from driftlens.records.run import open_run
+    from driftlens.findings.projection import project as lay_out
+    from driftlens.findings.reading import printable
+    from driftlens.runs.run import open_run
     from driftlens_reports.terminal import projections_text
 
     opened = open_run(run)

@@ -41,14 +41,14 @@ def reproduce(
     name, found, folder = load_suite(suite)
     mergers = protocol_called(protocol).of(found)
     if dry_run:
-        from driftlens.pipeline.preflight.reproducing import plan, plan_text
+        from driftlens.jobs.preflight.reproducing import plan, plan_text
 
         specs = {merger: found.run_spec(name, merger, folder) for merger in mergers}
         planned = plan(found, specs, protocol, access=job.access)
         say_json(planned) if as_json else say(plan_text(planned))
         return
-    from driftlens.pipeline.search.arena import entrants
-    from driftlens.pipeline.search.reproduce import reproduce as run_suite
+    from driftlens.jobs.contest.arena import entrants
+    from driftlens.jobs.contest.reproduce import reproduce as run_suite
     from driftlens_reports.reproduced import shown
     from driftlens_reports.terminal import sheet_text
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from driftlens.base.errors import SpecError
 from driftlens.cli.app import (
     Job,
     JsonFlag,
@@ -25,7 +26,6 @@ from driftlens.cli.app import (
     with_settings,
 )
 from driftlens.cli.looking import show_run
-from driftlens.errors import SpecError
 
 if TYPE_CHECKING:
     from driftlens.spec import RunSpec
@@ -55,11 +55,11 @@ def demo(
     minutes (the models are trained and cached), later about one. The merged model is calibrated too, with the
     published settings for its kind.
     """
-    from driftlens.pipeline.analyze.job import analyze
-    from driftlens.pipeline.calibrate.job import calibrate
-    from driftlens.pipeline.calibrate.plan import CalibrationRequest
-    from driftlens.progress import Reporter
-    from driftlens.records.writer import refuse_occupied
+    from driftlens.base.progress import Reporter
+    from driftlens.jobs.analyze.job import analyze
+    from driftlens.jobs.calibrate.job import calibrate
+    from driftlens.jobs.calibrate.plan import CalibrationRequest
+    from driftlens.runs.writer import refuse_occupied
     from driftlens.suites.embedded import embedded_suite
     from driftlens.suites.text import text_suite
     from driftlens_reports.build import Report
@@ -83,8 +83,8 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
 ) -> None:
     """Write a commented run spec to start from."""
-    from driftlens.files import write_text_atomic
-    from driftlens.templates import template_text
+    from driftlens.base.files import write_text_atomic
+    from driftlens.spec.templates import template_text
 
     text = template_text(template)
     if str(out) == "-":
@@ -114,7 +114,7 @@ def validate(
     job: Job,
 ) -> None:
     """Check a spec, its checkpoints and its data before anything large is read (preflight)."""
-    from driftlens.pipeline.preflight.job import preflight
+    from driftlens.jobs.preflight.job import preflight
     from driftlens.spec import load_spec
 
     with limited_threads(job.threads):
@@ -142,7 +142,7 @@ def analyze(
     job: Job,
 ) -> None:
     """Measure the drift of every variant in a spec and write a run directory."""
-    from driftlens.pipeline.analyze.job import analyze as run_analysis
+    from driftlens.jobs.analyze.job import analyze as run_analysis
     from driftlens.spec import load_spec
 
     seeds = [] if seed is None else [f"data.defaults.seed={seed}"]
@@ -166,7 +166,7 @@ def analyze(
 @computing
 def explain(run: RunFolder, *, as_json: JsonFlag = False, job: Job) -> None:
     """Trace the drift of every variant of a run back to layers, where that was left out or interrupted."""
-    from driftlens.pipeline.analyze.job import explain as run_explanation
+    from driftlens.jobs.analyze.job import explain as run_explanation
 
     with job.watched() as watched:
         found = run_explanation(run, access=job.access, **watched)
@@ -213,7 +213,7 @@ def merge(
     from driftlens.spec import load_spec
 
     if out is not None and not (method or compare or parameters or keep):
-        from driftlens.pipeline.study.recipe import merge_recipe
+        from driftlens.jobs.study.recipe import merge_recipe
 
         for text in merge_recipe(spec, out, job.access):
             note(f"notice: {text}")
@@ -233,7 +233,7 @@ def merge(
         raise SpecError(
             "--method merges to a file or folder", hint="Give --out merged.safetensors or --out FOLDER."
         )
-    from driftlens.pipeline.study.merging import merge_experts
+    from driftlens.jobs.study.merging import merge_experts
 
     assert method is not None
     with job.watched() as watched:
@@ -253,8 +253,8 @@ def _compare_merges(
     as_json: bool,
     job: Job,
 ) -> None:
-    from driftlens.files import require_free
-    from driftlens.pipeline.search.merges import compare_merges, wanted_merges
+    from driftlens.base.files import require_free
+    from driftlens.jobs.contest.merges import compare_merges, wanted_merges
     from driftlens_reports.merges import merges_sheet, write_merges
     from driftlens_reports.terminal import sheet_text
 
@@ -271,7 +271,7 @@ def _compare_merges(
 
 
 def _note_memory() -> None:
-    from driftlens.records.writer import peak_rss_bytes
+    from driftlens.runs.writer import peak_rss_bytes
 
     if (peak := peak_rss_bytes()) is not None:
         note(f"peak memory: {peak / 2**20:.0f} MiB")
@@ -289,13 +289,13 @@ def advise(
     job: Job,
 ) -> None:
     """Say which layers the merged model's drift comes from, where task vectors conflict, and what scaling gives."""
-    from driftlens.records.run import open_run
+    from driftlens.runs.run import open_run
     from driftlens_reports.advice import advice, advice_text
 
     opened = open_run(run)
     found = advice(opened)
     if search:
-        from driftlens.pipeline.search.merges import scaled_layers
+        from driftlens.jobs.contest.merges import scaled_layers
 
         layers = [row["layer"] for row in found["shares"][:3] or found["conflicts"][:3]]
         with job.watched() as watched:
@@ -314,7 +314,7 @@ def evaluate(
     job: Job,
 ) -> None:
     """Scores of every variant on the test split, by each task's metrics, with intervals."""
-    from driftlens.pipeline.analyze.job import evaluate as run_evaluation
+    from driftlens.jobs.analyze.job import evaluate as run_evaluation
     from driftlens_reports.terminal import accuracy_text
 
     with job.watched() as watched:
@@ -332,8 +332,8 @@ def attach(
     as_json: JsonFlag = False,
 ) -> None:
     """Put results of the lm-evaluation-harness beside a variant's own scores."""
-    from driftlens.pipeline.study.card import renew_cards
-    from driftlens.records.attaching import attach as attach_results
+    from driftlens.jobs.study.card import renew_cards
+    from driftlens.runs.attaching import attach as attach_results
     from driftlens_reports.terminal import accuracy_text
 
     found = attach_results(run, variant, results)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from driftlens.access import Access
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError
+from driftlens.base.files import plain_file
 from driftlens.data.sources import PATHS_HINT, Split, SplitView, data_sources, refused
-from driftlens.errors import DataError
-from driftlens.files import plain_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image

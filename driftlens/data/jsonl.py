@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from driftlens.access import Access
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError
+from driftlens.base.files import from_json, plain_file
 from driftlens.data.sources import PATHS_HINT, Split, SplitView, data_sources, refused
 from driftlens.data.text_rows import text_view
-from driftlens.errors import DataError
-from driftlens.files import from_json, plain_file
 
 if TYPE_CHECKING:
     from driftlens.spec.data import JsonlData

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from driftlens.base.errors import DataError
 from driftlens.data.samples import SampleSet, draw, mask_beside, shuffled
 from driftlens.data.sources import Split, class_name, names_of, refused
 from driftlens.data.task_data import TaskData, require_same_classes, sample_set
 from driftlens.data.text_rows import as_texts, text_view
-from driftlens.errors import DataError
-from driftlens.models.texts import TextReader
+from driftlens.models.language.texts import TextReader
 
 if TYPE_CHECKING:
     from torch import Tensor

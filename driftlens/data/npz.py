@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from driftlens.access import Access
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError
+from driftlens.base.files import plain_file
 from driftlens.data.sources import PATHS_HINT, Split, SplitView, check_pixels, data_sources, named, refused
-from driftlens.errors import DataError
-from driftlens.files import plain_file
 
 if TYPE_CHECKING:
     from driftlens.spec.data import NpzArrays, NpzData

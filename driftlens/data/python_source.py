@@ -6,9 +6,9 @@ import operator
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from driftlens.access import Access
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError
 from driftlens.data.sources import Split, SplitView, as_picture, class_name, data_sources, names_of, refused
-from driftlens.errors import DataError
 
 if TYPE_CHECKING:
     from driftlens.spec.data import PythonData

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from driftlens.base.errors import DataError
 from driftlens.data.sources import Split, SplitView
-from driftlens.errors import DataError
-from driftlens.models.texts import Text, TextReader
+from driftlens.models.language.texts import Text, TextReader
 
 if TYPE_CHECKING:
     from torch import Tensor

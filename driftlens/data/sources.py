@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from driftlens.access import Access
-from driftlens.errors import DataError, DriftLensError, did_you_mean
-from driftlens.registry import Registry
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError, DriftLensError, did_you_mean
+from driftlens.base.registry import Registry
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -9,7 +9,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from driftlens.access import Access
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError
+from driftlens.base.files import plain_file
 from driftlens.data.image_folder import read_image
 from driftlens.data.sources import (
     PATHS_HINT,
@@ -22,8 +24,6 @@ from driftlens.data.sources import (
     require_column,
 )
 from driftlens.data.text_rows import columns_asked, text_view
-from driftlens.errors import DataError
-from driftlens.files import plain_file
 
 if TYPE_CHECKING:
     from driftlens.spec.data import TableData

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from driftlens.access import Access
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError
 from driftlens.data.samples import COUNT_KEYS, SampleSet, data_digest, draw
 from driftlens.data.sources import Picture, Split, SplitView, data_sources
 from driftlens.data.text_rows import as_texts
-from driftlens.errors import DataError
-from driftlens.models.texts import TextReader
+from driftlens.models.language.texts import TextReader
 
 if TYPE_CHECKING:
     from driftlens.spec.data import DataDefaults

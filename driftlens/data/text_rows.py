@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from driftlens.base.errors import DataError, SpecError, did_you_mean
 from driftlens.data.samples import SampleSet, Shown, Texts
 from driftlens.data.sources import Split, SplitView, listed_classes, require_column
-from driftlens.errors import DataError, SpecError, did_you_mean
-from driftlens.models.texts import Form, Text, TextReader
+from driftlens.models.language.texts import Form, Text, TextReader
 
 if TYPE_CHECKING:
     from driftlens.spec.data import TextEntry

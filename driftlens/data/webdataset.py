@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from driftlens.access import Access
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError
+from driftlens.base.files import from_json, plain_file
 from driftlens.data.image_folder import SUFFIXES, check_names, read_image
 from driftlens.data.sources import PATHS_HINT, Split, SplitView, data_sources, listed_classes, named, refused
-from driftlens.errors import DataError
-from driftlens.files import from_json, plain_file
 
 if TYPE_CHECKING:
     from driftlens.spec.data import WebdatasetData

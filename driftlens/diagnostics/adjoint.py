@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
-from driftlens.diagnostic import diagnostic
+from driftlens.base.diagnostic import diagnostic
 from driftlens.linalg.state import PathJacobian, State, composite_nodes, inner
 from driftlens.models.chain import ScoreMap
-from driftlens.records.schema import ADJOINT
+from driftlens.runs.schema import ADJOINT
 
 SCORE_PANELS = 8
 """Panels of the score map's segment: where a feature shortens on the way, the normalisation bends sharply."""

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from driftlens.diagnostic import diagnostic
+from driftlens.base.diagnostic import diagnostic
+from driftlens.base.errors import ShapeError
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.site_selection import GROUPS, parameter_groups
 from driftlens.engine.walk import LayerView, decompose
-from driftlens.errors import ShapeError
 from driftlens.linalg.state import PathJacobian, State, floating, inner, norm, relative_error, subtract
 from driftlens.models.chain import SideInputs
-from driftlens.records.schema import GROUP_CONTRIBUTIONS, LAYERS, SAMPLES
+from driftlens.runs.schema import GROUP_CONTRIBUTIONS, LAYERS, SAMPLES
 
 
 @dataclass(frozen=True)

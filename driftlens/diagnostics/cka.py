@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from driftlens.diagnostic import Seen, diagnostic
+from driftlens.base.diagnostic import Seen, diagnostic
 from driftlens.linalg.cka import linear_cka
-from driftlens.records.schema import LAYERS
+from driftlens.runs.schema import LAYERS
 
 
 @diagnostic("cka", columns=LAYERS.only("cka"), cost=lambda samples, width: 4 * samples * samples * width)

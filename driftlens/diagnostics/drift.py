@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftlens.diagnostic import Seen, diagnostic
+from driftlens.base.diagnostic import Seen, diagnostic
+from driftlens.base.intervals import RESAMPLES
 from driftlens.engine.walk import LayerView, decompose
 from driftlens.linalg.state import expert_cosine, norm, subtract
 from driftlens.models.chain import Pool, State
-from driftlens.records.intervals import RESAMPLES
-from driftlens.records.schema import LAYERS, SAMPLES
+from driftlens.runs.schema import LAYERS, SAMPLES
 
 Columns = dict[str, Tensor]
 Values = Mapping[str, NDArray[np.float64]]

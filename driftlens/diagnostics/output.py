@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vjp
 
-from driftlens.diagnostic import Seen, diagnostic
+from driftlens.base.diagnostic import Seen, diagnostic
 from driftlens.linalg.state import (
     cross_entropy_change,
     forward_mode_attention,
@@ -20,7 +20,7 @@ from driftlens.linalg.state import (
 )
 from driftlens.models.chain import ScoreMap, class_rows
 from driftlens.models.heads import LmHead
-from driftlens.records.schema import OUTPUTS
+from driftlens.runs.schema import OUTPUTS
 
 GAIN_NODES = 4
 GAIN_ITERATIONS = 30

@@ -17,17 +17,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from driftlens.base.errors import DataError
+from driftlens.base.team import Team
+from driftlens.base.variants import expert_of
 from driftlens.data.samples import Batch
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.engine.waiting import FeatureStore, WaitingBatch, read_batches
 from driftlens.engine.walk import FiniteWatch
-from driftlens.errors import DataError
 from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, Parameters, Pool
-from driftlens.team import Team
-from driftlens.variants import expert_of
 
 EXPERT, TRUNK = "expert", "merged"
 

@@ -24,6 +24,9 @@ from typing import Any, Required, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from driftlens.base.errors import DataError, SpecError
+from driftlens.base.team import Team
+from driftlens.base.variants import expert_of
 from driftlens.data.samples import Batch
 from driftlens.engine.carried import EXPERT, CalibrationWalk, Parts, Solved, in_words, solved_by_all
 from driftlens.engine.exactness import exact_products
@@ -44,10 +47,7 @@ from driftlens.engine.site_selection import site_path
 from driftlens.engine.steps import StepWalk
 from driftlens.engine.waiting import FeatureStore, WaitingBatch
 from driftlens.engine.walk import FiniteWatch
-from driftlens.errors import DataError, SpecError
 from driftlens.models.chain import Layer, Parameters, Pool, Site, State
-from driftlens.team import Team
-from driftlens.variants import expert_of
 
 _MANY = 1 << 40
 """Batches of a task: so many that their number makes no difference."""

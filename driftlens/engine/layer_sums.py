@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from driftlens.base.errors import NumericsError, SpecError
+from driftlens.base.team import Team
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import (
     InputSums,
@@ -28,12 +30,10 @@ from driftlens.engine.problems import (
 )
 from driftlens.engine.site_rows import UNIFORM, SiteRows, row_weights
 from driftlens.engine.site_selection import site_path
-from driftlens.errors import NumericsError, SpecError
 from driftlens.linalg.gram import GramPool, GramSum
 from driftlens.linalg.norm_affine import NormMoments
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
-from driftlens.team import Team
 
 _P = TypeVar("_P", LinearProblem | NormProblem, StepProblem, WeightProblem)
 

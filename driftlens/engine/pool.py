@@ -19,14 +19,14 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from driftlens.base.errors import DataError, IncompatibleModelsError
+from driftlens.base.variants import task_of
+from driftlens.checkpoints.sources import StateSource, Table, TensorHeader, check_finite
 from driftlens.engine.read_ahead import ReadAhead
-from driftlens.errors import DataError, IncompatibleModelsError
 from driftlens.models.chain import Layer, LayerChain, Parameters, ScoreMap, SideInputs, Slot, State, Tap
 from driftlens.models.frames import features_of, find_features
 from driftlens.models.heads import LmHead
-from driftlens.models.interception import buffers_on
-from driftlens.models.sources import StateSource, Table, TensorHeader, check_finite
-from driftlens.variants import task_of
+from driftlens.models.taking_apart.interception import buffers_on
 
 
 class Attachment(Protocol):

@@ -10,13 +10,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from driftlens.base.team import Team
 from driftlens.linalg.gram import GramPool, GramSum, add_scaled
 from driftlens.linalg.joint_ridge import JointMoments
 from driftlens.linalg.norm_affine import NormMoments
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.linalg.ridge import Moments
 from driftlens.models.chain import Parameters, Site, SiteKind
-from driftlens.team import Team
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from driftlens.checkpoints.sources import TensorHeader
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import on_device
 from driftlens.models.chain import Pool, ScoreMap
 from driftlens.models.heads import LmHead
-from driftlens.models.sources import TensorHeader
 
 
 class Asked:

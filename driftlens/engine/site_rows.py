@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
-from driftlens.errors import IncompatibleModelsError
+from driftlens.base.errors import IncompatibleModelsError
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
 
 UNIFORM = "uniform"

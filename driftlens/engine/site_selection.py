@@ -9,11 +9,11 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from driftlens.errors import IncompatibleModelsError, LayerNotFoundError
-from driftlens.layers import select_layers
+from driftlens.base.errors import IncompatibleModelsError, LayerNotFoundError
+from driftlens.base.layers import select_layers
+from driftlens.checkpoints.sources import StateSource
 from driftlens.models.chain import Layer, LayerChain, Site
-from driftlens.models.sites import BLOCK_ITSELF
-from driftlens.models.sources import StateSource
+from driftlens.models.taking_apart.sites import BLOCK_ITSELF
 
 
 def site_path(layer: Layer, site: Site) -> str:
@@ -72,7 +72,7 @@ def select_sites(
 
     Args:
         chain: the model taken apart.
-        layers: which layers, as `driftlens.layers.select_layers` takes them; None means all.
+        layers: which layers, as `driftlens.base.layers.select_layers` takes them; None means all.
         sites: globs on module paths (`*.attn.*`), or `GROUPS`; None means every linear and norm module inside blocks.
             Stem, final norm and projection are calibrated only where a pattern names them. Modules whose weight serves
             another place too are left out, see `tied_sites`.

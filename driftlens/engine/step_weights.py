@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from driftlens.base.errors import NumericsError
+from driftlens.base.team import Team
+from driftlens.base.variants import expert_of
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_rows import row_weights
 from driftlens.engine.waiting import WaitingBatch
-from driftlens.errors import NumericsError
 from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInputs, Site, State
-from driftlens.team import Team
-from driftlens.variants import expert_of
 
 NUM_PASSES = 2
 _LEAST, _FLOOR = 1e-4, 0.02

@@ -18,6 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from driftlens.base.errors import DataError
+from driftlens.base.variants import expert_of
 from driftlens.data.samples import Batch
 from driftlens.engine.carried import EXPERT, TRUNK, CalibrationWalk, Part, in_words, solved_by_all
 from driftlens.engine.exactness import exact_products
@@ -38,10 +40,8 @@ from driftlens.engine.step_weights import (
 )
 from driftlens.engine.waiting import WaitingBatch
 from driftlens.engine.walk import FiniteWatch
-from driftlens.errors import DataError
 from driftlens.linalg.joint_ridge import BIAS_INPUT, JointSums
 from driftlens.models.chain import Layer, Parameters, SideInputs, State
-from driftlens.variants import expert_of
 
 _WANTED = "wanted"
 _ROWS = 64

@@ -16,15 +16,15 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from driftlens.base.errors import IncompatibleModelsError
+from driftlens.base.variants import expert_of
 from driftlens.data.samples import Batch
 from driftlens.engine.carried import Parts
 from driftlens.engine.pool import Attachment, LayerMap, ModelPool, attachment_tensors, attachments_from
 from driftlens.engine.steps import added_to
 from driftlens.engine.waiting import FeatureStore, WaitingBatch, read_batches
 from driftlens.engine.walk import FiniteWatch, on_device
-from driftlens.errors import IncompatibleModelsError
 from driftlens.models.chain import Layer, Slot
-from driftlens.variants import expert_of
 
 OnEpoch = Callable[[int, int, float], None]
 """Told of each epoch: its number from 1, of how many, and the loss."""

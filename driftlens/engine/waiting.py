@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from driftlens.base.errors import RunError
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import on_device
-from driftlens.errors import RunError
 from driftlens.models.chain import SideInputs, State
 
 

@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from driftlens.base.errors import NumericsError
+from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool, moved
-from driftlens.errors import NumericsError
 from driftlens.linalg.state import subtract
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import Layer, Pool, SideInputs, State
-from driftlens.models.sources import module_source
 
 Reference = Literal["expert", "merged"]
 """Whose features the local mismatch is taken on. The paper's is `expert`; with `merged` the two maps swap roles."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from driftlens.errors import NumericsError, SingularGramError
+from driftlens.base.errors import NumericsError, SingularGramError
 
 _PANEL = 384
 _NARROW = 192  # for a processor, whose matrix library solves slower than it multiplies

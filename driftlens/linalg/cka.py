@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from driftlens.errors import ShapeError
+from driftlens.base.errors import ShapeError
 
 
 def linear_cka(left: Tensor, right: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from driftlens.errors import ShapeError
+from driftlens.base.errors import ShapeError
 
 _LEAF = 128  # rows or columns per product: the least that keeps a matrix library busy
 _ENTRIES = 2**18  # converted at a time: about what a core's own cache holds

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from driftlens.errors import NumericsError
+from driftlens.base.errors import NumericsError
 from driftlens.linalg.cholesky import Factor, factorize, probe, stationarity_error
 from driftlens.linalg.gram import GramSum, add_scaled
 

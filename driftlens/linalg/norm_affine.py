@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from driftlens.errors import SingularGramError
+from driftlens.base.errors import SingularGramError
 
 
 @dataclass(frozen=True)

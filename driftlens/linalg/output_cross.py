@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from driftlens.errors import ShapeError
+from driftlens.base.errors import ShapeError
 from driftlens.linalg.gram import GramSum, grown
 
 

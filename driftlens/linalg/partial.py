@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from driftlens.errors import SingularGramError
+from driftlens.base.errors import SingularGramError
 from driftlens.linalg.cholesky import factorize
 
 SINGLE = torch.finfo(torch.float32).eps

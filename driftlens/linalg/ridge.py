@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from driftlens.errors import ShapeError, SpecError
+from driftlens.base.errors import ShapeError, SpecError
 from driftlens.linalg.cholesky import Factor, factorize
 
 

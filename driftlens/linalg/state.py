@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.func import jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from driftlens.errors import IncompatibleModelsError, ShapeError
+from driftlens.base.errors import IncompatibleModelsError, ShapeError
 from driftlens.linalg.fixed_weights import FixedWeights
 
 State = dict[str, Tensor]

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from driftlens.errors import NumericsError
+from driftlens.base.errors import NumericsError
+from driftlens.base.settings import Bounds
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.merging.steps import MOST_STEPS
-from driftlens.settings import Bounds
 
 Rows = tuple[int, int] | None
 

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
+from driftlens.base.settings import Bounds
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.merging.sparse import STEP_LAWS, ranked
 from driftlens.merging.steps import SumScaling, vectors_of
-from driftlens.settings import Bounds
 
 
 @merge_methods.method(

@@ -8,9 +8,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from driftlens.base.settings import Bounds
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.merging.steps import SumScaling, vectors_of
-from driftlens.settings import Bounds
 
 
 @merge_methods.method(

@@ -8,11 +8,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from driftlens.errors import SpecError
+from driftlens.base.errors import SpecError
+from driftlens.base.settings import Bounds
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.merging.sparse import STEP_LAWS, DropRate, Seed, agreed, keep_mask
 from driftlens.merging.steps import StepScaling
-from driftlens.settings import Bounds
 
 
 @merge_methods.method(

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from driftlens.errors import SpecError
+from driftlens.base.errors import SpecError
+from driftlens.base.settings import Bounds
 from driftlens.merging.average import average
 from driftlens.merging.method import StateDict, merge_methods
-from driftlens.settings import Bounds
 
 MOST_CLASSES = 2048
 """Exact information takes a backward pass for each class of each sample: a vocabulary is refused, ImageNet is not."""

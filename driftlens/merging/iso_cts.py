@@ -9,10 +9,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from driftlens.base.settings import Bounds
 from driftlens.linalg.partial import polar, singular_parts, svd_operations
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.merging.steps import StepScaling, stepped
-from driftlens.settings import Bounds
 
 
 @merge_methods.method(

@@ -8,8 +8,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from driftlens.base.settings import Bounds
 from driftlens.merging.method import StateDict, merge_methods
-from driftlens.settings import Bounds
 
 MOST_STEPS = 1000
 """For each tensor: directions that have not met by then never do."""

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from driftlens.errors import SpecError
-from driftlens.registry import Registry
-from driftlens.settings import resolve, settings_of
+from driftlens.base.errors import SpecError
+from driftlens.base.registry import Registry
+from driftlens.base.settings import resolve, settings_of
 
 StateDict = Mapping[str, Tensor]
 """Tensors of one model by name, in float32; to be read, not modified."""
@@ -44,7 +44,7 @@ READS: Mapping[Reads, str] = {
   the calibration samples without their labels; gradients are on. A method that says it needs `scores` gets them from
   `study.asked(task)`, which `driftlens.engine.scored.Asked` describes.
 
-Settings follow as keyword-only arguments; see `driftlens.settings`. Tensors of integers never come along.
+Settings follow as keyword-only arguments; see `driftlens.base.settings`. Tensors of integers never come along.
 """
 
 

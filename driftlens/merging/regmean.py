@@ -8,10 +8,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from driftlens.base.settings import Bounds
 from driftlens.linalg.partial import solve_in_range
 from driftlens.merging.average import average
 from driftlens.merging.method import StateDict, merge_methods
-from driftlens.settings import Bounds
 
 LAWS = {"expert_order_free", "equal_experts_are_fixed", "one_expert_is_fixed"}
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from driftlens.errors import SpecError
+from driftlens.base.errors import SpecError
+from driftlens.base.settings import Bounds
 from driftlens.merging.method import StateDict, merge_methods
-from driftlens.settings import Bounds
 
 PARALLEL = 0.9995
 """Beyond this cosine a straight line is taken, as is usual: the angle's sine would be too small to divide by."""

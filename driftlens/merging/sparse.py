@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
+from driftlens.base.settings import Bounds
 from driftlens.merging.method import StateDict
-from driftlens.settings import Bounds
 
 MergeFunc = Literal["mean", "sum", "max"]
 TrimScope = Literal["global", "per_tensor"]

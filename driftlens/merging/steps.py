@@ -8,8 +8,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from driftlens.base.settings import Bounds
 from driftlens.merging.method import StateDict
-from driftlens.settings import Bounds
 
 StepScaling = Annotated[float, Bounds(-100, 100), "factor on the merged step"]
 SumScaling = Annotated[float, Bounds(-100, 100), "factor on the sum of task vectors"]

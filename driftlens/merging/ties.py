@@ -8,10 +8,10 @@ from typing import Annotated
 
 from torch import Tensor
 
+from driftlens.base.settings import Bounds
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.merging.sparse import STEP_LAWS, DropRate, MergeFunc, Seed, TrimScope, dare, elected
 from driftlens.merging.steps import StepScaling
-from driftlens.settings import Bounds
 
 
 @merge_methods.method(

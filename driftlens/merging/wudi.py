@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
+from driftlens.base.settings import Bounds
 from driftlens.linalg.partial import solve_in_range
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.merging.steps import MOST_STEPS, stepped
-from driftlens.settings import Bounds
 
 
 @merge_methods.method(

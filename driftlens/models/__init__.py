@@ -1,1 +1,1 @@
-"""Checkpoints, architectures and what comes with them: one adapter file per family."""
+"""Architectures as chains of layers, and the heads that score their features."""

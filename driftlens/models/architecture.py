@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from driftlens.access import Access
-from driftlens.errors import CheckpointError, IncompatibleModelsError, SpecError
-from driftlens.models.alignment import KeyLayout, Layout, Spellings
+from driftlens.base.access import Access
+from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError
+from driftlens.base.registry import Registry
+from driftlens.checkpoints.alignment import KeyLayout, Layout, Spellings
+from driftlens.checkpoints.lora import lora_source
+from driftlens.checkpoints.refusals import LIVE, running
+from driftlens.checkpoints.sources import Composed, StateSource, renamed
 from driftlens.models.chain import IMAGE, LayerChain, adapters
+from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.heads import LmScores
-from driftlens.models.lora import lora_source
 from driftlens.models.own_heads import HeadForm
 from driftlens.models.preprocessing import Preprocess, image_preprocess
-from driftlens.models.refusals import LIVE, running
-from driftlens.models.sequential import sequential_chain
-from driftlens.models.sources import Composed, StateSource, renamed
-from driftlens.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class ArchitectureRequest:
 
 
 loaders: Registry[Callable[[ArchitectureRequest], Architecture]] = Registry(
-    "loader", "driftlens.models", "driftlens.loaders"
+    "loader", "driftlens.models.families", "driftlens.loaders"
 )
 """A request -> the architecture that its source describes."""
 

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from driftlens.errors import DataError, SpecError
-from driftlens.registry import Registry
+from driftlens.base.errors import DataError, SpecError
+from driftlens.base.registry import Registry
 
 if TYPE_CHECKING:
     from driftlens.models.frames import Frame, Inputs
@@ -399,7 +399,7 @@ class Adapter(Protocol):
         ...
 
 
-adapters: Registry[Adapter] = Registry("adapter", "driftlens.models", "driftlens.adapters")
+adapters: Registry[Adapter] = Registry("adapter", "driftlens.models.families", "driftlens.adapters")
 """One file of this package each; modules of no family are left to `sequential_chain`."""
 
 

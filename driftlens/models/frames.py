@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from driftlens.errors import SpecError
+from driftlens.base.errors import SpecError
 from driftlens.models.chain import SideInputs, State
 
 OTHER_LIST = (

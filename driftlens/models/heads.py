@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.errors import CheckpointError, DataError, ShapeError, SpecError
-from driftlens.files import from_json, plain_file
+from driftlens.base.errors import CheckpointError, DataError, ShapeError, SpecError
+from driftlens.base.files import from_json, plain_file
+from driftlens.checkpoints.loading import library_folder, open_checkpoint, read_json
+from driftlens.checkpoints.sources import StateSource, check_finite
+from driftlens.checkpoints.weight_files import WEIGHT_FILES
 from driftlens.models.chain import Head, LinearHead, ScoreMap
-from driftlens.models.loading import library_folder, open_checkpoint, read_json
-from driftlens.models.sources import StateSource, check_finite
-from driftlens.models.vocabularies import HEAD
-from driftlens.models.weight_files import WEIGHT_FILES
+from driftlens.models.language.vocabularies import HEAD
 
 if TYPE_CHECKING:
     from driftlens.models.architecture import TextTower

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from driftlens.errors import DataError, IncompatibleModelsError
+from driftlens.base.errors import DataError, IncompatibleModelsError
+from driftlens.checkpoints.sources import StateSource, check_finite
 from driftlens.models.chain import Pool, pooled
 from driftlens.models.frames import find_features, result
 from driftlens.models.heads import class_names
-from driftlens.models.interception import call
-from driftlens.models.sources import StateSource, check_finite
+from driftlens.models.taking_apart.interception import call
 
 _SLOPES = {"__getitem__": 1.0, "dropout": 1.0, "gelu": 1.13, "relu": 1.0, "tanh": 1.0}
 """How much each function stretches at most; GELU does by 1.1290, at the square root of 2."""

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from driftlens.errors import DataError, IncompatibleModelsError
-from driftlens.models.loading import image_processor_config, pretrained
+from driftlens.base.errors import DataError, IncompatibleModelsError
+from driftlens.checkpoints.loading import image_processor_config, pretrained
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from driftlens.models.texts import TextReader
+    from driftlens.models.language.texts import TextReader
 
 
 @dataclass(frozen=True)

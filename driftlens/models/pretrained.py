@@ -6,7 +6,7 @@ import logging
 import pathlib
 from typing import Any
 
-from driftlens.errors import CheckpointError, IncompatibleModelsError, SpecError, did_you_mean
+from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError, did_you_mean
 from driftlens.models.architecture import Architecture
 
 SCHEME = "pretrained:"

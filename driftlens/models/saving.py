@@ -16,12 +16,16 @@ from typing import Any
 
 from torch import Tensor
 
-from driftlens.errors import CheckpointError, IncompatibleModelsError, RunError, ShapeError, SpecError
-from driftlens.files import atomic_folder, atomic_path, require_free, write_json_atomic, write_text_atomic
-from driftlens.models.architecture import Architecture, FolderFormat
-from driftlens.models.chain import LayerChain, ParameterKey, Slot
-from driftlens.models.loading import companion_files, library_folder, read_json
-from driftlens.models.sources import (
+from driftlens.base.errors import CheckpointError, IncompatibleModelsError, RunError, ShapeError, SpecError
+from driftlens.base.files import (
+    atomic_folder,
+    atomic_path,
+    require_free,
+    write_json_atomic,
+    write_text_atomic,
+)
+from driftlens.checkpoints.loading import companion_files, library_folder, read_json
+from driftlens.checkpoints.sources import (
     DTYPES,
     OnDemand,
     StateSource,
@@ -31,7 +35,9 @@ from driftlens.models.sources import (
     renamed,
     require_key,
 )
-from driftlens.models.weight_files import WEIGHT_FILES, shards_of
+from driftlens.checkpoints.weight_files import WEIGHT_FILES, shards_of
+from driftlens.models.architecture import Architecture, FolderFormat
+from driftlens.models.chain import LayerChain, ParameterKey, Slot
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8

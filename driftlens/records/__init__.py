@@ -1,1 +1,1 @@
-"""The run directory: what its tables hold, how it is written, and how it is read without torch."""
+"""Names by which notebooks know rooms of today: `driftlens.runs` and `driftlens.findings`."""

@@ -18,9 +18,9 @@ from pydantic import (
     model_validator,
 )
 
-from driftlens.errors import SpecError
-from driftlens.metrics import METRICS
-from driftlens.registry import Registry
+from driftlens.base.errors import SpecError
+from driftlens.base.metrics import METRICS
+from driftlens.base.registry import Registry
 from driftlens.spec.sections import ClassNames, class_names_given
 from driftlens.spec.types import (
     Count,

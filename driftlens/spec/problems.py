@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from driftlens.errors import SpecError, did_you_mean
+from driftlens.base.errors import SpecError, did_you_mean
 
 RETIRED: Mapping[str, str] = {
     "projection": "Leave it out; `driftlens project` takes method, layer and number of points itself.",

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
-from driftlens.errors import SpecError, did_you_mean
+from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.spec.data import Data
 from driftlens.spec.problems import RETIRED, checked
 from driftlens.spec.sections import (

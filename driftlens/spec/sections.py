@@ -21,8 +21,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from driftlens.diagnostic import diagnostics
-from driftlens.errors import SpecError
+from driftlens.base.diagnostic import diagnostics
+from driftlens.base.errors import SpecError
+from driftlens.spec.published import published_task
 from driftlens.spec.types import (
     PYTHON_TARGET,
     Bytes,
@@ -37,7 +38,6 @@ from driftlens.spec.types import (
     Texts,
     problem,
 )
-from driftlens.suites.published import published_task
 
 
 def _loader_name(loader: str) -> str:
@@ -192,7 +192,7 @@ def _jacobian_kind(given: Any) -> str | None:
 class Metrics(Part):
     """What is measured beyond drift, mismatch and propagation.
 
-    Further keys switch on diagnostics by their names; `driftlens.diagnostic` has the registry.
+    Further keys switch on diagnostics by their names; `driftlens.base.diagnostic` has the registry.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -278,7 +278,7 @@ def _known_suite(name: str) -> str:
 
 
 SuiteTask = Annotated[Text, AfterValidator(_known_suite)]
-"""A task of the published suites (`driftlens.suites.published`), which brings its class names and templates."""
+"""A task of the published suites (`driftlens.spec.published`), which brings its class names and templates."""
 
 
 class TextHead(Part):

@@ -21,8 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from driftlens.errors import SpecError, harmless
-from driftlens.files import expanded
+from driftlens.base.errors import SpecError, harmless
+from driftlens.base.files import expanded
 
 _FILE_SUFFIX = re.compile(r"\.(bin|ckpt|gguf|h5|json|msgpack|npz|onnx|pkl|pt|pth|safetensors)", re.IGNORECASE)
 """Endings that mark a value as a file even where none exists yet; `Llama-3.2-3B` has a dot but no ending."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from driftlens.errors import SpecError
-from driftlens.files import plain_file
+from driftlens.base.errors import SpecError
+from driftlens.base.files import plain_file
 
 # YAML 1.1 reads 1e-4 as text because it has no dot; people mean the number.
 _FLOAT_WITHOUT_DOT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")

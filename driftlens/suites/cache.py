@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from driftlens.errors import SpecError
-from driftlens.files import atomic_folder, sha256_of, write_json_atomic
-from driftlens.progress import Reporter
+from driftlens.base.errors import SpecError
+from driftlens.base.files import atomic_folder, sha256_of, write_json_atomic
+from driftlens.base.progress import Reporter
 from driftlens.suites.recipe import AnyRecipe
 
 RECORD = "suite.json"

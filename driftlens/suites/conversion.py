@@ -1,7 +1,7 @@
 """A task-vector suite as it is passed around (`zeroshot.pt`, `TASK/finetuned.pt`, `head_TASK.pt`) as safetensors.
 
 The files are pickled `ImageEncoder` and `ClassificationHead` objects of code that need not be there: they are read by
-`driftlens.models.pickles`, which runs nothing. Written are the image towers under open_clip's names, the heads as
+`driftlens.checkpoints.pickles`, which runs nothing. Written are the image towers under open_clip's names, the heads as
 class embeddings of unit norm, the architecture as the weights tell it, and a spec to start from.
 """
 
@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlens.errors import CheckpointError, IncompatibleModelsError, RunError, SpecError
-from driftlens.files import atomic_folder, write_json_atomic, write_text_atomic
-from driftlens.models.alignment import tower_prefix
-from driftlens.models.open_clip_vit import CONFIG_FILE, LAYOUT
-from driftlens.models.pickles import Inert, Pickled
+from driftlens.base.errors import CheckpointError, IncompatibleModelsError, RunError, SpecError
+from driftlens.base.files import atomic_folder, write_json_atomic, write_text_atomic
+from driftlens.checkpoints.alignment import tower_prefix
+from driftlens.checkpoints.pickles import Inert, Pickled
+from driftlens.checkpoints.sources import StateSource, renamed
+from driftlens.models.families.open_clip_vit import CONFIG_FILE, LAYOUT
 from driftlens.models.saving import Patched, save_state_dict
-from driftlens.models.sources import StateSource, renamed
-from driftlens.records.layout import escape
+from driftlens.runs.layout import escape
+from driftlens.spec.published import find_published, published_task
 from driftlens.spec.yaml_text import to_yaml
-from driftlens.suites.published import find_published, published_task
 
 _BASES = ("zeroshot.pt", "nonlinear_zeroshot.pt")
 _EXPERTS = ("finetuned.pt", "nonlinear_finetuned.pt")

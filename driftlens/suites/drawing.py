@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from driftlens.registry import Registry
+from driftlens.base.registry import Registry
 
 SIZE = 32
 CANVAS = 2 * SIZE

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from driftlens.files import write_json_atomic
-from driftlens.progress import Reporter
+from driftlens.base.files import write_json_atomic
+from driftlens.base.progress import Reporter
 from driftlens.suites.cache import SCALING, Heard, Suite, describe, kept, save
 from driftlens.suites.drawing import PURPOSES, Purpose, tasks
 from driftlens.suites.recipe import Recipe, stream

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from driftlens.errors import SpecError, did_you_mean
+from driftlens.base.errors import SpecError, did_you_mean
 
 if TYPE_CHECKING:
     from driftlens.suites.reproduce import Suite

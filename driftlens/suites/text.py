@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.progress import Reporter
+from driftlens.base.progress import Reporter
 from driftlens.suites.cache import SCALING, Heard, Suite, describe, kept
 from driftlens.suites.drawing import PURPOSES
 from driftlens.suites.recipe import TextRecipe, stream

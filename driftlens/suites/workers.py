@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from driftlens.errors import RunError
+from driftlens.base.errors import RunError
 
 NUM_WORKERS = 2
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from driftlens.registry import Registry
+from driftlens.base.registry import Registry
 from driftlens.suites.drawing import Purpose
 
 Rules = Mapping[str, str]

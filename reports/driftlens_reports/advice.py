@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from driftlens.errors import DataError
-from driftlens.records.intervals import Interval
-from driftlens.records.reading import estimate, is_measured, number, percent, printable
-from driftlens.records.run import DriftRun
-from driftlens.records.verdict import shares as shares_of
+from driftlens.base.errors import DataError
+from driftlens.base.intervals import Interval
+from driftlens.findings.reading import estimate, is_measured, number, percent, printable
+from driftlens.findings.verdict import shares as shares_of
+from driftlens.runs.run import DriftRun
 
 
 def advice(run: DriftRun) -> dict[str, Any]:

@@ -23,12 +23,12 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import driftlens
-from driftlens.errors import DataError, SpecError
-from driftlens.files import PathLike, atomic_path
-from driftlens.records.checks import CheckReport, check, self_checks
-from driftlens.records.contents import attach
-from driftlens.records.listing import current_state
-from driftlens.records.run import DriftRun, open_run
+from driftlens.base.errors import DataError, SpecError
+from driftlens.base.files import PathLike, atomic_path
+from driftlens.findings.checks import CheckReport, check, self_checks
+from driftlens.runs.contents import attach
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.standing import current_state
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, ChartOptions, Drawn, charts
 from driftlens_reports.charts.words import overlap_notes

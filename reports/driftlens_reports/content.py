@@ -12,8 +12,8 @@ from typing import Any, Literal
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field
 
-from driftlens.records.reading import Kind, Sheet, written
-from driftlens.records.tables import plain
+from driftlens.findings.reading import Kind, Sheet, written
+from driftlens.runs.tables import plain
 
 VERSION = "2.1"
 """Of the JSON format. Within a major version fields are only ever added."""

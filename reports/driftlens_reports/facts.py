@@ -9,15 +9,15 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.records.checks import CheckResult
-from driftlens.records.intervals import Interval, wilson
-from driftlens.records.listing import last_work
-from driftlens.records.outcomes import outcomes
-from driftlens.records.reading import NOT_MEASURED, Kind, Sheet, error, estimate, is_measured, percent
-from driftlens.records.run import DriftRun
-from driftlens.records.tables import plain
-from driftlens.records.verdict import share_of
-from driftlens.variants import title
+from driftlens.base.intervals import Interval, wilson
+from driftlens.base.variants import title
+from driftlens.findings.checks import CheckResult
+from driftlens.findings.outcomes import outcomes
+from driftlens.findings.reading import NOT_MEASURED, Kind, Sheet, error, estimate, is_measured, percent
+from driftlens.findings.verdict import share_of
+from driftlens.runs.run import DriftRun
+from driftlens.runs.standing import last_work
+from driftlens.runs.tables import plain
 
 _SYNTHETIC = (
     "Synthetic demo: samples and models were made by DriftLens itself. "

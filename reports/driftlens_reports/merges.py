@@ -10,10 +10,10 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.errors import RunError
-from driftlens.files import atomic_path, from_json, write_json_atomic, write_text_atomic
-from driftlens.records.layout import COMPARISON
-from driftlens.records.reading import Kind, Sheet, printable
+from driftlens.base.errors import RunError
+from driftlens.base.files import atomic_path, from_json, write_json_atomic, write_text_atomic
+from driftlens.findings.reading import Kind, Sheet, printable
+from driftlens.runs.layout import COMPARISON
 from driftlens_reports.charts import marks, theme, words
 from driftlens_reports.charts.chart import Drawn
 

@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from driftlens.errors import SpecError
-from driftlens.metrics import ATTACHED
-from driftlens.records.arena import arena_rows
-from driftlens.records.intervals import Interval, mean_over_tasks, over_draws, wilson
-from driftlens.records.reading import Kind, Sheet
-from driftlens.records.run import DriftRun
-from driftlens.records.swept import ABLATION, ablation_sheets, with_scores
-from driftlens.records.tables import plain, plain_rows
+from driftlens.base.errors import SpecError
+from driftlens.base.intervals import Interval, mean_over_tasks, over_draws, wilson
+from driftlens.base.metrics import ATTACHED
+from driftlens.base.variants import calibrated
+from driftlens.findings.arena import arena_rows
+from driftlens.findings.reading import Kind, Sheet
+from driftlens.findings.swept import ABLATION, ablation_sheets, with_scores
+from driftlens.runs.run import DriftRun
+from driftlens.runs.tables import plain, plain_rows
 from driftlens.suites.protocols import PROTOCOLS
 from driftlens.suites.reproduce import Printed, Suite
-from driftlens.variants import calibrated
 from driftlens_reports.paper.grid import AVERAGE
 from driftlens_reports.paper.published import CORRUPTED, canonical, merger_title, notes_on, published_tables
 

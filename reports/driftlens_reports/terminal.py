@@ -9,16 +9,16 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.metrics import ACCURACY, METRICS, metric_called, title_of
-from driftlens.projection import Projection
-from driftlens.records.before_after import calibration_sheets, selection_sentences
-from driftlens.records.checks import CheckReport, self_checks
-from driftlens.records.compare import Comparison, mean_score_change
-from driftlens.records.equality import TOLERANCE, Equality
-from driftlens.records.intervals import Interval, mean_over_tasks, p_of, wilson
-from driftlens.records.listing import RunSummary
-from driftlens.records.outcomes import outcomes
-from driftlens.records.reading import (
+from driftlens.base.intervals import Interval, mean_over_tasks, p_of, wilson
+from driftlens.base.metrics import ACCURACY, METRICS, metric_called, title_of
+from driftlens.base.variants import calibrated, title
+from driftlens.findings.before_after import calibration_sheets, selection_sentences
+from driftlens.findings.checks import CheckReport, self_checks
+from driftlens.findings.compare import Comparison, mean_score_change
+from driftlens.findings.listing import RunSummary
+from driftlens.findings.outcomes import outcomes
+from driftlens.findings.projection import Projection
+from driftlens.findings.reading import (
     NOT_MEASURED,
     Sheet,
     error,
@@ -36,11 +36,11 @@ from driftlens.records.reading import (
     size,
     written,
 )
-from driftlens.records.run import DriftRun
-from driftlens.records.swept import ABLATION, ablation_sheets, settings_of
-from driftlens.records.verdict import others_sheet, task_sheet, verdict
-from driftlens.records.verify import VerifyResult
-from driftlens.variants import calibrated, title
+from driftlens.findings.swept import ABLATION, ablation_sheets, settings_of
+from driftlens.findings.verdict import others_sheet, task_sheet, verdict
+from driftlens.runs.equality import TOLERANCE, Equality
+from driftlens.runs.run import DriftRun
+from driftlens.runs.verify import VerifyResult
 from driftlens_reports import facts
 from driftlens_reports.facts import check_sentence, origin_sentence
 

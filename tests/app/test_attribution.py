@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from driftlens.records.run import open_run
+from driftlens.runs.run import open_run
 from driftlens_app.jobs import processes, watch
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.watching import log_text

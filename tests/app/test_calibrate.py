@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.errors import RunError, SpecError
-from driftlens.records.before_after import calibration_sheets
-from driftlens.records.run import open_run
-from driftlens.records.schema import SCHEMA_VERSION
-from driftlens.records.verdict import verdict
+from driftlens.base.errors import RunError, SpecError
+from driftlens.findings.before_after import calibration_sheets
+from driftlens.findings.verdict import verdict
+from driftlens.runs.run import open_run
+from driftlens.runs.schema import SCHEMA_VERSION
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import processes, watch
 from driftlens_app.jobs.record import job_of

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.errors import SpecError
-from driftlens.records.layout import begun_calibration
-from driftlens.records.run import open_run
+from driftlens.base.errors import SpecError
+from driftlens.runs.layout import begun_calibration
+from driftlens.runs.run import open_run
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import processes, start
 from driftlens_app.jobs.record import job_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.records.run import open_run
+from driftlens.runs.run import open_run
 from driftlens_reports.charts.chart import charts, parts_of
 from tests.app.conftest import Open, shown_data
 from tests.app.test_pages import said

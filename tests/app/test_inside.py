@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from driftlens.errors import RunError
-from driftlens.records.run import open_run
+from driftlens.base.errors import RunError
+from driftlens.runs.run import open_run
 from driftlens_app import runs, samples, settings
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import processes, start, watch

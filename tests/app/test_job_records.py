@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from driftlens.records.status import Status, write_status
+from driftlens.runs.status import Status, write_status
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import Job, watch
 from driftlens_app.jobs import watching as log_of_jobs

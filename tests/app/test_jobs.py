@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from driftlens.errors import RunError, RunLockedError, SpecError
-from driftlens.records.lock import RunLock
-from driftlens.records.run import open_run
+from driftlens.base.errors import RunError, RunLockedError, SpecError
+from driftlens.runs.lock import RunLock
+from driftlens.runs.run import open_run
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import Job, cancel, command_line, processes, start, watch
 from driftlens_app.jobs.record import job_of

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.errors import DriftLensError, RunLockedError, SpecError
-from driftlens.records.manifest import read_manifest, write_manifest
-from driftlens.records.status import Status, write_status
+from driftlens.base.errors import DriftLensError, RunLockedError, SpecError
+from driftlens.runs.manifest import read_manifest, write_manifest
+from driftlens.runs.status import Status, write_status
 from driftlens.spec.run import load_spec
 from driftlens_app.drafts import PASTED, PASTED_AS
 from driftlens_app.jobs import Job, command_line, processes, start, watch

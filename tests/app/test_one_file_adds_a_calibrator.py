@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
-from driftlens.settings import Bounds, Label
+from driftlens.base.settings import Bounds, Label
 
 
 @calibrators.register("toy-kinds")

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from driftlens.records.run import open_run
+from driftlens.runs.run import open_run
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
 from driftlens_reports.sections.outline import PRESETS

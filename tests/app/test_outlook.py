@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from driftlens import spec
-from driftlens.progress import ProgressEvent
-from driftlens.records.lock import RunLock
-from driftlens.records.manifest import PhaseInfo
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.writer import RunWriter
+from driftlens.base.progress import ProgressEvent
+from driftlens.runs.lock import RunLock
+from driftlens.runs.manifest import PhaseInfo
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from driftlens_app import outlook
 from driftlens_app.jobs import processes
 from driftlens_app.outlook import ahead, choosing_cost, obstacles, past_cost

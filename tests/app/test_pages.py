@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.records.manifest import read_manifest, write_manifest
-from driftlens.records.run import open_run
-from driftlens.records.verdict import shareable, verdict
+from driftlens.findings.verdict import shareable, verdict
+from driftlens.runs.manifest import read_manifest, write_manifest
+from driftlens.runs.run import open_run
 from driftlens_app.pages import pages, path_of
 from tests.app.conftest import Open, shown_data
 from tests.records.full_run import write_full_run

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.errors import DataError
-from driftlens.records.compare import compare
-from driftlens.records.run import open_run
-from driftlens.records.writer import RunWriter
+from driftlens.base.errors import DataError
+from driftlens.findings.compare import compare
+from driftlens.runs.run import open_run
+from driftlens.runs.writer import RunWriter
 from driftlens_app.jobs import command_line
 from driftlens_app.views.compare import of_task, readable
 from driftlens_app.views.export import Built, build, zipped
@@ -216,7 +216,7 @@ def test_a_single_file_is_handed_out_as_it_is() -> None:
 def test_the_self_checks_are_listed_with_their_verdicts(open_app: Open, root: Path) -> None:
     app = open_app(root, "export")
     app.radio(key="export").set_value("Checks").run()
-    from driftlens.records.checks import self_checks
+    from driftlens.findings.checks import self_checks
 
     report = self_checks(open_run(root / "full"))
     (rows,) = shown_data(app)

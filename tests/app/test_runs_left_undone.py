@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.errors import Cancelled
-from driftlens.records.manifest import read_manifest, write_manifest
-from driftlens.records.run import open_run
-from driftlens.records.status import Status, write_status
-from driftlens.records.writer import RunWriter
+from driftlens.base.errors import Cancelled
+from driftlens.runs.manifest import read_manifest, write_manifest
+from driftlens.runs.run import open_run
+from driftlens.runs.status import Status, write_status
+from driftlens.runs.writer import RunWriter
 from driftlens_app.jobs import command_line, watch
 from tests.app.conftest import Open, until
 from tests.app.test_jobs import begin, finish, state, step

@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from driftlens.errors import LayerNotFoundError, SpecError
-from driftlens.projection import project
-from driftlens.records.layout import THUMB_SIDE as SIDE
-from driftlens.records.layout import texts_file, thumbs_file
-from driftlens.records.run import open_run
+from driftlens.base.errors import LayerNotFoundError, SpecError
+from driftlens.findings.projection import project
+from driftlens.runs.layout import THUMB_SIDE as SIDE
+from driftlens.runs.layout import texts_file, thumbs_file
+from driftlens.runs.run import open_run
 from driftlens_app.jobs.requests import project_request
 from driftlens_app.samples import decisions, pictures, wall_cards
 from driftlens_app.views.output import flipped

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from driftlens.errors import RunError, RunLockedError
-from driftlens.records.run import open_run
+from driftlens.base.errors import RunError, RunLockedError
+from driftlens.runs.run import open_run
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import Request, processes, start
 from driftlens_app.jobs.record import job_of

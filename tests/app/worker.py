@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from driftlens.records.layout import begun_calibration
-from driftlens.records.lock import Owner, RunLock
-from driftlens.records.status import Failure, Status, append_event, write_status
+from driftlens.runs.layout import begun_calibration
+from driftlens.runs.lock import Owner, RunLock
+from driftlens.runs.status import Failure, Status, append_event, write_status
 
 STEPS = 3
 

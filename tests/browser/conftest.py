@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from driftlens.records.layout import THUMB_SIDE as SIDE
-from driftlens.records.layout import thumbs_file
-from driftlens.records.run import DriftRun, open_run
+from driftlens.runs.layout import THUMB_SIDE as SIDE
+from driftlens.runs.layout import thumbs_file
+from driftlens.runs.run import DriftRun, open_run
 from tests.browser.chromium import lacking, launch
 from tests.browser.server import serving
 from tests.pipeline.fixtures import light, world

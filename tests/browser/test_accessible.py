@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.records.run import open_run
+from driftlens.runs.run import open_run
 from driftlens_app.pages import pages
 from tests.browser.reading import drawn, settled
 

@@ -12,8 +12,8 @@ import pytest
 from playwright.sync_api import expect
 
 import driftlens as dl
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.verdict import verdict
+from driftlens.findings.verdict import verdict
+from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import drawn, open_drawer, settled
 from tests.browser.server import serving
 from tests.pipeline.roomy import roomy_run

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from driftlens.records.run import open_run
+from driftlens.runs.run import open_run
 from tests.browser.reading import settled
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.projection import project, stored_projection
-from driftlens.records.run import open_run
+from driftlens.findings.projection import project, stored_projection
+from driftlens.runs.run import open_run
 from driftlens_app.jobs import watch
 from driftlens_app.samples import pictures
 from driftlens_app.settings import Settings

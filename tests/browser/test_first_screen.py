@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.records.layout import texts_file
-from driftlens.records.run import DriftRun, open_run
+from driftlens.runs.layout import texts_file
+from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import settled
 from tests.browser.server import serving
 from tests.records.full_run import write_full_run

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.records.run import open_run
-from driftlens.records.verdict import verdict
+from driftlens.findings.verdict import verdict
+from driftlens.runs.run import open_run
 from driftlens.suites.cache import RECORD
 from driftlens.suites.embedded import embedded_suite
 from driftlens.suites.recipe import Recipe

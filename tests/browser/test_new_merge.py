@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.records.run import DriftRun, open_run
+from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import drawn, open_drawer, settled
 from tests.browser.server import serving
 from tests.pipeline.world import World

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.records.run import DriftRun, open_run
+from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import drawn, settled
 from tests.browser.server import serving
 

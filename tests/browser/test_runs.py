@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.records.run import open_run
+from driftlens.runs.run import open_run
 from driftlens_app.jobs.record import write_job
 from tests.app.test_new_runs import failed
 from tests.browser.reading import settled

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.records.run import open_run
+from driftlens.runs.run import open_run
 from driftlens_app.pages import pages
 from tests.browser.reading import drawn, settled
 from tests.browser.server import serving

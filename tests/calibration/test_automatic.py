@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from driftlens.base.errors import DataError
 from driftlens.calibration.automatic import (
     NUM_FOLDS,
     Decision,
@@ -19,7 +20,6 @@ from driftlens.calibration.automatic import (
 )
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
-from driftlens.errors import DataError
 
 START = FeatCal(0.05, 2.0, 0.3)
 NOISE = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from driftlens.base.errors import SpecError
 from driftlens.calibration.calibrator import Trained, calibrators, require_task_id
 from driftlens.engine.pool import attachment_tensors
-from driftlens.errors import SpecError
 from tests.calibration.helpers import TASKS, subject
 from tests.calibration.training import trained
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from driftlens.base.errors import SpecError
 from driftlens.calibration.calibrator import calibrators, over_preset
 from driftlens.calibration.featcal import PRESETS, FeatCal
-from driftlens.errors import SpecError
 
 
 def test_the_registry_finds_it_by_name() -> None:

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from driftlens.base.errors import Cancelled, DataError, NumericsError, SingularGramError, SpecError
 from driftlens.calibration.featcal import FeatCal
+from driftlens.checkpoints.sources import TensorsSource
 from driftlens.data.samples import Batch
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
-from driftlens.errors import Cancelled, DataError, NumericsError, SingularGramError, SpecError
 from driftlens.linalg.gram import GramSum
-from driftlens.models.sources import TensorsSource
 from tests.calibration.helpers import Subject, batched, calibrated, layers_of, subject, updates_of
 from tests.cases import pool_of
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.featcal import FeatCal
+from driftlens.checkpoints.sources import TensorsSource
 from driftlens.engine.problems import LinearProblem, NormProblem, Problem, SiteUpdate
 from driftlens.engine.site_selection import select_sites
 from driftlens.engine.walk import walk
 from driftlens.linalg.ridge import solve_ridge
 from driftlens.linalg.state import norm, subtract
 from driftlens.models.saving import fused
-from driftlens.models.sources import TensorsSource
 from tests.calibration.helpers import Subject, batched, calibrated, layers_of, subject, updates_of
 from tests.calibration.worlds import WORLDS
 from tests.cases import perturbed, pool_of

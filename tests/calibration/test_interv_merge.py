@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from driftlens.base.errors import IncompatibleModelsError
 from driftlens.calibration.descent import uniform
 from driftlens.calibration.interv_merge import Edit, IntervMerge
 from driftlens.calibration.react import Linear
 from driftlens.engine.pool import attachment_tensors, attachments_from
-from driftlens.errors import IncompatibleModelsError
 from driftlens.models.chain import Layer
 from tests.calibration.helpers import TASKS, subject
 from tests.calibration.training import attention_edited, final_features, trained

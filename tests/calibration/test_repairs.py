@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from driftlens.base.errors import IncompatibleModelsError, SpecError
 from driftlens.calibration.descent import uniform
 from driftlens.calibration.prob_surgery import ProbSurgery, prob_surgery_loss
 from driftlens.calibration.react import ReACT
@@ -17,7 +18,6 @@ from driftlens.calibration.surgery import LowRank, Surgery
 from driftlens.calibration.surgery_v2 import SurgeryV2
 from driftlens.calibration.svc import SVC, stretched
 from driftlens.engine.training import BoundaryFeatures, Course, train_attachments
-from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.chain import Layer
 from tests.calibration.helpers import TASKS, subject
 from tests.calibration.training import Samples, quiet, trained

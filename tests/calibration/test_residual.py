@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from driftlens.base.errors import DataError, NumericsError
 from driftlens.calibration.residual import ResidualCal
+from driftlens.checkpoints.sources import TensorsSource
 from driftlens.data.samples import Batch
 from driftlens.engine.step_weights import ExpertGradients, groups_of
 from driftlens.engine.steps import added_to
-from driftlens.errors import DataError, NumericsError
 from driftlens.linalg.joint_ridge import WIDEST, JointMoments, Ridges, choose_ridges, solve_joint, total
-from driftlens.models.sources import TensorsSource
 from tests.calibration.helpers import TASKS, calibrated, layers_of, part, subject, updates_of
 from tests.reference import residual as reference
 from tests.reference.drift import STEPS

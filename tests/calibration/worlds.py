@@ -14,9 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, State, Tap, adapters
-from driftlens.models.hf_decoder import decoder_chain as hf_decoder_chain
-from driftlens.models.sequential import sequential_chain
-from driftlens.models.sites import registered_sites, tapped
+from driftlens.models.families.hf_decoder import decoder_chain as hf_decoder_chain
+from driftlens.models.families.sequential import sequential_chain
+from driftlens.models.taking_apart.sites import registered_sites, tapped
 from tests.cases import CASES, Case, perturbed, rows, with_seed
 from tests.reference import decoder, t5
 from tests.reference.calibration import PlainBlock, TokenWeights

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from driftlens.records.run import DriftRun
+from driftlens.runs.run import DriftRun
 from driftlens_reports.advice import advice, advice_text
 from tests.cli.conftest import Result
 from tests.pipeline.world import NUM_TEST, World, clip, pixels, write_spec

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from driftlens.pipeline.study.card import escaped
-from driftlens.records.before_after import selection_sentences
-from driftlens.records.run import DriftRun, open_run
+from driftlens.findings.before_after import selection_sentences
+from driftlens.jobs.study.card import escaped
+from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.build import Report
 from driftlens_reports.terminal import before_after_text
 from tests.cli.conftest import Result

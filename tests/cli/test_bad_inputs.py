@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from driftlens.records.run import DriftRun, open_run
+from driftlens.runs.run import DriftRun, open_run
 from tests.cli.conftest import Result
 from tests.cli.spoiled import CASES, TASK, Bench, no_gpu
 from tests.pipeline.world import LOGIT_SCALE, World, write_spec

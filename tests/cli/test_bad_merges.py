@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from driftlens.base.settings import settings_of
 from driftlens.merging.method import merge_methods
-from driftlens.settings import settings_of
 from tests.cli.conftest import Result
 from tests.merging.applying import FEW
 from tests.models.test_lora import train

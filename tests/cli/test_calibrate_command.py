@@ -12,9 +12,9 @@ import pytest
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
-from driftlens.pipeline.preflight import rehearsal
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.writer import RunWriter
+from driftlens.jobs.preflight import rehearsal
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from tests.cli.conftest import Result
 from tests.cli.worker import COMMAND
 from tests.pipeline.calibrating import NAME, VARIANT, copied, files_of, same_rows

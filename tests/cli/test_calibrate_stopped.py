@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from driftlens.records.manifest import read_manifest
-from driftlens.records.run import DriftRun, open_run
+from driftlens.runs.manifest import read_manifest
+from driftlens.runs.run import DriftRun, open_run
 from tests.cli.conftest import Result
 from tests.cli.worker import COMMAND
 from tests.pipeline.calibrating import NAME, copied, files_of, same_rows

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from driftlens.calibration.featcal import FeatCal
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.study.card import calibration_command, model_card
-from driftlens.records.run import DriftRun
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.study.card import calibration_command, model_card
+from driftlens.runs.run import DriftRun
 from tests.cli.conftest import Result
 from tests.pipeline.calibrating import NAME, copied, request
 

@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchvision.transforms import Compose, Normalize
 
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.models.families.vit import scrambled
 from driftlens.models.heads import file_head, linear_head
-from driftlens.models.loading import open_checkpoint
-from driftlens.models.vit import scrambled
 from driftlens.spec import load_spec
 from driftlens.spec.sections import LinearHead
 from tests.cli.conftest import Result

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from driftlens.records.run import open_run
-from driftlens.records.verdict import verdict
+from driftlens.findings.verdict import verdict
+from driftlens.runs.run import open_run
 from driftlens.suites.text import text_suite
 from tests.cli.conftest import Result
 from tests.pipeline.calibrating import CONTROL, VARIANT

@@ -7,7 +7,7 @@ import pathlib
 import re
 from collections.abc import Callable
 
-from driftlens.records.run import open_run
+from driftlens.runs.run import open_run
 from tests.cli.conftest import Result
 from tests.pipeline.world import World, write_spec
 

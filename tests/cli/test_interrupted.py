@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
-from driftlens.errors import Cancelled
-from driftlens.progress import CancelToken, ProgressEvent
-from driftlens.records.lock import owner_of
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.writer import RunWriter
+from driftlens.base.errors import Cancelled
+from driftlens.base.progress import CancelToken, ProgressEvent
+from driftlens.runs.lock import owner_of
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from tests.cli.conftest import Result
 from tests.cli.worker import COMMAND, analyzing
 from tests.pipeline.world import TASKS, World, write_spec

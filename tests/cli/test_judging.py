@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import driftlens as dl
-from driftlens.records.compare import compare
-from driftlens.records.run import open_run
+from driftlens.findings.compare import compare
+from driftlens.runs.run import open_run
 from tests.cli.conftest import Result
 from tests.records.full_run import Size, write_full_run
 from tests.records.spoiling import spoil

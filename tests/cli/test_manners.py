@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from driftlens.cli.app import interrupt
-from driftlens.records.run import DriftRun, open_run
+from driftlens.runs.run import DriftRun, open_run
 from driftlens.spec import load_spec
-from driftlens.templates import template_names
+from driftlens.spec.templates import template_names
 from driftlens_reports.charts.chart import charts
 from tests.cli.conftest import Result
 from tests.cli.worker import COMMAND

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import driftlens as dl
-from driftlens.errors import Cancelled, RunError
-from driftlens.progress import CancelToken, ProgressEvent
-from driftlens.records.run import DriftRun
+from driftlens.base.errors import Cancelled, RunError
+from driftlens.base.progress import CancelToken, ProgressEvent
+from driftlens.runs.run import DriftRun
 from tests.cli.conftest import Result
 from tests.cli.worker import started
 from tests.models.clip import under_transformers_names

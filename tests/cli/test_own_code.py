@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import driftlens as dl
-from driftlens.records.run import DriftRun
+from driftlens.runs.run import DriftRun
 from tests.cli.conftest import Result
 from tests.pipeline.world import write_spec
 
@@ -63,7 +63,7 @@ import own_net
 @loaders.register("toy-net")
 def load_toy(request):
     from dataclasses import replace
-    from driftlens.access import Access
+    from driftlens.base.access import Access
     found = load_architecture("python:own_net:load", request.source, access=Access(trust=True))
     return replace(found, loader="toy-net")
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from driftlens.models.loading import open_checkpoint
+from driftlens.checkpoints.loading import open_checkpoint
 from tests.cli.conftest import Result
 from tests.models.test_hf_decoder import CONFIGS, saved
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from driftlens.models import loading, weight_files
-from driftlens.models.sources import SafetensorsSource
+from driftlens.checkpoints import loading, weight_files
+from driftlens.checkpoints.sources import SafetensorsSource
 from tests.cli.conftest import Result
 from tests.models.towers import hf_folder, hf_tower
 from tests.pipeline.world import write_spec

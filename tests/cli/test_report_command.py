@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from driftlens.records.run import open_run
-from driftlens.records.verify import verify
+from driftlens.runs.run import open_run
+from driftlens.runs.verify import verify
 from tests.cli.conftest import Result
 from tests.records.full_run import Size, write_full_run
 

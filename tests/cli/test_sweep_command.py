@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.writer import RunWriter
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from tests.cli.conftest import Result
 from tests.pipeline.calibrating import copied, files_of
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from driftlens.errors import Cancelled
+from driftlens.base.errors import Cancelled
 from tests.cli.conftest import Result
 
 COMMANDS = {
-    "analyze": ("driftlens.pipeline.analyze.job.analyze", ("{spec}",)),
-    "evaluate": ("driftlens.pipeline.analyze.job.evaluate", ("run",)),
-    "calibrate": ("driftlens.pipeline.calibrate.job.calibrate", ("run", "--name", "x")),
-    "sweep": ("driftlens.pipeline.search.sweep.sweep", ("run", "--param", "lam=0.1")),
-    "validate": ("driftlens.pipeline.preflight.job.preflight", ("{spec}",)),
+    "analyze": ("driftlens.jobs.analyze.job.analyze", ("{spec}",)),
+    "evaluate": ("driftlens.jobs.analyze.job.evaluate", ("run",)),
+    "calibrate": ("driftlens.jobs.calibrate.job.calibrate", ("run", "--name", "x")),
+    "sweep": ("driftlens.jobs.contest.sweep.sweep", ("run", "--param", "lam=0.1")),
+    "validate": ("driftlens.jobs.preflight.job.preflight", ("{spec}",)),
     "demo": ("driftlens.suites.embedded.embedded_suite", ("--out", "demo")),
 }
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from driftlens.models.chain import LayerChain, adapters
-from driftlens.models.sequential import NAME, sequential_chain
+from driftlens.models.families.sequential import NAME, sequential_chain
 from tests.models.clip import chain_states, largest_difference, parameters
 from tests.tiny import tiny_stack, two_texts
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from driftlens.diagnostic import diagnostics
-from driftlens.records.schema import ATTRIBUTED, EXPLAIN, LAYERS, TABLES
+from driftlens.base.diagnostic import diagnostics
+from driftlens.runs.schema import ATTRIBUTED, EXPLAIN, LAYERS, TABLES
 from driftlens.spec.sections import Metrics
 
 declared = {(table.name, column.name): column.option for table in TABLES.values() for column in table.columns}

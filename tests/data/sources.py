@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from driftlens.access import Access
+from driftlens.base.access import Access
 from driftlens.data.sources import Split, SplitView, data_sources
 from driftlens.spec import load_spec
 from driftlens.spec.data import TaskData as TaskEntry

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from driftlens.base.errors import DataError
 from driftlens.data.task_data import require_same_classes
-from driftlens.errors import DataError
 
 
 def differing(data: list[str], head: list[str], *, all_of_head: bool = True) -> DataError:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from driftlens.base.errors import DataError
 from driftlens.data.samples import draw, unequal_counts
 from driftlens.data.sources import SplitView
-from driftlens.errors import DataError
 
 
 def view_of(count: int) -> SplitView:

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import constants
 from PIL import Image
 
-from driftlens.errors import DataError
+from driftlens.base.errors import DataError
 from tests.data.sources import colour, images, labels_of, opened
 
 NAMES = ["sedan", "T-shirt/top", "花"]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from torchvision.datasets import ImageFolder
 
+from driftlens.base.errors import DataError
 from driftlens.data.task_data import open_task_data
-from driftlens.errors import DataError
 from driftlens.spec.data import DataDefaults
 from tests.data.sources import colour, entry_of, images, labels_of, opened, shades, write_images
 

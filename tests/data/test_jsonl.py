@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from driftlens.errors import DataError
+from driftlens.base.errors import DataError
 from tests.data.sources import opened
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from driftlens.errors import DataError
+from driftlens.base.errors import DataError
 from tests.data.sources import images, labels_of, opened
 
 RNG = np.random.default_rng(0)

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from driftlens.access import Access
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError
 from driftlens.data.sources import Split, SplitView
 from driftlens.data.table import open_table
 from driftlens.data.task_data import open_task_data
-from driftlens.errors import DataError
 from driftlens.spec import load_spec
 from driftlens.spec.data import DataDefaults
 from tests.data.sources import entry_of, images, labels_of, opened, shades, write_images

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.access import Access
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError
 from driftlens.data.task_data import TaskData, open_task_data
-from driftlens.errors import DataError
 from driftlens.spec.data import DataDefaults
 from tests.data.sources import entry_of, write_images
 

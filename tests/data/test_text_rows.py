@@ -9,10 +9,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from driftlens.base.errors import DataError, DriftLensError, SpecError
 from driftlens.data.task_data import TaskData, open_task_data
-from driftlens.errors import DataError, DriftLensError, SpecError
-from driftlens.models.chat import rendered
-from driftlens.models.texts import TextReader
+from driftlens.models.language.chat import rendered
+from driftlens.models.language.texts import TextReader
 from driftlens.spec import load_spec
 from driftlens.spec.data import DataDefaults, fields_of, filled
 from driftlens.spec.yaml_text import to_yaml

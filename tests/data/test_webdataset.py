@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from driftlens.base.errors import DataError
 from driftlens.data.sources import SplitView
-from driftlens.errors import DataError
 from tests.data.sources import colour, images, labels_of, opened, shades
 
 

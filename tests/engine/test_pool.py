@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from driftlens.base.errors import IncompatibleModelsError, NumericsError
+from driftlens.checkpoints.sources import TensorsSource
 from driftlens.engine.pool import LayerMap, ModelPool, streamed_weights
 from driftlens.engine.walk import forward, waiting_bytes, walk
-from driftlens.errors import IncompatibleModelsError, NumericsError
-from driftlens.models.sources import TensorsSource
 from tests.cases import CASES, Family, family
 
 CASE = CASES["open_clip_vit"]

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from driftlens.base.errors import NumericsError
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
+from driftlens.checkpoints.sources import TensorsSource, module_source
 from driftlens.engine.problems import ClosedForm
 from driftlens.engine.read_ahead import ReadAhead
 from driftlens.engine.walk import walk
-from driftlens.errors import NumericsError
-from driftlens.models.sources import TensorsSource, module_source
 from tests.calibration.helpers import layers_of, subject, updates_of
 from tests.cases import CASES, Family, family, perturbed
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
+from driftlens.base.errors import LayerNotFoundError
 from driftlens.engine.site_selection import select_sites, site_groups, site_path
-from driftlens.errors import LayerNotFoundError
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import adapters
 from tests.cases import with_seed

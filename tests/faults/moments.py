@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-import driftlens.records.lock as lock
-from driftlens.progress import Reporter
+import driftlens.runs.lock as lock
+from driftlens.base.progress import Reporter
 
 WRITING = frozenset({"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"})
 """Events of `sys.addaudithook` that change files; `open` only for writing."""

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from driftlens.records.run import DriftRun
+from driftlens.runs.run import DriftRun
 from tests.faults.essence import differences, essence
 from tests.faults.moments import FAULTS
 from tests.faults.worker import AS_ANYBODY, Ended, Server, serving

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from driftlens.base.errors import ShapeError
 from driftlens.diagnostics.attribution import Contributions, JacobianSettings, PrefixSwaps
 from driftlens.engine.walk import LayerView, decompose, walk
-from driftlens.errors import ShapeError
 from driftlens.linalg.state import PathJacobian, inner, norm, relative_error, subtract
 from tests.cases import CASES, Family, family
 

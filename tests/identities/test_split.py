@@ -156,7 +156,7 @@ def test_one_block_and_one_token_are_enough(rounding: float) -> None:
     from open_clip.transformer import VisionTransformer
 
     from driftlens.models.chain import adapters
-    from driftlens.models.vit import scrambled
+    from driftlens.models.families.vit import scrambled
     from tests.cases import Case, pixels
 
     case = Case(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.errors import ShapeError
+from driftlens.base.errors import ShapeError
 from driftlens.linalg.cka import linear_cka
 
 

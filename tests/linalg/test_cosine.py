@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driftlens.errors import ShapeError
+from driftlens.base.errors import ShapeError
 from driftlens.linalg.state import expert_cosine
 
 

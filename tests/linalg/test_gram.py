@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.errors import ShapeError
+from driftlens.base.errors import ShapeError
 from driftlens.linalg.gram import GramPool, GramSum, add_scaled
 from driftlens.linalg.output_cross import OutputCross
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from driftlens.errors import NumericsError, ShapeError, SingularGramError, SpecError
+from driftlens.base.errors import NumericsError, ShapeError, SingularGramError, SpecError
 from driftlens.linalg.cholesky import factorize, probe, stationarity_error
 from driftlens.linalg.norm_affine import NormMoments, solve_layer_norm, solve_rms_norm
 from driftlens.linalg.ridge import Moments, ridge_factor, solve_bias, solve_ridge, solve_weight

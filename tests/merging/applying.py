@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from driftlens.base.variants import expert_of
+from driftlens.checkpoints.sources import TensorsSource
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
+from driftlens.jobs.study.merging import merged_source
+from driftlens.jobs.study.opening import OpenModels
+from driftlens.jobs.study.study import Settings, Study, TaskSamples
 from driftlens.merging.method import MergeMethod, StateDict
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import LinearHead
-from driftlens.models.sources import TensorsSource
-from driftlens.models.vit import scrambled
-from driftlens.pipeline.study.merging import merged_source
-from driftlens.pipeline.study.opening import OpenModels
-from driftlens.pipeline.study.study import Settings, Study, TaskSamples
-from driftlens.variants import expert_of
+from driftlens.models.families.vit import scrambled
 from tests import tiny
 from tests.tiny import TinyStack
 

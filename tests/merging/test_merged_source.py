@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.engine.site_rows import rows_and_output
-from driftlens.errors import (
+from driftlens.base.errors import (
     Cancelled,
     CheckpointError,
     DriftLensError,
@@ -23,13 +22,14 @@ from driftlens.errors import (
     ShapeError,
     SpecError,
 )
+from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
+from driftlens.base.registry import Registry
+from driftlens.base.variants import expert_of
+from driftlens.checkpoints.sources import TensorsSource
+from driftlens.engine.site_rows import rows_and_output
+from driftlens.jobs.study import merging
+from driftlens.jobs.study.merging import merged_source, site_moments
 from driftlens.merging.method import Reads, merge_methods
-from driftlens.models.sources import TensorsSource
-from driftlens.pipeline.study import merging
-from driftlens.pipeline.study.merging import merged_source, site_moments
-from driftlens.progress import CancelToken, ProgressEvent, Reporter
-from driftlens.registry import Registry
-from driftlens.variants import expert_of
 from tests import tiny
 from tests.merging.applying import FEW, Tensors, open_models, random_model, study_of
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from driftlens.errors import SpecError
+from driftlens.base.errors import SpecError
+from driftlens.base.settings import settings_of
+from driftlens.jobs.calibrate.job import _anchor
 from driftlens.merging.method import MergeMethod, merge_methods
-from driftlens.pipeline.calibrate.job import _anchor
-from driftlens.settings import settings_of
 from tests.merging.applying import Tensors, apply, states
 
 Sides = tuple[Tensors, Tensors]

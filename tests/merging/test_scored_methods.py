@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from driftlens.errors import Cancelled, SpecError
+from driftlens.base.errors import Cancelled, SpecError
+from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
+from driftlens.jobs.study.merging import merged_source
 from driftlens.merging.method import merge_methods
 from driftlens.models.chain import LinearHead
-from driftlens.pipeline.study.merging import merged_source
-from driftlens.progress import CancelToken, ProgressEvent, Reporter
 from tests.merging.applying import apply, head_of, open_models, random_model, study_of
 from tests.merging.test_matrix_methods import calibration_images, stacks
 from tests.reference import matrix_merging as reference

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from driftlens.errors import NumericsError, SpecError
+from driftlens.base.errors import NumericsError, SpecError
 from driftlens.merging.della import keep_chances
 from driftlens.merging.method import merge_methods
 from tests.merging.applying import Tensors, apply, random_model, random_state, states

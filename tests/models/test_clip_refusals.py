@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from driftlens.errors import IncompatibleModelsError
-from driftlens.models.hf_clip_vit import HfClipViT
-from driftlens.models.open_clip_vit import OpenClipViT
+from driftlens.base.errors import IncompatibleModelsError
+from driftlens.models.families.hf_clip_vit import HfClipViT
+from driftlens.models.families.open_clip_vit import OpenClipViT
 from tests.models.towers import HF_VISION, hf_tower, hf_whole, open_clip_tower
 
 

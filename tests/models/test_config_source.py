@@ -10,8 +10,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import EntryNotFoundError
 
-from driftlens.errors import CheckpointError
-from driftlens.models.loading import read_config
+from driftlens.base.errors import CheckpointError
+from driftlens.checkpoints.loading import read_config
 
 
 class Hub:

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from driftlens.errors import IncompatibleModelsError, RunError, SpecError
+from driftlens.base.errors import IncompatibleModelsError, RunError, SpecError
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.sources import StateSource, TensorsSource, module_source
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
-from driftlens.models.loading import open_checkpoint
 from driftlens.models.saving import Patched, fused, save_model
-from driftlens.models.sources import StateSource, TensorsSource, module_source
 from tests.models.clip import chain_states, parameters
 from tests.models.towers import hf_folder, hf_tower, open_clip_folder, open_clip_tower, pixels
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import driftlens as dl
+from driftlens.base.errors import DriftLensError, IncompatibleModelsError
+from driftlens.checkpoints.sources import module_source
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.site_selection import coverage, select_sites
-from driftlens.errors import DriftLensError, IncompatibleModelsError
+from driftlens.jobs.analyze.live import live_study
 from driftlens.models.chain import pooled
+from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.frames import result
-from driftlens.models.sequential import sequential_chain
-from driftlens.models.sources import module_source
-from driftlens.pipeline.analyze.live import live_study
 from tests.cases import perturbed, with_seed
 from tests.models.families import FAMILIES, Family
 from tests.models.test_sequential import assert_close, plain_forward, walk

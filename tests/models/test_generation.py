@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from driftlens.models.generation import generate
-from driftlens.models.texts import TextReader
+from driftlens.models.language.generation import generate
+from driftlens.models.language.texts import TextReader
 from tests.models.tokenizers import word_tokenizer
 
 QUESTIONS = ("is it red", "no", "is green it blue yes no red")

@@ -11,12 +11,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlens.errors import CheckpointError, DataError, DriftLensError, NumericsError, ShapeError, SpecError
+from driftlens.base.errors import (
+    CheckpointError,
+    DataError,
+    DriftLensError,
+    NumericsError,
+    ShapeError,
+    SpecError,
+)
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.sources import StateSource, TensorsSource
 from driftlens.models.architecture import TextTower, load_architecture
 from driftlens.models.chain import Head
 from driftlens.models.heads import class_names, file_head, linear_head, text_head
-from driftlens.models.loading import open_checkpoint
-from driftlens.models.sources import StateSource, TensorsSource
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.models.towers import hf_folder, open_clip_folder
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 import transformers
 
+from driftlens.base.errors import IncompatibleModelsError
+from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward
-from driftlens.errors import IncompatibleModelsError
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
-from driftlens.models.generation import generate
 from driftlens.models.heads import LmHead
-from driftlens.models.loading import open_checkpoint
-from driftlens.models.texts import Text
+from driftlens.models.language.generation import generate
+from driftlens.models.language.texts import Text
 from tests.cases import perturbed, with_seed
 from tests.models.tokenizers import word_tokenizer
 

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from driftlens.base.errors import DataError, IncompatibleModelsError, NumericsError
+from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.diagnostics.output import score_gains
-from driftlens.errors import DataError, IncompatibleModelsError, NumericsError
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.chain import State, pooled
-from driftlens.models.loading import open_checkpoint
 from driftlens.models.own_heads import OwnHead, behind_core
 from tests.models.encoders import PARAMS, TEXTS, encoder, logits, save
 

@@ -13,13 +13,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from driftlens.base.errors import DataError, IncompatibleModelsError
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.sources import StateSource, TensorsSource
 from driftlens.engine.pool import ModelPool
-from driftlens.errors import DataError, IncompatibleModelsError
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
-from driftlens.models.hf_t5 import HfT5
-from driftlens.models.loading import open_checkpoint
+from driftlens.models.families.hf_t5 import HfT5
 from driftlens.models.saving import save_model
-from driftlens.models.sources import StateSource, TensorsSource
 from tests.cases import perturbed
 from tests.contracts.test_adapters import samples
 from tests.models.clip import chain_states, largest_difference

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from driftlens.models.likelihoods import log_likelihoods
-from driftlens.models.texts import TextReader
+from driftlens.models.language.likelihoods import log_likelihoods
+from driftlens.models.language.texts import TextReader
 from tests.models.test_generation import QUESTIONS, llama, t5
 from tests.models.tokenizers import word_tokenizer
 

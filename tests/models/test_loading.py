@@ -16,11 +16,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from driftlens.base.errors import CheckpointError, IncompatibleModelsError, NumericsError
+from driftlens.checkpoints.loading import (
+    companion_files,
+    library_folder,
+    open_checkpoint,
+    pretrained,
+    read_config,
+)
+from driftlens.checkpoints.sources import StateSource, check_finite, content_digest, module_source, renamed
+from driftlens.checkpoints.weight_files import SAFE_TORCH, torch_version
 from driftlens.cli import main
-from driftlens.errors import CheckpointError, IncompatibleModelsError, NumericsError
-from driftlens.models.loading import companion_files, library_folder, open_checkpoint, pretrained, read_config
-from driftlens.models.sources import StateSource, check_finite, content_digest, module_source, renamed
-from driftlens.models.weight_files import SAFE_TORCH, torch_version
 
 Weights = dict[str, Tensor]
 

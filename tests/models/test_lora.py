@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from driftlens.errors import CheckpointError
-from driftlens.models import lora
-from driftlens.models.loading import open_checkpoint
-from driftlens.models.lora import lora_source
-from driftlens.models.sources import StateSource, TensorsSource, module_source, renamed
+from driftlens.base.errors import CheckpointError
+from driftlens.checkpoints import lora
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.lora import lora_source
+from driftlens.checkpoints.sources import StateSource, TensorsSource, module_source, renamed
 
 # peft 0.21 asks transformers 5 for an attribute that this has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

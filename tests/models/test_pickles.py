@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from driftlens.errors import CheckpointError
-from driftlens.models import pickles
-from driftlens.models.loading import open_checkpoint
-from driftlens.models.pickles import Inert, Pickled
+from driftlens.base.errors import CheckpointError
+from driftlens.checkpoints import pickles
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.pickles import Inert, Pickled
 from tests.models.hostile import (
     Calls,
     float_storage,

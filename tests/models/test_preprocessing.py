@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from driftlens.errors import DataError, IncompatibleModelsError
+from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.models.preprocessing import Preprocess, hf_preprocess, open_clip_preprocess
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073])

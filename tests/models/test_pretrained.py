@@ -12,12 +12,12 @@ import open_clip
 import pytest
 from safetensors.torch import save_file
 
-from driftlens.access import Access
-from driftlens.errors import CheckpointError, IncompatibleModelsError, SpecError
+from driftlens.base.access import Access
+from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError
+from driftlens.jobs.study.opening import open_models
 from driftlens.models.architecture import Architecture, load_architecture
+from driftlens.models.families.vit import scrambled
 from driftlens.models.pretrained import resolve_pretrained
-from driftlens.models.vit import scrambled
-from driftlens.pipeline.study.opening import open_models
 from driftlens.spec import load_spec
 from tests.models.towers import OPEN_CLIP_CONFIG, open_clip_folder
 from tests.specs import minimal

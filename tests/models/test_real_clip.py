@@ -15,11 +15,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.sources import StateSource
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.heads import file_head, text_head
-from driftlens.models.loading import open_checkpoint
 from driftlens.models.saving import save_model
-from driftlens.models.sources import StateSource
 from tests.models.clip import chain_states, under_transformers_names
 
 FORMS: dict[str, Callable[[pathlib.Path, str], tuple[Architecture, StateSource]]] = {

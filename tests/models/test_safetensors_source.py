@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlens.errors import CheckpointError
-from driftlens.models import sources
-from driftlens.models.sources import SafetensorsSource
+from driftlens.base.errors import CheckpointError
+from driftlens.checkpoints import sources
+from driftlens.checkpoints.sources import SafetensorsSource
 
 
 @pytest.fixture

@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from driftlens.errors import NumericsError
+from driftlens.base.errors import NumericsError
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.sources import StateSource, content_digest
 from driftlens.models.architecture import Architecture, load_architecture
+from driftlens.models.families.hf_t5 import HfT5
 from driftlens.models.heads import text_head
-from driftlens.models.hf_t5 import HfT5
-from driftlens.models.loading import open_checkpoint
 from driftlens.models.saving import Patched, save_model
-from driftlens.models.sources import StateSource, content_digest
 from tests.models import encoders
 from tests.models.clip import chain_states
 from tests.models.test_hf_decoder import CONFIGS, saved

@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from driftlens.errors import CheckpointError, NumericsError, RunError, ShapeError
-from driftlens.models.loading import open_checkpoint
+from driftlens.base.errors import CheckpointError, NumericsError, RunError, ShapeError
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.sources import OnDemand, StateSource, TensorHeader, TensorsSource, content_digest
 from driftlens.models.saving import Patched, save_state_dict
-from driftlens.models.sources import OnDemand, StateSource, TensorHeader, TensorsSource, content_digest
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from driftlens.errors import DataError, IncompatibleModelsError, NumericsError, SpecError
+from driftlens.base.errors import DataError, IncompatibleModelsError, NumericsError, SpecError
+from driftlens.checkpoints.sources import module_source
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import LayerChain, State
+from driftlens.models.families.sequential import check_deterministic, sequential_chain
 from driftlens.models.frames import result
-from driftlens.models.sequential import check_deterministic, sequential_chain
-from driftlens.models.sources import module_source
 from tests.models.stacks import STACKS, WIDTH, Plain, Residual, Stack, rows
 from tests.tiny import tiny_stack
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import driftlens as dl
+from driftlens.checkpoints.sources import module_source
 from driftlens.engine.layer_sums import normalised
 from driftlens.models.chain import Layer, LayerChain, pooled
-from driftlens.models.sequential import sequential_chain
-from driftlens.models.sources import module_source
+from driftlens.models.families.sequential import sequential_chain
 
 CHANNELS = 6
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from driftlens.errors import SpecError
-from driftlens.models.texts import Text, TextReader, hf_text_preprocess
+from driftlens.base.errors import SpecError
+from driftlens.models.language.texts import Text, TextReader, hf_text_preprocess
 from tests.models.tokenizers import word_tokenizer
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from driftlens.errors import IncompatibleModelsError
-from driftlens.models.tokenizer_files import MOST_EXTRA, MOST_GROWTH, MOST_TOKENS, bounded_tokenizer
+from driftlens.base.errors import IncompatibleModelsError
+from driftlens.checkpoints.tokenizer_files import MOST_EXTRA, MOST_GROWTH, MOST_TOKENS, bounded_tokenizer
 from tests.models.tokenizers import word_tokenizer
 
 FAR = MOST_TOKENS + 1

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import driftlens as dl
-from driftlens.access import Access
-from driftlens.errors import DriftLensError, IncompatibleModelsError
-from driftlens.models import refusals
+from driftlens.base.access import Access
+from driftlens.base.errors import DriftLensError, IncompatibleModelsError
+from driftlens.checkpoints import refusals
+from driftlens.checkpoints.sources import TensorsSource
 from driftlens.models.architecture import architecture_of, load_architecture, loaders
-from driftlens.models.sources import TensorsSource
 from tests.cases import perturbed, with_seed
 from tests.models.towers import HF_VISION, hf_tower, open_clip_folder, open_clip_tower
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.models.vit import scrambled
+from driftlens.models.families.vit import scrambled
 
 VISION = {
     "image_size": 16,

@@ -9,11 +9,11 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.errors import Cancelled
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.calibrate.plan import CalibrationRequest
-from driftlens.progress import CancelToken, ProgressEvent
-from driftlens.records.run import DriftRun
+from driftlens.base.errors import Cancelled
+from driftlens.base.progress import CancelToken, ProgressEvent
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.calibrate.plan import CalibrationRequest
+from driftlens.runs.run import DriftRun
 
 TABLES = ("layers", "samples", "outputs", "params", "accuracy")
 NAME, VARIANT, CONTROL = "featcal", "calibrated:featcal", "baseline:featcal-anchor"

@@ -9,9 +9,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlens.pipeline.preflight.job import preflight
-from driftlens.pipeline.preflight.outcome import Preflight
-from driftlens.pipeline.study.suspicion import Finding
+from driftlens.jobs.preflight.job import preflight
+from driftlens.jobs.preflight.outcome import Preflight
+from driftlens.jobs.study.suspicion import Finding
 from driftlens.spec import load_spec
 from tests.pipeline.world import Weights, World
 

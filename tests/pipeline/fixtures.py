@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 import driftlens as dl
-from driftlens.records.run import DriftRun
+from driftlens.runs.run import DriftRun
 from tests.pipeline.world import World, build
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from driftlens.records.run import DriftRun
+from driftlens.runs.run import DriftRun
 from tests.pipeline.world import LOGIT_SCALE, World, clip, labels, merged_weights, pixels
 from tests.reference.drift import Row, drift_rows, open_clip_steps
 

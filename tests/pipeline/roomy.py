@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import driftlens as dl
-from driftlens.pipeline.search.trials import Trials
-from driftlens.records.run import DriftRun
+from driftlens.jobs.contest.trials import Trials
+from driftlens.runs.run import DriftRun
 from tests.pipeline.world import CLASSES, World, write_images
 
 COUNT = 16

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import driftlens as dl
+from driftlens.base.errors import Cancelled
+from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.diagnostics.drift import share_intervals
-from driftlens.errors import Cancelled
-from driftlens.pipeline.analyze.job import analyze
-from driftlens.progress import CancelToken, ProgressEvent
-from driftlens.records.listing import find_runs
-from driftlens.records.run import DriftRun
+from driftlens.findings.listing import find_runs
+from driftlens.jobs.analyze.job import analyze
+from driftlens.runs.run import DriftRun
 from tests.pipeline.library import Library, norms, stacked
 from tests.pipeline.world import CLASSES, DEPTH, NUM_TEST, TASKS, World
 

@@ -14,14 +14,14 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
-from driftlens.diagnostic import diagnostics
-from driftlens.errors import Cancelled
-from driftlens.pipeline.analyze.job import explain
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.progress import CancelToken, ProgressEvent
-from driftlens.records.listing import find_runs
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.verify import verify
+from driftlens.base.diagnostic import diagnostics
+from driftlens.base.errors import Cancelled
+from driftlens.base.progress import CancelToken, ProgressEvent
+from driftlens.findings.listing import find_runs
+from driftlens.jobs.analyze.job import explain
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.verify import verify
 from tests.pipeline.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request
 from tests.pipeline.world import TASKS, World
 
@@ -186,8 +186,8 @@ def test_an_attribution_that_was_cancelled_goes_on(
 
 KILLED = """
 import os, sys
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.calibrate.plan import CalibrationRequest
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.calibrate.plan import CalibrationRequest
 calibrate(sys.argv[1], CalibrationRequest(sys.argv[2]), on_measured=lambda run: os._exit(9))
 """
 

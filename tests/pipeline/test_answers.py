@@ -13,21 +13,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from driftlens.errors import DataError, SpecError
-from driftlens.models.generation import generate
-from driftlens.models.likelihoods import log_likelihoods
-from driftlens.models.texts import TextReader
-from driftlens.pipeline.analyze.answers import SPARE_TOKENS
-from driftlens.pipeline.analyze.job import analyze, evaluate
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.calibrate.plan import CalibrationRequest
-from driftlens.pipeline.preflight import job as preflighting
-from driftlens.pipeline.preflight.costs import effort_of, operations
-from driftlens.pipeline.preflight.job import preflight
-from driftlens.pipeline.preflight.load import Load, load_of
-from driftlens.pipeline.search.sweep import SweepRequest, sweep
-from driftlens.records.arena import arena_rows
-from driftlens.records.run import DriftRun, open_run
+from driftlens.base.errors import DataError, SpecError
+from driftlens.findings.arena import arena_rows
+from driftlens.jobs.analyze.answers import SPARE_TOKENS
+from driftlens.jobs.analyze.job import analyze, evaluate
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.calibrate.plan import CalibrationRequest
+from driftlens.jobs.contest.sweep import SweepRequest, sweep
+from driftlens.jobs.preflight import job as preflighting
+from driftlens.jobs.preflight.costs import effort_of, operations
+from driftlens.jobs.preflight.job import preflight
+from driftlens.jobs.preflight.load import Load, load_of
+from driftlens.models.language.generation import generate
+from driftlens.models.language.likelihoods import log_likelihoods
+from driftlens.models.language.texts import TextReader
+from driftlens.runs.run import DriftRun, open_run
 from driftlens.spec import load_spec
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.terminal import sweep_text

@@ -19,16 +19,16 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.access import Access
-from driftlens.errors import DriftLensError, IncompatibleModelsError, SpecError
+from driftlens.base.access import Access
+from driftlens.base.errors import DriftLensError, IncompatibleModelsError, SpecError
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.jobs.preflight.costs import layer_costs
+from driftlens.jobs.preflight.job import preflight
+from driftlens.jobs.study.opening import open_study
 from driftlens.merging.method import merge_methods
 from driftlens.models.architecture import load_architecture
 from driftlens.models.chain import LinearHead
 from driftlens.models.heads import stated_classes
-from driftlens.models.loading import open_checkpoint
-from driftlens.pipeline.preflight.costs import layer_costs
-from driftlens.pipeline.preflight.job import preflight
-from driftlens.pipeline.study.opening import open_study
 from driftlens.spec import load_spec
 from tests.cases import perturbed, with_seed
 

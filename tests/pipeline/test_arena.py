@@ -12,15 +12,15 @@ import yaml
 from typer.testing import CliRunner
 
 import driftlens as dl
+from driftlens.base.errors import DataError, SpecError
 from driftlens.cli import app
-from driftlens.errors import DataError, SpecError
-from driftlens.pipeline.calibrate.plan import CalibrationRequest
-from driftlens.pipeline.preflight.job import preflight
-from driftlens.pipeline.preflight.rehearsal import rehearse
-from driftlens.pipeline.search.arena import Entrant, compete, entrants
-from driftlens.records.arena import arena_rows, arena_sheet
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.verify import verify
+from driftlens.findings.arena import arena_rows, arena_sheet
+from driftlens.jobs.calibrate.plan import CalibrationRequest
+from driftlens.jobs.contest.arena import Entrant, compete, entrants
+from driftlens.jobs.preflight.job import preflight
+from driftlens.jobs.preflight.rehearsal import rehearse
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.verify import verify
 from driftlens.spec import load_spec
 from driftlens_reports.charts.chart import ChartOptions, charts
 from tests.pipeline.calibrating import copied

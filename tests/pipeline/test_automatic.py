@@ -13,26 +13,26 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import driftlens as dl
+from driftlens.base.errors import Cancelled, DataError, SingularGramError, SpecError
+from driftlens.base.progress import ProgressEvent, Reporter
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.data.samples import SampleSet
 from driftlens.engine.site_selection import select_sites
-from driftlens.errors import Cancelled, DataError, SingularGramError, SpecError
+from driftlens.findings.before_after import selection_sentences
+from driftlens.jobs.analyze.evaluation import final_drift
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.contest import trials
+from driftlens.jobs.contest.automatic import BEST, FOLDS, choose_settings
+from driftlens.jobs.contest.judge import LANE, Judge, divergences, drift_scores
+from driftlens.jobs.contest.trials import Trials
+from driftlens.jobs.preflight.rehearsal import rehearse
+from driftlens.jobs.study.card import escaped
+from driftlens.jobs.study.reopening import reopened
+from driftlens.jobs.study.study import Study, TaskSamples
 from driftlens.models.chain import Head
-from driftlens.pipeline.analyze.evaluation import final_drift
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.preflight.rehearsal import rehearse
-from driftlens.pipeline.search import trials
-from driftlens.pipeline.search.automatic import BEST, FOLDS, choose_settings
-from driftlens.pipeline.search.judge import LANE, Judge, divergences, drift_scores
-from driftlens.pipeline.search.trials import Trials
-from driftlens.pipeline.study.card import escaped
-from driftlens.pipeline.study.reopening import reopened
-from driftlens.pipeline.study.study import Study, TaskSamples
-from driftlens.progress import ProgressEvent, Reporter
-from driftlens.records.before_after import selection_sentences
-from driftlens.records.run import DriftRun
+from driftlens.runs.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml
 from tests.pipeline.calibrating import NAME, copied, request
 from tests.pipeline.roomy import COUNT, roomy_run, spoil_merged

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pathlib
 
-from driftlens.pipeline.calibrate.scratch import CalibrationScratch
-from driftlens.records.layout import begun_calibration
+from driftlens.jobs.calibrate.scratch import CalibrationScratch
+from driftlens.runs.layout import begun_calibration
 
 
 def test_the_file_is_there_from_the_beginning_to_the_end(tmp_path: pathlib.Path) -> None:

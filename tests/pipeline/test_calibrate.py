@@ -14,9 +14,9 @@ import yaml
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.records.run import DriftRun
-from driftlens.records.verify import verify
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.runs.run import DriftRun
+from driftlens.runs.verify import verify
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.models.clip import under_transformers_names
 from tests.pipeline.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request, same_rows

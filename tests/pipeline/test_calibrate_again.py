@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import driftlens as dl
-from driftlens.errors import (
+from driftlens.base.errors import (
     CheckpointError,
     DataError,
     DriftLensError,
@@ -22,15 +22,15 @@ from driftlens.errors import (
     SingularGramError,
     SpecError,
 )
-from driftlens.pipeline.analyze.job import analyze, evaluate
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.calibrate.plan import CalibrationRequest
-from driftlens.pipeline.search.automatic import HELD_OUT
-from driftlens.pipeline.search.trials import Trials
-from driftlens.progress import ProgressEvent
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.status import read_status
-from driftlens.records.verify import verify
+from driftlens.base.progress import ProgressEvent
+from driftlens.jobs.analyze.job import analyze, evaluate
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.calibrate.plan import CalibrationRequest
+from driftlens.jobs.contest.automatic import HELD_OUT
+from driftlens.jobs.contest.trials import Trials
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.status import read_status
+from driftlens.runs.verify import verify
 from tests.cases import Stack, perturbed, with_seed
 from tests.pipeline.calibrating import (
     CONTROL,

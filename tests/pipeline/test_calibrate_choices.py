@@ -12,15 +12,15 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import driftlens as dl
-from driftlens.errors import DataError, NumericsError, SpecError
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.calibrate.plan import CalibrationRequest, Choice, calibrator_of
-from driftlens.pipeline.preflight.rehearsal import rehearse
-from driftlens.pipeline.study.study import Study
-from driftlens.progress import Reporter
-from driftlens.records.manifest import ids_digest
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.writer import RunWriter
+from driftlens.base.errors import DataError, NumericsError, SpecError
+from driftlens.base.progress import Reporter
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.calibrate.plan import CalibrationRequest, Choice, calibrator_of
+from driftlens.jobs.preflight.rehearsal import rehearse
+from driftlens.jobs.study.study import Study
+from driftlens.runs.manifest import ids_digest
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from driftlens.spec.sections import Calibration
 from tests.pipeline.calibrating import NAME, VARIANT, calibrate_until, copied, files_of, request
 from tests.pipeline.world import TASKS, World

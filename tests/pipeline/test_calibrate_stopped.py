@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from driftlens.base.errors import Cancelled, RunError
+from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.waiting import FeatureStore
-from driftlens.errors import Cancelled, RunError
-from driftlens.pipeline.calibrate import scratch as calibration_scratch
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.calibrate.scratch import CalibrationScratch
-from driftlens.progress import CancelToken, ProgressEvent
-from driftlens.records.listing import find_runs
-from driftlens.records.manifest import read_manifest
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.status import read_status
-from driftlens.records.verify import verify
+from driftlens.findings.listing import find_runs
+from driftlens.jobs.calibrate import scratch as calibration_scratch
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.calibrate.scratch import CalibrationScratch
+from driftlens.runs.manifest import read_manifest
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.status import read_status
+from driftlens.runs.verify import verify
 from tests.pipeline.calibrating import NAME, copied, request, same_rows
 
 Stop = Callable[[ProgressEvent], bool]

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from driftlens.access import Access
-from driftlens.pipeline.analyze.job import analyze
-from driftlens.pipeline.study.companions import companions
-from driftlens.pipeline.study.merging import merge_experts
-from driftlens.pipeline.study.opening import open_models
-from driftlens.pipeline.study.suspicion import Finding
+from driftlens.base.access import Access
+from driftlens.jobs.analyze.job import analyze
+from driftlens.jobs.study.companions import companions
+from driftlens.jobs.study.merging import merge_experts
+from driftlens.jobs.study.opening import open_models
+from driftlens.jobs.study.suspicion import Finding
 from driftlens.spec import load_spec
 from tests.models.towers import hf_folder
 from tests.pipeline.checking import check, found, notices, saved, with_expert

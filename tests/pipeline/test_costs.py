@@ -8,9 +8,8 @@ import pathlib
 import pytest
 import torch
 
-from driftlens.models.architecture import load_architecture
-from driftlens.pipeline.analyze.job import analyze
-from driftlens.pipeline.preflight.costs import (
+from driftlens.jobs.analyze.job import analyze
+from driftlens.jobs.preflight.costs import (
     TaskLoad,
     Workload,
     disk_bytes,
@@ -18,8 +17,9 @@ from driftlens.pipeline.preflight.costs import (
     memory_bytes,
     operations,
 )
-from driftlens.pipeline.preflight.solving import look_effort
-from driftlens.pipeline.study.study import Settings
+from driftlens.jobs.preflight.solving import look_effort
+from driftlens.jobs.study.study import Settings
+from driftlens.models.architecture import load_architecture
 from tests.cases import CASES, family
 from tests.pipeline.checking import check
 from tests.pipeline.world import World, write_images

@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 import driftlens as dl
-from driftlens.pipeline.analyze.job import evaluate
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.records.run import DriftRun
+from driftlens.jobs.analyze.job import evaluate
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.runs.run import DriftRun
 from tests.pipeline.calibrating import request
 from tests.pipeline.world import CLASSES, NUM_TEST, NUM_TRAIN, TASKS, World
 

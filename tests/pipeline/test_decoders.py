@@ -13,9 +13,9 @@ import torch
 import transformers
 
 import driftlens as dl
-from driftlens.errors import SpecError
+from driftlens.base.errors import SpecError
+from driftlens.base.settings import settings_of
 from driftlens.merging.method import merge_methods
-from driftlens.settings import settings_of
 from tests.cases import perturbed, with_seed
 from tests.merging.applying import FEW
 from tests.models.test_hf_decoder import CONFIGS

@@ -17,11 +17,11 @@ import torch
 import transformers
 
 import driftlens as dl
-from driftlens.errors import SpecError
-from driftlens.models.loading import open_checkpoint
+from driftlens.base.errors import SpecError
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.jobs.preflight.job import preflight
+from driftlens.jobs.study.opening import open_study
 from driftlens.models.own_heads import OwnHead
-from driftlens.pipeline.preflight.job import preflight
-from driftlens.pipeline.study.opening import open_study
 from driftlens.spec import load_spec
 from tests.models.encoders import PARAMS, encoder, logits, save
 from tests.models.tokenizers import WORDS, word_tokenizer

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from driftlens.base.errors import Cancelled
+from driftlens.base.intervals import wilson
+from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.data.samples import SampleSet
-from driftlens.errors import Cancelled
+from driftlens.jobs.analyze import evaluation
+from driftlens.jobs.analyze.evaluation import scores_of
+from driftlens.jobs.study.study import Settings, Study, TaskSamples
 from driftlens.models.chain import Head
-from driftlens.pipeline.analyze import evaluation as evaluation
-from driftlens.pipeline.analyze.evaluation import scores_of
-from driftlens.pipeline.study.study import Settings, Study, TaskSamples
-from driftlens.progress import CancelToken, ProgressEvent, Reporter
-from driftlens.records.intervals import wilson
 from tests.cases import CASES, perturbed, pool_of
 
 VARIANTS = ["expert", "base", "merged"]

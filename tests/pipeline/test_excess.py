@@ -7,9 +7,9 @@ import pathlib
 import pytest
 import torch
 
+from driftlens.jobs.contest.excess import measure_excess, quadratic
 from driftlens.linalg.ridge import solve_weight
-from driftlens.pipeline.search.excess import measure_excess, quadratic
-from driftlens.records.run import DriftRun
+from driftlens.runs.run import DriftRun
 from driftlens.suites.protocols import PROTOCOLS
 from driftlens.suites.reproduce import Suite
 from driftlens_reports.reproduced import shown

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from driftlens.access import Access
-from driftlens.errors import DataError
-from driftlens.pipeline.study.opening import open_study
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError
+from driftlens.jobs.study.opening import open_study
 from driftlens.spec import load_spec
 from tests.models.test_generation import NEW, llama, plain, t5
 from tests.models.tokenizers import word_tokenizer
@@ -26,7 +26,7 @@ QUESTIONS = ["is it red", "no", "is green it blue yes no red", "it is blue"]
 def test_calibration_shows_each_experts_own_answers(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, make: Any, form: str, loader: str, asked: Any
 ) -> None:
-    monkeypatch.setattr("driftlens.pipeline.study.opening.NEW_TOKENS", NEW)
+    monkeypatch.setattr("driftlens.jobs.study.opening.NEW_TOKENS", NEW)
     tokenizer = word_tokenizer(form)
     models = {}
     for seed, name in enumerate(("base", "cars", "dtd")):

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 import driftlens
-from driftlens.access import Access
+from driftlens.base.access import Access
+from driftlens.base.progress import Reporter
 from driftlens.engine.walk import walk
-from driftlens.pipeline.analyze.diagnosis import _Recorder, diagnosis_of, walked
-from driftlens.pipeline.study.reopening import reopened
-from driftlens.progress import Reporter
-from driftlens.records.run import DriftRun
+from driftlens.jobs.analyze.diagnosis import _Recorder, diagnosis_of, walked
+from driftlens.jobs.study.reopening import reopened
+from driftlens.runs.run import DriftRun
 
 ROOM = pathlib.Path(driftlens.__file__).parent
 MOST = 11

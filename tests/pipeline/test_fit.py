@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.errors import IncompatibleModelsError, LayerNotFoundError, SpecError
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.progress import ProgressEvent
-from driftlens.records.run import DriftRun
+from driftlens.base.errors import IncompatibleModelsError, LayerNotFoundError, SpecError
+from driftlens.base.progress import ProgressEvent
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.runs.run import DriftRun
 from tests.cases import Stack, perturbed, with_seed
 from tests.families import STACK
 from tests.pipeline.calibrating import copied, request

@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import nn
 
-from driftlens.pipeline.study.opening import open_study
+from driftlens.jobs.study.opening import open_study
 from driftlens.spec import load_spec
 from tests.models.test_loading import write_mergekit
 from tests.pipeline.fixtures import world

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import driftlens as dl
-from driftlens.records.run import DriftRun
+from driftlens.runs.run import DriftRun
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.pipeline.world import LOADERS, SCALING, Form, World
 

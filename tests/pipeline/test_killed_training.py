@@ -10,11 +10,11 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from driftlens.errors import SpecError
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.calibrate.plan import CalibrationRequest
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.verify import verify
+from driftlens.base.errors import SpecError
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.calibrate.plan import CalibrationRequest
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.verify import verify
 from tests.pipeline.calibrating import copied
 from tests.pipeline.fixtures import light, world
 
@@ -23,8 +23,8 @@ __all__ = ["light", "world"]
 KILLED = """
 import os, signal, sys
 from driftlens.calibration import descent
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.calibrate.plan import CalibrationRequest
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.calibrate.plan import CalibrationRequest
 
 folder, method, steps, at = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 descent.KEPT_EVERY_S = 0.0  # behind every step

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import driftlens as dl
-from driftlens.errors import DataError, DriftLensError, IncompatibleModelsError, NumericsError, SpecError
-from driftlens.records.run import DriftRun
+from driftlens.base.errors import DataError, DriftLensError, IncompatibleModelsError, NumericsError, SpecError
+from driftlens.runs.run import DriftRun
 from tests.cases import Stack, perturbed, with_seed
 from tests.families import OPEN_CLIP, STACK
 from tests.pipeline.world import LOGIT_SCALE, TASKS, World, clip, merged_weights, pixels, write_spec

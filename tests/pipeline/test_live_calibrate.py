@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import driftlens as dl
-from driftlens.errors import Cancelled, CheckpointError, DataError, DriftLensError, RunError, SpecError
-from driftlens.records.run import DriftRun
+from driftlens.base.errors import Cancelled, CheckpointError, DataError, DriftLensError, RunError, SpecError
+from driftlens.runs.run import DriftRun
 from driftlens_reports.terminal import before_after_text
 from tests.cases import Stack, perturbed, with_seed
 from tests.families import STACK

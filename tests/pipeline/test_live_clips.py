@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.errors import DataError
+from driftlens.base.errors import DataError
 from tests.cases import perturbed
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.pipeline.world import MODEL, TRANSFORMERS

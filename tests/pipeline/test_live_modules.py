@@ -17,11 +17,11 @@ import transformers
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.errors import IncompatibleModelsError, NumericsError, SpecError
-from driftlens.pipeline.analyze import phases
-from driftlens.pipeline.analyze.diagnosis import LibraryDrift, check_closure, require_closed
-from driftlens.pipeline.analyze.live import live_study
-from driftlens.records.run import DriftRun
+from driftlens.base.errors import IncompatibleModelsError, NumericsError, SpecError
+from driftlens.jobs.analyze import phases
+from driftlens.jobs.analyze.diagnosis import LibraryDrift, check_closure, require_closed
+from driftlens.jobs.analyze.live import live_study
+from driftlens.runs.run import DriftRun
 from tests.cases import Stack, perturbed, with_seed
 from tests.quick import few
 
@@ -421,7 +421,7 @@ def test_a_broken_closure_is_an_error_and_stops_a_calibration_before_it_solves(
     ) as caught:
         analyzed(given, data, tmp_path / "run", blocks="blocks")
     assert caught.value.context["closure_error"] > caught.value.context["tolerance"]
-    monkeypatch.setattr("driftlens.estimators.calibrate", lambda *_, **__: pytest.fail("solved"))
+    monkeypatch.setattr("driftlens.front.estimators.calibrate", lambda *_, **__: pytest.fail("solved"))
     with pytest.raises(NumericsError, match="closure error"):
         fitted(given, data, blocks="blocks")
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.errors import DataError, SpecError
+from driftlens.base.errors import DataError, SpecError
+from driftlens.findings.reading import percent
 from driftlens.models.chain import pooled
-from driftlens.records.reading import percent
 from tests.cases import perturbed, with_seed
 from tests.families import STACK
 

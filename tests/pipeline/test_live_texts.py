@@ -11,8 +11,8 @@ import torch
 import transformers
 
 import driftlens as dl
-from driftlens.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.pipeline.analyze.job import analyze
+from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
+from driftlens.jobs.analyze.job import analyze
 from tests.cases import perturbed, with_seed
 from tests.models.tokenizers import word_tokenizer
 from tests.pipeline.test_answers import CLASSES, PAIRS, Suite

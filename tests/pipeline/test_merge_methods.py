@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.errors import SpecError
+from driftlens.base.errors import SpecError
 from driftlens.merging.method import merge_methods
 from tests.contracts.one_file.test_merge_methods import tower
 from tests.merging.applying import FEW

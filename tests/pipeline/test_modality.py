@@ -15,8 +15,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from driftlens.access import Access
+from driftlens.base.access import Access
+from driftlens.base.progress import Reporter
 from driftlens.engine.walk import capture
+from driftlens.jobs.analyze.evaluation import scores_of
+from driftlens.jobs.analyze.job import analyze
+from driftlens.jobs.analyze.live import live_study
+from driftlens.jobs.preflight.job import preflight
+from driftlens.jobs.study.opening import open_study
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
 from driftlens.models.chain import (
     Layer,
@@ -33,13 +39,7 @@ from driftlens.models.chain import (
     adapters,
 )
 from driftlens.models.preprocessing import Preprocess
-from driftlens.pipeline.analyze.evaluation import scores_of
-from driftlens.pipeline.analyze.job import analyze
-from driftlens.pipeline.analyze.live import live_study
-from driftlens.pipeline.preflight.job import preflight
-from driftlens.pipeline.study.opening import open_study
-from driftlens.progress import Reporter
-from driftlens.records.run import DriftRun
+from driftlens.runs.run import DriftRun
 from driftlens.spec import load_spec
 from tests.pipeline.world import World
 from tests.tiny import TinyStack

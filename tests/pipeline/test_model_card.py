@@ -13,15 +13,15 @@ from huggingface_hub import EvalResult, ModelCard
 from scipy import stats
 
 import driftlens as dl
+from driftlens.findings.before_after import score_changes
+from driftlens.findings.verdict import shareable, verdict
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.study.card import escaped, merge_card, model_card, renew_cards
 from driftlens.merging.method import merge_methods
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.study.card import escaped, merge_card, model_card, renew_cards
-from driftlens.records.attaching import attach
-from driftlens.records.before_after import score_changes
-from driftlens.records.manifest import read_manifest, write_manifest
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.verdict import shareable, verdict
-from driftlens.records.verify import verify
+from driftlens.runs.attaching import attach
+from driftlens.runs.manifest import read_manifest, write_manifest
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.verify import verify
 from tests.pipeline.calibrating import CONTROL, NAME, VARIANT, copied, request
 from tests.pipeline.world import TASKS, World, build
 

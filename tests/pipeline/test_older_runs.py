@@ -9,11 +9,11 @@ import pathlib
 import pytest
 
 import driftlens as dl
-from driftlens.errors import SpecError
-from driftlens.pipeline.analyze.job import analyze
-from driftlens.pipeline.study.reopening import reopened
-from driftlens.records.run import DriftRun
-from driftlens.records.writer import RunWriter
+from driftlens.base.errors import SpecError
+from driftlens.jobs.analyze.job import analyze
+from driftlens.jobs.study.reopening import reopened
+from driftlens.runs.run import DriftRun
+from driftlens.runs.writer import RunWriter
 from driftlens.spec.yaml_text import from_yaml, to_yaml
 from tests.pipeline.calibrating import copied
 from tests.pipeline.world import TASKS

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.errors import SpecError
+from driftlens.base.errors import SpecError
+from driftlens.checkpoints.sources import StateSource, TensorsSource
+from driftlens.jobs.study.opening import OpenModels, open_heads
 from driftlens.models.architecture import Architecture, TextTower
 from driftlens.models.heads import file_head, text_head
-from driftlens.models.sources import StateSource, TensorsSource
-from driftlens.pipeline.study.opening import OpenModels, open_heads
 from driftlens.spec import RunSpec, load_spec
 from tests.pipeline.world import CLASSES, LOGIT_SCALE, TASKS, World
 

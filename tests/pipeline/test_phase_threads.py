@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import driftlens as dl
-from driftlens import threads
+from driftlens.base import threads
 from tests.pipeline.world import TASKS, World
 
 

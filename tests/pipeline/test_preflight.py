@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlens.cli import main
-from driftlens.pipeline.preflight.costs import Cost
-from driftlens.pipeline.preflight.outcome import Preflight
-from driftlens.pipeline.study.suspicion import Finding
+from driftlens.jobs.preflight.costs import Cost
+from driftlens.jobs.preflight.outcome import Preflight
+from driftlens.jobs.study.suspicion import Finding
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.pipeline.world import MODEL, World, write_spec
 
@@ -136,7 +136,7 @@ def test_unexpected_errors_are_not_swallowed(world: World, monkeypatch: pytest.M
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("driftlens.pipeline.study.opening.open_checkpoint", fail)
+    monkeypatch.setattr("driftlens.jobs.study.opening.open_checkpoint", fail)
     with pytest.raises(ZeroDivisionError):
         check(world.spec())
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from driftlens.access import Access
+from driftlens.base.access import Access
 from driftlens.engine.site_selection import select_sites
-from driftlens.pipeline.preflight import processes, rates
-from driftlens.pipeline.preflight.costs import layer_costs
-from driftlens.pipeline.preflight.solving import Group, Solving, solving
-from driftlens.pipeline.study.opening import open_models
+from driftlens.jobs.preflight import processes, rates
+from driftlens.jobs.preflight.costs import layer_costs
+from driftlens.jobs.preflight.solving import Group, Solving, solving
+from driftlens.jobs.study.opening import open_models
 from driftlens.spec import load_spec
 from tests.models.tokenizers import word_tokenizer
 from tests.pipeline.checking import check

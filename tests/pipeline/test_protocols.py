@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 import yaml
 
-from driftlens.pipeline.search.arena import entrants
-from driftlens.pipeline.search.reproduce import reproduce
-from driftlens.records.run import DriftRun
+from driftlens.jobs.contest.arena import entrants
+from driftlens.jobs.contest.reproduce import reproduce
+from driftlens.runs.run import DriftRun
 from driftlens.suites.protocols import _SUITES, PROTOCOLS, filling
 from driftlens.suites.reproduce import Suite, load_suite, suite_names
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits

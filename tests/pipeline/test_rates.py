@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from driftlens.pipeline.preflight import rates
-from driftlens.pipeline.preflight.costs import Effort
+from driftlens.jobs.preflight import rates
+from driftlens.jobs.preflight.costs import Effort
 
 CPU = torch.device("cpu")
 KNOWN = rates.Rates(

@@ -14,8 +14,8 @@ import transformers
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.records.outcomes import score_change
-from driftlens.records.verdict import verdict
+from driftlens.findings.outcomes import score_change
+from driftlens.findings.verdict import verdict
 
 Inputs = dict[str, Tensor]
 TASKS = ("fashion_mnist", "sign_digits")

@@ -16,13 +16,13 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+from driftlens.base.errors import SpecError
+from driftlens.base.settings import resolve
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import PRESETS, FeatCal
-from driftlens.errors import SpecError
-from driftlens.records.run import open_run
-from driftlens.settings import resolve
+from driftlens.runs.run import open_run
+from driftlens.spec.published import find_published
 from driftlens.suites.protocols import protocol_called
-from driftlens.suites.published import find_published
 from driftlens.suites.reproduce import Printed, hub_ids, load_suite, suite_names
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
 from driftlens_reports.paper.published import published_tables

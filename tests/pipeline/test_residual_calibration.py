@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from driftlens.pipeline.calibrate import job
-from driftlens.pipeline.calibrate.walk import solve
-from driftlens.progress import ProgressEvent
-from driftlens.records.run import DriftRun
+from driftlens.base.progress import ProgressEvent
+from driftlens.jobs.calibrate import job
+from driftlens.jobs.calibrate.walk import solve
+from driftlens.runs.run import DriftRun
 from tests.pipeline.calibrating import NAME, VARIANT, copied, request
 
 WANTED = request(method="residual", parameters={"folds": 2, "ridge": 0.1})

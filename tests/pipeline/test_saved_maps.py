@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from driftlens.pipeline.analyze.job import analyze
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.calibrate.plan import CalibrationRequest
-from driftlens.pipeline.study.reopening import reopened
+from driftlens.jobs.analyze.job import analyze
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.calibrate.plan import CalibrationRequest
+from driftlens.jobs.study.reopening import reopened
 from tests.pipeline.fixtures import world
 from tests.pipeline.test_answers import PAIRS, Suite
 from tests.pipeline.world import SIZE, TASKS, Form, World

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlens.pipeline.preflight.outcome import Preflight
-from driftlens.pipeline.study.suspicion import Finding
+from driftlens.jobs.preflight.outcome import Preflight
+from driftlens.jobs.study.suspicion import Finding
 from tests.pipeline.checking import check, found, saved, visual
 from tests.pipeline.world import CLASSES, World, build, clip, labels, pixels
 

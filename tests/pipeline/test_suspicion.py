@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.models.sources import StateSource
-from driftlens.pipeline.analyze.job import analyze
-from driftlens.pipeline.preflight.outcome import Preflight
-from driftlens.pipeline.study.opening import open_models
-from driftlens.pipeline.study.suspicion import Finding, suspicions
+from driftlens.checkpoints.sources import StateSource
+from driftlens.jobs.analyze.job import analyze
+from driftlens.jobs.preflight.outcome import Preflight
+from driftlens.jobs.study.opening import open_models
+from driftlens.jobs.study.suspicion import Finding, suspicions
 from driftlens.spec import load_spec
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.pipeline.world import Weights, World, merged_weights, moved
@@ -123,8 +123,8 @@ def test_of_large_models_a_bounded_part_is_read(
             return tensor
 
     counted = {name: Counted(source) for name, source in models.sources.items()}
-    monkeypatch.setattr("driftlens.pipeline.study.suspicion.MOST_READ", 4000)
-    monkeypatch.setattr("driftlens.pipeline.study.suspicion.HELD", 64)
+    monkeypatch.setattr("driftlens.jobs.study.suspicion.MOST_READ", 4000)
+    monkeypatch.setattr("driftlens.jobs.study.suspicion.HELD", 64)
     (finding,) = suspicions(models.architecture.chain, counted)
     # Every entry is 1.25 times the base's, so that any rows give the distance of the whole.
     assert "are 0.25 away from the base" in finding.text

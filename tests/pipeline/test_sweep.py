@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import driftlens as dl
+from driftlens.base.errors import Cancelled, DataError, SingularGramError, SpecError
+from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import FeatCal
 from driftlens.data.corruption import corrupt
@@ -21,18 +23,16 @@ from driftlens.data.samples import part_of
 from driftlens.engine.forward_order import Lane, calibrate_side_by_side
 from driftlens.engine.forward_order import calibrate as calibrate_layers
 from driftlens.engine.site_selection import select_sites
-from driftlens.errors import Cancelled, DataError, SingularGramError, SpecError
-from driftlens.pipeline.calibrate import plan
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.search.sweep import SweepRequest, control, sweep
-from driftlens.pipeline.search.trials import Trials
-from driftlens.pipeline.study.reopening import reopened
-from driftlens.pipeline.study.study import Study
-from driftlens.progress import CancelToken, ProgressEvent, Reporter
-from driftlens.records.before_after import before_after
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.swept import ablation_sheets, rho_control
-from driftlens.records.verify import verify
+from driftlens.findings.before_after import before_after
+from driftlens.findings.swept import ablation_sheets, rho_control
+from driftlens.jobs.calibrate import plan
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.contest.sweep import SweepRequest, control, sweep
+from driftlens.jobs.contest.trials import Trials
+from driftlens.jobs.study.reopening import reopened
+from driftlens.jobs.study.study import Study
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.verify import verify
 from driftlens_reports.terminal import sweep_text
 from tests.pipeline.calibrating import NAME, TABLES, VARIANT, copied, files_of, request, same_rows
 from tests.pipeline.world import TASKS, World

@@ -15,8 +15,8 @@ import transformers
 from PIL import Image
 
 import driftlens as dl
-from driftlens.models.hf_t5 import HfT5
-from driftlens.templates import template_text
+from driftlens.models.families.hf_t5 import HfT5
+from driftlens.spec.templates import template_text
 from tests.cases import perturbed, with_seed
 from tests.models.test_hf_decoder import CONFIGS
 from tests.models.tokenizers import word_tokenizer

@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 
-from driftlens.pipeline.analyze.job import analyze
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.calibrate.plan import CalibrationRequest
-from driftlens.pipeline.preflight.job import preflight
-from driftlens.records.layout import LONGEST_TEXT
-from driftlens.records.run import DriftRun
+from driftlens.jobs.analyze.job import analyze
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.calibrate.plan import CalibrationRequest
+from driftlens.jobs.preflight.job import preflight
+from driftlens.runs.layout import LONGEST_TEXT
+from driftlens.runs.run import DriftRun
 from driftlens.spec import load_spec
 from driftlens_app.samples import texts_of
 from driftlens_app.views.output import answers

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from driftlens.pipeline.analyze.phases import thumb
-from driftlens.records.layout import THUMB_SIDE as SIDE
-from driftlens.records.run import DriftRun
+from driftlens.jobs.analyze.phases import thumb
+from driftlens.runs.layout import THUMB_SIDE as SIDE
+from driftlens.runs.run import DriftRun
 
 
 def test_a_picture_keeps_its_proportions_between_grey_bars() -> None:

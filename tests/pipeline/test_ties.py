@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from driftlens.pipeline.preflight.job import check_ties
-from driftlens.pipeline.preflight.outcome import Preflight
+from driftlens.jobs.preflight.job import check_ties
+from driftlens.jobs.preflight.outcome import Preflight
 from tests.cases import CASES, family
 
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from driftlens.base.errors import SingularGramError
+from driftlens.base.progress import Reporter
 from driftlens.calibration.calibrator import ClosedFormBase
 from driftlens.calibration.featcal import FeatCal
 from driftlens.engine.forward_order import Lane
 from driftlens.engine.problems import LinearProblem, Problem, SiteReport, SiteUpdate
 from driftlens.engine.site_selection import select_sites
-from driftlens.errors import SingularGramError
-from driftlens.pipeline.search.trials import Trials
-from driftlens.pipeline.study.reopening import reopened
-from driftlens.pipeline.study.study import Study
-from driftlens.progress import Reporter
-from driftlens.records.run import DriftRun
+from driftlens.jobs.contest.trials import Trials
+from driftlens.jobs.study.reopening import reopened
+from driftlens.jobs.study.study import Study
+from driftlens.runs.run import DriftRun
 
 
 class Unmoved(ClosedFormBase):

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.errors import NumericsError, SpecError
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.search import merges as merges_module
-from driftlens.records.run import DriftRun
+from driftlens.base.errors import NumericsError, SpecError
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.contest import merges as merges_module
+from driftlens.runs.run import DriftRun
 from tests.pipeline.calibrating import copied, request
 from tests.pipeline.world import SCALING, World, merged_weights, write_spec
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from driftlens.access import Access
-from driftlens.errors import DriftLensError, IncompatibleModelsError
-from driftlens.pipeline.analyze.job import analyze
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.calibrate.plan import CalibrationRequest
-from driftlens.pipeline.preflight.job import preflight
-from driftlens.pipeline.study.companions import companions
-from driftlens.pipeline.study.opening import OpenModels, open_models, open_pool
+from driftlens.base.access import Access
+from driftlens.base.errors import DriftLensError, IncompatibleModelsError
+from driftlens.jobs.analyze.job import analyze
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.calibrate.plan import CalibrationRequest
+from driftlens.jobs.preflight.job import preflight
+from driftlens.jobs.study.companions import companions
+from driftlens.jobs.study.opening import OpenModels, open_models, open_pool
 from driftlens.spec import load_spec
 from tests.models.test_generation import llama, t5
 from tests.models.tokenizers import word_tokenizer

@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from driftlens.models.vit import scrambled
+from driftlens.models.families.vit import scrambled
 from tests.models.clip import under_transformers_names
 
 Form = Literal["open_clip", "hf"]

@@ -7,9 +7,9 @@ import pathlib
 import numpy as np
 from numpy.typing import NDArray
 
-from driftlens.projection import Projection
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.writer import RunWriter
+from driftlens.findings.projection import Projection
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from tests.records.full_run import layer_list
 
 Array = NDArray[np.float64]

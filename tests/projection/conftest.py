@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from driftlens.records.run import DriftRun, open_run
+from driftlens.runs.run import DriftRun, open_run
 from tests.records.full_run import Size, write_full_run
 
 SIZE = Size(blocks=1, samples=20, width=6, tests=40)

@@ -12,9 +12,9 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
-from driftlens.errors import DataError, LayerNotFoundError, NumericsError, SpecError
-from driftlens.projection import stored_projection
-from driftlens.records.run import DriftRun
+from driftlens.base.errors import DataError, LayerNotFoundError, NumericsError, SpecError
+from driftlens.findings.projection import stored_projection
+from driftlens.runs.run import DriftRun
 from tests.projection.clouds import cloud, places, run_of
 
 

@@ -11,8 +11,8 @@ from sklearn.decomposition import PCA
 from sklearn.manifold import trustworthiness
 
 import driftlens as dl
-from driftlens.projection.layouts import thinned
-from driftlens.records.run import DriftRun
+from driftlens.findings.projection.layouts import thinned
+from driftlens.runs.run import DriftRun
 from tests.projection.clouds import Array, cloud, directions, places, run_of
 
 

@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
-from driftlens.errors import RunError
-from driftlens.projection import stored_projection
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.verify import verify
+from driftlens.base.errors import RunError
+from driftlens.findings.projection import stored_projection
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.verify import verify
 from tests.projection.clouds import cloud, run_of
 
 
@@ -29,7 +29,7 @@ def test_asking_again_reads_what_is_stored(
     def refuse(*_: object) -> None:
         pytest.fail("computed again")
 
-    monkeypatch.setattr("driftlens.projection.lay_out", refuse)
+    monkeypatch.setattr("driftlens.findings.projection.lay_out", refuse)
     again = open_run(run.path).project("cars", method=method)
     stored = stored_projection(run.path, "cars", method=method)
     assert stored is not None
@@ -68,7 +68,7 @@ def test_a_layout_made_by_other_libraries_is_still_shown(
 ) -> None:
     """Viewers show the stored coordinates; computing anew makes a layout of its own."""
     first = run.project("cars")
-    monkeypatch.setattr("driftlens.projection.store.version_of", lambda package: "99")
+    monkeypatch.setattr("driftlens.findings.projection.store.version_of", lambda package: "99")
     shown = stored_projection(run, "cars")
     assert shown is not None and shown.digest == first.digest
     assert stored_projection(run, "cars", seed=5) is None
@@ -129,7 +129,7 @@ def test_projecting_and_judging_need_no_torch(run: DriftRun) -> None:
 def test_a_stored_layout_is_read_without_what_computes_it(run: DriftRun) -> None:
     stored = run.project("cars")
     code = (
-        "from driftlens.projection import stored_projection\n"
+        "from driftlens.findings.projection import stored_projection\n"
         "found = stored_projection(sys.argv[1], 'cars')\n"
         "print(found.digest, found.frame['x'].sum())"
     )

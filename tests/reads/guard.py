@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from driftlens.errors import DriftLensError
+from driftlens.base.errors import DriftLensError
 
 SECONDS = 5.0
 """Of the processor, that reading one input may take."""

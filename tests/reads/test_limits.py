@@ -12,15 +12,17 @@ import pytest
 from PIL import Image
 
 import driftlens.cli as cli
+from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
+from driftlens.checkpoints import loading, lora, pickles, tokenizer_files
+from driftlens.checkpoints.loading import read_config
 from driftlens.data import webdataset
 from driftlens.data.image_folder import read_image
-from driftlens.errors import DataError, IncompatibleModelsError, SpecError
+from driftlens.findings.projection.store import MOST_POINTS
+from driftlens.jobs.contest import sweep
 from driftlens.merging import karcher, steps
-from driftlens.models import architecture, chat, loading, lora, pickles, tokenizer_files
-from driftlens.models.loading import read_config
-from driftlens.pipeline.search import sweep
-from driftlens.projection.store import MOST_POINTS
-from driftlens.records.keeping import LONGEST_NAME
+from driftlens.models import architecture
+from driftlens.models.language import chat
+from driftlens.runs.keeping import LONGEST_NAME
 from driftlens.spec import run as spec_run
 from driftlens.spec import types, yaml_text
 from driftlens.spec.run import load_spec
@@ -195,7 +197,7 @@ def test_labels(tmp_path: Path, size: int) -> None:
     import io
     import tarfile
 
-    from driftlens.access import Access
+    from driftlens.base.access import Access
     from driftlens.data.sources import data_sources
     from driftlens.spec.data import WebdatasetData
 

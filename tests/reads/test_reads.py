@@ -26,17 +26,17 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import GPT2Config
 
-from driftlens.access import Access
+from driftlens.base.access import Access
+from driftlens.base.errors import SpecError, harmless
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.pickles import Pickled
+from driftlens.checkpoints.tokenizer_files import bounded_tokenizer
 from driftlens.cli import run as run_command
 from driftlens.data.sources import data_sources
-from driftlens.errors import SpecError, harmless
-from driftlens.models.loading import open_checkpoint
-from driftlens.models.pickles import Pickled
-from driftlens.models.texts import hf_text_preprocess
-from driftlens.models.tokenizer_files import bounded_tokenizer
-from driftlens.pipeline.study.opening import open_architecture
-from driftlens.pipeline.study.recipe import METHODS, read_recipe
-from driftlens.records.run import DriftRun
+from driftlens.jobs.study.opening import open_architecture
+from driftlens.jobs.study.recipe import METHODS, read_recipe
+from driftlens.models.language.texts import hf_text_preprocess
+from driftlens.runs.run import DriftRun
 from driftlens.spec.run import load_spec
 from tests.models.tokenizers import word_tokenizer
 from tests.pipeline.fixtures import light, world

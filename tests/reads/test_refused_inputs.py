@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 import driftlens.cli as cli
-from driftlens.errors import CheckpointError, DataError, IncompatibleModelsError, SpecError, harmless
-from driftlens.files import from_json
-from driftlens.models.loading import open_checkpoint, read_config
-from driftlens.pipeline.study.recipe import read_recipe
-from driftlens.settings import Setting
+from driftlens.base.errors import CheckpointError, DataError, IncompatibleModelsError, SpecError, harmless
+from driftlens.base.files import from_json
+from driftlens.base.settings import Setting
+from driftlens.checkpoints.loading import open_checkpoint, read_config
+from driftlens.jobs.study.recipe import read_recipe
 from driftlens.spec.run import load_spec
 from driftlens.spec.yaml_text import MOST_CHARACTERS, from_yaml
 from tests.cli.conftest import Result, run_cli
@@ -203,7 +203,7 @@ def test_a_text_towers_configuration_that_is_not_its_weights_is_refused(
 
 
 def test_an_archive_of_a_version_to_come_is_refused(world: World, tmp_path: Path) -> None:
-    from driftlens.access import Access
+    from driftlens.base.access import Access
     from driftlens.data.sources import data_sources
 
     content = bytearray(world.data(world.tasks[0]).read_bytes())
@@ -239,7 +239,7 @@ def test_messages_end_on_their_first_page(
     def fail(*_: Any, **__: Any) -> None:
         raise SpecError("\n".join(f"problem {number} {'x' * 5000}" for number in range(20_000)))
 
-    monkeypatch.setattr("driftlens.records.run.open_run", fail)
+    monkeypatch.setattr("driftlens.runs.run.open_run", fail)
     assert cli.run(["show", "."]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1] == "... and 19,940 lines more" and len(lines) == 61
@@ -292,7 +292,7 @@ DATA = (
 def test_devices_and_pipes_are_no_data(
     world: World, tmp_path: Path, pipe: Path, kind: str, device: str
 ) -> None:
-    from driftlens.access import Access
+    from driftlens.base.access import Access
     from driftlens.data.sources import data_sources
 
     name, source, *key = kind.split()

@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from driftlens.records.manifest import LayerInfo, ModelInfo
-from driftlens.records.writer import RunWriter
+from driftlens.runs.manifest import LayerInfo, ModelInfo
+from driftlens.runs.writer import RunWriter
 
 Array = NDArray[np.float64]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from driftlens.records.manifest import LayerInfo
+from driftlens.runs.manifest import LayerInfo
 
 Array = NDArray[np.float64]
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from driftlens.records.lock import utc_now
-from driftlens.records.manifest import (
+from driftlens.base.variants import control_of
+from driftlens.runs.lock import utc_now
+from driftlens.runs.manifest import (
     CalibrationInfo,
     LayerInfo,
     ModelInfo,
@@ -29,9 +30,8 @@ from driftlens.records.manifest import (
     read_manifest,
     write_manifest,
 )
-from driftlens.records.schema import TABLES
-from driftlens.records.writer import RunWriter
-from driftlens.variants import control_of
+from driftlens.runs.schema import TABLES
+from driftlens.runs.writer import RunWriter
 from tests.records import full_rows
 from tests.records.full_rows import REMAINDER, SITES, Array, Boundary, Samples
 

@@ -6,8 +6,8 @@ import pathlib
 from typing import Any
 
 import driftlens as dl
-from driftlens.records.checks import CheckResult
-from driftlens.records.run import DriftRun
+from driftlens.findings.checks import CheckResult
+from driftlens.runs.run import DriftRun
 from tests.records.full_run import Size
 
 SIZE = Size(blocks=2, samples=9, width=5, tests=200)

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from driftlens.metrics import METRICS
-from driftlens.records.manifest import CalibrationInfo
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.scores import interval_of
-from driftlens.records.writer import RunWriter
+from driftlens.base.metrics import METRICS
+from driftlens.findings.scores import interval_of
+from driftlens.runs.manifest import CalibrationInfo
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from tests.records.full_run import Size, write_full_run
 
 NAME, VARIANT = "featcal", "calibrated:featcal"

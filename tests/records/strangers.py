@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pathlib
 
-from driftlens.records.manifest import Manifest
-from driftlens.records.run import DriftRun
+from driftlens.runs.manifest import Manifest
+from driftlens.runs.run import DriftRun
 from tests.records.drawn_runs import run_of
 from tests.records.test_verdict import at
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from driftlens.errors import DataError
-from driftlens.records.attaching import attach
-from driftlens.records.manifest import read_manifest, write_manifest
-from driftlens.records.outcomes import task_means
-from driftlens.records.run import open_run
-from driftlens.records.verify import verify
+from driftlens.base.errors import DataError
+from driftlens.findings.outcomes import task_means
+from driftlens.runs.attaching import attach
+from driftlens.runs.manifest import read_manifest, write_manifest
+from driftlens.runs.run import open_run
+from driftlens.runs.verify import verify
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
 from driftlens_reports.paper.published import family
 from driftlens_reports.terminal import summary

@@ -12,11 +12,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from driftlens.records import contents
-from driftlens.records.manifest import CalibrationInfo, ModelInfo, read_manifest
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.verify import verify
-from driftlens.records.writer import RunWriter
+from driftlens.runs import contents
+from driftlens.runs.manifest import CalibrationInfo, ModelInfo, read_manifest
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.verify import verify
+from driftlens.runs.writer import RunWriter
 from tests.records.factory import write_run
 
 NAME, VARIANT, CONTROL = "featcal", "calibrated:featcal", "baseline:featcal-anchor"

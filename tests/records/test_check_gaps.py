@@ -8,8 +8,8 @@ import pathlib
 import pytest
 
 import driftlens as dl
-from driftlens.errors import RunError
-from driftlens.records.run import DriftRun, open_run
+from driftlens.base.errors import RunError
+from driftlens.runs.run import DriftRun, open_run
 from tests.records.full_run import write_full_run
 from tests.records.judged import CALIBRATED, SIZE, judge, only
 from tests.records.spoiling import spoil

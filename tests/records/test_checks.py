@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import driftlens as dl
-from driftlens.errors import ChecksFailedError
-from driftlens.metrics import ACCURACY
-from driftlens.records.checks import CHECKED_TABLES, CheckReport, junit_xml, self_checks
-from driftlens.records.compare import changed_score, drift_changes
-from driftlens.records.reading import number
-from driftlens.records.run import DriftRun
-from driftlens.records.schema import TABLES
+from driftlens.base.errors import ChecksFailedError
+from driftlens.base.metrics import ACCURACY
+from driftlens.findings.checks import CHECKED_TABLES, CheckReport, junit_xml, self_checks
+from driftlens.findings.compare import changed_score, drift_changes
+from driftlens.findings.reading import number
+from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import TABLES
 from tests.records.full_run import REMAINDER, write_full_run
 from tests.records.judged import CALIBRATED, SIZE, judge, only
 

@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 from scipy import stats
 
-from driftlens.errors import DataError
-from driftlens.records.compare import compare, paired_answers
-from driftlens.records.intervals import unpaired_difference
-from driftlens.records.manifest import ModelInfo, read_manifest, write_manifest
-from driftlens.records.run import DriftRun, open_run
+from driftlens.base.errors import DataError
+from driftlens.base.intervals import unpaired_difference
+from driftlens.findings.compare import compare, paired_answers
+from driftlens.runs.manifest import ModelInfo, read_manifest, write_manifest
+from driftlens.runs.run import DriftRun, open_run
 from tests.records.full_run import Size, write_full_run
 from tests.records.judged import SIZE
 from tests.records.spoiling import spoil

@@ -8,9 +8,9 @@ import pathlib
 import pyarrow.parquet as pq
 import pytest
 
-from driftlens.records.equality import equality
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.schema import TABLES
+from driftlens.runs.equality import equality
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.schema import TABLES
 from tests.records.full_run import write_full_run
 from tests.records.judged import SIZE
 from tests.records.spoiling import spoil

@@ -7,16 +7,17 @@ import shutil
 
 import pytest
 
-from driftlens.errors import Cancelled, RunError
-from driftlens.records.listing import current_state, find_runs, last_work, left_undone
-from driftlens.records.run import open_run
-from driftlens.records.status import read_status
-from driftlens.records.writer import RunWriter
+from driftlens.base.errors import Cancelled, RunError
+from driftlens.findings.listing import find_runs
+from driftlens.runs.run import open_run
+from driftlens.runs.standing import current_state, last_work, left_undone
+from driftlens.runs.status import read_status
+from driftlens.runs.writer import RunWriter
 from tests.records.test_processes import process
 
 KILLED = """
 import sys
-from driftlens.records.writer import RunWriter
+from driftlens.runs.writer import RunWriter
 with RunWriter.resume(sys.argv[1]) as writer:
     writer.begin_variants(["baseline:a b-anchor", "calibrated:a b"])
     with writer.phase("calibrate:a b"):

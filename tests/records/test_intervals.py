@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from scipy.stats import binom, binomtest, multinomial, norm
 
-from driftlens.diagnostics.drift import share_intervals
-from driftlens.records.intervals import (
+from driftlens.base.intervals import (
     Interval,
     Paired,
     mcnemar,
@@ -26,6 +25,7 @@ from driftlens.records.intervals import (
     unpaired_difference,
     wilson,
 )
+from driftlens.diagnostics.drift import share_intervals
 
 
 def paired(gained: int, lost: int, both: int, neither: int) -> Paired:

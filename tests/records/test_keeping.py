@@ -6,11 +6,11 @@ import pathlib
 
 import pytest
 
-from driftlens.errors import RunError, RunLockedError
-from driftlens.records.keeping import LONGEST_NAME, rename, set_aside
-from driftlens.records.lock import RunLock
-from driftlens.records.run import open_run
-from driftlens.records.verify import verify
+from driftlens.base.errors import RunError, RunLockedError
+from driftlens.runs.keeping import LONGEST_NAME, rename, set_aside
+from driftlens.runs.lock import RunLock
+from driftlens.runs.run import open_run
+from driftlens.runs.verify import verify
 from tests.records.factory import write_run
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from driftlens.records.layout import escape, feature_file
+from driftlens.runs.layout import escape, feature_file
 
 # Names in which escapes, colons and underscores meet, besides any unicode.
 NAMES = st.text(min_size=1) | st.text(alphabet="ab:_%.-/3AF", min_size=1, max_size=8)

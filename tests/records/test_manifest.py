@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from pydantic import TypeAdapter, ValidationError
 
-from driftlens.errors import RunError
-from driftlens.records.manifest import Manifest, manifest_is_intact, read_manifest, write_manifest
-from driftlens.records.run import DriftRun
+from driftlens.base.errors import RunError
+from driftlens.runs.manifest import Manifest, manifest_is_intact, read_manifest, write_manifest
+from driftlens.runs.run import DriftRun
 from tests.reads.spoiling import spoiled_tree, tree_spoils
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from driftlens.records.reading import printable
+from driftlens.findings.reading import printable
 from driftlens_reports.charts.words import label
 
 

@@ -12,15 +12,16 @@ from contextlib import contextmanager
 
 import pytest
 
-from driftlens.errors import RunLockedError
-from driftlens.records.listing import current_state, find_runs
-from driftlens.records.lock import Owner, RunLock, living_owner_of, owner_of
-from driftlens.records.run import open_run
-from driftlens.records.writer import RunWriter
+from driftlens.base.errors import RunLockedError
+from driftlens.findings.listing import find_runs
+from driftlens.runs.lock import Owner, RunLock, living_owner_of, owner_of
+from driftlens.runs.run import open_run
+from driftlens.runs.standing import current_state
+from driftlens.runs.writer import RunWriter
 
 HOLD = """
 import sys
-from driftlens.records.writer import RunWriter
+from driftlens.runs.writer import RunWriter
 with RunWriter.create(sys.argv[1], spec_yaml="", spec_digest="", name="held"):
     print("ready", flush=True)
     sys.stdin.read()
@@ -29,8 +30,8 @@ with RunWriter.create(sys.argv[1], spec_yaml="", spec_digest="", name="held"):
 HALF_A_TABLE = """
 import sys
 import pandas as pd
-from driftlens.records import tables
-from driftlens.records.writer import RunWriter
+from driftlens.runs import tables
+from driftlens.runs.writer import RunWriter
 
 def half_a_table(rows, path, **options):
     path.write_bytes(b"PAR1 half of it")

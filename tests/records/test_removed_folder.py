@@ -10,11 +10,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from driftlens.errors import Cancelled, RunError
-from driftlens.progress import ProgressEvent
-from driftlens.records.contents import attach
-from driftlens.records.lock import RunLock
-from driftlens.records.writer import RunWriter
+from driftlens.base.errors import Cancelled, RunError
+from driftlens.base.progress import ProgressEvent
+from driftlens.runs.contents import attach
+from driftlens.runs.lock import RunLock
+from driftlens.runs.writer import RunWriter
 from tests.quick import few
 from tests.records.factory import write_run
 from tests.records.test_writer import accuracy_of, contents

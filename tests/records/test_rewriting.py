@@ -9,12 +9,12 @@ from contextlib import suppress
 import pandas as pd
 import pytest
 
-from driftlens.records import contents
-from driftlens.records.contents import attach
-from driftlens.records.manifest import read_manifest
-from driftlens.records.run import open_run
-from driftlens.records.verify import verify
-from driftlens.records.writer import RunWriter
+from driftlens.runs import contents
+from driftlens.runs.contents import attach
+from driftlens.runs.manifest import read_manifest
+from driftlens.runs.run import open_run
+from driftlens.runs.verify import verify
+from driftlens.runs.writer import RunWriter
 from tests.records.test_calibrations import stopping
 from tests.records.test_processes import process
 
@@ -25,8 +25,8 @@ KILLED = """
 import contextlib
 import sys
 import pandas as pd
-from driftlens.records import contents
-from driftlens.records.writer import RunWriter
+from driftlens.runs import contents
+from driftlens.runs.writer import RunWriter
 
 whole = contents.atomic_path
 

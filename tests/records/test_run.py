@@ -12,11 +12,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from driftlens.errors import DataError, LayerNotFoundError, RunError, SchemaTooNewError
-from driftlens.records.listing import find_runs
-from driftlens.records.reading import percent
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.schema import CALIBRATION, SAMPLES
+from driftlens.base.errors import DataError, LayerNotFoundError, RunError, SchemaTooNewError
+from driftlens.findings.listing import find_runs
+from driftlens.findings.reading import percent
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.schema import CALIBRATION, SAMPLES
 from tests.records.factory import write_run
 
 
@@ -280,7 +280,7 @@ def test_a_run_opens_where_torch_does_not_import(saved: pathlib.Path) -> None:
     script = """
         import sys
         sys.modules["torch"] = None
-        from driftlens.records.run import open_run
+        from driftlens.runs.run import open_run
         run = open_run(sys.argv[1])
         for table in (run.layers, run.samples, run.outputs, run.params, run.accuracy, run.resources):
             print(len(table()))

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from driftlens.metrics import METRICS, metric_called
-from driftlens.records.before_after import (
+from driftlens.base.intervals import RESAMPLES, mcnemar
+from driftlens.base.metrics import METRICS, metric_called
+from driftlens.findings.before_after import (
     before_after,
     calibration_sheets,
     score_changes,
 )
-from driftlens.records.compare import compare
-from driftlens.records.intervals import RESAMPLES, mcnemar
-from driftlens.records.outcomes import task_means
-from driftlens.records.run import DriftRun
-from driftlens.records.scores import change_of, interval_of, main_metrics
+from driftlens.findings.compare import compare
+from driftlens.findings.outcomes import task_means
+from driftlens.findings.scores import change_of, interval_of, main_metrics
+from driftlens.runs.run import DriftRun
 from driftlens_app.views.compare import readable
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import ChartOptions, charts

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from driftlens.errors import DataError
-from driftlens.records.before_after import selection_sentences
-from driftlens.records.manifest import CalibrationInfo, Manifest
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.writer import RunWriter
+from driftlens.base.errors import DataError
+from driftlens.findings.before_after import selection_sentences
+from driftlens.runs.manifest import CalibrationInfo, Manifest
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from tests.records.full_run import Size, write_full_run
 
 NAME = "featcal"

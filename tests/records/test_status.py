@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from driftlens.errors import RunError
-from driftlens.records.listing import current_state, find_runs, last_work, left_undone
-from driftlens.records.lock import RunLock
-from driftlens.records.run import open_run
-from driftlens.records.status import Status, read_status, write_status
+from driftlens.base.errors import RunError
+from driftlens.findings.listing import find_runs
+from driftlens.runs.lock import RunLock
+from driftlens.runs.run import open_run
+from driftlens.runs.standing import current_state, last_work, left_undone
+from driftlens.runs.status import Status, read_status, write_status
 
 
 @pytest.mark.parametrize(

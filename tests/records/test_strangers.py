@@ -6,10 +6,10 @@ import pathlib
 
 import pytest
 
-from driftlens.pipeline.study import card
-from driftlens.records.manifest import read_manifest
-from driftlens.records.run import DriftRun
-from driftlens.records.verdict import shareable, task_sheet, verdict
+from driftlens.findings.verdict import shareable, task_sheet, verdict
+from driftlens.jobs.study import card
+from driftlens.runs.manifest import read_manifest
+from driftlens.runs.run import DriftRun
 from driftlens_reports.sections.verdict import verdict_of
 from driftlens_reports.terminal import sheet_text, summary
 from tests.records.factory import write_run

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driftlens.errors import RunError, SchemaTooNewError
-from driftlens.records.schema import ACCURACY, LAYERS, RESOURCES, TABLES, Column, Table
-from driftlens.records.tables import append_rows, conform, csv_text, empty, read_table
+from driftlens.base.errors import RunError, SchemaTooNewError
+from driftlens.runs.schema import ACCURACY, LAYERS, RESOURCES, TABLES, Column, Table
+from driftlens.runs.tables import append_rows, conform, csv_text, empty, read_table
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "str": st.text(max_size=6),

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from driftlens.records.intervals import Interval, wilson
-from driftlens.records.manifest import Manifest, read_manifest
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.schema import TABLES
-from driftlens.records.tables import conform
-from driftlens.records.verdict import Gap, Verdict, _change, others_sheet, shareable, task_sheet, verdict
-from driftlens.variants import title
+from driftlens.base.intervals import Interval, wilson
+from driftlens.base.variants import title
+from driftlens.findings.verdict import Gap, Verdict, _change, others_sheet, shareable, task_sheet, verdict
+from driftlens.runs.manifest import Manifest, read_manifest
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.schema import TABLES
+from driftlens.runs.tables import conform
 from tests.records.drawn_runs import (
     CAL,
     CONTROL,

@@ -4,11 +4,11 @@ import pathlib
 
 import pytest
 
-from driftlens.errors import RunError, RunLockedError
-from driftlens.records.contents import attach
-from driftlens.records.manifest import read_manifest
-from driftlens.records.verify import verify
-from driftlens.records.writer import RunWriter
+from driftlens.base.errors import RunError, RunLockedError
+from driftlens.runs.contents import attach
+from driftlens.runs.manifest import read_manifest
+from driftlens.runs.verify import verify
+from driftlens.runs.writer import RunWriter
 
 
 def flip_a_bit(path: pathlib.Path) -> None:

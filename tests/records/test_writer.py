@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from driftlens.errors import (
+from driftlens.base.errors import (
     Cancelled,
     DataError,
     NumericsError,
@@ -18,15 +18,15 @@ from driftlens.errors import (
     SchemaTooNewError,
     SpecError,
 )
-from driftlens.progress import ProgressEvent
-from driftlens.records import tables
-from driftlens.records.manifest import read_manifest
-from driftlens.records.run import open_run
-from driftlens.records.schema import RESOURCES
-from driftlens.records.status import read_status
-from driftlens.records.tables import read_table
-from driftlens.records.verify import verify
-from driftlens.records.writer import RunWriter, energy_wh
+from driftlens.base.progress import ProgressEvent
+from driftlens.runs import tables
+from driftlens.runs.manifest import read_manifest
+from driftlens.runs.run import open_run
+from driftlens.runs.schema import RESOURCES
+from driftlens.runs.status import read_status
+from driftlens.runs.tables import read_table
+from driftlens.runs.verify import verify
+from driftlens.runs.writer import RunWriter, energy_wh
 
 
 def new(path: pathlib.Path, **options: Any) -> RunWriter:
@@ -108,8 +108,8 @@ def test_a_disk_that_takes_nothing_more_does_not_hide_the_first_error(
         raise RunError("disk full")
 
     with pytest.raises(NumericsError), new(tmp_path / "r") as writer, writer.phase("walk"):
-        monkeypatch.setattr("driftlens.records.writer.write_status", full)
-        monkeypatch.setattr("driftlens.records.contents.write_manifest", full)
+        monkeypatch.setattr("driftlens.runs.writer.write_status", full)
+        monkeypatch.setattr("driftlens.runs.contents.write_manifest", full)
         raise NumericsError("NaN in layer 3")
     monkeypatch.undo()
     RunWriter.resume(tmp_path / "r").__exit__(None, None, None)
@@ -130,7 +130,7 @@ def test_energy_is_the_sum_of_the_processors_counters_where_they_may_be_read(tmp
 def test_a_phase_has_the_energy_that_was_used_in_it(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
     """Nothing where a counter has started again in between, as less than nothing is no energy."""
     readings = iter([10.0, 10.5, 12.0, 1.0])
-    monkeypatch.setattr("driftlens.records.writer.energy_wh", lambda: next(readings))
+    monkeypatch.setattr("driftlens.runs.writer.energy_wh", lambda: next(readings))
     with new(tmp_path / "r") as writer:
         for name in ("load", "walk"):
             with writer.phase(name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from driftlens.records.run import DriftRun, open_run
+from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.build import Report
 from tests.records.factory import write_run
 from tests.records.full_run import Size, write_full_run

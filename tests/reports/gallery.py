@@ -11,8 +11,8 @@ import pathlib
 
 from PIL import Image
 
-from driftlens.files import PathLike
-from driftlens.records.run import DriftRun, open_run
+from driftlens.base.files import PathLike
+from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.build import Report
 from driftlens_reports.paper.exhibit import ExhibitOptions
 from driftlens_reports.paper.export import draw

@@ -9,14 +9,14 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from driftlens.records import outcomes
-from driftlens.records.before_after import final_drift_changes, score_change_note, score_changes
-from driftlens.records.compare import compare, mean_score_change
-from driftlens.records.intervals import Interval, mcnemar, mean_over_tasks, p_of, unpaired_difference
-from driftlens.records.outcomes import score_change
-from driftlens.records.reading import p_value, points, points_interval
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.writer import RunWriter
+from driftlens.base.intervals import Interval, mcnemar, mean_over_tasks, p_of, unpaired_difference
+from driftlens.findings import outcomes
+from driftlens.findings.before_after import final_drift_changes, score_change_note, score_changes
+from driftlens.findings.compare import compare, mean_score_change
+from driftlens.findings.outcomes import score_change
+from driftlens.findings.reading import p_value, points, points_interval
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from driftlens_reports.build import Report
 from driftlens_reports.terminal import before_after_text, comparison_text
 from tests.records.full_run import Size, write_full_run

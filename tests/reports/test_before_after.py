@@ -9,16 +9,16 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from driftlens.errors import DataError
-from driftlens.records.before_after import (
+from driftlens.base.errors import DataError
+from driftlens.findings.before_after import (
     before_after,
     calibration_means,
     calibration_sheets,
 )
-from driftlens.records.manifest import CalibrationInfo
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.verdict import verdict
-from driftlens.records.writer import RunWriter
+from driftlens.findings.verdict import verdict
+from driftlens.runs.manifest import CalibrationInfo
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from driftlens_reports.terminal import before_after_text
 from tests.records.full_run import write_full_run
 

@@ -5,7 +5,7 @@ import pathlib
 import pytest
 from PIL import Image
 
-from driftlens.records.run import open_run
+from driftlens.runs.run import open_run
 from tests.records.full_run import write_full_run
 from tests.reports.gallery import FIGURES, write_gallery
 

@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 import driftlens as dl
-from driftlens.records.run import DriftRun
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.plots import Plots
 

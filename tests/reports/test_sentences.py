@@ -13,12 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import driftlens as dl
-from driftlens.records.compare import compare
-from driftlens.records.intervals import wilson
-from driftlens.records.manifest import Manifest, read_manifest
-from driftlens.records.schema import TABLES
-from driftlens.records.tables import conform
-from driftlens.variants import title
+from driftlens.base.intervals import wilson
+from driftlens.base.variants import title
+from driftlens.findings.compare import compare
+from driftlens.runs.manifest import Manifest, read_manifest
+from driftlens.runs.schema import TABLES
+from driftlens.runs.tables import conform
 from driftlens_reports.advice import advice, advice_text
 from driftlens_reports.terminal import checks_text, comparison_text
 from tests.records.drawn_runs import CAL, SHARES, Right, interval, run_of, tables

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from driftlens.errors import Cancelled
-from driftlens.records.manifest import read_manifest, write_manifest
-from driftlens.records.run import open_run
-from driftlens.records.writer import RunWriter
+from driftlens.base.errors import Cancelled
+from driftlens.runs.manifest import read_manifest, write_manifest
+from driftlens.runs.run import open_run
+from driftlens.runs.writer import RunWriter
 from driftlens_reports.build import Report
 from driftlens_reports.facts import stamps
 from tests.records.factory import write_run

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from driftlens.records.intervals import wilson
-from driftlens.records.run import DriftRun
+from driftlens.base.intervals import wilson
+from driftlens.runs.run import DriftRun
 from driftlens_reports.facts import decisions
 
 

@@ -8,13 +8,13 @@ import re
 from rich.cells import cell_len
 from scipy import stats
 
-from driftlens.records.checks import CheckResult
-from driftlens.records.intervals import Interval, mean_over_tasks
-from driftlens.records.listing import RunSummary, find_runs
-from driftlens.records.reading import estimate
-from driftlens.records.run import DriftRun
-from driftlens.records.verdict import verdict
-from driftlens.records.verify import VerifyResult
+from driftlens.base.intervals import Interval, mean_over_tasks
+from driftlens.findings.checks import CheckResult
+from driftlens.findings.listing import RunSummary, find_runs
+from driftlens.findings.reading import estimate
+from driftlens.findings.verdict import verdict
+from driftlens.runs.run import DriftRun
+from driftlens.runs.verify import VerifyResult
 from driftlens_reports.facts import check_sentence
 from driftlens_reports.terminal import accuracy_text, listing_text, summary, verification_text
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from driftlens.errors import Cancelled, SpecError
-from driftlens.progress import CancelToken, ProgressEvent, Reporter
+from driftlens.base.errors import Cancelled, SpecError
+from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.suites import cache as caches
 from driftlens.suites.cache import RECORD, Suite
 from driftlens.suites.embedded import BASE, CONFIG, embedded_suite

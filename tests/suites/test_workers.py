@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from driftlens.errors import Cancelled, RunError
+from driftlens.base.errors import Cancelled, RunError
 from driftlens.suites.workers import NUM_WORKERS, Worker, work_together
 
 

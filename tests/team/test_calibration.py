@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from driftlens.base.errors import NumericsError, SingularGramError, SpecError
+from driftlens.base.team import Team
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
@@ -18,11 +20,9 @@ from driftlens.data.samples import Batch
 from driftlens.engine.forward_order import Lane, calibrate, calibrate_side_by_side
 from driftlens.engine.problems import CalibratedLayer, ClosedForm, LinearFold
 from driftlens.engine.site_selection import select_sites
-from driftlens.errors import NumericsError, SingularGramError, SpecError
+from driftlens.jobs.preflight.costs import LayerCost
+from driftlens.jobs.preflight.solving import solving
 from driftlens.linalg.gram import GramPool
-from driftlens.pipeline.preflight.costs import LayerCost
-from driftlens.pipeline.preflight.solving import solving
-from driftlens.team import Team
 from tests.calibration.worlds import WORLDS
 from tests.cases import Case, perturbed, pool_of
 from tests.team.threads import teamed

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 import driftlens as dl
 from driftlens.cli import DIVIDED, run
-from driftlens.pipeline.analyze.causes import BATCH
-from driftlens.records.manifest import read_manifest
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.status import read_status
+from driftlens.jobs.analyze.causes import BATCH
+from driftlens.runs.manifest import read_manifest
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.status import read_status
 from driftlens.spec import load_spec
 from tests.pipeline.calibrating import TABLES, copied
 from tests.pipeline.world import World, build

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import torch
 
-from driftlens.division import balanced
-from driftlens.errors import Cancelled, DataError, NumericsError, RunError
-from driftlens.progress import ProgressEvent, Reporter, TaskMeter
-from driftlens.team import ALONE, Team, _runs
+from driftlens.base.division import balanced
+from driftlens.base.errors import Cancelled, DataError, NumericsError, RunError
+from driftlens.base.progress import ProgressEvent, Reporter, TaskMeter
+from driftlens.base.team import ALONE, Team, _runs
 from tests.team.threads import teamed
 
 TASKS = ("a", "b", "c", "d", "e")
@@ -192,7 +192,7 @@ def test_one_bar_goes_over_the_tasks_of_all() -> None:
 def test_on_another_machine_a_process_lives_as_long_as_it_gives_signs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("driftlens.team._SILENT_SECONDS", 0.05)
+    monkeypatch.setattr("driftlens.base.team._SILENT_SECONDS", 0.05)
     beats = {"beat/1": b"1"}
     team = _unjoined(0, 2)
     team._store = SimpleNamespace(get=beats.__getitem__)

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 
+from driftlens.base.team import Team
 from driftlens.engine.exactness import exact_products
-from driftlens.team import Team
 
 T = TypeVar("T")
 

@@ -6,10 +6,10 @@ import os
 import signal
 from typing import Any
 
-import driftlens.pipeline.analyze.evaluation as evaluation
+import driftlens.jobs.analyze.evaluation as evaluation
+from driftlens.base.errors import DataError
 from driftlens.cli import main
 from driftlens.engine.forward_order import SnapshotWalk
-from driftlens.errors import DataError
 
 LAYER = 3
 

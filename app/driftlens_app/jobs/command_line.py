@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from driftlens.errors import DriftLensError, RunError, RunLockedError, SpecError
-from driftlens.records.status import Failure
+from driftlens.base.errors import DriftLensError, RunError, RunLockedError, SpecError
+from driftlens.runs.status import Failure
 from driftlens_app.settings import Settings
 
 COMMAND = (sys.executable, "-P", "-m", "driftlens")

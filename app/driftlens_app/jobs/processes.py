@@ -13,8 +13,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from driftlens.errors import DriftLensError, RunError, RunLockedError
-from driftlens.records.lock import living_owner_of, process_started, utc_now
+from driftlens.base.errors import DriftLensError, RunError, RunLockedError
+from driftlens.runs.lock import living_owner_of, process_started, utc_now
 from driftlens_app.jobs import command_line
 from driftlens_app.jobs.record import Job, Request, job_of, note_cancelled, write_job
 from driftlens_app.settings import Settings, require_inside, require_links_inside

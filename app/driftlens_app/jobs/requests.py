@@ -15,11 +15,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from driftlens.errors import SpecError
-from driftlens.projection import METHODS
-from driftlens.records.layout import COMPARISON, MANIFEST, SPEC
-from driftlens.records.manifest import read_manifest
-from driftlens.records.run import DriftRun
+from driftlens.base.errors import SpecError
+from driftlens.findings.projection import METHODS
+from driftlens.runs.layout import COMPARISON, MANIFEST, SPEC
+from driftlens.runs.manifest import read_manifest
+from driftlens.runs.run import DriftRun
 from driftlens_app.calibration import CalibrationSettings, methods
 from driftlens_app.jobs.record import Request, job_of
 from driftlens_app.runs import listed_runs

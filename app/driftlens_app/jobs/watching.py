@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from driftlens.errors import Cancelled, RunError
-from driftlens.files import from_json
-from driftlens.progress import ProgressEvent
-from driftlens.records.layout import COMPARISON, EVENTS, STATUS
-from driftlens.records.status import Failure, Status, read_status
+from driftlens.base.errors import Cancelled, RunError
+from driftlens.base.files import from_json
+from driftlens.base.progress import ProgressEvent
+from driftlens.runs.layout import COMPARISON, EVENTS, STATUS
+from driftlens.runs.status import Failure, Status, read_status
 from driftlens_app.jobs.command_line import told_failure
 from driftlens_app.jobs.processes import exit_code, insist
 from driftlens_app.jobs.record import Job, Kind, job_of, write_job

@@ -9,12 +9,12 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import NumberColumn, TextColumn
 
-from driftlens.errors import DataError
-from driftlens.metrics import metric_called, title_of
-from driftlens.records.compare import Comparison, compare
-from driftlens.records.reading import is_measured, percent_interval, points_interval, signed
-from driftlens.records.run import DriftRun
-from driftlens.variants import part_of, title
+from driftlens.base.errors import DataError
+from driftlens.base.metrics import metric_called, title_of
+from driftlens.base.variants import part_of, title
+from driftlens.findings.compare import Comparison, compare
+from driftlens.findings.reading import is_measured, percent_interval, points_interval, signed
+from driftlens.runs.run import DriftRun
 from driftlens_app.jobs.requests import comparisons
 from driftlens_app.pages import path_of
 from driftlens_app.runs import folder_of, key_of, opened, run_ids

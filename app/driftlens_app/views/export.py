@@ -13,10 +13,10 @@ from pathlib import Path
 import pandas as pd
 import streamlit as st
 
-from driftlens.records.checks import self_checks
-from driftlens.records.reading import error, is_measured, size
-from driftlens.records.run import DriftRun
-from driftlens.records.status import Failure
+from driftlens.findings.checks import self_checks
+from driftlens.findings.reading import error, is_measured, size
+from driftlens.runs.run import DriftRun
+from driftlens.runs.status import Failure
 from driftlens_app.jobs import command_line
 from driftlens_app.jobs.command_line import told_failure
 from driftlens_app.pages import Page

@@ -10,8 +10,8 @@ from typing import Any
 
 import streamlit as st
 
-from driftlens.errors import SpecError
-from driftlens.records.layout import SPEC
+from driftlens.base.errors import SpecError
+from driftlens.runs.layout import SPEC
 from driftlens_app.calibration import Method, fields, methods
 from driftlens_app.drafts import PASTED, PASTED_AS, checked, draft, keep, kept_as
 from driftlens_app.jobs import start

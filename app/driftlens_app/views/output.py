@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pandas as pd
 import streamlit as st
 
-from driftlens.variants import title
+from driftlens.base.variants import title
 from driftlens_app.samples import show_wall
 from driftlens_app.selection import TASK, VARIANTS, Selection, selection
 from driftlens_app.show import note, show_part, show_table

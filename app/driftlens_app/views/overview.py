@@ -9,11 +9,11 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import AreaChartColumn, ImageColumn, NumberColumn, TextColumn
 
-from driftlens.records.checks import self_checks
-from driftlens.records.reading import Sheet, is_measured, size
-from driftlens.records.run import DriftRun
-from driftlens.records.verdict import Verdict, task_sheet, verdict
-from driftlens.variants import title
+from driftlens.base.variants import title
+from driftlens.findings.checks import self_checks
+from driftlens.findings.reading import Sheet, is_measured, size
+from driftlens.findings.verdict import Verdict, task_sheet, verdict
+from driftlens.runs.run import DriftRun
 from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page, path_of
 from driftlens_app.samples import pictures

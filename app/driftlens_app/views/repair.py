@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import streamlit as st
 
-from driftlens.records.arena import arena_sheet
-from driftlens.records.before_after import (
+from driftlens.base.variants import title
+from driftlens.findings.arena import arena_sheet
+from driftlens.findings.before_after import (
     calibration_sheets,
     change_in_words,
     selection_sentences,
 )
-from driftlens.records.layout import begun_calibration, calibration_folder, calibration_weights
-from driftlens.records.reading import Sheet, estimate, size, written
-from driftlens.records.run import DriftRun
-from driftlens.records.verdict import Verdict, task_sheet, verdict
-from driftlens.variants import title
+from driftlens.findings.reading import Sheet, estimate, size, written
+from driftlens.findings.verdict import Verdict, task_sheet, verdict
+from driftlens.runs.layout import begun_calibration, calibration_folder, calibration_weights
+from driftlens.runs.run import DriftRun
 from driftlens_app.calibration import CalibrationSettings, calibration_form, methods
 from driftlens_app.jobs import Job, View, start, watch
 from driftlens_app.jobs.command_line import ask

@@ -11,11 +11,11 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import NumberColumn
 
-from driftlens.errors import RunError
-from driftlens.records.keeping import LONGEST_NAME, rename, set_aside
-from driftlens.records.listing import RunSummary
-from driftlens.records.reading import size
-from driftlens.variants import part_of
+from driftlens.base.errors import RunError
+from driftlens.base.variants import part_of
+from driftlens.findings.listing import RunSummary
+from driftlens.findings.reading import size
+from driftlens.runs.keeping import LONGEST_NAME, rename, set_aside
 from driftlens_app.jobs.record import MAKING, dismiss, job_of
 from driftlens_app.jobs.requests import DEMO
 from driftlens_app.jobs.watching import is_at_work

@@ -10,10 +10,10 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from driftlens.projection import METHODS
-from driftlens.projection.layouts import FEWEST_POINTS
-from driftlens.records.run import DriftRun
-from driftlens.variants import title
+from driftlens.base.variants import title
+from driftlens.findings.projection import METHODS
+from driftlens.findings.projection.layouts import FEWEST_POINTS
+from driftlens.runs.run import DriftRun
 from driftlens_app.jobs.requests import project_request
 from driftlens_app.live import offer
 from driftlens_app.pages import Page

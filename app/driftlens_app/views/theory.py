@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import streamlit as st
 
-from driftlens.records.run import DriftRun
-from driftlens.variants import part_of, title
+from driftlens.base.variants import part_of, title
+from driftlens.runs.run import DriftRun
 from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page
 from driftlens_app.selection import LAYER, TASK, VARIANTS, selection

@@ -14,14 +14,14 @@ from typing import Annotated, Any
 
 from pydantic import Field, JsonValue
 
-from driftlens.errors import SpecError, did_you_mean
-from driftlens.files import PathLike
+from driftlens.base.errors import SpecError, did_you_mean
+from driftlens.base.files import PathLike
 from driftlens.spec import RunSpec
 from driftlens.spec.problems import checked
+from driftlens.spec.published import find_published, published_task
 from driftlens.spec.types import Part
 from driftlens.spec.yaml_text import from_yaml, read_mapping
 from driftlens.suites.protocols import CORRUPTIONS, GRIDS, SAMPLES
-from driftlens.suites.published import find_published, published_task
 
 Methods = dict[str, dict[str, JsonValue]]
 

@@ -7,9 +7,9 @@ import math
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens.records.arena import arena_rows
-from driftlens.records.run import DriftRun
-from driftlens.variants import calibrated
+from driftlens.base.variants import calibrated
+from driftlens.findings.arena import arena_rows
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 

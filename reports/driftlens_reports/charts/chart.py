@@ -16,9 +16,9 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens.errors import DataError
-from driftlens.records.run import DriftRun
-from driftlens.registry import Registry
+from driftlens.base.errors import DataError
+from driftlens.base.registry import Registry
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.picking import ChartOptions, absent, lacking
 
 __all__ = [

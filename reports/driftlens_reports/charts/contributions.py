@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens.records.reading import number, percent
-from driftlens.records.run import DriftRun
+from driftlens.findings.reading import number, percent
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.layer_curves import of_layers

@@ -12,9 +12,9 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
-from driftlens.records.intervals import wilson
-from driftlens.records.reading import number, percent
-from driftlens.records.run import DriftRun
+from driftlens.base.intervals import wilson
+from driftlens.findings.reading import number, percent
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart, is_of_language
 from driftlens_reports.charts.panels import panel_grid

@@ -8,13 +8,13 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens import variants
-from driftlens.metrics import metric_called, title_of
-from driftlens.records.intervals import student
-from driftlens.records.outcomes import score_change
-from driftlens.records.run import DriftRun
-from driftlens.records.scores import main_metrics
-from driftlens.variants import part_of
+from driftlens.base import variants
+from driftlens.base.intervals import student
+from driftlens.base.metrics import metric_called, title_of
+from driftlens.base.variants import part_of
+from driftlens.findings.outcomes import score_change
+from driftlens.findings.scores import main_metrics
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, placing, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 

@@ -11,9 +11,9 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from driftlens.records.reading import number
-from driftlens.records.run import DriftRun
-from driftlens.variants import calibrated
+from driftlens.base.variants import calibrated
+from driftlens.findings.reading import number
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.contributions import CONTRIBUTED, REST, share_rows, with_ends

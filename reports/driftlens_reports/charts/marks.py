@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens.records.reading import percent
+from driftlens.findings.reading import percent
 from driftlens_reports.charts.picking import ChartOptions
 from driftlens_reports.charts.theme import SMALL, Look, palette
 from driftlens_reports.charts.words import counted, label, literal, shown

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens.errors import DataError
-from driftlens.records.before_after import compared_variants
-from driftlens.records.compare import Comparison
-from driftlens.records.reading import number, percent
-from driftlens.records.run import DriftRun
-from driftlens.records.schema import LAYERS, SAMPLES
-from driftlens.variants import calibrated, is_control
+from driftlens.base.errors import DataError
+from driftlens.base.variants import calibrated, is_control
+from driftlens.findings.before_after import compared_variants
+from driftlens.findings.compare import Comparison
+from driftlens.findings.reading import number, percent
+from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import LAYERS, SAMPLES
 from driftlens_reports.charts.chart import ChartOptions, Drawn
 from driftlens_reports.charts.layer_curves import Curves, draw_curves
 from driftlens_reports.charts.marks import gapped

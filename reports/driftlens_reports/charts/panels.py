@@ -13,8 +13,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from driftlens.records.run import DriftRun
-from driftlens.records.schema import TABLES
+from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import TABLES
 from driftlens_reports.charts.picking import ChartOptions
 from driftlens_reports.charts.theme import SIZE, TICK_NUMBER, lay_out, palette, theme_layout
 

@@ -13,11 +13,11 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from driftlens.metrics import ACCURACY, METRICS, metric_called, title_of
-from driftlens.records.intervals import Interval, mean_interval, mean_over_tasks
-from driftlens.records.reading import estimate, number, percent
-from driftlens.records.run import DriftRun
-from driftlens.records.scores import main_metrics
+from driftlens.base.intervals import Interval, mean_interval, mean_over_tasks
+from driftlens.base.metrics import ACCURACY, METRICS, metric_called, title_of
+from driftlens.findings.reading import estimate, number, percent
+from driftlens.findings.scores import main_metrics
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart, is_of_language
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from driftlens.errors import DataError, did_you_mean
-from driftlens.records.run import DriftRun
-from driftlens.records.schema import ANALYZE, TABLES
-from driftlens.variants import control_of, part_of
+from driftlens.base.errors import DataError, did_you_mean
+from driftlens.base.variants import control_of, part_of
+from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import ANALYZE, TABLES
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from driftlens.errors import did_you_mean
-from driftlens.records.run import DriftRun
+from driftlens.base.errors import did_you_mean
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens import variants
-from driftlens.errors import DataError
-from driftlens.projection import Projection, project, stored_projection
-from driftlens.records.reading import number, percent
-from driftlens.records.run import DriftRun
+from driftlens.base import variants
+from driftlens.base.errors import DataError
+from driftlens.findings.projection import Projection, project, stored_projection
+from driftlens.findings.reading import number, percent
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 

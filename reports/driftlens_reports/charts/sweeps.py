@@ -9,13 +9,13 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from driftlens.metrics import METRICS
-from driftlens.records import swept
-from driftlens.records.intervals import over_draws
-from driftlens.records.reading import number
-from driftlens.records.run import DriftRun
-from driftlens.records.schema import SWEEPS
-from driftlens.variants import calibrated
+from driftlens.base.intervals import over_draws
+from driftlens.base.metrics import METRICS
+from driftlens.base.variants import calibrated
+from driftlens.findings import swept
+from driftlens.findings.reading import number
+from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import SWEEPS
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.per_task import AVERAGE

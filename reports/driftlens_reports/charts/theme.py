@@ -12,7 +12,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from driftlens.variants import Part, part_of
+from driftlens.base.variants import Part, part_of
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 SIZE, SMALL = 13, 11

@@ -11,9 +11,9 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens import variants
-from driftlens.records.reading import number, percent, printable
-from driftlens.records.run import DriftRun
+from driftlens.base import variants
+from driftlens.findings.reading import number, percent, printable
+from driftlens.runs.run import DriftRun
 
 LONGEST, LONGEST_OF_TWO = 26, 14
 """Characters of a name that a figure shows, alone or beside another one; hover texts show all of it."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from driftlens.records import layout
-from driftlens.records.reading import p_value
+from driftlens.findings.reading import p_value
+from driftlens.runs import layout
 from driftlens_reports.content import Cell, Column, ReportContent, Table
 from driftlens_reports.paper import grid
 from driftlens_reports.paper.grid import to_latex

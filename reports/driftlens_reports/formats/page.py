@@ -15,7 +15,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from driftlens.records.reading import written
+from driftlens.findings.reading import written
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.theme import palette
 from driftlens_reports.content import ReportContent, Table

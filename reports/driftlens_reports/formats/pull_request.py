@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from driftlens.records.reading import printable
+from driftlens.findings.reading import printable
 from driftlens_reports.content import ReportContent, Table
 
 MOST_LINES = 30

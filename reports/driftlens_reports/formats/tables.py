@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.records import layout, schema
-from driftlens.records.run import DriftRun
-from driftlens.records.tables import csv_text
+from driftlens.runs import layout, schema
+from driftlens.runs.run import DriftRun
+from driftlens.runs.tables import csv_text
 from driftlens_reports.content import VERSION, ReportContent
 
 _BY_SAMPLE = ("samples", "outputs", "adjoint")

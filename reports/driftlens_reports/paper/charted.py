@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import SubFigure
 
-from driftlens.errors import DataError
-from driftlens.records.run import DriftRun
+from driftlens.base.errors import DataError
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
 from driftlens_reports.charts.per_task import AVERAGE
 from driftlens_reports.charts.words import called

@@ -18,11 +18,11 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
-from driftlens.metrics import ACCURACY
-from driftlens.records.checks import CheckResult
-from driftlens.records.checks import self_checks as checks_of
-from driftlens.records.run import DriftRun
-from driftlens.records.swept import level, sweep_named, swept_methods, with_scores
+from driftlens.base.metrics import ACCURACY
+from driftlens.findings.checks import CheckResult
+from driftlens.findings.checks import self_checks as checks_of
+from driftlens.findings.swept import level, sweep_named, swept_methods, with_scores
+from driftlens.runs.run import DriftRun
 from driftlens.suites.protocols import GRIDS, SAMPLES
 from driftlens_reports.charts.words import title
 from driftlens_reports.facts import check_sentence

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 
-from driftlens.errors import DataError, did_you_mean
-from driftlens.records.reading import printable
-from driftlens.records.run import DriftRun
-from driftlens.registry import Registry
+from driftlens.base.errors import DataError, did_you_mean
+from driftlens.base.registry import Registry
+from driftlens.base.variants import calibrated, part_of
+from driftlens.base.variants import title as plain_title
+from driftlens.findings.reading import printable
+from driftlens.runs.run import DriftRun
 from driftlens.suites.protocols import filling
-from driftlens.variants import calibrated, part_of
-from driftlens.variants import title as plain_title
 from driftlens_reports.charts.words import named, overlap_notes
 from driftlens_reports.facts import stamps
 from driftlens_reports.paper.grid import Column, Grid, shows_gains, tidy, to_latex

@@ -13,11 +13,11 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.errors import SpecError
-from driftlens.files import PathLike, atomic_path
-from driftlens.records.manifest import versions
-from driftlens.records.run import DriftRun
-from driftlens.records.tables import csv_text
+from driftlens.base.errors import SpecError
+from driftlens.base.files import PathLike, atomic_path
+from driftlens.runs.manifest import versions
+from driftlens.runs.run import DriftRun
+from driftlens.runs.tables import csv_text
 from driftlens_reports.paper.exhibit import Exhibit, Exhibited, ExhibitOptions, Gap, Kind, exhibits
 from driftlens_reports.paper.published import source
 from driftlens_reports.paper.style import WIDTHS, encode, venue_of

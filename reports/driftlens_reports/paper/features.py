@@ -17,9 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.lines import Line2D
 
-from driftlens.errors import DataError, NumericsError
-from driftlens.records.reading import number
-from driftlens.records.run import DriftRun
+from driftlens.base.errors import DataError, NumericsError
+from driftlens.findings.reading import number
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.marks import thinned
 from driftlens_reports.charts.theme import look
 from driftlens_reports.charts.words import called, title
@@ -181,7 +181,7 @@ def _layout_of(
 
     It is the one that the run stores, and is computed otherwise. Drawing never changes a run, so it is not stored then.
     """
-    from driftlens.projection import project, stored_projection
+    from driftlens.findings.projection import project, stored_projection
 
     try:
         found = stored_projection(run, task, layer=layer, method=method)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 
-from driftlens.records.reading import printable
+from driftlens.findings.reading import printable
 
 if TYPE_CHECKING:
     import jinja2

@@ -15,8 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
-from driftlens.records.reading import printable
-from driftlens.records.run import DriftRun
+from driftlens.findings.reading import printable
+from driftlens.runs.run import DriftRun
 from driftlens_reports.paper.exhibit import Exhibited, Gap, together
 from driftlens_reports.paper.marks import Panel
 from driftlens_reports.paper.static import add_legend, finish, rough_size

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from driftlens.errors import RunError
-from driftlens.records import layout
-from driftlens.records.run import DriftRun
+from driftlens.base.errors import RunError
+from driftlens.runs import layout
+from driftlens.runs.run import DriftRun
 from driftlens_reports.paper.grid import AVERAGE, Block, Cell, Line, Role
 
 ErratumKind = Literal["value", "average", "rounding", "columns", "suspect", "gain", "runs"]

@@ -10,11 +10,11 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.records.checks import CheckResult, self_checks
-from driftlens.records.manifest import CalibrationInfo
-from driftlens.records.run import DriftRun
-from driftlens.records.swept import sweep_named, swept_methods
-from driftlens.variants import calibrated
+from driftlens.base.variants import calibrated
+from driftlens.findings.checks import CheckResult, self_checks
+from driftlens.findings.swept import sweep_named, swept_methods
+from driftlens.runs.manifest import CalibrationInfo
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.words import called, title
 from driftlens_reports.paper import exhibit, published
 from driftlens_reports.paper.drawn import sweep_points

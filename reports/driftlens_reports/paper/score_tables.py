@@ -9,13 +9,13 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.metrics import ACCURACY, Metric, metric_called
-from driftlens.records.compare import changed_score
-from driftlens.records.intervals import Interval, mean_over_tasks
-from driftlens.records.run import DriftRun
-from driftlens.records.scores import main_metrics
-from driftlens.records.swept import swept_methods
-from driftlens.variants import control_of, expert_of, is_control, part_of
+from driftlens.base.intervals import Interval, mean_over_tasks
+from driftlens.base.metrics import ACCURACY, Metric, metric_called
+from driftlens.base.variants import control_of, expert_of, is_control, part_of
+from driftlens.findings.compare import changed_score
+from driftlens.findings.scores import main_metrics
+from driftlens.findings.swept import swept_methods
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.words import called, title
 from driftlens_reports.paper import published
 from driftlens_reports.paper.drawn import corruption_title, sweep_points

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from driftlens.metrics import ACCURACY, metric_called
-from driftlens.records import before_after
-from driftlens.records.arena import arena_sheet
-from driftlens.records.intervals import mean_over_tasks
-from driftlens.records.outcomes import outcomes
-from driftlens.records.reading import Kind, brief, estimate, is_measured, percent, setting_text
-from driftlens.records.run import DriftRun
-from driftlens.records.swept import ABLATION, ablation_sheets
-from driftlens.variants import part_of, title
+from driftlens.base.intervals import mean_over_tasks
+from driftlens.base.metrics import ACCURACY, metric_called
+from driftlens.base.variants import part_of, title
+from driftlens.findings import before_after
+from driftlens.findings.arena import arena_sheet
+from driftlens.findings.outcomes import outcomes
+from driftlens.findings.reading import Kind, brief, estimate, is_measured, percent, setting_text
+from driftlens.findings.swept import ABLATION, ablation_sheets
+from driftlens.runs.run import DriftRun
 from driftlens_reports import facts
 from driftlens_reports.content import Figure, Table, sheet_table, table
 from driftlens_reports.facts import origin_sentence

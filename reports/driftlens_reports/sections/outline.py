@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from driftlens.errors import SpecError
+from driftlens.base.errors import SpecError
 from driftlens_reports.charts.chart import Chart, by_rank, charts
 
 TITLES = MappingProxyType(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from driftlens.records.reading import Kind
-from driftlens.records.run import DriftRun
-from driftlens.variants import title
+from driftlens.base.variants import title
+from driftlens.findings.reading import Kind
+from driftlens.runs.run import DriftRun
 from driftlens_reports.content import Table, table
 
 _UNKNOWN = "not recorded"

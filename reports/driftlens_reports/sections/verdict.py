@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from driftlens.records.before_after import change_in_words
-from driftlens.records.checks import CheckReport, Status, self_checks
-from driftlens.records.intervals import Interval
-from driftlens.records.outcomes import Measure, TaskMeans, outcomes, task_means
-from driftlens.records.reading import Kind, is_measured
-from driftlens.records.run import DriftRun
-from driftlens.records.tables import plain
-from driftlens.records.verdict import shareable, task_sheet, verdict
-from driftlens.variants import control_of, part_of, title
+from driftlens.base.intervals import Interval
+from driftlens.base.variants import control_of, part_of, title
+from driftlens.findings.before_after import change_in_words
+from driftlens.findings.checks import CheckReport, Status, self_checks
+from driftlens.findings.outcomes import Measure, TaskMeans, outcomes, task_means
+from driftlens.findings.reading import Kind, is_measured
+from driftlens.findings.verdict import shareable, task_sheet, verdict
+from driftlens.runs.run import DriftRun
+from driftlens.runs.tables import plain
 from driftlens_reports import facts
 from driftlens_reports.content import (
     Change,

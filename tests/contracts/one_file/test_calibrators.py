@@ -15,20 +15,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from driftlens.base.errors import SpecError
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import PRESETS
 from driftlens.cli import app
 from driftlens.diagnostics.attribution import Contributions, JacobianSettings
 from driftlens.engine.walk import decompose, walk
-from driftlens.errors import SpecError
+from driftlens.jobs.analyze.job import analyze, evaluate
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.preflight.job import preflight
+from driftlens.jobs.preflight.rehearsal import rehearse
+from driftlens.jobs.study.reopening import reopened
 from driftlens.linalg.state import norm, subtract
-from driftlens.pipeline.analyze.job import analyze, evaluate
-from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.preflight.job import preflight
-from driftlens.pipeline.preflight.rehearsal import rehearse
-from driftlens.pipeline.study.reopening import reopened
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.verify import verify
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.verify import verify
 from driftlens.spec import load_spec
 from tests.pipeline.calibrating import copied, request
 from tests.pipeline.fixtures import finished, light, world
@@ -47,7 +47,7 @@ import torch
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
 from driftlens.calibration.solves import relative_change
 from driftlens.engine.problems import LinearProblem, Problem, SiteReport, SiteUpdate
-from driftlens.settings import Bounds
+from driftlens.base.settings import Bounds
 
 
 @calibrators.register("toy-scale")
@@ -89,7 +89,7 @@ from torch import Tensor
 
 from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.engine.training import LayerTrainer
-from driftlens.settings import Bounds
+from driftlens.base.settings import Bounds
 
 
 @dataclass(frozen=True)

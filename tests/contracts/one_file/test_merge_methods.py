@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import driftlens as dl
-from driftlens.errors import SpecError
+from driftlens.base.errors import SpecError
+from driftlens.checkpoints.sources import SafetensorsSource
+from driftlens.jobs.study.merging import merged_source
+from driftlens.jobs.study.opening import open_study
 from driftlens.merging.method import READS, merge_methods
-from driftlens.models.sources import SafetensorsSource
-from driftlens.pipeline.study.merging import merged_source
-from driftlens.pipeline.study.opening import open_study
-from driftlens.records.manifest import read_manifest
+from driftlens.runs.manifest import read_manifest
 from driftlens.spec import load_spec
 from tests.cli.conftest import Result, run_cli
 from tests.merging.applying import apply, states
@@ -46,7 +46,7 @@ from typing import Annotated
 import torch
 
 from driftlens.merging.method import merge_methods
-from driftlens.settings import Bounds
+from driftlens.base.settings import Bounds
 
 Share = Annotated[float, Bounds(0, 1, low_open=True), "how far from the base"]
 

@@ -9,8 +9,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.schema import TABLES
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.schema import TABLES
 from tests.records.full_run import Size, write_full_run
 
 HOSTILE = ("<script>alert(1)</script>", r"$\input{x}$ <b>bold</b>", "%{hostile} &amp; more")

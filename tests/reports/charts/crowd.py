@@ -7,9 +7,9 @@ import pathlib
 import numpy as np
 import pandas as pd
 
-from driftlens.records.manifest import ModelInfo
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.writer import RunWriter
+from driftlens.runs.manifest import ModelInfo
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from tests.records.full_run import layer_list
 
 VARIANTS = ("merged", "baseline:featcal-anchor", "calibrated:featcal")

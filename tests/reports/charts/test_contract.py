@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from driftlens.errors import DataError, DriftLensError
-from driftlens.records.reading import error, number, percent
-from driftlens.records.run import DriftRun
-from driftlens.records.schema import TABLES
-from driftlens.variants import control_of
+from driftlens.base.errors import DataError, DriftLensError
+from driftlens.base.variants import control_of
+from driftlens.findings.reading import error, number, percent
+from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import TABLES
 from driftlens_reports.charts.chart import SECTIONS, ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.sections.outline import PRESETS, TITLES
 from tests.reports.charts.recording import NUMBER, axis_titles, data_values, leaves, shown_texts
@@ -146,7 +146,7 @@ class NoTorch:
         if name.split(".")[0] == "torch":
             raise ImportError("a chart imports torch")
 sys.meta_path.insert(0, NoTorch())
-from driftlens.records.run import open_run
+from driftlens.runs.run import open_run
 from driftlens_reports.charts.chart import ChartOptions, charts
 run = open_run(sys.argv[1])
 drawn = [charts[name].draw(run) for name in charts if charts[name].missing(run, ChartOptions()) is None]

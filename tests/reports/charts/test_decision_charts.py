@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from driftlens.records.reading import number
-from driftlens.records.run import DriftRun, open_run
+from driftlens.findings.reading import number
+from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.decisions import expected_calibration_error, reliability
 from tests.records.full_run import Size, write_full_run

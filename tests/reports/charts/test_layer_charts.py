@@ -10,8 +10,8 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from driftlens.records.reading import error, number, percent
-from driftlens.records.run import DriftRun, open_run
+from driftlens.findings.reading import error, number, percent
+from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts import panels
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.contributions import CONTRIBUTED, stacked

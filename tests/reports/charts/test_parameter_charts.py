@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from driftlens.records.manifest import LayerInfo
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.schema import TABLES
-from driftlens.records.tables import conform
+from driftlens.runs.manifest import LayerInfo
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.schema import TABLES
+from driftlens.runs.tables import conform
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.per_task import OUTSIDE, group_of
 from tests.records.full_run import SITES

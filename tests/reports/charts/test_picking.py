@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from driftlens.errors import DataError
-from driftlens.records.run import DriftRun, open_run
+from driftlens.base.errors import DataError
+from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.panels import layer_axis, layer_title, titled
 from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, lacking, layer_rows

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from driftlens.records.reading import number
-from driftlens.records.run import DriftRun
-from driftlens.variants import is_control
+from driftlens.base.variants import is_control
+from driftlens.findings.reading import number
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.page_curves import left_curves, mean_curves, running_curve
 from tests.reports.charts.recording import axis_titles, drawn_values, leaves

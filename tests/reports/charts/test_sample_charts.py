@@ -7,8 +7,8 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from driftlens.projection import project
-from driftlens.records.run import DriftRun, open_run
+from driftlens.findings.projection import project
+from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
 from tests.records.full_run import write_full_run
 from tests.reports.charts.crowd import write_crowd

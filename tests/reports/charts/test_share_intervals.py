@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from driftlens.records.reading import percent
-from driftlens.records.run import DriftRun, open_run
+from driftlens.findings.reading import percent
+from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts.chart import ChartOptions, charts
 
 SHARES = {"carried share": "final_share", "swapped share": "prefix_share"}

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from driftlens.records.intervals import Interval, mean_over_tasks, unpaired_difference
-from driftlens.records.run import DriftRun, open_run
+from driftlens.base.intervals import Interval, mean_over_tasks, unpaired_difference
+from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts.arena import _ticks
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.gains import NO_RIVAL

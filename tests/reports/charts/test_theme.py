@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from driftlens.variants import Part
+from driftlens.base.variants import Part
 from driftlens_reports.charts.theme import DARK, LIGHT, Palette, look, readable, scale, shade
 
 Array = NDArray[np.float64]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import driftlens_reports
-from driftlens.records.run import DriftRun
+from driftlens.runs.run import DriftRun
 from driftlens_reports.build import Report
 from driftlens_reports.content import ReportContent
 from driftlens_reports.formats.tables import json_schema

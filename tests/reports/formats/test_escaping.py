@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driftlens.records.reading import NO_VALUE
+from driftlens.findings.reading import NO_VALUE
 from driftlens_reports.build import Report
 from driftlens_reports.content import Column, Table
 from driftlens_reports.formats.fragments import fragments

@@ -14,13 +14,13 @@ from collections.abc import Callable
 
 import pytest
 
-from driftlens.errors import RunError, SpecError
-from driftlens.records import layout, schema, tables
-from driftlens.records.reading import written
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.verdict import task_sheet, verdict
-from driftlens.records.verify import verify
-from driftlens.variants import title
+from driftlens.base.errors import RunError, SpecError
+from driftlens.base.variants import title
+from driftlens.findings.reading import written
+from driftlens.findings.verdict import task_sheet, verdict
+from driftlens.runs import layout, schema, tables
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.verify import verify
 from driftlens_reports.build import Report, formats
 from tests.records.full_run import VARIANTS, Size, write_full_run
 from tests.reports.conftest import HOSTILE, SMALL

@@ -10,8 +10,8 @@ import subprocess
 
 import pytest
 
-from driftlens.records.run import open_run
-from driftlens.records.writer import RunWriter
+from driftlens.runs.run import open_run
+from driftlens.runs.writer import RunWriter
 from driftlens_reports.build import Report
 from driftlens_reports.content import Column, ReportContent, Table
 from driftlens_reports.formats.fragments import fragments

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import plotly.graph_objects as go
 import pytest
 
-from driftlens.records.run import DriftRun
+from driftlens.runs.run import DriftRun
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
 from driftlens_reports.charts.theme import apply_theme

@@ -11,7 +11,7 @@ import pathlib
 import plotly.graph_objects as go
 import pytest
 
-from driftlens.records.run import open_run
+from driftlens.runs.run import open_run
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
 from driftlens_reports.charts.theme import DARK, LIGHT

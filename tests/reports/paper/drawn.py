@@ -15,7 +15,7 @@ from matplotlib.patches import Polygon, Rectangle
 from matplotlib.text import Text
 from numpy.typing import NDArray
 
-from driftlens.records.run import DriftRun
+from driftlens.runs.run import DriftRun
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
 from driftlens_reports.paper.marks import GUIDE
 from driftlens_reports.paper.style import sheet, venue_of

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from driftlens.records.manifest import CalibrationInfo
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.writer import RunWriter
+from driftlens.runs.manifest import CalibrationInfo
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from tests.records.full_run import write_full_run
 
 OWN = {"lam": 0.05, "rho": 2.0, "alpha": 0.3, "n": 256}

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from driftlens.records.manifest import CalibrationInfo
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.writer import RunWriter
+from driftlens.runs.manifest import CalibrationInfo
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from tests.records.full_run import VARIANTS, Size, layer_list, write_full_run
 
 TOY = ("cars", "mnist", "dtd")

@@ -12,9 +12,9 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
+from driftlens.base.errors import DataError, SpecError
 from driftlens.cli import main
-from driftlens.errors import DataError, SpecError
-from driftlens.records.run import DriftRun
+from driftlens.runs.run import DriftRun
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
 from driftlens_reports.paper.export import FORMATS, draw, export
 from tests.reports.paper.table_runs import table_run
@@ -49,7 +49,7 @@ def test_another_process_writes_the_same_bytes(run: DriftRun, tmp_path: pathlib.
     script = """
         import sys
         sys.modules["torch"] = None  # exhibits are drawn without it
-        from driftlens.records.run import open_run
+        from driftlens.runs.run import open_run
         from driftlens_reports.paper.export import export
         export([open_run(sys.argv[1])], sys.argv[2], names=["accuracy", "heatmap"])
     """

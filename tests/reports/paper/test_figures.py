@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from driftlens.errors import DataError, RunError
-from driftlens.records.run import DriftRun, open_run
+from driftlens.base.errors import DataError, RunError
+from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.paper.exhibit import exhibits
 from driftlens_reports.paper.style import FORMATS, WIDTHS, encode
 from tests.quick import few
@@ -221,7 +221,7 @@ class NoTorch:
             raise ImportError("torch is not to be imported")
 
 sys.meta_path.insert(0, NoTorch())
-from driftlens.records.run import open_run
+from driftlens.runs.run import open_run
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
 from driftlens_reports.paper.style import encode
 run = open_run(sys.argv[1])

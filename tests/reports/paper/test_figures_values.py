@@ -12,10 +12,10 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
-from driftlens.errors import DataError
-from driftlens.records.arena import arena_rows
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.writer import RunWriter
+from driftlens.base.errors import DataError
+from driftlens.findings.arena import arena_rows
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from driftlens_reports.charts.theme import look
 from driftlens_reports.paper.exhibit import Exhibited
 from driftlens_reports.paper.features import MOST

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from driftlens.records.run import DriftRun
+from driftlens.runs.run import DriftRun
 from driftlens_reports.paper.exhibit import ExhibitOptions, Gap, exhibits
 from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line, escape, prose, to_latex
 from tests.reports.paper.table_runs import EIGHT, scores_run, table_run

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from driftlens.records.run import DriftRun, open_run
+from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
 from tests.records.full_run import Size, write_full_run
 

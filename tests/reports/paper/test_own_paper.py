@@ -12,10 +12,10 @@ import subprocess
 import numpy as np
 import pytest
 
-from driftlens.errors import DataError
-from driftlens.records.manifest import CalibrationInfo
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.writer import RunWriter
+from driftlens.base.errors import DataError
+from driftlens.runs.manifest import CalibrationInfo
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from driftlens_reports.paper.exhibit import ExhibitOptions, Gap, exhibits
 from driftlens_reports.paper.export import draw
 from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line, to_latex

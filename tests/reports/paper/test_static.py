@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from driftlens.records.run import DriftRun
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.panels import panel_grid
 from driftlens_reports.charts.theme import LIGHT, apply_theme, scale

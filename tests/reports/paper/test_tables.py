@@ -9,9 +9,9 @@ import statistics
 import pandas as pd
 import pytest
 
-from driftlens.records.checks import self_checks
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.writer import RunWriter
+from driftlens.findings.checks import self_checks
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
 from driftlens_reports.paper.grid import AVERAGE
 from driftlens_reports.paper.published import published_tables

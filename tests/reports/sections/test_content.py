@@ -8,9 +8,9 @@ import pathlib
 import pandas as pd
 import pytest
 
-from driftlens.errors import SpecError
-from driftlens.records.run import DriftRun, open_run
-from driftlens.records.writer import RunWriter
+from driftlens.base.errors import SpecError
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
 from driftlens_reports.content import ReportContent, Table

@@ -6,9 +6,9 @@ import pathlib
 
 import pytest
 
-from driftlens.records.compare import drift_changes
-from driftlens.records.intervals import mean_over_tasks
-from driftlens.records.run import DriftRun, open_run
+from driftlens.base.intervals import mean_over_tasks
+from driftlens.findings.compare import drift_changes
+from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.build import Report
 from driftlens_reports.content import Change
 from tests.records.full_run import write_full_run

@@ -1,0 +1,1 @@
+"""What everybody may import: errors, registries, settings, names of variants, files, progress, processes."""

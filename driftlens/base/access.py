@@ -1,0 +1,85 @@
+"""What opening models and data may do, and where their numbers are computed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from driftlens.base.errors import SpecError
+from driftlens.base.team import ALONE, Team
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Access:
+    """What the caller allows beyond what a spec says.
+
+    Attributes:
+        device: `auto`, `cpu` or `cuda`, over the spec's; None leaves it to the spec.
+        offline: whether only files that were downloaded before may be used.
+        trust: whether Python code that the spec names may run.
+        team: the processes among which work is divided.
+    """
+
+    device: str | None = None
+    offline: bool = False
+    trust: bool = False
+    team: Team = ALONE
+
+    def function(self, target: str, what: str) -> Callable[..., Any]:
+        """The function `package.module:function`; importing it runs its code.
+
+        Args:
+            target: names it.
+            what: what a spec wants it for, as messages call it.
+
+        Raises:
+            SpecError: the code is not trusted, or there is no such function.
+        """
+        if not self.trust:
+            raise SpecError(
+                f"the {what} {target} is Python code, which runs only when it is trusted",
+                hint="If you trust it, repeat the command with --trust-code.",
+            )
+        module, _, name = target.partition(":")
+        try:
+            function = getattr(importlib.import_module(module), name, None)
+        except ImportError as error:
+            raise SpecError(
+                f"{target}: the module can't be imported: {error}",
+                hint="Install it, or add its folder to PYTHONPATH.",
+            ) from error
+        if not callable(function):
+            raise SpecError(
+                f"{target}: {module} has no function {name}", hint="The form is package.module:function."
+            )
+        found: Callable[..., Any] = function
+        return found
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device of that name, tried out; `auto` is the GPU if there is one.
+
+    Raises:
+        SpecError: torch knows no such device, or this machine has none.
+    """
+    import torch
+
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        # A name may be known and its device not there: the second GPU of one, another build's.
+        torch.zeros(1, device=found).cpu()
+    except (RuntimeError, AssertionError, ValueError, TypeError, ImportError) as error:
+        there = ["cpu", *(f"cuda:{at}" for at in range(torch.cuda.device_count()))]
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise SpecError(
+            f"there is no device {str(device)!r} here: {reason}",
+            hint=f"Use `auto` or {', '.join(f'`{name}`' for name in there)}.",
+        ) from None
+    return found

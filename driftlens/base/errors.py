@@ -1,0 +1,114 @@
+"""Every error DriftLens raises on purpose.
+
+    DriftLensError                     exit code 1
+    ├── SpecError (ValueError)                 2   the spec or a command's arguments
+    ├── LayerNotFoundError (LookupError)       2   a layer or site pattern that matches nothing
+    ├── ChecksFailedError (AssertionError)     3   numbers of a run that are not as a check wants them
+    ├── CheckpointError (ValueError)           4   a file of weights that can't be read, or not safely
+    ├── IncompatibleModelsError (ValueError)   4   models that are not fine-tuned from one base
+    ├── DataError (ValueError)                 4   images, labels, class names, sample counts
+    ├── ShapeError (ValueError)                4   tensors whose shapes disagree
+    ├── NumericsError (ArithmeticError)        4   NaN or Inf in weights or features
+    │   └── SingularGramError                  4   a linear system that can't be solved as asked
+    ├── RunError (OSError)                     4   a run directory that is missing or damaged
+    │   ├── SchemaTooNewError                  4   a run written by a newer DriftLens
+    │   └── RunLockedError                     5   another process is writing to the run
+    └── Cancelled (InterruptedError)         130   the user asked to stop
+
+Each carries `message` (what came and what was expected), `hint` (what to do next) and `context` (names and numbers a
+program may want). The same text reaches the command line, the reports and the dashboard.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection
+from typing import Any, ClassVar
+
+
+class DriftLensError(Exception):
+    """Root of the tree; catch it to catch everything DriftLens raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init_subclass__(cls, *, exit_code: int | None = None) -> None:
+        super().__init_subclass__()
+        if exit_code is not None:
+            cls.exit_code = exit_code
+
+    def __init__(self, message: str, *, hint: str = "", **context: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.context = context
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+
+class SpecError(DriftLensError, ValueError, exit_code=2):
+    """The spec, a command's arguments or a hyperparameter is wrong."""
+
+
+class LayerNotFoundError(DriftLensError, LookupError, exit_code=2):
+    """A layer or site pattern matches nothing; the nearest names are in the message."""
+
+
+class ChecksFailedError(DriftLensError, AssertionError, exit_code=3):
+    """A run's numbers are not as its checks want them; the checks that failed are in the message."""
+
+
+class CheckpointError(DriftLensError, ValueError, exit_code=4):
+    """A file of weights is missing, truncated, of an unsupported kind, or unsafe to read."""
+
+
+class IncompatibleModelsError(DriftLensError, ValueError, exit_code=4):
+    """The models differ in architecture, parameter names, shapes or kinds of number."""
+
+
+class DataError(DriftLensError, ValueError, exit_code=4):
+    """Images, labels or class names are missing, unreadable or contradict each other."""
+
+
+class ShapeError(DriftLensError, ValueError, exit_code=4):
+    """Tensors handed to a public function have shapes that disagree."""
+
+
+class NumericsError(DriftLensError, ArithmeticError, exit_code=4):
+    """NaN or Inf turned up in weights or features."""
+
+
+class SingularGramError(NumericsError):
+    """A Gram matrix can't be factored as asked; nothing was damped or pseudo-inverted instead."""
+
+
+class RunError(DriftLensError, OSError, exit_code=4):
+    """A run directory is missing, damaged or can't be written."""
+
+
+class SchemaTooNewError(RunError):
+    """The run was written by a newer DriftLens than this one."""
+
+
+class RunLockedError(RunError, exit_code=5):
+    """Another live process holds the run's lock."""
+
+
+class Cancelled(DriftLensError, InterruptedError, exit_code=130):
+    """The user asked to stop; nothing half-written was left behind."""
+
+
+def did_you_mean(name: object, known: Collection[object]) -> str:
+    """The hint `Did you mean 'x'?`, or nothing where no known name is near."""
+    near = difflib.get_close_matches(str(name), [str(other) for other in known], n=1)
+    return f"Did you mean {near[0]!r}?" if near else ""
+
+
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What steers a terminal, changes the order of what is read, or can't be written at all."""
+
+
+def harmless(text: str, *, is_json: bool = False) -> str:
+    """The text without control characters, in JSON spelled out: names come from files and may not steer a terminal."""
+    return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}" if is_json else "\ufffd", text)

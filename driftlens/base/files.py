@@ -1,0 +1,276 @@
+"""Files that are either whole or absent: everything DriftLens writes goes through here.
+
+A file is written under its own name inside a scratch folder `.partial-*` next to its place, and moved there
+once complete and flushed. The scratch folder disappears with whatever stopped the writing, Ctrl-C included; what a
+killed process leaves is removed by the next one that writes beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import pathlib
+import platform
+import secrets
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import psutil
+
+from driftlens.base import stopping
+from driftlens.base.errors import RunError, SpecError
+
+PathLike = str | os.PathLike[str]
+
+PARTIAL = ".partial-*"
+"""What scratch folders are called, behind `.partial-` the machine and the process that made them."""
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_ASIDE = ".replaced"
+_HERE = f"{zlib.crc32(platform.node().encode()):08x}"
+_swept: set[tuple[int, pathlib.Path]] = set()
+"""Folders that this process has rid of what killed ones left."""
+
+
+@contextlib.contextmanager
+def atomic_path(path: PathLike, *, need: int | None = None) -> Iterator[pathlib.Path]:
+    """A path to write to: on success the file lands at `path`, on any failure the old file (or none) stays.
+
+    Args:
+        path: where the file goes. Missing parent folders are made.
+        need: bytes about to be written, for the message when the disk fills up.
+
+    Yields:
+        A path with the file name and suffix of `path`, on the same file system, where no file is yet.
+
+    Raises:
+        RunError: the folder can't be written to, or the disk is full (free and needed bytes are in the hint).
+    """
+    target = pathlib.Path(path)
+    with scratch_beside(target, need) as scratch:
+        written = scratch / target.name
+        yield written
+        _flush(written)
+        written.replace(target)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: PathLike, *, replace: bool = False) -> Iterator[pathlib.Path]:
+    """An empty folder to fill; on success it becomes `path`, on any failure nothing does.
+
+    Args:
+        path: where the folder goes. Missing parent folders are made.
+        replace: whether a folder that is there already, with anything in it, may be replaced.
+
+    Yields:
+        An empty folder called like `path`, on the same file system.
+
+    Raises:
+        RunError: `path` exists and may not be replaced, can't be written to, or the disk is full.
+    """
+    target = pathlib.Path(path)
+    if not (replace and target.is_dir()):
+        require_free(target)
+    with scratch_beside(target, None) as scratch:
+        filled = scratch / target.name
+        filled.mkdir()
+        yield filled
+        for file in filled.rglob("*"):
+            if file.is_file():
+                _flush(file)
+        _swap(filled, target, aside=scratch / _ASIDE)
+
+
+def require_free(path: PathLike) -> None:
+    """Refuse a path at which something is, other than an empty folder.
+
+    Raises:
+        RunError: a file is there, or a folder that is not empty.
+    """
+    target = pathlib.Path(path)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise RunError(f"{target} exists already", hint="Choose another path, or remove it first.")
+
+
+def write_text_atomic(path: PathLike, text: str) -> None:
+    """Write `text` as UTF-8 with Unix line ends, whole or not at all.
+
+    Raises:
+        RunError: the folder can't be written to, or the disk is full.
+    """
+    data = text.encode()
+    with atomic_path(path, need=len(data)) as written:
+        written.write_bytes(data)
+
+
+def write_json_atomic(path: PathLike, value: object) -> None:
+    """Write `value` as indented JSON, keys in the order given, whole or not at all.
+
+    Raises:
+        RunError: the folder can't be written to, or the disk is full.
+        ValueError: a number is NaN or infinite, which JSON does not know.
+    """
+    write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def from_json(text: str | bytes) -> Any:
+    """The value that `text` spells; for all JSON that comes from outside.
+
+    Raises:
+        ValueError: it is no JSON, no UTF-8, or nested too deeply to be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply to be read") from None
+
+
+def plain_file(path: PathLike) -> pathlib.Path:
+    """The path of a file from outside, for whoever opens it: devices have no end, and a pipe may have no beginning.
+
+    Raises:
+        OSError: it leads to a device, a pipe or a socket. Of what is not there, opening it says so.
+    """
+    found = pathlib.Path(path)
+    if found.exists() and not (found.is_file() or found.is_dir()):
+        raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and no file", str(found))
+    return found
+
+
+def sha256_of(path: PathLike) -> str:
+    """The SHA-256 of a file's bytes in hexadecimal, read in pieces."""
+    with plain_file(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def expanded(path: PathLike) -> pathlib.Path:
+    """The path with the home folder that a `~` at its beginning stands for.
+
+    Raises:
+        SpecError: nobody has such a home folder.
+    """
+    try:
+        return pathlib.Path(path).expanduser()
+    except RuntimeError:
+        raise SpecError(
+            f"{path}: there is no such home folder",
+            hint="Write the whole path; ./ goes before a name that begins with ~.",
+        ) from None
+
+
+def free_bytes(path: PathLike) -> int:
+    """Bytes free on the file system where `path` is, or would be once its folders are made."""
+    folder = pathlib.Path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+@contextlib.contextmanager
+def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.Path]:
+    """A folder next to `target` that is gone afterwards; a full disk anywhere inside becomes a `RunError`.
+
+    Raises:
+        RunError: no folder can be made there, or the disk is full; `need` is how many bytes the message asks for.
+    """
+    folder = target.parent / f".partial-{_HERE}-{os.getpid()}-{secrets.token_hex(4)}"
+    missing = [at for at in (target.parent, *target.parent.parents) if not at.exists()]
+    try:
+        for parent in reversed(missing):  # one by one: what is removed in the meantime must not come back
+            parent.mkdir(exist_ok=True)
+        if (os.getpid(), target.parent) not in _swept:
+            _swept.add((os.getpid(), target.parent))
+            sweep(target.parent.glob(PARTIAL))
+        stopping.begin(folder, lambda: _discard(folder))
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        _discard(folder)
+        raise _unwritable(target, error, need) from error
+    try:
+        yield folder
+    except BaseException as error:
+        _discard(folder)
+        for parent in missing:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError) and error.errno in _DISK_FULL:
+            raise _unwritable(target, error, need) from error
+        raise
+    finally:
+        _discard(folder)
+
+
+def temporary_folder() -> contextlib.AbstractContextManager[pathlib.Path]:
+    """A folder for files of this process alone, in the system's own place for them; raises as `scratch_beside`."""
+    return scratch_beside(pathlib.Path(tempfile.gettempdir(), "driftlens"), None)
+
+
+def sweep(scratch: Iterable[pathlib.Path], *, others: bool = False) -> None:
+    """Remove scratch folders that a process of this machine made which runs no more.
+
+    Args:
+        scratch: what `PARTIAL` finds somewhere.
+        others: also those of other machines, and of unknown origin: whoever holds a run's lock writes there alone.
+    """
+    for folder in scratch:
+        machine, _, rest = folder.name.removeprefix(".partial-").partition("-")
+        number = rest.partition("-")[0]
+        is_known = machine == _HERE and number.isdecimal() and len(number) < 10
+        is_mine = is_known and int(number) == os.getpid()
+        is_live = stopping.is_unfinished(folder) if is_mine else is_known and psutil.pid_exists(int(number))
+        if (is_known or others) and not is_live:
+            with contextlib.suppress(OSError):
+                _finish_swap(folder)
+            _discard(folder)
+
+
+def _discard(folder: pathlib.Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    stopping.end(folder)
+
+
+def _unwritable(target: pathlib.Path, error: OSError, need: int | None) -> RunError:
+    reason = error.strerror or str(error)
+    if error.errno not in _DISK_FULL:
+        return RunError(f"can't write {target}: {reason}", hint="Choose a folder you may write to.")
+    free = free_bytes(target.parent)
+    wanted = "" if need is None else f" of the {_amount(need)} needed"
+    hint = f"{_amount(free)}{wanted} are free there. Free some space, or choose another disk."
+    return RunError(f"can't write {target}: {reason}", hint=hint, free=free, need=need)
+
+
+def _amount(count: int) -> str:
+    # In megabytes a job's record would need 0.0.
+    return f"{count:,} bytes" if count < 1e5 else f"{count / 1e6:,.1f} MB"
+
+
+def _flush(path: pathlib.Path) -> None:
+    """Force a file's bytes to the disk: the move that follows must not expose an empty file after a crash."""
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+
+
+def _swap(filled: pathlib.Path, target: pathlib.Path, aside: pathlib.Path) -> None:
+    """Move `filled` to `target`; what was there goes aside first, and back if the move fails."""
+    try:
+        if target.exists():
+            target.rename(aside)
+        filled.rename(target)
+    except BaseException:
+        if aside.exists() and not target.exists():
+            aside.rename(target)
+        raise
+
+
+def _finish_swap(scratch: pathlib.Path) -> None:
+    """Of a process that was killed between the two moves: the new folder is whole, so that it takes its place."""
+    if (scratch / _ASIDE).exists():
+        for filled in scratch.iterdir():
+            if filled.name != _ASIDE and not (target := scratch.parent / filled.name).exists():
+                filled.rename(target)

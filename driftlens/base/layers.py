@@ -1,0 +1,51 @@
+"""Which layers of a chain a spec or a command means."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from driftlens.base.errors import LayerNotFoundError
+
+
+def select_layers(paths: Sequence[str], pattern: str | int | Sequence[str | int]) -> list[int]:
+    """Indices of the layers to store and show, ascending; stem and head are always among them.
+
+    Args:
+        paths: module path of every layer of the chain, stem first and head last.
+        pattern: `blocks` for all, `final` for the head, a glob on module paths, a layer's index (1 for the
+            stem), or a list of these.
+
+    Raises:
+        LayerNotFoundError: a pattern matches no layer; the message names the three nearest paths.
+    """
+    patterns = [pattern] if isinstance(pattern, str | int) else pattern
+    chosen = {1, len(paths)}
+    for part in patterns:
+        chosen.update(_matches(paths, part))
+    return sorted(chosen)
+
+
+def _matches(paths: Sequence[str], pattern: str | int) -> list[int]:
+    count = len(paths)
+    if isinstance(pattern, int):
+        if not 1 <= pattern <= count:
+            raise LayerNotFoundError(
+                f"no layer {pattern}: the model has layers 1 (stem) to {count} (head)",
+                hint="Blocks are counted from 2: block j of the library is layer j + 2.",
+            )
+        return [pattern]
+    if pattern == "blocks":
+        return list(range(2, count))
+    if pattern == "final":
+        return [count]
+    found = [index for index, path in enumerate(paths, start=1) if fnmatchcase(path, pattern)]
+    if not found:
+        near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
+        raise LayerNotFoundError(
+            f"no layer matches {pattern!r}; the nearest are {', '.join(near)}",
+            hint="Use `blocks`, a pattern such as `transformer.resblocks.*`, or layer numbers.",
+            nearest=near,
+        )
+    return found

@@ -1,0 +1,143 @@
+"""What variants can be scored by on a task's test samples: the range, direction and interval of every metric.
+
+Facts only, without torch and pandas: how a metric is computed stands in `pipeline/analyze`, what its numbers say in
+`records/scores.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from driftlens.base.diagnostic import ANY, Range
+
+ATTACHED = "harness:"
+"""Before the name of a metric that another tool has measured and `driftlens attach` has brought."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One way to score a variant on a task.
+
+    Attributes:
+        name: as it stands in tables and specs.
+        title: as a reader sees it.
+        says: what it is, in one sentence.
+        range: lowest and highest value there can be; None where there is no limit.
+        worse: which direction is worse.
+        kind: whether it is a share of samples that are answered rightly (Wilson's interval, changes by pairs) or
+            another number of all samples (both intervals by drawing samples again).
+        needs: of a task: class scores (`head`), answers to choose from (`choices`), wanted answers (`target`), or such
+            that are numbers (`number`).
+        hub: name of the metric on the Hugging Face Hub.
+    """
+
+    name: str
+    title: str
+    says: str = ""
+    range: Range = (0.0, 1.0)
+    worse: Literal["higher", "lower"] = "lower"
+    kind: Literal["share", "number"] = "share"
+    needs: Literal["head", "choices", "target", "number", ""] = ""
+    hub: str = ""
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether it may be averaged over tasks with others of its like: higher is better, within -1 and 1."""
+        low, high = self.range
+        return self.worse == "lower" and low is not None and low >= -1 and high is not None and high <= 1
+
+    @property
+    def described(self) -> str:
+        """What it is, its range and direction, for a reader."""
+        low, high = self.range
+        ends = [] if low is None else [f"at least {low:g}" if high is None else f"{low:g} to {high:g}"]
+        better = "lower" if self.worse == "higher" else "higher"
+        return f"{self.says or 'Measured by another tool.'} {', '.join([*ends, f'{better} is better']).capitalize()}."
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether another tool has measured it."""
+        return self.name.startswith(ATTACHED)
+
+
+METRICS: Mapping[str, Metric] = MappingProxyType(
+    {
+        metric.name: metric
+        for metric in (
+            Metric(
+                *(
+                    "accuracy",
+                    "accuracy",
+                    "Share of test samples whose best class score is their own class's.",
+                ),
+                needs="head",
+                hub="accuracy",
+            ),
+            Metric(
+                *("exact_match", "exact match"),
+                "Share of test samples whose greedily generated answer equals the target but for case and spaces.",
+                needs="target",
+                hub="exact_match",
+            ),
+            Metric(
+                *("choice", "choice accuracy"),
+                "Share of test samples whose target has the largest log-likelihood of all choices: the sum over its "
+                "tokens, not divided by their number; of encoder-decoders the end token counts.",
+                needs="choices",
+                hub="accuracy",
+            ),
+            Metric(
+                *("spearman", "Spearman correlation"),
+                "Rank correlation of the numbers that are generated with those wanted; no number counts as 0.",
+                range=(-1.0, 1.0),
+                kind="number",
+                needs="number",
+                hub="spearmanr",
+            ),
+            Metric(
+                *("perplexity", "perplexity"),
+                "Exponential of the mean negative log-likelihood of a token of the targets, given those before it.",
+                range=(1.0, None),
+                worse="higher",
+                kind="number",
+                needs="target",
+                hub="perplexity",
+            ),
+        )
+    }
+)
+"""By name, in the order in which tables show them."""
+
+ACCURACY = METRICS["accuracy"]
+
+_SHARES = frozenset({"acc", "acc_norm", "acc_norm_nospace", "exact_match", "em", "f1", "mc1", "mc2"})
+_LOWER = frozenset(
+    {"perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "ter", "wer", "brier_score"}
+)
+
+
+def metric_called(name: str) -> Metric:
+    """The metric of this name; of one that is not known, what its name tells.
+
+    Names that `driftlens attach` gives (`harness:acc`, `harness:exact_match,strict-match`) are read without the filter.
+    """
+    if name in METRICS:
+        return METRICS[name]
+    if not name.startswith(ATTACHED):
+        return Metric(name, name, hub=name)
+    own = name.removeprefix(ATTACHED)
+    plain = own.partition(",")[0]
+    if plain in _LOWER:
+        return Metric(name, own, range=(0.0, None), worse="higher", kind="number", hub=plain)
+    if plain in _SHARES or plain.startswith("pass@"):
+        return Metric(name, own, hub=plain)
+    return Metric(name, own, range=ANY, kind="number", hub=plain)
+
+
+def title_of(metrics: Iterable[Metric]) -> str:
+    """What several metrics that are shown together are called: its name if it is one, else `score` and their names."""
+    titles = list(dict.fromkeys(metric.title for metric in metrics))
+    return titles[0] if len(titles) == 1 else f"score ({', '.join(titles)})"

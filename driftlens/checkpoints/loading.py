@@ -1,0 +1,356 @@
+"""Weights and configurations in files, in folders, on the Hugging Face Hub or in the local cache of its library.
+
+Checkpoints are opened without reading them, and never unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pathlib
+import re
+from typing import Any
+
+from driftlens.base.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
+from driftlens.base.files import expanded, from_json, plain_file
+from driftlens.checkpoints.lora import is_lora_folder, lora_source
+from driftlens.checkpoints.refusals import require_unquantised, wrong_family
+from driftlens.checkpoints.sources import StateSource
+from driftlens.checkpoints.weight_files import conversion, open_file, open_folder
+
+_READABLE = (".safetensors", ".pt", ".pth", ".bin")
+_PICKLES = (".ckpt", ".pkl", ".pickle")
+_REFUSED = {
+    ".npz": ("an archive of NumPy arrays", "Save the state dict as safetensors."),
+    ".gguf": ("a quantised GGUF file", "Use the original weights that it was made from."),
+    ".onnx": ("an ONNX graph", "Use the original weights that it was exported from."),
+    ".msgpack": ("a Flax checkpoint", "Load it with `from_flax=True` in transformers 4 and save it again."),
+    ".h5": ("a Keras checkpoint", "Load it with `from_tf=True` in transformers 4 and save it again."),
+}
+
+_FORMS = (["*.safetensors", "*.safetensors.index.json"], ["*.bin", "*.bin.index.json"])
+"""Weight files to fetch, best form first: a repository often holds the same weights twice."""
+_BESIDE = ["*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*", "NOTICE"]
+
+_COMPANIONS = (
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt"),
+    *("merges.txt", "*.model", "chat_template.json", "chat_template.jinja", "generation_config.json"),
+    *("*processor_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE"),
+)
+"""Files beside weights and configuration that a model is used with; none of them is code."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of which a tokenizer of transformers needs one."""
+_CONFIGS = ("config.json", "open_clip_config.json")
+
+MOST_LAYERS, MOST_LABELS = 1000, 1_000_000
+"""That a configuration may ask for."""
+_MOST = {
+    "layers": (MOST_LAYERS, re.compile(r"(layers?|depth)$")),
+    "labels": (MOST_LABELS, re.compile(r"(labels|classes)$")),
+}
+
+log = logging.getLogger("driftlens")
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], *, offline: bool = False, base: StateSource | None = None
+) -> StateSource:
+    """The weights at `path`, ready to be read tensor by tensor; only headers have been read.
+
+    Args:
+        path: a `.safetensors`, `.pt`, `.pth` or `.bin` file; a folder as `save_pretrained`, open_clip or the
+            Hub lay it out, in one file or in shards; where neither exists, a Hub id (`organisation/name`), perhaps with
+            a revision (`organisation/name@v1.0`).
+        offline: whether the Hub may not be asked; what is in its local cache is used all the same.
+        base: the model that LoRA adapters are added to, for a folder that holds adapters only.
+
+    Raises:
+        CheckpointError: the file is missing, incomplete, of a kind that can't be read safely, or holds no
+            tensors; the message names the file, the hint says what to do.
+    """
+    place = pathlib.Path(fetched(path, offline=offline) if isinstance(path, str) else path)
+    try:
+        place = place if place.exists() else expanded(place)  # a run's folder may really be called so
+        if place.is_dir():
+            return _open_folder(place, base)
+        _require_readable(place)
+        return open_file(place)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} can't be read: {error.strerror}", hint="Check the path, and that you may read it."
+        ) from error
+
+
+def fetched(path: str, *, offline: bool = False) -> str:
+    """The folder in the local cache of what reads like a Hub id and is no file; any other path as it is.
+
+    Raises:
+        CheckpointError: as for `hub_folder`.
+    """
+    place = expanded(path)
+    if place.exists() or not is_hub_id(path) or place.suffix in _READABLE:
+        return path
+    return str(hub_folder(path, offline=offline))
+
+
+def _open_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
+    if not is_lora_folder(folder):
+        _require_plain_folder(folder)
+        return open_folder(folder)
+    if base is None:
+        raise CheckpointError(
+            f"{folder} holds LoRA adapters, not a whole model",
+            hint="Give it as an expert, next to the base it was trained on; or merge it into that and save.",
+            source=str(folder),
+        )
+    return lora_source(base, folder)
+
+
+def _require_plain_folder(folder: pathlib.Path) -> None:
+    """Refuse a folder whose weights are quantised, or only there in a form that can't be read."""
+    with contextlib.suppress(CheckpointError):  # a broken configuration may be that of nobody's concern
+        config = folder / "config.json"
+        require_unquantised(read_json(config) if config.is_file() else {}, str(folder))
+    files = sorted(
+        entry for entry in folder.iterdir() if entry.suffix.lower() in (*_READABLE, *_REFUSED, *_PICKLES)
+    )
+    if files and not any(file.suffix.lower() in _READABLE for file in files):
+        _require_readable(files[0])
+
+
+def _require_readable(path: pathlib.Path) -> None:
+    if not path.exists():
+        raise CheckpointError(
+            f"there is no file {path}",
+            hint="Check the path; relative paths in a spec start at the spec's folder.",
+            source=str(path),
+        )
+    if path.suffix.lower() in _READABLE:
+        return
+    if path.suffix.lower() in _PICKLES:
+        kind, remedy = "a pickle, which may hold code", conversion(path)
+    else:
+        kind, remedy = _REFUSED.get(path.suffix.lower(), ("of an unknown kind", "Save it as safetensors."))
+    raise CheckpointError(
+        f"{path} is {kind}; weights are read from {', '.join(_READABLE)}", hint=remedy, source=str(path)
+    )
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether `text` reads like `organisation/name` or `organisation/name@revision` (and not like a file's path)."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w./-]*)?", text) is not None
+
+
+def repository_of(place: str) -> tuple[str, str | None]:
+    """A Hub id's repository and the revision behind its `@`: a branch, tag or commit; None is the newest."""
+    repository, _, revision = place.partition("@")
+    return repository, revision or None
+
+
+def pretrained(place: str) -> dict[str, Any]:
+    """Arguments of a library's `from_pretrained` for a folder or Hub id, with or without a revision."""
+    if "@" not in place or expanded(place).exists():
+        return {"pretrained_model_name_or_path": place}
+    repository, revision = repository_of(place)
+    return {"pretrained_model_name_or_path": repository, "revision": revision}
+
+
+def hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
+    """The folder in the local cache that holds a repository's weights and settings, downloaded if need be.
+
+    A download is announced on the `driftlens` logger. With `offline`, or `HF_HUB_OFFLINE` in the environment,
+    nothing is asked of the network.
+
+    Raises:
+        CheckpointError: the repository is not in the cache and may not be downloaded, or the download failed.
+    """
+    from huggingface_hub import constants
+
+    if offline or constants.HF_HUB_OFFLINE:
+        return _snapshot(repository, _FORMS[0] + _FORMS[1], local=True)
+    # A warning, so that it is seen where logging is not set up: the network is never used silently.
+    log.warning("fetching the weights of %s from the Hugging Face Hub", repository)
+    for patterns in _FORMS:
+        folder = _snapshot(repository, patterns, local=False)
+        if any(folder.glob(patterns[0])):
+            return folder
+    raise CheckpointError(
+        f"{repository} on the Hugging Face Hub holds neither safetensors nor PyTorch weights",
+        hint="Convert the weights to safetensors and give the path of the file.",
+    )
+
+
+def _snapshot(repository: str, patterns: list[str], *, local: bool) -> pathlib.Path:
+    from huggingface_hub import snapshot_download
+
+    name, revision = repository_of(repository)
+    flag = f" --revision {revision}" if revision else ""
+    try:
+        folder = snapshot_download(
+            name, revision=revision, allow_patterns=patterns + _BESIDE, local_files_only=local
+        )
+    except Exception as error:  # network, access, disk: the library's own errors and its HTTP client's
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = "the network is not to be used" if local else told
+        raise CheckpointError(
+            f"there is no file or folder {repository!r}, and {repository} on the Hub can't be had ({reason})",
+            hint=f"Check the path; or run once where there is a network: hf download {name}{flag}",
+            source=repository,
+        ) from error
+    return pathlib.Path(folder)
+
+
+def library_folder(place: str) -> pathlib.Path | None:
+    """The folder with a configuration, as a library lays it out, that `place` is, lies in, or names.
+
+    Args:
+        place: a folder, a file of weights, or a Hub id, of which the local cache alone is looked at.
+
+    Returns:
+        None where there is no such folder.
+    """
+    name = place.removeprefix("hf-hub:").removeprefix("local-dir:")
+    path = expanded(name)
+    if not path.exists() and is_hub_id(name):
+        with contextlib.suppress(CheckpointError):  # what is not in the cache is not there
+            path = _snapshot(name, [], local=True)
+    folder = path if path.is_dir() else path.parent
+    is_there = name and path.exists() and any((folder / config).is_file() for config in _CONFIGS)
+    return folder if is_there else None
+
+
+def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
+    """The tokenizer, processor, generation and license files in a library's folder, by name; never code.
+
+    Links out of the folder are left out: what they lead to is copied beside saved models.
+    """
+    if folder is None:
+        return {}
+    inside = [folder.resolve()]
+    if (
+        inside[0].parent.name == "snapshots"
+    ):  # of the Hub's cache, whose files are links to the repository's blobs
+        inside.append(inside[0].parents[1] / "blobs")
+    paths = [path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()]
+    return {path.name: path for path in sorted(paths) if any(map(path.resolve().is_relative_to, inside))}
+
+
+def image_processor_config(source: str, *, offline: bool = False) -> dict[str, Any] | None:
+    """How the images of a folder or Hub repository of transformers are prepared; None where it doesn't say.
+
+    Version 5 saves that as a part of processor_config.json, which it prefers to the preprocessor_config.json of
+    older versions.
+
+    Raises:
+        SpecError: `source` is neither a folder nor a Hub id.
+        CheckpointError: a file can't be fetched, or holds something else.
+    """
+    nested = (read_config(source, "processor_config.json", offline=offline) or {}).get("image_processor")
+    if isinstance(nested, dict):
+        return nested
+    return read_config(source, "preprocessor_config.json", offline=offline)
+
+
+def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, Any] | None:
+    """The JSON object in `file` of a folder or Hub repository, or None when it has no such file.
+
+    Raises:
+        SpecError: `source` is neither a folder nor a Hub id.
+        CheckpointError: the file can't be fetched, or holds something else.
+        IncompatibleModelsError: it asks for a model without end.
+    """
+    found = config_file(source, file, offline=offline)
+    return None if found is None else _sane(read_json(found), source)
+
+
+def config_file(source: str, file: str, *, offline: bool = False) -> pathlib.Path | None:
+    """Where `file` of a folder or Hub repository lies, or None when it has no such file.
+
+    Raises:
+        SpecError: `source` is neither a folder nor a Hub id.
+        CheckpointError: the file can't be fetched.
+    """
+    folder = expanded(source)
+    if folder.is_dir():
+        return folder / file if (folder / file).is_file() else None
+    if not is_hub_id(source):
+        raise SpecError(
+            f"{source!r} is neither a folder nor a Hub id",
+            hint="Check `architecture.source`: a folder with a config, or owner/name as on the Hub.",
+        )
+    return _fetched_file(source, file, offline)
+
+
+def _sane(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """The configuration, unless building what it describes would not end."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _sane(value, source)
+        for what, (most, names) in _MOST.items():
+            if isinstance(value, int) and value > most and names.search(key):
+                raise IncompatibleModelsError(
+                    f"{source} asks for {value:,} {what} ({key})",
+                    hint=f"At most {most:,} are built; restore its configuration from the original.",
+                )
+    return config
+
+
+def missing_config(source: str, file: str, expected: str, *, offline: bool, hint: str) -> DriftLensError:
+    """The error for a source without the configuration that a loader reads; says what it is instead.
+
+    Args:
+        source: a folder or Hub id.
+        file: name of the configuration.
+        expected: what the loader takes.
+        offline: whether only the local cache was looked into.
+        hint: what to give.
+
+    Raises:
+        CheckpointError: the folder has weights, but in a form alone that can't be read.
+    """
+    for other in ("config.json", "open_clip_config.json"):
+        if other != file and (stated := read_config(source, other, offline=True)) is not None:
+            return wrong_family(stated, source, expected)
+    if (folder := expanded(source)).is_dir():
+        _require_plain_folder(folder)
+    return SpecError(f"{source} has no {file}{' in the local cache' if offline else ''}", hint=hint)
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        CheckpointError: the file can't be read, or holds something else.
+    """
+    try:
+        value = from_json(plain_file(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} can't be read: {error}", hint="Restore it from the original."
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object", hint="Restore it from the original.")
+    return value
+
+
+def _fetched_file(repository: str, file: str, offline: bool) -> pathlib.Path | None:
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    name, revision = repository_of(repository)
+    cached = try_to_load_from_cache(name, file, revision=revision)
+    if offline or constants.HF_HUB_OFFLINE:
+        return pathlib.Path(cached) if isinstance(cached, str) else None
+    if not isinstance(cached, str):
+        # A warning, so that it is seen where logging is not set up: the network is never used silently.
+        log.warning("fetching %s of %s from the Hugging Face Hub", file, repository)
+    try:
+        return pathlib.Path(hf_hub_download(name, file, revision=revision))
+    except Exception as error:  # network, access, disk: the library's own errors and its HTTP client's
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            return None
+        raise CheckpointError(
+            f"{repository}: {file} can't be fetched from the Hub: {str(error).strip().splitlines()[0]}",
+            hint="Check the id and the network, log in if the model is gated, or give the path of a folder.",
+        ) from error

@@ -1,0 +1,301 @@
+"""LoRA adapters, added to the base they were trained on as its weights are read."""
+
+from __future__ import annotations
+
+import math
+import os
+import pathlib
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import regex
+import torch
+from torch import Tensor
+
+from driftlens.base.errors import CheckpointError
+from driftlens.base.files import from_json, plain_file
+from driftlens.checkpoints.sources import StateSource, require_key
+from driftlens.checkpoints.weight_files import open_file
+
+_CONFIG = "adapter_config.json"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_WRAPPER = "base_model.model."
+_REMEDY = (
+    "Merge it with peft: PeftModel.from_pretrained(model, FOLDER).merge_and_unload().save_pretrained(OUT), "
+    "and give OUT instead."
+)
+_RESTORE = f"Correct {_CONFIG}, or save the adapters with peft again."
+_UNSUPPORTED = (
+    "use_dora",
+    "lora_bias",
+    "trainable_token_indices",
+    "layer_replication",
+    "target_parameters",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "velora_config",
+    "monteclora_config",
+    "kasa_config",
+)
+"""Options of peft's LoraConfig that change more than `scaling * B @ A` says."""
+MOST_PATTERNS, LONGEST_PATTERN, MATCHING_SECONDS = 10_000, 1_000, 2.0
+"""Of `rank_pattern` and `alpha_pattern`: how many, characters of one, and what matching all may take."""
+_LARGEST = 1e9
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` under which the base stays what it is."""
+
+
+def is_lora_folder(folder: pathlib.Path) -> bool:
+    """Whether a folder holds adapters as peft saves them, rather than a whole model."""
+    return (folder / _CONFIG).is_file()
+
+
+def named_base(folder: pathlib.Path) -> tuple[str, str]:
+    """The model that adapters were trained on, as their configuration names it, and its revision; empty where unsaid.
+
+    Raises:
+        CheckpointError: the configuration can't be read, or means more than plain LoRA.
+    """
+    config = _config(folder)
+    return str(config.get("base_model_name_or_path") or ""), str(config.get("revision") or "")
+
+
+def lora_source(base: StateSource, folder: str | os.PathLike[str]) -> StateSource:
+    """The base with the adapters in `folder` merged in: base + scaling * B @ A, computed as it is read.
+
+    `scaling` is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`; `rank_pattern` and `alpha_pattern`
+    are honoured. Adapters find their weight by the end of its name, so that they fit whether the base was
+    saved with a wrapper's prefix or without. The sum is computed in float32 at least and rounded to the
+    base's dtype.
+    Source: LoRA (arXiv:2106.09685), Section 4.1.
+
+    Args:
+        base: the model the adapters were trained on.
+        folder: holds `adapter_config.json` and `adapter_model.safetensors`.
+
+    Returns:
+        A source with the keys, shapes and dtypes of `base`. Modules that were trained whole (`modules_to_save`, a
+        classifier for instance) are as they were saved, whether the base has them or not.
+
+    Raises:
+        CheckpointError: the folder is incomplete, uses an option that can't be merged exactly (named), or an
+            adapter fits no weight of `base`, or several.
+    """
+    place = pathlib.Path(folder)
+    config = _config(place)
+    weights = next((place / name for name in _WEIGHTS if (place / name).is_file()), None)
+    if weights is None:
+        raise _refusal(place, f"{_WEIGHTS[0]} is missing", "Copy or download the folder again.")
+    adapters = open_file(weights)
+    saved = _saved_whole(base, adapters, config)
+    return _LoraSource(base, adapters, place, _updates(base, adapters, config, place, saved), saved)
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What is added to one weight: scaling * up @ down, transposed where the base stores [in, out]."""
+
+    down: str
+    up: str
+    scaling: float
+    transposed: bool
+
+
+class _LoraSource:
+    def __init__(
+        self,
+        base: StateSource,
+        adapters: StateSource,
+        folder: pathlib.Path,
+        updates: Mapping[str, _Update],
+        saved: Mapping[str, str],
+    ) -> None:
+        self.name = str(folder)
+        self.headers = {**base.headers, **{key: adapters.headers[own] for own, key in saved.items()}}
+        self._base = base
+        self._adapters = adapters
+        self._updates = updates
+        self._saved = dict(zip(saved.values(), saved, strict=True))
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        require_key(self, key)
+        if key in self._saved:
+            return self._adapters.read(self._saved[key], rows)
+        weight = self._base.read(key, rows)
+        update = self._updates.get(key)
+        if update is None:
+            return weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        return (weight.to(wide) + self._delta(update, rows, wide)).to(weight.dtype)
+
+    def _delta(self, update: _Update, rows: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
+        down, up = self._adapters.read(update.down).to(dtype), self._adapters.read(update.up).to(dtype)
+        if rows is not None:
+            down, up = (down[:, slice(*rows)], up) if update.transposed else (down, up[slice(*rows)])
+        delta = update.scaling * (up @ down)
+        return delta.T if update.transposed else delta
+
+
+def _config(folder: pathlib.Path) -> dict[str, Any]:
+    """The adapter's settings, once it is certain that they mean plain LoRA."""
+    try:
+        config = from_json(plain_file(folder / _CONFIG).read_bytes())
+    except (OSError, ValueError) as error:
+        raise _refusal(folder, f"{_CONFIG} can't be read", "Copy or download the folder again.") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise _refusal(folder, f"peft_type is {kind!r}, only LORA is understood")
+    for option in _UNSUPPORTED:
+        if config.get(option):
+            raise _refusal(folder, f"{option} is {config[option]!r}")
+    if config.get("bias", "none") != "none":
+        raise _refusal(folder, f"bias is {config['bias']!r}: biases were trained too")
+    if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
+        raise _refusal(
+            folder, f"init_lora_weights is {config['init_lora_weights']!r}: it changes the base's weights"
+        )
+    saved = config.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise _refusal(folder, f"modules_to_save is {str(saved)[:80]!r}, expected a list of names", _RESTORE)
+    return config
+
+
+def _saved_whole(base: StateSource, adapters: StateSource, config: Mapping[str, Any]) -> dict[str, str]:
+    """The adapter's keys of modules that were trained whole (`modules_to_save`), and the base's or their own names."""
+    modules = config.get("modules_to_save") or []
+    found = {}
+    for key in adapters.headers:
+        name = key.removeprefix(_WRAPPER)
+        if any(module in name.split(".") for module in modules) and ".lora_" not in name:
+            there = [
+                own
+                for own in base.headers
+                if own == name or own.endswith(f".{name}") or name.endswith(f".{own}")
+            ]
+            found[key] = there[0] if len(there) == 1 else name
+    return found
+
+
+def _updates(
+    base: StateSource,
+    adapters: StateSource,
+    config: Mapping[str, Any],
+    folder: pathlib.Path,
+    saved: Mapping[str, str],
+) -> dict[str, _Update]:
+    transposed = bool(config.get("fan_in_fan_out"))
+    ranks, alphas = _Setting(folder, config, "r", "rank"), _Setting(folder, config, "lora_alpha", "alpha")
+    updates: dict[str, _Update] = {}
+    for module, (down, up) in _pairs(adapters, folder, saved).items():
+        rank = _rank(module, adapters, down, up, ranks.of(module), folder)
+        alpha = alphas.of(module)
+        scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        shape = (adapters.headers[up].shape[0], adapters.headers[down].shape[1])
+        key = _weight_key(base, f"{module}.weight", shape[::-1] if transposed else shape, folder, config)
+        if key in updates:
+            raise _refusal(folder, f"two adapters fit {key!r} of {base.name}")
+        updates[key] = _Update(down, up, scaling, transposed)
+    return updates
+
+
+def _pairs(
+    adapters: StateSource, folder: pathlib.Path, saved: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """Module path -> keys of A and B."""
+    halves: dict[str, dict[str, str]] = {}
+    for key in (key for key in adapters.headers if key not in saved):
+        found = re.fullmatch(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight", key)
+        if found is None:
+            raise _refusal(folder, f"{key!r} is not the A or B of a linear module's adapter")
+        halves.setdefault(found["module"].removeprefix(_WRAPPER), {})[found["half"]] = key
+    for module, pair in halves.items():
+        if len(pair) != 2:
+            raise _refusal(folder, f"{module!r} has only one of lora_A and lora_B")
+    return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
+
+
+def _rank(module: str, adapters: StateSource, down: str, up: str, wanted: float, folder: pathlib.Path) -> int:
+    down_shape, up_shape = adapters.headers[down].shape, adapters.headers[up].shape
+    if len(down_shape) != 2 or len(up_shape) != 2:
+        raise _refusal(folder, f"{module!r} is not linear: its lora_A has shape {list(down_shape)}")
+    rank = down_shape[0]
+    if not 0 < rank == up_shape[1] == wanted:
+        raise _refusal(folder, f"{module!r} has rank {rank} in the weights and {wanted:g} in {_CONFIG}")
+    return rank
+
+
+class _Setting:
+    """A number for every module: that of the first pattern that matches the end of its path, as peft reads them."""
+
+    def __init__(self, folder: pathlib.Path, config: Mapping[str, Any], key: str, kind: str) -> None:
+        self._folder, self._option = folder, f"{kind}_pattern"
+        patterns = config.get(self._option) or {}
+        if not isinstance(patterns, dict) or len(patterns) > MOST_PATTERNS:
+            raise _refusal(
+                folder, f"{self._option} is no table of at most {MOST_PATTERNS:,} numbers by pattern"
+            )
+        self._default = _number(folder, config.get(key), key)
+        self._values = [(name, _number(folder, value, self._option)) for name, value in patterns.items()]
+        self._seconds = MATCHING_SECONDS
+
+    def of(self, module: str) -> float:
+        """The number of one module. Patterns come from the file: all modules together get so long, and no longer."""
+        started = time.monotonic()
+        left = max(self._seconds, 1e-3)
+        for pattern, value in self._values:
+            try:
+                if len(pattern) > LONGEST_PATTERN:
+                    raise TimeoutError
+                if regex.match(rf"(.*\.)?({pattern})$", module, timeout=left):
+                    return value
+            except (regex.error, RecursionError, OverflowError) as error:
+                raise _refusal(
+                    self._folder, f"{self._option}: {pattern[:80]!r} is no pattern", _RESTORE
+                ) from error
+            except TimeoutError as error:
+                raise _refusal(
+                    self._folder, f"{self._option}: {pattern[:80]!r} takes too long", _RESTORE
+                ) from error
+            finally:
+                self._seconds = left - (time.monotonic() - started)
+        return self._default
+
+
+def _number(folder: pathlib.Path, value: Any, key: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _LARGEST:
+        raise _refusal(folder, f"{key} is {str(value)[:80]!r}, expected a number", _RESTORE)
+    return float(value)
+
+
+def _weight_key(
+    base: StateSource, wanted: str, shape: tuple[int, int], folder: pathlib.Path, config: Mapping[str, Any]
+) -> str:
+    """The one key of `base` that ends like `wanted` (or `wanted` like it) and has its shape."""
+    candidates = [
+        key
+        for key in base.headers
+        if key == wanted or key.endswith(f".{wanted}") or ("." in key and wanted.endswith(f".{key}"))
+    ]
+    fitting = [key for key in candidates if base.headers[key].shape == shape]
+    if wanted in fitting:
+        return wanted
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise _refusal(folder, f"the adapter of {wanted!r} fits several weights: {', '.join(fitting)}")
+    near = f"; {candidates[0]!r} has {list(base.headers[candidates[0]].shape)}" if candidates else ""
+    raise _refusal(
+        folder,
+        f"the adapter of {wanted!r} {list(shape)} fits no weight of {base.name}{near}",
+        "Name the base that these adapters were trained on"
+        + (f": {named}." if (named := config.get("base_model_name_or_path")) else "."),
+    )
+
+
+def _refusal(folder: pathlib.Path, reason: str, hint: str = _REMEDY) -> CheckpointError:
+    return CheckpointError(f"LoRA adapters {folder}: {reason}", hint=hint, source=str(folder))

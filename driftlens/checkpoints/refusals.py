@@ -1,0 +1,186 @@
+"""What people bring that a loader can't take: told from configuration or key names, with the way that does work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from driftlens.base.errors import DriftLensError, IncompatibleModelsError
+
+LIVE = (
+    "Build it in code of your own: `loader: python:module:function` (with --trust-code), or live modules in "
+    "`dl.analyze`; any module with a list of blocks will do."
+)
+_ROUTES = {
+    "hf-auto": "The loader hf-auto takes it, with the path of its list of blocks in `architecture.blocks`.",
+    "": LIVE,
+}
+CLIP = ("clip", "clip_vision_model")
+"""Model types of transformers that `hf-clip` reads."""
+VISION = ("deit", "dinov2", "dinov2_with_registers", "siglip", "siglip_vision_model", "vit")
+"""Model types of transformers that `hf-vit` reads."""
+DECODERS = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+)
+"""Model types of transformers that `hf-decoder` reads."""
+T5 = "t5"
+"""Model type of transformers that `hf-t5` reads."""
+ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "deberta", "deberta-v2")
+"""Model types of transformers that `hf-encoder` reads."""
+_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+_FAMILIES = (
+    ("visual.trunk.", "a timm trunk (SigLIP, EVA02, ConvNeXt and others)", ""),
+    ("attn_pool.", "a tower that pools by attention (CoCa)", ""),
+    ("attnpool.", "a ResNet of CLIP", ""),
+    ("head.probe", "a SigLIP tower", "hf-vit"),
+    ("self_attn.qkv.", "a tower with fused attention weights (BLIP, EVA)", ""),
+    ("embeddings.class_embedding", "a CLIP saved by transformers", "hf-clip"),
+    ("visual.transformer.resblocks.", "a CLIP saved by open_clip", "open-clip"),
+    ("lora_A.", "LoRA adapters", "adapters"),
+    ("block_sparse_moe.", "a mixture of experts", ""),
+    (".experts.", "a mixture of experts", ""),
+    ("layer.0.SelfAttention.relative_attention_bias.", "a T5", "hf-t5"),
+    ("embeddings.cls_token", "a ViT, DeiT or DINOv2 of transformers", "hf-vit"),
+    ("blocks.0.attn.qkv.", "a vision transformer of timm", "timm"),
+    (
+        "encoder.layers.0.self_attn.",
+        "an encoder of transformers (a text tower, or another family's)",
+        "hf-auto",
+    ),
+    ("layers.0.self_attn.q_proj.", "a language model of transformers", "hf-decoder"),
+    ("layer.0.attention.", "an encoder of transformers (BERT and its kin)", "hf-encoder"),
+    ("h.0.attn.c_attn.", "a GPT-2", "hf-auto"),
+    ("stages.0.", "a convolutional network in stages", "timm"),
+)
+"""Fragment of a key, what it gives away, and the loader that takes this; the first that fits counts."""
+
+
+def route(loader: str) -> str:
+    """What to do with a model that another loader serves; with one that none does, for the empty name."""
+    if loader == "adapters":
+        return "Give the folder that peft saved, beside the base that it was trained on."
+    return _ROUTES.get(loader, f"Its loader is {loader}: set `architecture.loader`.")
+
+
+def family_of_keys(keys: Collection[str]) -> tuple[str, str, str] | None:
+    """What a checkpoint's keys give away of it: what it is, one such key, and what to do; None where nothing does."""
+    for fragment, what, loader in _FAMILIES:
+        found = next((key for key in keys if fragment in key), None)
+        if found is not None:
+            return what, found, route(loader)
+    return None
+
+
+def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> IncompatibleModelsError:
+    """The error for a configuration of another family than the loader's; names the family and who takes it.
+
+    Args:
+        config: a `config.json` or `open_clip_config.json`.
+        source: where it is.
+        expected: what the loader takes.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind, named = config.get("model_type"), ", ".join(config.get("architectures") or [])
+    what, loader = f"a {kind} model ({named or 'no architecture named'})", ""
+    if kind is None and ("model_cfg" in config or "vision_cfg" in config):
+        what, loader = "a model of open_clip", "open-clip"
+    elif kind is None and isinstance(config.get("architecture"), str):
+        what, loader = f"a timm model ({config['architecture']})", "timm"
+    elif kind in CONFIG_MAPPING and not num_experts(config):
+        known = {
+            "hf-clip": CLIP,
+            "hf-vit": VISION,
+            "hf-decoder": DECODERS,
+            "hf-t5": (T5,),
+            "hf-encoder": ENCODERS,
+        }
+        # Of two streams no family but T5 is taken apart.
+        other = "" if config.get("is_encoder_decoder") else "hf-auto"
+        loader = next((name for name, kinds in known.items() if kind in kinds), other)
+    mixture = f", a mixture of {count} experts" if (count := num_experts(config)) else ""
+    unknown = "The transformers that is installed knows no such model type. "
+    hint = route(loader) if loader or kind in CONFIG_MAPPING else unknown + LIVE
+    return IncompatibleModelsError(f"{source} is {what}{mixture}; expected {expected}", hint=hint)
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """How many experts a `config.json` says that each block mixes; 0 where it mixes none."""
+    text = config.get("text_config")
+    sections = (config, text if isinstance(text, Mapping) else {})
+    counts = [part[key] for part in sections for key in _NUM_EXPERTS if isinstance(part.get(key), int)]
+    return max((count for count in counts if count > 1), default=0)
+
+
+def require_plain(config: Mapping[str, Any], source: str) -> None:
+    """Refuse a `config.json` of quantised weights, or one whose model is code that lies beside it and is never run.
+
+    Raises:
+        IncompatibleModelsError: says what it is, and what to give instead.
+    """
+    require_unquantised(config, source)
+    if foreign := foreign_code(config):
+        raise IncompatibleModelsError(
+            f"{source} needs code of its own, which is never run (auto_map: {foreign})", hint=LIVE
+        )
+
+
+def require_unquantised(config: Mapping[str, Any], source: str) -> None:
+    """Refuse a `config.json` of quantised weights, whose tensors are packed integers.
+
+    Raises:
+        IncompatibleModelsError: names the method, and what to give instead.
+    """
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+        raise IncompatibleModelsError(
+            f"{source} holds quantised weights ({method or 'quantization_config in config.json'})",
+            hint="Give the weights it was made from, or save them anew: "
+            "from_pretrained(SOURCE).dequantize().save_pretrained(OUT).",
+        )
+
+
+def foreign_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
+    """The code beside a configuration, as `file.Class`; empty where there is none.
+
+    With `needed`, none counts where transformers itself has the model type and the architectures that are named.
+    """
+    beside = config.get("auto_map")
+    if not isinstance(beside, Mapping) or not beside:
+        return ""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    named = config.get("architectures") or []
+    is_known = bool(named) and all(hasattr(transformers, name) for name in named)
+    is_known = is_known and config.get("model_type") in CONFIG_MAPPING
+    return "" if needed and is_known else ", ".join(sorted({str(value) for value in beside.values()}))
+
+
+@contextlib.contextmanager
+def running(source: str) -> Iterator[None]:
+    """What a library raises inside, over a configuration or on a small batch, becomes a refusal.
+
+    Raises:
+        IncompatibleModelsError: the model can't be used; names the library's error.
+    """
+    try:
+        yield
+    except DriftLensError:
+        raise
+    except (
+        Exception
+    ) as error:  # whatever somebody's forward pass makes of a model without weights, or a plain batch
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise IncompatibleModelsError(f"{source} can't be used as it is ({told})", hint=LIVE) from error

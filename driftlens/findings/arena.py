@@ -1,0 +1,123 @@
+"""The arena's table: what every calibration of a run gains and costs, on the same test samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from driftlens.base.errors import DataError
+from driftlens.base.variants import calibrated
+from driftlens.findings.outcomes import task_means
+from driftlens.findings.reading import Kind, Sheet, is_measured
+from driftlens.runs.run import DriftRun
+from driftlens.runs.tables import plain
+
+_MIB = 2**20
+
+
+def arena_rows(
+    run: DriftRun, names: Sequence[str] | None = None, *, against: str | None = None
+) -> list[dict[str, Any]]:
+    """A row per calibration, best score first, below base and merged model and above the experts.
+
+    Keys: model, method, score with `low` and `high`, `change` over the merged model with its ends, `behind` the
+    calibration that the others are compared with, with its ends (both paired by sample), relative and cosine (of the
+    final feature), seconds of calibrating, energy_wh, peak_mib (resident, so far), added (numbers that are attached),
+    task_id (whether the task of an input must be known), n (test samples of the mean). What was not measured is NaN, or
+    None.
+
+    Args:
+        run: with finished calibrations.
+        names: of calibrations; None takes all.
+        against: the calibration that the others are compared with; None takes the first, whose score is best.
+
+    Raises:
+        DataError: the run has no such calibration.
+        RunError: a table can't be read.
+    """
+    known = run.manifest.calibrations
+    wanted = [*known] if names is None else [*names]
+    for name in (*wanted, *([] if against is None else [against])):
+        if name not in known:
+            raise DataError(f"the run has no calibration {name!r}; it has {', '.join(known) or 'none'}")
+    rows = [_measured(run, calibrated(name), name) | _cost(run, name) for name in wanted]
+    rows.sort(key=lambda row: -row["score"] if math.isfinite(row["score"]) else math.inf)
+    scored = [row for row in rows if math.isfinite(row["score"])]
+    leader = against or next((row["model"] for row in scored), "")
+    for row in scored:
+        if row["model"] != leader:
+            row |= _behind(run, calibrated(leader), calibrated(row["model"]))
+    starts = [_measured(run, name, name) for name in ("base", "merged") if name in run.variants]
+    return [*starts, *rows, _measured(run, "expert", "experts")]
+
+
+def arena_sheet(
+    run: DriftRun,
+    names: Sequence[str] | None = None,
+    failed: Mapping[str, str] | None = None,
+    *,
+    against: str | None = None,
+) -> Sheet:
+    """The rows to be read, without columns in which nothing was measured; `failed` says why other repairs are missing.
+
+    Other arguments and errors as for `arena_rows`.
+    """
+    rows = arena_rows(run, names, against=against)
+    leader = f"against {against or 'the first'}"
+    kinds: dict[str, Kind] = {"model": "text", "score": "share", "95 % low": "share", "95 % high": "share"}
+    kinds |= {"against merged": "points", "change low": "points", "change high": "points"}
+    kinds |= {leader: "points", f"{leader}, low": "points", f"{leader}, high": "points"}
+    kinds |= {"relative drift": "share", "cosine": "number", "seconds": "number", "energy (Wh)": "number"}
+    kinds |= {"memory (MiB)": "count", "added numbers": "count", "needs task": "text"}
+    keys = ["model", "score", "low", "high", "change", "change_low", "change_high"]
+    keys += ["behind", "behind_low", "behind_high", "relative", "cosine"]
+    keys += ["seconds", "energy_wh", "peak_mib", "added", "task_id"]
+    table = [[row.get(key) for key in keys] for row in rows]
+    empty = {at for at in range(1, len(kinds)) if not any(is_measured(row[at]) for row in table)}
+    kinds = {head: kind for at, (head, kind) in enumerate(kinds.items()) if at not in empty}
+    table = [[cell for at, cell in enumerate(row) if at not in empty] for row in table]
+    n = max((row["n"] for row in rows), default=0)
+    said = [
+        f"Means over {len(run.tasks)} tasks"
+        + (f", {n} test samples" if n else "")
+        + "; 95 % intervals over samples, those of changes paired by sample. The first repair stands first on these "
+        "very samples, which flatters it a little against the others. One draw of calibration samples. Seconds are of "
+        "calibrating alone; memory is the process's peak by then, and energy that of all programs."
+    ]
+    said += [f"{name}: not made, as {reason}." for name, reason in (failed or {}).items()]
+    return Sheet("arena", f"Repairs of {run.name} beside each other", kinds, table, " ".join(said))
+
+
+def _cost(run: DriftRun, name: str) -> dict[str, Any]:
+    """What a calibration is and takes; None what was not measured."""
+    info, used = run.manifest.calibrations[name], run.resources()
+    phase = used.loc[used["phase"] == f"calibrate:{name}", ["peak_rss_bytes", "energy_wh"]]
+    peak, energy = (plain(value) for value in phase.iloc[0]) if len(phase) else (None, None)
+    row = {"method": info.method, "seconds": info.seconds, "energy_wh": energy}
+    row |= {"peak_mib": None if peak is None else round(peak / _MIB)}
+    return row | {"added": info.attached, "task_id": info.attached > 0}
+
+
+def _behind(run: DriftRun, leader: str, variant: str) -> dict[str, float]:
+    """How the mean score changes from one calibrated variant to another, paired by sample; nothing where not scored."""
+    for at in task_means(run, [leader, variant]):
+        if at.about.split == "test":
+            return {"behind": at.change.value, "behind_low": at.change.low, "behind_high": at.change.high}
+    return {}
+
+
+def _measured(run: DriftRun, variant: str, name: str) -> dict[str, Any]:
+    """Means of one variant, and what changes from the merged model to it."""
+    is_after = variant not in ("base", "merged") and "merged" in run.variants
+    found = {at.measure: at for at in task_means(run, ["merged", variant] if is_after else [variant])}
+    row: dict[str, Any] = {"model": name, "score": math.nan, "n": 0}
+    for at in found.values():
+        mean = at.means[variant]
+        if at.about.split == "test":
+            row |= {"score": mean.value, "low": mean.low, "high": mean.high, "n": mean.n}
+            if is_after:
+                row |= {"change": at.change.value, "change_low": at.change.low, "change_high": at.change.high}
+        elif at.measure in ("relative", "cosine"):
+            row[at.measure] = mean.value
+    return row

@@ -1,0 +1,419 @@
+"""A calibration's before and after, in tables; its anchor alone is a row like the others.
+
+With rho other than 1 the anchor is another merge of the same experts, and its variant, the control, is analysed like
+any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from driftlens.base.errors import DataError
+from driftlens.base.intervals import Interval, MeanChange, mean_over_tasks, p_of
+from driftlens.base.metrics import ACCURACY, metric_called, title_of
+from driftlens.base.variants import calibrated, title
+from driftlens.findings.compare import ScoreChange
+from driftlens.findings.outcomes import (
+    Measure,
+    TaskMeans,
+    final_change,
+    outcomes,
+    score_change,
+    task_means,
+)
+from driftlens.findings.reading import (
+    Kind,
+    Sheet,
+    brief,
+    is_measured,
+    percent_interval,
+    points,
+    points_interval,
+    signed,
+)
+from driftlens.findings.swept import rho_control
+from driftlens.runs.run import DriftRun
+
+_MOST_MOVES = 5
+
+
+def compared_variants(run: DriftRun, name: str) -> tuple[str, ...]:
+    """The variants of a calibration's table: merged, the control where there is one, calibrated, expert.
+
+    Raises:
+        DataError: the run has no finished calibration of that name.
+    """
+    known = run.manifest.calibrations
+    if name not in known:
+        there = ", ".join(known) or "none"
+        raise DataError(f"the run has no calibration {name!r}; it has {there}")
+    control = known[name].control
+    return ("merged", *([control] if control else []), calibrated(name), "expert")
+
+
+def before_after(run: DriftRun, name: str) -> pd.DataFrame:
+    """The numbers of a calibration's table, one row per task and model.
+
+    Columns: task, variant, model (what a reader calls the variant), drift (mean norm of the final drift), drift_error
+    (half its 95 % interval), relative, cosine, each with its `_error`, metric (what the task is judged by), score, low,
+    high, n, and accuracy, the score where that is its metric. The expert has a score only; what was not measured is
+    NaN. Where the same calibration was measured at rho 1 too, that is a model of its own, without errors of drift.
+    `attrs["notices"]` are the calibration's.
+
+    Raises:
+        DataError: the run has no finished calibration of that name.
+        RunError: a table can't be read.
+    """
+    rows = []
+    found = [*outcomes(run, compared_variants(run, name)), *rho_control(run, name)]
+    for entry in sorted(found, key=lambda at: (run.tasks.index(at.task), at.variant == "expert")):
+        row: dict[str, Any] = {"task": entry.task, "variant": entry.variant, "model": title(entry.variant)}
+        for measure in ("drift", "relative", "cosine"):
+            mean = getattr(entry, measure)
+            row |= {measure: mean.value, f"{measure}_error": mean.high - mean.value}
+        at = entry.score
+        row["accuracy"] = at.value if entry.metric == ACCURACY else math.nan
+        row |= {"low": at.low, "high": at.high}
+        rows.append(row | {"n": at.n, "metric": entry.metric.name, "score": at.value})
+    frame = pd.DataFrame(rows)
+    frame.attrs["notices"] = list(run.manifest.calibrations[name].notices)
+    return frame
+
+
+def score_changes(run: DriftRun, name: str) -> list[ScoreChange]:
+    """One entry per task that was scored before and after, or whose answers are stored.
+
+    A run that has no merged model, or not this variant, has none. Errors as for `before_after`.
+    """
+    after = compared_variants(run, name)[-2]
+    if not {"merged", after} <= set(run.variants):
+        return []
+    found = (score_change(run, task, ("merged", after)) for task in run.tasks)
+    return [entry for entry in found if entry.n or entry.paired is not None]
+
+
+def final_drift_changes(run: DriftRun, name: str) -> dict[str, MeanChange]:
+    """How a calibration changes the mean final drift of each task, paired by sample; none without a merged model.
+
+    Errors as for `before_after`.
+    """
+    after = compared_variants(run, name)[-2]
+    if not {"merged", after} <= set(run.variants) or not run.manifest.layers:
+        return {}
+    found = {task: final_change(run, task, ("merged", after), "drift_l2") for task in run.tasks}
+    return {task: change for task, change in found.items() if change is not None}
+
+
+def calibration_means(run: DriftRun, name: str) -> list[TaskMeans]:
+    """Means over tasks: merged, the anchor alone, calibrated, and the change from the first to the last.
+
+    Errors as for `before_after`.
+    """
+    variants = [variant for variant in compared_variants(run, name) if variant in run.variants]
+    return task_means(run, variants)
+
+
+def score_change_note(found: Sequence[ScoreChange]) -> str:
+    """What a reader must know about the intervals of these changes."""
+    if all(entry.is_paired for entry in found if entry.n):
+        if any(metric_called(entry.metric).kind == "number" for entry in found):
+            return "Both models answered the same test samples, and intervals are paired by sample."
+        return "Both models answered the same test samples; intervals count the answers that changed."
+    text = (
+        "Single answers are not stored for all test samples: the interval there takes the two accuracies for "
+        "independent and is wider than it need be, as both models answered the same samples; `driftlens evaluate RUN "
+        "--again` stores them."
+    )
+    if any(entry.split == "diagnosis" for entry in found):
+        text += " Answers that changed are counted on the diagnosis samples."
+    return text
+
+
+def calibration_sheets(run: DriftRun, name: str) -> list[Sheet]:
+    """The tables of a calibration, wherever it is told of; those without rows are left out.
+
+    Errors as for `before_after`.
+    """
+    found = score_changes(run, name)
+    rows = before_after(run, name)
+    sheets = (
+        *(_features(run, rows, name), _scores(rows, name), _drifts(run, name)),
+        *(_changes(run, name, found), _answers(name, found), _moves(run, name)),
+    )
+    return [sheet for sheet in sheets if sheet.rows]
+
+
+def _features(run: DriftRun, rows: pd.DataFrame, name: str) -> Sheet:
+    scored = ["accuracy", "low", "high", "n", "metric", "score"]
+    kept = rows[rows["variant"] != "expert"].drop(columns=["variant", *scored])
+    return Sheet(
+        f"before-after-{name}",
+        f"{title(calibrated(name))}: final feature of every model on every task",
+        {
+            **{"task": "text", "model": "text", "L2 drift": "number", "L2 drift +-": "number"},
+            **{"relative drift": "share", "relative drift +-": "share"},
+            **{"cosine": "number", "cosine +-": "number"},
+        },
+        kept.to_numpy(dtype=object).tolist(),
+        f"Means over {_counted(run)} with half their 95 % interval (Student's t; the expert's norm is taken as known).",
+    )
+
+
+def _told(metrics: Iterable[str]) -> tuple[str, bool, list[str]]:
+    """What scores of these metrics are called, whether all are shares, and what each is unless all are accuracies."""
+    found = [metric_called(name) for name in dict.fromkeys(metrics)] or [ACCURACY]
+    says = [] if found == [ACCURACY] else [f"{at.title.capitalize()}: {at.described}" for at in found]
+    return title_of(found), all(at.kind == "share" for at in found), says
+
+
+def _scores(rows: pd.DataFrame, name: str) -> Sheet:
+    kept = rows[rows["score"].notna()]
+    of, is_share, says = _told(kept["metric"])
+    columns = ["task", "model", *(["metric"] if says else []), "score", "low", "high", "n"]
+    kinds: dict[str, Kind] = dict.fromkeys(columns[:-4], "text")
+    kind: Kind = "share" if is_share else "number"
+    kinds |= dict.fromkeys(("score" if says else "accuracy", "95 % low", "95 % high"), kind)
+    kinds["test samples"] = "count"
+    interval = "Wilson's interval" if is_share else "95 % intervals"
+    return Sheet(
+        f"{'scores' if says else 'accuracies'}-{name}",
+        f"{title(calibrated(name))}: {of} of every model on every task",
+        kinds,
+        kept[columns].to_numpy(dtype=object).tolist(),
+        " ".join([f"On test samples, with {interval}. Each expert is scored on its own task.", *says]),
+    )
+
+
+def _counted(run: DriftRun) -> str:
+    """How many diagnosis samples the final drift of a task rests on."""
+    rows = run.layers(layer="final") if run.manifest.layers else run.layers()
+    counts = rows["n"].dropna()
+    if counts.empty:
+        return "diagnosis samples"
+    low, high = int(counts.min()), int(counts.max())
+    return f"{low if low == high else f'{low} to {high}'} diagnosis samples per task"
+
+
+def _drifts(run: DriftRun, name: str) -> Sheet:
+    changes = final_drift_changes(run, name).items()
+    return Sheet(
+        f"drift-change-{name}",
+        f"{title(calibrated(name))}: change of the final L2 drift against the merged model",
+        {
+            **{"task": "text", "change": "number", "95 % low": "number", "95 % high": "number"},
+            **{"relative": "share", "relative low": "share", "relative high": "share", "samples": "count"},
+        },
+        [(task, *_parts(at.difference), *_parts(at.relative), at.difference.n) for task, at in changes],
+        "Of the mean over diagnosis samples; intervals are Student's, paired by sample.",
+    )
+
+
+def _parts(found: Interval) -> tuple[float, float, float]:
+    return found.value, found.low, found.high
+
+
+def _changes(run: DriftRun, name: str, found: Sequence[ScoreChange]) -> Sheet:
+    measured = [entry for entry in found if entry.n]
+    of, is_share, says = _told(entry.metric for entry in measured)
+    kind: Kind = "points" if is_share else "number"
+    kinds: dict[str, Kind] = {"task": "text", **({"metric": "text"} if says else {}), "change": kind}
+    return Sheet(
+        f"{'score' if says else 'accuracy'}-change-{name}",
+        f"{title(calibrated(name))}: change of {of} against the merged model{', in points' if is_share else ''}",
+        {**kinds, "95 % low": kind, "95 % high": kind, "test samples": "count"},
+        [
+            (*[at.task, *([at.metric] if says else [])], *(at.change, at.low, at.high, at.n))
+            for at in measured
+        ],
+        score_change_note(found),
+    )
+
+
+def _answers(name: str, found: Sequence[ScoreChange]) -> Sheet:
+    rows: list[tuple[Any, ...]] = [
+        (entry.task, entry.split, at.n, at.gained, at.lost, at.difference, at.ci_low, at.ci_high, at.p_value)
+        for entry in found
+        if (at := entry.paired) is not None
+    ]
+    if len(rows) > 1 and len({row[1] for row in rows}) == 1:
+        mean = mean_over_tasks([Interval(*row[5:8]) for row in rows])
+        sums = [sum(row[at] for row in rows) for at in (2, 3, 4)]
+        rows.append((f"mean of {len(rows)}", rows[0][1], *sums, *_parts(mean), p_of(mean)))
+    return Sheet(
+        f"answers-changed-{name}",
+        f"{title(calibrated(name))}: answers that changed on the samples whose answers are stored",
+        {
+            **{"task": "text", "split": "text", "samples": "count", "to right": "count", "to wrong": "count"},
+            **{"change": "points", "95 % low": "points", "95 % high": "points", "p": "p"},
+        },
+        rows,
+        f"Change in points of {_told(at.metric for at in found if at.paired)[0]} on these samples, with Tango's "
+        "interval for paired answers, and McNemar's mid-p. The mean over tasks combines their intervals (MOVER; "
+        "samples of different tasks are independent) and has its p from its own.",
+    )
+
+
+def _moves(run: DriftRun, name: str) -> Sheet:
+    """The solved modules whose weights moved furthest, relative to their norm, the furthest first."""
+    rows = run.calibration(name)
+    rows = rows[rows["weight_change"].notna()].sort_values("weight_change", ascending=False, kind="stable")
+    before = rows["objective_before"].astype(float)
+    rows = rows.assign(left=rows["objective_after"].astype(float) / before.where(before > 0))
+    return Sheet(
+        f"weight-moves-{name}",
+        f"{title(calibrated(name))}: largest weight moves",
+        {"module": "text", "layer": "count", "weight change": "share", "objective left": "share"},
+        rows[["site", "layer", "weight_change", "left"]].head(_MOST_MOVES).to_numpy(dtype=object).tolist(),
+        "Norm of the change against the norm of the weights; objective after against before, on calibration samples "
+        "(100 % is unchanged).",
+    )
+
+
+def change_in_words(measure: Measure, before: float, change: Interval) -> str:
+    """A change with its interval: a share's in points, a length's against the one before, else in its own unit.
+
+    Where the interval holds 0, no change is claimed. Empty where nothing is compared.
+    """
+    if not is_measured(change.value):
+        return ""
+    if measure.kind == "share":
+        text, ends = f"{points(change.value)} points", points_interval(change.low, change.high)
+    elif measure.worse == "higher" and before:
+        at = change.scaled(1 / before)
+        text, ends = f"{points(at.value)} %", percent_interval(at.low, at.high)
+    else:
+        text = signed(change.value)
+        ends = f"{signed(change.low)} to {signed(change.high)}" if is_measured(change.low) else ""
+    claimed = "no clear change, " if change.low <= 0 <= change.high else ""
+    return f"{claimed}{text}{f' ({ends})' if ends else ''}"
+
+
+_SETTINGS = {"lam": "lambda", "rho": "rho", "alpha": "alpha"}
+_TOLD = {
+    *("score", "start", "chosen", "is_start_kept", "found"),
+    *("advantage", "standard_error", "candidates", "seconds"),
+}
+"""Entries of the record that the sentence is made from."""
+
+
+def selection_sentences(run: DriftRun, name: str) -> list[str]:
+    """What was chosen instead of what, by which held-out advantage and at what cost; none where nothing was chosen.
+
+    Args:
+        run: with the finished calibration.
+        name: of the calibration.
+
+    Raises:
+        DataError: the run has no finished calibration of that name.
+    """
+    compared_variants(run, name)  # says which calibrations there are when this is none
+    known = run.manifest.calibrations
+    if not known[name].automatic:
+        return []
+    if known[name].selection.keys() >= _COMPARED:
+        return _comparison_sentences(known[name].selection)
+    if not known[name].selection.keys() >= _TOLD:
+        # A run from before the manifest told, or a chooser of the caller's own, which may keep any record.
+        return [
+            f"Settings were chosen from the calibration samples; calibrations/{name}/config.yaml says how."
+        ]
+    return [_selection_sentence(known[name].selection)]
+
+
+_COMPARED = {"compared", "choice", "kept", "best", "base_stands", "score", "correction", "seconds"}
+"""Entries of the records of choices among methods."""
+
+
+def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
+    """What was chosen and by how much, whether to use the merge at all, and the numbers of every candidate."""
+    found = {entry["name"]: entry for entry in record["compared"]}
+    choice, best = found[record["choice"]], found.get(record["best"], {})
+    what = "KL" if record["score"].startswith("KL") else "relative drift"
+    told = f"95 % interval, {record['correction']}"
+    if record["kept"] == "merged":
+        text = "the merged model was kept as it is, as nothing was clearly better"
+        if best:
+            text += f": the best of the others, {best['title']}, {_lower(best, what, told)}"
+    elif record["kept"] == "base":
+        text = f"the base was chosen, which {_lower(choice, what, told)}, and nothing was clearly better"
+    else:
+        text = f"{choice['title']} was chosen, which {_lower(choice, what, told)}"
+    said = [
+        f"On held-out calibration samples {text}; {record['num_calibrations']} calibrations tried in "
+        f"{record['seconds']:.0f} s."
+    ]
+    if record["base_stands"]:
+        said.append("Advice: don't use the merge, as the base is as near to the experts.")
+    numbers = [f"{entry['title']} {_scored(entry)}" for entry in found.values()]
+    n = choice["n"]
+    return [*said, f"Held-out {what} ({n} samples; difference to the merged model): {'; '.join(numbers)}."]
+
+
+def _lower(entry: Mapping[str, Any], what: str, told: str) -> str:
+    """By how much a candidate is better than the merged model."""
+    if entry.get("advantage") is None:
+        return "could not be solved for"
+    gap = entry["advantage"]
+    unit = " nat" if what == "KL" else ""
+    ends = "" if entry["low"] is None else f" ({told}: {brief(entry['low'])} to {brief(entry['high'])})"
+    way = "higher" if gap < 0 else "lower"
+    return f"has a held-out {what} {way} than the merged model's by {brief(abs(gap))}{unit}{ends}"
+
+
+def _scored(entry: Mapping[str, Any]) -> str:
+    if entry.get("score") is None:
+        return entry.get("error") or "could not be solved for"
+    if entry.get("advantage") is None:
+        return brief(entry["score"])
+    ends = "" if entry["low"] is None else f", {signed(-entry['high'])} to {signed(-entry['low'])}"
+    return f"{brief(entry['score'])} ({signed(-entry['advantage'])}{ends})"
+
+
+def _selection_sentence(record: Mapping[str, Any]) -> str:
+    tried = {tuple(trial[key] for key in _SETTINGS) for trial in record["candidates"]}
+    cost = f"{len(tried)} settings tried in {record['seconds']:.0f} s"
+    preset = record.get("preset", "")
+    if record.get("is_merged_kept"):
+        return (
+            "Settings were compared on held-out calibration samples and the merged model was kept as it is, as no "
+            f"calibration was clearly better: with {_named(record['found'])}, {_gap(record, 'over_merged')}; {cost}."
+        )
+    if not record["is_start_kept"]:
+        origin = f"{preset}'s" if preset else "the given"
+        return (
+            f"Settings were chosen on held-out calibration samples: {_named(record['chosen'])} instead of {origin} "
+            f"{_values(record['start'])}; {_gap(record)}; {cost}."
+        )
+    kept = f"{preset} was kept" if preset else f"the given {_named(record['start'])} were kept"
+    if record["found"] == record["start"]:
+        reason = "no other candidate did better"
+    else:
+        reason = (
+            f"the best other candidate, {_named(record['found'])}, was not clearly better: {_gap(record)}"
+        )
+    return f"Settings were compared on held-out calibration samples and {kept}, as {reason}; {cost}."
+
+
+def _gap(record: Mapping[str, Any], over: str = "") -> str:
+    """The held-out advantage of what was found over the start, with as many decimals as its error deserves."""
+    has_heads = record["score"].startswith("KL")
+    what, unit = ("KL", " nat") if has_heads else ("relative drift", "")
+    told = record[over] if over else record
+    advantage, error = told["advantage"], told["standard_error"]
+    if advantage is None or error is None:
+        return "it could not be solved for without the deciding samples"
+    decimals = max(0, 1 - math.floor(math.log10(error))) if error > 0 else 3
+    moved = f"{'higher' if advantage < 0 else 'lower'} by {abs(advantage):.{decimals}f}{unit}"
+    return f"held-out {what} {moved} (standard error {error:.{decimals}f})"
+
+
+def _named(settings: Mapping[str, float]) -> str:
+    return ", ".join(f"{title} {settings[key]:g}" for key, title in _SETTINGS.items())
+
+
+def _values(settings: Mapping[str, float]) -> str:
+    return ", ".join(f"{settings[key]:g}" for key in _SETTINGS)

@@ -1,0 +1,181 @@
+"""Checks as a user writes them: a YAML file of bounds on a run's numbers, refused where it makes no sense.
+
+checks:
+  - {metric: accuracy, change: {points: [merged, "calibrated:featcal"]}, per: task, gte: -0.01}
+  - {metric: cos_mean, where: {variant: "calibrated:featcal", layer: final}, per: task, gte: 0.80}
+  - {metric: drift_l2_mean, where: {layer: final}, change: {from: merged, to: "calibrated:featcal"}, lte: -0.20}
+  - {metric: closure_error, agg: max, lte: 1.0e-4, severity: warn}
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from driftlens.base.errors import did_you_mean
+from driftlens.base.files import PathLike
+from driftlens.base.metrics import ATTACHED, METRICS
+from driftlens.findings.checks import CHECKED_TABLES, Check, Relation
+from driftlens.runs.schema import TABLES
+from driftlens.spec.problems import checked
+from driftlens.spec.types import Name, Number, Part, Text, problem
+from driftlens.spec.yaml_text import read_mapping
+
+_NUMBERS = {
+    name: {column.name for column in TABLES[name].columns if column.dtype != "str" and column.name != "layer"}
+    for name in CHECKED_TABLES
+}
+"""Columns that can be held against a bound; true counts as 1."""
+
+_RELATIONS: Mapping[str, Relation] = {"gte": ">=", "lte": "<=", "gt": ">", "lt": "<"}
+
+
+def _plain_value(given: Any) -> Any:
+    if isinstance(given, str) or type(given) is int:
+        return given
+    raise problem(f"expected a name or a layer number, got {given!r}")
+
+
+def _both_ends(given: Any) -> Any:
+    """`{points: [a, b]}`, `{relative: [a, b]}` or `{from: a, to: b}`, which is relative, as kind and two variants."""
+    if isinstance(given, dict) and set(given) == {"from", "to"}:
+        given = {"relative": [given["from"], given["to"]]}
+    if not isinstance(given, dict) or len(given) != 1 or not set(given) <= {"points", "relative"}:
+        raise problem("expected two variants", 'For example {points: [merged, "calibrated:featcal"]}.')
+    [(kind, ends)] = given.items()
+    if not isinstance(ends, (list, tuple)) or len(ends) != 2:
+        raise problem(f"{kind}: expected two variants", f"For example {{{kind}: [base, merged]}}.")
+    return {kind: tuple(ends)}
+
+
+_Value = Annotated[int | str, BeforeValidator(_plain_value)]
+_Change = Annotated[dict[Literal["points", "relative"], tuple[Name, Name]], BeforeValidator(_both_ends)]
+
+
+class _Entry(Part):
+    """One entry of `checks`."""
+
+    metric: Text
+    table: Literal["layers", "outputs", "accuracy", "params", "calibration"] | None = None
+    where: dict[str, _Value] = Field(default_factory=dict)
+    per: Annotated[
+        tuple[Text, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
+    ] = ()
+    agg: Literal["worst", "mean", "max", "min", "median"] = "worst"
+    gte: Number | None = None
+    lte: Number | None = None
+    gt: Number | None = None
+    lt: Number | None = None
+    change: _Change | None = None
+    severity: Literal["error", "warn"] = "error"
+    name: Name | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _score_by_name(cls, given: Any) -> Any:
+        """`metric: accuracy` is the value of that score's rows."""
+        metric = given.get("metric") if isinstance(given, Mapping) else None
+        if isinstance(metric, str) and (metric in METRICS or metric.startswith(ATTACHED)):
+            where = given.get("where", {})
+            rows = {"where": {**where, "metric": metric}} if isinstance(where, Mapping) else {}
+            return {"table": "accuracy", **given, **rows, "metric": "value"}
+        return given
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if not self.bounds:
+            raise problem("no bound", "Give at least one of gte, lte, gt, lt.")
+        table = _table_of(self.metric, self.table)
+        columns = _text_columns(table)
+        keys = [*TABLES[table].key, *(["variant"] if table == "calibration" else [])]
+        for what, given, allowed in (("where", self.where, columns), ("per", self.per, keys)):
+            for column in given:
+                if column not in allowed:
+                    hint = did_you_mean(column, allowed)
+                    raise problem(
+                        f"{what}: no {column!r} in the table {table!r}; it has {', '.join(allowed)}", hint
+                    )
+        for column in ("variant", "name"):
+            if self.change is not None and (column in self.where or column in self.per):
+                raise problem(
+                    f"change compares two variants, so {column!r} can't choose one", "Leave it out."
+                )
+        return self
+
+    @property
+    def bounds(self) -> dict[Relation, float]:
+        """The bounds that are given."""
+        given = {relation: getattr(self, key) for key, relation in _RELATIONS.items()}
+        return {relation: bound for relation, bound in given.items() if bound is not None}
+
+    def check(self) -> Check:
+        """What the entry asks."""
+        [(kind, change)] = self.change.items() if self.change else [("relative", None)]
+        return Check(
+            self.metric,
+            _table_of(self.metric, self.table),
+            self.bounds,
+            self.where,
+            self.per,
+            self.agg,
+            change,
+            self.severity,
+            self.name or " ".join(self._words()),
+            kind == "relative",
+        )
+
+    def _words(self) -> Iterator[str]:
+        where = dict(self.where)
+        metric = str(where.pop("metric", self.metric)) if self.metric == "value" else self.metric
+        yield metric if self.agg == "worst" else f"{self.agg} {metric}"
+        for kind, (start, end) in (self.change or {}).items():
+            yield f"{'change' if kind == 'relative' else 'difference'} from {start} to {end}"
+        yield " and ".join(f"{relation} {bound:g}" for relation, bound in self.bounds.items())
+        if where:
+            yield "where " + ", ".join(f"{key} is {value}" for key, value in where.items())
+
+
+class _Checks(Part):
+    """The whole file."""
+
+    checks: Annotated[tuple[_Entry, ...], Field(min_length=1)]
+
+
+def load_checks(source: PathLike | Mapping[str, Any]) -> list[Check]:
+    """The checks that a file, or the mapping in it, describes.
+
+    Raises:
+        SpecError: the file can't be read, or something in it is wrong; the message names the dotted path, the value,
+            what is allowed, and the nearest name where one was misspelt.
+    """
+    if isinstance(source, Mapping):
+        raw, where = copy.deepcopy(dict(source)), "checks"
+    else:
+        raw, where = read_mapping(Path(source), "checks", "Begin with a line `checks:`."), str(source)
+    return [entry.check() for entry in checked(_Checks, raw, where).checks]
+
+
+def _table_of(metric: str, table: str | None) -> str:
+    """The table that holds `metric`: the one named, or the only one that has such a column."""
+    known = sorted(set().union(*_NUMBERS.values()) if table is None else _NUMBERS[table])
+    if metric not in known:
+        text = "no table has a number" if table is None else f"the table {table!r} has no number"
+        raise problem(f"metric: {text} called {metric!r}", did_you_mean(metric, known))
+    homes = [name for name in CHECKED_TABLES if metric in _NUMBERS[name]] if table is None else [table]
+    if len(homes) > 1:
+        raise problem(
+            f"metric: {metric!r} stands in the tables {', '.join(homes)}", f"Add `table: {homes[0]}`."
+        )
+    return homes[0]
+
+
+def _text_columns(table: str) -> list[str]:
+    """Columns that rows can be chosen by."""
+    columns = [
+        column.name for column in TABLES[table].columns if column.dtype == "str" or column.name == "layer"
+    ]
+    return [*columns, "variant"] if table == "calibration" else columns

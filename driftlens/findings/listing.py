@@ -1,0 +1,134 @@
+"""The runs in a folder, one line each; a run that can't be read keeps its line and says why."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from driftlens.base.errors import DriftLensError, RunError
+from driftlens.base.files import PathLike
+from driftlens.base.variants import part_of
+from driftlens.findings.outcomes import Outcome, outcomes
+from driftlens.findings.reading import is_measured
+from driftlens.runs.layout import LOCK, MANIFEST, STATUS
+from driftlens.runs.manifest import Manifest
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.standing import current_state, is_live, left_undone
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run as a list shows it.
+
+    Attributes:
+        path: the run directory.
+        id: short name of the run's own; empty when the run can't be read.
+        name: what the user called it; the folder's name when the run can't be read.
+        created: UTC.
+        tasks: in the run's order.
+        variants: in the run's order.
+        state: see `current_state`; "unreadable" with a `problem`.
+        final_drift: mean L2 drift of the merged model's final feature, by task, where it was measured.
+        merge: how the merged model was made; empty where the run was given it.
+        scores: mean over the tasks on which all of them were measured, of base, merged model, the last calibration
+            and experts, by variant; empty where tasks have scores of different kinds.
+        relative: mean relative final drift, of the last calibration or else of the merged model; NaN if not measured.
+        bytes: size of the files that the manifest lists.
+        problem: why the run can't be read.
+        hint: what to do about that, where there is something to say.
+        left: what later work left undone, in sentences; see `left_undone`.
+        is_live: see `driftlens.runs.standing.is_live`.
+    """
+
+    path: pathlib.Path
+    id: str = ""
+    name: str = ""
+    created: str = ""
+    tasks: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+    state: str = "unreadable"
+    final_drift: Mapping[str, float] = field(default_factory=dict)
+    merge: str = ""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    relative: float = math.nan
+    bytes: int = 0
+    problem: str = ""
+    hint: str = ""
+    left: tuple[str, ...] = ()
+    is_live: bool = False
+
+
+def find_runs(root: PathLike) -> list[RunSummary]:
+    """The run in `root`, if it is one, or else the runs directly inside it, by name of folder."""
+    folder = pathlib.Path(root)
+    if _looks_like_a_run(folder):
+        return [_summarise(folder)]
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [_summarise(child) for child in inside if _looks_like_a_run(child)]
+
+
+def _looks_like_a_run(folder: pathlib.Path) -> bool:
+    return any((folder / name).is_file() for name in (MANIFEST, STATUS, LOCK))
+
+
+def _summarise(folder: pathlib.Path) -> RunSummary:
+    try:
+        run = open_run(folder)
+        return RunSummary(
+            path=folder,
+            id=run.id,
+            name=run.name,
+            created=run.manifest.created,
+            tasks=run.tasks,
+            variants=run.variants,
+            state=current_state(run),
+            merge=_merge_of(run.manifest),
+            **_standings(run),
+            bytes=sum(file.bytes for file in run.manifest.files.values()),
+            left=left_undone(run),
+            is_live=is_live(run.manifest),
+        )
+    except DriftLensError as error:
+        return RunSummary(path=folder, name=folder.name, problem=error.message, hint=error.hint)
+
+
+def _merge_of(manifest: Manifest) -> str:
+    """The method's title, and how far it goes where it has a scaling."""
+    scaling = manifest.merge.get("parameters", {}).get("scaling")
+    return " ".join(map(str, filter(None, (manifest.merge.get("title", ""), scaling))))
+
+
+def _standings(run: DriftRun) -> dict[str, Any]:
+    """`final_drift`, `scores` and `relative` of a summary."""
+    if not run.manifest.layers:
+        return {}
+    repairs = [name for name in run.variants if part_of(name) == "calibrated"][-1:]
+    shown = [*(name for name in ("base", "merged") if name in run.variants), *repairs]
+    try:
+        found = outcomes(run, [*shown, "expert"])
+    except RunError:
+        run.layers(layer="final")  # without these a run can't be read; its pages say what else is damaged
+        return {}
+    last = [entry.relative.value for entry in found if shown and entry.variant == shown[-1]]
+    drifts = {entry.task: entry.drift.value for entry in found if entry.variant == "merged"}
+    return {
+        "final_drift": {task: drift for task, drift in drifts.items() if is_measured(drift)},
+        "relative": sum(last) / len(last) if last else math.nan,
+        "scores": _mean_scores(found),
+    }
+
+
+def _mean_scores(found: Sequence[Outcome]) -> dict[str, float]:
+    """By variant, over the tasks on which every scored one has a score; none where these have no common mean."""
+    scored = [entry for entry in found if is_measured(entry.score.value)]
+    by_variant: dict[str, dict[str, float]] = {}
+    for entry in scored:
+        by_variant.setdefault(entry.variant, {})[entry.task] = entry.score.value
+    tasks = dict.fromkeys(entry.task for entry in scored)
+    common = [task for task in tasks if all(task in values for values in by_variant.values())]
+    if not common or not all(entry.metric.is_averaged for entry in scored):
+        return {}
+    return {name: sum(values[task] for task in common) / len(common) for name, values in by_variant.items()}

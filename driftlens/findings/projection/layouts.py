@@ -1,0 +1,292 @@
+"""From stored features to places on a plane: finite, thinned, of norm 1, laid out; and how a layout fits them.
+
+Layouts are made by scikit-learn and umap-learn, with what they would stumble over caught.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from driftlens.base.errors import NumericsError, RunError
+from driftlens.findings.projection.store import PARAMETERS, Method, Settings
+from driftlens.runs.run import DriftRun
+
+Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+Stored = NDArray[np.floating[Any]]
+
+_CHUNK = 4096
+"""Samples in memory at once, in double precision."""
+FEWEST_POINTS = 15
+"""Distinct rows below which neighbourhoods say nothing, so that PCA is drawn instead of UMAP or t-SNE."""
+NEIGHBOURS = 15
+"""Nearest samples that are compared, where there are enough: fewer than half of the others."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """Matched rows of the expert and of every variant.
+
+    Attributes:
+        sample_ids: the samples shown, in the order of the rows.
+        labels: their classes, None where the run has none.
+        directions: by role, [n_shown, d], features divided by their norm.
+        cosine: by role, mean cosine to the expert over all samples.
+        drift: by role, mean distance from the expert over all samples.
+        n: all samples.
+        notes: what a reader must know.
+    """
+
+    sample_ids: Sequence[str]
+    labels: Sequence[str | None]
+    directions: Mapping[str, Array]
+    cosine: Mapping[str, float]
+    drift: Mapping[str, float]
+    n: int
+    notes: tuple[str, ...]
+
+
+def load_points(run: DriftRun, settings: Settings) -> Points:
+    """The rows that `settings` ask for, thinned evenly over classes where there are too many.
+
+    Raises:
+        DataError: features are not stored.
+        NumericsError: features hold NaN or infinity; variant, layer and first sample are named.
+        RunError: files of the run are damaged or contradict each other.
+    """
+    ids = run.sample_ids(settings.task)
+    arrays = {role: run.features(settings.task, role, settings.layer) for role in settings.roles}
+    for role, array in arrays.items():
+        if (
+            array.shape != arrays["expert"].shape
+            or array.ndim != 2
+            or len(array) != len(ids)
+            or not array.size
+        ):
+            raise RunError(
+                f"features of task {settings.task!r}, {role}, layer {settings.layer} are {list(array.shape)}, the "
+                f"expert's {list(arrays['expert'].shape)}, for {len(ids)} samples",
+                hint="`driftlens verify` on the run lists every file that is damaged.",
+            )
+    labels = _labels(run, settings, ids)
+    measured = {
+        role: _measure(array, arrays["expert"], role, settings, ids) for role, array in arrays.items()
+    }
+    shown = thinned(labels, settings.max_points // len(arrays))
+    directions = {role: _directions(array[shown]) for role, array in arrays.items()}
+    return Points(
+        sample_ids=[ids[at] for at in shown],
+        labels=[labels[at] for at in shown],
+        directions=directions,
+        cosine={role: cosine for role, (cosine, _) in measured.items()},
+        drift={role: drift for role, (_, drift) in measured.items()},
+        n=len(ids),
+        notes=tuple(_notes(directions, len(shown), len(ids))),
+    )
+
+
+def thinned(labels: Sequence[str | None], limit: int) -> NDArray[np.intp]:
+    """Positions of at most `limit` samples, in order: evenly spread over each class, the same ones every time."""
+    if len(labels) <= limit:
+        return np.arange(len(labels))
+    codes = np.unique([label or "" for label in labels], return_inverse=True)[1]
+    by_class = np.argsort(codes, kind="stable")
+    picks = ((np.arange(limit) + 0.5) * len(labels) / limit).astype(int)
+    return np.sort(by_class[picks])
+
+
+def _labels(run: DriftRun, settings: Settings, ids: Sequence[str]) -> list[str | None]:
+    for rows in (run.outputs(settings.task), run.samples(settings.task, layer=settings.layer)):
+        rows = rows[rows["label"].notna()]
+        if len(rows):
+            known = dict(zip(rows["sample_id"], rows["label"], strict=True))
+            return [known.get(sample) for sample in ids]
+    return [None] * len(ids)
+
+
+def _measure(
+    array: Stored, expert: Stored, role: str, settings: Settings, ids: Sequence[str]
+) -> tuple[float, float]:
+    """Mean cosine to the expert and mean distance from it; NaN where no cosine exists, a norm being 0."""
+    cosines, drifts = [], []
+    for start in range(0, len(array), _CHUNK):
+        own, wanted = (rows[start : start + _CHUNK].astype(np.float64) for rows in (array, expert))
+        finite = np.isfinite(own).all(axis=1)
+        if not finite.all():
+            raise NumericsError(
+                f"features of task {settings.task!r}, {role}, layer {settings.layer} hold NaN or infinity, first for "
+                f"sample {ids[start + int(finite.argmin())]!r}",
+                hint="Look for NaN in the weights: `driftlens validate` on the spec reads them.",
+            )
+        norms = np.linalg.norm(own, axis=1) * np.linalg.norm(wanted, axis=1)
+        products = (own * wanted).sum(axis=1)
+        cosines.append(products[norms > 0] / norms[norms > 0])
+        drifts.append(np.linalg.norm(own - wanted, axis=1))
+    cosine = np.concatenate(cosines)
+    return (float(cosine.mean()) if len(cosine) else float("nan")), float(np.concatenate(drifts).mean())
+
+
+def _directions(array: Stored) -> Array:
+    rows = array.astype(np.float64)
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    return rows / np.where(norms > 0, norms, 1.0)
+
+
+def _notes(directions: Mapping[str, Array], n_shown: int, n: int) -> Iterator[str]:
+    if n_shown < n:
+        yield f"{n_shown:,} of {n:,} samples are shown, evenly over classes"
+    for role, rows in directions.items():
+        num_zero = int((~rows.any(axis=1)).sum())
+        if num_zero:
+            yield f"{num_zero} features of {role} are zero and have no direction; they are drawn where zero is"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows on a plane, [r, 2], and how they got there; attributes as in `Projection`."""
+
+    coordinates: Array
+    method: Method
+    parameters: Mapping[str, Any]
+    explained_variance: tuple[float, float] | None
+    notes: tuple[str, ...]
+
+
+def lay_out(rows: Array, is_fitted: Mask, method: Method, seed: int) -> Layout:
+    """Two coordinates for every row; equal rows share their place, whoever they belong to.
+
+    Args:
+        rows: [r, d], finite.
+        is_fitted: [r], the rows that the layout is fitted on; the others are placed in it.
+        method: "pca", "umap" or "tsne"; t-SNE can't place rows it was not fitted on.
+        seed: of the method's random numbers.
+    """
+    # Libraries put equal rows at different places (or fail on them), so each distinct row is laid out once.
+    distinct, places = np.unique(rows, axis=0, return_inverse=True)
+    fits = np.zeros(len(distinct), dtype=bool)
+    fits[places[is_fitted]] = True
+    reason = "" if method == "pca" else _why_not(method, int(fits.sum()))
+    if method == "pca" or reason:
+        found = _by_pca(rows[is_fitted], distinct, seed, (reason,) if reason else ())
+    else:
+        found = _by_neighbours(distinct, fits, method, seed)
+    return Layout(
+        found.coordinates[places], found.method, found.parameters, found.explained_variance, found.notes
+    )
+
+
+def _why_not(method: Method, num_distinct: int) -> str:
+    """Why a method is replaced by PCA; empty where it is not."""
+    if num_distinct < FEWEST_POINTS:
+        return f"{num_distinct} distinct points are too few for {_TITLES[method]}; this is PCA"
+    if method == "umap":
+        with _silenced():
+            try:
+                import umap  # noqa: F401
+            except ImportError:
+                return "umap-learn is not installed, so this is PCA; `pip install umap-learn` adds UMAP"
+    return ""
+
+
+_TITLES: Mapping[Method, str] = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
+
+
+def _by_pca(fitted: Array, distinct: Array, seed: int, notes: tuple[str, ...]) -> Layout:
+    coordinates, variance = _components(fitted, distinct, 2, seed)
+    plane = np.zeros((len(distinct), 2))
+    plane[:, : coordinates.shape[1]] = coordinates
+    if variance is None:
+        return Layout(plane, "pca", {}, None, (*notes, "all points the layout is fitted on coincide"))
+    x, y = [*variance.tolist(), 0.0][:2]
+    return Layout(plane, "pca", {}, (x, y), notes)
+
+
+def _components(fitted: Array, rows: Array, most: int, seed: int) -> tuple[Array, Array | None]:
+    """Rows in the leading principal components of `fitted`, and the share of variance of each."""
+    from sklearn.decomposition import PCA
+
+    centred = fitted - fitted.mean(axis=0)
+    if not np.abs(centred).max() > 1e-12:  # rows have norm 1: what is left is rounding
+        return np.zeros((len(rows), 0)), None
+    count = min(most, *fitted.shape)
+    model = PCA(count, random_state=seed).fit(fitted)
+    return model.transform(rows), model.explained_variance_ratio_
+
+
+def _by_neighbours(distinct: Array, fits: Mask, method: Method, seed: int) -> Layout:
+    parameters = dict(PARAMETERS[method])
+    reduced, _ = _components(distinct[fits], distinct, parameters.pop("pca_dims"), seed)
+    num_dims, num_fitted = reduced.shape[1], int(fits.sum())
+    if num_dims < 2:  # both libraries start from two columns
+        reduced = np.hstack([reduced, np.zeros_like(reduced)])
+    plane = np.empty((len(reduced), 2))
+    with _silenced() as warned:
+        if method == "umap":
+            from umap import UMAP
+
+            parameters["n_neighbors"] = min(parameters["n_neighbors"], num_fitted - 1)
+            # One thread: with more, a seed does not give the same layout twice.
+            model = UMAP(n_components=2, random_state=seed, transform_seed=seed, n_jobs=1, **parameters)
+        else:
+            from sklearn.manifold import TSNE
+
+            parameters["perplexity"] = min(parameters["perplexity"], (num_fitted - 1) / 3)
+            model = TSNE(n_components=2, random_state=seed, n_jobs=1, **parameters)
+        plane[fits] = model.fit_transform(reduced[fits])
+        if not fits.all():
+            plane[~fits] = model.transform(reduced[~fits])
+    notes = tuple(f"{_TITLES[method]} warned: {text}" for text in dict.fromkeys(warned()))
+    return Layout(plane, method, {"pca_dims": num_dims, **parameters}, None, notes)
+
+
+@contextmanager
+def _silenced() -> Iterator[Any]:
+    """Catches what libraries warn users of; yields a function that lists it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield lambda: [str(entry.message) for entry in caught if issubclass(entry.category, UserWarning)]
+
+
+def quality(points: Points, coordinates: Mapping[str, Array]) -> pd.DataFrame:
+    """One row per role; columns as in `Projection.quality`."""
+    k = min(NEIGHBOURS, (len(points.sample_ids) - 1) // 2)
+    kept = {role: _kept_neighbours(points, role, coordinates[role], k) for role in points.directions}
+    rows = [
+        {
+            "variant": role,
+            "n": points.n,
+            "n_shown": len(points.sample_ids),
+            "mean_cosine": points.cosine[role],
+            "mean_drift": points.drift[role],
+            "neighbours": k,
+            "knn_overlap": overlap,
+            "trustworthiness": trusted,
+        }
+        for role, (overlap, trusted) in kept.items()
+    ]
+    return pd.DataFrame(rows)
+
+
+def _kept_neighbours(points: Points, role: str, coordinates: Array, k: int) -> tuple[float, float]:
+    """Overlap of the `k` nearest with those of the expert, and trustworthiness of the plane; NaN without neighbours."""
+    if k < 1:
+        return math.nan, math.nan
+    from sklearn.manifold import trustworthiness
+    from sklearn.neighbors import NearestNeighbors
+
+    wanted, own = (
+        NearestNeighbors(n_neighbors=k).fit(points.directions[each]).kneighbors(return_distance=False)
+        for each in ("expert", role)
+    )
+    shared = [np.isin(a, b, assume_unique=True).mean() for a, b in zip(wanted, own, strict=True)]
+    trusted = trustworthiness(points.directions[role], coordinates, n_neighbors=k)
+    return float(np.mean(shared)), float(trusted)

@@ -1,0 +1,211 @@
+"""How numbers and tables read: the same digits in terminal, card, page and dashboard, none that was not measured."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from html import escape
+from typing import Any, Literal
+
+import pandas as pd
+
+from driftlens.base.intervals import Interval
+
+Kind = Literal["text", "count", "number", "share", "points", "error", "p"]
+"""How values are written: as they are, whole, with four digits, in percent, a change in points, with an exponent; p."""
+
+NOT_MEASURED = "not measured"
+
+NO_VALUE = "–"
+"""Stands in a table where nothing was measured; a line below the table says so."""
+
+OF_GAPS = "A dash: not measured."
+
+
+@dataclass(frozen=True, repr=False)
+class Sheet:
+    """A table to be read, unrounded.
+
+    Half of an interval stands under its number's heading with `+-` behind; an interval's two ends stand under headings
+    that end in `low` and `high`. Read out, each pair is one cell.
+
+    Attributes:
+        name: its name in files and anchors.
+        title: its heading.
+        kinds: headings, unique, and how their values are written, in order.
+        rows: one value per column each; None or NaN where nothing was measured.
+        note: what a reader must know about the rows.
+    """
+
+    name: str
+    title: str
+    kinds: Mapping[str, Kind]
+    rows: Sequence[Sequence[Any]]
+    note: str = ""
+
+    def frame(self) -> pd.DataFrame:
+        """The rows under their headings."""
+        return pd.DataFrame([list(row) for row in self.rows], columns=[*self.kinds])
+
+    def columns(self, *, plus_minus: str = "±", gap: str = NO_VALUE) -> dict[str, list[str]]:
+        """What a reader sees, by heading; of a pair, by the heading of its first."""
+        shown: dict[str, list[str]] = {}
+        for at, (head, kind) in enumerate(self.kinds.items()):
+            values = [row[at] for row in self.rows]
+            if head.endswith(" +-"):
+                halves = [
+                    f" {plus_minus} {_half(value, kind)}" if is_measured(value) else "" for value in values
+                ]
+                means = head.removesuffix(" +-")
+                shown[means] = [mean + half for mean, half in zip(shown[means], halves, strict=True)]
+                continue
+            texts = [written(value, kind, gap) for value in values]
+            if head.endswith(" high"):
+                lows = f"{head.removesuffix(' high')} low"
+                ends = zip(shown[lows], texts, strict=True)
+                shown[lows] = [
+                    low if low == gap else f"{low.removesuffix(' %')} to {high}" for low, high in ends
+                ]
+            else:
+                shown[head] = texts
+        return shown
+
+    def texts(self, *, plus_minus: str = "±", gap: str = NO_VALUE) -> list[list[str]]:
+        """The headings, then the rows as a reader sees them."""
+        shown = self.columns(plus_minus=plus_minus, gap=gap)
+        heads = ["95 % interval" if head.endswith(" low") else head for head in shown]
+        return [heads, *map(list, zip(*shown.values(), strict=True))]
+
+    def notes(self) -> str:
+        """The note, and what a dash means where there is one."""
+        has_gaps = any(not is_measured(cell) for row in self.rows for cell in row)
+        return " ".join(text for text in (self.note, OF_GAPS if has_gaps else "") if text)
+
+    def __repr__(self) -> str:
+        heads, *rows = self.texts()
+        table = pd.DataFrame(rows, columns=heads).to_string(index=False)
+        return "\n".join(map(printable, [self.title, *table.split("\n"), self.notes()]))
+
+    def _repr_html_(self) -> str:
+        """The table as a reader sees it, for notebooks."""
+        heads, *rows = self.texts()
+        table = pd.DataFrame(rows, columns=heads).to_html(index=False)
+        return f"<b>{escape(self.title)}</b>{table}<p>{escape(printable(self.notes()))}</p>"
+
+
+def is_measured(value: Any) -> bool:
+    """Whether there is a value; a null of a table is NaN or None here."""
+    return value is not None and not (isinstance(value, float) and math.isnan(value))
+
+
+def written(value: Any, kind: Kind, gap: str = NO_VALUE) -> str:
+    """One value as a reader sees it; `gap` where nothing was measured."""
+    if not is_measured(value):
+        return gap
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str) or kind in ("text", "count"):
+        return str(value)
+    writers = {"number": number, "share": percent, "points": points, "error": error, "p": p_value}
+    return writers[kind](value)
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A number with that many significant digits, as people write them: no exponent before 15 digits."""
+    if not is_measured(value):
+        return NOT_MEASURED
+    text = f"{value:#.{digits}g}".removesuffix(".")
+    is_plain = "e" not in text or not 1e-9 < abs(value) < 1e15
+    return (
+        text
+        if is_plain
+        else format(Decimal(f"{value:.{digits - 1}e}" if abs(value) < 1 else f"{value:.0f}"), "f")
+    )
+
+
+def brief(value: float, sign: str = "") -> str:
+    """Three significant digits without zeros behind them, `sign` as in a format ("+" shows both); no exponent."""
+    text = f"{value:{sign}.3g}"
+    return f"{value:{sign}.0f}" if "e+" in text and abs(value) < 1e15 else text
+
+
+def signed(value: float) -> str:
+    """The same with its sign, as a change is told."""
+    return brief(value, "+")
+
+
+def p_value(value: float) -> str:
+    """A p value, never 0."""
+    return "< .001" if value < 0.001 else f"{value:.3f}"
+
+
+def error(value: float) -> str:
+    """Two significant digits with an exponent, for errors that should be tiny."""
+    return f"{value:.1e}" if is_measured(value) else NOT_MEASURED
+
+
+def percent(value: float) -> str:
+    """A fraction as a percentage with one decimal."""
+    # Adding zero takes the sign off a zero that was rounded from below.
+    return f"{round(100 * value, 1) + 0.0:.1f} %" if is_measured(value) else NOT_MEASURED
+
+
+def points(value: float) -> str:
+    """A change of a fraction in percentage points, signed; empty where it was not measured."""
+    return f"{round(100 * value, 1) + 0.0:+.1f}" if is_measured(value) else ""
+
+
+def points_interval(low: float, high: float) -> str:
+    """Both ends of an interval in percentage points; empty where it was not measured."""
+    return f"{points(low)} to {points(high)}" if is_measured(low) else ""
+
+
+def percent_interval(low: float, high: float) -> str:
+    """Both ends of an interval of a relative change, in percent; empty where it was not measured."""
+    return f"{points_interval(low, high)} %" if is_measured(low) else ""
+
+
+def estimate(found: Interval, kind: Kind, *, counted: bool = False) -> str:
+    """A number and its 95 % interval where it is known, "79.1 % (77.4 to 80.7 %)"; its n too where wanted."""
+    parts = []
+    if is_measured(found.low):
+        low, high = (written(end, kind) for end in (found.low, found.high))
+        parts.append(f"{low.removesuffix(' %')} to {high}")
+    if counted and found.n:
+        parts.append(f"n = {found.n}")
+    text = written(found.value, kind, NOT_MEASURED)
+    return f"{text} ({', '.join(parts)})" if parts else text
+
+
+def setting_text(value: object) -> str:
+    """A setting's value: lists without brackets, "none" for None."""
+    if value is None:
+        return "none"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def size(num_bytes: int) -> str:
+    """An amount of bytes with three digits: "1.18 GB", "46 MB", "300 kB", "12 bytes"."""
+    for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= 0.9995 * step:
+            amount = num_bytes / step
+            text = f"{amount:,.{max(0, 2 - math.floor(math.log10(max(1.0, 1.0005 * amount))))}f}"
+            return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def printable(text: str) -> str:
+    """`text` on one line, without control characters: a name in a run must not steer the terminal.
+
+    Narrow and unbreakable spaces, which Python takes for unprintable and many fonts lack, are plain ones.
+    """
+    plain_spaces = (" " if unicodedata.category(character) == "Zs" else character for character in text)
+    return "".join(character if character.isprintable() else "\ufffd" for character in plain_spaces)
+
+
+def _half(value: float, kind: Kind) -> str:
+    """Half of an interval, a length with two digits."""
+    return percent(value) if kind == "share" else f"{value:#.2g}".removesuffix(".")

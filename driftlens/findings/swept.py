@@ -1,0 +1,161 @@
+"""What the points of a sweep reached: means over tasks, then over draws of the samples, with 95 % intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from driftlens.base.files import from_json
+from driftlens.base.intervals import Interval, over_draws, wilson
+from driftlens.base.metrics import ACCURACY, METRICS
+from driftlens.base.variants import calibrated, title
+from driftlens.findings.outcomes import Outcome
+from driftlens.findings.reading import Kind, Sheet, setting_text
+from driftlens.findings.scores import main_metrics
+from driftlens.runs.run import DriftRun
+from driftlens.runs.tables import plain
+
+ABLATION = "ablation"
+"""The sweep that takes a method apart; its first point is the method as it is."""
+CONTROL = "control"
+LEVELS = ("merged", "base", "expert")
+MEASURES: dict[str, tuple[str, Kind, Kind]] = {
+    "accuracy": ("accuracy", "share", "points"),
+    "kl": ("KL (nat)", "number", "number"),
+    "drift_rel": ("relative drift", "number", "number"),
+}
+"""Column -> heading, and how values and changes of it are written."""
+
+
+def settings_of(row: Any) -> dict[str, Any]:
+    """All settings of a row of the sweep table, by name; runs before schema 1.4 tell three."""
+    if isinstance(row["settings"], str):
+        found: dict[str, Any] = from_json(row["settings"])
+        return found
+    return {name: row[name] for name in ("lam", "rho", "alpha")}
+
+
+def sweep_named(factor: str, method: str) -> str:
+    """What the sweep of one factor is called: methods other than FeatCal stand in front."""
+    return factor if method == "featcal" else f"{method}:{factor}"
+
+
+def swept_methods(run: DriftRun, factor: str) -> list[str]:
+    """The methods that sweeps of one factor were made with, in the order in which they were."""
+    names = map(str, run.sweeps()["sweep"].unique())
+    return [
+        head or "featcal" for head, _, varied in (name.rpartition(":") for name in names) if varied == factor
+    ]
+
+
+def with_scores(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the sweep table with each task's main score as `score`, where it may be averaged; without other rows."""
+    metrics = {task: of.name for task, of in main_metrics(run).items() if of.is_averaged}
+    own = [row[metrics[row["task"]]] if row["task"] in metrics else math.nan for _, row in rows.iterrows()]
+    rows = rows.assign(score=pd.Series(own, rows.index, dtype=float))
+    return rows[rows["score"].notna()]
+
+
+def level(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) -> float:
+    """A model of the run beside which a sweep's points stand, mean of these or all tasks; NaN where one lacks it."""
+    tasks = tasks or run.tasks
+    if measure in METRICS:
+        rows = run.accuracy()
+        rows = rows[(rows["variant"] == variant) & (rows["metric"] == measure)]
+        values = rows.set_index("task")["value"]
+    elif variant == "expert":
+        return 0.0
+    elif measure == "kl":
+        rows = run.outputs()
+        values = rows[rows["variant"] == variant].groupby("task")["kl"].mean()
+    else:
+        rows = run.layers(variant=variant, layer="final")
+        values = rows.set_index("task")[measure]
+    return float(values.reindex([*tasks]).mean(skipna=False))
+
+
+def scope(run: DriftRun, name: str) -> str:
+    """To which layers and sites a calibration is restricted, as the sweep of its control is called; else empty."""
+    made = run.manifest.calibrations[name]
+    is_whole = sorted(made.layers) == [layer.index for layer in run.manifest.layers if layer.role == "block"]
+    layers = "" if is_whole or not made.layers else f"layers {', '.join(map(str, sorted(made.layers)))}"
+    return "; ".join(filter(None, [layers, f"sites {', '.join(made.sites)}" if made.sites else ""]))
+
+
+def rho_control(run: DriftRun, name: str) -> list[Outcome]:
+    """What a calibration reaches on every task at rho 1, all else as it is; empty unless a sweep has measured that.
+
+    With another rho the anchor itself is another merge, so that this is what a gain is to be held against. A sweep
+    keeps no samples: drifts and cosines have no interval.
+
+    Raises:
+        RunError: a table can't be read.
+    """
+    made, rows = run.manifest.calibrations[name], run.sweeps()
+    if made.settings.get("rho", 1) == 1 or rows.empty:
+        return []
+    wanted = {**made.settings, "rho": 1.0}
+    # Sweeps of older runs tell neither.
+    rows = rows[(rows["method"] == made.method).fillna(False) & rows["n"].notna()]
+    rows = rows[rows["corruption"].fillna("none") == "none"]
+    within = rows["sweep"].map(lambda sweep: sweep.rpartition(":")[0].removeprefix(made.method).lstrip(":"))
+    rows = rows[within == scope(run, name)]
+    same = [
+        at
+        for at, row in rows.iterrows()
+        if row["n"] == made.samples.get(row["task"])
+        and all(wanted.get(key) == value for key, value in settings_of(row).items())
+    ]
+    found = rows.loc[same].drop_duplicates("task")
+    outcomes = [_outcome(run, f"{calibrated(name)} at rho 1", row) for _, row in found.iterrows()]
+    return outcomes if {at.task for at in outcomes} == set(run.tasks) else []
+
+
+def _outcome(run: DriftRun, variant: str, row: pd.Series[Any]) -> Outcome:
+    """A row of the sweep table as any model's."""
+    metric, n = main_metrics(run).get(row["task"], ACCURACY), plain(row["n_test"]) or 0
+    score, drift, relative, cosine = (
+        math.nan if (value := plain(row.get(column))) is None else float(value)
+        for column in (metric.name, "drift_l2_mean", "drift_rel", "cos_mean")
+    )
+    is_told = metric.kind == "share" and n and score == score
+    low, high = wilson(round(score * n), n) if is_told else (math.nan, math.nan)
+    means = Interval(drift), Interval(relative), Interval(cosine)
+    return Outcome(row["task"], variant, *means, Interval(score, low, high, n), metric)
+
+
+def ablation_sheets(run: DriftRun, name: str) -> list[Sheet]:
+    """The run's models, the method as it is, and with each of its parts taken away: a table per measure."""
+    rows = run.sweeps()
+    rows = rows[rows["sweep"] == name]
+    method, settings = str(rows["method"].iloc[0]), rows.drop_duplicates("point").set_index("point")
+    its: dict[Any, dict[str, Any]] = {point: settings_of(row) for point, row in settings.iterrows()}
+    start = min(its)
+    drawn = rows.groupby(["point", "seed"])[[*MEASURES, "seconds"]].mean()
+    note = (
+        f"{rows['seed'].nunique()} draws; intervals over draws (Student's t), against {method} draw by draw."
+    )
+    sheets = []
+    for measure, (heading, kind, change) in MEASURES.items():
+        kinds: dict[str, Kind] = {"model": "text"}
+        for head, how in ((heading, kind), (f"against {method}", change)):
+            kinds |= {head: how, f"{head} low": how, f"{head} high": how}
+        found: list[list[Any]] = [
+            [title(variant), level(run, variant, measure), *[math.nan] * 6] for variant in LEVELS
+        ]
+        for point, own in its.items():
+            changed = [
+                f"{key}={setting_text(value)}" for key, value in own.items() if value != its[start][key]
+            ]
+            mine, gaps = drawn.loc[point], drawn.loc[point] - drawn.loc[start]
+            both = [over_draws(at[measure].to_numpy()) for at in (mine, gaps if changed else gaps[:0])]
+            ends = [end for one in both for end in (one.value, one.low, one.high)]
+            found.append([", ".join(changed) or method, *ends, mine["seconds"].mean()])
+        if rows[measure].notna().any():
+            file = f"ablation-{method}-{measure}".replace("_", "-")
+            called = f"{method}, part by part: {heading}"
+            sheets.append(Sheet(file, called, {**kinds, "s": "number"}, found, note))
+    return sheets

@@ -1,0 +1,428 @@
+"""What a reader who reads nothing else should know: what is wrong, how sure that is, where it comes from, what to do.
+
+The same words stand first in terminal, model card, report and dashboard. A word such as "worse" is said only where the
+95 % interval of the difference excludes 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from driftlens.base.intervals import Interval, mean_over_tasks
+from driftlens.base.variants import calibrated, part_of, title
+from driftlens.findings.checks import self_checks
+from driftlens.findings.outcomes import (
+    MEASURES,
+    Measure,
+    Outcome,
+    TaskMeans,
+    outcome_change,
+    outcomes,
+    score_change,
+    task_means,
+)
+from driftlens.findings.reading import Kind, Sheet, is_measured, written
+from driftlens.findings.swept import rho_control
+from driftlens.runs.run import DriftRun, remembered
+from driftlens.runs.standing import is_live
+from driftlens.runs.tables import plain
+
+MOST_WORDS = 60
+"""Of the verdict, numbers among them."""
+_ROOM = (("all", True, 3), ("mixed", True, 3), ("mixed", False, 3), ("none", False, 3), ("none", False, 0))
+"""For which changes tasks are counted, whether the source's share is told, and the rank below which all must fit in."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How one model differs from another: `change` on the mean over tasks, by its 95 % interval.
+
+    `side` is 1 where that says that the model is better, -1 where worse, 0 where it can't tell; `better` and `worse`
+    are the tasks on which their own intervals say so.
+    """
+
+    variant: str
+    against: str
+    change: Interval
+    by_task: Mapping[str, Interval]
+    side: int
+    better: tuple[str, ...]
+    worse: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The layer with the largest share of a variant's final drift, a mean over tasks that lie from `low` to `high`.
+
+    The intervals of `rivals` overlap its, so that they may carry as much.
+    """
+
+    layer: int
+    name: str
+    share: Interval
+    low: float
+    high: float
+    rivals: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on a run, in numbers and in words.
+
+    Attributes:
+        measure: what models are judged by: the tasks' own scores, or relative drift where nothing was scored.
+        tasks: on which every compared model was measured.
+        merged: the merged model, or the baseline that takes its place; empty without.
+        after: the calibrated variant; empty without.
+        means: by variant, `expert` for each task's own, over those tasks.
+        gaps: merged against experts and base, calibrated against merged and base, those that there are.
+        worst: the task that is furthest behind its expert, if clearly so; else empty.
+        bad_experts: tasks whose expert is clearly worse than the base.
+        source: None where no share was measured.
+        command: what to do next; empty where none can.
+        sentences: all of it in at most 60 words, numbers among them and a command one; what has no room is left out,
+            first on how many tasks a change is clear, then the worst task, then the source's share, then the source.
+    """
+
+    measure: Measure
+    tasks: tuple[str, ...]
+    merged: str
+    after: str
+    means: Mapping[str, Interval]
+    gaps: tuple[Gap, ...]
+    worst: str
+    bad_experts: tuple[str, ...]
+    source: Source | None
+    command: str
+    sentences: tuple[str, ...]
+
+
+@remembered
+def verdict(run: DriftRun, name: str = "") -> Verdict:
+    """The verdict on the merged model and on one calibration: `name`, or the one that was added last.
+
+    Raises:
+        RunError: a table can't be read.
+    """
+    others = [variant for variant in run.variants if part_of(variant) in ("merged", "baseline")]
+    merged = "merged" if "merged" in others else next(iter(others), "")
+    made = [variant for variant in run.variants if part_of(variant) == "calibrated"]
+    after = calibrated(name) if name else next(reversed(made), "")
+    cells, of, mean = _measured(run, merged, after)
+    source = source_of(run, merged)
+    if mean is None:
+        nothing = ("Nothing was measured that a verdict could rest on.", *_of_source(source, merged))
+        return Verdict(MEASURES["relative"], (), merged, after, {}, (), "", (), source, "", nothing)
+    pairs = [(merged, "expert"), (merged, "base"), (after, merged), (after, "base")]
+    gaps = {
+        pair: _gap(run, of, mean, cells, pair)
+        for pair in (*pairs, (after, "expert"), ("expert", "base"))
+        if set(pair) <= {*mean.means}
+    }
+    last = after if after in mean.means else merged
+    behind = {task: cells[task, last].relative.value for task in mean.tasks}
+    if of == "score":
+        gap = gaps.get((last, "expert"))
+        behind = {task: abs(gap.by_task[task].value) for task in gap.worse} if gap else {}
+    worst = max(behind, key=lambda task: behind[task], default="")
+    bad = gaps["expert", "base"].worse if ("expert", "base") in gaps else ()
+    command = _next(run, gaps.get((after or merged, "expert")), bad)
+    told = tuple(gaps[pair] for pair in pairs if pair in gaps)
+    found = Verdict(mean.about, mean.tasks, merged, after, mean.means, told, worst, bad, source, command, ())
+    own = {variant: getattr(cells[worst, variant], of) for variant in mean.means} if worst else {}
+    which = " (newest calibration)" if len(made) > 1 and after == made[-1] else ""
+    return replace(found, sentences=_sentences(found, own, which, self_checks(run).count("fail")))
+
+
+def _measured(
+    run: DriftRun, merged: str, after: str
+) -> tuple[dict[tuple[str, str], Outcome], str, TaskMeans | None]:
+    """Outcomes by task and variant, the attribute of them to judge by, and its means over the most tasks, if any."""
+    wanted = [name for name in ("base", "expert", merged, after) if name in (*run.variants, "expert")]
+    cells = {(entry.task, entry.variant): entry for entry in outcomes(run, wanted)}
+    scored = {variant for (_, variant), entry in cells.items() if is_measured(entry.score.value)}
+    is_scored = bool({merged, after} & scored)
+    compared = [name for name in wanted if (name in scored if is_scored else name != "expert")]
+    means = task_means(run, compared) if {merged, after} & {*compared} else []
+    means = [at for at in means if (at.about.split == "test" if is_scored else at.measure == "relative")]
+    mean = max(means, key=lambda mean: len(mean.tasks), default=None)
+    return cells, "score" if is_scored else "relative", mean
+
+
+def _sentences(found: Verdict, own: Mapping[str, Interval], which: str, failed: int) -> tuple[str, ...]:
+    """The verdict in words: `own` is what models have on the worst task, `which` calibration it is, `failed` checks."""
+    bad = [f"Experts worse than base: {_listed(found.bad_experts)}."] if found.bad_experts else []
+    is_told = len(found.tasks) > 1 and found.worst and not bad
+    worst = [f"Worst: {found.worst} ({_values(own, found.measure.kind)})."] if is_told else []
+    end = [f"Self-checks failed: {failed}."] if failed else []
+    end += [f"Next: `{found.command}`."] if found.command else []
+    said: tuple[str, ...] = ()
+    # Tasks are counted as far as that leaves room: for the source, or else for experts that are bad themselves.
+    for counted, whole, rank in _ROOM:
+        parts = (
+            (0, [_of_means(found), *_of_gaps(found, which, counted)]),
+            (1, bad),
+            (3, worst),
+            (2, _of_source(found.source, found.merged, whole=whole)),
+            (0, end),
+        )
+        ranked = [(at, text) for at, texts in parts for text in texts]
+        said = _fitting(ranked)
+        if all(text in said for at, text in ranked if at < rank):
+            break
+    return said
+
+
+def _fitting(ranked: Sequence[tuple[int, str]]) -> tuple[str, ...]:
+    """Those sentences that fit in, each beside all of a lower rank, in the order given."""
+    left, kept = MOST_WORDS, set[str]()
+    for _, text in sorted(ranked, key=lambda entry: entry[0]):
+        left -= num_words(text)
+        kept |= {text} if left >= 0 else set()
+    return tuple(text for _, text in ranked if text in kept)
+
+
+def num_words(text: str) -> int:
+    """Words and numbers; a command is one."""
+    return len(re.findall(r"`[^`]*`|\S*\w\S*", text))
+
+
+def shareable(run: DriftRun, text: str) -> str:
+    """A sentence or command for a file that others read: where the run lies tells them nothing, and may name who."""
+    return text.replace(shlex.quote(str(run.path)), shlex.quote(run.path.absolute().name))
+
+
+def _gap(
+    run: DriftRun, of: str, mean: TaskMeans, found: Mapping[tuple[str, str], Outcome], pair: tuple[str, str]
+) -> Gap:
+    sign = 1 if mean.about.worse == "lower" else -1
+    by_task = {
+        task: outcome_change(run, of, found[task, pair[1]], found[task, pair[0]]) for task in mean.tasks
+    }
+    start, end = (mean.means[name].value for name in reversed(pair))
+    change = replace(mean_over_tasks([*by_task.values()]), value=end - start)
+    sides = {task: sign * _side(at) for task, at in by_task.items()}
+    better, worse = (tuple(task for task, side in sides.items() if side == way) for way in (1, -1))
+    return Gap(*pair, change, by_task, sign * _side(change), better, worse)
+
+
+def _side(change: Interval) -> int:
+    """1 where the whole interval lies above 0, -1 where below, 0 where it holds 0 or is not known."""
+    return (change.low > 0) - (change.high < 0)
+
+
+def _next(run: DriftRun, gap: Gap | None, bad: Sequence[str]) -> str:
+    """The command that most likely helps, by the last model's gap to the experts and the experts that are bad.
+
+    Empty for live modules, which no command can open.
+    """
+    at = shlex.quote(str(run.path))
+    if is_live(run.manifest):
+        return ""
+    if bad:
+        return f"driftlens validate {at}/spec.yaml --deep"
+    if gap is not None and gap.side >= 0:
+        return f"driftlens report {at}"
+    if not any(info.automatic for info in run.manifest.calibrations.values()):
+        return f"driftlens calibrate {at} --name best --auto"
+    return f"driftlens advise {at} --search"
+
+
+def _of_means(found: Verdict) -> str:
+    """What every model has, side by side."""
+    what, n = found.measure.title, max(at.n for at in found.means.values())
+    over = "" if len(found.tasks) > 1 else f" on {found.tasks[0]}"
+    counts = [f"{len(found.tasks)} tasks"] * (len(found.tasks) > 1) + [f"n = {n}"] * bool(n)
+    counted = f" ({', '.join(counts)})" if counts else ""
+    return f"{what[:1].upper()}{what[1:]}{over}{counted}: {_values(found.means, found.measure.kind)}."
+
+
+def _values(found: Mapping[str, Interval], kind: Kind) -> str:
+    return ", ".join(f"{_called(variant)} {written(at.value, kind)}" for variant, at in found.items())
+
+
+def _called(variant: str) -> str:
+    return "experts" if variant == "expert" else title(variant)
+
+
+def _of_gaps(found: Verdict, which: str, counted: str) -> Iterator[str]:
+    """A sentence per model, with what it is compared with; units and the number of tasks are said once."""
+    for variant, gaps in itertools.groupby(found.gaps, lambda gap: gap.variant):
+        own = "; ".join(_of_gap(gap, found, counted, is_first=gap is found.gaps[0]) for gap in gaps)
+        yield f"{title(variant)}{which if part_of(variant) == 'calibrated' else ''}: {own}."
+
+
+def _of_gap(gap: Gap, found: Verdict, counted: str, *, is_first: bool) -> str:
+    change = _change(gap, found.measure.kind) + " points" * (found.measure.kind == "share" and is_first)
+    is_counted = counted == "all" or (counted == "mixed" and bool(gap.better and gap.worse))
+    begins = gap is next((at for at in found.gaps if at.side), gap)
+    counts = _counts(gap, len(found.tasks), is_first=begins) if is_counted and len(found.tasks) > 1 else ""
+    if not gap.side:
+        told = f"{change}; {counts}" if counts else change
+        return f"no clear difference to {_called(gap.against)} ({told})"
+    way = "better" if gap.side > 0 else "worse"
+    return f"{change} {way} than {_called(gap.against)}{f' ({counts})' if counts else ''}"
+
+
+def _change(gap: Gap, kind: Kind) -> str:
+    """How much it is with the longer half of its interval, signed where it isn't clear which way.
+
+    Where that half would reach 0 and the interval doesn't, both ends stand there instead.
+    """
+    change, digits = (gap.change.scaled(100), ".1f") if kind == "share" else (gap.change, ".3g")
+    value = f"{abs(change.value):{digits}}" if gap.side else f"{change.value:+{digits}}"
+    if not is_measured(change.low):
+        return value
+    half = f"{max(change.value - change.low, change.high - change.value):{digits}}"
+    # As printed, since a reader subtracts what is printed.
+    if gap.side and float(half) >= float(value):
+        low, high = sorted(abs(end) for end in (change.low, change.high))
+        return f"{value} ({low:{digits}} to {high:{digits}})"
+    return f"{value} +- {half}"
+
+
+def _counts(gap: Gap, num_tasks: int, *, is_first: bool) -> str:
+    """On how many tasks the change is clear, first those that go the way of the mean."""
+    sides = {"better": len(gap.better), "worse": len(gap.worse)}
+    way, other = ("better", "worse") if gap.side >= 0 else ("worse", "better")
+    if sides[other] and not (is_first and gap.side):
+        return f"{sides[way]} tasks {way}, {sides[other]} {other}"
+    if not gap.side:
+        return f"{sides[way]} {way}" if sides[way] else ""
+    if not is_first:
+        return f"{sides[way]}/{num_tasks}"
+    on = "all" if sides[way] == num_tasks else f"{sides[way]} of {num_tasks}"
+    return f"clear on {on}" + (f", {sides[other]} {other}" if sides[other] else "")
+
+
+def source_of(run: DriftRun, variant: str) -> Source | None:
+    """The layer with the largest share of a variant's final drift; None where no share was measured."""
+    found = shares(run, variant)
+    if not found:
+        return None
+    (layer, (share, by_task)), *others = found.items()
+    # Without an interval any other layer may carry as much.
+    rivals = tuple(run.layer_name(at) for at, (other, _) in others if not other.high < share.low)
+    return Source(layer, run.layer_name(layer), share, min(by_task), max(by_task), rivals)
+
+
+@remembered
+def shares(run: DriftRun, variant: str, task: str | None = None) -> dict[int, tuple[Interval, list[float]]]:
+    """Every layer's share of the final drift, the largest first: the mean over tasks, and that of every task."""
+    rows = run.layers(task, variant) if variant else run.layers().head(0)
+    found: dict[int, tuple[Interval, list[float]]] = {}
+    rows = rows[rows["final_share"].notna()].filter(regex="^(layer|final_share.*|jacobian_samples)$")
+    for layer in rows["layer"].unique().tolist():
+        by_task = [share_of(row) for row in rows[rows["layer"] == layer].to_dict("records")]
+        found[layer] = mean_over_tasks(by_task), [at.value for at in by_task]
+    return dict(sorted(found.items(), key=lambda item: -item[1][0].value))
+
+
+def share_of(row: Mapping[Any, Any]) -> Interval:
+    """A layer's share of the final drift with its interval, which older runs lack, from its row of the layer table."""
+    values = [plain(row.get(f"final_share{end}")) for end in ("", "_low", "_high")]
+    share, low, high = (math.nan if value is None else float(value) for value in values)
+    return Interval(share, low, high, plain(row["jacobian_samples"]) or 0)
+
+
+def _of_source(source: Source | None, variant: str, *, whole: bool = True) -> Iterator[str]:
+    if source is None:
+        return
+    start = f"Largest source{' not clear' * bool(source.rivals)}: {source.name}"
+    if not whole:
+        others = source.rivals[0] if len(source.rivals) == 1 else f"{len(source.rivals)} others"
+        yield f"{start}{f' or {others}' * bool(source.rivals)}."
+        return
+    share, n = source.share, f" (n = {source.share.n})" if source.share.n else ""
+    known = is_measured(share.low)
+    ends = f"{100 * share.low:.0f} to {100 * share.high:.0f} %" if known else f"{100 * share.value:.0f} %"
+    rivals = f"; or {_listed(source.rivals, most=1)}" * bool(source.rivals)
+    yield f"{start}, {ends} of {title(variant)}'s drift{n}{rivals}."
+
+
+def _listed(names: Sequence[str], most: int = 2) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
+def task_sheet(run: DriftRun, found: Verdict) -> Sheet:
+    """A row per task and one for their mean: every model, a change, the drift that is left, the main source."""
+    if not found.means:
+        return Sheet("tasks", "Task by task", {"task": "text"}, [])
+    heads = {variant: title(variant) for variant in found.means}
+    heads |= {variant: variant for variant in heads if [*heads.values()].count(heads[variant]) > 1}
+    gap = next((gap for gap in found.gaps if gap.against == found.merged), next(iter(found.gaps), None))
+    last = found.after if found.after in heads else found.merged
+    of = _judged_by(found)
+    what = f"{heads[gap.variant]} - {heads[gap.against]}" if gap else ""
+    unit: Kind = "points" if found.measure.kind == "share" else "number"
+    kinds: dict[str, Kind] = {"task": "text", **dict.fromkeys(heads.values(), found.measure.kind)}
+    kinds |= dict.fromkeys((what, "95 % low", "95 % high"), unit) if gap else {}
+    kinds |= {} if of == "relative" else {"relative drift": "share"}
+    kinds |= {"main source": "text"} if found.source else {}
+
+    def row_of(task: str, values: Mapping[str, Interval], change: Interval | None) -> dict[str, Any]:
+        row = {"task": task, **{heads[variant]: at.value for variant, at in values.items()}}
+        ends = {what: change.value, "95 % low": change.low, "95 % high": change.high} if change else {}
+        return row | ends
+
+    rows = []
+    cells = {(entry.task, entry.variant): entry for entry in outcomes(run, [*heads])}
+    for task in run.tasks:
+        is_common = task in found.tasks  # elsewhere its score may be of another metric
+        values = {variant: getattr(cells[task, variant], of) for variant in heads if is_common}
+        row = row_of(task, values, gap.by_task.get(task) if gap else None)
+        row["relative drift"] = cells[task, last].relative.value
+        for layer, (share, _) in [*shares(run, found.merged, task).items()][:1]:
+            row["main source"] = f"{run.layer_name(layer)} {100 * share.value:.0f} %"
+        rows.append(row)
+    if len(found.tasks) > 1:
+        rows.append(row_of(f"mean of {len(found.tasks)}", found.means, gap.change if gap else None))
+    table = [[row.get(head) for head in kinds] for row in rows]
+    heading, note = f"Task by task: {found.measure.title}", _note_on_tasks(run, found, gap, last)
+    return Sheet("tasks", heading, kinds, table, note)
+
+
+def _note_on_tasks(run: DriftRun, found: Verdict, gap: Gap | None, last: str) -> str:
+    """What the columns of `task_sheet` are of, and how its intervals were taken."""
+    note = f"Relative drift is that of {title(last)} (pooled feature)"
+    if found.source:
+        num_tasks, n = len(shares(run, found.merged)[found.source.layer][1]), found.source.share.n
+        share_n = f", n = {n // num_tasks} a task" if n else ""
+        note += f"; main source is the largest share of {title(found.merged)}'s drift (full state{share_n})"
+    pairs = [score_change(run, task, (gap.against, gap.variant)) for task in gap.by_task] if gap else []
+    is_paired = _judged_by(found) == "relative" or all(at.is_paired for at in pairs)
+    unpaired = "not paired on all tasks, as single answers are not stored, so too wide"
+    return f"{note}. 95 % intervals over samples, {'paired' if is_paired else unpaired}."
+
+
+def _judged_by(found: Verdict) -> str:
+    """The attribute of `Outcome` that holds what models are judged by."""
+    return "relative" if found.measure == MEASURES["relative"] else "score"
+
+
+def others_sheet(run: DriftRun, found: Verdict) -> Sheet:
+    """Means over tasks of what the verdict leaves out: anchors alone, controls, other calibrations, baselines."""
+    of = _judged_by(found)
+    rows = []
+    for variant in run.variants:
+        if variant not in found.means:
+            means = {mean.about.title: mean.means[variant] for mean in task_means(run, [variant])}
+            at, drift = (
+                means.get(name, Interval(math.nan)) for name in (found.measure.title, "relative drift")
+            )
+            rows.append((title(variant), at.value, at.low, at.high, drift.value))
+    for own in filter(None, (rho_control(run, name) for name in run.manifest.calibrations)):
+        at = mean_over_tasks([getattr(entry, of) for entry in own if entry.task in found.tasks])
+        drift = mean_over_tasks([entry.relative for entry in own])
+        rows.append((title(own[0].variant), at.value, at.low, at.high, drift.value))
+    what = "mean" if of == "relative" else f"mean {found.measure.title}"
+    kind = found.measure.kind
+    kinds = {"model": "text", what: kind, "95 % low": kind, "95 % high": kind, "relative drift": "share"}
+    return Sheet("others", "Other models, means over tasks", kinds, rows)

@@ -1,0 +1,94 @@
+"""What there is to choose from, as plain values: loaders; calibrators and merge methods with settings and presets.
+
+The dashboard, which never imports torch, asks the command line for it: `driftlens methods --json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from driftlens.base.settings import settings_of
+from driftlens.calibration.calibrator import Calibrator, calibrators
+from driftlens.engine.training import Trainer
+from driftlens.jobs.contest.automatic import BEST
+from driftlens.merging.method import READS, merge_methods
+from driftlens.models.architecture import loaders
+
+
+def catalog() -> dict[str, dict[str, Any]]:
+    """Calibrators, merge methods and loaders by name, each with title, source and settings.
+
+    Of calibrators also the presets, which settings can be chosen by themselves, what `--auto` compares, and as how many
+    calibrations by FeatCal the choice of the best method takes from there, at most; 0 where nothing is searched.
+    """
+    return {
+        "calibrators": {
+            name: {
+                "title": kind.title or name,
+                "source": kind.source,
+                "kind": "trained" if issubclass(kind, Trainer) else "closed form",
+                "needs_task_id": kind.needs_task_id,
+                "leaves": kind.leaves(),
+                "effort": kind.effort,
+                "settings": _settings(kind),
+                "presets": {preset: dict(values) for preset, values in kind.presets.items()},
+                "suited": dict(kind.suited),
+                "automatic": [*kind.searched],
+                "candidates": [dict(settings) for settings in kind.candidates],
+                "choosing": _choosing(kind),
+            }
+            # Those with published settings first.
+            for name, kind in sorted(calibrators.items(), key=lambda entry: not entry[1].presets)
+        },
+        "merge_methods": {
+            name: {
+                "title": method.title,
+                "source": method.source,
+                "reads": READS[method.reads],
+                "settings": _settings(method.function),
+            }
+            for name, method in merge_methods.items()
+        },
+        "loaders": {
+            name: {"title": (loader.__doc__ or name).partition("\n")[0], "source": "", "settings": []}
+            for name, loader in loaders.items()
+        },
+    }
+
+
+def _choosing(kind: type[Calibrator]) -> float:
+    starts = [kind(**values) for values in kind.presets.values()] if kind.searched else []
+    return max((BEST.outlook(start, {}, has_base=True)[1] for start in starts), default=0.0)
+
+
+def _settings(owner: Callable[..., object]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(setting) for setting in settings_of(owner)]
+
+
+def as_text(found: dict[str, dict[str, Any]]) -> str:
+    """The catalogue for a person: a paragraph per method, a line per setting."""
+    lines = []
+    for kind, methods in found.items():
+        lines.append(kind.replace("_", " ").capitalize())
+        for name, method in methods.items():
+            source = f", {method['source']}" if method["source"] else ""
+            reads = f"; reads {method['reads']}" if "reads" in method else ""
+            reads += f"; leaves {method['leaves']}" if "leaves" in method else ""
+            reads += ", wants to know the task of an input" if method.get("needs_task_id") else ""
+            lines.append(f"  {name}: {method['title']}{source}{reads}")
+            for setting in method["settings"]:
+                unit = f" {setting['unit']}" if setting["unit"] else ""
+                default = "required" if setting["required"] else f"default {_shown(setting['default'])}{unit}"
+                lines.append(f"    {setting['name']}  {setting['help'] or setting['kind']} ({default})")
+            for preset, values in method.get("presets", {}).items():
+                given = ", ".join(f"{key} {_shown(value)}" for key, value in values.items())
+                lines.append(f"    preset {preset}: {given}")
+    return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "none"
+    return "+".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,62 @@
+"""Figures and tables for a paper, drawn from saved runs.
+
+    dl.paper.figure("intro", run).save("fig1.pdf")
+    dl.paper.table("accuracy", runs).to_latex("tab1.tex")
+
+`driftlens export RUN --all` writes all of them. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from driftlens.runs.run import DriftRun
+    from driftlens_reports.paper.export import Artifact
+
+__all__ = ["figure", "names", "table"]
+
+
+def figure(
+    name: str, runs: DriftRun | Sequence[DriftRun], *, style: str = "neurips", **options: Any
+) -> Artifact:
+    """The figure called `name`, with `save`, `caption` and `data`.
+
+    Args:
+        name: its id, for example "intro"; `names` lists them.
+        runs: one run, or several.
+        style: width of the venue: neurips, icml-column or slide.
+        options: fields of `driftlens_reports.paper.exhibit.ExhibitOptions`, for example `task` or `baseline`.
+
+    Raises:
+        SpecError: no such figure or style.
+        DataError: the runs lack a task or variant that was asked for.
+        RunError: a table can't be read.
+    """
+    return _drawn("figure", name, runs, style, options)
+
+
+def table(
+    name: str, runs: DriftRun | Sequence[DriftRun], *, style: str = "neurips", **options: Any
+) -> Artifact:
+    """The table called `name`, with `to_latex`, `save`, `caption` and `data`. Arguments and errors as for `figure`."""
+    return _drawn("table", name, runs, style, options)
+
+
+def names() -> dict[str, str]:
+    """The id and title of every figure and table."""
+    from driftlens_reports.paper.exhibit import exhibits
+
+    return {name: entry.title for name, entry in exhibits.items()}
+
+
+def _drawn(
+    kind: str, name: str, runs: DriftRun | Sequence[DriftRun], style: str, options: dict[str, Any]
+) -> Artifact:
+    from driftlens.runs.run import DriftRun
+    from driftlens_reports.paper.exhibit import ExhibitOptions
+    from driftlens_reports.paper.export import check_kind, draw, width_of
+
+    given = [runs] if isinstance(runs, DriftRun) else list(runs)
+    return draw(check_kind(name, kind), given, ExhibitOptions(width=width_of(style), **options))

@@ -1,0 +1,322 @@
+"""Path-averaged Jacobians, contributions and prefix swaps of one task, as columns of the layer and sample tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.func import vjp
+
+from driftlens.base.progress import Reporter, TaskMeter
+from driftlens.base.variants import expert_of
+from driftlens.data.samples import SampleSet
+from driftlens.diagnostics.adjoint import (
+    Step,
+    Target,
+    adjoint_parts,
+    drift_target,
+    loss_target,
+    margin_target,
+    pulled_back,
+)
+from driftlens.diagnostics.attribution import Contributions, LayerSensitivity, PrefixSwaps, group_mismatches
+from driftlens.diagnostics.drift import share_intervals
+from driftlens.engine.walk import LayerView, decompose, walk
+from driftlens.jobs.study.study import Study
+from driftlens.linalg.state import State, inner, norm
+from driftlens.models.chain import class_rows, pooled
+from driftlens.runs.schema import GROUP_CONTRIBUTIONS
+
+BATCH = 8
+"""Samples per batch, a small one: every vector carried so far is alive at once, or every state for the way back."""
+
+
+@dataclass
+class Explanation:
+    """Where the drift of some variants on one task comes from.
+
+    Attributes:
+        layers: keys of rows of the layer table, and the columns to fill in them.
+        samples: the same of the sample table, as columns, for the samples that were followed.
+        adjoint: rows of the adjoint table, as columns.
+        groups: rows of the table of module groups.
+        warnings: what may spoil these numbers.
+    """
+
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    adjoint: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def explain(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Explanation | None:
+    """The attribution of these variants' drift to layers, as the study's settings ask for it.
+
+    Processes may share the samples, except for what is taken back; None in all but the first.
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite.
+        Cancelled: somebody asked to stop.
+    """
+    work = partial(_followed, study, task, variants, reporter)
+    batches = {name: _first_samples(study, name).num_batches for name in study.tasks}
+    return study.divided(task, batches, work, partial(_explained, study, task, variants))
+
+
+def _explained(
+    study: Study, task: str, variants: Sequence[str], pieces: Sequence[Sequence[list[_Followed]]]
+) -> Explanation:
+    found, ids = Explanation(), study.tasks[task].diagnosis.ids
+    for number, variant in enumerate(variants):
+        sensitivity = _columns(study, [part for piece in pieces for part in piece[number]])
+        for layer in sorted(study.settings.stored_layers):
+            key = {"task": task, "variant": variant, "layer": layer}
+            found.layers.append(key | sensitivity.layers[layer])
+            shares = sensitivity.final_shares[layer - 1]
+            found.samples.append(key | {"sample_id": list(ids[: len(shares)]), "final_share": shares})
+        found.warnings += _unconverged(study, task, variant, sensitivity)
+        nodes = {layer: int(row["nodes"]) for layer, row in sensitivity.layers.items() if "nodes" in row}
+        if "groups" in study.settings.options:
+            found.groups += group_rows(study, task, variant, nodes)
+        if "adjoint" in study.settings.options:
+            found.adjoint += adjoint_columns(study, task, variant, nodes)
+    return found
+
+
+def _unconverged(study: Study, task: str, variant: str, sensitivity: Sensitivity) -> list[str]:
+    """Says where the quadrature missed its tolerance with all the nodes it may use, as it does on kinks."""
+    settings = study.settings.jacobian
+    assert settings is not None
+    errors = {layer: row.get("jacobian_error", 0.0) for layer, row in sensitivity.layers.items()}
+    missed = {layer: error for layer, error in errors.items() if error > settings.tolerance}
+    if not missed:
+        return []
+    worst = max(missed, key=lambda layer: missed[layer])
+    return [
+        f"task {task}, {variant}: the path-averaged Jacobian misses the tolerance {settings.tolerance:g} in "
+        f"{len(missed)} of {len(errors)} layers after {sensitivity.layers[worst]['nodes']} nodes, most in "
+        f"layer {worst} (error {missed[worst]:.1e}). A kinked activation or a large drift converges slowly: raise "
+        "metrics.jacobian.max_nodes, or read contributions with their remainder."
+    ]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Columns of the layer table by layer, and `final_share` per sample [L, n] of the first n diagnosis samples."""
+
+    layers: dict[int, dict[str, float | int]]
+    final_shares: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """What one batch [n] says: |e_L|^2, and by layer [L, n] contributions and prefix swaps, where asked for."""
+
+    energy: Tensor
+    sensitivities: dict[int, LayerSensitivity]
+    shares: Tensor | None
+    prefix_shares: Tensor | None
+
+
+@torch.no_grad()
+def _followed(
+    study: Study, task: str, variants: Sequence[str], reporter: Reporter, first: int, last: int
+) -> list[list[_Followed]]:
+    """Why each variant's features drift on some batches of the first samples of one task: by variant and batch."""
+    settings = study.settings.jacobian
+    assert settings is not None
+    samples = _first_samples(study, task)
+    num_layers = len(study.pool.chain.layers)
+    units = dict.fromkeys(study.tasks, num_layers * len(variants))
+    meter, part, found = TaskMeter(reporter, "explain", units, task), samples.positions(first, last), []
+    for number, variant in enumerate(variants):
+        followed: dict[int, Contributions] = defaultdict(lambda: Contributions(settings))
+        swapped: dict[int, PrefixSwaps] = defaultdict(PrefixSwaps)
+        batches = samples.batches(part.start, part.stop)
+        for view in walk(study.pool, task, [variant], batches, ids=samples.ids):
+            layer = view.layer.index
+            meter.step(number * num_layers + layer - 1, f"causes, layer {layer} of {num_layers}")
+            followed[view.start].add(view)
+            if settings.prefix:
+                swapped[view.start].add(view)
+        found.append(
+            [
+                _Followed(
+                    batch.energy(),
+                    batch.sensitivities,
+                    batch.shares() if settings.contributions else None,
+                    swapped[start].shares() if settings.prefix else None,
+                )
+                for start, batch in followed.items()
+            ]
+        )
+    meter.finish()
+    return found
+
+
+def _first_samples(study: Study, task: str) -> SampleSet:
+    """The diagnosis samples that are followed, in small batches."""
+    assert study.settings.jacobian is not None
+    samples = study.tasks[task].diagnosis
+    return dataclasses.replace(samples, ids=samples.ids[: study.settings.jacobian.samples], batch_size=BATCH)
+
+
+def _columns(study: Study, parts: Sequence[_Followed]) -> Sensitivity:
+    energy = _joined([part.energy for part in parts])
+    num_layers, count = len(study.pool.chain.layers), len(energy)
+    layers: dict[int, dict[str, float | int]] = {
+        index: {"jacobian_samples": count} for index in range(1, num_layers + 1)
+    }
+    for index in parts[0].sensitivities:
+        layers[index] |= _sensitivity_columns([part.sensitivities[index] for part in parts])
+    per_sample = np.full((num_layers, count), np.nan)
+    if there := [part.shares for part in parts if part.shares is not None]:
+        shares = _joined(there)
+        _fill(layers, "final_share", shares, energy)
+        layers[num_layers]["remainder_share"] = 1 - sum(layers[index]["final_share"] for index in layers)
+        per_sample = np.divide(shares, energy, out=per_sample, where=energy > 0)
+    if there := [part.prefix_shares for part in parts if part.prefix_shares is not None]:
+        _fill(layers, "prefix_share", _joined(there), energy)
+    return Sensitivity(layers, per_sample)
+
+
+def _fill(
+    layers: dict[int, dict[str, float | int]],
+    column: str,
+    shares: NDArray[np.float64],
+    energy: NDArray[np.float64],
+) -> None:
+    """Ratios of sums over samples with their intervals; NaN without drift."""
+    total = float(energy.sum())
+    low, high = share_intervals(shares, energy)
+    for index in layers:
+        layers[index][column] = float(shares[index - 1].sum()) / total if total > 0 else np.nan
+        layers[index] |= {f"{column}_low": low[index - 1], f"{column}_high": high[index - 1]}
+
+
+def _sensitivity_columns(parts: list[LayerSensitivity]) -> dict[str, float | int]:
+    error, size = (_joined([getattr(part, name) for part in parts]) for name in ("error", "size"))
+    columns: dict[str, float | int] = {
+        "jacobian_error": float(error.sum() / size.sum()) if size.sum() > 0 else np.nan,
+        "nodes": max(part.nodes for part in parts),
+    }
+    gains = [part.random_gain for part in parts if part.random_gain is not None]
+    if gains:
+        columns["random_gain_mean"] = float(_joined(gains).mean())
+    norms = [part.spectral_norm for part in parts if part.spectral_norm is not None]
+    residuals = [part.spectral_residual for part in parts if part.spectral_residual is not None]
+    if norms:
+        columns["spectral_norm_mean"] = float(np.nanmean(_joined(norms)))
+        columns["spectral_residual_max"] = float(np.nanmax(_joined(residuals)))
+    return columns
+
+
+def _joined(parts: list[Tensor]) -> NDArray[np.float64]:
+    return torch.cat(parts, dim=-1).double().cpu().numpy()
+
+
+@torch.no_grad()
+def adjoint_columns(
+    study: Study, task: str, variant: str, nodes: Mapping[int, int]
+) -> Iterator[dict[str, Any]]:
+    """Columns of the `adjoint` table, for one target and one layer at a time.
+
+    `nodes` are the quadrature nodes per layer that the forward pass found sufficient.
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite.
+    """
+    samples = study.tasks[task].diagnosis
+    for seen, steps in _taken_back(study, task, variant, nodes):
+        last = seen[-1]
+        for name, target in _targets(study, samples, last).items():
+            parts = adjoint_parts(steps, {last.layer.stream: target.covector})
+            ids = list(samples.ids[last.start : last.stop])
+            remainder = target.change - parts.sum(dim=0)
+            for view, part in zip(seen, parts, strict=True):
+                key = {"task": task, "variant": variant, "target": name, "layer": view.layer.index}
+                yield key | {
+                    "sample_id": ids,
+                    "part": part.double().cpu().numpy(),
+                    "change": target.change.double().cpu().numpy(),
+                    **({"remainder": remainder.double().cpu().numpy()} if view is last else {}),
+                }
+
+
+@torch.no_grad()
+def group_rows(study: Study, task: str, variant: str, nodes: Mapping[int, int]) -> Iterator[dict[str, Any]]:
+    """Rows of the table of module groups; arguments and errors as for `adjoint_columns`."""
+    sums: dict[tuple[int, str], NDArray[np.float64]] = defaultdict(lambda: np.zeros(6))
+    for seen, steps in _taken_back(study, task, variant, nodes):
+        last = seen[-1]
+        drift = {last.layer.stream: decompose(last).drift[last.layer.stream]}
+        for view, (step, pulled) in zip(reversed(seen), pulled_back(steps, drift), strict=True):
+            if view.layer.index not in study.settings.stored_layers:
+                continue
+            expert, merged = (study.pool.layer_map(at, view.layer, task) for at in (expert_of(task), variant))
+            parts, whole = group_mismatches(expert, merged, view.expert_in, view.side), step.local_mismatch
+            rest = {name: leaf - sum(part[name] for part in parts.values()) for name, leaf in whole.items()}
+            common = norm(rest), inner(whole, whole), inner(drift, drift), norm(whole)
+            for group, part in parts.items():
+                found = torch.stack([inner(part, whole), inner(part, pulled), *common])
+                sums[view.layer.index, group] += found.double().sum(dim=1).cpu().numpy()
+    for key, of in sums.items():
+        ratios = of[:3] / np.where(of[3:] > 0, of[3:], np.nan)
+        yield dict(zip(GROUP_CONTRIBUTIONS.names, (task, variant, *key, *ratios), strict=True))
+
+
+def _taken_back(
+    study: Study, task: str, variant: str, nodes: Mapping[int, int]
+) -> Iterator[tuple[list[LayerView], list[Step]]]:
+    """Batch by batch of the first samples, all layers in forward order: as the walk saw them, and as steps."""
+    settings = study.settings.jacobian
+    assert settings is not None
+    samples = _first_samples(study, task)
+    views: dict[int, list[LayerView]] = defaultdict(list)
+    for view in walk(study.pool, task, [variant], samples.batches()):
+        # The view's own layer function holds the layer's parameters; they are read again on the way back.
+        views[view.start].append(dataclasses.replace(view, crossed_layer=_forgotten))
+    for seen in views.values():
+        steps = [_step(study, variant, view, nodes.get(view.layer.index, settings.nodes)) for view in seen]
+        yield seen, steps
+
+
+def _forgotten(state: State) -> State:
+    raise AssertionError("the layer's parameters are read again")
+
+
+def _step(study: Study, variant: str, view: LayerView, nodes: int) -> Step:
+    return Step(
+        call=lambda state: study.pool.layer_map(variant, view.layer, view.task)(state, view.side),
+        expert_in=view.expert_in,
+        merged_in=view.merged_in,
+        local_mismatch=decompose(view).local_mismatch,
+        nodes=nodes,
+    )
+
+
+def _targets(study: Study, samples: SampleSet, last: LayerView) -> dict[str, Target]:
+    pooling = study.settings.pool
+    stream = last.layer.stream
+    expert, variant = last.expert_out[stream], last.merged_out[stream]
+    targets = {"final_drift": drift_target(expert, variant)}
+    head = study.head(last.task, last.variant)
+    if head is None:
+        return targets
+    # Scores are of pooled features. Pooling is linear, so a covector behind it is pulled back exactly, from anywhere.
+    before, pull, *_ = vjp(lambda state: pooled(state, pooling, last.side.mask(stream)), expert)
+    after = pooled(variant, pooling, last.side.mask(stream))
+    scored = {"margin": margin_target(head, before, after)}
+    if samples.labels is not None:
+        labels = class_rows(head, samples.labels[last.start : last.stop]).to(expert.device)
+        scored["loss"] = loss_target(head, before, after, labels)
+    return targets | {name: Target(pull(of.covector)[0], of.change) for name, of in scored.items()}

@@ -1,0 +1,430 @@
+"""One task through the walk: rows of the layer, sample and output tables, and the features worth keeping.
+
+Its drift is held against the models' own forward pass, and against float64, on a few samples. Both stop the work:
+numbers that follow from a model taken apart wrongly, or from products of eight bits, are worse than none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from driftlens.base.diagnostic import Diagnostic, Seen
+from driftlens.base.errors import NumericsError
+from driftlens.base.progress import Reporter, TaskMeter
+from driftlens.data.samples import Batch, SampleSet
+from driftlens.engine.walk import LayerView, on_device, waiting_bytes, walk
+from driftlens.jobs.study.study import Study
+from driftlens.linalg.state import norm, subtract
+from driftlens.models.chain import Layer, Pool, State
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Array = NDArray[np.float64]
+K = TypeVar("K")
+N = TypeVar("N", bound=np.generic)
+Row = dict[str, object]
+Features = Mapping[tuple[str, int], NDArray[np.float32]]
+"""Pooled features [n, d] by (variant, layer)."""
+
+
+@dataclass
+class TaskDiagnosis:
+    """What one task's walk found.
+
+    `features` holds pooled features [n, d] (float32) by (variant, layer); the expert's are among them.
+    `precision_error` is what the function of that name found; NaN where it was not measured.
+    """
+
+    layers: list[Row] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    features: dict[tuple[str, int], NDArray[np.float32]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    precision_error: float = float("nan")
+
+
+@dataclass
+class Walked:
+    """What the walk saw of some batches of a task; the first ones are held against the library and against float64.
+
+    Attributes:
+        columns: numbers of every sample, by (variant, layer) and name.
+        features: pooled, of the expert, too.
+        closure: |e - e_library| / |e| by (variant, layer), with the first batch alone.
+        precision_error: what the function of that name found, with the first batch of the first task.
+        warnings: what may spoil these numbers.
+    """
+
+    columns: dict[tuple[str, int], dict[str, Array]]
+    features: Features
+    closure: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    precision_error: float = float("nan")
+    warnings: list[str] = field(default_factory=list)
+
+
+@torch.no_grad()
+def walked(study: Study, task: str, reporter: Reporter, first: int, last: int) -> Walked:
+    """What every diagnostic sees of every variant on some batches of one task's diagnosis samples.
+
+    Args:
+        study: whose variants walk beside the expert.
+        task: one of its tasks.
+        reporter: told of every layer; may cancel.
+        first: batch.
+        last: the batch behind the last one.
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite, or the drift is not that of ordinary forward passes or
+            of float64.
+        Cancelled: somebody asked to stop.
+    """
+    samples = study.tasks[task].diagnosis
+    num_layers = len(study.pool.chain.layers)
+    meter = TaskMeter(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
+    recorder = _Recorder(study.settings.pool, study.variants[0], study.settings.measured)
+    library = LibraryDrift(study, task) if first == 0 else None
+    for chunk in _chunks(study, task, samples, samples.positions(first, last)):
+        for view in walk(study.pool, task, study.variants, chunk, ids=samples.ids):
+            if view.variant == study.variants[0]:
+                index = view.layer.index
+                meter.step(index - 1, f"drift, layer {index} of {num_layers}")
+            recorder.add(view)
+            if library is not None:
+                library.compare(view)
+    found = Walked(recorder.columns(), recorder.features())
+    if library is not None:
+        found.closure = library.error
+        if task == next(iter(study.tasks)):
+            try:
+                found.precision_error = precision_error(study, task, found.features)
+            except RuntimeError as error:  # a model's own code may insist on float32
+                said = str(error).splitlines()[0]
+                found.warnings.append(f"the drift could not be checked against float64: {said}")
+    meter.finish()
+    return found
+
+
+def _chunks(study: Study, task: str, samples: SampleSet, part: range) -> Iterator[Iterator[Batch]]:
+    """As many samples at a time as may wait at a boundary within the budget, in whole batches."""
+    models = 1 + len(study.variants)
+    per_sample = waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]), models)
+    length = samples.fitting(per_sample, study.settings.feature_budget)
+    for first in part[::length]:
+        yield samples.batches(first, min(first + length, part.stop))
+
+
+class _Recorder:
+    """Collects per-sample columns and pooled features, in sample order, by variant and layer.
+
+    What was seen of a layer stays on the device until another layer comes: a device is asked to wait once per layer and
+    model, not for every batch.
+    """
+
+    def __init__(self, pool: Pool, first_variant: str, measured: Sequence[Diagnostic]) -> None:
+        self._pool = pool
+        self._per_view = dict.fromkeys(entry.per_view for entry in measured if entry.per_view is not None)
+        self._first_variant = first_variant
+        self._layer = 0
+        self._names: dict[tuple[str, int], list[str]] = {}
+        self._seen: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
+        self._vectors: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
+        self._columns: defaultdict[tuple[str, int], list[Array]] = defaultdict(list)
+        self._features: defaultdict[tuple[str, int], list[NDArray[np.float32]]] = defaultdict(list)
+
+    def add(self, view: LayerView) -> None:
+        if view.layer.index != self._layer:
+            self._settle()
+            self._layer = view.layer.index
+        key = (view.variant, view.layer.index)
+        columns: dict[str, Tensor] = {}
+        for look in self._per_view:
+            columns |= look(view, self._pool)
+        self._names[key] = list(columns)
+        self._seen[key].append(torch.stack(list(columns.values())).double())
+        self._keep_features(key, view, view.merged_out)
+        if view.variant == self._first_variant:
+            self._keep_features(("expert", view.layer.index), view, view.expert_out)
+
+    def _keep_features(self, key: tuple[str, int], view: LayerView, state: State) -> None:
+        vectors = view.layer.vectors(state, view.side, self._pool)
+        # A copy: one token of each sample, taken as a view, would keep all tokens of every batch in memory.
+        self._vectors[key].append(vectors.to(torch.float32, copy=True))
+
+    def _settle(self) -> None:
+        """Fetch what was seen of the layer at hand."""
+        for key, columns in self._seen.items():
+            self._columns[key].append(torch.cat(columns, dim=1).cpu().numpy())
+        for key, vectors in self._vectors.items():
+            self._features[key].append(torch.cat(vectors).cpu().numpy())
+        self._seen.clear()
+        self._vectors.clear()
+
+    def columns(self) -> dict[tuple[str, int], dict[str, Array]]:
+        self._settle()
+        return {
+            key: dict(zip(self._names[key], np.concatenate(parts, axis=1), strict=True))
+            for key, parts in self._columns.items()
+        }
+
+    def features(self) -> dict[tuple[str, int], NDArray[np.float32]]:
+        self._settle()
+        return {key: np.concatenate(parts) for key, parts in self._features.items()}
+
+
+def _end_to_end(parts: Sequence[Mapping[K, NDArray[N]]]) -> dict[K, NDArray[N]]:
+    """Arrays of the same names, those of later parts behind those of earlier ones."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def diagnosis_of(
+    study: Study, task: str, parts: Sequence[Walked], base: Mapping[int, Array] | None = None
+) -> TaskDiagnosis:
+    """The tables of one task.
+
+    Args:
+        study: whose variants walked.
+        task: one of its tasks.
+        parts: all of its batches, in order.
+        base: norms of the base's drift [n] by layer, where it is known and did not walk along.
+    """
+    at_hand, first, measured = study.tasks[task], parts[0], study.settings.measured
+    found = TaskDiagnosis(
+        features=_end_to_end([part.features for part in parts]),
+        warnings=first.warnings,
+        precision_error=first.precision_error,
+    )
+    all_columns = {key: _end_to_end([part.columns[key] for part in parts]) for key in first.columns}
+    layers, kept = study.pool.chain.layers, study.settings.stored_layers
+    if "base" in study.variants:
+        base = {index: all_columns["base", index]["drift_l2"] for index in kept}
+    for variant in study.variants:
+        for layer in (layer for layer in layers if layer.index in kept):
+            seen = Seen(
+                found.features[variant, layer.index],
+                found.features["expert", layer.index],
+                all_columns[variant, layer.index],
+                None if base is None else {"drift_l2": base[layer.index]},
+                study.pool.score_map(at_hand.own_heads.get(variant, at_hand.head), variant),
+                at_hand.head,
+                at_hand.diagnosis.labels,
+            )
+            key: Row = {"task": task, "variant": variant, "layer": layer.index}
+            found.layers.append(
+                key
+                | {
+                    "role": layer.role,
+                    "stream": layer.stream,
+                    "path": layer.path,
+                    "n": len(at_hand.diagnosis),
+                }
+                | {"reference": "expert", "closure_error": first.closure[variant, layer.index]}
+                | _measured(measured, "layers", seen)
+            )
+            columns = _measured(measured, "samples", seen)
+            found.samples.append(_identified(key, at_hand.diagnosis, columns))
+            if layer is layers[-1] and at_hand.head is not None:
+                columns = _measured(measured, "outputs", seen)
+                found.outputs.append(
+                    _identified({"task": task, "variant": variant}, at_hand.diagnosis, columns)
+                )
+    found.features = {key: array for key, array in found.features.items() if key[1] in kept}
+    return found
+
+
+def _measured(measured: Sequence[Diagnostic], table: str, seen: Seen) -> dict[str, Any]:
+    """The columns of one table from all diagnostics that fill some of them."""
+    columns: dict[str, Any] = {}
+    for entry in measured:
+        if entry.table == table:
+            columns |= entry.measure(seen)
+    return columns
+
+
+def _identified(key: Row, samples: SampleSet, columns: Mapping[str, object]) -> dict[str, Any]:
+    labels = samples.labels if samples.labels is not None else [None] * len(samples)
+    return {**key, "sample_id": list(samples.ids), "label": list(labels), **columns}
+
+
+VERIFIED_SAMPLES = 2
+"""Samples of the first task whose drift is computed once more in float64."""
+
+_RELATIVE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+"""How far two ways to compute one drift may be apart, relative to it: orders above what either dtype rounds."""
+
+_ROUNDING = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
+"""The same relative to the features. Drift is their difference, so it inherits rounding of their size, some tens of
+machine epsilons after many layers; where models hardly differ, that is all there is to see."""
+
+
+def tolerance(dtype: str, drift_rel: float) -> float:
+    """The largest error, relative to the drift, that rounding explains.
+
+    Args:
+        dtype: in which features are computed.
+        drift_rel: size of the drift relative to the features.
+    """
+    return _RELATIVE[dtype] + _ROUNDING[dtype] / drift_rel
+
+
+class LibraryDrift:
+    """Drift of a task's first samples as the models' own library gives it, to hold the walk's drift against.
+
+    They are a batch, or less where all its boundaries' features don't fit into the budget of features.
+
+    Attributes:
+        error: |e - e_library| / |e| by variant and layer; NaN where there is no drift.
+    """
+
+    def __init__(self, study: Study, task: str) -> None:
+        pool, samples = study.pool, study.tasks[task].diagnosis
+        num_states = len(pool.chain.layers) * (1 + len(study.variants))
+        per_sample = waiting_bytes(pool, pool.expert(task), samples.load([0]), num_states)
+        fitting = max(1, study.settings.feature_budget // max(1, per_sample))
+        # Not fewer samples read, for texts are padded to the longest of their batch.
+        self.batch = next(samples.batches()).first(fitting)
+        inputs = on_device(self.batch.inputs, pool.device, pool.dtype)
+        expert = pool.library_states(pool.expert(task), inputs)
+        self._dtype = str(pool.dtype).removeprefix("torch.")
+        self._drift: dict[str, list[State]] = {
+            variant: [
+                subtract(*pair)
+                for pair in zip(pool.library_states(variant, inputs, task), expert, strict=True)
+            ]
+            for variant in study.variants
+        }
+        self.error: dict[tuple[str, int], float] = {}
+
+    def compare(self, view: LayerView) -> None:
+        """Keep the closure error of the first samples.
+
+        Raises:
+            NumericsError: it is larger than rounding explains.
+        """
+        if view.start != 0:
+            return
+        merged, expert = (
+            {name: leaf[: self.batch.stop] for name, leaf in state.items()}
+            for state in (view.merged_out, view.expert_out)
+        )
+        ours = subtract(merged, expert)
+        theirs = self._drift[view.variant][view.layer.index - 1]
+        size, features = float(norm(ours).sum()), float(norm(expert).sum())
+        difference = float(norm(subtract(ours, theirs)).sum())
+        error = self.error[view.variant, view.layer.index] = difference / size if size > 0 else math.nan
+        # Where the walk sees no drift at all, the library must see none either.
+        limit = tolerance(self._dtype, size / features) if size > 0 and features > 0 else 0.0
+        if error > limit or (size == 0 and difference > _ROUNDING[self._dtype] * features):
+            raise _broken(view.layer.index, view.layer.path, view.task, view.variant, error, limit)
+
+
+def require_closed(layers: pd.DataFrame, dtype: str) -> None:
+    """Refuse a run whose drift is not that of ordinary forward passes.
+
+    Args:
+        layers: rows of its layer table, with `closure_error` and `drift_rel`.
+        dtype: in which its features were computed, as the manifest says.
+
+    Raises:
+        NumericsError: names layer, task, error and tolerance.
+    """
+    for row in layers.to_dict("records"):
+        error, drift = row["closure_error"], row["drift_rel"]
+        if error > 0 and drift > 0 and error > tolerance(dtype, drift):  # false for NaN: nothing was measured
+            limit = tolerance(dtype, drift)
+            raise _broken(row["layer"], row["path"], row["task"], row["variant"], error, limit)
+
+
+def check_closure(study: Study) -> None:
+    """Compare the first samples of every task with the library's own forward pass, before anything is built on drift.
+
+    Raises:
+        NumericsError: a layer's drift is not that of ordinary forward passes.
+    """
+    for task, at_hand in study.tasks.items():
+        library = LibraryDrift(study, task)
+        for view in walk(study.pool, task, study.variants, [library.batch], ids=at_hand.diagnosis.ids):
+            library.compare(view)
+
+
+def _broken(layer: int, path: str, task: str, variant: str, error: float, limit: float) -> NumericsError:
+    return NumericsError(
+        f"the drift of {variant} behind layer {layer} ({path}), task {task!r}, is not that of ordinary forward passes: "
+        f"closure error {error:.2g}, at most {limit:.1g} is rounding",
+        hint="The layers taken apart are not the model: its blocks may hand on more than features, or the mask leave "
+        "out tokens that others read. Pass blocks= another list or mask=, or wrap the model.",
+        layer=layer,
+        task=task,
+        variant=variant,
+        closure_error=error,
+        tolerance=limit,
+    )
+
+
+def precision_error(
+    study: Study, task: str, features: Mapping[tuple[str, int], NDArray[np.float32]]
+) -> float:
+    """Largest relative error of the pooled drift of the first samples against float64, over variants and layers.
+
+    The float64 pass reads the same weights and shares no product with the run, so that products of fewer bits show,
+    however they came to be chosen. NaN where there is no drift, and for a run that is computed in float64.
+
+    Args:
+        study: whose models are computed once more.
+        task: whose samples.
+        features: pooled features of the run [n, d] by (variant, layer), the expert's among them.
+
+    Raises:
+        NumericsError: the run's drift is further off than its dtype rounds.
+    """
+    if study.pool.dtype == torch.float64:
+        return math.nan
+    dtype = str(study.pool.dtype).removeprefix("torch.")
+    samples, exact_pool = study.tasks[task].diagnosis, study.pool.in_float64()
+    first = list(samples.batches(0, min(VERIFIED_SAMPLES, len(samples))))
+    worst = math.nan
+    # One variant after the other: in float64 a vocabulary's embeddings are four times as large as in most files.
+    walks = (walk(exact_pool, task, [variant], first) for variant in study.variants)
+    for view in itertools.chain.from_iterable(walks):
+        rows = slice(view.start, view.stop)
+        found, expert = (
+            features[name, view.layer.index][rows].astype(np.float64) for name in (view.variant, "expert")
+        )
+        exact = _pooled(study, view, view.merged_out) - _pooled(study, view, view.expert_out)
+        size, scale = np.linalg.norm(exact), np.linalg.norm(expert)
+        if not size or not scale:
+            continue
+        error = float(np.linalg.norm(found - expert - exact) / size)
+        worst = error if math.isnan(worst) else max(worst, error)
+        limit = tolerance(dtype, float(size / scale))
+        if error > limit:
+            raise _imprecise(view.layer, task, view.variant, error, limit)
+    return worst
+
+
+def _pooled(study: Study, view: LayerView, state: State) -> NDArray[np.float64]:
+    vectors: torch.Tensor = view.layer.vectors(state, view.side, study.settings.pool)
+    return vectors.double().cpu().numpy()
+
+
+def _imprecise(layer: Layer, task: str, variant: str, error: float, limit: float) -> NumericsError:
+    return NumericsError(
+        f"the drift of {variant} behind layer {layer.index} ({layer.path}), task {task!r}, is {error:.2g} off that "
+        f"computed in float64; at most {limit:.1g} is rounding",
+        hint="Something computes products in fewer bits than the features have: TF32, bfloat16 or autocast inside the "
+        "model. Switch it off, or compute in float64.",
+        layer=layer.index,
+        task=task,
+        precision_error=error,
+        tolerance=limit,
+    )

@@ -1,0 +1,224 @@
+"""Accuracy of every variant on the test split, with intervals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from driftlens.base.metrics import ACCURACY, metric_called
+from driftlens.base.progress import Reporter, TaskMeter
+from driftlens.base.variants import expert_of, title
+from driftlens.data.samples import SampleSet, few_of, part_of
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.walk import forward, input_bytes, waiting_bytes
+from driftlens.findings.reading import estimate
+from driftlens.findings.scores import interval_of, results
+from driftlens.jobs.analyze.answers import Said, answers, metrics_of
+from driftlens.jobs.study.study import Study
+from driftlens.linalg.state import expert_cosine
+from driftlens.models.chain import Pool
+from driftlens.runs.run import DriftRun
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CHUNK_BYTES = 256 << 20
+"""Samples and features held while accuracy is measured; small enough to stay out of everything's way."""
+
+
+@dataclass
+class Scores:
+    """What the variants score on one task.
+
+    Attributes:
+        rows: of the accuracy table.
+        results: of the table `scores`, one per sample.
+        notices: what a reader should know.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+
+def scores_of(study: Study, task: str, variants: list[str], reporter: Reporter) -> Scores | None:
+    """What variants score on a task's test samples by all its metrics, accuracy among them; `expert` is its own.
+
+    Processes may share the samples; None in all but the first.
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite.
+        DataError: a target is missing, or is no number where one is wanted.
+        Cancelled: somebody asked to stop.
+    """
+    batches = {name: at.test.num_batches if at.test else 0 for name, at in study.tasks.items()}
+
+    def said(first: int, last: int) -> Said:
+        test = study.tasks[task].test
+        if test is None:
+            return Said()
+        part = test.positions(first, last)
+        found, others = (of(study, task, variants, reporter, part) for of in (accuracies, answers))
+        return Said(found.results | others.results, others.notices)
+
+    return study.divided(task, batches, said, partial(_scores, study, task))
+
+
+def _scores(study: Study, task: str, parts: Sequence[Said]) -> Scores:
+    found, samples = Scores(notices=parts[0].notices), study.tasks[task].test
+    for (variant, name), first in parts[0].results.items():
+        rows = [row for part in parts for row in part.results[variant, name]]
+        values, references = (
+            np.array([math.nan if at >= len(row) or row[at] is None else row[at] for row in rows])
+            for at in (0, 1)
+        )
+        score = interval_of(metric_called(name), values, references)
+        key = {"task": task, "variant": variant, "metric": name}
+        ends = {"ci_low": score.low, "ci_high": score.high}
+        found.rows.append({**key, "value": score.value, "n": score.n, **ends, "seed": study.seed})
+        columns = ("value", "reference", "answer", "target")[: len(first[0])]
+        assert samples is not None
+        found.results += [
+            {**key, "sample_id": sample, **dict(zip(columns, row, strict=True))}
+            for sample, row in zip(samples.ids, rows, strict=True)
+        ]
+    return found
+
+
+@torch.no_grad()
+def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Said:
+    """Whether variants are right about some test samples of a task, [1.0] or [0.0] each; errors as for `scores_of`."""
+    found, samples = Said(), study.tasks[task].test
+    if samples is None or samples.labels is None or ACCURACY.name not in metrics_of(study, task) or not part:
+        return found
+    modality = study.pool.chain.modality
+    maps = {variant: study.head(task, variant) for variant in variants}
+    found.results = {(variant, modality.metric): [] for variant in variants}
+    one = samples.load([0])
+    per_sample = input_bytes(one) + waiting_bytes(study.pool, expert_of(task), one)
+    length = samples.fitting(per_sample, CHUNK_BYTES)
+    # Of every task as many as rows come of: none without a test split or a head.
+    units = {
+        name: len(variants) * len(at.test) if at.test and ACCURACY.name in metrics_of(study, name) else 0
+        for name, at in study.tasks.items()
+    }
+    meter, done = TaskMeter(reporter, "evaluate", units, task), 0
+    for first in part[::length]:
+        chunk = list(samples.batches(first, min(first + length, part.stop)))
+        for variant in variants:
+            meter.step(done, variant)
+            done += sum(batch.stop - batch.start for batch in chunk)
+            model = expert_of(task) if variant == "expert" else variant
+            hits = []  # fetched together: a device is asked to wait once per chunk and variant
+            # Scores are of one vector per sample, as in the output table: of tokens they would be of no class.
+            for start, features in forward(study.pool, model, chunk, task=task, pooling=study.settings.pool):
+                head = maps[variant]
+                assert head is not None
+                labels = samples.labels[start : start + len(features)]
+                hits.append(modality.is_right(head, features, labels))
+            found.results[variant, modality.metric] += [(hit,) for hit in torch.cat(hits).double().tolist()]
+    meter.finish()
+    return found
+
+
+@torch.no_grad()
+def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, pooling: Pool) -> Tensor:
+    """What leaves the last layer of one model, one vector per sample, [n, d].
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite.
+    """
+    length = samples.fitting(waiting_bytes(pool, model, samples.load([0])), CHUNK_BYTES)
+    parts = ((first, min(first + length, len(samples))) for first in range(0, len(samples), length))
+    chunks = (forward(pool, model, samples.batches(*part), task=task, pooling=pooling) for part in parts)
+    return torch.cat([found for chunk in chunks for _, found in chunk])
+
+
+def final_drift(found: Tensor, expert: Tensor) -> dict[str, float]:
+    """How far a model's final features [n, d] are from the expert's, by columns of the layer table's last row."""
+    drift = torch.linalg.vector_norm(found - expert, dim=1).double()
+    size = float(torch.linalg.vector_norm(expert, dim=1).double().sum())
+    relative = float(drift.sum()) / size if size else math.nan
+    cosine = float(expert_cosine(found, expert).double().nanmean())
+    return {"drift_l2_mean": float(drift.mean()), "drift_rel": relative, "cos_mean": cosine}
+
+
+@torch.no_grad()
+def first_look(run: DriftRun, study: Study, variant: str, counts: Mapping[str, int]) -> str:
+    """What a few diagnosis samples say of a new variant beside the merged model and the experts, in one sentence.
+
+    It costs one forward pass of the new model on at most `counts` samples of each task, and its answers to as many test
+    samples where these are scored: all else is in the run.
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite.
+        RunError: a table can't be read.
+    """
+    import pandas as pd
+
+    drift, size, num_samples = dict.fromkeys(("merged", variant), 0.0), 0.0, 0
+    scored: dict[tuple[str, str], list[pd.DataFrame]] = {}
+    for task, at_hand in study.tasks.items():
+        samples = part_of(at_hand.diagnosis, range(min(counts[task], len(at_hand.diagnosis))))
+        found = final_features(study.pool, variant, task, samples, study.settings.pool).cpu()
+        features = run.features(task, "expert", "final")[: len(samples)].astype(np.float32)
+        expert = torch.from_numpy(features).to(found)
+        seen = run.samples(task, "merged", layer="final").set_index("sample_id").loc[list(samples.ids)]
+        drift["merged"] += float(seen["drift_l2"].sum())
+        drift[variant] += float(torch.linalg.vector_norm(found - expert, dim=1).sum())
+        size += float(torch.linalg.vector_norm(expert, dim=1).sum())
+        num_samples += len(samples)
+        metric, rows = _first_scores(run, study, task, variant, samples, found, counts[task])
+        for name in ("merged", variant, "expert") if rows and all(map(len, rows.values())) else ():
+            scored.setdefault((metric, name), []).append(rows[name][["value", "reference"]].astype(float))
+
+    said = f"first look, {num_samples} samples of {len(study.tasks)} tasks: relative drift "
+    said += (
+        ", ".join(f"{title(name)} {value / size:.3f}" for name, value in drift.items())
+        if size
+        else "undefined"
+    )
+    for metric in dict.fromkeys(metric for metric, _ in scored):
+        of = metric_called(metric)
+        pairs = {at: pd.concat(own) for (one, at), own in scored.items() if one == metric}
+        ends = {name: interval_of(of, *pair.to_numpy().T) for name, pair in pairs.items()}
+        told = (f"{title(name)} {estimate(end, of.kind)}" for name, end in ends.items())
+        said += f"; {of.title} with 95 % interval (n = {ends[variant].n}) {', '.join(told)}"
+    return said
+
+
+def _first_scores(
+    run: DriftRun, study: Study, task: str, variant: str, samples: SampleSet, found: Tensor, count: int
+) -> tuple[str, dict[str, pd.DataFrame]]:
+    """The metric of a task, and its values for a few samples by merged model, new variant and expert; none without."""
+    import pandas as pd
+
+    at_hand, modality = study.tasks[task], study.pool.chain.modality
+    head = study.head(task, variant)
+    if head is not None and samples.labels is not None:
+        there = run.outputs(task, "merged").set_index("sample_id").loc[list(samples.ids)]
+        right = {
+            "merged": there["pred"] == there["label"],
+            variant: modality.is_right(head, found, samples.labels).cpu().numpy(),
+            "expert": there["expert_pred"] == there["label"],
+        }
+        rows = {name: pd.DataFrame({"value": hit, "reference": np.nan}) for name, hit in right.items()}
+        return modality.metric, rows
+    asked = metrics_of(study, task) if at_hand.test is not None else ()
+    if at_hand.test is None or not asked:
+        return "", {}
+    metric, few = asked[0], few_of(at_hand.test, count)
+    part = dataclasses.replace(study, tasks={task: dataclasses.replace(at_hand, test=few, metrics=asked[:1])})
+    said = answers(part, task, [variant], Reporter(), range(len(few))).results.get((variant, metric), [])
+    rows = {name: results(run, task, name, metric_called(metric)) for name in ("merged", "expert")}
+    rows = {name: own[own.index.isin(few.ids)] for name, own in rows.items()}
+    rows[variant] = pd.DataFrame([row[:2] for row in said], columns=["value", "reference"])
+    return metric, rows

@@ -1,0 +1,412 @@
+"""From a finished run to a calibrated checkpoint in it: solved layer by layer, saved, measured like any variant."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from driftlens.base.access import Access
+from driftlens.base.errors import Cancelled, RunError, SpecError
+from driftlens.base.files import PathLike
+from driftlens.base.progress import CancelToken, ProgressSink, Reporter
+from driftlens.engine.pool import attachment_tensors
+from driftlens.engine.site_selection import coverage
+from driftlens.engine.training import Trainer
+from driftlens.jobs.analyze.diagnosis import require_closed
+from driftlens.jobs.analyze.evaluation import first_look
+from driftlens.jobs.analyze.phases import (
+    all_of,
+    complete_variants,
+    deterministic_algorithms,
+    explain_variants,
+    measure_variants,
+    run_phase,
+    suitable_threads,
+)
+from driftlens.jobs.calibrate.plan import (
+    CalibrationPlan,
+    CalibrationRequest,
+    Choice,
+    diagnosed_too,
+    plan_calibration,
+    untouched_but_moved,
+)
+from driftlens.jobs.calibrate.scratch import CalibrationScratch, SolvedLayer
+from driftlens.jobs.calibrate.variants import save_for_others, save_variants
+from driftlens.jobs.calibrate.walk import Solution, calibration_info, record_solution, solve, train
+from driftlens.jobs.study.card import model_card
+from driftlens.jobs.study.opening import OpenModels
+from driftlens.jobs.study.reopening import (
+    Live,
+    add_calibration,
+    reopened,
+    require_analyzed,
+    require_same_models,
+    require_same_samples,
+    require_spec,
+)
+from driftlens.jobs.study.study import Study
+from driftlens.jobs.study.writing import lead, writing
+from driftlens.merging.method import merge_methods
+from driftlens.models.saving import require_target
+from driftlens.runs import layout
+from driftlens.runs.manifest import CalibrationInfo, Manifest
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.standing import how_to_explain, how_to_resume
+from driftlens.runs.writer import RunWriter
+from driftlens.spec import load_spec
+
+
+def calibrate(
+    path: PathLike,
+    request: CalibrationRequest,
+    *,
+    resume: bool = False,
+    replace: bool = False,
+    save_weights: PathLike | None = None,
+    choose: Choice | None = None,
+    attribution: bool = True,
+    access: Access = Access(),
+    live: Live | None = None,
+    on_first: Callable[[str], None] | None = None,
+    on_measured: Callable[[DriftRun], None] | None = None,
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+) -> DriftRun:
+    """Calibrate the merged model of a finished run; the run gains the variant `calibrated:NAME`, and its control.
+
+    Rows that are there keep their exact values. Readers see the variant as soon as its drift and accuracy are measured,
+    and nothing of it before; where its drift comes from is added behind that.
+
+    Args:
+        path: the run directory.
+        request: what to calibrate, and with which settings.
+        resume: go on with an interrupted calibration of the same settings.
+        replace: take out the calibration of this name first, if there is one.
+        save_weights: where the calibrated model goes besides: ending in `.safetensors` a state dict in the base's
+            key names, anything else a folder that the original library loads, with a model card. What is attached lies
+            beside the weights, with lines of Python in the card that hook it into the library's model.
+        choose: chooses hyperparameters from the calibration samples, starting from those of the request.
+        attribution: whether its drift is traced back to layers; `driftlens.jobs.analyze.job.explain` does so later.
+        access: what may be used, and on which device.
+        live: gives the study of a run that was made from live modules, handed in again.
+        on_first: called with a sentence on drift and accuracy of a few samples, as soon as the layers are solved.
+        on_measured: called once with the run when drift and accuracy are there; not where they were before.
+        on_progress: called with every `ProgressEvent`.
+        cancel: asked once per batch whether to stop.
+
+    Raises:
+        SpecError: a setting that can't be, or a name that is taken.
+        LayerNotFoundError: a pattern matches no layer or no site.
+        CheckpointError: a checkpoint is not the one that the run was made with.
+        DriftLensError: see the tree in `driftlens.base.errors`.
+    """
+    folder = pathlib.Path(path)
+    # All that can be refused is refused before the lock is taken: a finished run must not become a failed one.
+    opened = open_calibration(folder, request, access=access, live=live)
+    plan = opened.plan
+    terms = Terms(resume=resume, replace=replace, is_chosen=choose is not None)
+    terms.require(plan, opened)
+    if save_weights is not None:
+        require_target(opened.models.architecture, save_weights)
+    if choose is not None:
+        choose.outlook(plan.calibrator, plan.counts, has_base=opened.study.has_base)
+    team = opened.study.team
+    team.once(lambda: require_same_samples(opened.manifest, opened.study))
+    team.once(lambda: require_same_models(opened.manifest, opened.study, Reporter(on_progress, cancel)))
+    with writing(team, functools.partial(RunWriter.resume, folder)) as writer:
+        # Somebody may have been faster while the models were being opened.
+        terms.require_free_name(plan, writer.manifest)
+        reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+        scratch = CalibrationScratch(folder, plan.name)
+        with deterministic_algorithms(opened.study.settings.deterministic):
+            how = how_to_resume(folder, plan.name, opened.manifest)
+            if replace or not (resume and plan.name in writer.manifest.calibrations):
+                with _resumable(lambda: scratch.is_there and how):
+                    _calibrate(writer, opened, scratch, reporter, choose, resume=resume, on_first=on_first)
+                if on_measured is not None and team.leads:
+                    on_measured(open_run(folder))
+            more = how_to_explain(folder) if live is None else how
+            with _resumable(lambda: (folder / plan.weights[plan.variant]).is_file() and more):
+                _complete(writer, opened, reporter, attribution=attribution)
+    run = open_run(folder)
+    if save_weights is not None:
+        place = pathlib.Path(save_weights)
+        team.once(lambda: save_for_others(run, plan, opened.models, opened.study.pool, place))
+    return run
+
+
+@dataclass(frozen=True)
+class OpenCalibration:
+    """A run reopened, and what a calibration will do to it."""
+
+    folder: pathlib.Path
+    manifest: Manifest
+    study: Study
+    models: OpenModels
+    plan: CalibrationPlan
+
+
+def open_calibration(
+    folder: pathlib.Path, request: CalibrationRequest, *, access: Access = Access(), live: Live | None = None
+) -> OpenCalibration:
+    """The run's models and samples with a request's plan; nothing is written. Arguments as for `calibrate`.
+
+    Raises:
+        NumericsError: the run's own drift is not that of ordinary forward passes, so nothing can be built on it.
+        DriftLensError: as for `calibrate`.
+    """
+    require_analyzed(folder)
+    run = open_run(folder)
+    if live is None:
+        require_spec(folder, run.manifest)
+    require_closed(run.layers(variant="merged"), run.manifest.dtype)
+    study, models = reopened(
+        folder, num_calibration=request.samples, with_calibrations=False, access=access, live=live
+    )
+    spec = load_spec(folder / layout.SPEC) if live is None else None
+    plan = plan_calibration(request, run, spec, study)
+    return OpenCalibration(folder, run.manifest, study, models, plan)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On which terms a calibration may begin.
+
+    Attributes:
+        resume: whether one that was begun, or is finished, may be gone on with.
+        replace: whether one of the same name may be taken out.
+        is_chosen: whether its hyperparameters are still to be chosen, so that they can't be compared yet.
+    """
+
+    resume: bool
+    replace: bool
+    is_chosen: bool = False
+
+    def require(self, plan: CalibrationPlan, opened: OpenCalibration) -> None:
+        """Refuse a name that is taken, or to go on with something else than what was begun.
+
+        Raises:
+            SpecError: as said.
+        """
+        self.require_free_name(plan, opened.manifest)
+        if self.resume:
+            identity = plan.identity(opened.manifest, opened.study) | {"automatic": self.is_chosen}
+            scratch = CalibrationScratch(opened.folder, plan.name)
+            scratch.require_same(identity, chosen=_CHOSEN if self.is_chosen else ())
+
+    def require_free_name(self, plan: CalibrationPlan, manifest: Manifest) -> None:
+        """Refuse a name that a finished calibration has, unless that is to be replaced or is the very same.
+
+        Raises:
+            SpecError: the name is taken.
+        """
+        taken = manifest.calibrations.get(plan.name)
+        if taken is None or self.replace:
+            return
+        if not self.resume:
+            raise SpecError(
+                f"the run has a calibration {plan.name!r} already",
+                hint="Choose another --name, or --replace it.",
+            )
+        if not _is_same(plan, taken, is_chosen=self.is_chosen):
+            raise SpecError(
+                f"the calibration {plan.name!r} is finished, with other settings",
+                hint="Choose another --name, or --replace it.",
+            )
+
+
+_CHOSEN = frozenset({"method", "settings", "sites"})
+"""Parts of a calibration's identity that a choice decides, so that they can't be compared before it."""
+
+
+def _is_same(plan: CalibrationPlan, taken: CalibrationInfo, *, is_chosen: bool) -> bool:
+    """Whether a finished calibration is what the plan would make; hyperparameters that were chosen are its own."""
+    if is_chosen:
+        is_asked = taken.selection.get("asked", plan.asked) == plan.asked
+    else:
+        is_asked = (
+            plan.hyperparameters.items() <= dict(taken.settings).items()
+            and plan.method == taken.method
+            and plan.layers == sorted(taken.layers)
+        )
+    return (
+        is_asked
+        and taken.automatic == is_chosen
+        and tuple(plan.patterns) == tuple(taken.sites)
+        and plan.sample_digests == dict(taken.sample_digests)
+    )
+
+
+@contextmanager
+def _resumable(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
+    """A block that, stopped by the user or by a full disk, says how to go on with what it has left behind."""
+    try:
+        yield
+    except (Cancelled, RunError) as error:
+        if found := how():
+            told = f"What was finished is kept: {found}."
+            error.hint = told if isinstance(error, Cancelled) else f"{error.hint} {told}".lstrip()
+        raise
+
+
+def _calibrate(
+    writer: RunWriter,
+    opened: OpenCalibration,
+    scratch: CalibrationScratch,
+    reporter: Reporter,
+    choose: Choice | None,
+    *,
+    resume: bool,
+    on_first: Callable[[str], None] | None,
+) -> None:
+    """Solve, save, and measure drift and accuracy; with that the variant is there for readers."""
+    plan, study, team = opened.plan, opened.study, opened.study.team
+    replaces = plan.name in writer.manifest.calibrations
+
+    def clear() -> None:
+        if not (resume and scratch.is_there):
+            scratch.remove()  # first: with it, a removal that is stopped could be taken for one to go on with
+            if not replaces:
+                writer.remove_calibration(plan.name)  # what one that was stopped has left
+
+    lead(team, writer, clear)
+    if choose is not None:
+        choosing = f"{plan.phase}:choose"
+        with writer.phase(choosing), suitable_threads(writer, choosing, study):
+            plan = plan.chosen(choose, study, reporter, team.once(lambda: scratch.begun))
+    identity = plan.identity(opened.manifest, study)
+
+    def begin() -> None:  # every process opens what is solved for itself
+        scratch.begin(identity | {"selection": dict(plan.selection)}, resume=resume)
+
+    team.once(begin)
+    if replaces:
+        _solve_and_make_room(writer, study, plan, scratch, reporter)
+    solved = scratch.solved()
+    notices = team.once(lambda: _notices(plan, study, opened.manifest))
+    writer.begin_variants(plan.variants)
+
+    def work() -> None:
+        solution = _solved(writer, study, plan, scratch, solved, reporter)
+
+        def save() -> None:
+            info = calibration_info(plan, scratch.seconds, notices)
+            save_variants(writer, opened.models, study, plan, solution, info)
+            record_solution(writer, plan, solution.reports, identity, info)
+
+        lead(team, writer, save)
+
+    run_phase(writer, plan.phase, work, study=study)
+    add_calibration(study, opened.models, writer.folder, plan.name, plan.method, plan.control)
+
+    def look() -> None:
+        said = first_look(open_run(writer.folder), study, plan.variant, plan.counts)
+        reporter.step("look", 1, 1, said)
+        if on_first is not None:
+            on_first(said)
+
+    run_phase(writer, f"{plan.phase}:look", lambda: lead(team, writer, look), study=study)
+    measure_variants(writer, study, plan.variants, reporter, prefix=f"{plan.phase}:")
+    attached = attachment_tensors(study.pool.variant(plan.variant).attachments)
+    seconds = team.once(lambda: scratch.seconds)
+    numbers = sum(tensor.numel() for tensor in attached.values() if tensor.dim())
+    info = calibration_info(plan, seconds, notices, numbers)
+    said = [f"{plan.variant}: {text}" for text in notices]
+    writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
+
+
+def _solve_and_make_room(
+    writer: RunWriter, study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, reporter: Reporter
+) -> None:
+    """Only when all layers are solved does the calibration that has the name make room."""
+    try:
+        _solved(writer, study, plan, scratch, scratch.solved(), reporter)
+    except BaseException:
+        if study.team.leads:
+            scratch.remove()  # what has the name stays, so there is nothing to go on with
+        raise
+
+    def make_room() -> None:
+        with scratch.hidden():
+            writer.remove_calibration(plan.name)
+
+    lead(study.team, writer, make_room)
+
+
+def _solved(
+    writer: RunWriter,
+    study: Study,
+    plan: CalibrationPlan,
+    scratch: CalibrationScratch,
+    solved: Mapping[int, SolvedLayer],
+    reporter: Reporter,
+) -> Solution:
+    """What is solved for or trained; what earlier sittings have reached is not done again."""
+    if isinstance(plan.calibrator, Trainer):
+        return train(study, plan, scratch, reporter)
+    return solve(writer, study, plan, scratch, solved, reporter)
+
+
+def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[str]:
+    """What a reader should know of a calibration, whatever comes of it."""
+    # Those of files are drawn apart.
+    seen = diagnosed_too(plan.samples, study) if study.architecture.get("loader") == "live" else []
+    if plan.sites:
+        pool = study.pool
+        share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
+        partial = [f"only a part is calibrated: {text}"] if share < 1 else []
+        return [*seen, *partial, *_anchor(plan, manifest), *untouched_but_moved(pool, plan.parameters)]
+    if plan.boundaries and not plan.calibrator.needs_task_id:
+        return seen
+    if plan.boundaries:
+        return [
+            *seen,
+            "weights are those of the merged model; what is attached wants to know the task of an input",
+        ]
+    if plan.kept == "base":
+        return [
+            "no calibration was clearly better than the base, so that this is the base as it is: don't use the merge"
+        ]
+    return [
+        "no calibration was clearly better than the merged model, so that this is the merged model as it is"
+    ]
+
+
+def _anchor(plan: CalibrationPlan, manifest: Manifest) -> list[str]:
+    """What the anchor is where it is not the merged model, by the method that merged it."""
+    if not plan.control:
+        return []
+    rho, merge = float(plan.hyperparameters["rho"]), manifest.merge or {}
+    text = f"at rho {rho:g} the anchor is base + {rho:g} (merged - base)"
+    scaling = merge.get("parameters", {}).get("scaling")
+    name = str(merge.get("method"))
+    laws = merge_methods[name].laws if name in merge_methods else frozenset()
+    if isinstance(scaling, int | float) and {"affine_in_scaling", "zero_scaling_is_base"} <= laws:
+        text += f": {merge['title']} with scaling {rho * scaling:g} in place of {scaling:g}"
+    elif merge:
+        text += f": {rho:g} times the step that {merge['title']} makes from the base"
+    return [f"{text}; {plan.control} measures it alone"]
+
+
+def _complete(writer: RunWriter, opened: OpenCalibration, reporter: Reporter, *, attribution: bool) -> None:
+    """Add what comes behind the first numbers, as far as it is missing, the model card among it."""
+    plan, study = opened.plan, opened.study
+    study.team.once(CalibrationScratch(writer.folder, plan.name).remove)
+    control = writer.manifest.calibrations[plan.name].control
+    variants = [control, plan.variant] if control else [plan.variant]
+    if plan.variant not in study.pool:
+        add_calibration(study, opened.models, writer.folder, plan.name, plan.method, control)
+    complete_variants(writer, study, variants, reporter, prefix=f"{plan.phase}:")
+
+    def describe() -> None:
+        with writer.file(plan.card) as file:
+            file.write_text(model_card(open_run(writer.folder), plan.name), encoding="utf-8")
+
+    lead(study.team, writer, describe)
+    if attribution:
+        explain_variants(writer, study, variants, reporter, prefix=f"{plan.phase}:")

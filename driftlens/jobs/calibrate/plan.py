@@ -1,0 +1,453 @@
+"""What one calibration will do to one run, decided before anything is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from driftlens.base.errors import DataError, SpecError
+from driftlens.base.progress import Reporter
+from driftlens.base.settings import resolve
+from driftlens.base.variants import calibrated, control_of, expert_of, task_of
+from driftlens.calibration.calibrator import Calibrator, calibrators, over_preset, require_task_id
+from driftlens.data.samples import SampleSet
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.problems import Stepwise
+from driftlens.engine.site_selection import select_sites, updated_sites
+from driftlens.engine.training import Trainer
+from driftlens.jobs.study.study import Study
+from driftlens.models.chain import Layer
+from driftlens.runs.layout import calibration_folder, calibration_weights
+from driftlens.runs.manifest import Manifest, ids_digest
+from driftlens.runs.run import DriftRun
+
+if TYPE_CHECKING:
+    from driftlens.spec import RunSpec
+    from driftlens.spec.sections import Calibration
+
+DEFAULT_METHOD = "featcal"
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to choose hyperparameters.
+
+    Attributes:
+        choose: (study, calibrator to start from, sites, reporter) -> calibrator with the hyperparameters chosen, and
+            how they were. It sees calibration samples and nothing else. Where it says `kept`, no module is solved
+            for, and the calibration's variant is that model, `merged` or `base`, as it is.
+        outlook: (calibrator to start from, samples by task, has_base) -> titles of candidates, and the most that
+            choosing and calibrating take, in calibrations by FeatCal; refuses at once what nothing can be chosen for.
+    """
+
+    choose: Callable[
+        [Study, Calibrator, Mapping[int, Sequence[str]], Reporter], tuple[Calibrator, Mapping[str, Any]]
+    ]
+    outlook: Callable[..., tuple[Sequence[str], float]] = lambda *_, **__: ((), 1.0)
+
+
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """A calibration with everything resolved.
+
+    Attributes:
+        name: of the calibration.
+        method: name of the calibrator.
+        calibrator: with all hyperparameters.
+        sites: layer index -> names of the sites that are solved for.
+        samples: calibration samples by task.
+        control: variant of the anchor alone; empty where the anchor is the merged model, or there is none.
+        automatic: whether the hyperparameters were chosen from the calibration samples.
+        selection: how they were chosen, as plain values.
+        patterns: that the sites' paths match; none means linear and norm modules inside blocks.
+        seed: with which the samples were drawn.
+        boundaries: layers that a trained calibrator changes or attaches something to; it solves for no site.
+    """
+
+    name: str
+    method: str
+    calibrator: Calibrator
+    sites: Mapping[int, Sequence[str]]
+    samples: Mapping[str, SampleSet]
+    control: str
+    automatic: bool = False
+    selection: Mapping[str, Any] = field(default_factory=dict)
+    patterns: Sequence[str] = ()
+    seed: int = 0
+    boundaries: Sequence[int] = ()
+
+    def settled(self, calibrator: Calibrator, study: Study) -> CalibrationPlan:
+        """The plan with this calibrator, and the control that its anchor wants."""
+        control = control_of(self.name) if study.has_base and anchor_moves(calibrator) else ""
+        return dataclasses.replace(self, calibrator=calibrator, control=control)
+
+    def chosen(self, choose: Choice, study: Study, reporter: Reporter, begun: Any) -> CalibrationPlan:
+        """The plan with hyperparameters that `choose` finds on its samples, or found before: what had `begun`.
+
+        Raises:
+            SpecError: it chose what can't be.
+            Cancelled: somebody asked to stop.
+        """
+        selection = begun.get("selection") or {}
+        if selection.get("asked") == self.asked:
+            kind = calibrators[begun["method"]]
+            calibrator: Calibrator = kind(**resolve(kind, begun["settings"], begun["method"]))
+        else:
+            shown = study.blinded(self.samples)
+            calibrator, found = choose.choose(shown, self.calibrator, self.sites, reporter)
+            selection = {**found, "preset": preset_of(self.calibrator), "asked": self.asked}
+        calibrator.check(has_base=study.has_base)
+        plan = dataclasses.replace(self, automatic=True, selection=selection)
+        if plan.kept:
+            return dataclasses.replace(plan, sites={}, control="")
+        if type(calibrator) is not type(self.calibrator):
+            sites = updated_sites(study.pool.chain, self.sites, calibrator.update)
+            plan = dataclasses.replace(plan, method=method_called(calibrator), sites=sites)
+        return plan.settled(calibrator, study)
+
+    @property
+    def kept(self) -> str:
+        """The model that was chosen as it is, `merged` or `base`; empty where modules are solved for."""
+        return str(self.selection.get("kept", "merged" if self.selection.get("is_merged_kept") else ""))
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What a choice begins with, as plain values: a finished calibration is known again by it."""
+        return {"method": self.method, "settings": self.hyperparameters, "layers": self.layers}
+
+    @property
+    def preset(self) -> str:
+        """The published setting whose values all hyperparameters have; empty without."""
+        return preset_of(self.calibrator)
+
+    @property
+    def variant(self) -> str:
+        """The variant that it makes."""
+        return calibrated(self.name)
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """All variants that it makes, the control first."""
+        return (self.control, self.variant) if self.control else (self.variant,)
+
+    @property
+    def phase(self) -> str:
+        """What the run calls its phases."""
+        return f"calibrate:{self.name}"
+
+    @property
+    def card(self) -> str:
+        """Where the model card goes, relative to the run."""
+        return f"{calibration_folder(self.name)}/README.md"
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """Where the weights of each variant go, relative to the run."""
+        return {
+            variant: calibration_weights(self.name, control=variant == self.control)
+            for variant in self.variants
+        }
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """All hyperparameters as plain values."""
+        return plain_settings(self.calibrator)
+
+    @property
+    def parameters(self) -> frozenset[tuple[int, str]]:
+        """Layer index and own name of every parameter of the chosen sites."""
+        return frozenset(
+            (layer, f"{site}.{part}")
+            for layer, sites in self.sites.items()
+            for site in sites
+            for part in ("weight", "bias")
+        )
+
+    @property
+    def layers(self) -> list[int]:
+        """Indices of the layers that are calibrated, or have something attached behind them."""
+        return sorted({*self.sites, *self.boundaries})
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Calibration samples by task."""
+        return {task: len(samples) for task, samples in self.samples.items()}
+
+    @property
+    def sample_digests(self) -> dict[str, str]:
+        """Digest of the calibration samples' ids, or of their contents where a caller has handed them in, by task."""
+        return {task: ids_digest(samples.identities) for task, samples in self.samples.items()}
+
+    def identity(self, manifest: Manifest, study: Study) -> dict[str, Any]:
+        """Everything that the solution depends on, as plain values."""
+        models = [*(["base"] if study.has_base else []), "merged", *map(expert_of, self.samples)]
+        return {
+            "method": self.method,
+            "settings": self.hyperparameters,
+            "automatic": self.automatic,
+            "boundaries": list(self.boundaries),
+            "sites": {str(layer): list(names) for layer, names in self.sites.items()},
+            "samples": self.sample_digests,
+            "models": {name: manifest.models[name].digest for name in models},
+            "compute": f"{study.pool.device.type}, {str(study.pool.dtype).removeprefix('torch.')}",
+        }
+
+
+def plan_calibration(
+    request: CalibrationRequest, run: DriftRun, spec: RunSpec | None, study: Study
+) -> CalibrationPlan:
+    """The plan of a request for a finished run, whose attribution ranks layers for `top_layers`.
+
+    The `calibration` section of the run's spec, where there is one, counts where the request says nothing.
+
+    Raises:
+        SpecError: a setting that can't be, or a name that a baseline has.
+        LayerNotFoundError: a pattern matches no layer or no site.
+        DataError: a task has fewer calibration samples than asked for, or than there are folds.
+    """
+    section = None if spec is None else spec.calibration
+    calibrator = calibrator_of(request, section)
+    calibrator.check(has_base=study.has_base)
+    method, is_trained = method_of(request, section), isinstance(calibrator, Trainer)
+    if spec is not None:
+        require_task_id(spec.task_id, method)
+    samples = {
+        task: _beginning(at_hand.calibration, request.samples, task) for task, at_hand in study.tasks.items()
+    }
+    _require_enough(samples, calibrator)
+    if request.control:
+        _require_control(samples, calibrator, method)
+    patterns = request.sites
+    if patterns is None and section is not None and (section.method == method or not is_trained):
+        patterns = section.sites
+    layers = request.layers if request.top_layers is None else _top_layers(run, request.top_layers)
+    if is_trained and (layers is not None or patterns is not None):
+        raise SpecError(
+            f"{method} was given {'sites' if layers is None else 'layers'}, and it is trained in layers of its own",
+            hint="Leave them out, or choose a method that solves for modules, for example featcal.",
+        )
+    chain = study.pool.chain
+    sites = {} if is_trained else select_sites(chain, layers=layers, sites=patterns, update=calibrator.update)
+    control = control_of(request.name)
+    if control in study.variants:
+        raise SpecError(
+            f"{control} is a baseline of the run and would be the control of {request.name!r}",
+            hint="Choose another --name.",
+        )
+    plan = CalibrationPlan(
+        request.name,
+        method,
+        calibrator,
+        sites,
+        samples,
+        control,
+        patterns=tuple(patterns or ()),
+        seed=study.seed,
+        boundaries=calibrator.boundaries(len(chain.layers)) if isinstance(calibrator, Trainer) else (),
+    )
+    return plan.settled(calibrator, study)
+
+
+def _require_enough(samples: Mapping[str, SampleSet], calibrator: Calibrator) -> None:
+    for task, of in samples.items():
+        if isinstance(calibrator, Stepwise) and len(of) < calibrator.num_folds:
+            raise DataError(
+                f"task {task} has {len(of)} calibration samples, which {calibrator.num_folds} folds can't share",
+                hint=f"Bring more samples, or set folds to at most {len(of)}; cv=off needs one sample.",
+            )
+
+
+def _require_control(samples: Mapping[str, SampleSet], calibrator: Calibrator, method: str) -> None:
+    """Refuse what can't be calibrated at rho 1 once more."""
+    if "rho" not in calibrator.get_params():
+        raise SpecError(f"{method} has no rho, so there is no control at rho 1")
+    if len(counts := {len(of) for of in samples.values()}) > 1:
+        raise SpecError(
+            f"a control takes equally many samples of every task, and there are {min(counts)} to {max(counts)}",
+            hint=f"Set --samples to at most {min(counts)}, or leave --control out.",
+        )
+
+
+def plain_settings(calibrator: Calibrator) -> dict[str, Any]:
+    """All hyperparameters as JSON would give them back."""
+    given = calibrator.get_params()
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+
+
+def preset_of(calibrator: Calibrator) -> str:
+    """The published setting whose values all of a calibrator's have; empty without."""
+    settings, kind = calibrator.get_params(), type(calibrator)
+    # What a preset leaves out has to be the calibrator's default, too.
+    return next((name for name in kind.presets if kind(**kind.presets[name]).get_params() == settings), "")
+
+
+def anchor_moves(calibrator: Calibrator) -> bool:
+    """Whether the anchor is another model than the merged one."""
+    parameters = calibrator.get_params()
+    return parameters.get("anchor") != "none" and parameters.get("rho", 1) != 1
+
+
+def _beginning(samples: SampleSet | None, count: int | None, task: str) -> SampleSet:
+    """The first `count` samples, as drawing fewer would have given, or all."""
+    if samples is None or len(samples) < (count or 1):
+        there = 0 if samples is None else len(samples)
+        raise DataError(f"task {task} has {there} calibration samples, {count or 'some'} are asked for")
+    if count is None:
+        return samples
+    labels = None if samples.labels is None else samples.labels[:count]
+    return dataclasses.replace(samples, ids=samples.ids[:count], labels=labels)
+
+
+def _top_layers(run: DriftRun, count: int) -> list[int]:
+    """The blocks with the largest mean share of the merged model's final drift, by the run's own attribution."""
+    blocks = [layer.index for layer in run.manifest.layers if layer.role == "block"]
+    if count > len(blocks):
+        raise SpecError(
+            f"top_layers is {count}; the model has {len(blocks)} blocks",
+            hint=f"Ask for at most {len(blocks)}, or leave it out to calibrate them all.",
+        )
+    rows = run.layers(variant="merged")
+    shares = rows[rows["role"] == "block"].groupby("layer")["final_share"].mean().dropna()
+    if set(shares.index) != set(blocks):
+        raise SpecError(
+            f"top_layers needs every block's share of the final drift; the run has those of {len(shares)} of "
+            f"{len(blocks)} blocks",
+            hint="Analyze with metrics.contributions and `layers: {select: blocks}`, or choose with --layers.",
+        )
+    ranked = shares.sort_values(ascending=False, kind="stable").index
+    return sorted(int(layer) for layer in ranked[:count])
+
+
+def untouched_but_moved(pool: ModelPool, calibrated: Collection[tuple[int, str]]) -> list[str]:
+    """One notice per layer outside the blocks that differs between base and experts but was not calibrated.
+
+    Args:
+        pool: base and experts; without a base, the experts are compared with one another.
+        calibrated: layer index and own name of every parameter that was solved for.
+    """
+    experts = [name for name in pool.names if task_of(name) is not None]
+    first, *others = [*(["base"] if "base" in pool else []), *experts]
+    notices = []
+    for layer in (pool.chain.layers[0], pool.chain.layers[-1]):
+        moved = list(_moved(pool, layer, first, others, calibrated))
+        if moved:
+            notices.append(
+                f"the {layer.role} ({', '.join(moved)}) differs between "
+                f"{'base and experts' if first == 'base' else 'experts'} and was not calibrated: "
+                "it stays as in the merged model"
+            )
+    return notices
+
+
+def diagnosed_too(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
+    """One notice per task some of whose diagnosis samples are among these calibration samples, by their content."""
+    notices = []
+    for task, given in samples.items():
+        solved_on, seen = set(given.digests), study.tasks[task].diagnosis.digests
+        count = sum(sample in solved_on for sample in seen)
+        if count:
+            notices.append(
+                f"{count} of the {len(seen)} diagnosis samples of task {task} are among its calibration samples, so "
+                "drift and accuracy after the calibration flatter it: pass other samples to calibrate on"
+            )
+    return notices
+
+
+def _moved(
+    pool: ModelPool, layer: Layer, first: str, others: list[str], calibrated: Collection[tuple[int, str]]
+) -> Iterator[str]:
+    keys = {
+        slot.key for name, slot in pool.chain.owned(layer).items() if (layer.index, name) not in calibrated
+    }
+    for key in sorted(keys):
+        start = pool.source(first).read(key)
+        if any(not torch.equal(start.double(), pool.source(other).read(key).double()) for other in others):
+            yield key
+
+
+@dataclass(frozen=True)
+class CalibrationRequest:
+    """One calibration, as asked for; what is left out comes from the preset, then from the spec.
+
+    Attributes:
+        name: of the calibration; its variant is `calibrated:NAME`.
+        method: a registered calibrator.
+        preset: name of a published setting.
+        parameters: hyperparameters over the preset's, for example `lam`, `rho`, `alpha`.
+        samples: calibration samples per task; those the spec draws if left out.
+        layers: patterns on module paths, or layer indices, to calibrate instead of all blocks.
+        sites: patterns on site paths to calibrate instead of the linear and norm modules.
+        top_layers: only so many layers, those that the run's own attribution finds most of the final drift in.
+        control: whether the same is to be measured at rho 1 behind it, which needs a method with rho.
+
+    Raises:
+        SpecError: the name can't be one, or a count is not positive.
+    """
+
+    name: str
+    method: str | None = None
+    preset: str | None = None
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    samples: int | None = None
+    layers: Sequence[str | int] | None = None
+    sites: Sequence[str] | None = None
+    top_layers: int | None = None
+    control: bool = False
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise SpecError(
+                f"{self.name!r} can't be the name of a calibration",
+                hint="Use letters, digits, `-`, `_` and `.`, for example featcal.",
+            )
+        for what, count in (("samples", self.samples), ("top_layers", self.top_layers)):
+            if count is not None and count < 1:
+                raise SpecError(f"{what} is {count}, expected a whole number from 1 upwards")
+        if self.layers is not None and self.top_layers is not None:
+            raise SpecError("layers and top_layers both choose layers", hint="Give one of them.")
+
+
+def method_of(request: CalibrationRequest, section: Calibration | None) -> str:
+    """Name of the calibrator: the request's, the spec's, or FeatCal."""
+    if request.method is not None:
+        return request.method
+    return section.method if section is not None else DEFAULT_METHOD
+
+
+def method_called(calibrator: Calibrator) -> str:
+    """The name under which the calibrator's class, or the one it extends, is registered.
+
+    Raises:
+        SpecError: it is not.
+    """
+    for known, kind in sorted(calibrators.items(), key=lambda entry: entry[1] is not type(calibrator)):
+        if isinstance(calibrator, kind):
+            return known
+    raise SpecError(
+        f"{type(calibrator).__name__} is no registered calibrator",
+        hint=f"There are {', '.join(calibrators)}.",
+    )
+
+
+def calibrator_of(request: CalibrationRequest, section: Calibration | None) -> Calibrator:
+    """The calibrator with all hyperparameters resolved: parameters over preset over spec over defaults.
+
+    Args:
+        request: what the user asks for.
+        section: the spec's `calibration`, which counts if it is of the same method; its values stand over its preset.
+
+    Raises:
+        SpecError: no such method, preset or parameter, or a value out of its range.
+    """
+    method = method_of(request, section)
+    given: dict[str, Any] = {}
+    if section is not None and section.method == method:  # else its settings are another method's
+        given |= over_preset(method, section.preset, section.parameters)
+    given |= over_preset(method, request.preset, request.parameters)
+    return calibrators[method](**resolve(calibrators[method], given, method))

@@ -1,0 +1,165 @@
+"""The models that a calibration makes, written into the run and wherever else the user wants them."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import textwrap
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.sources import InDtypes, OnDemand, StateSource, TensorsSource
+from driftlens.engine.pool import Attachments, ModelPool, attachment_tensors, portable_tensors
+from driftlens.jobs.calibrate.plan import CalibrationPlan
+from driftlens.jobs.calibrate.walk import Solution
+from driftlens.jobs.study.card import model_card
+from driftlens.jobs.study.opening import OpenModels, head_files
+from driftlens.jobs.study.study import Study
+from driftlens.models.chain import LayerChain, ParameterKey
+from driftlens.models.saving import Patched, fused, library_prefix, save_model, save_state_dict
+from driftlens.runs.layout import calibration_attachments
+from driftlens.runs.manifest import CalibrationInfo
+from driftlens.runs.run import DriftRun
+from driftlens.runs.writer import RunWriter
+
+ATTACHED_FILE = "attachments.safetensors"
+"""Where a saved folder holds what is attached."""
+
+_LOADER = """\
+import torch
+from safetensors.torch import load_file
+
+
+def attach(model, task, file="{file}"):
+    saved = {{tuple(key.split("/", 2)): value for key, value in load_file(file).items()}}
+    for path in {{path for path, name, of in saved if of == task}}:
+        def change(module, inputs, output, path=path):
+            f = output[0] if isinstance(output, tuple) else output
+            t = {{name: value.to(f) for (at, name, of), value in saved.items() if (at, of) == (path, task)}}
+{code}
+            return (f, *output[1:]) if isinstance(output, tuple) else f
+        model.get_submodule(path).register_forward_hook(change)
+
+
+"""
+
+
+@torch.no_grad()
+def save_variants(
+    writer: RunWriter,
+    models: OpenModels,
+    study: Study,
+    plan: CalibrationPlan,
+    solution: Solution,
+    info: CalibrationInfo,
+) -> None:
+    """Write the calibrated model, and its control where there is one, in the base's key names and dtypes.
+
+    Each file lands whole or not at all; its header repeats `info`.
+
+    Raises:
+        NumericsError: a solution overflows in the base's dtype.
+        RunError: the disk is full.
+    """
+    pool = study.pool
+    merged = pool.source(plan.kept or "merged")
+    for variant, relative in plan.weights.items():
+        parameters: Mapping[ParameterKey, Tensor] = solution.updates
+        if variant == plan.control:
+            rho = float(plan.hyperparameters["rho"])
+            parameters = anchors(pool.chain, merged, pool.source("base"), rho, solution.updates)
+        source = with_parameters(pool.chain, merged, study.like, parameters)
+        with writer.file(relative) as path:
+            save_model(
+                models.architecture, models.own_form, source, path, metadata=weights_metadata(variant, info)
+            )
+
+    if solution.attachments:
+        with writer.file(calibration_attachments(plan.name)) as path:
+            save_state_dict(path, attachment_tensors(solution.attachments))
+
+
+def weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:
+    """What the header of a variant's weights says of it: all that repeating the calibration takes, but the models."""
+    return {
+        "variant": variant,
+        "calibration_method": info.method,
+        "calibration_parameters": json.dumps(dict(info.settings)),
+        "calibration_preset": info.preset,
+        "calibration_layers": json.dumps(list(info.layers)),
+        "calibration_sites": json.dumps(list(info.sites)),
+        "calibration_samples": json.dumps(dict(info.samples)),
+        "calibration_sample_digests": json.dumps(dict(info.sample_digests)),
+        "calibration_seed": json.dumps(info.seed),
+    }
+
+
+def with_parameters(
+    chain: LayerChain, merged: StateSource, like: StateSource, parameters: Mapping[ParameterKey, Tensor]
+) -> StateSource:
+    """The merged model with some parameters replaced, in the dtypes of `like`.
+
+    That is the base, or what stands for it: a merged model stored in fewer bits must not round the solution. The new
+    values come in the layers' own layout, and are checked as `Patched` does it, when they are read.
+    """
+    start = InDtypes(merged, {key: header.dtype for key, header in like.headers.items()})
+    return Patched(start, fused(chain, parameters, start))
+
+
+def anchors(
+    chain: LayerChain, merged: StateSource, base: StateSource, rho: float, keys: Collection[ParameterKey]
+) -> OnDemand[ParameterKey]:
+    """rho * merged + (1 - rho) * base (Eq. 11) for the given parameters, in float64.
+
+    With these in place of the solution a calibration becomes its own control: what lambda = infinity would give.
+    """
+
+    def anchor(key: ParameterKey) -> Tensor:
+        slot = chain.layers[key[0] - 1].parameters[key[1]]
+        start, end = (source.read(slot.key, slot.rows).double() for source in (base, merged))
+        return slot.own(rho * end + (1 - rho) * start)
+
+    return OnDemand(keys, anchor)
+
+
+def save_for_others(
+    run: DriftRun, plan: CalibrationPlan, models: OpenModels, pool: ModelPool, target: pathlib.Path
+) -> None:
+    """Write the calibrated model as a folder or a file, and what is attached beside its weights."""
+    architecture, attached = models.architecture, pool.variant(plan.variant).attachments
+    metadata = weights_metadata(plan.variant, run.manifest.calibrations[plan.name])
+    model = architecture.align(open_checkpoint(run.path / plan.weights[plan.variant]))
+    card: Callable[[str], str] = partial(model_card, run, plan.name)
+    beside = head_files(models)
+    if attached and target.suffix == ".safetensors":
+        place = target.with_suffix(f".{ATTACHED_FILE}")
+        save_state_dict(place, portable_tensors(architecture.skeleton, pool.chain, attached), metadata)
+    elif attached:
+        prefix = library_prefix(architecture, models.own_form)
+        tensors = portable_tensors(architecture.skeleton, pool.chain, attached, prefix)
+        beside[ATTACHED_FILE] = TensorsSource(ATTACHED_FILE, tensors)
+        card = _with_loader(card, attached)
+    save_model(architecture, models.own_form, model, target, metadata=metadata, card=card, heads=beside)
+
+
+def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callable[[str], str]:
+    """A card whose Python also hooks in what is attached for a task; the same card where nobody wrote how."""
+    (task, _), first = next(iter(attachments.items()))
+    code = str(getattr(first, "code", ""))
+    if not code:
+        return card
+    loader = _LOADER.format(file=ATTACHED_FILE, code=textwrap.indent(code, " " * 12))
+
+    def more(usage: str) -> str:
+        lines = usage.splitlines(keepends=True)
+        made = next((at for at, line in enumerate(lines) if line.startswith("model")), None)
+        if made is None:
+            return card(f"{usage}{loader}")
+        lines.insert(made + 1, f"attach(model, {task!r})  # the task that the inputs are of\n")
+        return card(f"{loader}{''.join(lines)}")
+
+    return more

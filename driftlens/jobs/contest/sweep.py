@@ -1,0 +1,546 @@
+"""How drift and accuracy depend on methods, settings and samples: many calibrations of one run, as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError, DriftLensError, NumericsError, SpecError
+from driftlens.base.files import PathLike
+from driftlens.base.metrics import METRICS
+from driftlens.base.progress import CancelToken, ProgressSink, Reporter
+from driftlens.base.settings import resolve
+from driftlens.base.team import ALONE
+from driftlens.calibration.calibrator import Calibrator, ClosedFormBase, calibrators
+from driftlens.data.corruption import CLEAN, corrupt, corrupted, parse, written
+from driftlens.data.samples import SampleSet, part_of, shuffled
+from driftlens.engine.forward_order import Lane
+from driftlens.engine.problems import ClosedForm
+from driftlens.engine.site_selection import select_sites
+from driftlens.engine.training import Trainer
+from driftlens.findings.swept import ABLATION, CONTROL, rho_control, scope, settings_of
+from driftlens.jobs.analyze.answers import metrics_of
+from driftlens.jobs.analyze.evaluation import final_drift, scores_of
+from driftlens.jobs.analyze.phases import all_of, deterministic_algorithms, suitable_threads, thumb
+from driftlens.jobs.calibrate.job import OpenCalibration, open_calibration
+from driftlens.jobs.calibrate.plan import DEFAULT_METHOD, CalibrationRequest, calibrator_of, method_called
+from driftlens.jobs.contest.judge import Judge
+from driftlens.jobs.contest.trials import Trials, Tried
+from driftlens.jobs.study.opening import open_data, with_own_answers
+from driftlens.jobs.study.reopening import (
+    Live,
+    redrawn,
+    require_same_models,
+    require_same_samples,
+    require_spec,
+)
+from driftlens.jobs.study.study import Study, TaskSamples
+from driftlens.jobs.study.writing import writing
+from driftlens.runs import layout
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
+from driftlens.spec import load_spec
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PHASE = "sweep"
+MOST_DRAWS = 1000
+"""Of the calibration samples in one sweep."""
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """One or several sweeps, as asked for.
+
+    Attributes:
+        values: a setting of every method, `n`, the calibration samples per task, or `corruption` of their pictures (see
+            `driftlens.data.corruption`) -> the values to visit.
+        grid: whether all combinations are visited in one sweep; otherwise each factor is varied by itself.
+        ablate: whether a sweep called `ablation` takes every method apart, one declared setting at a time.
+        control: a calibration of the run, which the sweep called `control` repeats at rho 1 and with all else its own.
+        seeds: how many draws of the calibration samples; the first is the run's own.
+        method: registered calibrators, each swept by itself; the spec's, or FeatCal, if left out.
+        preset: published settings for all that is not varied, of the methods that have it.
+        settings: by method, over those.
+        samples: calibration samples per task where n is not varied; the spec's number if left out.
+        accuracy: whether every point is scored on the test samples too.
+    """
+
+    values: Mapping[str, Sequence[Any]]
+    grid: bool = False
+    seeds: int = 1
+    method: str | Sequence[str] | None = None
+    preset: str | None = None
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    samples: int | None = None
+    accuracy: bool = True
+    ablate: bool = False
+    control: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One calibration: a method, all its settings as JSON, samples per task, how their pictures are corrupted."""
+
+    method: str
+    settings: str
+    n: int
+    corruption: str = CLEAN
+
+    @classmethod
+    def of(cls, method: str, settings: Mapping[str, Any], n: int, corruption: str = CLEAN) -> Setting:
+        """The setting with these values over the method's defaults.
+
+        Raises:
+            SpecError: a name that is no setting, or a value out of its range.
+        """
+        found = resolve(calibrators[method], settings, method)
+        return cls(method, json.dumps(found), n, written(corruption))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All that a sweep can vary, by name."""
+        return {**json.loads(self.settings), "n": self.n, "corruption": self.corruption}
+
+    @property
+    def calibrator(self) -> Calibrator:
+        """The calibrator with these settings."""
+        return calibrators[self.method](**json.loads(self.settings))
+
+    def changed(self, values: Mapping[str, Any]) -> Setting:
+        """The setting with some values changed; raises as `of` does."""
+        found = self.values | dict(values)
+        count, corruption = int(found.pop("n")), found.pop("corruption")
+        return Setting.of(self.method, found, count, corruption)
+
+    def named(self, varied: str) -> str:
+        """What a sweep around it is called: other methods than the default one stand in front."""
+        return varied if self.method == DEFAULT_METHOD else f"{self.method}:{varied}"
+
+    def stored(self, row: Mapping[Any, Any]) -> Setting:
+        """The setting of a row of the sweep table, around this one."""
+        corruption = row["corruption"] if isinstance(row["corruption"], str) else CLEAN
+        return self.changed(settings_of(row) | {"n": int(row["n"]), "corruption": corruption})
+
+    def __str__(self) -> str:
+        plain = Setting.of(self.method, {}, 0).values | {"n": self.n}
+        named = [f" {name} {_written(value)}," for name, value in self.values.items() if value != plain[name]]
+        return f"{self.method},{''.join(named)} {self.n} samples"
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A setting's place in a sweep; `sweep` names what is varied, several factors joined by `+`."""
+
+    sweep: str
+    point: int
+    setting: Setting
+
+
+def sweep(
+    path: PathLike,
+    request: SweepRequest,
+    *,
+    resume: bool = False,
+    replace: bool = False,
+    access: Access = Access(),
+    live: Live | None = None,
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+) -> DriftRun:
+    """The run with the rows of its sweeps: final drift on the diagnosis samples, accuracy on the test samples.
+
+    Every point is the calibration that `calibrate` would make of these settings; its weights are not kept. A setting
+    that a sweep of the run has already is measured anew and keeps its number.
+
+    Args:
+        path: the run directory.
+        request: what to vary.
+        resume: leave out points that the run has already.
+        replace: take the run's earlier sweeps of the same factors out, once the first new point is measured.
+        access: what may be used, and on which device.
+        live: how the study of a run of live modules is made again.
+        on_progress: called with every `ProgressEvent`.
+        cancel: asked once per batch whether to stop; finished points stay.
+
+    Raises:
+        SpecError: an unknown factor, a value out of its range, or a sweep that would mix with another one's points.
+        DataError: a task has fewer samples than asked for.
+        SingularGramError: some settings can't be solved for; all others were measured.
+        DriftLensError: see the tree in `driftlens.base.errors`.
+    """
+    import pandas as pd
+
+    folder = pathlib.Path(path)
+    _require_something(request)
+    opened, around = _open(folder, request, access=access, live=live)
+    if live is not None:
+        _require_own_samples(request, opened.study)
+    sweeps = _settings_of(request, around, folder)
+    settings = list(dict.fromkeys(itertools.chain(*sweeps.values())))
+    for setting in settings:
+        setting.calibrator.check(has_base=opened.study.has_base)
+    _numbered(sweeps, _divided(open_run(folder).sweeps(), sweeps, replace=replace)[0])
+    team = opened.study.team
+    team.once(lambda: require_same_samples(opened.manifest, opened.study))
+    seeds = range(opened.study.seed, opened.study.seed + request.seeds)
+    samples, tasks = _samples_by_seed(opened, seeds, access)
+    if live is not None:
+        samples[opened.study.seed] = {task: _as_drawn(at, opened) for task, at in opened.plan.samples.items()}
+    pictured = dict.fromkeys(setting.corruption for setting in settings)
+    for at in samples[opened.study.seed].values():
+        for name in pictured:
+            corrupted(at, name, opened.study.seed)  # refused here where it can't be
+    study = dataclasses.replace(opened.study, tasks=tasks)
+    team.once(lambda: require_same_models(opened.manifest, study, Reporter(on_progress, cancel)))
+    scored = [task for task, at in tasks.items() if at.test is not None and metrics_of(study, task)]
+    plan, unsolved = opened.plan, dict[Setting, DriftLensError]()
+    chosen = {"sites": plan.patterns or None, "layers": plan.layers if request.control else None}
+    with writing(team, functools.partial(RunWriter.resume, folder)) as writer:
+        rows, outdated = _divided(team.once(lambda: open_run(folder).sweeps()), sweeps, replace=replace)
+        points = _numbered(sweeps, rows)
+        kept = rows if resume else rows[:0]
+        trials = Trials(
+            study,
+            plan.sites,
+            {task: at.diagnosis for task, at in tasks.items()},
+            functools.partial(_measured, study, accuracy=request.accuracy),
+            Reporter(all_of(writer.progress, on_progress), cancel),
+            PHASE,
+            spill=folder / layout.SCRATCH / PHASE,
+        )
+        (folder / layout.SCRATCH).mkdir(exist_ok=True)
+        if len(pictured) > 1:
+            _keep_pictures(writer, next(iter(samples[study.seed].values())), pictured, study.seed)
+        with deterministic_algorithms(study.settings.deterministic):
+            for seed, drawn in samples.items():
+                phase, wanted = f"{PHASE}:{seed}", scored if request.accuracy else []
+                missing = [point for point in points if not _is_there(point, seed, tasks, wanted, kept)]
+                with writer.phase(phase), suitable_threads(writer, phase, study):
+                    for setting, tried in _tried(trials, chosen, missing, drawn, seed):
+                        if tried.error is not None:
+                            unsolved.setdefault(setting, tried.error)
+                            continue
+                        if outdated:  # once: their rows go, and the others keep their exact values
+                            writer.drop("sweeps", "sweep", outdated)
+                            outdated = set()
+                        new = pd.DataFrame(_rows(missing, setting, seed, tried))
+                        writer.append("sweeps", new, replace=True)
+    if unsolved:
+        raise _incomplete(unsolved)
+    return open_run(folder)
+
+
+def control(path: PathLike, name: str, **how: Any) -> DriftRun:
+    """The run with what a calibration reaches at rho 1, measured unless it is there; otherwise as `sweep`."""
+    run = open_run(path)
+    if run.manifest.calibrations[name].settings.get("rho", 1) == 1 or rho_control(run, name):
+        return run
+    return sweep(path, SweepRequest({}, control=name), **how)
+
+
+def _open(
+    folder: pathlib.Path, request: SweepRequest, *, live: Live | None, **options: Any
+) -> tuple[OpenCalibration, list[Setting]]:
+    """The run opened with the most samples that a point needs, and the settings that sweeps vary around, by method."""
+    count = request.samples
+    section = None
+    if live is None:
+        require_spec(folder, open_run(folder).manifest)
+        spec = load_spec(folder / layout.SPEC)
+        section = spec.calibration
+        count = count or min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
+    wanted = int(max(request.values.get("n", ()), default=0))
+    asked = _asked(folder, request, None if count is None else max(count, wanted, 1))
+    count = asked[0].samples if request.control else count
+    opened = open_calibration(folder, asked[0], live=live, **options)
+    fewest = min(map(len, opened.plan.samples.values()))
+    if wanted > fewest:  # of samples that were handed in as many were taken as calibrations take
+        raise DataError(
+            f"n is {wanted}, but there are {fewest} calibration samples",
+            hint="Hand in more, and set `samples`.",
+        )
+    starts = [calibrator_of(one, section) for one in asked]
+    return opened, [Setting.of(method_called(at), at.get_params(), count or fewest) for at in starts]
+
+
+def _asked(folder: pathlib.Path, request: SweepRequest, samples: int | None) -> list[CalibrationRequest]:
+    """The calibrations that sweeps vary around, one a method."""
+    if request.control:
+        made = open_run(folder).manifest.calibrations[request.control]
+        count, layers, sites = max(made.samples.values()), made.layers or None, [*made.sites] or None
+        return [CalibrationRequest(PHASE, made.method, None, made.settings, count, layers, sites)]
+    names = [request.method] if request.method is None or isinstance(request.method, str) else request.method
+    has_preset = [name for name in names if name and request.preset in calibrators[name].presets] or names
+    return [
+        CalibrationRequest(
+            PHASE,
+            method=name,
+            preset=request.preset if name in has_preset else None,
+            parameters=request.settings.get(name or "", {}),
+            samples=samples,
+        )
+        for name in dict.fromkeys(names)
+    ]
+
+
+def _require_own_samples(request: SweepRequest, study: Study) -> None:
+    """Refuse what samples that were handed in can't do: be drawn anew, or serve calibration and measurement."""
+    if request.seeds > 1:
+        raise SpecError(
+            f"a sweep of live modules can't draw its samples {request.seeds} times",
+            hint="Leave `seeds` out, or hand in other samples as `data` and sweep again.",
+        )
+    for task, at in study.tasks.items():
+        if at.calibration is None or at.calibration is at.diagnosis:
+            raise SpecError(
+                f"task {task}: no samples to calibrate on but those on which drift is measured, and settings that are "
+                "compared on these are chosen for fitting them",
+                hint="Hand in samples to calibrate on: dl.sweep(run, param=..., data={task: SAMPLES}).",
+            )
+
+
+def _as_drawn(samples: SampleSet, opened: OpenCalibration) -> SampleSet:
+    """Samples that were handed in, in the order in which some of them would be drawn: all of them keep their own."""
+    if samples.ids != tuple(map(str, range(len(samples)))):
+        return samples
+    order = shuffled(len(samples), opened.study.seed, task=samples.task, split="calibration")
+    return part_of(samples, order)
+
+
+def _measured(
+    study: Study, model: str, task: str, found: Tensor, expert: Tensor, *, accuracy: bool
+) -> dict[str, Any]:
+    """Drift and accuracy of one model on one task, as columns of the sweep table."""
+    row = {"task": task, **final_drift(found, expert)}
+    judge = Judge(study)
+    if not judge.bare:
+        row["kl"] = float(judge(model, task, found, expert).mean())
+    # One process has the task, whatever others do meanwhile.
+    alone = dataclasses.replace(study, team=ALONE)
+    scored = scores_of(alone, task, [model], Reporter()) if accuracy else None
+    for score in scored.rows if scored is not None else ():
+        row |= {
+            score["metric"] if score["metric"] in METRICS else "accuracy": score["value"],
+            "n_test": score["n"],
+        }
+    return row
+
+
+def _tried(
+    trials: Trials[dict[str, Any]],
+    chosen: Mapping[str, Any],
+    missing: Sequence[_Point],
+    drawn: Mapping[str, SampleSet],
+    seed: int,
+) -> Iterator[tuple[Setting, Tried[dict[str, Any]]]]:
+    """What became of every setting of the missing points, calibrated on samples that were drawn with this seed."""
+    chain = trials.study.pool.chain
+    together: dict[tuple[str, ...], list[tuple[Setting, ClosedFormBase]]] = {}
+    for setting in dict.fromkeys(point.setting for point in missing):
+        calibrator = setting.calibrator
+        if isinstance(calibrator, ClosedFormBase):
+            key = setting.corruption, *calibrator.update
+            together.setdefault(key, []).append((setting, calibrator))
+            continue
+        try:
+            few = {
+                task: part_of(corrupted(at, setting.corruption, seed), range(setting.n))
+                for task, at in drawn.items()
+            }
+            if isinstance(calibrator, Trainer):
+                tried = trials.trained(few, calibrator, seed)
+            else:
+                assert isinstance(calibrator, ClosedForm)
+                sites = select_sites(chain, **chosen, update=calibrator.update)
+                tried = trials.alone(few, calibrator, sites)
+        except (DataError, NumericsError) as error:
+            tried = Tried({}, error=error)
+        yield setting, tried
+    for (corruption, *update), found in together.items():
+        samples = {task: corrupted(at, corruption, seed) for task, at in drawn.items()}
+        cuts = sorted({setting.n for setting, _ in found})
+        parts = {
+            task: [part_of(at, range(low, high)) for low, high in zip([0, *cuts], cuts, strict=False)]
+            for task, at in samples.items()
+        }
+        lanes = [Lane(calibrator, frozenset(range(cuts.index(at.n) + 1))) for at, calibrator in found]
+        sites = select_sites(chain, **chosen, update=update)
+        several = dataclasses.replace(trials, sites=sites).run(parts, lanes)
+        yield from zip((setting for setting, _ in found), several, strict=True)
+
+
+def _keep_pictures(writer: RunWriter, samples: SampleSet, corruptions: Iterable[str], seed: int) -> None:
+    """Keep the first sample's picture as it is and under each corruption, beside those of other sweeps."""
+    if samples.picture is None:
+        return
+    found, clean = open_run(writer.folder).corruptions(), samples.picture(0)
+    for name in (CLEAN, *corruptions):
+        kind, severity = parse(name)
+        drawn = seed, f"{samples.task}/{samples.ids[0]}"
+        found[name] = thumb(corrupt(clean, kind, severity, drawn) if severity else clean)
+    with writer.file(layout.CORRUPTIONS) as path, path.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **found)
+
+
+def _incomplete(unsolved: Mapping[Setting, DriftLensError]) -> DriftLensError:
+    """Names the settings that could not be measured; every other point is in the run."""
+    error = next(iter(unsolved.values()))
+    return type(error)(
+        f"not measured, because they can't be solved for: {'; '.join(map(str, unsolved))}. "
+        f"The first one: {error.message}",
+        hint=f"All other points are in the run. {error.hint}",
+        **error.context,
+    )
+
+
+def _require_something(request: SweepRequest) -> None:
+    """Refuse a sweep of nothing, numbers of samples or seeds that can't be, and a method without ablations."""
+    if not request.values and not request.ablate and not request.control:
+        raise SpecError("a sweep needs something to vary", hint="For example --param lam=0.01,0.05,0.25.")
+    for name, wanted in request.values.items():
+        if not wanted:
+            raise SpecError(f"{name} has no values", hint=f"For example --param {name}=1,2.")
+    for name, count in [("seeds", request.seeds), *(("n", value) for value in request.values.get("n", ()))]:
+        if not isinstance(count, int | float) or count != int(count) or count < 1:
+            raise SpecError(f"{name} is {count}, expected a whole number from 1 upwards")
+    if request.seeds > MOST_DRAWS:
+        raise SpecError(f"seeds is {request.seeds:,}; at most {MOST_DRAWS:,} draws are made")
+
+
+def _settings_of(
+    request: SweepRequest, around: Sequence[Setting], folder: pathlib.Path
+) -> dict[str, list[Setting]]:
+    """The settings to visit around others, by sweep, in the order of the values; none twice.
+
+    Raises:
+        SpecError: a factor that a method doesn't have, a value out of its range, or no ablations where they are wanted.
+    """
+    values = request.values
+    groups = [tuple(values)] if request.grid and values else [(name,) for name in values]
+    sweeps = {}
+    for start in around:
+        for names in groups:
+            combinations = itertools.product(*(values[name] for name in names))
+            found = (start.changed(dict(zip(names, chosen, strict=True))) for chosen in combinations)
+            sweeps[start.named("+".join(names))] = list(dict.fromkeys(found))
+        ablations = calibrators[start.method].ablations if request.ablate else ()
+        if ablations:
+            sweeps[start.named(ABLATION)] = [start, *map(start.changed, ablations)]
+        elif request.ablate:
+            raise SpecError(f"{start.method} declares no ablations", hint="Name what to vary with --param.")
+    if request.control:
+        called = ":".join(filter(None, [scope(open_run(folder), request.control), CONTROL]))
+        sweeps[around[0].named(called)] = [around[0].changed({"rho": 1.0})]
+    return sweeps
+
+
+def _rows(
+    points: Sequence[_Point], setting: Setting, seed: int, tried: Tried[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Rows of every point that has the setting, by task."""
+    known = {"seed": seed, "seconds": tried.seconds, **dataclasses.asdict(setting)}
+    known |= {name: setting.values.get(name) for name in ("lam", "rho", "alpha")}
+    return [
+        {"sweep": point.sweep, "point": point.point, **known, **row}
+        for point in points
+        if point.setting == setting
+        for row in tried.by_task.values()
+    ]
+
+
+def _divided(rows: pd.DataFrame, sweeps: Collection[str], *, replace: bool) -> tuple[pd.DataFrame, set[str]]:
+    """The rows that stay, and the sweeps whose rows make room for new ones."""
+    is_outdated = rows["sweep"].isin(sweeps) & replace
+    return rows[~is_outdated], set(rows["sweep"][is_outdated])
+
+
+def _numbered(sweeps: Mapping[str, Sequence[Setting]], rows: pd.DataFrame) -> list[_Point]:
+    """The settings as points: one that the run has in `rows` keeps its number, a new one gets the next."""
+    points = []
+    for name, settings in sweeps.items():
+        there = rows[rows["sweep"] == name].to_dict("records")
+        known = {settings[0].stored(row): int(row["point"]) for row in there}
+        _require_same_rest(name, settings, known)
+        following = itertools.count(max(known.values(), default=-1) + 1)
+        points += [
+            _Point(name, known[setting] if setting in known else next(following), setting)
+            for setting in settings
+        ]
+    return points
+
+
+def _is_there(
+    point: _Point, seed: int, tasks: Collection[str], scored: Collection[str], rows: pd.DataFrame
+) -> bool:
+    """Whether the run has a point's rows of one seed for all tasks, with a score for those `scored`."""
+    mine = rows[(rows["sweep"] == point.sweep) & (rows["point"] == point.point) & (rows["seed"] == seed)]
+    has_score = set(mine["task"][mine[[*METRICS]].notna().any(axis=1)])
+    return set(mine["task"]) >= set(tasks) and has_score >= set(scored)
+
+
+def _require_same_rest(sweep: str, settings: Sequence[Setting], known: Collection[Setting]) -> None:
+    varied, now = sweep.rpartition(":")[2].split("+"), settings[0].values
+    varied = [*now] if varied == [CONTROL] else varied  # each calibration is a point of its own
+    if varied == [ABLATION]:
+        varied = [name for at in calibrators[settings[0].method].ablations for name in at]
+    for name, value in now.items():
+        before = [at.values[name] for at in known]
+        if name not in varied and any(other != value for other in before):
+            there = ", ".join(dict.fromkeys(_written(other) for other in before))
+            raise SpecError(
+                f"the run has a sweep of {sweep} with {name} {there}; now {name} is {_written(value)}",
+                hint="Points of one curve share everything else; --replace takes the earlier ones out.",
+            )
+
+
+def _written(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _samples_by_seed(
+    opened: OpenCalibration, seeds: Sequence[int], access: Access
+) -> tuple[dict[int, dict[str, SampleSet]], dict[str, TaskSamples]]:
+    """The calibration samples of every seed by task, and the tasks without what some seed calibrates on.
+
+    A seed draws as many as the run's own, as the spec would with that seed. Diagnosis and test samples can only be
+    among them where a task's splits draw from the same place.
+    """
+    first, architecture = opened.plan.samples, opened.models.architecture
+    found, tasks, sources = {seeds[0]: dict(first)}, dict(opened.study.tasks), {}
+    for seed in seeds[1:]:
+        spec = load_spec(opened.folder / layout.SPEC)
+        drawn = redrawn(spec, {task: len(samples) for task, samples in first.items()}, seed)
+        sources = {task: open_data(drawn, task, architecture, access=access) for task in first}
+        found[seed] = {
+            task: with_own_answers(data.calibration, opened.study.pool) for task, data in sources.items()
+        }
+    for task, data in sources.items():
+        seen = {name for samples in found.values() for name in samples[task].ids}
+        at = tasks[task]
+        diagnosis = _without(at.diagnosis, seen) if data.shares("diagnosis") else at.diagnosis
+        test = _without(at.test, seen) if data.shares("test") and at.test is not None else at.test
+        if not len(diagnosis) or (test is not None and not len(test)):
+            raise DataError(
+                f"task {task}: over {len(seeds)} seeds every sample serves calibration, none is left to measure with",
+                hint="Sweep with fewer seeds or fewer samples, or give calibration a split of its own.",
+            )
+        tasks[task] = dataclasses.replace(at, diagnosis=diagnosis, test=test)
+    return found, tasks
+
+
+def _without(samples: SampleSet, ids: Collection[str]) -> SampleSet:
+    """The samples whose ids are not among `ids`; the very same set where that is all of them."""
+    kept = [position for position, sample in enumerate(samples.ids) if sample not in ids]
+    return samples if len(kept) == len(samples) else part_of(samples, kept)

@@ -1,0 +1,409 @@
+"""Preflight: everything that can be known of a spec before an analysis, in seconds and in one go."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from driftlens.base.access import Access, resolve_device
+from driftlens.base.errors import DataError, DriftLensError
+from driftlens.base.intervals import Interval
+from driftlens.base.layers import select_layers
+from driftlens.base.metrics import Metric, metric_called
+from driftlens.base.progress import Reporter
+from driftlens.calibration.calibrator import Calibrator
+from driftlens.data.samples import few_of
+from driftlens.data.task_data import TaskData
+from driftlens.engine.site_selection import coverage, select_sites
+from driftlens.engine.training import Trainer
+from driftlens.findings.reading import estimate as with_interval
+from driftlens.jobs.analyze.evaluation import scores_of
+from driftlens.jobs.analyze.phases import suitable_threads
+from driftlens.jobs.calibrate.plan import CalibrationRequest, anchor_moves, calibrator_of
+from driftlens.jobs.preflight.costs import LayerCost, estimate, layer_costs
+from driftlens.jobs.preflight.load import Load, load_of, merge_cost, merge_passes
+from driftlens.jobs.preflight.models import check_models
+from driftlens.jobs.preflight.outcome import Preflight
+from driftlens.jobs.preflight.processes import Processes, plan_processes
+from driftlens.jobs.preflight.solving import Solving, Trial, solving, trials_cost
+from driftlens.jobs.study.companions import companions
+from driftlens.jobs.study.merging import merge_of, no_scores
+from driftlens.jobs.study.opening import (
+    OpenModels,
+    calibration_settings,
+    classes_of,
+    heads_of,
+    open_architecture,
+    open_data,
+    open_heads,
+    open_study,
+)
+from driftlens.jobs.study.study import Study
+from driftlens.jobs.study.suspicion import suspicions
+from driftlens.merging.method import READS, merge_methods
+from driftlens.models.architecture import Architecture
+from driftlens.models.chain import LayerChain, LinearHead
+from driftlens.models.own_heads import OwnHead
+from driftlens.spec import RunSpec
+from driftlens.spec.sections import TextHead
+
+
+def preflight(
+    spec: RunSpec,
+    *,
+    deep: bool = False,
+    processes: int | None = None,
+    per_machine: int | None = None,
+    trials: Sequence[Trial] = (),
+    access: Access = Access(),
+) -> Preflight:
+    """What is wrong, odd or fine about a spec, its checkpoints and its data, and what an analysis will take.
+
+    Errors become findings, so that all are seen at once. Of the checkpoints, headers and a few matrices are read.
+
+    Args:
+        spec: the run.
+        deep: also score every expert on its own task, which runs the models.
+        processes: also plan the analysis and its calibration for so many.
+        per_machine: how many of them share a machine like this one.
+        trials: calibrations behind the analysis, whose cost is estimated as well.
+        access: what may be used, and on which device.
+    """
+    checks = Preflight()
+    place = checks.attempt("device", lambda: resolve_device(access.device or spec.compute.device))
+    if place is not None:
+        checks.ok("device", f"{place}, {spec.compute.dtype}")
+    architecture = _check_architecture(spec, checks, access)
+    models = None if architecture is None else check_models(spec, architecture, checks, access)
+    data = _check_data(spec, architecture, checks, access)
+    layers: tuple[LayerCost, ...] = ()
+    if architecture is not None and data:
+        sample, dtype = next(iter(data.values())).diagnosis.load([0]), getattr(torch, spec.compute.dtype)
+        layers = layer_costs(
+            architecture, sample, dtype, spec.layers.pool or architecture.chain.modality.pool
+        )
+    if models is not None:
+        _check_heads(spec, models, data, layers[-1].width if layers else None, checks)
+        checks.findings += suspicions(models.architecture.chain, models.sources)
+        checks.findings += companions(models)
+    _check_merge(spec, models, data, layers, checks)
+    _check_calibration(spec, models, checks)
+    checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
+    if models is not None and place is not None and not checks.problems:
+        load = load_of(spec, models, data, layers, place)
+        checks.cost = estimate(load.work, load.sample, place, more=load.merge)
+        if processes is not None:
+            planned = partial(_processes, spec, models, data, load, place, processes, per_machine)
+            checks.processes = checks.attempt("processes", planned)
+        if trials:
+            walk_of = partial(_walk, models, load, select_sites(models.architecture.chain))
+            checks.more = trials_cost(load.work, trials, walk_of, load.sample, place)
+    if deep and checks.problems:
+        checks.notice("experts", "not scored: the problems above come first")
+    elif deep:
+        opened = checks.attempt("experts", lambda: open_study(spec, access=access))
+        if opened is not None:
+            with suitable_threads(None, "validate", opened[0]):
+                _score_experts(opened[0], checks)
+    return checks
+
+
+def _check_architecture(spec: RunSpec, checks: Preflight, access: Access) -> Architecture | None:
+    found = checks.attempt("architecture", lambda: open_architecture(spec, access))
+    if found is None:
+        return None
+    paths = [layer.path for layer in found.chain.layers]
+    settings = ", ".join(f"{name} {value}" for name, value in found.chain.settings.items())
+    checks.ok(
+        "architecture", f"{found.adapter} with {len(paths)} layers: {settings}", _quick_gelu_hint(found)
+    )
+    for text in found.notices:
+        checks.notice("architecture", text)
+    check_ties(found.chain, checks)
+    stored = checks.attempt("layers", lambda: select_layers(paths, spec.layers.select))
+    if stored is not None:
+        checks.ok("layers", f"{len(stored)} of {len(paths)} are stored; all are walked")
+    return found
+
+
+def _quick_gelu_hint(architecture: Architecture) -> str:
+    """What weights don't show and users of OpenAI's get wrong most often."""
+    if architecture.loader != "open-clip" or architecture.chain.settings.get("activation") != "gelu":
+        return ""
+    import open_clip
+
+    twin = f"{architecture.source.replace('/', '-')}-quickgelu"
+    if twin not in open_clip.list_models():
+        return ""
+    return f"OpenAI's weights, and what was fine-tuned from them, need {twin}."
+
+
+def _check_merge(
+    spec: RunSpec,
+    models: OpenModels | None,
+    data: Mapping[str, TaskData],
+    layers: tuple[LayerCost, ...],
+    checks: Preflight,
+) -> None:
+    merge = spec.merge
+    if merge is None:
+        return
+    found = checks.attempt("merge", lambda: merge_of(spec, merge.method, merge.parameters))
+    if found is None:
+        return
+    entry, settings = found
+    parts = [f"{entry.title} ({entry.source})", *(f"{name} {value}" for name, value in settings.items())]
+    text = f"{', '.join(parts)}; it reads {READS[entry.reads]}"
+    if entry.reads_sites and entry.others != entry.name:
+        text += f", and merges all else by {merge_methods[entry.others].title}"
+    if models is not None and models.sources:
+        scored = spec.tasks if models.architecture.lm is not None else heads_of(spec, models)
+        without = [task for task in spec.tasks if task not in scored]
+        if entry.scores and without:
+            checks.problem("merge", no_scores(entry, without))
+            return
+        samples = sum(len(opened.calibration) for opened in data.values())
+        text += f"; {merge_cost(entry, len(spec.tasks), models, samples, layers)}"
+        passes = checks.attempt("merge", lambda: merge_passes(entry, settings, data, models))
+        if passes is None:
+            return
+        text += f", and layers run {passes:,} times on a sample" if passes else ""
+    checks.ok("merge", text)
+
+
+def _check_calibration(spec: RunSpec, models: OpenModels | None, checks: Preflight) -> None:
+    if spec.calibration is not None:
+        found = checks.attempt("calibration", lambda: calibration_settings(spec))
+        if found is None:
+            return
+        settings = ", ".join(f"{name} {value}" for name, value in found.items())
+        checks.ok("calibration", f"{spec.calibration.method}: {settings}")
+    if models is not None and models.sources:
+        _check_sites(spec, models, checks)
+
+
+def _check_sites(spec: RunSpec, models: OpenModels, checks: Preflight) -> None:
+    """File which share of the parameters a calibration would solve for: that of the spec, or one by default."""
+    chain, patterns = models.architecture.chain, None if spec.calibration is None else spec.calibration.sites
+    try:
+        calibrator, sites = _solved_sites(spec, chain)
+    except DriftLensError as error:
+        if spec.calibration is not None:
+            checks.problem("sites", error)
+        else:  # an analysis can do without
+            checks.notice("sites", error.message, error.hint)
+        return
+    if sites:
+        share, text = coverage(chain, next(iter(models.sources.values())), sites, calibrator.update)
+        file = checks.ok if share == 1 or patterns is not None else checks.notice
+        file("sites", text)
+
+
+def _solved_sites(spec: RunSpec, chain: LayerChain) -> tuple[Calibrator, Mapping[int, tuple[str, ...]]]:
+    """What a calibration by the spec, or by default, solves for; no sites where its method trains something."""
+    calibrator = calibrator_of(CalibrationRequest("preflight"), spec.calibration)
+    if isinstance(calibrator, Trainer):
+        return calibrator, {}
+    patterns = None if spec.calibration is None else spec.calibration.sites
+    return calibrator, select_sites(chain, sites=patterns, update=calibrator.update)
+
+
+def _walk(
+    models: OpenModels, load: Load, sites: Mapping[int, tuple[str, ...]], counts: Mapping[str, int]
+) -> Solving:
+    headers = next(iter(models.sources.values())).headers
+    return solving(models.architecture.chain, headers, sites, counts, load.work.layers)
+
+
+def _processes(
+    spec: RunSpec,
+    models: OpenModels,
+    data: Mapping[str, TaskData],
+    load: Load,
+    device: torch.device,
+    number: int,
+    per_machine: int | None,
+) -> Processes:
+    """The plan of an analysis, and of the calibration that the spec or the defaults ask for."""
+    calibrator, sites = _solved_sites(spec, models.architecture.chain)
+    counts = {task: len(opened.calibration) for task, opened in data.items()}
+    reads = sum(
+        sum(header.nbytes for header in source.headers.values()) for source in models.sources.values()
+    )
+    walk = _walk(models, load, sites, counts) if sites and all(counts.values()) else None
+    has_control = spec.base is not None and anchor_moves(calibrator)
+    return plan_processes(
+        number,
+        per_machine,
+        load.work,
+        load.sample,
+        device,
+        walk=walk,
+        variants=2 if has_control else 1,
+        effort=calibrator.effort,
+        reads=reads,
+    )
+
+
+def _check_data(
+    spec: RunSpec, architecture: Architecture | None, checks: Preflight, access: Access
+) -> dict[str, TaskData]:
+    """The data of every task that can be opened; without an architecture no sample is read."""
+    opened = {}
+    for task in spec.tasks:
+
+        def open_one(task: str = task) -> TaskData:
+            data = open_data(spec, task, architecture, access=access)
+            if architecture is not None:
+                data.diagnosis.load([0])
+            return data
+
+        data = checks.attempt(f"data of {task}", open_one)
+        if data is not None:
+            opened[task] = data
+            _describe_data(data, checks)
+    splits = {  # test sets differ in size by nature
+        "calibration": {task: len(data.calibration) for task, data in opened.items()},
+        "diagnosis": {task: len(data.diagnosis) for task, data in opened.items()},
+    }
+    for split, counts in splits.items():
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{task} {count}" for task, count in counts.items())
+            checks.notice("data", f"tasks have different numbers of {split} samples: {listed}")
+    return opened
+
+
+def _describe_data(data: TaskData, checks: Preflight) -> None:
+    subject = f"data of {data.task}"
+    counts = f"{len(data.calibration)} calibration, {len(data.diagnosis)} diagnosis, {len(data.test)} test"
+    classes = len(data.class_names or data.answers())
+    labels = f"{classes} classes" if classes else "no labels" if data.test.texts is None else "no classes"
+    checks.ok(subject, f"{counts} samples, {labels}")
+    for text in data.notices:
+        checks.notice(subject, text)
+
+
+def _check_heads(
+    spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData], width: int | None, checks: Preflight
+) -> None:
+    """File what is wrong with the heads; `width` is that of the final features, if known."""
+    named = {task: opened.class_names for task, opened in data.items()}
+    base = models.base
+    if base is not None and any(isinstance(entry, TextHead) for entry in spec.heads.values()):
+        checks.attempt("text tower", lambda: models.architecture.text_tower(base))
+    entries = heads_of(spec, models)
+    for task in spec.tasks:
+        entry, subject = entries.get(task), f"head of {task}"
+        if entry is None and models.architecture.lm is not None:
+            checks.ok(subject, "the language model's own")
+        elif entry is None:
+            checks.ok(subject, "none, so there will be no scores and no accuracy")
+        elif entry.classes is None and task not in data:
+            continue  # what the data would have named is unknown, and its own problem is filed
+        elif isinstance(entry, TextHead) and spec.base is not None:  # to read the prompts would take long
+            names = checks.attempt(subject, partial(classes_of, task, entry, named.get(task)))
+            if names is not None:
+                checks.ok(subject, f"{len(names)} class names in {len(entry.templates)} templates")
+        else:
+            alone = spec.model_copy(update={"heads": {task: entry}})
+            heads = checks.attempt(subject, partial(open_heads, alone, models, named))
+            if heads is not None:
+                _check_width(task, heads[task], width, checks)
+
+
+def _check_width(task: str, head: Any, width: int | None, checks: Preflight) -> None:
+    if isinstance(head, OwnHead):
+        checks.ok(
+            f"head of {task}",
+            f"the expert's own, of {len(head.weights)} tensors and {len(head.classes)} classes",
+        )
+        return
+    what = "classifier rows" if isinstance(head, LinearHead) else "class embeddings"
+    rows, columns = (head.weight if isinstance(head, LinearHead) else head.embeddings).shape
+    if width is None or columns == width:
+        checks.ok(f"head of {task}", f"{rows} {what} of {columns} entries")
+        return
+    error = DataError(
+        f"the {what} of {task} have {columns} entries, the models' features have {width}",
+        hint=f"heads.{task} was made with another model; take the one that belongs to these.",
+    )
+    checks.problem(f"head of {task}", error)
+
+
+def _score_experts(study: Study, checks: Preflight) -> None:
+    """File what every expert scores, and the base beside it, on as many test samples as a diagnosis has."""
+    scored = {
+        task: dataclasses.replace(at, test=at.test and few_of(at.test, len(at.diagnosis)))
+        for task, at in study.tasks.items()
+    }
+    study = dataclasses.replace(study, tasks=scored)
+    variants = ["expert", *(["base"] if study.has_base else [])]
+    for task in study.tasks:
+        subject = f"expert of {task}"
+        found = checks.attempt(subject, partial(scores_of, study, task, variants, Reporter()))
+        if found is None:
+            continue
+        rows = [row for row in found.rows if row["metric"] == found.rows[0]["metric"]]
+        if not rows:
+            why = "; ".join(found.notices) or f"{task} has no head, or no labels"
+            checks.notice(subject, f"the {subject} is not scored: {why}")
+            continue
+        metric, at = metric_called(str(rows[0]["metric"])), study.tasks[task]
+        known: dict[str, Any] = {"choices": at.choices, "head": () if at.head is None else at.head.classes}
+        _judge(
+            checks,
+            subject,
+            {str(row["variant"]): row for row in rows},
+            metric,
+            len(known.get(metric.needs, ())),
+        )
+
+
+def _judge(
+    checks: Preflight, subject: str, rows: Mapping[str, Mapping[str, Any]], metric: Metric, num_classes: int
+) -> None:
+    found = {name: Interval(row["value"], row["ci_low"], row["ci_high"]) for name, row in rows.items()}
+    told = {name: with_interval(value, metric.kind) for name, value in found.items()}
+    expert, base, chance = found["expert"], found.get("base"), 1 / max(num_classes, 1)
+    text = f"the {subject} scores {told['expert']} in {metric.title} on {rows['expert']['n']} samples of its own task"
+    if num_classes > 1 and expert.low <= chance:
+        error = DataError(
+            f"{text}, which can't be told from guessing among {num_classes} classes ({chance:.1%})",
+            hint="Check its file, the order of the head's rows, and the activation; or raise n_diagnosis.",
+        )
+        checks.problem(subject, error)
+    elif base is None:
+        checks.ok(subject, text)
+    elif (expert.value - base.value) * (-1 if metric.worse == "higher" else 1) > 0:
+        checks.ok(subject, f"{text}, the base {told['base']}")
+    else:
+        checks.notice(
+            subject, f"{text}, the base {told['base']}: no better", "Was it fine-tuned on this task?"
+        )
+
+
+def check_ties(chain: LayerChain, checks: Preflight) -> None:
+    """Say which weights stand in two places: whoever calibrates or swaps one of them changes the other.
+
+    What no calibration solves for is left out, such as a table of positions that all blocks read.
+    """
+    sites = {(layer.index, site.name) for layer in chain.layers for site in layer.sites}
+    places: defaultdict[tuple[str, tuple[int, int] | None], list[str]] = defaultdict(list)
+    solved = set[tuple[str, tuple[int, int] | None]]()
+    for layer in chain.layers:
+        for name, slot in layer.parameters.items():
+            places[slot.key, slot.rows].append(f"{name} of layer {layer.index}")
+            if (layer.index, name.rpartition(".")[0]) in sites:
+                solved.add((slot.key, slot.rows))
+    tied = {slot[0]: found for slot, found in places.items() if len(found) > 1 and slot in solved}
+    for key, found in tied.items():
+        checks.notice(
+            "ties", f"{key} is {' and '.join(found)}", "To calibrate one of them changes the others too."
+        )
+    if not tied:
+        checks.ok("ties", "none: every weight stands in one place")

@@ -1,0 +1,495 @@
+"""Merging checkpoints: in float32, as much at a time as the method reads, saved the way the base is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from driftlens.base.access import Access
+from driftlens.base.errors import ShapeError, SpecError
+from driftlens.base.files import PathLike, scratch_beside
+from driftlens.base.progress import CancelToken, ProgressSink, Reporter
+from driftlens.base.threads import computing_with
+from driftlens.base.variants import expert_of, task_of
+from driftlens.checkpoints.sources import StateSource, TensorHeader, TensorsSource, check_finite, require_key
+from driftlens.data.samples import SampleSet
+from driftlens.engine.exactness import exact_products
+from driftlens.engine.layer_sums import normalised
+from driftlens.engine.site_rows import row_weights, rows_and_output
+from driftlens.engine.site_selection import parameter_groups
+from driftlens.engine.walk import FiniteWatch, on_device
+from driftlens.jobs.study.card import merge_card
+from driftlens.jobs.study.companions import companions
+from driftlens.jobs.study.opening import (
+    OpenModels,
+    dtype_notices,
+    head_files,
+    head_notices,
+    open_models,
+    open_pool,
+    open_study,
+)
+from driftlens.jobs.study.study import Study
+from driftlens.linalg.gram import GramSum
+from driftlens.merging.method import MergeFunction, MergeMethod, merge_methods
+from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State
+from driftlens.models.saving import require_target, save_model
+from driftlens.spec import RunSpec
+
+PHASE = "merge"
+PIECE = 2**22
+"""Entries that an `entry` method gets at a time: of twenty experts' largest tensors there may be no room for one."""
+
+
+class _Weights(Mapping[str, Tensor]):
+    """The floating-point tensors of a checkpoint in float32, each read and checked whenever it is asked for.
+
+    They go by their keys, or are those parameters that `named` tells the place of.
+    """
+
+    def __init__(self, source: StateSource, named: Mapping[str, Slot] | None = None) -> None:
+        self._source = source
+        floats = (key for key, header in source.headers.items() if header.dtype.is_floating_point)
+        self._slots = {key: Slot(key) for key in floats} if named is None else named
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.at(self._slots[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._slots  # the inherited one would read the tensor
+
+    def under(self, named: Mapping[str, Slot]) -> _Weights:
+        """The same weights, by these names."""
+        return _Weights(self._source, named)
+
+    def at(self, slot: Slot) -> Tensor:
+        """What lies there, in the layer's layout.
+
+        Raises:
+            NumericsError: it is NaN or infinite; names the file, which nobody could tell after a sum.
+        """
+        tensor = self._source.read(slot.key, slot.rows)
+        check_finite(self._source.name, slot.key, tensor)
+        return slot.own(tensor.float())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Merge:
+    """What is merged and how; `start` is the base, or without one an expert, of which names and integers are taken."""
+
+    start: StateSource
+    base: _Weights
+    experts: Mapping[str, _Weights]
+    entry: MergeMethod
+    settings: Mapping[str, Any]
+    chain: LayerChain
+    study: Study | None
+
+    def parts(self, place_of: Callable[[Slot], Tensor]) -> Iterator[tuple[Slot, Tensor]]:
+        """All that the method makes: where it belongs, and its value; what is done can be read at its place."""
+        entry, function = self.entry, self.entry.function
+        if entry.reads in ("entry", "file"):
+            most = PIECE if entry.reads == "entry" else sys.maxsize
+            for key in self.base:
+                for slot in _pieces(key, self.start.headers[key].shape, most):
+                    yield from self._made(function, self.settings, {key: slot})
+        elif entry.reads_sites:
+            yield from self._sites(place_of)
+        elif entry.reads == "samples":
+            for key, value in function(self.base, self.experts, self.study, **self.settings):
+                yield Slot(key), value
+        elif entry.reads == "tensor":
+            for name, slot in _named(self.chain, self.base).items():
+                yield from self._made(function, self.settings, {name: slot})
+        else:
+            named = _named(self.chain, self.base)
+            experts = {task: expert.under(named) for task, expert in self.experts.items()}
+            for name, value in function(self.base.under(named), experts, **self.settings):
+                yield named.get(name, Slot(name)), value
+
+    def _sites(self, place_of: Callable[[Slot], Tensor]) -> Iterator[tuple[Slot, Tensor]]:
+        """Layer by layer the modules by the method, and all else, tensor by tensor, by the one that it names for it."""
+        entry, (function, shared) = self.entry, self.entry.rest(self.settings)
+        none: tuple[Mapping[str, Tensor], ...] = ()
+        walk: Iterator[tuple[Layer, Mapping[str, Any] | None]] = (
+            (layer, None) for layer in self.chain.layers
+        )
+        if self.study is not None and entry.reads_moments:
+            merged = place_of if entry.reads == "prefix" else None
+            walk = site_moments(self.study, norms=entry.norms, merged=merged)
+            none = ({},) if entry.others == entry.name else ()
+        for layer, moments in walk:
+            once = {
+                slot: name for name, slot in self.chain.owned(layer).items()
+            }  # two sites may share a weight
+            owned = {name: slot for slot, name in once.items()}
+            for site in layer.sites:
+                parts = {part: f"{site.name}.{part}" for part in ("weight", "bias")}
+                is_known = moments is None or site.name in moments
+                if (
+                    not is_known
+                    or parts["weight"] not in owned
+                    or (site.kind != "linear" and not entry.norms)
+                ):
+                    continue
+                slots = {part: owned.pop(name) for part, name in parts.items() if name in owned}
+                more = () if moments is None else (moments[site.name],)
+                yield from self._made(entry.function, self.settings, slots, *more)
+            for slot in owned.values():
+                yield from self._made(function, shared, {slot.key: slot}, *none)
+        known = set(self.chain.parameter_keys())
+        for key in self.base:
+            if key not in known:
+                yield from self._made(function, shared, {key: Slot(key)}, *none)
+
+    def _made(
+        self, function: MergeFunction, settings: Mapping[str, Any], slots: Mapping[str, Slot], *more: object
+    ) -> Iterator[tuple[Slot, Tensor]]:
+        """What a function makes of one part of all models: where it belongs, and its value."""
+        base = {name: self.base.at(slot) for name, slot in slots.items()}
+        experts = {
+            task: {name: expert.at(slot) for name, slot in slots.items()}
+            for task, expert in self.experts.items()
+        }
+        found = function(base, experts, *more, **settings)
+        return ((slot, found[name]) for name, slot in slots.items() if name in found)
+
+
+def merged_source(
+    models: OpenModels,
+    method: str | MergeMethod,
+    parameters: Mapping[str, object],
+    study: Study | None = None,
+    *,
+    beside: PathLike | None = None,
+    reporter: Reporter | None = None,
+) -> StateSource:
+    """The experts of a spec, merged by what the method reads at a time; the result waits on disk to be read.
+
+    Only methods that run models need the `study`. The result waits in files without a name, on the disk of `beside` or
+    where temporary files are. The reporter is told of every part of a tensor. One thread computes.
+
+    Raises:
+        Cancelled: somebody asked to stop.
+        SpecError: no such method, or as for `MergeMethod.resolve`.
+        NumericsError: a tensor of the base or of an expert is NaN or infinite; names the file.
+        CheckpointError: the method gave a tensor that the models don't have.
+        ShapeError: the method gave a tensor in another shape, twice, or not at all.
+        RunError: the disk is full.
+    """
+    reporter = reporter or Reporter()
+    merge = _merge(models, method, parameters, study, reporter)
+    name = f"{merge.entry.title} of {', '.join(merge.experts)}"
+    tensors = _on_disk(merge.start, beside)
+    missing = {key: tensors[key].numel() for key in merge.base}
+    total = len(missing)
+    reporter.step(PHASE, 0, total)
+
+    def place_of(slot: Slot) -> Tensor:
+        return tensors[slot.key] if slot.rows is None else tensors[slot.key][slice(*slot.rows)]
+
+    # Products, sums and decompositions are parted among threads, and rounded by their parts: with one thread a merge is
+    # the same on every number of cores.
+    with torch.set_grad_enabled(merge.entry.reads == "samples"), computing_with(1):
+        for slot, value in merge.parts(place_of):
+            require_key(merge.start, slot.key)
+            place = place_of(slot)
+            value = slot.stored(value)
+            if value.shape != place.shape:
+                raise ShapeError(f"{name}: {slot.key!r} came as {list(value.shape)}, not {list(place.shape)}")
+            place.copy_(value.detach())
+            missing[slot.key] -= value.numel()
+            reporter.step(PHASE, total - sum(map(bool, missing.values())), total, slot.key)
+    for key, count in missing.items():
+        if count:
+            raise ShapeError(f"{name}: {key!r} came {'twice' if count < 0 else 'not, or not as a whole'}")
+    return TensorsSource(name, tensors)
+
+
+def _merge(
+    models: OpenModels,
+    method: str | MergeMethod,
+    parameters: Mapping[str, object],
+    study: Study | None,
+    reporter: Reporter,
+) -> _Merge:
+    """All settings of a method, after it was seen that it has what it reads."""
+    experts = {task: source for name, source in models.sources.items() if (task := task_of(name)) is not None}
+    tasks = {} if study is None else study.tasks
+    entry = method if isinstance(method, MergeMethod) else merge_methods[method]
+    without = [task for task in sorted(experts) if task not in tasks or not tasks[task].calibration]
+    settings = entry.resolve(parameters, has_base="base" in models.sources, without=without)
+    if study is not None and entry.scores:
+        headless = [task for task in tasks if study.head(task, expert_of(task)) is None]
+        if headless:
+            raise no_scores(entry, headless)
+    if study is not None and entry.reads == "samples":
+        study = _asked(study, entry, settings, reporter)
+    start = models.sources.get("base", next(iter(experts.values())))
+    weights = {task: _Weights(experts[task]) for task in sorted(experts)}
+    return _Merge(start, _Weights(start), weights, entry, settings, models.architecture.chain, study)
+
+
+def _asked(study: Study, entry: MergeMethod, settings: Mapping[str, Any], reporter: Reporter) -> Study:
+    """What a method of samples is given: no labels, and of texts it scores no answers; every reading is reported.
+
+    Raises:
+        SpecError: the method would take too long.
+    """
+    total, done = 0, 0
+
+    def shown(samples: SampleSet) -> SampleSet:
+        is_read = entry.scores and samples.texts is not None and samples.texts.reader is not None
+        samples = samples.answering([""] * len(samples)) if is_read else samples
+
+        def load(positions: Sequence[int]) -> Any:
+            nonlocal done
+            reporter.step("ask", done, total or None, "samples")
+            done += len(positions)
+            return samples.load(positions)
+
+        return dataclasses.replace(samples, load=load)
+
+    given = {task: shown(at.calibration) for task, at in study.tasks.items() if at.calibration is not None}
+    for task, samples in given.items() if entry.scores else ():
+        head = study.head(task, expert_of(task))
+        entry.runs(settings, len(samples), 0 if head is None else len(head.classes))
+        total += entry.runs(settings, len(samples), 1)
+    return study.blinded(given)
+
+
+def _on_disk(start: StateSource, beside: PathLike | None) -> dict[str, Tensor]:
+    """Room for a model like `start`, whose integers it holds, in files that lose their names: none is left behind."""
+    headers = start.headers
+    floats, need = _Weights(start), sum(header.nbytes for header in headers.values())
+    with scratch_beside(Path(beside or Path(tempfile.gettempdir(), "merged")), need) as folder:
+        return {
+            key: _room(folder / f"{number}", headers[key]) if key in floats else start.read(key)
+            for number, key in enumerate(headers)
+        }
+
+
+def _room(file: Path, header: TensorHeader) -> Tensor:
+    if not header.nbytes:
+        return torch.empty(header.shape, dtype=header.dtype)
+    # Written before it is mapped: a full disk is an error here, and would be a crash later.
+    file.write_bytes(bytes(header.nbytes))
+    count = torch.Size(header.shape).numel()
+    return torch.from_file(str(file), shared=True, size=count, dtype=header.dtype).reshape(header.shape)
+
+
+def no_scores(entry: MergeMethod, tasks: Sequence[str]) -> SpecError:
+    """The refusal of a method that reads score maps, where some tasks have none."""
+    return SpecError(
+        f"merge method {entry.name!r} reads the score map of every task, and there is none of {', '.join(tasks)}",
+        hint=f"Add heads.{tasks[0]} to the spec, or take a method that needs no scores.",
+    )
+
+
+def _named(chain: LayerChain, keys: Collection[str]) -> dict[str, Slot]:
+    """Every parameter once, by a name that all file formats of a model share; what no layer has goes by its key."""
+    found, seen = dict[str, Slot](), set[Slot]()
+    for layer in chain.layers:
+        groups, numbers = parameter_groups(layer), Counter[str]()
+        for name, slot in chain.owned(layer).items():
+            if slot not in seen:
+                seen.add(slot)
+                found[f"{layer.index}.{groups[name]}.{numbers[groups[name]]}"] = slot
+                numbers[groups[name]] += 1
+    known = set(chain.parameter_keys())
+    return found | {key: Slot(key) for key in keys if key not in known}
+
+
+def _pieces(key: str, shape: tuple[int, ...], most: int) -> list[Slot]:
+    """A tensor as runs of rows of at most so many entries, or of one row."""
+    rows = max(1, most // max(1, math.prod(shape[1:])))
+    if not shape or shape[0] <= rows:
+        return [Slot(key)]
+    return [Slot(key, rows=(first, min(first + rows, shape[0]))) for first in range(0, shape[0], rows)]
+
+
+@torch.no_grad()
+def site_moments(
+    study: Study, *, norms: bool = False, merged: Callable[[Slot], Tensor] | None = None
+) -> Iterator[tuple[Layer, dict[str, dict[str, Tensor]]]]:
+    """Layers in forward order, each with {site: {task: E[x x'] [k, k]}} of what the task's expert feeds its sites.
+
+    The mean, in float64 on the CPU, is over the tokens of the calibration samples by the sites' token weights, masked
+    ones left out. Sites that run twice are left out too. One boundary's features of all tasks wait at a time.
+
+    Args:
+        study: models and samples.
+        norms: whether norms are told of too, with E[z * z] [k] of their normalised inputs z.
+        merged: a parameter of the merged model as it is stored, known once its layer has been given; then an expert's
+            layer reads what merged layers have made of the samples. None leaves experts to what their own layers make.
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite; names layer, task and sample.
+    """
+    pool = study.pool
+    sets = {task: at.calibration for task, at in study.tasks.items() if at.calibration is not None}
+    waiting: dict[str, Iterable[tuple[State, SideInputs]]] = {
+        task: (
+            pool.chain.start(on_device(batch.inputs, pool.device, pool.dtype)) for batch in samples.batches()
+        )
+        for task, samples in sets.items()
+    }
+    for layer in pool.chain.layers:
+        sites = [site for site in layer.sites if (norms or site.kind == "linear") and site.runs == 1]
+        readers = {_reader(site): site for site in sites}
+        names = [site.name for site in readers.values()]
+        found: dict[str, dict[str, Tensor]] = {site.name: {} for site in sites}
+        for task in waiting:
+            parameters = pool.parameters(expert_of(task), layer)
+            moments = _InputMoments()
+            carried, watch = [], FiniteWatch(layer, task, sets[task].ids)
+            for state, side in waiting[task]:
+                rows, out = rows_and_output(layer, parameters, state, side, names)
+                for site in readers.values():
+                    x = rows.inputs[site.name]
+                    moments.add(site, x, row_weights(pool.chain, layer, site, x, state, side))
+                watch.see(expert_of(task), out[layer.stream])
+                carried.append((out if merged is None else state, side))
+            watch.check()
+            waiting[task] = carried
+            means = moments.means()
+            for site in sites:
+                found[site.name][task] = means[readers[_reader(site)].name]
+        yield layer, found
+        if merged is not None and layer.role != "head":
+            parameters = {
+                name: slot.own(merged(slot).to(pool.device, pool.dtype))
+                for name, slot in layer.parameters.items()
+            }
+            for task, states in waiting.items():
+                waiting[task] = [(layer.call(parameters, state, side), side) for state, side in states]
+
+
+class _InputMoments:
+    """Of what one task feeds the sites of a layer, by site, in float64: E[x x'], or of norms E[z * z]."""
+
+    def __init__(self) -> None:
+        self._grams: dict[str, GramSum] = {}
+        self._squares: dict[str, Tensor] = {}
+        self._counts: defaultdict[str, list[float]] = defaultdict(list)
+
+    def add(self, site: Site, x: Tensor, weights: Tensor | None) -> None:
+        # Float32 products would fill the null space of few tokens with rounding.
+        x = x.flatten(0, -2).double()
+        self._counts[site.name].append(float(len(x) if weights is None else weights.sum(dtype=torch.float64)))
+        if site.kind == "linear":
+            if site.name not in self._grams:
+                self._grams[site.name] = GramSum(x.shape[-1], torch.float64, x.device)
+            self._grams[site.name].add_rows(x if weights is None else x * weights.sqrt()[:, None])
+            return
+        square = normalised(site, x).square()
+        square = square if weights is None else square * weights[:, None]
+        self._squares[site.name] = self._squares.get(site.name, 0) + square.sum(dim=0)
+
+    def means(self) -> dict[str, Tensor]:
+        sums = {name: gram.full() for name, gram in self._grams.items()} | self._squares
+        return {name: (total / sum(self._counts[name])).cpu() for name, total in sums.items()}
+
+
+def _reader(site: Site) -> tuple[str, str, str]:
+    """What sites of equal moments share."""
+    return site.input, site.token_weights, "" if site.kind == "linear" else site.name
+
+
+@exact_products()
+def save_merge(
+    models: OpenModels,
+    method: str | MergeMethod,
+    parameters: Mapping[str, object],
+    path: PathLike,
+    study: Study | None = None,
+    reporter: Reporter | None = None,
+    *,
+    source: StateSource | None = None,
+) -> None:
+    """Merge, unless that was done already, and write the result in the format of the base.
+
+    A folder gets a card that says what it was made of, and how.
+
+    Raises:
+        SpecError: as for `merged_source`, or the base can't be saved in this form.
+        RunError: the path can't be written to.
+        DriftLensError: as for `merged_source`.
+    """
+    known = models.architecture
+    require_target(known, path)
+    if source is None:
+        source = merged_source(models, method, parameters, study, beside=path, reporter=reporter)
+    entry = method if isinstance(method, MergeMethod) else merge_methods[method]
+    record = entry.record(entry.resolve(parameters))
+    if entry.runs_models and study is not None:
+        counts = [f"{len(at.calibration)} of {task}" for task, at in study.tasks.items() if at.calibration]
+        record["samples"] = f"{', '.join(counts)}, without labels, drawn with seed {study.seed}"
+    settings = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())
+    metadata = {f"merge_{name}": value for name, value in (record | {"parameters": settings}).items()}
+
+    def card(usage: str) -> str:
+        notices = [*known.notices, *head_notices(models), *dtype_notices(models)]
+        notices += [finding.text for finding in companions(models)]
+        described = {"loader": known.loader, "source": known.source}
+        return merge_card(record, described, models.origins, notices, usage)
+
+    heads = head_files(models)
+    save_model(known, models.own_form, source, path, metadata=metadata, card=card, heads=heads)
+
+
+def merge_of(
+    spec: RunSpec, method: str, parameters: Mapping[str, object]
+) -> tuple[MergeMethod, dict[str, Any]]:
+    """A merge method that a spec's experts can be merged with, and all its settings; no file is opened.
+
+    Raises:
+        SpecError: no such method, or as for `MergeMethod.resolve`.
+    """
+    entry = merge_methods[method]
+    without = [task for task in spec.tasks if task not in spec.data.tasks]
+    return entry, entry.resolve(parameters, has_base=spec.base is not None, without=without)
+
+
+def merge_experts(
+    spec: RunSpec,
+    method: str,
+    parameters: Mapping[str, object],
+    path: PathLike,
+    access: Access,
+    *,
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+) -> list[str]:
+    """Open what the method reads of a spec, merge, and write the result in the format of the base.
+
+    Returns:
+        What the user should know of it, such as text towers that were not merged.
+
+    Raises:
+        DriftLensError: as for `save_merge` and `open_models`, or `open_study` if the method runs models.
+    """
+    entry, _ = merge_of(spec, method, parameters)
+    study = None
+    if entry.runs_models:
+        study, models = open_study(spec, access=access)
+    else:
+        models = open_models(spec, access)
+        open_pool(spec, models, device="cpu")  # compares keys and shapes
+    save_merge(models, method, parameters, path, study, Reporter(on_progress, cancel))
+    return [doubt.text for doubt in companions(models)]

@@ -1,0 +1,542 @@
+"""From a spec to a study: checkpoints opened and compared, samples drawn, heads made. No weights are read yet."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from driftlens.base.access import Access, resolve_device
+from driftlens.base.errors import CheckpointError, SpecError
+from driftlens.base.files import expanded
+from driftlens.base.layers import select_layers
+from driftlens.base.metrics import METRICS
+from driftlens.base.settings import resolve
+from driftlens.base.variants import baseline, expert_of, task_of
+from driftlens.calibration.calibrator import calibrators, over_preset, require_task_id
+from driftlens.checkpoints.loading import fetched, library_folder, open_checkpoint
+from driftlens.checkpoints.lora import is_lora_folder
+from driftlens.checkpoints.sources import StateSource
+from driftlens.data.samples import SampleSet, unequal_counts
+from driftlens.data.task_data import TaskData, open_task_data
+from driftlens.diagnostics.attribution import JacobianSettings
+from driftlens.engine.pool import ModelPool
+from driftlens.jobs.study.study import Settings, Study, TaskSamples
+from driftlens.models.architecture import HEADS, Architecture, TextTower, load_architecture
+from driftlens.models.chain import LayerChain, ScoreMap
+from driftlens.models.heads import (
+    LmHead,
+    LmScores,
+    class_names,
+    file_head,
+    is_of_vocabulary,
+    linear_head,
+    stated_classes,
+    text_head,
+)
+from driftlens.models.language.generation import generate
+from driftlens.models.language.vocabularies import (
+    require_head,
+    require_same_tokenizer,
+    vocabulary_keys,
+    with_rows,
+)
+from driftlens.models.own_heads import OwnHead
+from driftlens.models.pretrained import resolve_pretrained
+from driftlens.models.taking_apart.interception import settle
+from driftlens.runs.layout import escape
+from driftlens.spec import RunSpec
+from driftlens.spec.published import published_task
+from driftlens.spec.sections import FileHead, Head, LinearHead
+from driftlens.suites.published_rows import rows_of
+
+
+@dataclass(frozen=True)
+class OpenModels:
+    """The checkpoints of a spec, headers read.
+
+    Attributes:
+        architecture: of all of them.
+        stored: weights by their name in the pool, under their own key names, text towers and classifiers included.
+        sources: the same under the skeleton's key names.
+        origins: where each came from, as the spec gives it.
+        form: what a saved model looks like where that is neither the base nor an expert.
+        notices: what was done so that they fit together.
+    """
+
+    architecture: Architecture
+    stored: Mapping[str, StateSource]
+    sources: Mapping[str, StateSource]
+    origins: Mapping[str, str]
+    form: StateSource | None = None
+    notices: tuple[str, ...] = ()
+
+    @property
+    def base(self) -> StateSource | None:
+        """The base under its own key names; None without one."""
+        return self.stored.get("base")
+
+    @property
+    def own_form(self) -> StateSource:
+        """The checkpoint whose key names, dtypes and text tower a saved model has: the base, or the first expert."""
+        if self.form is not None:
+            return self.form
+        if self.base is not None:
+            return self.base
+        return self.sources[min(name for name in self.sources if task_of(name) is not None)]
+
+
+NEW_TOKENS = 64
+"""Tokens of an expert's own answer at most, where calibration shows it."""
+
+Attempt = Callable[[str, Callable[[], StateSource]], StateSource | None]
+"""(name in the pool, opens the model) -> the model, or None where it is to be left out."""
+
+
+def open_models(
+    spec: RunSpec,
+    access: Access = Access(),
+    *,
+    architecture: Architecture | None = None,
+    attempt: Attempt = lambda name, opened: opened(),
+) -> OpenModels:
+    """All checkpoints that the spec names; the merged model only if it is a file.
+
+    The base comes first, and `attempt` may do without a model that is broken.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or unsafe to read.
+        IncompatibleModelsError: a checkpoint is of another architecture, or another tokenizer or vocabulary.
+        SpecError: the loader is not there yet, or vocabularies are to be aligned that the models don't have.
+    """
+    known, origins = architecture or open_architecture(spec, access), origins_of(spec)
+    stored: dict[str, StateSource] = {}
+    sources: dict[str, StateSource] = {}
+    notices: list[str] = []
+    reads_texts = known.preprocess is not None and known.preprocess.texts is not None
+    rows, align = vocabulary_keys(known.skeleton) if reads_texts else {}, spec.architecture.vocab is not None
+    if align and not rows:
+        raise SpecError("architecture.vocab: the model reads no texts by a vocabulary", hint="Take it out.")
+    for name, place in origins.items():
+
+        def opened(name: str = name, place: str = place) -> StateSource:
+            file = fetched(resolve_pretrained(place, known, offline=access.offline), offline=access.offline)
+            base = stored.get("base")
+            if base is not None and is_lora_folder(pathlib.Path(file)):
+                base = known.lora_base(base, file)
+            stored[name] = open_checkpoint(file, base=base, offline=access.offline)
+            aligned = known.align(stored[name], fallback=sources.get("base"))
+            if not reads_texts:
+                return aligned
+            folder, home = model_folder(place, stored[name]), library_folder(known.source)
+            if folder is not None and home is not None:
+                require_same_tokenizer(home, folder)
+            fitted, told = with_rows(aligned, rows, sources.get("base"), align=align)
+            notices.extend(filter(None, [told]))
+            if known.lm is not None:
+                require_head(fitted, stored[name], known.lm.key)
+            return fitted
+
+        if (source := attempt(name, opened)) is not None:
+            sources[name] = source
+    sound = {name: stored[name] for name in sources}
+    places = {name: origins[name] for name in sources}
+    return OpenModels(known, sound, sources, places, notices=tuple(notices))
+
+
+def model_folder(origin: str, source: StateSource) -> pathlib.Path | None:
+    """The folder of a model's own configuration; of a file alone none, as others beside it may be another model's."""
+    if expanded(origin).is_file():
+        return None
+    stored = pathlib.Path(source.name)
+    return stored if stored.is_dir() else stored.parent
+
+
+def open_architecture(spec: RunSpec, access: Access) -> Architecture:
+    """The architecture of a spec.
+
+    Raises:
+        DriftLensError: as for `load_architecture`.
+    """
+    entry = spec.architecture
+    return load_architecture(entry.loader, entry.source or "", blocks=entry.blocks, access=access)
+
+
+def origins_of(spec: RunSpec) -> dict[str, str]:
+    """Where the weights of every model of a spec lie, by name in the pool, the base first."""
+    entries = {expert_of(task): entry for task, entry in spec.experts.items()}
+    entries |= {baseline(name): entry for name, entry in spec.baselines.items()}
+    named = {"base": spec.base, **entries, "merged": spec.merged}
+    return {name: entry.weights for name, entry in named.items() if entry is not None}
+
+
+def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -> ModelPool:
+    """The models side by side, keys, shapes and kinds of number compared; `device` stands over the spec's.
+
+    Raises:
+        IncompatibleModelsError: a model differs from the architecture.
+        SpecError: there is no such device.
+    """
+    place = resolve_device(device or spec.compute.device)
+    # Modules that run as they are bring tensors of their own, such as positions.
+    settle(models.architecture.skeleton, place)
+    return ModelPool(
+        models.architecture.chain,
+        models.architecture.skeleton,
+        models.sources,
+        device=place,
+        dtype=getattr(torch, spec.compute.dtype),
+        budget=spec.compute.feature_budget,
+    )
+
+
+def open_heads(
+    spec: RunSpec, models: OpenModels, data: Mapping[str, tuple[str, ...] | None]
+) -> dict[str, ScoreMap]:
+    """The score map of every task that has one; `data` holds class names by task, for heads that name none.
+
+    Where models end in a classifier, a task without a head in the spec is scored by its expert's.
+
+    Raises:
+        SpecError: nobody names the classes, or prompts are given and there is no text tower.
+        CheckpointError: an expert has no classifier of its own.
+        DataError: names repeat, or their number is not that of the rows.
+    """
+    tower: TextTower | None = None  # read once for all tasks, and only if one needs it
+    heads: dict[str, ScoreMap] = {}
+    for task, entry in heads_of(spec, models).items():
+        classes = classes_of(task, entry, data.get(task) or named_by_expert(spec, task, entry))
+        if isinstance(entry, LinearHead):
+            heads[task] = _linear_head(task, entry, classes, models)
+            continue
+        if isinstance(entry, FileHead):
+            heads[task] = file_head(entry.file, entry.tensor, entry.logit_scale, classes)
+            continue
+        if models.base is None:
+            raise SpecError(
+                f"heads.{task}: templates are read by the base's text tower, and there is no base",
+                hint="Add a base, or give precomputed embeddings: {file, tensor, logit_scale, classes}.",
+            )
+        tower = tower or models.architecture.text_tower(models.base)
+        words = None if entry.suite is None else published_task(entry.suite).classes
+        heads[task] = text_head(tower, classes, entry.templates, words)
+    return heads
+
+
+def heads_of(spec: RunSpec, models: OpenModels) -> dict[str, Head]:
+    """The spec's heads, and those of tasks that have none there, but an expert that ends in a classifier."""
+    architecture = models.architecture
+    own = {
+        task: LinearHead(linear="own")
+        for task in spec.tasks
+        if task not in spec.heads
+        and (stored := models.stored.get(expert_of(task))) is not None
+        and architecture.classifier_keys(stored) is not None
+    }
+    return own | spec.heads
+
+
+def lm_head(data: TaskData, source: StateSource, lm: LmScores) -> LmHead:
+    """Scores of the tokens with which a task's answers begin, by its expert `source`.
+
+    Of the whole vocabulary where it has no classes, or where the answers of two begin alike.
+    """
+    reader = None if data.test.texts is None else data.test.texts.reader
+    assert reader is not None
+    first = {name: reader.answer_tokens(answer)[0] for name, answer in data.answers().items()}
+    if first and len(set(first.values())) == len(first):
+        return LmHead(tuple(first), source, lm, tuple(first.values()))
+    tokens = reader.tokenizer.convert_ids_to_tokens(list(range(len(reader.tokenizer))))
+    names = [token.translate(_SPACES) for token in tokens]
+    size = source.headers[lm.key].shape[0]
+    return LmHead((*names, *(f"<row {row}>" for row in range(len(names), size)))[:size], source, lm)
+
+
+_SPACES = str.maketrans("Ġ▁Ċ", "␣␣␤")
+"""What tokenizers write for a space and a line's end, as a reader knows them."""
+
+
+def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models: OpenModels) -> ScoreMap:
+    if entry.linear != "own":
+        source, weight, bias = open_checkpoint(entry.linear), entry.weight, entry.bias
+        return linear_head(source, classes, weight=weight, bias=bias, normalize=entry.normalize)
+    stored = models.stored[expert_of(task)]
+    keys = (entry.weight,) if entry.weight else models.architecture.classifier_keys(stored)
+    if keys is None:
+        raise CheckpointError(
+            f"heads.{task}: {stored.name} holds no classifier of its own",
+            hint=f"Name its key: heads.{task}.weight; or give another head.",
+        )
+    own = models.architecture.own_head
+    if own is not None and not entry.weight:
+        if entry.normalize:
+            raise SpecError(
+                f"heads.{task}: the expert's own head has {len(keys)} weights; it decides what it normalizes",
+                hint="Take `normalize` out.",
+            )
+        return own.head(stored, keys, classes)
+    return linear_head(stored, classes, weight=keys[0], bias=entry.bias, normalize=entry.normalize)
+
+
+def named_by_expert(spec: RunSpec, task: str, entry: Head | None) -> tuple[str, ...] | None:
+    """The classes of a classifier that comes with an expert, as the expert's folder names them; None elsewhere."""
+    is_own = isinstance(entry, LinearHead) and entry.linear == "own"
+    return stated_classes(spec.experts[task].weights) if is_own else None
+
+
+def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The names of a head's rows: its own, or those that the task's data gives; a suite puts them in its own order.
+
+    Raises:
+        SpecError: neither names any.
+        DataError: names repeat, or their file can't be read.
+    """
+    named = class_names(entry.classes) if entry.classes is not None else named
+    if entry.suite is not None:
+        return rows_of(published_task(entry.suite), named)
+    if named is None:
+        raise SpecError(
+            f"heads.{task}: no class names, and the data of {task} names none",
+            hint=f"Add heads.{task}.classes, a list or a JSON file, in the order of the rows.",
+        )
+    return class_names(named)
+
+
+def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, OpenModels]:
+    """Everything the spec names, opened and compared; the merged model is still missing if the spec asks for a merge.
+
+    Raises:
+        SpecError: a value that only shows to be wrong when it is used.
+        CheckpointError: a file is missing, damaged or unsafe to read.
+        IncompatibleModelsError: the models don't belong together.
+        DataError: samples or class names are missing or contradict each other.
+        LayerNotFoundError: `layers.select` matches nothing.
+    """
+    models = open_models(spec, access)
+    pool = open_pool(spec, models, device=access.device)
+    preprocess = models.architecture.preprocess
+    data = {task: open_data(spec, task, models.architecture, access=access) for task in spec.tasks}
+    heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
+    if (lm := models.architecture.lm) is not None:
+        own = {task: lm_head(at, models.sources[expert_of(task)], lm) for task, at in data.items()}
+        heads = own | heads
+    settings = settings_of(spec, pool.chain, heads)
+    study = Study(
+        name=spec.name,
+        pool=pool,
+        variants=(*(["base"] if spec.base is not None else []), "merged", *map(baseline, spec.baselines)),
+        tasks={
+            task: task_samples(task, opened, heads.get(task), spec.data.tasks[task].metric or (), pool)
+            for task, opened in data.items()
+        },
+        settings=settings,
+        seed=spec.data.defaults.seed,
+        notices=tuple(dict.fromkeys(_notices(spec, models, data, heads))),
+        provenance=models.origins,
+        architecture={
+            "loader": models.architecture.loader,
+            "source": models.architecture.source,
+            **({} if preprocess is None or preprocess.texts is None else preprocess.settings),
+        },
+        preprocessing="" if preprocess is None else preprocess.backend,
+        team=access.team,
+    )
+    return study, models
+
+
+def _notices(
+    spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData], heads: Mapping[str, ScoreMap]
+) -> Iterator[str]:
+    """What a reader should know of models, samples and heads."""
+    yield from (*models.architecture.notices, *models.notices)
+    for opened in data.values():
+        yield from opened.notices
+    for task, entry in heads_of(spec, models).items():
+        is_own = isinstance(entry, LinearHead) and entry.linear == "own" and entry.classes is None
+        if is_own and named_by_expert(spec, task, entry) is None:
+            yield (
+                f"{task}: nobody but the data names the classes of the expert's classifier, so its rows are taken in "
+                "the data's order; `heads.TASK.classes` gives another"
+            )
+    for task, opened in data.items():
+        if opened.class_names and is_of_vocabulary(heads.get(task)):
+            yield (
+                f"{task}: the answers of two classes begin with the same token, so scores are of the next token and "
+                "answers are chosen by their likelihood"
+            )
+    yield from (*head_notices(models), *dtype_notices(models))
+    yield from unequal_counts({task: len(opened.calibration) for task, opened in data.items()}, "calibration")
+    yield from unequal_counts({task: len(opened.diagnosis) for task, opened in data.items()}, "diagnosis")
+
+
+def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, access: Access) -> TaskData:
+    """The samples of one task, drawn; without the architecture, which says how, they can be listed but not read.
+
+    Raises:
+        SpecError: the task has no data, or wants code to run that is not trusted.
+        DataError: samples or class names are missing or contradict each other.
+    """
+    entry, head = spec.data.tasks.get(task), spec.heads.get(task)
+    if entry is None:
+        raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: imagefolder, ...}}.")
+    named = None if head is None or head.classes is None else class_names(head.classes)
+    if named is None and architecture is not None and architecture.ends_in_classes:
+        named = named_by_expert(spec, task, head or LinearHead(linear="own"))
+    preprocess = None if architecture is None else architecture.preprocess
+    return open_task_data(
+        task,
+        entry,
+        spec.data.defaults,
+        preprocess or list,
+        reads=None if architecture is None else architecture.chain.modality.name,
+        reader=None if preprocess is None else preprocess.texts,
+        head_classes=named,
+        access=access,
+    )
+
+
+def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
+    """The same samples; where their task wants it, they show the answers of its own expert.
+
+    These are greedy, generated when the samples are first read, and the same every time. The expert is whole in memory
+    meanwhile.
+    """
+    texts = samples.texts
+    if texts is None or texts.reader is None or texts.shown != "expert":
+        return samples
+    reader, count = texts.reader, len(samples)
+    space = " " if texts.answer.startswith(" ") else ""
+
+    @functools.cache
+    def shown() -> SampleSet:
+        questions = [texts.read(at).input for at in range(count)]
+        with pool.loaded(expert_of(samples.task)) as module:
+            found = generate(module, reader, questions, NEW_TOKENS, batch_size=samples.batch_size)
+        return samples.answering([space + answer if answer else "" for answer in found])
+
+    return replace(samples, load=lambda positions: shown().load(positions))
+
+
+def task_samples(
+    task: str, data: TaskData, head: ScoreMap | None, metrics: Sequence[str], pool: ModelPool
+) -> TaskSamples:
+    """A task's samples before its score map; a SpecError where a metric needs what the task or the model lacks."""
+    test, diagnosis, texts = data.test, data.diagnosis, data.test.texts
+    choices = {} if test.labels is None else data.answers()
+    reader = None if texts is None else texts.reader
+    answers = reader is not None and reader.form != "encoder"
+    has = {"head": head is not None and test.labels is not None and not is_of_vocabulary(head)}
+    has |= {"choices": answers and bool(choices), "target": answers and bool(test.text(0).target)}
+    for name in metrics:
+        need = METRICS[name].needs
+        if not has.get(need, has["target"]):
+            raise SpecError(
+                f"data.{task}.metric: {name} {_LACKING[need or 'target']}", hint="Name another metric."
+            )
+    if is_of_vocabulary(head) and diagnosis.labels is not None:
+        diagnosis = replace(diagnosis, labels=None)  # the head's rows are other names
+    return TaskSamples(
+        diagnosis=diagnosis,
+        test=test if test.labels is not None or has["target"] else None,
+        head=head,
+        calibration=with_own_answers(data.calibration, pool),
+        picture=functools.partial(data.picture, "diagnosis") if data.has_pictures else None,
+        metrics=tuple(metrics),
+        choices=choices,
+    )
+
+
+_LACKING = {
+    "head": "needs labels, and a head whose rows are their classes",
+    "choices": "needs classes of answers and a model that generates text",
+    "target": "needs test samples with targets and a model that generates text",
+    "number": "needs test samples with targets that are numbers and a model that generates text",
+}
+
+
+def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] | None = None) -> Settings:
+    """What a spec asks to be computed; features are pooled as heads of the experts' own read them.
+
+    Raises:
+        LayerNotFoundError: `layers.select` matches nothing.
+        SpecError: features are to be pooled in another way than a head reads them.
+    """
+    pool = spec.layers.pool
+    for task, head in (heads or {}).items():
+        if isinstance(head, OwnHead) and (pool := pool or head.form.pool) != head.form.pool:
+            raise SpecError(
+                f"layers.pool is {pool!r}, but the classifier of {task}'s expert reads features pooled by "
+                f"{head.form.pool!r}",
+                hint=f"Take `pool` out, or give heads.{task} that reads them so.",
+            )
+    metrics, jacobian = spec.metrics, None
+    if metrics.jacobian is not False:
+        jacobian = JacobianSettings(
+            **metrics.jacobian.model_dump(),
+            contributions=metrics.contributions,
+            prefix=metrics.prefix,
+            seed=spec.data.defaults.seed,
+        )
+    return Settings(
+        pool=pool or chain.modality.pool,
+        stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], spec.layers.select)),
+        options=metrics.options,
+        jacobian=jacobian,
+        feature_budget=spec.compute.feature_budget,
+        deterministic=spec.compute.deterministic,
+    )
+
+
+def calibration_settings(spec: RunSpec) -> dict[str, Any] | None:
+    """All settings of the calibration that the spec asks for; None where it asks for none.
+
+    Raises:
+        SpecError: no such method, preset or setting, a value that is not allowed, or as for `require_task_id`.
+    """
+    section = spec.calibration
+    if section is None:
+        return None
+    require_task_id(spec.task_id, section.method)
+    given = over_preset(section.method, section.preset, section.parameters)
+    return resolve(calibrators[section.method], given, f"calibration: {section.method}")
+
+
+def head_notices(models: OpenModels) -> list[str]:
+    """That experts bring heads of several layers, which no merged model holds, if they do."""
+    form, bring = models.architecture.own_head, [expert_of(task) for task in own_heads(models)]
+    if form is None or not bring:
+        return []
+    held = ", ".join(dict.fromkeys(key.rpartition(".")[0] for key in form.names.values()))
+    text = (
+        f"{', '.join(bring)}: all that reads the features of tokens ({held}) is the task's own; saved models"
+    )
+    return [f"{text} hold that of the base, if it has one, and saved folders the experts' in {HEADS}/"]
+
+
+def head_files(models: OpenModels) -> dict[str, StateSource]:
+    """The experts' own heads by their places in a saved folder."""
+    return {f"{HEADS}/{escape(task)}.safetensors": head for task, head in own_heads(models).items()}
+
+
+def own_heads(models: OpenModels) -> dict[str, StateSource]:
+    """By task, the heads that experts bring."""
+    experts = {task: stored for name, stored in models.stored.items() if (task := task_of(name)) is not None}
+    found = {task: models.architecture.head_of(stored) for task, stored in experts.items()}
+    return {task: head for task, head in found.items() if head is not None}
+
+
+def dtype_notices(models: OpenModels) -> list[str]:
+    """That the checkpoints are stored in different dtypes, if they are."""
+    found: dict[str, list[str]] = {}
+    for name, source in models.sources.items():
+        keys = models.architecture.chain.parameter_keys()
+        for dtype in {str(source.headers[key].dtype).removeprefix("torch.") for key in keys}:
+            found.setdefault(dtype, []).append(name)
+    if len(found) < 2:
+        return []
+    listed = "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in sorted(found.items()))
+    return [f"checkpoints are stored in different dtypes ({listed}); everything is computed in one"]

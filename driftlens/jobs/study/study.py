@@ -1,0 +1,188 @@
+"""Everything one analysis looks at, opened and checked: models side by side, samples, heads, settings."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from driftlens.base.diagnostic import Diagnostic, chosen
+from driftlens.base.team import ALONE, Team
+from driftlens.base.variants import expert_of
+from driftlens.checkpoints.sources import StateSource, TensorsSource, content_digest
+from driftlens.data.samples import SampleSet
+from driftlens.diagnostics.attribution import JacobianSettings
+from driftlens.engine.pool import ModelPool, attachment_tensors
+from driftlens.engine.scored import Asked
+from driftlens.models.chain import Pool, ScoreMap
+from driftlens.runs.manifest import ModelInfo
+
+if TYPE_CHECKING:
+    from driftlens.data.sources import Picture
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True)
+class TaskSamples:
+    """One task's samples and score map.
+
+    Attributes:
+        diagnosis: the samples every diagnostic looks at.
+        test: the samples accuracy is measured on; None when the data has no labels or no classes are known.
+        head: final features -> class scores, of the expert and of all variants without one of their own; None when no
+            classes are known. `Study.head` tells a variant's.
+        own_heads: by variant, where its score map is another; those of language-model heads follow from their weights.
+        calibration: the samples a calibrator may look at; None where there are none but the others.
+        picture: image of a diagnosis sample, by its id; None where the samples are no images.
+        metrics: what the test samples are scored by, as the data's entry says; empty leaves it to what they are.
+        choices: by class the text that answers with it; empty without classes, or where samples are no texts.
+    """
+
+    diagnosis: SampleSet
+    test: SampleSet | None = None
+    head: ScoreMap | None = None
+    calibration: SampleSet | None = None
+    picture: Callable[[str], Picture] | None = None
+    own_heads: Mapping[str, ScoreMap] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()
+    choices: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an analysis computes beyond the drift itself.
+
+    Attributes:
+        pool: how one vector per sample is taken for norms and cosines.
+        stored_layers: indices of the layers whose rows and features are kept (stem and head always are).
+        options: of the optional diagnostics that are switched on, as `metrics` in the spec names them.
+        jacobian: how path-averaged Jacobians and contributions are computed; None leaves them out.
+        feature_budget: bytes of features that may wait at a boundary; more samples go in chunks.
+        deterministic: whether kernels that give the same bits every time are preferred.
+    """
+
+    pool: Pool
+    stored_layers: frozenset[int]
+    options: frozenset[str] = frozenset()
+    jacobian: JacobianSettings | None = None
+    feature_budget: int = 2 << 30
+    deterministic: bool = False
+
+    @cached_property
+    def measured(self) -> tuple[Diagnostic, ...]:
+        """The diagnostics of the walk that are always measured or switched on."""
+        return tuple(chosen(self.options))
+
+
+@dataclass(frozen=True)
+class Study:
+    """Models and samples of one analysis.
+
+    Attributes:
+        name: the run's name.
+        pool: all models; an expert per task, and the variants.
+        variants: those compared with the expert, in the order of the tables: base (if any), merged, others.
+        tasks: by name, sorted.
+        settings: what is computed.
+        seed: with which the samples were drawn.
+        notices: what the user should know, in sentences.
+        provenance: of every model: where it came from.
+        preprocessing: which code made inputs of images or texts.
+        architecture: what the manifest says of it beyond the chain's own settings.
+        head_marks: by task a few numbers by which a head that was handed in is known again.
+        team: the processes among which its work is divided.
+    """
+
+    name: str
+    pool: ModelPool
+    variants: tuple[str, ...]
+    tasks: Mapping[str, TaskSamples]
+    settings: Settings
+    seed: int = 0
+    notices: tuple[str, ...] = ()
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    preprocessing: str = ""
+    architecture: Mapping[str, Any] = field(default_factory=dict)
+    head_marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    team: Team = ALONE
+
+    def owner(self, task: str) -> int:
+        """The process that measures a task."""
+        return self.team.owners(list(self.tasks))[task]
+
+    def divided(
+        self,
+        task: str,
+        batches: Mapping[str, int],
+        work: Callable[[int, int], T],
+        join: Callable[[list[T]], U],
+    ) -> U | None:
+        """What is made of all batches of a task, which processes may share; None in all but the first.
+
+        Args:
+            task: the one at hand; the others are so, too, in the same order.
+            batches: of every task.
+            work: what is made of some batches, from the first to the one behind the last.
+            join: what is made of all of it, in order, in one process.
+
+        Raises:
+            DriftLensError: what work or join raises, in the process that does it; it ends the job.
+        """
+        runs = self.team.shares(batches)[task]
+        pieces = self.team.pieces(runs, work)
+        return self.team.at(runs[0][0], lambda: join(pieces or []))
+
+    def head(self, task: str, variant: str) -> ScoreMap | None:
+        """The score map of a variant for a task; the expert's own for any other name."""
+        at = self.tasks[task]
+        return self.pool.score_map(at.own_heads.get(variant, at.head), variant)
+
+    def asked(self, task: str) -> Asked:
+        """A task's calibration samples before its expert's score map, which it must have."""
+        samples, head = self.tasks[task].calibration, self.head(task, self.pool.expert(task))
+        assert samples is not None and head is not None
+        return Asked(self.pool, samples, head, self.settings.pool)
+
+    @property
+    def has_base(self) -> bool:
+        """Whether there is a base to compare with and to take task vectors from."""
+        return "base" in self.variants
+
+    @property
+    def like(self) -> StateSource:
+        """The model in whose dtypes others are saved: the base, or without one an expert."""
+        return self.pool.source("base" if self.has_base else expert_of(next(iter(self.tasks))))
+
+    @property
+    def explained_variants(self) -> tuple[str, ...]:
+        """Variants whose drift is traced back to layers: all but the base, which nobody wants to repair."""
+        return tuple(variant for variant in self.variants if variant != "base")
+
+    def model_info(self, name: str) -> ModelInfo:
+        """Digest, number of parameters and origin of one model of the pool; reads all its tensors once.
+
+        What is attached counts as part of the model.
+        """
+        keys, source = self.pool.chain.parameter_keys(), self.pool.source(name)
+        count = sum(torch.Size(source.headers[key].shape).numel() for key in keys)
+        digest = content_digest(source, keys)
+        attached = attachment_tensors(self.pool.variant(name).attachments)
+        if attached:
+            both = f"{digest} {content_digest(TensorsSource(name, attached))}"
+            digest = hashlib.sha256(both.encode()).hexdigest()
+            count += sum(value.numel() for value in attached.values())
+        return ModelInfo(digest, count, self.provenance.get(name, source.name))
+
+    def blinded(self, samples: Mapping[str, SampleSet]) -> Study:
+        """The study with these calibration samples and no others, and without labels: as it is shown to methods."""
+        tasks = {}
+        for task, at in self.tasks.items():
+            shown = replace(samples[task], labels=None)
+            tasks[task] = replace(at, diagnosis=shown, calibration=shown, test=None, picture=None)
+        return replace(self, tasks=tasks)

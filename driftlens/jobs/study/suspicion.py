@@ -1,0 +1,327 @@
+"""Doubts about models that fit each other in shape: equal weights, another base, a merge of something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from driftlens.base.errors import DriftLensError, NumericsError
+from driftlens.base.variants import part_of, task_of
+from driftlens.checkpoints.sources import StateSource, check_finite
+from driftlens.models.chain import LayerChain, Slot
+
+FOREIGN = 0.5
+"""Relative distance between weights from which on they hardly come from one base.
+
+Matrices trained apart are uncorrelated, hence at least 1 apart, and sqrt(2) at equal norms. Fine-tuning moves
+weights by a few percent; by 10 to 16 % where it was long and the model small.
+"""
+EXPLAINED, UNEXPLAINED = 0.01, 0.5
+"""Share of a merge that task vectors leave: up to the first it is rounding, above the second most is something else."""
+MOST_READ = 1 << 28
+"""Entries of all models together up to which each is read; of larger ones the first rows of every tensor, as many."""
+HELD = 1 << 22
+"""Entries of all models together in memory at a time."""
+ROUNDING = 1e-12
+"""Share of the weights' energy below which a difference is rounding: squared, float32 rounds to 4e-15."""
+
+Level = Literal["ok", "notice", "problem"]
+"""A problem keeps an analysis from running, or from meaning anything; a notice is for the reader to judge."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked.
+
+    Attributes:
+        level: how bad it is.
+        subject: what was looked at: a model, a task's data, the device.
+        text: what was found, in a sentence that names its subject.
+        hint: what to do about it.
+        exit_code: of the command if this is the gravest problem; 0 unless it is a problem.
+    """
+
+    level: Level
+    subject: str
+    text: str
+    hint: str = ""
+    exit_code: int = 0
+
+
+def problem(subject: str, error: DriftLensError) -> Finding:
+    """The finding that an error makes."""
+    return Finding("problem", subject, error.message, error.hint, error.exit_code)
+
+
+def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Finding]:
+    """What is odd, or reassuring, about models that have the same parameters; reads them once, large ones in part.
+
+    Args:
+        chain: of the architecture.
+        sources: weights by their name in the pool, under the skeleton's key names.
+    """
+    findings = [_same(*pair) for pair in _equal_pairs(chain, sources)]
+    if not sources:
+        return findings
+    sampled, broken = _Sampled.of(chain, sources)
+    findings += [problem(label(name), error) for name, error in broken.items()]
+    findings += _distances(sampled)
+    # A lone expert without a base spans nothing that a merge could be compared with.
+    if sampled.experts and ("base" in sampled.names or len(sampled.experts) > 1):
+        findings += [_plausibility(sampled, name) for name in sampled.names if _is_merge(name)]
+    return findings
+
+
+def label(name: str) -> str:
+    """What messages call a model, given its name in the pool."""
+    kind, _, which = name.partition(":")
+    if which:
+        return f"{kind} {which}" if kind == "baseline" else f"{kind} of {which}"
+    return "merged model" if name == "merged" else name
+
+
+def _is_merge(name: str) -> bool:
+    return part_of(name) in ("merged", "baseline")
+
+
+def _same(first: str, second: str) -> Finding:
+    untouched = "It was not fine-tuned, or the wrong file is named."
+    hint = untouched if first == "base" and not _is_merge(second) else "Check that the right files are named."
+    text = f"the {label(second)} has the same weights as the {label(first)}"
+    return Finding("notice", label(second), text, hint)
+
+
+def _equal_pairs(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[tuple[str, str]]:
+    """Models with the same weights, each with the first such model; reading ends once all are known to differ."""
+    groups = [list(sources)]
+    for key in chain.parameter_keys():
+        groups = [part for group in groups for part in _split(group, key, sources) if len(part) > 1]
+        if not groups:
+            break
+    return [(group[0], other) for group in groups for other in group[1:]]
+
+
+def _split(group: Sequence[str], key: str, sources: Mapping[str, StateSource]) -> list[list[str]]:
+    parts: list[tuple[Tensor, list[str]]] = []
+    for name in group:
+        tensor = sources[name].read(key)
+        part = next((names for first, names in parts if is_equal(first, tensor)), None)
+        if part is None:
+            parts.append((tensor, [name]))
+        else:
+            part.append(name)
+    return [names for _, names in parts]
+
+
+def is_equal(first: Tensor, second: Tensor) -> bool:
+    """Whether they are, in the narrower one's dtype."""
+    narrow = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(first.to(narrow), second.to(narrow))
+
+
+def _distances(sampled: _Sampled) -> list[Finding]:
+    """How far every model is from the base, or without one from the expert next to it."""
+    has_base = "base" in sampled.names
+    close: list[tuple[float, float, int]] = []
+    foreign = []
+    for name in sampled.names:
+        others = ["base"] if has_base else [expert for expert in sampled.experts if expert != name]
+        if name == "base" or not others:
+            continue
+        distance, anchor = min((sampled.median_distance(name, other), other) for other in others)
+        if distance > FOREIGN:
+            text = (
+                f"the weights of the {label(name)} are {distance:.2f} away from the {label(anchor)}, relative to its "
+                f"size, the median over matrices; models of one base stay far below {FOREIGN}"
+            )
+            hint = (
+                "It seems to come from another base, and averages across bases mean nothing; check the file."
+            )
+            foreign.append(Finding("notice", label(name), text, hint))
+        elif name in sampled.experts:
+            close.append((sampled.distance(name, anchor), distance, sampled.changed.get(name, 0)))
+    if not close:
+        return foreign
+    whole, medians, changed = zip(*close, strict=True)
+    nearest = "the base" if has_base else "the next expert"
+    text = f"the experts' weights are {_span(whole)} away from {nearest}, relative to its size"
+    text += f" (median over matrices {_span(medians)})"
+    if has_base:
+        counts = " to ".join(str(count) for count in sorted({min(changed), max(changed)}))
+        least = "" if sampled.is_whole else "at least "
+        text += f"; {least}{counts} of {sampled.num_tensors} tensors differ from it"
+    if not sampled.is_whole:
+        text += "; of every tensor only the first rows were read"
+    return [Finding("ok", "shared base", text), *foreign]
+
+
+def _plausibility(sampled: _Sampled, name: str) -> Finding:
+    """Whether a merged model is a combination of the experts, by least squares."""
+    model, fits = label(name), _fits(sampled, name)
+    origin = "the base" if "base" in sampled.names else "the experts' mean"
+    if not fits:
+        return Finding("ok", model, f"the {model} is {origin}, up to rounding")
+    for (coefficients, left), which in zip(fits, ("", ", others in every tensor"), strict=True):
+        if left <= EXPLAINED:
+            text = f"is {origin} plus task vectors, coefficients {_span(coefficients)}{which}"
+            return Finding("ok", model, f"the {model} {text}; {left:.2%} is left")
+    left = fits[0][1]
+    text = f"task vectors from {origin} leave {left:.0%} of the {model} unexplained"
+    if left <= UNEXPLAINED:
+        return Finding("ok", model, text, "Methods that trim, rescale or train the merge leave as much.")
+    hint = "Methods that trim and rescale (TIES, DARE) leave much, but check that its own experts are named."
+    return Finding("notice", model, text, hint)
+
+
+def _span(values: Sequence[float] | Tensor) -> str:
+    numbers = torch.as_tensor(values, dtype=torch.float64)
+    low, high = f"{float(numbers.min()):.2f}", f"{float(numbers.max()):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """Inner products of the models' weights, tensor by tensor.
+
+    Attributes:
+        names: of the models in the pool, in the order of rows and columns.
+        grams: the Gram matrices of the tensors, [tensors, models, models], float64; where only the first rows were
+            read, those of the rows times the share that was not.
+        is_matrix: which of the tensors have two axes or more, [tensors].
+        is_whole: whether every entry was read.
+        changed: number of tensors in which a model differs from the base, by the model's name.
+        num_tensors: of the checkpoint; a fused one counts once here and has several Gram matrices.
+    """
+
+    names: tuple[str, ...]
+    grams: Tensor
+    is_matrix: Tensor
+    is_whole: bool
+    changed: Mapping[str, int]
+    num_tensors: int
+
+    @classmethod
+    def of(
+        cls, chain: LayerChain, sources: Mapping[str, StateSource]
+    ) -> tuple[_Sampled, dict[str, NumericsError]]:
+        """The models whose weights are finite, and what is wrong with the others."""
+        headers = next(iter(sources.values())).headers
+        slots = list(dict.fromkeys(slot for layer in chain.layers for slot in chain.owned(layer).values()))
+        sizes = [torch.Size(slot.shape(headers[slot.key].shape)).numel() for slot in slots]
+        is_whole = sum(sizes) * len(sources) <= MOST_READ
+        limit = max(sizes) if is_whole else MOST_READ // (len(sources) * len(slots))
+        grams = torch.zeros(len(slots), len(sources), len(sources), dtype=torch.float64)
+        changed: dict[str, set[str]] = {name: set() for name in sources}
+        broken: dict[str, NumericsError] = {}
+        for slot, size, gram in zip(slots, sizes, grams, strict=True):
+            read = 0
+            for rows in _row_ranges(slot, headers[slot.key].shape, limit, HELD // len(sources)):
+                pieces = _finite_pieces(sources, slot.key, rows, broken)
+                for name, piece in pieces.items() if "base" in pieces else ():
+                    if slot.key not in changed[name] and not is_equal(pieces["base"], piece):
+                        changed[name].add(slot.key)
+                if pieces:
+                    stacked = torch.stack([piece.double().flatten() for piece in pieces.values()])
+                    at = [position for position, name in enumerate(sources) if name in pieces]
+                    gram[torch.tensor(at)[:, None], at] += stacked @ stacked.T
+                    read += stacked.shape[1]
+            gram *= size / max(read, 1)
+        sound = [position for position, name in enumerate(sources) if name not in broken]
+        found = cls(
+            tuple(name for name in sources if name not in broken),
+            grams[:, sound][:, :, sound],
+            torch.tensor([len(headers[slot.key].shape) >= 2 for slot in slots]),
+            is_whole,
+            {name: len(keys) for name, keys in changed.items()},
+            len({slot.key for slot in slots}),
+        )
+        return found, broken
+
+    @property
+    def experts(self) -> list[str]:
+        return [name for name in self.names if task_of(name) is not None]
+
+    def distance(self, name: str, anchor: str) -> float:
+        """|model - anchor| / |anchor|, over all weights."""
+        apart, size = (squares.sum() for squares in self._squares(name, anchor))
+        return float((apart / size).nan_to_num(0.0).sqrt())
+
+    def median_distance(self, name: str, anchor: str) -> float:
+        """The median over matrices of |model - anchor| / |anchor|."""
+        apart, size = self._squares(name, anchor)
+        return float((apart / size)[self.is_matrix].nan_to_num(0.0).sqrt().median().nan_to_num(0.0))
+
+    def _squares(self, name: str, anchor: str) -> tuple[Tensor, Tensor]:
+        i, j = self.names.index(name), self.names.index(anchor)
+        own, other, between = self.grams[:, i, i], self.grams[:, j, j], self.grams[:, i, j]
+        return (own - 2 * between + other).clamp_min(0), other
+
+
+def _finite_pieces(
+    sources: Mapping[str, StateSource],
+    key: str,
+    rows: tuple[int, int] | None,
+    broken: dict[str, NumericsError],
+) -> dict[str, Tensor]:
+    """Rows of one tensor of every model; whose are not finite is filed in `broken` and not read any more."""
+    pieces = {name: source.read(key, rows) for name, source in sources.items() if name not in broken}
+    for name in list(pieces):
+        try:
+            check_finite(sources[name].name, key, pieces[name])
+        except NumericsError as error:
+            broken[name] = error
+            del pieces[name]
+    return pieces
+
+
+def _row_ranges(slot: Slot, shape: tuple[int, ...], limit: int, most: int) -> list[tuple[int, int] | None]:
+    """The first rows of what a slot names, up to `limit` entries, in runs of at most `most`, or of one row."""
+    if not shape:
+        return [None]
+    start, stop = slot.rows or (0, shape[0])
+    width = max(1, torch.Size(shape[1:]).numel())
+    stop, step = min(stop, start + max(1, limit // width)), max(1, most // width)
+    return [(first, min(first + step, stop)) for first in range(start, stop, step)]
+
+
+def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
+    """How well task vectors explain a merged model: with one coefficient per expert, and with one per tensor too.
+
+    Task vectors start at the base, and the share is of the merged model's own task vector. Without a base they start at
+    the experts' mean; where the merged model is closer to it than the experts, the share is of the experts' energy.
+
+    Returns:
+        For both fits the coefficients, [tensors, experts], and the share of the energy that is left; nothing where the
+        model is where the task vectors start, up to rounding. Tensors that no expert moved have no coefficients.
+    """
+    grams, names = sampled.grams, sampled.names
+    experts = [names.index(expert) for expert in sampled.experts]
+    each = torch.eye(len(names), dtype=torch.float64)
+    has_base = "base" in names
+    start = each[names.index("base")] if has_base else each[experts].mean(dim=0)
+    vectors, target = each[experts] - start, each[names.index(name)] - start
+    # In these coordinates a model is a vector over models, and a tensor's Gram matrix is the inner product.
+    inner, cross = vectors @ grams @ vectors.T, vectors @ (grams @ target)[..., None]
+    energies, sizes = grams @ target @ target, torch.diagonal(inner, dim1=1, dim2=2).sum(dim=1)
+    size = sizes.sum() / len(experts)
+    energy = energies.sum() if has_base else torch.maximum(energies.sum(), size)
+    total = torch.diagonal(grams, dim1=1, dim2=2).mean(dim=1)
+    if energy <= ROUNDING * total.sum():
+        return []
+    moved = sizes > ROUNDING * total  # of the others, what rounding leaves would be solved for
+
+    def fit(coefficients: Tensor) -> tuple[Tensor, float]:
+        left = energies + (coefficients.mT @ (inner @ coefficients - 2 * cross))[:, 0, 0]
+        return coefficients[moved, :, 0], float(left.sum().clamp_min(0) / energy)
+
+    shared = _solved(inner.sum(dim=0), cross.sum(dim=0)).expand_as(cross)
+    return [fit(shared), fit(_solved(inner, cross))]
+
+
+def _solved(inner: Tensor, cross: Tensor) -> Tensor:
+    # Equal experts make it singular, up to what rounding leaves; the smallest solution shares their coefficient.
+    return torch.linalg.lstsq(inner, cross, rcond=1e-8, driver="gelsd").solution

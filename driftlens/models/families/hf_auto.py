@@ -1,0 +1,349 @@
+"""Any model of transformers without remote code, taken apart as its own modules run.
+
+What a model is read from: a folder of `save_pretrained`, or a Hub id. Models for classification lose their classifier,
+the last linear module, to the tasks' heads: what it would have read is the final feature. The skeleton has shapes only;
+what its blocks are given beside features (masks, rotary tables) comes of running it hollow.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from driftlens.base.errors import IncompatibleModelsError
+from driftlens.checkpoints.alignment import Spellings
+from driftlens.checkpoints.loading import TOKENIZERS, missing_config, read_config
+from driftlens.checkpoints.refusals import (
+    CLIP,
+    LIVE,
+    T5,
+    VISION,
+    num_experts,
+    require_plain,
+    running,
+    wrong_family,
+)
+from driftlens.models.architecture import (
+    HEADS,
+    Architecture,
+    ArchitectureRequest,
+    FolderFormat,
+    loaders,
+    require_own_blocks,
+    weightless,
+)
+from driftlens.models.chain import IMAGE, TEXT
+from driftlens.models.families.sequential import sequential_chain
+from driftlens.models.language.texts import hf_text_preprocess
+from driftlens.models.own_heads import HeadForm, Tokens, behind_core
+from driftlens.models.preprocessing import hf_image_preprocess
+
+_BESIDE = (
+    "pooler.",
+    "classifier.",
+    "pre_classifier.",
+    "classification_head.",
+    "score.",
+    "cls.",
+    "lm_head.",
+    "text_model.",
+    "logit_scale",
+    "logit_bias",
+)
+"""Where models of one family have what others lack: what reads their features."""
+
+_USAGE = """\
+{imports}from transformers import {reader}, {model}
+
+folder = "."  # this one, or the model's id on the Hub
+model, reader = {model}.from_pretrained(folder), {reader}.from_pretrained(folder)
+{change}inputs = reader({sample}, return_tensors="pt")
+features = model(**inputs).{output}
+"""
+
+
+_HEADS = """
+# The scores of a task, by its own head (there is {heads}):
+from safetensors.torch import load_file
+from transformers import AutoModelFor{kind}Classification as Classifier
+
+head = load_file(f"{{folder}}/{first}")
+model = Classifier.from_pretrained(folder, num_labels=len(head["{last}"]), ignore_mismatched_sizes=True)
+model.load_state_dict(head, strict=False)
+scores = model(**inputs).logits
+"""
+
+
+@loaders.register("hf-vit")
+def load_hf_vit(request: ArchitectureRequest) -> Architecture:
+    """The architecture of a ViT, DeiT, DINOv2 or SigLIP image tower, with or without classifier.
+
+    Raises:
+        DriftLensError: as for `load_hf_auto`, and for any other model.
+    """
+    found = load_transformers(request, "hf-vit", VISION)
+    assert found.folder is not None
+    stated: Any = found.folder.configs["config.json"]
+    if "text_config" not in stated or not (stated.get("architectures") or [""])[0].endswith("Model"):
+        return found
+    assert found.preprocess is not None
+    notice = (
+        f"{request.source} is a model of images and texts: of its image tower the final feature is what a classifier "
+        "would read, the mean over patches. The attention pooling behind its image embeddings and its text tower play "
+        "no part in it; saved folders keep them."
+    )
+    told = " ".join(filter(None, (found.preprocess.notice, notice)))
+    return replace(found, preprocess=replace(found.preprocess, notice=told))
+
+
+@loaders.register("hf-auto")
+def load_hf_auto(request: ArchitectureRequest) -> Architecture:
+    """The architecture of a model of transformers; its source is a folder or Hub id.
+
+    Raises:
+        SpecError: the source names nothing, has no config.json or tokenizer, or no list of blocks is found.
+        CheckpointError: a file can't be fetched or read.
+        IncompatibleModelsError: transformers doesn't know the model, it is quantised, or it wants remote code.
+    """
+    return load_transformers(request, "hf-auto")
+
+
+def load_transformers(
+    request: ArchitectureRequest, loader: str, kinds: Collection[str] = (), *, whole_heads: bool = False
+) -> Architecture:
+    """See `load_hf_auto`; for loaders of some families, under their name.
+
+    Args:
+        request: what is asked for.
+        loader: who asks.
+        kinds: the model types that it takes, whose blocks it knows; none for any.
+        whole_heads: whether all that reads the features of tokens is part of a classifier, a core's pooler included.
+    """
+    source, offline = request.source, request.access.offline
+    if kinds:
+        require_own_blocks(request, loader)
+    stated = read_plain_config(request)
+    if kinds and stated.get("model_type") not in kinds:
+        raise wrong_family(stated, source, f"one of {', '.join(kinds)}")
+    config, model_class = _class_of(stated, source)
+    skeleton = weightless(partial(built, model_class, config), source)
+    names = file_names(skeleton)
+    classifier = _classifier(skeleton, config.num_labels)
+    notice, own_head, blocks, core = "", None, request.blocks, skeleton.base_model_prefix
+    beside = [key for key in _beside_core(skeleton) if not key.startswith(f"{classifier}.")]
+    if classifier and (beside or whole_heads):
+        if (parts := behind_core(skeleton, names)) is not None:
+            skeleton, own_head = parts
+        else:
+            notice = _unused_classifier(source, (beside or [classifier])[0].rpartition(".")[0])
+            skeleton = Tokens(getattr(skeleton, core), core)
+        model_class, classifier = type(skeleton.get_submodule(core)), ""
+        if blocks is not None and not blocks.startswith(f"{core}."):
+            blocks = f"{core}.{blocks}"
+    elif classifier:
+        skeleton.set_submodule(classifier, nn.Identity())
+    reads_images = skeleton.main_input_name == "pixel_values"
+    if reads_images:
+        preprocess = hf_image_preprocess(source, config, offline)
+    else:
+        preprocess = hf_text_preprocess(source, config, offline, "encoder")
+    example = preprocess.example()
+    preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, notice))))
+    ignored = tuple(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())
+    layout = Spellings(spellings(names, skeleton), _left_out(classifier, own_head, skeleton), ignored)
+    with running(source):
+        chain = sequential_chain(skeleton, example, blocks=blocks)
+    own = {name.rpartition(".")[2] for name, _ in skeleton.named_parameters()}
+    image = replace(IMAGE, pool="mean" if own.isdisjoint(("cls_token", "class_embedding")) else "cls")
+    return Architecture(
+        loader=loader,
+        source=source,
+        skeleton=skeleton,
+        chain=replace(
+            chain,
+            architecture=f"hf_{config.model_type}",
+            modality=image if reads_images else TEXT,
+            settings={**chain.settings, "model": model_class.__name__},
+        ),
+        layout=layout,
+        preprocess=preprocess,
+        folder=FolderFormat(
+            "model.safetensors",
+            {"config.json": stated},
+            usage=partial(_usage, model_class.__name__, classifier, own_head, reads_images),
+        ),
+        classifier=classifier,
+        own_head=own_head,
+    )
+
+
+def _unused_classifier(source: str, read: str) -> str:
+    return (
+        f"{source}: its classifier reads features through {read}, which belongs to each task too: the final features "
+        "are those before, and no expert's own classifier is used."
+    )
+
+
+def _usage(
+    model: str,
+    classifier: str,
+    own_head: HeadForm | None,
+    reads_images: bool,
+    keys: Collection[str],
+    files: Collection[str],
+) -> str:
+    """Python that computes what the tasks' heads read; empty where no file says how inputs are prepared."""
+    needed = ("preprocessor_config.json", "processor_config.json") if reads_images else TOKENIZERS
+    if set(needed).isdisjoint(files):
+        return ""
+    heads = [file for file in files if file.startswith(f"{HEADS}/")]
+    last = f"{classifier}.weight" if own_head is None else list(own_head.names)[-1]
+    kind = "Image" if reads_images else "Sequence"
+    scores = _HEADS.format(heads=", ".join(heads), first=heads[0], last=last, kind=kind) if heads else ""
+    features = _USAGE.format(
+        model=model,
+        imports="import torch\n" * bool(classifier) + "from PIL import Image\n" * reads_images,
+        reader="AutoImageProcessor" if reads_images else "AutoTokenizer",
+        sample='Image.open("image.png")' if reads_images else '"a sentence"',
+        change=f'model.set_submodule("{classifier}", torch.nn.Identity())  # every task has its own\n'
+        * bool(classifier),
+        output="logits"
+        if classifier
+        else "last_hidden_state"
+        + "[:, 0]  # what the experts' heads read" * (own_head is not None and own_head.pool == "cls"),
+    )
+    return features + scores
+
+
+def usage_of_texts(usage: str, keys: Collection[str], files: Collection[str]) -> str:
+    """Python that answers with a saved folder; empty where it has no tokenizer."""
+    return "" if set(TOKENIZERS).isdisjoint(files) else usage
+
+
+def read_plain_config(request: ArchitectureRequest) -> dict[str, Any]:
+    """The `config.json` of a request's source.
+
+    Raises:
+        SpecError: there is none.
+        IncompatibleModelsError: its model is quantised, or wants remote code.
+    """
+    config = read_config(request.source, "config.json", offline=request.access.offline)
+    if config is None:
+        raise missing_config(
+            request.source,
+            "config.json",
+            "a model of transformers",
+            offline=request.access.offline,
+            hint="Give a folder of save_pretrained or a Hub id.",
+        )
+    require_plain(config, request.source)
+    return config
+
+
+def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
+    """The configuration and the class of a model: for classification where there is such a class."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = stated.get("model_type")
+    if kind in CLIP:
+        raise wrong_family(stated, source, "one whose final feature is not projected")
+    if kind == T5:
+        raise wrong_family(stated, source, "one with a single stream of features")
+    if num_experts(stated):  # files keep apart what the library fuses
+        raise wrong_family(stated, source, "one without a mixture of experts")
+    if kind not in CONFIG_MAPPING:
+        raise wrong_family(stated, source, f"one that transformers {transformers.__version__} has")
+    config = CONFIG_MAPPING[kind].from_dict(dict(stated))
+    named = stated.get("architectures") or [""]
+    if "WithTeacher" in named[0]:
+        raise IncompatibleModelsError(
+            f"{source} is a {named[0]}, which averages two classifiers, so it has no one final feature",
+            hint="Save it as DeiTForImageClassification.",
+        )
+    of_images, of_text = (
+        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    )
+    if any(part in named[0] for part in ("CausalLM", "LMHead", "ConditionalGeneration")):
+        choices = [auto.MODEL_MAPPING]
+    else:
+        choices = [of_images, of_text, auto.MODEL_MAPPING]
+    for choice in choices:
+        if type(config) in choice:
+            found = choice[type(config)]
+            return config, found[0] if isinstance(found, tuple) else found
+    raise IncompatibleModelsError(f"transformers has no plain model of type {kind!r} ({source})", hint=LIVE)
+
+
+def built(model_class: Any, config: Any) -> nn.Module:
+    """A model without weights of its own; eager attention would take its softmax in float32, whatever its dtype."""
+    config._attn_implementation = "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
+    module: nn.Module = model_class(config)
+    return module
+
+
+def file_names(skeleton: Any) -> dict[str, str]:
+    """The skeleton's key -> what `save_pretrained` calls it: since transformers 5 these are not always the same."""
+    state = skeleton.state_dict()
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4 wrote what it had
+        return {key: key for key in state}
+    written = {id(value): key for key, value in revert_weight_conversion(skeleton, dict(state)).items()}
+    return {key: written.get(id(value), key) for key, value in state.items()}
+
+
+def _beside_core(skeleton: Any) -> tuple[str, ...]:
+    """Weights of a model beside its core, of which features come."""
+    core = skeleton.base_model_prefix
+    return tuple(
+        key for key in skeleton.state_dict() if hasattr(skeleton, core) and not key.startswith(f"{core}.")
+    )
+
+
+def _classifier(skeleton: nn.Module, num_labels: int) -> str:
+    """Path of the last linear module that gives class scores; "" where there is none."""
+    found = [
+        path
+        for path, module in skeleton.named_modules()
+        if isinstance(module, nn.Linear) and module.out_features == num_labels
+    ]
+    if not type(skeleton).__name__.endswith("Classification") or not found:
+        return ""
+    return found[-1]
+
+
+def spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:
+    """Names of the skeleton's keys in files: as saved now or as in memory, whole models or their core alone."""
+    core = f"{skeleton.base_model_prefix}."
+    wanted = list(skeleton.state_dict())
+    plain = [{key: names[key] for key in wanted}, {key: key for key in wanted}]
+    if any("LayerNorm" in key for key in wanted):  # as the first checkpoints of BERT call them
+        old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+        plain += [
+            {
+                key: functools.reduce(lambda name, pair: name.replace(*pair), old.items(), stored)
+                for key, stored in one.items()
+            }
+            for one in plain
+        ]
+    alone = [{key: stored.removeprefix(core) for key, stored in spelling.items()} for spelling in plain]
+    within = [{key: core + stored for key, stored in spelling.items()} for spelling in plain]
+    return [*plain, *alone, *within]
+
+
+def _left_out(classifier: str, own_head: HeadForm | None, skeleton: Any) -> tuple[str, ...]:
+    """Beginnings of what other models of the family hold beside the skeleton."""
+    core = f"{skeleton.base_model_prefix}."
+    parts = [f"{classifier}."] if classifier else []
+    parts += [] if own_head is None else [name.removeprefix(core) for name in own_head.names.values()]
+    known = [key.removeprefix(core) for key in skeleton.state_dict()]
+    parts += [part for part in _BESIDE if not any(key.startswith(part) for key in known)]
+    return (*parts, *(core + part for part in parts))

@@ -1,0 +1,251 @@
+"""CLIP of open_clip: its image tower taken apart, and the name, file, folder or Hub repository it is loaded from.
+
+The tower is a `VisionTransformer`, alone or inside a whole CLIP at `visual`. Layer paths: the stem is named after its
+first module, `conv1`; blocks are `transformer.resblocks.j`; the head is `ln_post`. The attention in-projection is one
+fused tensor in the checkpoint and three sites here, and `proj` is stored as [in, out]. Not supported, and refused by
+name: attentional pooling (CoCa), timm trunks (SigLIP, EVA02, ConvNeXt), ResNets, and blocks with extra norms or scales
+(qk_norm, scale_heads, ...).
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from driftlens.base.errors import IncompatibleModelsError, SpecError
+from driftlens.base.files import expanded
+from driftlens.checkpoints.alignment import KeyLayout
+from driftlens.checkpoints.loading import missing_config, read_config, read_json
+from driftlens.checkpoints.refusals import LIVE
+from driftlens.checkpoints.sources import StateSource
+from driftlens.models.architecture import (
+    Architecture,
+    ArchitectureRequest,
+    FolderFormat,
+    TextTower,
+    loaders,
+    read_text_side,
+    require_own_blocks,
+    weightless,
+)
+from driftlens.models.chain import Slot, adapters
+from driftlens.models.families.vit import ClipViT, Names, Pooling, scrambled
+from driftlens.models.preprocessing import open_clip_preprocess
+
+CONFIG_FILE = "open_clip_config.json"
+LAYOUT = KeyLayout(
+    anchor="class_embedding",
+    tower="visual.",
+    projection="proj",
+    foreign={
+        "visual.trunk.": "a timm trunk (SigLIP, EVA02, ConvNeXt and others)",
+        "attn_pool.": "a tower that pools by attention (CoCa)",
+        "attnpool.": "a ResNet",
+        "embeddings.class_embedding": "a tower saved by transformers, whose loader is hf-clip",
+    },
+)
+_POOLINGS: dict[str, Pooling] = {"tok": "cls", "avg": "patch_mean"}
+_FOREIGN_TEXT = ("hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs")
+_USAGE = """\
+import open_clip
+from PIL import Image
+
+name = "local-dir:."  # this folder; on the Hub, hf-hub: and the model's id
+model, preprocess = open_clip.create_model_from_pretrained(name)
+tokenizer = open_clip.get_tokenizer(name)
+model.eval()
+features = model.encode_image(preprocess(Image.open("image.png"))[None])
+texts = model.encode_text(tokenizer(["a photo of a cat.", "a photo of a dog."]))
+"""
+_SMALLEST_TEXT = {"context_length": 1, "vocab_size": 1, "width": 8, "heads": 1, "layers": 1}
+
+
+class OpenClipViT(ClipViT):
+    """open_clip's vision transformer, taken apart."""
+
+    name = "open_clip_vit"
+    layout = LAYOUT
+    library = "open_clip"
+    supported = "open_clip's own vision transformers with class-token or average pooling"
+    inner = "visual"
+    blocks = "transformer.resblocks"
+    attention = "attn"
+    activation = "mlp.gelu"
+    image_size = "image_size"
+    projects_inside = True
+    names = Names(
+        patches="conv1.weight",
+        cls="class_embedding",
+        positions="positional_embedding",
+        stem_norm="ln_pre",
+        norm1="ln_1",
+        q="attn.q_proj",
+        k="attn.k_proj",
+        v="attn.v_proj",
+        out="attn.out_proj",
+        norm2="ln_2",
+        fc1="mlp.c_fc",
+        fc2="mlp.c_proj",
+        head_norm="ln_post",
+        projection="proj",
+        scale1="ls_1.gamma",
+        scale2="ls_2.gamma",
+    )
+    required = frozenset(
+        f"{name}{part}"
+        for name in ("attn.in_proj_", "attn.out_proj.", "mlp.c_fc.", "mlp.c_proj.")
+        for part in ("weight", "bias")
+    )
+    optional = frozenset(("ls_1.gamma", "ls_2.gamma", "ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"))
+
+    def tiny(self) -> nn.Module:
+        """A 3-block tower of width 32 on 16 x 16 pixels (17 tokens) with random weights, in eval mode."""
+        from open_clip.transformer import QuickGELU, VisionTransformer
+
+        return scrambled(lambda: VisionTransformer(16, 4, 32, 3, 4, 2.0, output_dim=8, act_layer=QuickGELU))
+
+    def _why_not_tower(self, module: nn.Module, tower: Any) -> str | None:
+        if hasattr(tower, "trunk"):
+            return "it is a timm trunk (SigLIP, EVA02, ConvNeXt and others), not a transformer of open_clip's own"
+        if hasattr(tower, "layer1") and hasattr(tower, "attnpool"):
+            return "it is a ResNet (ModifiedResNet), not a vision transformer"
+        if missing := self._missing(module, tower):
+            return missing
+        if getattr(tower, "attn_pool", None) is not None:
+            return "it pools by attention (attn_pool, as CoCa does)"
+        if getattr(tower, "pool_type", None) not in _POOLINGS:
+            return f"it pools by {getattr(tower, 'pool_type', 'no stated rule')!r}, expected 'tok' or 'avg'"
+        return None
+
+    def _block_slots(self, block: Any, names: Names, path: str) -> dict[str, Slot]:
+        width = block.attn.in_proj_weight.shape[1]
+        slots = {key: Slot(f"{path}.{key}") for key in block.state_dict() if ".in_proj_" not in key}
+        for part in ("weight", "bias"):
+            for position, site in enumerate((names.q, names.k, names.v)):
+                rows = (position * width, (position + 1) * width)
+                slots[f"{site}.{part}"] = Slot(f"{path}.attn.in_proj_{part}", rows=rows)
+        return slots
+
+    def _pooling(self, tower: Any) -> tuple[Pooling, bool]:
+        # For a single token the order of norm and pooling makes no difference.
+        return _POOLINGS[tower.pool_type], tower.pool_type == "avg" and not tower.final_ln_after_pool
+
+    def _library_pass(self, module: nn.Module, names: Names, prefix: str) -> tuple[str, str]:
+        return prefix.removesuffix("."), prefix.removesuffix(".")
+
+    def _settings(self, tower: Any) -> dict[str, object]:
+        return {**super()._settings(tower), "norm_before_pooling": self._pooling(tower)[1]}
+
+
+adapters.register(OpenClipViT.name)(OpenClipViT())
+
+
+@loaders.register("open-clip")
+def load_open_clip(request: ArchitectureRequest) -> Architecture:
+    """The architecture of an open_clip model, of a name, configuration file, folder or Hub id (`hf-hub:` or not).
+
+    Raises:
+        SpecError: `source` names nothing.
+        CheckpointError: a file can't be fetched or read.
+        IncompatibleModelsError: the tower is not supported.
+    """
+    require_own_blocks(request, "open-clip")
+    source = request.source
+    stated = _config(source, request.access.offline)
+    config = stated.get("model_cfg", stated)
+    skeleton = _skeleton(config, source)
+    chain = OpenClipViT().chain(skeleton)  # refuses by name what has no such image size
+    preprocess = open_clip_preprocess(stated.get("preprocess_cfg"), tuple(skeleton.image_size), source)
+    folder = {CONFIG_FILE: {"model_cfg": config, "preprocess_cfg": preprocess.settings}}
+
+    return Architecture(
+        loader="open-clip",
+        source=source,
+        skeleton=skeleton,
+        chain=chain,
+        layout=LAYOUT,
+        preprocess=preprocess,
+        folder=FolderFormat(
+            "open_clip_model.safetensors",
+            folder,
+            lambda: tuple(_whole(config, source).state_dict()),
+            lambda keys, files: _USAGE,
+        ),
+        open_text=partial(_text_tower, config, source),
+    )
+
+
+def _config(source: str, offline: bool) -> dict[str, Any]:
+    """The configuration: a model section, or model and preprocessing sections as on the Hub."""
+    import open_clip
+
+    name = source.replace("/", "-")  # open_clip takes ViT-B/32 for ViT-B-32 too
+    if name in open_clip.list_models():
+        return dict(open_clip.get_model_config(name))
+    path = expanded(source)
+    if path.is_file():
+        return read_json(path)
+    place = source.removeprefix("hf-hub:").removeprefix("local-dir:")
+    if path.suffix == ".json" or ("/" not in place and not pathlib.Path(place).is_dir()):
+        raise SpecError(
+            f"open_clip knows no model {source!r}, and there is no such file or folder",
+            hint="See open_clip.list_models() for names; OpenAI's weights need a -quickgelu one.",
+        )
+    config = read_config(place, CONFIG_FILE, offline=offline)
+    if config is None:
+        hint = "Give a model name or a model_config.json; folders of transformers need the loader hf-clip."
+        raise missing_config(place, CONFIG_FILE, "a model of open_clip", offline=offline, hint=hint)
+    return config
+
+
+def _skeleton(config: dict[str, Any], source: str) -> Any:
+    vision = config.get("vision_cfg")
+    if not isinstance(vision, dict):
+        raise IncompatibleModelsError(
+            f"{source} has no `vision_cfg`", hint="Expected an open_clip model configuration."
+        )
+    timm = vision.get("timm_model_name")
+    if timm:  # refused before it is built: that may want the network
+        raise IncompatibleModelsError(
+            f"the image tower of {source} is a timm trunk ({timm}), not open_clip's own vision transformer",
+            hint=f"Supported are the ViT models of OpenAI, LAION and DataComp, among others. {LIVE}",
+        )
+    # Text towers may want the network too; the image tower doesn't depend on them.
+    alone = {**config, "text_cfg": _SMALLEST_TEXT, "custom_text": False}
+    return _whole(alone, source).visual
+
+
+def _whole(config: dict[str, Any], source: str) -> Any:
+    """The whole CLIP, without weights."""
+    import open_clip
+
+    options = {key: value for key, value in config.items() if key not in ("custom_text", "multimodal_cfg")}
+    model = open_clip.CustomTextCLIP if config.get("custom_text") else open_clip.CLIP
+    return weightless(lambda: model(**options), source)
+
+
+def _text_tower(config: dict[str, Any], source: str, base: StateSource) -> TextTower:
+    from open_clip import SimpleTokenizer
+
+    text = config.get("text_cfg", {})
+    special = next((option for option in _FOREIGN_TEXT if option in text), None)
+    if special is not None:
+        raise SpecError(
+            f"the text tower of {source} needs {special} = {text[special]!r}, which is not supported",
+            hint="Give precomputed class embeddings in `heads.<task>.file`.",
+        )
+    model = _whole(config, source)
+    read_text_side(model, base, LAYOUT)
+    tokenizer = SimpleTokenizer(context_length=model.context_length)
+
+    @torch.no_grad()
+    def embed(prompts: Sequence[str]) -> Tensor:
+        features: Tensor = model.encode_text(tokenizer(list(prompts)))
+        return features
+
+    return TextTower(embed, model.logit_scale.exp().item())

@@ -1,0 +1,1 @@
+"""What language models need besides: tokenizers, chat templates, generation, likelihoods, vocabularies."""

@@ -1,0 +1,315 @@
+"""Texts to the token ids a language model reads, as its own tokenizer makes them.
+
+A question is the text that a model is asked, an answer what it should say; no two texts share a row (no packing).
+Encoders read the question alone. A decoder's answer, with the token that ends it, follows the question in one row. An
+encoder-decoder's answer follows the start token in a row of the decoder's own, which without an answer holds that token
+alone. Rows are padded on the right, whatever the tokenizer says of sides, so that padding moves no token.
+
+Too long a row loses the middle of what is read, never where the answer stands: of a decoder's question the beginning
+is cut (special tokens stay), of all others the end; then, where the answer alone is longer, its end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from driftlens.base.errors import SpecError
+from driftlens.models.language.chat import rendered
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from driftlens.models.preprocessing import Preprocess
+
+Form = Literal["encoder", "decoder", "encoder-decoder"]
+"""What a language model is made of, which decides where an answer stands."""
+_UNLIMITED = 1 << 30
+_OFFSET = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
+"""Model types whose positions are counted from behind the number of the padding token."""
+_FILLERS = ("pad_token", "eos_token", "sep_token")
+MEANING = ("model", "normalizer", "pre_tokenizer", "post_processor", "added_tokens")
+"""Parts of a tokenizer.json that decide on token ids; the others are settings of calls, and the format's version."""
+_BEFORE = ":"
+"""Stands for the question where an answer is tokenised: some tokenizers begin a text otherwise than they go on."""
+
+
+class Text(NamedTuple):
+    """A sample of text: what a model is asked, and what it should answer, or nothing."""
+
+    input: str
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """Samples of text -> a batch of token ids, as the library takes it.
+
+    Attributes:
+        tokenizer: the library's own.
+        form: what the model is made of.
+        max_length: tokens of a row at most, special ones and a decoder's answer included.
+        limit: the most that `max_length` may be.
+        start: the token a decoder of its own begins with; None elsewhere.
+        ends: tokens with which the model ends an answer, as its files say; that of the tokenizer is the first.
+    """
+
+    tokenizer: Any
+    form: Form = "encoder"
+    max_length: int = _UNLIMITED
+    limit: int = _UNLIMITED
+    start: int | None = None
+    ends: tuple[int, ...] = ()
+
+    def __call__(self, samples: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
+        """Ids and masks of a batch, [n, t], padded on the right; for an encoder-decoder those of both streams."""
+        import torch
+
+        asked = self._encoded([text for text, _ in samples], self._room(samples))
+        rows, found = asked["input_ids"], {}
+        if self.form == "decoder":
+            rows = [row + self._answer(target) for row, (_, target) in zip(rows, samples, strict=True)]
+        columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+        if self.form == "encoder" and "token_type_ids" in asked:
+            columns["token_type_ids"] = asked["token_type_ids"]
+        if self.form == "encoder-decoder":
+            answers = [
+                [self.start or 0, *self.answer_tokens(target)][: self.max_length] for _, target in samples
+            ]
+            columns["decoder_input_ids"] = answers
+            columns["decoder_attention_mask"] = [[1] * len(row) for row in answers]
+        for name, lists in columns.items():
+            longest = max(map(len, lists))
+            filler = self.tokenizer.pad_token_id if name.endswith("input_ids") else 0
+            found[name] = torch.tensor([row + [filler] * (longest - len(row)) for row in lists])
+        return found
+
+    def questions(self, texts: Sequence[str], *, spare: int = 0) -> list[list[int]]:
+        """Token ids of questions alone, as the model reads them, cut where they leave fewer than `spare` tokens."""
+        room = max(1, self.max_length - spare)
+        rows: list[list[int]] = self._encoded(texts, [room] * len(texts))["input_ids"]
+        return rows
+
+    def answer_tokens(self, answer: str) -> tuple[int, ...]:
+        """Token ids of an answer as it follows a question, without the token that ends it."""
+
+        def ids(text: str) -> list[int]:
+            found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return found
+
+        if not answer:
+            return ()
+        before = ids(_BEFORE) if self.form == "decoder" else []
+        both = ids(_BEFORE + answer) if before else []
+        return tuple(both[len(before) :] if before and both[: len(before)] == before else ids(answer))
+
+    @property
+    def end(self) -> int | None:
+        """The token that ends an answer that is given; None where the tokenizer has none."""
+        found: int | None = self.tokenizer.eos_token_id
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some token ids, without special tokens."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def limited(self, max_length: int, key: str) -> TextReader:
+        """The same with rows of another length.
+
+        Args:
+            max_length: tokens of a row at most.
+            key: what the spec calls it.
+
+        Raises:
+            SpecError: the model can't read as many.
+        """
+        if max_length > self.limit:
+            raise SpecError(
+                f"{key} is {max_length}, but the model has positions for {self.limit} tokens only",
+                hint=f"Set it to {self.limit} or less.",
+            )
+        return replace(self, max_length=max_length)
+
+    def lengths(self, samples: Sequence[tuple[str, str]]) -> list[int]:
+        """Tokens of each sample's row, the longer one of an encoder-decoder's, before anything is cut."""
+        free = replace(self, max_length=_UNLIMITED)
+        found: list[int] = []
+        for first in range(0, len(samples), 256):
+            part = samples[first : first + 256]
+            for row, (_, target) in zip(free.questions([text for text, _ in part]), part, strict=True):
+                answer = free._answer(target)
+                found.append(len(row) + len(answer) if self.form == "decoder" else max(len(row), len(answer)))
+        return found
+
+    def chats(self, messages: Sequence[str]) -> list[str]:
+        """What the model reads where a user says each of `messages` and it is its turn to answer.
+
+        Raises:
+            SpecError: the tokenizer has no chat template, or the template takes no such message or too long.
+        """
+        name = self.tokenizer.name_or_path
+        if not self.tokenizer.chat_template:
+            raise SpecError(
+                f"chat: the tokenizer of {name} has no chat template",
+                hint="Take `chat` out and write the prompt in `prompt`, or use the tokenizer of the chat model.",
+            )
+        try:
+            return rendered(self.tokenizer.get_chat_template(), self.tokenizer.special_tokens_map, messages)
+        except ValueError as error:
+            raise SpecError(f"chat: the chat template of {name} can't be used: {error}") from error
+
+    @property
+    def rule(self) -> str:
+        """What becomes of questions that are too long, in a few words."""
+        return f"of a longer question the {'beginning' if self.form == 'decoder' else 'end'} is cut"
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of all that decides which ids a text has: vocabulary, merges, normalisation, special tokens."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        stated = {} if backend is None else json.loads(backend.to_str())
+        parts: list[Any] = [plain_part(stated[part]) for part in MEANING if part in stated]
+        parts = parts or sorted(self.tokenizer.get_vocab().items())
+        special = sorted(
+            (name, str(token))
+            for name, token in self.tokenizer.special_tokens_map.items()
+            if name != "pad_token"  # which the mask hides
+        )
+        return hashlib.sha256(json.dumps([parts, special], sort_keys=True).encode()).hexdigest()
+
+    def _answer(self, target: str) -> list[int]:
+        """An answer with its end; nothing where a sample has none."""
+        if not target:
+            return []
+        ids = [*self.answer_tokens(target), *(() if self.end is None else (self.end,))]
+        return ids[: self.max_length - 1]
+
+    def _room(self, samples: Sequence[tuple[str, str]]) -> list[int]:
+        """Tokens left for every question."""
+        if self.form != "decoder":
+            return [self.max_length] * len(samples)
+        return [self.max_length - len(self._answer(target)) for _, target in samples]
+
+    def _encoded(self, texts: Sequence[str], room: Sequence[int]) -> dict[str, list[list[int]]]:
+        """What the tokenizer gives for questions, each cut to its room."""
+        found: dict[str, list[list[int]]] = dict(self.tokenizer(list(texts), verbose=False))
+        if (
+            self.form == "decoder"
+        ):  # some end every text, and the answer would follow the end; a template may begin it
+            found = {"input_ids": [self._open_ended(row) for row in found["input_ids"]]}
+        for at, most in enumerate(room):
+            if len(found["input_ids"][at]) <= most:
+                continue
+            if self.form == "decoder":
+                row = found["input_ids"][at]
+                first = row[:1] if row[0] == self.tokenizer.bos_token_id else []
+                found["input_ids"][at] = [*first, *row[len(row) - most + len(first) :]][:most]
+            else:
+                cut = self.tokenizer(texts[at], truncation=True, max_length=most, truncation_side="right")
+                for name in found:
+                    found[name][at] = cut[name]
+        return found
+
+    def _open_ended(self, row: list[int]) -> list[int]:
+        begin = self.tokenizer.bos_token_id
+        row = row[1:] if begin is not None and row[:2] == [begin, begin] else row
+        return row[:-1] if len(row) > 1 and row[-1] == self.end else row
+
+
+def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> Preprocess:
+    """How samples of text become the inputs of a model, by the tokenizer beside its configuration.
+
+    Longer rows than the model's length, or the tokenizer's, are cut (see above).
+
+    Args:
+        source: a folder or Hub id.
+        config: the model's configuration, as the library has it.
+        offline: whether the network may not be asked.
+        form: what the model is made of.
+
+    Raises:
+        IncompatibleModelsError: the tokenizer asks for more than any machine has.
+        SpecError: there is no tokenizer, it knows more tokens than the model, or no start token is named.
+    """
+    from transformers import AutoTokenizer
+
+    from driftlens.checkpoints.loading import pretrained, read_config
+    from driftlens.checkpoints.tokenizer_files import bounded_tokenizer
+
+    with bounded_tokenizer(source, offline=offline):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                **pretrained(source), local_files_only=offline, trust_remote_code=False
+            )
+        except Exception:  # a missing or broken file: the tokenizers library raises nothing more precise
+            tokenizer = None
+        code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
+        generation = read_config(source, "generation_config.json", offline=offline) or {}
+        return text_preprocess(tokenizer, config, generation, form, source, code=code)
+
+
+def text_preprocess(
+    tokenizer: Any, config: Any, generation: Mapping[str, Any], form: Form, source: str, *, code: Any = None
+) -> Preprocess:
+    """See `hf_text_preprocess`, by a tokenizer at hand, which may be given a pad token; `code` is what it would run."""
+    from driftlens.models.preprocessing import Preprocess
+
+    size = config.get_text_config().vocab_size
+    filler = next((token for name in _FILLERS if (token := getattr(tokenizer, name, None)) is not None), None)
+    # transformers 5 makes a tokenizer of special tokens alone where there are no files, rather than fail.
+    if (
+        tokenizer is None
+        or not len(tokenizer("a few words")["input_ids"])
+        or not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens, "▁"}
+        or len(tokenizer) > size
+        or filler is None
+    ):
+        own = f" (its tokenizer is code of its own, {code}, which is never run)" if code else ""
+        raise SpecError(
+            f"{source} has no tokenizer that fits its {size} tokens and pads or ends texts, so texts can't be read"
+            + own,
+            hint="Put the base's tokenizer files beside its config.json.",
+        )
+    if tokenizer.pad_token is None:  # as the mask says what is padding, any token may stand for it
+        tokenizer.pad_token = filler
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or _UNLIMITED
+    if config.model_type in _OFFSET:
+        limit -= 1 + (config.pad_token_id or 0)
+    # A model's own settings of generation know more than its configuration: they were made later.
+    start = generation.get("decoder_start_token_id", getattr(config, "decoder_start_token_id", None))
+    if form == "encoder-decoder" and start is None:
+        raise SpecError(
+            f"{source} doesn't say with which token its decoder begins",
+            hint="Put decoder_start_token_id into its config.json; that of T5 is the pad token's, 0.",
+        )
+    ends = generation.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
+    named = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
+    reader = TextReader(
+        tokenizer,
+        form,
+        min(tokenizer.model_max_length, limit),
+        limit,
+        start if form == "encoder-decoder" else None,
+        tuple(dict.fromkeys(token for token in named if token is not None)),
+    )
+    settings = {
+        "tokenizer": reader.digest,
+        "max_length": reader.max_length,
+        "too_long": reader.rule,
+        "padding": "right",
+        "packing": "none",
+    }
+    return Preprocess(f"transformers {type(tokenizer).__name__}", reader, settings, texts=reader)
+
+
+def plain_part(part: Any) -> Any:
+    """A part of a tokenizer.json, with merges as older versions wrote them."""
+    if isinstance(part, Mapping) and isinstance(part.get("merges"), list):
+        merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in part["merges"]]
+        return {**part, "merges": merges}
+    return part

@@ -1,0 +1,216 @@
+"""Whether language models of one base mean the same tokens: their tokenizers' files, the rows of their vocabularies."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from driftlens.base.errors import IncompatibleModelsError
+from driftlens.base.files import from_json, plain_file
+from driftlens.checkpoints.sources import StateSource, TensorHeader
+from driftlens.models.language.texts import MEANING, plain_part
+
+_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
+HEAD = "lm_head.weight"
+"""What transformers calls the weight of a language model's head."""
+_ROWS = 4096
+_BEGIN = ("bos_token", "cls_token", "sep_token", "unk_token")
+"""Special tokens that decide which ids a text has; where one ends, or what pads, others say."""
+
+
+def changed_files(base: pathlib.Path, own: pathlib.Path) -> list[str]:
+    """The tokenizer files in both folders that give ids in another way."""
+    both = [file for file in _FILES if (base / file).is_file() and (own / file).is_file()]
+    return [file for file in both if not _same_content(base, own, file)]
+
+
+def changed_special_tokens(base: pathlib.Path, own: pathlib.Path) -> dict[str, str]:
+    """By name the special tokens that differ where both folders name them, as messages say it."""
+    ours, theirs = (_special_tokens(json_object(place, "tokenizer_config.json")) for place in (base, own))
+    return {
+        key: f"{key} {theirs[key]!r} for {ours[key]!r}"
+        for key in ours
+        if theirs.get(key, ours[key]) != ours[key]
+    }
+
+
+def changed_ends(base: pathlib.Path, own: pathlib.Path) -> list[str]:
+    """Where both folders say with which tokens the model ends an answer, and these differ, as messages say it."""
+    found = [
+        json_object(place, "generation_config.json").get("eos_token_id")
+        or json_object(place, "config.json").get("eos_token_id")
+        for place in (base, own)
+    ]
+    ours, theirs = (ends if isinstance(ends, list) else [ends] for ends in found)
+    return [f"eos_token_id {theirs} for {ours}"] if None not in found and ours != theirs else []
+
+
+def require_same_tokenizer(base: pathlib.Path, own: pathlib.Path) -> None:
+    """Refuse a model whose tokenizer gives texts other ids; tokens that only one of both has added are no reason.
+
+    Raises:
+        IncompatibleModelsError: names what differs.
+    """
+    files = changed_files(base, own)
+    if "tokenizer.json" in files:
+        ours, theirs = (json_object(place, "tokenizer.json") for place in (base, own))
+        parts = [part for part in MEANING if plain_part(ours.get(part)) != plain_part(theirs.get(part))]
+        added, more = _added(ours), _added(theirs)
+        if "added_tokens" in parts and all(more[at] == added[at] for at in added.keys() & more.keys()):
+            parts.remove("added_tokens")
+        found = [f"{part} in tokenizer.json" for part in parts]
+    elif (base / "tokenizer.json").is_file() and (own / "tokenizer.json").is_file():
+        found = []  # what lies beside is older, and nobody reads it
+    else:
+        special = changed_special_tokens(base, own)
+        found = files + [special[key] for key in _BEGIN if key in special]
+    if found:
+        raise IncompatibleModelsError(
+            f"{own}: its tokenizer gives texts other ids than the base's ({', '.join(found)})",
+            hint="A merge of models that mean different tokens means nothing: name experts with the base's tokenizer.",
+        )
+
+
+def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
+    """Rows of every parameter of a language model that has one per token, by key; nothing for other models."""
+    read = getattr(skeleton, "get_input_embeddings", None)
+    embedding = read() if callable(read) else None
+    if not isinstance(embedding, nn.Embedding):
+        return {}
+    write = getattr(skeleton, "get_output_embeddings", None)
+    head = write() if callable(write) else None
+    found: dict[str, int] = {}
+    for path, module in skeleton.named_modules(remove_duplicate=False):
+        is_table = isinstance(module, nn.Embedding) and module.num_embeddings == embedding.num_embeddings
+        if module is head or is_table:
+            found |= {f"{path}.{name}": len(value) for name, value in module.named_parameters(recurse=False)}
+    return found
+
+
+def require_head(source: StateSource, stored: StateSource, key: str) -> None:
+    """Refuse a language model that keeps its head apart from its embeddings where the base doesn't, or the reverse.
+
+    Args:
+        source: the model, under the skeleton's key names.
+        stored: the same under its own.
+        key: where the base has the weight of its head.
+
+    Raises:
+        IncompatibleModelsError: says which.
+    """
+    if key not in source.headers:
+        raise IncompatibleModelsError(
+            f"{stored.name} lacks {key!r}: its head is its embeddings, and the base's is not",
+            hint="Load it with transformers, set tie_word_embeddings to False, copy the embeddings into its lm_head, "
+            "and save it again.",
+        )
+    own = next((name for name in stored.headers if f".{name}".endswith(f".{HEAD}")), None)
+    if key.endswith(HEAD) or own is None:
+        return
+    for start in range(0, source.headers[key].shape[0], _ROWS):
+        rows = start, min(start + _ROWS, source.headers[key].shape[0], stored.headers[own].shape[0])
+        if not torch.equal(stored.read(own, rows), source.read(key, rows)):
+            raise IncompatibleModelsError(
+                f"{stored.name} has a head of its own ({own!r}), and the base's is its embeddings",
+                hint="Merge it with a base whose head is apart too: tie_word_embeddings false in all of them.",
+            )
+
+
+def with_rows(
+    source: StateSource, rows: Mapping[str, int], base: StateSource | None, *, align: bool
+) -> tuple[StateSource, str]:
+    """A model with as many rows of its vocabulary as the base has, and what was done to it; as it is where it agrees.
+
+    Args:
+        source: the model, under the skeleton's key names.
+        rows: of the base, by key.
+        base: gives the rows that a model lacks.
+        align: whether rows may be left out and filled in.
+
+    Raises:
+        IncompatibleModelsError: the numbers differ and nobody asked for them to be aligned, or no base has the rows.
+    """
+    own = {key: source.headers[key].shape[0] for key in rows if key in source.headers}
+    differing = {key: count for key, count in own.items() if count != rows[key]}
+    if not differing:
+        return source, ""
+    key, count = next(iter(differing.items()))
+    told = f"{source.name}: its vocabulary has {count} rows, the base's {rows[key]} ({key})"
+    if not align:
+        hint = "Set architecture.vocab: {rows: base}: further rows are then left out, and missing ones the base's."
+        raise IncompatibleModelsError(told, hint=hint)
+    if count < rows[key] and base is None:
+        raise IncompatibleModelsError(told, hint="Name a base, which has the rows that are missing.")
+    done = (
+        f"{count - rows[key]} of its rows are left out"
+        if count > rows[key]
+        else "those missing are the base's"
+    )
+    return _Aligned(source, {key: rows[key] for key in differing}, base), f"{told}: {done}"
+
+
+class _Aligned:
+    """A model whose tables have other numbers of rows than are wanted."""
+
+    def __init__(self, source: StateSource, rows: Mapping[str, int], base: StateSource | None) -> None:
+        self.name, self._source, self._base, self._rows = source.name, source, base, rows
+        headers = dict(source.headers)
+        for key, count in rows.items():
+            headers[key] = TensorHeader((count, *headers[key].shape[1:]), headers[key].dtype)
+        self.headers: Mapping[str, TensorHeader] = headers
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, or rows [start, stop) of it, with the base's rows where the model has none."""
+        if key not in self._rows:
+            return self._source.read(key, rows)
+        start, stop = rows or (0, self._rows[key])
+        there = self._source.headers[key].shape[0]
+        parts = []
+        if start < min(stop, there):
+            parts.append(self._source.read(key, (start, min(stop, there))))
+        if self._base is not None and max(start, there) < stop:
+            filled = self._base.read(key, (max(start, there), stop))
+            parts.append(filled.to(self.headers[key].dtype))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def json_object(folder: pathlib.Path | None, file: str) -> dict[str, Any]:
+    """The object in a file; nothing where it is missing or damaged, which others say."""
+    try:
+        value = {} if folder is None else from_json(plain_file(folder / file).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _same_content(base: pathlib.Path, own: pathlib.Path, file: str) -> bool:
+    first, second = base / file, own / file
+    if first.read_bytes() == second.read_bytes():
+        return True
+    if first.suffix == ".txt":
+        return (
+            first.read_text(encoding="utf-8").splitlines() == second.read_text(encoding="utf-8").splitlines()
+        )
+    if first.suffix != ".json":
+        return False
+    ours, theirs = json_object(base, file), json_object(own, file)
+    if file != "tokenizer.json":
+        return ours == theirs
+    return all(plain_part(ours.get(part)) == plain_part(theirs.get(part)) for part in MEANING)
+
+
+def _added(stated: Mapping[str, Any]) -> dict[Any, Any]:
+    """Content of every added token by id."""
+    tokens = stated.get("added_tokens")
+    rows = tokens if isinstance(tokens, list) else []
+    return {row.get("id"): row.get("content") for row in rows if isinstance(row, dict)}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {key: value for key, value in config.items() if key.endswith("_token")}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}

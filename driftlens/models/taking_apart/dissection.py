@@ -1,0 +1,390 @@
+"""A live module run in pieces: up to its first block, one block, and from its last block on."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from driftlens.base.errors import DataError, IncompatibleModelsError
+from driftlens.models.chain import Parameters, SideInputs, Site, Slot, State, Tap
+from driftlens.models.frames import (
+    Frame,
+    Inputs,
+    Mask,
+    features_of,
+    frame_at,
+    inputs_in,
+    mapped,
+    padding_mask,
+    raw_inputs,
+    result,
+    side_inputs,
+    tensors_given,
+    unflattened,
+    without_padding,
+)
+from driftlens.models.taking_apart.computed import computed_arguments
+from driftlens.models.taking_apart.interception import (
+    Recording,
+    bypassed,
+    call,
+    evaluating,
+    hollow,
+    observe,
+    run_until,
+)
+from driftlens.models.taking_apart.sites import BLOCK_ITSELF, Reader, readers, site_kind, slot_of, tapped
+
+
+class Dissection:
+    """The pieces of one module, as functions of parameters and features; the module stays as it is.
+
+    Args:
+        module: the whole model.
+        blocks: path -> block, in forward order.
+        mask: which tokens count; see `driftlens.models.frames.Mask`.
+        final: path of the module, behind all blocks, that the final feature leaves; "" takes what the model returns.
+    """
+
+    def __init__(
+        self, module: nn.Module, blocks: Mapping[str, nn.Module], mask: Mask = None, final: str = ""
+    ) -> None:
+        self.module = module
+        self.mask = mask
+        self.final = final
+        self.paths = list(blocks)
+        self.blocks = list(blocks.values())
+        self.computed = computed_arguments(module)
+        self._frames: list[Frame] | None = None
+        self.slots = [self._slots(position) for position in range(len(self.blocks))]
+        # Of features at the boundaries 0..L - 1, until a forward pass shows what reads them.
+        convolves = any(isinstance(part, _ConvNd) for block in self.blocks for part in block.modules())
+        self.channels_last = [not convolves] * (len(self.blocks) + 1)
+        self._has_seen_readers = False
+        self._is_known_shared = False
+        self._forms: dict[str, Any] = {}
+
+    def outer_weights(self) -> dict[str, Tensor]:
+        """Names and values of the weights outside the blocks."""
+        inside = tuple(f"{path}." for path in self.paths)
+        return {
+            name: value for name, value in own_weights(self.module).items() if not name.startswith(inside)
+        }
+
+    def _slots(self, position: int) -> dict[str, Slot]:
+        """Names of a block's weights -> where they lie; those of a block that is one site are called after it."""
+        block, path = self.blocks[position], self.paths[position]
+        prefix = "" if site_kind(block) is None else f"{BLOCK_ITSELF}."
+        return {f"{prefix}{name}": slot_of(block, name, f"{path}.{name}") for name in own_weights(block)}
+
+    def parameters(self, position: int) -> dict[str, Slot]:
+        """What a block computes with: its own weights, and outer ones that its other arguments are computed of."""
+        return self.slots[position] | {key: Slot(key) for of in self.computed.values() for key in of.names}
+
+    def start(self, inputs: Any) -> tuple[State, SideInputs]:
+        """State at boundary 0 (the floating-point inputs) and all that the layers need beside it.
+
+        Runs the module once to see how it calls its blocks: with its own weights, or hollow where it has shapes only.
+
+        Raises:
+            SpecError: features don't flow from block to block, a block is given something that carries state, or
+                the batch's mask can't be read.
+            IncompatibleModelsError: the module has shapes only, and what a block is given is computed from weights.
+        """
+        named = raw_inputs(inputs)
+        frames = self._frames
+        if frames is None:
+            frames = self._hollow(named) if self.is_hollow else self._observed(self.module, named).frames
+        state = {
+            name: value
+            for name, value in named.values.items()
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+        }
+        return state, side_inputs(self.paths, frames, named, padding_mask(named, self.mask))
+
+    @property
+    def is_hollow(self) -> bool:
+        """Whether the module has shapes only."""
+        return next((weight.is_meta for weight in self.module.parameters()), False)
+
+    def stand_ins(self, device: torch.device, number: float = 0.0) -> dict[str, Tensor]:
+        """The weights outside the blocks; those that have shapes only as one number, which takes no memory."""
+        return {
+            name: torch.full((), number, device=device).expand(weight.shape)
+            if weight.is_meta
+            else weight.detach()
+            for name, weight in self.outer_weights().items()
+        }
+
+    def _hollow(self, inputs: Inputs) -> list[Frame]:
+        """How the blocks are called on a batch; kept where features make features and nothing else is given.
+
+        Raises:
+            IncompatibleModelsError: what a block is given depends on weights.
+        """
+        device = next(value.device for value in inputs.values.values() if isinstance(value, Tensor))
+        numbers = (0.0,) if self._is_known_shared else (0.0, 1.0)
+        first, *others = [self._shell_frames(inputs, self.stand_ins(device, number)) for number in numbers]
+        for path, *frames in zip(self.paths, first, *others, strict=True):
+            found = [tensors_given(frame) for frame in frames]
+            for name in found[0].keys() - self.computed.keys():
+                if not all(same_values(found[0][name], other.get(name)) for other in found[1:]):
+                    raise IncompatibleModelsError(
+                        f"block {path!r} is given {name!r} beside its features, which is computed from weights; "
+                        "expected the same for all models",
+                        hint="Use the loader made for this family, or live modules wrapped so that this is computed "
+                        "inside each block.",
+                        block=path,
+                        argument=name,
+                    )
+        self._is_known_shared = True
+        # A batch without padding may come without the mask that another has.
+        is_given = any(tensors_given(frame) for frame in first)
+        if not is_given and all(
+            isinstance(x, Tensor) and x.is_floating_point() for x in inputs.values.values()
+        ):
+            self._frames = first
+        return first
+
+    def _shell_frames(self, inputs: Inputs, outer: Mapping[str, Tensor]) -> list[Frame]:
+        with hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):
+            return self._observed(self.module, inputs, past=self.blocks[-1], outer=outer).frames
+
+    def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
+        """Features that reach the first block."""
+        args, kwargs = inputs_in(side).arguments(state)
+        hidden = run_until(self.blocks[0], lambda: call(self.module, parameters, args, kwargs))
+        return {"hidden": self._features(0, hidden, side.mask("hidden"))}
+
+    def block(
+        self,
+        position: int,
+        sites: tuple[Site, ...],
+        parameters: Parameters,
+        state: State,
+        side: SideInputs,
+        tap: Tap | None = None,
+    ) -> State:
+        """Features that leave one block."""
+        block = self.blocks[position]
+        # A copy, because blocks may write into their input (residual sums, in-place activations).
+        args, kwargs = frame_at(side, position).arguments(state["hidden"].clone())
+        kwargs |= {name: of.value(parameters) for name, of in self.computed.items() if name in kwargs}
+        path, slots = self.paths[position], self.slots[position]
+        own = {
+            slots[name].key.removeprefix(f"{path}."): slots[name].stored(parameters[name]) for name in slots
+        }
+        with tapped(block, sites, tap):
+            hidden = features_of(path, call(block, own, args, kwargs))
+        return {"hidden": self._features(position + 1, hidden, side.mask("hidden"))}
+
+    def head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
+        """What the module returns when the given features leave its last block.
+
+        The stem runs too, with this model's weights, for models whose head looks back at it; not where `final` is all
+        there is of a head.
+        """
+        if self.final:
+            prefix = f"{self.final}."
+            own = {
+                name.removeprefix(prefix): value
+                for name, value in parameters.items()
+                if name.startswith(prefix)
+            }
+            module = self.module.get_submodule(self.final)
+            return {"hidden": self._output(call(module, own, (state["hidden"],), {}), side.mask("hidden"))}
+        args, kwargs = inputs_in(side).arguments({})
+        frames = [frame_at(side, position) for position in range(len(self.blocks))]
+        hidden = unflattened(state["hidden"].clone(), frames[-1].left)
+        with bypassed(self.blocks, frames, hidden):
+            return {"hidden": self._output(call(self.module, parameters, args, kwargs), side.mask("hidden"))}
+
+    def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
+        """States at boundaries 1..L from one ordinary forward pass of `module`, of the same structure."""
+        named = raw_inputs(inputs)
+        mask = padding_mask(named, self.mask)
+        past = module.get_submodule(self.final) if self.final else None
+        recording = self._observed(module, named, keep=True, past=past)
+        states = [self._features(boundary, x, mask) for boundary, x in enumerate(recording.features)]
+        return [{"hidden": hidden} for hidden in [*states, self._output(recording.output, mask)]]
+
+    def require_shared(self, models: Iterable[tuple[str, nn.Module]], inputs: Any) -> None:
+        """Refuse models whose blocks are given anything but features that differs from model to model.
+
+        What blocks are given beside their features is recorded from one model and handed to all, which is right for
+        masks, positions and rotary tables, and wrong for what is computed from weights: an encoder's output, a
+        position bias, an embedding of a condition.
+
+        Models are given by name, each of this structure, and compared bit by bit on the batch `inputs`.
+
+        Raises:
+            IncompatibleModelsError: names the block, its argument and the two models.
+        """
+        first, known = "", dict[tuple[str, str], Tensor]()
+        for name, module in models:
+            found = self._given(module, raw_inputs(inputs))
+            first, known = (first, known) if first else (name, found)
+            for path, argument in {**known, **found}:
+                if not same_values(known.get((path, argument)), found.get((path, argument))):
+                    raise IncompatibleModelsError(
+                        f"block {path!r} is given {argument!r} beside its features, and that differs between {first} "
+                        f"and {name}: it is computed from weights; expected the same for all models",
+                        hint="Wrap the model so that this is part of the features or computed inside each block, or "
+                        "pass blocks= the path of another list.",
+                        block=path,
+                        argument=argument,
+                    )
+
+    def _given(self, module: nn.Module, inputs: Inputs) -> dict[tuple[str, str], Tensor]:
+        """The tensors that a model hands to its blocks beside their features, by block and argument."""
+        frames = self._observed(module, inputs).frames
+        return {
+            (path, argument): tensor
+            for path, frame in zip(self.paths, frames, strict=True)
+            for argument, tensor in tensors_given(frame).items()
+            if argument not in self.computed
+        }
+
+    def _features(self, boundary: int, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """Features as they wait behind so many blocks: [n, h, w, c] as tokens, zeros in the rows of padding."""
+        if hidden.dim() > 3 and self.channels_last[boundary]:
+            hidden = hidden.flatten(1, -2)
+        return without_padding(self.paths[max(boundary - 1, 0)], hidden, mask)
+
+    def _output(self, output: Any, mask: Tensor | None) -> Tensor:
+        """The features a model returns, without padding where they are features of the same tokens."""
+        features = result(output)
+        is_masked = mask is not None and features.shape[:2] == mask.shape
+        return self._features(len(self.blocks), features, mask if is_masked else None)
+
+    def _observed(
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        *,
+        keep: bool = False,
+        past: nn.Module | None = None,
+        outer: Parameters | None = None,
+    ) -> Recording:
+        """An ordinary forward pass of `module`, the first of which settles `channels_last`; see `observe`.
+
+        With `past` it ends behind that module, whose output it returns; `outer` stands for weights of its own.
+        """
+
+        def forward() -> Any:
+            whole = partial(run, module, inputs, outer)
+            return whole() if past is None else run_until(past, whole, past=True)
+
+        blocks = {path: module.get_submodule(path) for path in self.paths}
+        watch = nullcontext() if self._has_seen_readers else readers(module, blocks.values())
+        with watch as read:
+            recording = observe(blocks, forward, keep=keep)
+        if read is not None:
+            shapes = [recording.frames[0].entered, *(frame.left for frame in recording.frames)]
+            for boundary, (shape, reader) in enumerate(zip(shapes, read, strict=True)):
+                # What nothing reads any more lies as it lay a block before.
+                otherwise = self.channels_last[max(boundary - 1, 0)]
+                self.channels_last[boundary] = _lies_last(shape, reader, otherwise)
+            self._has_seen_readers = True
+        return recording
+
+
+def _lies_last(shape: torch.Size, reader: Reader | None, otherwise: bool) -> bool:
+    """Whether a sample's features of this shape have their channels behind space, by what reads such features next."""
+    if reader is None:
+        return otherwise
+    last = reader.channels_last
+    permuted = (*shape[1:], shape[0]) if last else (shape[-1], *shape[:-1])
+    return last != (reader.shape == permuted != shape)
+
+
+def same_values(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors are alike in shape and bit by bit, not-a-number included."""
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def run(module: nn.Module, inputs: Inputs, weights: Parameters | None = None) -> Any:
+    """What `module` returns in eval mode, without gradients, for inputs cast as `fitted` does.
+
+    With `weights` in the place of its own, all of one dtype, inputs are cast to that.
+
+    Raises:
+        DataError: the inputs are not those that it takes.
+    """
+    args, kwargs = fitted(module, inputs.arguments({}))
+    if weights:
+        dtype = next(iter(weights.values())).dtype
+        args, kwargs = mapped((args, kwargs), lambda value: _cast(value, dtype))
+    with torch.no_grad(), evaluating(module):
+        try:
+            return module(*args, **kwargs) if weights is None else call(module, weights, args, kwargs)
+        except TypeError as error:
+            takes = inspect.signature(module.forward)
+            try:
+                takes.bind(*args, **kwargs)
+            except TypeError as odd:
+                raise DataError(
+                    f"a batch of {', '.join(inputs.values)} is not what {type(module).__name__} takes: {odd}",
+                    hint=f"Name the entries as its forward does and leave others out: {', '.join(takes.parameters)}.",
+                ) from error
+            raise
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def fitted(module: nn.Module, inputs: Any) -> Any:
+    """Raw inputs on the device of a module's first weight, floating-point ones in its dtype; unless that is a shape."""
+    weights = own_weights(module).values()
+    # While weights are streamed, those of blocks come last.
+    weight = next((weight for weight in weights if not weight.is_meta), next(iter(weights), None))
+    if weight is None:
+        return inputs
+    if weight.is_meta:
+        return inputs
+
+    def fit(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(weight.device, weight.dtype if value.is_floating_point() else None)
+
+    return mapped(inputs, fit)
+
+
+def own_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Floating-point parameters and saved buffers by their names in `state_dict()`.
+
+    Weights that are tied are listed under each of their names; a submodule that is used under two names is
+    one place.
+    """
+    saved = module.state_dict()
+    return {
+        name: value
+        for path, part in module.named_modules()
+        for own, value in [
+            *part.named_parameters(recurse=False, remove_duplicate=False),
+            *part.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        if (name := f"{path}.{own}" if path else own) in saved and value.is_floating_point()
+    }
+
+
+def tied_weights(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Of every weight that lies in several places of a module, the names it has there."""
+    names: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            place = id(value) if value.is_meta else value.data_ptr()
+            names[place, value.shape, value.stride()].append(name)
+    return {name: tuple(same) for same in names.values() if len(same) > 1 for name in same}

@@ -1,0 +1,361 @@
+"""The manifest of a run: what was computed, from what, with what, and which files hold it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import secrets
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from driftlens.base.errors import RunError
+from driftlens.base.files import from_json, plain_file, write_json_atomic
+from driftlens.base.registry import installed, origin
+from driftlens.runs.layout import MANIFEST
+from driftlens.runs.lock import utc_now
+from driftlens.runs.schema import SCHEMA_VERSION, refuse_newer
+
+T = TypeVar("T")
+PhaseState = Literal["running", "done", "failed", "cancelled"]
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """One layer of the chain: 1 the stem, L the head; `path` in the library's own names."""
+
+    index: int
+    role: str
+    path: str
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """One set of weights: digest of its content, number of parameters, and where it came from."""
+
+    digest: str
+    parameters: int
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class PhaseInfo:
+    """One phase of the work; `started` is UTC."""
+
+    state: PhaseState
+    seconds: float
+    started: str
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """One file of the run; `rows` of a table or an array, None for other files."""
+
+    sha256: str
+    bytes: int
+    rows: int | None = None
+
+
+@dataclass(frozen=True)
+class CalibrationInfo:
+    """One calibration, as far as a reader without torch is concerned; its folder holds `config.yaml` with the rest.
+
+    Attributes:
+        method: name of the calibrator.
+        settings: its hyperparameters, all resolved.
+        control: variant of the anchor by itself; empty where the anchor is the merged model, or there is none.
+        seconds: what calibrating took, without the analysis behind it.
+        samples: calibration samples by task.
+        sample_digests: digest of their ids, in their order, by task; of their contents where modules are live.
+        layers: indices of the layers that were calibrated.
+        automatic: whether hyperparameters were chosen from the calibration samples.
+        notices: what a reader should know.
+        preset: published setting whose values all hyperparameters have; empty without, as in older runs.
+        sites: patterns that the calibrated modules' paths match; none means linear and norm modules of `layers`.
+        seed: with which the calibration samples were drawn; None in older runs.
+        selection: how hyperparameters were chosen: from which `start`, what was `chosen`, by which held-out `advantage`
+            with its `standard_error`, every candidate tried, `seconds`; empty where nothing was chosen.
+        attached: how many numbers are attached to the merged model, over all tasks; then the task of an input must be
+            known. 0 where weights themselves are calibrated.
+    """
+
+    method: str
+    settings: Mapping[str, Any]
+    control: str
+    seconds: float
+    samples: Mapping[str, int]
+    sample_digests: Mapping[str, str] = field(default_factory=dict)
+    layers: Sequence[int] = ()
+    automatic: bool = False
+    notices: Sequence[str] = ()
+    preset: str = ""
+    sites: Sequence[str] = ()
+    seed: int | None = None
+    selection: Mapping[str, Any] = field(default_factory=dict)
+    attached: int = 0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a run says about itself.
+
+    Attributes:
+        id: short name of its own: the run's name and eight random hexadecimal digits.
+        name: as the spec gives it.
+        created: UTC.
+        finished: UTC; empty until the run was finished.
+        schema_version: of its tables.
+        spec_digest: digest of the resolved spec.
+        synthetic: whether the data or models are drawn by code, so that the numbers are no benchmark.
+        versions: of Python and packages.
+        platform: operating system and processor.
+        environment: environment variables that may change numbers.
+        device: where tensors were computed.
+        dtype: in which type.
+        precision: largest relative error of the drift of a few samples against float64, by task, where measured.
+        threads: thread counts by library, and by phase where another number of torch's suited it better.
+        seeds: every seed, by what it draws.
+        deterministic: whether deterministic algorithms were asked for.
+        tasks: in the order of the spec.
+        variants: in the order in which they were added.
+        unfinished: variants whose rows are still being written or removed; readers don't show them.
+        calibrations: by name; the variant is `calibrated:NAME`.
+        layers: of the chain, in forward order.
+        architecture: adapter, loader, source, and settings that weights don't show (activation, eps, heads); of
+            language models the tokenizer's digest and how rows are cut.
+        preprocessing: which code made inputs of images or texts.
+        models: by variant; experts as `expert:TASK`.
+        merge: how the run made its merged model: method, title, source (paper), reads, parameters; empty where it was
+            given, and in older runs.
+        classes: class names by task, in the order of the head's rows.
+        sample_ids: by split (calibration, diagnosis, test) and task, in the order of the rows.
+        sample_id_digests: digest of each such list.
+        sample_origins: what these are ids of: digest of the data behind them, by split and task; older runs have none.
+        phases: by name, in the order of the work.
+        files: by path relative to the run directory.
+        rewriting: what those of the files that are just being replaced will be; until a writer has looked, they may
+            be either.
+        attached: scores that another tool has measured: variant, file, its digest, tool, tasks; by variant and file.
+        warnings: what may spoil the numbers.
+        notices: what a reader should know.
+    """
+
+    id: str
+    name: str
+    created: str
+    finished: str = ""
+    schema_version: str = SCHEMA_VERSION
+    spec_digest: str = ""
+    synthetic: bool = False
+    versions: Mapping[str, str] = field(default_factory=dict)
+    platform: Mapping[str, str | int] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    device: str = ""
+    dtype: str = ""
+    precision: Mapping[str, float] = field(default_factory=dict)
+    threads: Mapping[str, int] = field(default_factory=dict)
+    seeds: Mapping[str, int] = field(default_factory=dict)
+    deterministic: bool = False
+    tasks: Sequence[str] = ()
+    variants: Sequence[str] = ()
+    unfinished: Sequence[str] = ()
+    calibrations: Mapping[str, CalibrationInfo] = field(default_factory=dict)
+    layers: Sequence[LayerInfo] = ()
+    architecture: Mapping[str, Any] = field(default_factory=dict)
+    preprocessing: str = ""
+    models: Mapping[str, ModelInfo] = field(default_factory=dict)
+    merge: Mapping[str, Any] = field(default_factory=dict)
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    sample_ids: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
+    sample_id_digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    sample_origins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    phases: Mapping[str, PhaseInfo] = field(default_factory=dict)
+    files: Mapping[str, FileInfo] = field(default_factory=dict)
+    rewriting: Mapping[str, FileInfo] = field(default_factory=dict)
+    attached: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
+    notices: Sequence[str] = ()
+
+
+_ENTRIES = {
+    "models": ModelInfo,
+    "phases": PhaseInfo,
+    "files": FileInfo,
+    "rewriting": FileInfo,
+    "calibrations": CalibrationInfo,
+}
+"""Attributes of the manifest that hold records by name."""
+
+
+_PACKAGES = (
+    *("driftlens", "torch", "torchvision", "numpy", "scipy", "pandas", "pyarrow", "safetensors"),
+    *("scikit-learn", "transformers", "open_clip_torch", "peft", "datasets", "pillow", "plotly"),
+    *("matplotlib", "umap-learn"),
+)
+_VARIABLES = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+    *("CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED", "HF_HUB_OFFLINE"),
+)
+"""What numbers or thread counts may depend on besides a run's inputs."""
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages that compute, write or add to DriftLens; nothing is imported."""
+    found = {package: version for package in _PACKAGES if (version := version_of(package))}
+    return {"python": platform.python_version(), **found, **dict(map(origin, installed()))}
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package, which is not imported; None where there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def new_manifest(name: str, spec_digest: str) -> Manifest:
+    """The manifest of a run that begins now on this machine."""
+    machine = {"system": platform.system(), "release": platform.release(), "machine": platform.machine()}
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "run"
+    return Manifest(
+        id=f"{slug}-{secrets.token_hex(4)}",
+        name=name,
+        created=utc_now(),
+        spec_digest=spec_digest,
+        versions=versions(),
+        platform={**machine, "processors": os.cpu_count() or 0},
+        environment={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    )
+
+
+def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
+    """Replace the run's manifest, whole or not at all; it ends with a digest of itself.
+
+    Raises:
+        RunError: the folder can't be written to, or the disk is full.
+    """
+    record = _as_record(manifest)
+    write_json_atomic(folder / MANIFEST, {**record, "digest": _digest(record)})
+
+
+def read_manifest(folder: pathlib.Path) -> Manifest:
+    """The manifest of the run in `folder`.
+
+    Raises:
+        RunError: there is none, or it is damaged.
+        SchemaTooNewError: a newer DriftLens wrote it.
+    """
+    path = folder / MANIFEST
+    record = _record(path)
+    refuse_newer(str(record.get("schema_version", "")), path)
+    try:
+        return _parsed(record)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _damaged(path, str(error)) from error
+
+
+def manifest_is_intact(folder: pathlib.Path) -> bool:
+    """Whether the manifest still has the digest it was written with.
+
+    Raises:
+        RunError: there is none, or it is no JSON.
+    """
+    record = _record(folder / MANIFEST)
+    return bool(record.pop("digest", None) == _digest(record))
+
+
+def ids_digest(ids: Sequence[str]) -> str:
+    """Digest of sample ids in their order, in hexadecimal."""
+    return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()
+
+
+def _as_record(manifest: Manifest) -> dict[str, Any]:
+    # Not `dataclasses.asdict`, which copies every sample id, and a run is written a hundred times.
+    record = dict(vars(manifest))
+    record["layers"] = [vars(layer) for layer in manifest.layers]
+    for name in _ENTRIES:
+        record[name] = {key: dict(vars(entry)) for key, entry in record[name].items()}
+    return record
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _record(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        record = from_json(plain_file(path).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunError(
+            f"{path.parent} is not a run: it has no {path.name}",
+            hint="Give the folder that `driftlens analyze --out` or `driftlens demo` wrote.",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from error
+    if not isinstance(record, dict):
+        raise _damaged(path, f"an object expected, got {type(record).__name__}")
+    return record
+
+
+def _parsed(record: Mapping[str, Any]) -> Manifest:
+    _require(record, Manifest, "")
+    json.dumps(
+        record, ensure_ascii=False
+    ).encode()  # half a character can be spelled in JSON, and never written
+    layers = [_entry(LayerInfo, item) for item in record.get("layers", ())]
+    entries: dict[str, Any] = {
+        name: {key: _entry(kind, item) for key, item in record.get(name, {}).items()}
+        for name, kind in _ENTRIES.items()
+    }
+    return _entry(Manifest, {**record, **entries, "layers": layers})
+
+
+_AS_JSON = {Any: None, Mapping: (dict,), Sequence: (list,), Literal: (str,), float: (int, float)}
+"""What a kind may be in JSON, if not itself; None is anything."""
+
+
+def _require(value: Any, kind: Any, place: str) -> None:
+    """Refuse what is of another kind than declared, down to the entries: readers rely on it.
+
+    Raises:
+        ValueError: the first that is.
+    """
+    base, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    fields = _kinds(kind) if dataclasses.is_dataclass(base) else {}
+    wanted = (dict,) if fields else _AS_JSON.get(base, inner or (base,))
+    if wanted is None:
+        return
+    if type(value) not in wanted or (base is Literal and value not in inner):  # exactly: True is no number
+        told = " or ".join(inner if base is Literal else (each.__name__ for each in wanted))
+        raise ValueError(f"{place} should be {told}, is {value!r:.80}")
+    if isinstance(value, list):
+        items = [(number, item, inner[0]) for number, item in enumerate(value)]
+    elif isinstance(value, dict):
+        items = [(name, item, fields.get(name, Any) if fields else inner[1]) for name, item in value.items()]
+    else:
+        return
+    for name, item, its in items:
+        if type(item) is not its:  # the many ids of samples are strings, and no more is to be asked
+            _require(item, its, f"{place}.{name}".removeprefix("."))
+
+
+@functools.cache
+def _kinds(record: Any) -> Mapping[str, Any]:
+    return typing.get_type_hints(record)
+
+
+def _entry(kind: type[T], item: Mapping[str, Any]) -> T:
+    known = [entry.name for entry in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: item[name] for name in known if name in item})
+
+
+def _damaged(path: pathlib.Path, reason: str) -> RunError:
+    return RunError(f"{path} is damaged: {reason}", hint="Restore it from a copy, or run the analysis again.")

@@ -1,0 +1,424 @@
+"""A saved run, opened read-only: tables as tidy frames, features memory-mapped, without torch."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import pathlib
+import zipfile
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from driftlens.base.diagnostic import Column
+from driftlens.base.errors import DataError, LayerNotFoundError, RunError, did_you_mean
+from driftlens.base.files import PathLike, from_json, plain_file
+from driftlens.base.variants import calibrated
+from driftlens.runs import layout, schema
+from driftlens.runs.manifest import Manifest, read_manifest
+from driftlens.runs.status import Status, read_status
+from driftlens.runs.tables import DAMAGED, empty, read_table, stored_table
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def remembered(work: Callable[Concatenate[DriftRun, P], T]) -> Callable[Concatenate[DriftRun, P], T]:
+    """The function, its answers kept with the run they are of, as an opened run doesn't change.
+
+    Its arguments must be hashable; nobody may modify its answers.
+    """
+
+    @functools.wraps(work)
+    def answer(run: DriftRun, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        key = (work, args, *kwargs.items())
+        if key not in run._answers:
+            run._answers[key] = work(run, *args, **kwargs)
+        found: T = run._answers[key]
+        return found
+
+    return answer
+
+
+def open_run(path: PathLike) -> DriftRun:
+    """The run in the directory `path`. Nothing but its manifest is read until it is asked for.
+
+    Raises:
+        RunError: there is no run, or its manifest is damaged.
+        SchemaTooNewError: a newer DriftLens wrote it.
+    """
+    return DriftRun.at(path)
+
+
+class _Units(dict[str, str]):
+    """Units by column, which nobody changes: pandas copies a frame's attributes deeply with every piece it takes."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+class DriftRun:
+    """One run directory, read-only. Tables are read once, when first asked for; frames are copies.
+
+    Attributes:
+        path: the run directory.
+        manifest: what the run says about itself, as of when it was opened.
+    """
+
+    def __init__(self, path: pathlib.Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._frames: dict[str, pd.DataFrame] = {}
+        self._places: dict[str, Mapping[Any, Any]] = {}
+        self._answers: dict[Hashable, Any] = {}
+
+    @classmethod
+    def at(cls, path: PathLike) -> Self:
+        """The run in a directory; errors as for `open_run`."""
+        folder = pathlib.Path(path)
+        return cls(folder, read_manifest(folder))
+
+    @property
+    def id(self) -> str:
+        """Short name of the run's own."""
+        return self.manifest.id
+
+    @property
+    def name(self) -> str:
+        """What the user called the run."""
+        return self.manifest.name
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Tasks, in the order of the run."""
+        return tuple(self.manifest.tasks)
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Variants, in the order in which they were added."""
+        return tuple(self.manifest.variants)
+
+    @property
+    def status(self) -> Status | None:
+        """Where the run stands now, or None when it does not say.
+
+        Raises:
+            RunError: status.json is damaged.
+        """
+        return read_status(self.path)
+
+    def layers(
+        self, task: str | None = None, variant: str | None = None, layer: int | str | None = None
+    ) -> pd.DataFrame:
+        """Rows of the layer table: drift at the boundary a layer writes, and the layer's own part in it.
+
+        Args:
+            task: only this task.
+            variant: only this variant.
+            layer: only this layer: its index (1 the stem), "final", or its module path.
+
+        Raises:
+            DataError: the run has no such task or variant; those it has are named.
+            LayerNotFoundError: it has no such layer; the nearest are named.
+            RunError: the table can't be read.
+        """
+        return self._rows(schema.LAYERS, task=task, variant=variant, layer=layer)
+
+    def samples(
+        self, task: str | None = None, variant: str | None = None, layer: int | str | None = None
+    ) -> pd.DataFrame:
+        """Rows of the sample table: one sample's drift at one layer. Arguments as for `layers`."""
+        return self._rows(schema.SAMPLES, task=task, variant=variant, layer=layer)
+
+    def outputs(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
+        """Rows of the output table: one sample's scores and decision. Arguments as for `layers`."""
+        return self._rows(schema.OUTPUTS, task=task, variant=variant)
+
+    def adjoint(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
+        """Rows of the adjoint table: what each layer adds to a sample's change of loss, margin or feature.
+
+        Empty unless the run was asked for it (`metrics.adjoint`). Arguments and errors as for `layers`.
+        """
+        return self._rows(schema.ADJOINT, task=task, variant=variant)
+
+    def group_contributions(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
+        """Rows of the table of module groups' shares in mismatch and final drift (`metrics.groups`), as `layers`."""
+        return self._rows(schema.GROUP_CONTRIBUTIONS, task=task, variant=variant)
+
+    def params(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
+        """Rows of the parameter table: task vectors compared. Arguments as for `layers`."""
+        return self._rows(schema.PARAMS, task=task, variant=variant)
+
+    def accuracy(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
+        """Rows of the accuracy table, scores with intervals. Arguments as for `layers`."""
+        return self._rows(schema.ACCURACY, task=task, variant=variant)
+
+    def scores(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
+        """Rows of the table of single results: one test sample's, by metric. Arguments as for `layers`."""
+        return self._rows(schema.SCORES, task=task, variant=variant)
+
+    def calibration(self, name: str | None = None) -> pd.DataFrame:
+        """Rows of the calibration log, one per calibrated site.
+
+        Raises:
+            DataError: the run has no calibration called `name`; those it has are named.
+            RunError: the table can't be read.
+        """
+        return self._rows(schema.CALIBRATION, name=name)
+
+    def sweeps(self) -> pd.DataFrame:
+        """Rows of the sweep table: one calibration per point and seed, one row per task. Errors as for `layers`."""
+        return self._rows(schema.SWEEPS)
+
+    def excess(self) -> pd.DataFrame:
+        """What fits on other features than the deployed ones lose, by layer and site. Errors as for `layers`."""
+        return self._rows(schema.EXCESS)
+
+    def resources(self) -> pd.DataFrame:
+        """Time, memory and energy by phase. Errors as for `layers`."""
+        return self._rows(schema.RESOURCES)
+
+    def value(self, column: str, *, task: str, variant: str = "merged", layer: int | str = "final") -> float:
+        """One number of the layer table; NaN where it was not measured.
+
+        Raises:
+            DataError: no such column, task or variant, or no such row.
+            LayerNotFoundError: no such layer.
+            RunError: the table can't be read.
+        """
+        numbers = [entry.name for entry in schema.LAYERS.columns if entry.dtype in ("int", "float")]
+        if column not in numbers:
+            raise DataError(
+                f"the layer table has no number called {column!r}", hint=did_you_mean(column, numbers)
+            )
+        rows = self.layers(task, variant, layer)
+        if rows.empty:
+            raise DataError(
+                f"the layer table has no row for task {task!r}, variant {variant!r}, layer {layer!r}",
+                hint="The expert has no rows, and `layers.select` in the spec decides which blocks have.",
+            )
+        return float(rows[column].astype("float64").iloc[0])
+
+    def features(self, task: str, variant: str, layer: int | str) -> NDArray[np.floating[Any]]:
+        """Features [n, d] of one task, variant ("expert" for the task's own) and layer, memory-mapped.
+
+        Rows are the samples of `sample_ids(task, "diagnosis")`; float16, or float32 where that overflows.
+
+        Raises:
+            DataError: no such task or variant, or its features of this layer are not stored.
+            LayerNotFoundError: no such layer.
+            RunError: the file is missing or damaged.
+        """
+        self._check("task", task)
+        self._check("variant", variant)
+        relative = layout.feature_file(task, variant, self.layer_index(layer))
+        path = self.path / relative
+        if not path.exists() and relative not in self.manifest.files:
+            raise DataError(
+                f"features of task {task!r}, variant {variant!r}, layer {layer!r} are not stored",
+                hint="Choose the layers to store with `layers.select` in the spec.",
+            )
+        try:
+            array: NDArray[np.floating[Any]] = np.load(plain_file(path), mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise RunError(f"{path} can't be read: {error}", hint=DAMAGED) from error
+        return array
+
+    def thumbs(self, task: str) -> NDArray[np.uint8] | None:
+        """Pictures [n, side, side, 3] of a task's first diagnosis samples, in their order; None where there are none.
+
+        Raises:
+            RunError: the file is damaged.
+        """
+        return self._pictures(layout.thumbs_file(task)).get("pictures")
+
+    def corruptions(self) -> dict[str, NDArray[np.uint8]]:
+        """One calibration picture [side, side, 3] by corruption, `none` first; empty until a sweep has varied it.
+
+        Raises:
+            RunError: the file is damaged.
+        """
+        return self._pictures(layout.CORRUPTIONS)
+
+    def _pictures(self, relative: str) -> dict[str, NDArray[np.uint8]]:
+        path = self.path / relative
+        if not path.is_file():
+            return {}
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                found: dict[str, NDArray[np.uint8]] = {name: stored[name] for name in stored.files}
+        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+            hint = "Remove the file: pictures are only shown."
+            raise RunError(f"{path} can't be read: {error}", hint=hint) from error
+        side = layout.THUMB_SIDE
+        if any(of.dtype != np.uint8 or of.shape[-3:] != (side, side, 3) for of in found.values()):
+            raise RunError(f"{path} holds no pictures of {side} x {side} pixels", hint="Remove the file.")
+        return found
+
+    def texts(self, task: str) -> dict[str, str]:
+        """What a task's first diagnosis samples ask, by sample id; empty where they are no texts.
+
+        Raises:
+            RunError: the file is damaged.
+        """
+        path = self.path / layout.texts_file(task)
+        if not path.is_file():
+            return {}
+        try:
+            found = from_json(path.read_text(encoding="utf-8"))
+            return {str(name): str(text) for name, text in found.items()}
+        except (OSError, ValueError, AttributeError) as error:
+            raise RunError(
+                f"{path} can't be read: {error}", hint="Remove the file: texts are only shown."
+            ) from error
+
+    def sample_ids(self, task: str, split: str = "diagnosis") -> tuple[str, ...]:
+        """Ids of a task's samples in a split (calibration, diagnosis or test), in the order of the rows.
+
+        Raises:
+            DataError: no such task, or no samples of this split are recorded for it.
+        """
+        self._check("task", task)
+        splits = [name for name, tasks in self.manifest.sample_ids.items() if task in tasks]
+        if split not in splits:
+            recorded = ", ".join(splits) or "none"
+            raise DataError(
+                f"no {split!r} samples of task {task!r} are recorded; recorded splits: {recorded}"
+            )
+        return tuple(self.manifest.sample_ids[split][task])
+
+    def layer_index(self, layer: int | str) -> int:
+        """Index of the layer that `layer` names: an index, "final" for the last one, or a module path.
+
+        Raises:
+            LayerNotFoundError: there is no such layer; the nearest are named.
+        """
+        indices = {entry.path: entry.index for entry in self.manifest.layers}
+        last = max(indices.values(), default=0)
+        if layer == "final" and last:
+            return last
+        if isinstance(layer, str) and layer in indices:
+            return indices[layer]
+        if not isinstance(layer, str) and 1 <= layer <= last:
+            return int(layer)
+        near = difflib.get_close_matches(str(layer), indices, n=3, cutoff=0.0)
+        raise LayerNotFoundError(
+            f"the run has no layer {layer!r}; it has 1 (stem) to {last} (head)",
+            hint=f"Nearest module paths: {', '.join(near)}." if near else "It lists no layers yet.",
+        )
+
+    def layer_name(self, layer: int) -> str:
+        """What words call a layer: `block 5 (layer 7 of 8)`, with its path where it is no numbered block."""
+        paths = {entry.index: entry.path for entry in self.manifest.layers}
+        blocks = [entry.path for entry in self.manifest.layers if entry.role == "block"]
+        path = paths.get(layer, "")
+        if path in blocks and path.rpartition(".")[2] == str(blocks.index(path)):
+            path = f"block {blocks.index(path)}"
+        return f"{path} (layer {layer} of {len(paths)})"
+
+    def frame(self, table: str) -> pd.DataFrame:
+        """A whole table by its name, for plotting: tasks, variants and paths of layers are ordered categories.
+
+        Their order is the run's. `attrs["units"]` has every column's unit, as in all frames of a run.
+
+        Raises:
+            DataError: `driftlens.runs.schema.TABLES` has no such table.
+            RunError: the table can't be read.
+        """
+        if table not in schema.TABLES:
+            raise DataError(f"a run has no table {table!r}", hint=did_you_mean(table, schema.TABLES))
+        rows = self._rows(schema.TABLES[table])
+        paths = [entry.path for entry in sorted(self.manifest.layers, key=lambda entry: entry.index)]
+        ranks = {"task": self.tasks, "variant": ("base", "expert", *self.variants), "path": paths}
+        for name in rows.columns.intersection([*ranks]):
+            order = dict.fromkeys([*ranks[name], *rows[name].dropna()])
+            rows[name] = pd.Categorical(rows[name], [*order], ordered=True)
+        return rows
+
+    def to_xarray(self, table: str = "layers") -> Any:
+        """A whole table as an `xarray.Dataset`: its key as dimensions, what was not measured NaN, units as attributes.
+
+        Tables of samples have a place for every task and sample. Needs the package xarray; errors as for `frame`.
+        """
+        try:
+            import xarray  # noqa: F401 - pandas needs it
+        except ImportError as error:
+            raise DataError("to_xarray needs the package xarray", hint="pip install xarray") from error
+        rows = self.frame(table)
+        for name in rows.select_dtypes(["Int64", "boolean"]):
+            rows[name] = rows[name].astype("float64")
+        found = rows.set_index([*schema.TABLES[table].key]).to_xarray()
+        words = [name for name, at in found.indexes.items() if not pd.api.types.is_numeric_dtype(at.dtype)]
+        found = found.assign_coords({name: np.asarray(found[name]).astype(str) for name in words})
+        for column in self.columns(table):
+            found[column.name].attrs = {"units": column.unit, "long_name": column.meaning}
+        return found
+
+    def __repr__(self) -> str:
+        return f"DriftRun({str(self.path)!r}, tasks={list(self.tasks)}, variants={list(self.variants)})"
+
+    def columns(self, table: str) -> tuple[Column, ...]:
+        """What the columns of a table are: those of the schema, then what diagnostics added to this run's file.
+
+        Args:
+            table: name in `driftlens.runs.schema.TABLES`.
+
+        Raises:
+            RunError: the table can't be read.
+        """
+        return stored_table(self.path / layout.table_file(table), schema.TABLES[table]).columns
+
+    def _rows(self, table: schema.Table, **wanted: Any) -> pd.DataFrame:
+        frame = self._frame(table)
+        wanted = {column: value for column, value in wanted.items() if value is not None}
+        places = np.arange(len(frame))
+        if {"task", "variant"} <= set(wanted) and len(frame):
+            both = wanted.pop("task"), wanted.pop("variant")
+            for column, value in zip(("task", "variant"), both, strict=True):
+                self._check(column, value)
+            # Comparing text in every row, for every task and variant anew, would take most of a report's time.
+            if table.name not in self._places:
+                self._places[table.name] = frame.groupby(["task", "variant"], sort=False).indices
+            places = self._places[table.name].get(both, places[:0])
+        for column, value in wanted.items():
+            if column == "layer":
+                value = self.layer_index(value)
+            elif column == "name":
+                self._check("calibration", value, [*self.manifest.calibrations, *frame["name"]])
+            else:
+                self._check(column, value)
+            places = places[(frame[column].take(places) == value).to_numpy(dtype=bool)]
+        return (frame.take(places) if len(places) < len(frame) else frame).reset_index(drop=True)
+
+    def _frame(self, table: schema.Table) -> pd.DataFrame:
+        if table.name not in self._frames:
+            relative = layout.table_file(table.name)
+            # A table that was written is listed; one that is neither listed nor there was never computed.
+            is_absent = relative not in self.manifest.files and not (self.path / relative).exists()
+            rows = empty(table) if is_absent else read_table(self.path / relative, table)
+            rows = self._finished_rows(rows)
+            rows.attrs["units"] = _Units({column.name: column.unit for column in self.columns(table.name)})
+            self._frames[table.name] = rows
+        return self._frames[table.name]
+
+    def _finished_rows(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """The rows without those of variants that are still being written or removed."""
+        hidden = list(self.manifest.unfinished)
+        if not hidden:
+            return rows
+        if "variant" in rows:
+            rows = rows[~rows["variant"].isin(hidden)]
+        elif {"name", "site"} <= set(rows):
+            rows = rows[~rows["name"].map(calibrated).isin(hidden)]
+        return rows.reset_index(drop=True)
+
+    def _check(self, kind: str, name: str, known: Iterable[str] | None = None) -> None:
+        if known is None:
+            known = self.tasks if kind == "task" else (*self.variants, "expert")
+        names = list(dict.fromkeys(known))
+        if name not in names:
+            there = ", ".join(names) or "none"
+            raise DataError(f"the run has no {kind} {name!r}; it has {there}", hint=did_you_mean(name, names))

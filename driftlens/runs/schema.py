@@ -1,0 +1,506 @@
+"""What the tables of a run hold: every column's type, unit, range and meaning, declared once.
+
+The declarations need neither pandas nor torch; `tables.py` turns them into frames and Parquet files. Within
+one major version of the schema, columns and tables are only ever added.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from driftlens.base.diagnostic import ANY, Range, Worse
+from driftlens.base.diagnostic import Column as Column
+from driftlens.base.errors import RunError, SchemaTooNewError
+from driftlens.base.metrics import METRICS
+
+SCHEMA_VERSION = "1.8"
+
+NOT_NEGATIVE: Range = (0.0, None)
+SHARE: Range = (0.0, 1.0)
+COSINE: Range = (-1.0, 1.0)
+
+ANALYZE, EXPLAIN = "driftlens analyze RUN/spec.yaml --out NEW", "driftlens explain RUN"
+"""The commands that measure again, and that trace the drift of a measured run back to layers."""
+ATTRIBUTED = ("jacobian", "contributions", "prefix")
+"""Options that belong to the attribution and are on unless a spec says otherwise: `EXPLAIN` measures their columns."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: `key` columns come first, are never null and name a row; every other column may be null.
+
+    `command` is what fills it in a run that lacks it.
+    """
+
+    name: str
+    key: tuple[str, ...]
+    columns: tuple[Column, ...]
+    command: str = ANALYZE
+
+    def __post_init__(self) -> None:
+        names = self.names
+        assert names[: len(self.key)] == self.key and len(set(names)) == len(names), names
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Column names in the order of the file."""
+        return tuple(column.name for column in self.columns)
+
+    def column(self, name: str) -> Column:
+        """The column called `name`.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for column in self.columns:
+            if column.name == name:
+                return column
+        raise KeyError(name)
+
+    def only(self, *names: str) -> tuple[Column, ...]:
+        """The columns of these names.
+
+        Raises:
+            KeyError: there is none of one name.
+        """
+        return tuple(self.column(name) for name in names)
+
+    def filled_by(self, names: Iterable[str], *, is_explained: bool = False) -> str:
+        """The command that fills columns of these names in a run that lacks them; others are what a diagnostic added.
+
+        Args:
+            names: of the columns.
+            is_explained: whether the drift was traced back to layers already: then it is not done again in place.
+        """
+        wanted = set(names)
+        options = dict.fromkeys(
+            entry.option for entry in self.columns if entry.name in wanted and entry.option
+        )
+        asked = [name for name in options if is_explained or name not in ATTRIBUTED]
+        if options and not asked:
+            return EXPLAIN
+        return self.command + "".join(f" --set metrics.{name}=true" for name in asked)
+
+    def extended(self, columns: Iterable[Column]) -> Table:
+        """The table with those of `columns` behind it that it does not have."""
+        new = {column.name: column for column in columns if column.name not in self.names}
+        return replace(self, columns=(*self.columns, *new.values())) if new else self
+
+
+def _text(name: str, meaning: str) -> Column:
+    return Column(name, "str", "", meaning)
+
+
+def _count(name: str, unit: str, meaning: str) -> Column:
+    return Column(name, "int", unit, meaning, None, NOT_NEGATIVE)
+
+
+def _pure(name: str, meaning: str, worse: Worse = None, limits: Range = NOT_NEGATIVE) -> Column:
+    return Column(name, "float", "1", meaning, worse, limits)
+
+
+def _length(name: str, meaning: str) -> Column:
+    return Column(name, "float", "feature", meaning, "higher", NOT_NEGATIVE)
+
+
+def _score(name: str, meaning: str, worse: Worse = "higher", unit: str = "score") -> Column:
+    return Column(name, "float", unit, meaning, worse, NOT_NEGATIVE)
+
+
+def _gain(name: str, meaning: str) -> Column:
+    return _score(name, meaning, unit="score/feature")
+
+
+def _asked(option: str, *columns: Column) -> tuple[Column, ...]:
+    return tuple(replace(column, option=option) for column in columns)
+
+
+def _shared(name: str, meaning: str, option: str) -> Column:
+    return Column(name, "float", "1", meaning, option=option)
+
+
+def _ends(share: str, option: str = "", over: str = "jacobian_samples") -> tuple[Column, ...]:
+    what = f"end of the 95 % interval of {share} over the {over}, which were drawn again (bootstrap)."
+    ends = (("low", "Lower"), ("high", "Upper"))
+    return tuple(_shared(f"{share}_{end}", f"{words} {what}", option) for end, words in ends)
+
+
+def _drift_family() -> tuple[Column, ...]:
+    statistics = {
+        "mean": "Mean",
+        "std": "Standard deviation (divided by n; intervals divide by n - 1)",
+        "median": "Median",
+        "q10": "10 % quantile",
+        "q25": "25 % quantile",
+        "q75": "75 % quantile",
+        "q90": "90 % quantile",
+    }
+    what = "over samples of the norm of the drift (feature minus expert feature) leaving the layer."
+    return tuple(_length(f"drift_l2_{short}", f"{words} {what}") for short, words in statistics.items())
+
+
+TASK = _text("task", "Task: a data set and its expert.")
+VARIANT = _text(
+    "variant", "Network the row is about: base, expert, merged, calibrated:NAME or baseline:NAME."
+)
+LAYER = Column(
+    "layer", "int", "", "Layer in forward order: 1 the stem, the last one the head.", None, (1.0, None)
+)
+SAMPLE_ID = _text("sample_id", "The sample, as its data source names it.")
+METRIC = _text("metric", "What was scored, for example accuracy.")
+LABEL = _text("label", "Class that the data source gives the sample.")
+
+LAYERS = Table(
+    "layers",
+    ("task", "variant", "layer"),
+    (
+        TASK,
+        VARIANT,
+        LAYER,
+        _text("role", "stem, block or head."),
+        _text(
+            "stream",
+            "Which features leave the layer: encoder for the encoder of an encoder-decoder, hidden for all others.",
+        ),
+        _text("path", "Module path in the library's own names."),
+        _count("n", "samples", "Samples behind the row."),
+        _text("reference", "Whose features the local mismatch is taken on: expert or merged."),
+        *_drift_family(),
+        _pure("drift_rel", "Drift norm against the expert's feature norm.", "higher"),
+        _pure(
+            "drift_vs_base",
+            "Drift norm against the distance from base to expert; 1: as far as the base.",
+            "higher",
+        ),
+        _pure("cos_mean", "Mean cosine to the expert's feature.", "lower", COSINE),
+        _pure("cos_std", "Standard deviation of that cosine (divided by n).", "higher"),
+        _length("mismatch_l2_mean", "Mean norm of the layer's local mismatch m."),
+        _length("propagation_l2_mean", "Mean norm of p, the drift that the layer passes on."),
+        _pure("cross_term", "2 <m, p> / |e|^2: positive where mismatch and propagation add up.", None, ANY),
+        _length("residual_l2_mean", "Mean norm of p minus the incoming drift; residual layers only."),
+        _pure("amplification", "Norm of p against that of the incoming drift.", "higher"),
+        *_ends("amplification", over="n samples"),
+        _pure("gain_excess_mean", "Mean of gamma, the amplification minus 1.", "higher", (-1.0, None)),
+        _pure(
+            "mismatch_ratio_mean", "Mean of eta, the norm of m against that of the incoming drift.", "higher"
+        ),
+        _pure("growth_holds", "Share of samples whose gamma exceeds eta.", "higher", SHARE),
+        _shared(
+            "final_share", "Signed share of the final drift that this layer's m ends up as.", "contributions"
+        ),
+        _shared(
+            "prefix_share", "Signed share of the final drift by swapping prefixes; they sum to 1.", "prefix"
+        ),
+        *_ends("final_share", "contributions"),
+        *_ends("prefix_share", "prefix"),
+        _shared(
+            "remainder_share",
+            "Share of the final drift in no layer's final_share; head row only.",
+            "contributions",
+        ),
+        _pure(
+            "closure_error", "|e - e_library| / |e| against ordinary forward passes of the models.", "higher"
+        ),
+        *_asked(
+            "jacobian",
+            _pure("jacobian_error", "|p - A e| / |p|, A being the path-averaged Jacobian.", "higher"),
+            _count("nodes", "nodes", "Quadrature nodes behind A."),
+            _count("jacobian_samples", "samples", "Samples behind the columns that need A."),
+        ),
+        *_asked(
+            "jacobian.spectral",
+            _pure("spectral_norm_mean", "Mean spectral norm of A.", "higher"),
+            _pure("spectral_residual_max", "Largest residual of the power iterations for it.", "higher"),
+        ),
+        *_asked(
+            "jacobian", _pure("random_gain_mean", "Mean gain of A on random directions, for comparison.")
+        ),
+        *_asked(
+            "cka", _pure("cka", "Linear CKA with the expert's features, debiased.", "lower", (None, 1.0))
+        ),
+    ),
+)
+
+SAMPLES = Table(
+    "samples",
+    ("task", "variant", "layer", "sample_id"),
+    (
+        TASK,
+        VARIANT,
+        LAYER,
+        SAMPLE_ID,
+        LABEL,
+        _length("drift_l2", "Norm of the drift leaving the layer."),
+        _pure("cos", "Cosine to the expert's feature.", "lower", COSINE),
+        _length("mismatch_l2", "Norm of the local mismatch."),
+        _length("propagation_l2", "Norm of the drift that the layer passes on."),
+        _pure("amplification", "Norm of the propagation against that of the incoming drift.", "higher"),
+        _shared("final_share", "Signed share of the sample's final drift.", "contributions"),
+    ),
+)
+
+OUTPUTS = Table(
+    "outputs",
+    ("task", "variant", "sample_id"),
+    (
+        TASK,
+        VARIANT,
+        SAMPLE_ID,
+        LABEL,
+        _text("expert_pred", "Class that the expert predicts."),
+        _text("pred", "Class that the variant predicts."),
+        Column("flipped", "bool", "", "Whether the two differ.", "higher"),
+        _score("score_drift_l2", "Euclidean norm of the score drift."),
+        _score("score_drift_inf", "Largest change of one score."),
+        _gain("score_gain_secant", "Norm of the score drift against that of the final drift."),
+        _gain("score_gain", "Largest gain along the drift at sampled points between expert and variant."),
+        _gain("score_gain_spectral", "Largest gain in any direction at those points, by power iteration."),
+        _gain("score_gain_certified", "Gain that no point between expert and variant exceeds (closed form)."),
+        _score(
+            "score_bound",
+            "Certified gain times final drift, plus the mismatch of score maps: bounds the norm of the score drift.",
+        ),
+        _score("score_map_mismatch", "Norm of what differing heads alone do to the scores."),
+        _score("margin", "Expert's best score minus its second best.", "lower"),
+        Column("certified", "bool", "", "Whether the drift is too small to flip the prediction.", "lower"),
+        _score("ce", "Cross-entropy of the variant.", unit="nat"),
+        _score("ce_expert", "Cross-entropy of the expert.", unit="nat"),
+        _pure("confidence", "Largest class probability of the variant.", None, SHARE),
+        _pure("confidence_expert", "Largest class probability of the expert.", None, SHARE),
+        _score("kl", "Divergence of the variant's class probabilities from the expert's.", unit="nat"),
+        _score("token_kl", "Divergence of the next token over the whole vocabulary.", unit="nat"),
+        Column("token_flipped", "bool", "", "Whether the likeliest next token of all differs.", "higher"),
+        Column("token_certified", "bool", "", "Whether the drift is too small to change it.", "lower"),
+        _pure("softmax_integral_error", "Self-check: error of the softmax integral identity.", "higher"),
+        _score("ce_integral_error", "Self-check: error of the cross-entropy identity.", unit="nat"),
+    ),
+)
+
+ADJOINT = Table(
+    "adjoint",
+    ("task", "variant", "target", "layer", "sample_id"),
+    (
+        TASK,
+        VARIANT,
+        _text("target", "What is explained: final_drift (share), loss (nat) or margin (score)."),
+        LAYER,
+        SAMPLE_ID,
+        *_asked(
+            "adjoint",
+            Column("part", "float", "of the target", "What the layer's local mismatch adds to the change."),
+            Column("change", "float", "of the target", "Change of the target from expert to variant."),
+            Column("remainder", "float", "of the target", "Change no layer accounts for (head row only)."),
+        ),
+    ),
+)
+
+GROUP_CONTRIBUTIONS = Table(
+    "group_contributions",
+    ("task", "variant", "layer", "group"),
+    (
+        TASK,
+        VARIANT,
+        LAYER,
+        _text("group", "Modules of the layer by the part they play: q, k, v, o, gate, up, down, norms, ..."),
+        *_asked(
+            "groups",
+            _pure("mismatch_share", "Signed share of the layer's m; they sum to 1 over groups.", None, ANY),
+            _pure("final_share", "Signed share of the final drift; they sum to the layer's.", None, ANY),
+            _pure("split_error", "|sum over groups - m| / |m| of the layer.", "higher"),
+        ),
+    ),
+)
+
+PARAMS = Table(
+    "params",
+    # A stem of one module shares its path with that module, so the scope is part of the key.
+    ("variant", "task", "scope", "path"),
+    (
+        VARIANT,
+        TASK,
+        _text("scope", "module, layer, group of modules by the part they play, or backbone."),
+        _text("path", "Path of the module or layer; name of the group; empty for the backbone."),
+        _pure("cos", "Cosine of the variant's task vector to the expert's.", "lower", COSINE),
+        _pure("norm_ratio", "Norm of the variant's task vector against the expert's."),
+        _pure("sign_agreement", "Share of entries whose signs agree.", "lower", SHARE),
+    ),
+)
+
+ACCURACY = Table(
+    "accuracy",
+    ("task", "variant", "metric"),
+    (
+        TASK,
+        VARIANT,
+        METRIC,
+        _pure("value", "The score; range and direction are the metric's.", None, ANY),
+        _count("n", "samples", "Test samples."),
+        _pure(
+            "ci_low", "Lower end of the 95 % interval: Wilson's of shares, else by drawing again.", None, ANY
+        ),
+        _pure("ci_high", "Upper end of that interval.", None, ANY),
+        Column("seed", "int", "", "Seed that drew the test samples."),
+    ),
+    "driftlens evaluate RUN",
+)
+
+SCORES = Table(
+    "scores",
+    ("task", "variant", "metric", "sample_id"),
+    (
+        TASK,
+        VARIANT,
+        METRIC,
+        SAMPLE_ID,
+        _pure(
+            "value",
+            "Of shares, accuracy among them since schema 1.5, 1 where the answer is right; of spearman the number, of "
+            "perplexity nats.",
+            None,
+            ANY,
+        ),
+        _pure(
+            "reference", "Of spearman the number wanted, of perplexity the tokens of the target.", None, ANY
+        ),
+        _text("answer", "What the variant generated or chose."),
+        _text("target", "What was wanted."),
+    ),
+    "driftlens evaluate RUN",
+)
+
+CALIBRATION = Table(
+    "calibration",
+    ("name", "layer", "site"),
+    (
+        _text("name", "Calibration; the variant is calibrated:NAME."),
+        LAYER,
+        _text("site", "Calibrated module, in the library's own names."),
+        _text("kind", "Kind of the solve."),
+        _pure("lam", "Ridge, relative to a Gram matrix of norm 1."),
+        _pure("objective_before", "Objective at the merged parameters.", "higher"),
+        _pure("objective_after", "Objective at the calibrated parameters.", "higher"),
+        _pure("weight_change", "|dW|_F / |W|_F."),
+        _pure("condition_estimate", "Estimated condition of the system solved.", "higher", (1.0, None)),
+        Column("seconds", "float", "s", "Time spent on the site.", None, NOT_NEGATIVE),
+        _pure("smallest_eigenvalue", "Estimated smallest eigenvalue of the system solved.", "lower"),
+        _pure("task_weight_sum", "Sum over tasks of the weights of their Gram matrices."),
+        _pure(
+            "task_weight_share", "Share of a bias that the tasks decide; the anchor the rest.", None, SHARE
+        ),
+        _pure("upstream_ridge", "Ridge of the repair of what earlier modules left."),
+        _pure("upstream_share", "Share of that repair which held-out samples bear.", None, SHARE),
+        _pure(
+            "stationarity_error",
+            "|W S v - R v| / (|W S v| + |R v|) of the solved equations W S = R, v one random direction.",
+            "higher",
+        ),
+    ),
+    "driftlens calibrate RUN --name NAME",
+)
+
+SWEEPS = Table(
+    "sweeps",
+    ("sweep", "point", "seed", "task"),
+    (
+        _text(
+            "sweep",
+            "What was varied: settings or n (samples per task), joined by `+`, `ablation`, or `control` (a "
+            "calibration at rho 1); of another method than FeatCal, or of some layers, with these and `:` in front.",
+        ),
+        Column("point", "int", "", "Place of the settings in the sweep, from 0.", None, (0.0, None)),
+        Column("seed", "int", "", "Seed that drew the calibration samples."),
+        TASK,
+        _pure("lam", "Ridge, relative to a Gram matrix of norm 1."),
+        _pure("rho", "How far the anchor goes from base to merged; beyond 1 it extrapolates.", None, ANY),
+        _pure("alpha", "Share of the expert's features in the target.", None, SHARE),
+        _count("n", "samples", "Calibration samples per task."),
+        _length("drift_l2_mean", "Mean norm of the final drift on the diagnosis samples."),
+        _pure("drift_rel", "Final drift norm against the expert's feature norm.", "higher"),
+        _pure("cos_mean", "Mean cosine of the final feature to the expert's.", "lower", COSINE),
+        *(_pure(metric.name, metric.described, metric.worse, metric.range) for metric in METRICS.values()),
+        _count("n_test", "samples", "Test samples behind the scores."),
+        Column("seconds", "float", "s", "Time the point's calibration took.", None, NOT_NEGATIVE),
+        _text("method", "The calibrator."),
+        _text("settings", "All its settings, as JSON."),
+        _text(
+            "corruption",
+            "Of the calibration pictures, with its severity, drawn from `seed`; `none` without one.",
+        ),
+        _score("kl", "Divergence of class probabilities from the expert's, diagnosis samples.", unit="nat"),
+    ),
+    "driftlens sweep RUN --param alpha=0,0.1,0.3,1",
+)
+
+EXCESS = Table(
+    "excess",
+    ("inputs", "layer", "site"),
+    (
+        _text(
+            "inputs", "Whose features FeatCal was fitted on: those of the merged model, or of each expert."
+        ),
+        Column("layer", "int", "", "Index of the layer; 1 is the stem."),
+        _text("site", "The linear module, by its name in the layer."),
+        _pure(
+            "excess",
+            "What that fit loses in the objective on deployed features against the fit made on these.",
+        ),
+        _pure("gain", "What the fit on deployed features gains in it over the merged weights."),
+        _count("n", "samples", "Calibration samples per task."),
+        Column("seed", "int", "", "Seed that drew the calibration samples."),
+    ),
+    "driftlens reproduce SPEC --protocol source",
+)
+
+RESOURCES = Table(
+    "resources",
+    ("phase",),
+    (
+        _text("phase", "Phase of the work."),
+        Column("seconds", "float", "s", "Wall-clock time.", None, NOT_NEGATIVE),
+        _count("peak_rss_bytes", "B", "Largest resident memory of the process, up to the end of the phase."),
+        _count("peak_gpu_bytes", "B", "Largest accelerator memory allocated during the phase."),
+        Column("energy_wh", "float", "Wh", "Energy used, where it can be read.", None, NOT_NEGATIVE),
+    ),
+)
+
+TABLES = {
+    table.name: table
+    for table in (
+        *(LAYERS, SAMPLES, OUTPUTS, ADJOINT, GROUP_CONTRIBUTIONS, PARAMS),
+        *(ACCURACY, SCORES, CALIBRATION, SWEEPS, EXCESS, RESOURCES),
+    )
+}
+
+
+def refuse_newer(version: str, path: pathlib.Path, *, minor: bool = False) -> None:
+    """Raise unless a file of schema `version` can be read.
+
+    Args:
+        version: "major.minor", as the file states it.
+        path: the file, for messages.
+        minor: whether a newer minor version is refused too, as it must be before writing: what this DriftLens
+            does not know it can't keep.
+
+    Raises:
+        SchemaTooNewError: the version is newer.
+        RunError: the version is no version.
+    """
+    ours = _parsed(SCHEMA_VERSION)
+    try:
+        theirs = _parsed(version)
+    except ValueError:
+        raise RunError(
+            f"{path} states the schema version {version!r}; expected one like {SCHEMA_VERSION!r}"
+        ) from None
+    if theirs[0] > ours[0] or (minor and theirs > ours):
+        raise SchemaTooNewError(
+            f"{path} has schema {version}; this DriftLens knows {SCHEMA_VERSION}",
+            hint="Install a newer DriftLens: pip install --upgrade driftlens",
+        )
+
+
+def _parsed(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)

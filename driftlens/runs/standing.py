@@ -1,0 +1,115 @@
+"""Where a run stands, from its manifest, its status and its lock: done, at work, ended early, and how to go on."""
+
+from __future__ import annotations
+
+import pathlib
+import shlex
+
+from driftlens.base.errors import RunError
+from driftlens.base.variants import calibration_of
+from driftlens.runs.contents import LATER, is_phase_of
+from driftlens.runs.layout import STATUS
+from driftlens.runs.lock import living_owner_of
+from driftlens.runs.manifest import Manifest
+from driftlens.runs.run import DriftRun
+from driftlens.runs.status import Status
+
+_EXPLAIN = ":explain:"
+"""In the names of phases that attribute the drift, behind `calibrate:NAME` or at the beginning."""
+
+
+def current_state(run: DriftRun) -> str:
+    """The state of the run itself: "done" once its analysis is, however a calibration or sweep of it ended.
+
+    While somebody works on it the state is "running". What became of the last work is `last_work`.
+    """
+    state, _ = last_work(run)
+    ended_early = state in ("cancelled", "failed", "stopped", "unknown")
+    return "done" if ended_early and is_analyzed(run.manifest) else state
+
+
+def last_work(run: DriftRun) -> tuple[str, str]:
+    """The state of the run's status, and what is wrong with its status.json and what to do; empty where nothing is.
+
+    The state is "stopped" when it is unfinished and the process behind it is gone, "unknown" where nobody is at work
+    and the run does not say. The damage is told without the folder's path: a report tells it to others.
+    """
+    return _standing(run)[1:]
+
+
+def left_undone(run: DriftRun) -> tuple[str, ...]:
+    """What became of work on a finished run that ended early, and how to go on, in sentences; while it lasts, none.
+
+    Where its status.json is damaged, that takes the place of what became of the work; where it was removed, no work
+    is said to have ended early.
+    """
+    status, state, damage = _standing(run)
+    if damage:
+        return (damage,)
+    if state in ("running", "cancelling") or not is_analyzed(run.manifest):
+        return ()
+    begun = [name for name in map(calibration_of, run.manifest.unfinished) if name is not None]
+    if begun or state in ("done", "unknown"):
+        ends = {name: _end_of(run.manifest, name) for name in begun}
+        return tuple(f"{end}; {how_to_resume(run.path, name, run.manifest)}" for name, end in ends.items())
+    failure = status.error if status is not None else None
+    reason = f": {failure.message}" if failure is not None and failure.message != state else ""
+    is_open = not is_live(run.manifest) and any(
+        _EXPLAIN in f":{name}" and at.state != "done" for name, at in run.manifest.phases.items()
+    )
+    more = f"; {how_to_explain(run.path)}" if is_open else ""
+    return (f"the last work on it ended early ({state}{reason}); what the run held before stands{more}",)
+
+
+def is_analyzed(manifest: Manifest) -> bool:
+    """Whether the run was finished once, and nothing of its own analysis has been begun again since.
+
+    The attribution, which may be left out or done later, does not count.
+    """
+    own = [phase for name, phase in manifest.phases.items() if not name.startswith((*LATER, "explain:"))]
+    return bool(manifest.finished) and all(phase.state == "done" for phase in own)
+
+
+def unanalyzed(manifest: Manifest) -> list[str]:
+    """The phases in which a task is analyzed that are still to be done; until then nothing can be added to the run."""
+    phases = [f"analyze:{task}" for task in manifest.tasks]
+    return [name for name in phases if name not in manifest.phases or manifest.phases[name].state != "done"]
+
+
+def how_to_resume(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
+    """What to do about a calibration that was begun and not finished."""
+    if is_live(manifest):
+        return f"`run.calibrate(..., name={name!r}, resume=True)` with the same modules and settings goes on"
+    command = f"driftlens calibrate {shlex.quote(str(folder))} --name {shlex.quote(name)}"
+    return f"`{command} --resume` with the same settings goes on, without --resume it begins afresh"
+
+
+def is_live(manifest: Manifest) -> bool:
+    """Whether the run was made from live modules, so that no command can open its models again."""
+    return bool(manifest.architecture.get("loader") == "live")
+
+
+def how_to_explain(folder: pathlib.Path) -> str:
+    """What to do about variants whose drift is measured and not attributed."""
+    return f"`driftlens explain {shlex.quote(str(folder))}` adds the attribution that is missing"
+
+
+def _standing(run: DriftRun) -> tuple[Status | None, str, str]:
+    """The run's status, None where it can't be read or is not there; the state and the damage of `last_work`."""
+    status, damage = None, ""
+    try:
+        status = run.status
+    except RunError as error:
+        damage = f"{error.message.replace(str(run.path / STATUS), STATUS)}. {error.hint}"
+    if status is not None and status.state not in ("running", "cancelling"):
+        return status, status.state, damage
+    is_alive = living_owner_of(run.path) is not None
+    if status is None:
+        return None, "running" if is_alive else "unknown", damage
+    return status, status.state if is_alive else "stopped", damage
+
+
+def _end_of(manifest: Manifest, name: str) -> str:
+    ends = {"cancelled": "was cancelled", "failed": "failed"}
+    states = [phase.state for key, phase in manifest.phases.items() if is_phase_of(name, key)]
+    return f"calibration {name!r} {next((ends[s] for s in states if s in ends), 'was interrupted')}"

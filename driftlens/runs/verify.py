@@ -1,0 +1,112 @@
+"""Which files a run consists of, what its manifest says of each, and whether they are those that were written."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from driftlens.base.errors import RunError
+from driftlens.base.files import sha256_of
+from driftlens.runs.layout import MANIFEST, VOLATILE
+from driftlens.runs.manifest import FileInfo, Manifest, manifest_is_intact, read_manifest
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """What comparing a run's files with its manifest showed; paths are relative to the run.
+
+    Attributes:
+        checked: files whose digest was compared.
+        missing: files that the manifest lists and that are not there.
+        changed: files whose bytes are not those that were written.
+        unlisted: files that the manifest does not list: of another program, or of an unfinished job.
+    """
+
+    checked: int
+    missing: tuple[str, ...]
+    changed: tuple[str, ...]
+    unlisted: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every listed file is there, unchanged."""
+        return not self.missing and not self.changed
+
+
+def verify(path: str | pathlib.Path) -> VerifyResult:
+    """Rehash a run's files and compare them with its manifest; status, events, lock and logs are left out.
+
+    Raises:
+        RunError: there is no manifest, or it can't be read.
+        SchemaTooNewError: a newer DriftLens wrote the run.
+    """
+    folder = pathlib.Path(path)
+    manifest = read_manifest(folder)
+    # A writer that died while replacing a file leaves the old one or the new one, both whole.
+    listed = settled(folder, manifest).files
+    there = set(run_files(folder))
+    present = sorted(there.intersection(listed))
+    changed = [name for name in present if not is_as_described(folder / name, listed[name])]
+    if not manifest_is_intact(folder):
+        changed.append(MANIFEST)
+    return VerifyResult(
+        checked=len(present) + 1,
+        missing=tuple(sorted(set(listed) - there)),
+        changed=tuple(changed),
+        unlisted=tuple(sorted(there - set(listed))),
+    )
+
+
+def run_files(folder: pathlib.Path) -> Iterator[str]:
+    """Paths, relative to the run and with forward slashes, of all files that a manifest lists."""
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        if relative.parts[0] not in VOLATILE and path.is_file():
+            yield relative.as_posix()
+
+
+def describe_file(path: pathlib.Path) -> FileInfo:
+    """Digest, size and, of a table or an array, the number of rows of a file just written."""
+    return FileInfo(sha256_of(path), path.stat().st_size, _rows(path))
+
+
+def is_as_described(path: pathlib.Path, described: FileInfo) -> bool:
+    """Whether a file that is there has the size and digest that a manifest gives it.
+
+    Raises:
+        RunError: it can't be read.
+    """
+    try:
+        return path.stat().st_size == described.bytes and sha256_of(path) == described.sha256
+    except OSError as error:
+        raise RunError(f"{path} can't be read: {error.strerror}", hint="Check its permissions.") from error
+
+
+def settled(folder: pathlib.Path, manifest: Manifest) -> Manifest:
+    """The manifest, where files that a writer was replacing when it died are what they are now.
+
+    A file that is neither the old nor the new one keeps its old entry: `verify` is to find it.
+
+    Raises:
+        RunError: a file can't be read.
+    """
+    landed = {
+        name: new
+        for name, new in manifest.rewriting.items()
+        if (folder / name).is_file() and is_as_described(folder / name, new)
+    }
+    return dataclasses.replace(manifest, files={**manifest.files, **landed}, rewriting={})
+
+
+def _rows(path: pathlib.Path) -> int | None:
+    if path.suffix == ".parquet":
+        return int(pq.read_metadata(path).num_rows)
+    if path.suffix == ".npy":
+        shape = np.load(path, mmap_mode="r", allow_pickle=False).shape
+        return shape[0] if shape else None
+    return None

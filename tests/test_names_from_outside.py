@@ -1,0 +1,30 @@
+"""Names that plug-ins and notebooks import by, from before the rooms, are the very modules of today."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import driftlens as dl
+
+NAMES = {
+    "driftlens.api": "driftlens.front.api",
+    "driftlens.diagnostic": "driftlens.base.diagnostic",
+    "driftlens.errors": "driftlens.base.errors",
+    "driftlens.estimators": "driftlens.front.estimators",
+    "driftlens.records.checks": "driftlens.findings.checks",
+    "driftlens.records.compare": "driftlens.findings.compare",
+    "driftlens.records.run": "driftlens.runs.run",
+    "driftlens.settings": "driftlens.base.settings",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_before_is_the_module_of_today(name: str) -> None:
+    assert importlib.import_module(name) is importlib.import_module(NAMES[name])
+
+
+def test_every_public_name_is_there() -> None:
+    assert {name: getattr(dl, name) for name in dl.__all__}.keys() == set(dir(dl))
+    assert dl.errors is importlib.import_module("driftlens.base.errors")

@@ -17,7 +17,7 @@ from tests.projection.clouds import Array, cloud, directions, places, run_of
 
 
 def test_pca_is_the_leading_plane_of_all_rows_together(run: DriftRun) -> None:
-    found = run.project("cars")
+    found = dl.project(run, "cars")
     roles = ("expert", "merged", "calibrated:featcal")
     assert list(dict.fromkeys(found.frame["variant"])) == list(roles)
     rows = np.concatenate([directions(run, role) for role in roles])
@@ -29,7 +29,7 @@ def test_pca_is_the_leading_plane_of_all_rows_together(run: DriftRun) -> None:
 
 
 def test_every_sample_has_one_point_per_variant_with_its_class(run: DriftRun) -> None:
-    frame = run.project("cars").frame
+    frame = dl.project(run, "cars").frame
     labels = dict(zip(*(run.outputs("cars")[name] for name in ("sample_id", "label")), strict=True))
     for _, rows in frame.groupby("variant"):
         assert tuple(rows["sample_id"]) == run.sample_ids("cars")
@@ -45,7 +45,7 @@ def test_what_is_the_same_shares_its_place(tmp_path: pathlib.Path, method: str) 
     run = run_of(
         tmp_path / "run", {"expert": expert, "merged": expert, "calibrated:x": expert + cloud(20, seed=1)}
     )
-    found = run.project("cars", method=method)
+    found = dl.project(run, "cars", method=method)
     own = places(found, "expert")
     np.testing.assert_array_equal(own, places(found, "merged"))
     np.testing.assert_array_equal(own[7], own[3])
@@ -55,7 +55,7 @@ def test_what_is_the_same_shares_its_place(tmp_path: pathlib.Path, method: str) 
 
 
 def test_quality_comes_from_the_features_themselves(run: DriftRun) -> None:
-    found = run.project("cars", layer=2)
+    found = dl.project(run, "cars", layer=2)
     expert = run.features("cars", "expert", 2).astype(float)
     for row in found.quality.to_dict("records"):
         own = run.features("cars", row["variant"], 2).astype(float)
@@ -86,10 +86,10 @@ def _nearest(rows: Array, k: int) -> list[list[int]]:
 
 
 def test_a_frame_fitted_on_the_expert_is_not_moved_by_variants(run: DriftRun) -> None:
-    alone = run.project("cars", fit_on="expert", variants=[])
-    both = run.project("cars", fit_on="expert")
+    alone = dl.project(run, "cars", fit_on="expert", variants=[])
+    both = dl.project(run, "cars", fit_on="expert")
     np.testing.assert_allclose(places(both, "expert"), places(alone, "expert"), atol=1e-12)
-    joint = run.project("cars")
+    joint = dl.project(run, "cars")
     assert np.abs(places(joint, "expert") - places(alone, "expert")).max() > 1e-3
     rows = directions(run, "expert")
     model = PCA(2).fit(rows)
@@ -98,14 +98,15 @@ def test_a_frame_fitted_on_the_expert_is_not_moved_by_variants(run: DriftRun) ->
 
 
 def test_many_samples_are_thinned_evenly_over_classes(run: DriftRun) -> None:
-    found = run.project("cars", max_points=30)
+    found = dl.project(run, "cars", max_points=30)
     kept = found.frame[found.frame["variant"] == "merged"]
     assert len(found.frame) == 30 and found.notes == ("10 of 20 samples are shown, evenly over classes",)
     assert sorted(kept["label"].value_counts()) == [3, 3, 4]
     quality = found.quality.set_index("variant").loc["merged"]
     assert (quality["n"], quality["n_shown"]) == (20, 10)
     assert (
-        quality["mean_drift"] == run.project("cars").quality.set_index("variant").loc["merged", "mean_drift"]
+        quality["mean_drift"]
+        == dl.project(run, "cars").quality.set_index("variant").loc["merged", "mean_drift"]
     )
 
 

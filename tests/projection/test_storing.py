@@ -24,13 +24,13 @@ def test_asking_again_reads_what_is_stored(
     run: DriftRun, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     assert stored_projection(run, "cars", method=method) is None
-    first = run.project("cars", method=method)
+    first = dl.project(run, "cars", method=method)
 
     def refuse(*_: object) -> None:
         pytest.fail("computed again")
 
     monkeypatch.setattr("driftlens.findings.projection.lay_out", refuse)
-    again = open_run(run.path).project("cars", method=method)
+    again = dl.project(open_run(run.path), "cars", method=method)
     stored = stored_projection(run.path, "cars", method=method)
     assert stored is not None
     for other in (again, stored):
@@ -67,34 +67,34 @@ def test_a_layout_made_by_other_libraries_is_still_shown(
     run: DriftRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Viewers show the stored coordinates; computing anew makes a layout of its own."""
-    first = run.project("cars")
+    first = dl.project(run, "cars")
     monkeypatch.setattr("driftlens.findings.projection.store.version_of", lambda package: "99")
     shown = stored_projection(run, "cars")
     assert shown is not None and shown.digest == first.digest
     assert stored_projection(run, "cars", seed=5) is None
-    assert run.project("cars").digest != first.digest
+    assert dl.project(run, "cars").digest != first.digest
 
 
 def test_damaged_files_are_named(run: DriftRun) -> None:
-    found = run.project("cars")
+    found = dl.project(run, "cars")
     points, words = (run.path / "projections" / f"{found.digest}.{kind}" for kind in ("parquet", "json"))
     whole = points.read_bytes()
     points.write_bytes(whole[: len(whole) // 2])
-    for ask in (run.project, lambda task: stored_projection(run, task)):
+    for ask in (lambda task: dl.project(run, task), lambda task: stored_projection(run, task)):
         with pytest.raises(RunError, match=points.name):
             ask("cars")
     points.write_bytes(whole)
     for text in ("{", "[]", json.dumps({"format": 2}), json.dumps({"format": 1, "settings": {}})):
         words.write_text(text)
         with pytest.raises(RunError, match=words.name):
-            run.project("cars")
+            dl.project(run, "cars")
 
 
 def test_names_with_markup_are_kept_as_they_are(tmp_path: pathlib.Path) -> None:
     task, variant = "<script>$\\input{x}=1", 'calibrated:"><img>'
     features = {"expert": cloud(16), variant: cloud(16, seed=1)}
     run = run_of(tmp_path / "run", features, task)
-    found = run.project(task, variants=[variant])
+    found = dl.project(run, task, variants=[variant])
     assert set(found.frame["task"]) == {task} and set(found.frame["variant"]) == {"expert", variant}
     stored = stored_projection(run, task, variants=[variant])
     assert stored is not None and stored.frame.equals(found.frame)
@@ -127,7 +127,7 @@ def test_projecting_and_judging_need_no_torch(run: DriftRun) -> None:
 
 
 def test_a_stored_layout_is_read_without_what_computes_it(run: DriftRun) -> None:
-    stored = run.project("cars")
+    stored = dl.project(run, "cars")
     code = (
         "from driftlens.findings.projection import stored_projection\n"
         "found = stored_projection(sys.argv[1], 'cars')\n"

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import driftlens as dl
 from driftlens.base.errors import DataError, LayerNotFoundError, RunError, SchemaTooNewError
 from driftlens.findings.listing import find_runs
 from driftlens.findings.reading import percent
@@ -205,14 +206,14 @@ def test_names_are_escaped_in_notebooks(tmp_path: pathlib.Path) -> None:
     tags: list[str] = []
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attrs: tags.append(tag)  # type: ignore[method-assign]
-    shown = run._repr_html_()
+    shown = dl.open_run(run.path)._repr_html_()
     parser.feed(shown)
     assert set(tags) == {"b", "table", "thead", "tbody", "tr", "th", "td", "p"}
     assert f"<td>{percent(run.value('drift_rel', task=name))}</td>" in shown
 
 
 def test_a_summary_has_every_task_in_a_row_with_the_numbers_of_the_tables(run: DriftRun) -> None:
-    found = run.summary()
+    found = dl.open_run(run.path).summary()
     rows = found.frame().set_index("task")
     scored = run.accuracy().set_index(["task", "variant"])
     for task, variant in itertools.product(run.tasks, ("base", "expert", "merged")):
@@ -280,8 +281,8 @@ def test_a_run_opens_where_torch_does_not_import(saved: pathlib.Path) -> None:
     script = """
         import sys
         sys.modules["torch"] = None
-        from driftlens.runs.run import open_run
-        run = open_run(sys.argv[1])
+        import driftlens as dl
+        run = dl.open_run(sys.argv[1])
         for table in (run.layers, run.samples, run.outputs, run.params, run.accuracy, run.resources):
             print(len(table()))
         print(run.features("cars", "merged", "final").shape, len(run._repr_html_()) > 0)

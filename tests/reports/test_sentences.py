@@ -16,6 +16,7 @@ import driftlens as dl
 from driftlens.base.intervals import wilson
 from driftlens.base.variants import title
 from driftlens.findings.compare import compare
+from driftlens.findings.outcomes import summary_sheet
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.schema import TABLES
 from driftlens.runs.tables import conform
@@ -123,7 +124,7 @@ def test_a_check_says_what_broke_on_how_many_samples_and_never_passes_unmeasured
 def test_a_summary_is_the_tables_and_claims_nothing(manifest: Manifest, made: tuple[Right, int]) -> None:
     right, n = made
     run = run_of(manifest, right, n, {})
-    sheet = run.summary()
+    sheet = summary_sheet(run)
     rows = sheet.frame().set_index("task")
     named = {
         "expert": "expert",

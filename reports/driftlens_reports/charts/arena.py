@@ -12,6 +12,7 @@ from driftlens.findings.arena import arena_rows
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
+from driftlens_reports.charts.marks import Brush
 
 _FEW = (
     "needs two calibrations of the run; `driftlens arena RUN --methods featcal,residual,surgery` makes some."
@@ -81,34 +82,30 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _rows(run)
     is_made = rows["method"].notna()
     made = rows[is_made]
-    figure, beside = go.Figure(), _beside(made)
-    for row in made.to_dict("records"):
-        look = theme.look(run.variants, calibrated(str(row["model"])), dark=options.dark)
-        ends = [pd.Series([row[key]]) for key in ("score", "low", "high")]
-        figure.add_scatter(
-            x=[row["seconds"]],
-            y=[row["score"]],
-            error_y=marks.whiskers(*ends, look.colour, thickness=1, width=0),
+    figure, brush, beside = go.Figure(), Brush(run.variants, options.dark), _beside(made)
+    for at, row in made.iterrows():
+        of = made.loc[[at]]
+        point = brush.line(
+            calibrated(str(row["model"])),
+            of["seconds"],
+            of["score"],
+            (of["low"], of["high"]),
+            marker_size=11,
             mode="markers+text",
             text=[words.label(str(row["model"]))],
             textposition=beside[str(row["model"])],
             textfont=marks.ink(dark=options.dark),
-            marker={
-                "color": look.colour,
-                "symbol": "circle-open" if row["task_id"] else "circle",
-                "size": 11,
-                "line": {"width": 2},
-            },
             showlegend=False,
             hovertemplate="%{text}<br>%{y:.1%}, %{x:.3g} s",
         )
+        ring = "circle-open" if row["task_id"] else "circle"
+        figure.add_trace(point.update(marker={"symbol": ring, "line": {"width": 2}}))
     theme.apply_theme(figure, height=420, dark=options.dark)
     for row in rows[~is_made].to_dict("records"):
         part = "expert" if row["model"] == "experts" else str(row["model"])
-        look = theme.look(run.variants, part, dark=options.dark)
         figure.add_hline(
             row["score"],
-            line={"color": look.colour, "width": 1, "dash": "dot"},
+            line={"color": brush.look(part).colour, "width": 1, "dash": "dot"},
             annotation_text=words.label(str(row["model"])),
             annotation_font=marks.ink(dark=options.dark),
             annotation_position="top right",

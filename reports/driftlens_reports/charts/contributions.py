@@ -14,6 +14,7 @@ from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.layer_curves import of_layers
+from driftlens_reports.charts.marks import Brush
 
 CONTRIBUTED, REST = "share of final drift", "remainder"
 _CARRIED, _SWAPPED = "carried share", "swapped share"
@@ -74,10 +75,10 @@ def contributions(run: DriftRun, options: ChartOptions) -> Drawn:
         dark=options.dark,
     )
     layers, remainders = rows[rows["role"] != REST], rows[rows["role"] == REST]
+    brush = Brush(run.variants, options.dark)
     for at, task in enumerate(tasks):
         grid.add(at, _layers(run, layers[layers["task"] == task], variants, options.dark))
-        of_task = remainders[remainders["task"] == task]
-        grid.add(at, _remainders(of_task, variants, options.dark, legend=at == 0))
+        grid.add(at, _remainders(remainders[remainders["task"] == task], variants, brush))
     for end in (0.0, 1.0):
         grid.add_line("x", end)
     titles = [words.shown(variant) for variant in variants]
@@ -132,13 +133,12 @@ def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) 
     )
 
 
-def _remainders(rows: pd.DataFrame, variants: list[str], dark: bool, *, legend: bool) -> go.Bar:
+def _remainders(rows: pd.DataFrame, variants: list[str], brush: Brush) -> go.Bar:
     """The hatched bar of each variant."""
-    colours = theme.palette(dark)
+    colours = brush.palette
     hatch = {"shape": "x", "fgcolor": colours.ink, "bgcolor": colours.surface, "size": 5, "solidity": 0.4}
-    return _segments(rows, [REST] * len(rows), variants, dark).update(
-        **marks.named(REST, REST, legend=legend), marker_pattern=hatch
-    )
+    segments = _segments(rows, [REST] * len(rows), variants, brush.dark)
+    return segments.update(**brush.named(REST, REST), marker_pattern=hatch)
 
 
 def _segments(rows: pd.DataFrame, places: list[str], variants: list[str], dark: bool) -> go.Bar:
@@ -196,8 +196,9 @@ def splits(run: DriftRun, options: ChartOptions) -> Drawn:
         dark=options.dark,
     )
     names = {_CARRIED: "carried by Jacobians", _SWAPPED: "swapping prefixes"}
+    brush = Brush(run.variants, options.dark)
     for (task, variant), part in rows.groupby(["task", "variant"], sort=False):
-        style = theme.look(run.variants, variant, dark=options.dark)
+        style = brush.look(variant)
         at = tasks.index(task) * len(variants) + variants.index(variant)
         grid.add(at, *(_bars(part, column, style.colour, options.dark) for column in names))
     # Entries in the colour of text: the marks mean the same whatever colour the variant has.
@@ -292,17 +293,17 @@ def adjoint(run: DriftRun, options: ChartOptions) -> Drawn:
         columns=len(targets),
         dark=options.dark,
     )
-    dots = {"color": theme.palette(options.dark).ink, "symbol": "circle-open", "size": 5}
+    brush = Brush(run.variants, options.dark)
+    dots = {"color": brush.palette.ink, "symbol": "circle-open", "size": 5}
     for at, (variant, target) in enumerate(product(names, targets)):
         mean, tasks = (
             table[(table["variant"] == variant) & (table["target"] == target)] for table in (means, rows)
         )
-        bars = go.Bar(
-            x=_spots(mean, last),
-            y=mean[_MEAN].tolist(),
+        bars = brush.bars(
+            variant,
+            _spots(mean, last),
+            mean[_MEAN],
             text=[place if place == REST else run.layer_name(int(place)) for place in mean["place"]],
-            textposition="none",
-            marker=marks.hatched(theme.look(run.variants, variant, dark=options.dark)),
             hovertemplate=f"%{{text}}<br>mean of tasks %{{y:{theme.NUMBER}}}<extra></extra>",
         )
         grid.add(at, bars)

@@ -17,6 +17,7 @@ from driftlens.findings.reading import number, percent
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart, is_of_language
+from driftlens_reports.charts.marks import Brush
 from driftlens_reports.charts.panels import panel_grid
 from driftlens_reports.charts.per_task import spread, task_figure
 
@@ -48,15 +49,15 @@ def _stacks(
         height=height,
         dark=dark,
     )
-    colours = theme.palette(dark)
+    brush = Brush(names, dark)
+    colours = brush.palette
     for at, variant in enumerate(names):
         for outcome in outcomes:
             shade, hatch = _LOOKS[outcome]
             fill = {"color": colours.sequential[shade], "line": {"color": colours.quiet, "width": 0.5}}
             fill["pattern"] = {"shape": hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
             settings = bars(rows[rows["variant"] == variant], outcome)
-            entry = marks.named(outcome, outcome, legend=at == 0)
-            grid.add(at, go.Bar(marker=fill, **entry, **settings))
+            grid.add(at, go.Bar(marker=fill, **brush.named(outcome, outcome), **settings))
     grid.figure.update_layout(barmode="stack")
     return grid.figure
 
@@ -299,28 +300,23 @@ def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
     samples = _believed(run, options)
     rows = _reliabilities(samples)
     figure = make_subplots(1, 2, column_widths=[0.58, 0.42], horizontal_spacing=0.1)
-    surface = theme.palette(options.dark).surface
+    brush = Brush(run.variants, options.dark)
     for name, bins in rows.groupby("variant", sort=False):
-        variant, style = str(name), theme.look(run.variants, str(name), dark=options.dark)
-        colour = style.colour
-        curve = go.Scatter(
-            x=marks.gapped(bins["confidence"]),
-            y=marks.gapped(bins["accuracy"]),
-            error_y=marks.whiskers(bins["accuracy"], bins["low"], bins["high"], colour, thickness=1, width=3),
-            mode="lines+markers",
-            connectgaps=False,
-            line={"color": colour, "dash": style.dash, "width": 1.5},
-            marker={"color": colour, "symbol": style.symbol, "size": 7},
+        curve = brush.line(
+            str(name),
+            marks.gapped(bins["confidence"]),
+            bins["accuracy"],
+            (bins["low"], bins["high"]),
+            marker_size=7,
             text=[words.counted(count, "sample") for count in bins["samples"]],
             hovertemplate=f"confidence %{{x:{theme.SHARE}}}, accuracy %{{y:{theme.SHARE}}}<br>%{{text}}",
-            **marks.named(variant, legend=True),
         )
-        counts = go.Bar(
-            x=((bins["from"] + bins["to"]) / 2).tolist(),
-            y=bins["samples"].tolist(),
-            marker={**marks.hatched(style, size=4), "line": {"width": 0.5, "color": surface}},
+        counts = brush.bars(
+            str(name),
+            (bins["from"] + bins["to"]) / 2,
+            bins["samples"],
+            marker_line={"width": 0.5, "color": brush.palette.surface},
             hovertemplate=f"confidence around %{{x:{theme.SHARE}}}<br>%{{y}} samples",
-            **marks.named(variant, legend=False),
         )
         figure.add_traces([curve, counts], rows=[1, 1], cols=[1, 2])
     theme.apply_theme(figure, height=440, dark=options.dark)
@@ -404,16 +400,16 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
         dark=options.dark,
     )
     names = list(drawn["variant"].unique())
+    brush = Brush(run.variants, options.dark)
     texts = (marks.literal_column(drawn["task"]) + ", " + marks.literal_column(drawn["sample_id"])).to_numpy()
     for at, estimate in enumerate(_ESTIMATES):
         for variant in names:
             is_shown = ((drawn["variant"] == variant) & _drawable(drawn, estimate)).to_numpy()
-            trace = marks.points(
+            trace = brush.cloud(
+                variant,
                 drawn.loc[is_shown, estimate],
                 drawn.loc[is_shown, _ACTUAL],
-                theme.look(run.variants, variant, dark=options.dark),
                 total=len(drawn) * len(_ESTIMATES),
-                **marks.named(variant, legend=at == 0),
                 text=texts[is_shown],
                 hovertemplate=f"%{{text}}<br>score drift %{{y:{theme.NUMBER}}}, bound %{{x:{theme.NUMBER}}}",
             )

@@ -17,6 +17,7 @@ from driftlens.findings.scores import main_metrics
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, placing, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
+from driftlens_reports.charts.marks import Brush
 
 NO_RIVAL = "needs a variant besides the baseline; `driftlens calibrate RUN --name NAME` adds one."
 _COSINE, _ACCURACY = "cosine gain", "accuracy gain (points)"
@@ -87,19 +88,17 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
         y_titles=["cosine, others (1: as the expert)"],
         dark=options.dark,
     )
-    shown_before: set[str] = set()
+    brush = Brush(run.variants, options.dark)
     for (task, variant), part in drawn.groupby(["task", "variant"], sort=False):
-        trace = marks.points(
+        trace = brush.cloud(
+            str(variant),
             part["baseline cosine"],
             part["cosine"],
-            theme.look(run.variants, str(variant), dark=options.dark),
             total=len(drawn),
-            **marks.named(variant, legend=variant not in shown_before),
             text=marks.literal_column(part["sample_id"]).to_numpy(),
             hovertemplate=f"%{{text}}<br>{words.literal(baseline)} %{{x:{theme.NUMBER}}}, "
             f"{words.shown(str(variant))} %{{y:{theme.NUMBER}}}",
         )
-        shown_before.add(str(variant))
         grid.add(tasks.index(task), trace)
     low = min(0.0, float(rows[["baseline cosine", "cosine"]].min().min()))
     for at, task in enumerate(tasks):
@@ -109,8 +108,8 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
         for variant, gain in means.loc[means["task"] == task, ["variant", "mean gain"]].itertuples(
             index=False
         ):
-            symbol = theme.look(run.variants, variant, dark=options.dark).symbol
-            lines.append(f"{theme.GLYPHS.get(symbol, words.shown(variant))} {gain:+.3f}")
+            glyph = theme.GLYPHS.get(brush.look(variant).symbol, words.shown(variant))
+            lines.append(f"{glyph} {gain:+.3f}")
         axis = str(at + 1) if at else ""
         grid.figure.add_annotation(
             text="<br>".join(lines),
@@ -121,7 +120,7 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
             showarrow=False,
             font=marks.ink(dark=options.dark),
             # Points may lie below it all the same.
-            bgcolor=theme.faded(theme.palette(options.dark).surface, 0.8),
+            bgcolor=theme.faded(brush.palette.surface, 0.8),
         )
     reach = [low - 0.03, 1.03]
     grid.figure.update_xaxes(range=reach, tickformat=theme.TICK_NUMBER)
@@ -199,25 +198,21 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     at = {f"{axis}{end.replace(' ', '_')}": f"{name}{end}" for axis, name in _AXES for end in _ENDS}
     crosses = pd.concat([rows[is_labelled], rows[~is_labelled]])[[*at.values()]].set_axis([*at], axis=1)
     beside = placing.places([words.label(str(task)) for task in rows["task"][is_labelled]], crosses)
+    brush = Brush(run.variants, options.dark)
     for variant, part in rows.groupby("variant", sort=False):
-        style = theme.look(run.variants, str(variant), dark=options.dark)
-        across, up = (
-            marks.whiskers(
-                part[name], part[f"{name} low"], part[f"{name} high"], style.colour, thickness=1, width=0
-            )
-            for name in (_COSINE, _ACCURACY)
-        )
-        cloud = go.Scatter(
-            x=part[_COSINE].tolist(),
-            y=part[_ACCURACY].tolist(),
-            error_x=across,
-            error_y=up,
+        across, up = ((part[f"{name} low"], part[f"{name} high"]) for name in (_COSINE, _ACCURACY))
+        colour = brush.look(str(variant)).colour
+        cloud = brush.line(
+            str(variant),
+            part[_COSINE],
+            part[_ACCURACY],
+            up,
+            error_x=marks.whiskers(part[_COSINE], *across, colour, thickness=1, width=3),
+            marker_size=9,
             mode="markers+text" if variant == labelled else "markers",
             text=[words.label(str(task)) for task in part["task"]],
             textposition=beside if variant == labelled else None,
             textfont=marks.ink(dark=options.dark),
-            name=words.shown(str(variant)),
-            marker={"color": style.colour, "symbol": style.symbol, "size": 9},
             hovertemplate="%{text}<br>cosine %{x:+.3f}, score %{y:+.1f} points",
         )
         figure.add_trace(cloud)

@@ -18,7 +18,7 @@ from driftlens.findings.reading import error
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.theme import Look
+from driftlens_reports.charts.marks import Brush
 
 _AROUND_ZERO = {"tickformat": theme.TICK_NUMBER, "autorangeoptions": {"include": [0.0]}}
 _WHOLE, _APART = ("whole",), ("body", "head")
@@ -60,24 +60,19 @@ class Curves:
     line: float | None = None
     is_norm: bool = False
 
-    def traces(
-        self, rows: pd.DataFrame, style: Look, *, legend: bool, opacity: float
-    ) -> Iterator[go.Scatter]:
+    def traces(self, rows: pd.DataFrame, brush: Brush, *, opacity: float) -> Iterator[go.Scatter]:
         """What is drawn of one variant on one task; its legend entry shows and hides all of it."""
         if rows.empty:
             return
         rows = panels.parted(rows)
         if self.band:
-            yield band(rows, *self.band, style, opacity=opacity)
-        changes: dict[str, Any] = {}
-        if self.error:
-            values, ends = rows[self.column].astype(float), (rows[end] for end in self.error)
-            changes = {"error_y": marks.whiskers(values, *ends, style.colour, thickness=1, width=3)}
-        what = self.what or self.column
-        yield curve(rows, self.column, style, what=what, legend=legend, number=self.number, **changes)
+            yield band(rows, *self.band, brush, opacity=opacity)
+        ends = (rows[self.error[0]], rows[self.error[1]]) if self.error else None
+        yield curve(rows, self.column, brush, what=self.what or self.column, number=self.number, ends=ends)
         if self.beside:
+            style = brush.look(str(rows["variant"].iloc[0]))
             marker = {"color": style.colour, "symbol": f"{style.symbol}-open", "size": 7}
-            yield curve(rows, self.beside[0], style, what=self.beside[1], mode="markers", marker=marker)
+            yield curve(rows, self.beside[0], brush, what=self.beside[1], mode="markers", marker=marker)
 
 
 def draw_curves(
@@ -112,14 +107,11 @@ def draw_curves(
         dark=dark,
     )
     opacity = min(0.14, 0.5 / max(1, len(shown)))  # the more bands lie over one another, the less
-    in_legend: set[str] = set()
-    for (task, variant), own in rows.groupby(["task", "variant"], sort=False):
-        style = theme.look(variants or run.variants, variant, dark=dark)
+    brush = Brush(variants or run.variants, dark)
+    for (task, _), own in rows.groupby(["task", "variant"], sort=False):
         for column, (kind, at) in enumerate(parts):
             kept = own if at == "whole" else own[(own["layer"] == last) == (at == "head")]
-            traces = kind.traces(kept, style, legend=variant not in in_legend, opacity=opacity)
-            grid.add(tasks.index(task) * len(parts) + column, *traces)
-            in_legend.add(variant)
+            grid.add(tasks.index(task) * len(parts) + column, *kind.traces(kept, brush, opacity=opacity))
     for border in panels.borders(rows):
         grid.add_line("x", border)
     for column, (kind, _) in enumerate(parts):
@@ -146,37 +138,29 @@ def _layer_axes(run: DriftRun, last: int, *, apart: bool) -> dict[str, dict[str,
 def curve(
     rows: pd.DataFrame,
     column: str,
-    style: Look,
+    brush: Brush,
     *,
     what: str,
-    legend: bool = False,
     number: str = theme.NUMBER,
+    ends: marks.Ends | None = None,
     **changes: Any,
 ) -> go.Scatter:
     """One variant's values by layer on one task, from rows by layer; NaN makes a gap.
 
     `what` a value is stands in the hover text; `changes` are further settings of the trace.
     """
+    places = [words.literal(f"{rows['task'].iloc[0]}, {where}") for where in rows["where"]]
+    hover = {"text": places, "hovertemplate": f"%{{text}}<br>{what} %{{y:{number}}}"}
     variant = str(rows["variant"].iloc[0])
-    settings: dict[str, Any] = {
-        "x": rows["layer"].tolist(),
-        "y": marks.gapped(rows[column].astype(float)),
-        "mode": "lines+markers",
-        "connectgaps": False,
-        **marks.named(variant, legend=legend),
-        "line": {"color": style.colour, "dash": style.dash, "width": 2},
-        "marker": {"color": style.colour, "symbol": style.symbol, "size": 6},
-        "text": [words.literal(f"{rows['task'].iloc[0]}, {where}") for where in rows["where"]],
-        "hovertemplate": f"%{{text}}<br>{what} %{{y:{number}}}",
-    }
-    return go.Scatter(**{**settings, **changes})
+    return brush.line(variant, rows["layer"], rows[column], ends, **hover, **changes)
 
 
-def band(rows: pd.DataFrame, low: str, high: str, style: Look, *, opacity: float) -> go.Scatter:
+def band(rows: pd.DataFrame, low: str, high: str, brush: Brush, *, opacity: float) -> go.Scatter:
     """The area between two columns; it stops where either has no number.
 
     Rows as for `curve`, whose legend entry shows and hides it too.
     """
+    variant = str(rows["variant"].iloc[0])
     x: list[float | None] = []
     y: list[float | None] = []
     values = rows[["layer", low, high]].astype(float).to_numpy().tolist()
@@ -194,8 +178,8 @@ def band(rows: pd.DataFrame, low: str, high: str, style: Look, *, opacity: float
         mode="lines",
         line={"width": 0},
         fill="toself",
-        fillcolor=theme.faded(style.colour, opacity),
-        legendgroup=str(rows["variant"].iloc[0]),
+        fillcolor=theme.faded(brush.look(variant).colour, opacity),
+        legendgroup=variant,
         showlegend=False,
         hoverinfo="skip",
     )

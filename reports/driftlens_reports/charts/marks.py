@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,11 @@ import plotly.graph_objects as go
 
 from driftlens.findings.reading import percent
 from driftlens_reports.charts.picking import ChartOptions
-from driftlens_reports.charts.theme import SMALL, Look, palette
+from driftlens_reports.charts.theme import SMALL, Look, Palette, look, palette
 from driftlens_reports.charts.words import counted, label, literal, shown
+
+Ends = tuple["pd.Series[Any]", "pd.Series[Any]"]
+"""The low and high ends of intervals, a row each."""
 
 MOST_SVG = 5000
 """Points that a browser still draws and moves smoothly as SVG; a figure of more draws them with WebGL.
@@ -23,28 +27,83 @@ these as SVG; and a page may hold few figures that use it.
 """
 
 
-def points(
-    x: pd.Series[Any], y: pd.Series[Any], look: Look, *, total: int, **settings: Any
-) -> go.Scatter | go.Scattergl:
-    """A cloud of points in a variant's colours; `total` in the whole figure decides what draws them."""
-    draw = go.Scatter if total <= MOST_SVG else go.Scattergl
-    marker = {"color": look.colour, "symbol": look.symbol, "size": 5, "opacity": 0.7, "line": {"width": 0}}
-    places = {"x": x.to_numpy(dtype=float), "y": y.to_numpy(dtype=float)}
-    return draw(**places, mode="markers", marker=marker).update(**settings)
+@dataclass(frozen=True)
+class Brush:
+    """Draws the variants of a run in one figure: each in its own look, and named in the legend once.
+
+    Attributes:
+        variants: all that the run has, as looks go by a variant's place among them.
+        dark: which theme.
+    """
+
+    variants: Sequence[str]
+    dark: bool
+    _in_legend: set[str] = field(default_factory=set, init=False)
+
+    @property
+    def palette(self) -> Palette:
+        """The theme's colours."""
+        return palette(self.dark)
+
+    def look(self, variant: str) -> Look:
+        """How a variant is drawn."""
+        return look(self.variants, variant, dark=self.dark)
+
+    def named(self, group: str, name: str = "") -> dict[str, Any]:
+        """Settings of a trace that the legend names, unless it has its group already, and hides with the group.
+
+        Without a name the group is a variant, which is called what figures call it.
+        """
+        is_first = group not in self._in_legend
+        self._in_legend.add(group)
+        return {"name": name or shown(group), "legendgroup": group, "showlegend": is_first}
+
+    def line(
+        self, variant: str, x: Iterable[Any], y: pd.Series[Any], ends: Ends | None = None, **changes: Any
+    ) -> go.Scatter:
+        """A variant's values, joined by a line that breaks at a gap, with whiskers from `ends` if given.
+
+        `changes` are further settings of the trace; with `mode="markers"` no line joins the points.
+        """
+        style, values = self.look(variant), y.astype(float)
+        trace = go.Scatter(
+            **{"x": list(x), "y": gapped(values), "mode": "lines+markers", "connectgaps": False},
+            line={"color": style.colour, "dash": style.dash, "width": 2},
+            marker={"color": style.colour, "symbol": style.symbol, "size": 6},
+            error_y=whiskers(values, *ends, style.colour, thickness=1, width=3) if ends else None,
+            **self.named(variant),
+        )
+        return trace.update(**changes)
+
+    def bars(
+        self, variant: str, x: Iterable[Any], y: pd.Series[Any], ends: Ends | None = None, **changes: Any
+    ) -> go.Bar:
+        """A variant's values as bars in its colour, with the hatch that tells it from others without colour."""
+        values, look = y.astype(float), {"marker": hatched(self.look(variant)), "textposition": "none"}
+        if ends is not None:
+            look["error_y"] = whiskers(values, *ends, self.palette.ink, thickness=1, width=3)
+        return go.Bar(x=list(x), y=gapped(values), **look, **self.named(variant)).update(**changes)
+
+    def cloud(
+        self, variant: str, x: pd.Series[Any], y: pd.Series[Any], *, total: int, **settings: Any
+    ) -> go.Scatter | go.Scattergl:
+        """A variant's samples as points; `total` in the whole figure decides what draws them."""
+        draw, style = go.Scatter if total <= MOST_SVG else go.Scattergl, self.look(variant)
+        marker = {
+            "color": style.colour,
+            "symbol": style.symbol,
+            "size": 5,
+            "opacity": 0.7,
+            "line": {"width": 0},
+        }
+        places = {"x": x.to_numpy(dtype=float), "y": y.to_numpy(dtype=float)}
+        return draw(**places, mode="markers", marker=marker, **self.named(variant)).update(**settings)
 
 
 def identity_line(figure: go.Figure, low: float, high: float, *, dark: bool, **place: Any) -> None:
     """A thin line from (low, low) to (high, high): where both axes show the same."""
     line = {"color": palette(dark).quiet, "width": 1, "dash": "dot"}
     figure.add_shape(type="line", x0=low, y0=low, x1=high, y1=high, line=line, layer="below", **place)
-
-
-def named(group: str, name: str = "", *, legend: bool) -> dict[str, Any]:
-    """Settings of a trace that the legend names here or elsewhere, and hides with the others of its group.
-
-    Without a name the group is a variant, which is called what figures call it.
-    """
-    return {"name": name or shown(group), "legendgroup": group, "showlegend": legend}
 
 
 def gapped(values: Iterable[Any]) -> list[Any]:

@@ -20,6 +20,7 @@ from driftlens.findings.scores import main_metrics
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart, is_of_language
+from driftlens_reports.charts.marks import Brush
 
 AVERAGE = "mean of tasks"
 
@@ -63,33 +64,26 @@ def task_figure(
     `low` and `high`, where they are, become whiskers, which hovered text calls `interval`. Shares are bars from zero,
     other values points.
     """
-    figure, colours = go.Figure(), theme.palette(dark)
+    figure, brush = go.Figure(), Brush(run.variants, dark)
     write, form = (percent, theme.SHARE) if as_bars else (number, theme.NUMBER)
-    for variant, own in rows.groupby("variant", sort=False):
-        style = theme.look(run.variants, str(variant), dark=dark)
+    for name, own in rows.groupby("variant", sort=False):
         # Apart by whether they have whiskers: plotly draws a missing one as one of no length.
         has = own["low"].notna() if "low" in own else pd.Series(False, index=own.index)
-        for at, part in enumerate(part for part in (own[has], own[~has]) if len(part)):
-            values, tasks = part[column].astype(float), [words.literal(str(task)) for task in part["task"]]
-            ends = None
-            if has[part.index[0]]:
-                colour = colours.ink if as_bars else style.colour
-                ends = marks.whiskers(values, part["low"], part["high"], colour, thickness=1.2, width=3)
-            common: dict[str, Any] = {
-                "x": tasks,
-                "y": marks.gapped(values),
-                **marks.named(str(variant), legend=at == 0),
-                "offsetgroup": str(variant),
+        for part in (part for part in (own[has], own[~has]) if len(part)):
+            tasks = [words.literal(str(task)) for task in part["task"]]
+            ends = (part["low"], part["high"]) if has[part.index[0]] else None
+            told: dict[str, Any] = {
+                "offsetgroup": str(name),
                 "text": tasks,
                 "customdata": marks.interval_texts(part, "low", "high", interval, write),
                 "hovertemplate": f"%{{text}}<br>{column} %{{y:{form}}}%{{customdata}}",
-                "error_y": ends,
             }
             if as_bars:
-                trace = go.Bar(**common, textposition="none", marker=marks.hatched(style))
+                trace = brush.bars(str(name), tasks, part[column], ends, **told)
             else:
-                marker = {"color": style.colour, "symbol": style.symbol, "size": 9}
-                trace = go.Scatter(**common, mode="markers", marker=marker)
+                trace = brush.line(
+                    str(name), tasks, part[column], ends, mode="markers", marker_size=9, **told
+                )
             figure.add_trace(trace)
     figure.update_layout(scattermode="group", scattergap=0.4, barmode="group", bargap=0.25, bargroupgap=0.08)
     theme.apply_theme(figure, dark=dark, height=400)
@@ -98,7 +92,7 @@ def task_figure(
     tick, start = (theme.TICK_SHARE, "tozero") if as_bars else (theme.TICK_NUMBER, "normal")
     figure.update_yaxes(title_text=title, tickformat=tick, rangemode=start)
     if AVERAGE in tasks:
-        line = {"color": colours.quiet, "width": 1, "dash": "dot"}
+        line = {"color": brush.palette.quiet, "width": 1, "dash": "dot"}
         figure.add_vline(len(tasks) - 1.5, line=line)
     return figure
 
@@ -389,23 +383,20 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
         inside = modules["path"].map({path: group_of(run, path) for path in modules["path"].unique()})
     groups = _summary(params.loc[inside.index].assign(**{"module group": inside}), "module group")
     figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.04)
+    brush = Brush(run.variants, options.dark)
     for variant in map(str, params["variant"].unique()):
-        style = theme.look(run.variants, variant, dark=options.dark)
         for place, rows, by in ((1, layers, "layer"), (2, groups, "module group")):
             part, is_layer = rows[rows["variant"] == variant], by == "layer"
-            ends = (part["lowest"], part["highest"])
-            points = go.Scatter(
-                x=part[by].tolist() if is_layer else [words.literal(str(group)) for group in part[by]],
-                y=part[_VALUE].tolist(),
-                error_y=marks.whiskers(part[_VALUE], *ends, style.colour, thickness=1, width=2),
+            reach = zip(part["lowest"], part["highest"], part["cosines"], strict=True)
+            points = brush.line(
+                variant,
+                part[by] if is_layer else [words.literal(str(group)) for group in part[by]],
+                part[_VALUE],
+                (part["lowest"], part["highest"]),
                 mode="markers",
-                marker={"color": style.colour, "symbol": style.symbol, "size": 7},
-                **marks.named(variant, legend=is_layer),
+                marker_size=7,
                 offsetgroup=variant,
-                text=[
-                    f"{number(low)} to {number(high)} over {count}"
-                    for low, high, count in zip(*ends, part["cosines"], strict=True)
-                ],
+                text=[f"{number(low)} to {number(high)} over {count}" for low, high, count in reach],
                 hovertemplate=f"{'layer ' if is_layer else ''}%{{x}}<br>mean cosine %{{y:{theme.NUMBER}}}<br>%{{text}}",
             )
             figure.add_trace(points, row=1, col=place)

@@ -16,6 +16,7 @@ from driftlens.findings.reading import number, percent
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
+from driftlens_reports.charts.marks import Brush
 
 _MOST_COLUMNS = 2
 """Panels in a row: more would be too narrow for their words in a telephone's window."""
@@ -131,9 +132,9 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
         below=_BELOW,
         dark=options.dark,
     )
+    brush = Brush(run.variants, options.dark)
     for at, variant in enumerate(names):
-        look = theme.look(run.variants, variant, dark=options.dark)
-        grid.add(at, *_points(drawn, variant, look, groups, options))
+        grid.add(at, *_points(drawn, variant, brush, groups, options))
         _write_below(grid, at, x_title, found.quality, variant)
     for name, marker in groups.items():
         entry = {"x": [None], "y": [None], "mode": "markers", "marker": {**marker, "size": 8}}
@@ -174,21 +175,20 @@ def _samples(
 
 
 def _points(
-    drawn: pd.DataFrame, variant: str, look: theme.Look, groups: Mapping[str, Any], options: ChartOptions
+    drawn: pd.DataFrame, variant: str, brush: Brush, groups: Mapping[str, Any], options: ChartOptions
 ) -> Iterator[go.Scatter]:
     """A variant's points of no group, then those of each."""
     part = drawn[drawn["variant"] == variant]
     of_group = part[_NAMED[options.colour]].map(_entry) if groups else pd.Series("", index=part.index)
-    if groups:
-        look = replace(look, colour=theme.palette(options.dark).quiet, symbol="circle")
+    quiet = {"color": brush.palette.quiet, "symbol": "circle"} if groups else {}
     for name in ("", *groups):
         points = part[of_group == name]
         if points.empty:
             continue
-        trace = marks.points(
+        trace = brush.cloud(
+            variant,
             points["x"],
             points["y"],
-            look,
             total=len(drawn),
             name=name or words.shown(variant),
             legendgroup=name or None,
@@ -198,7 +198,7 @@ def _points(
             customdata=points["sample_id"].tolist(),
             hovertemplate="%{text}<extra></extra>",
         )
-        trace.update(marker=groups.get(name, {}))
+        trace.update(marker={**quiet, **groups.get(name, {})})
         if options.colour == "class" and not groups:
             trace.update(marker=_class_marks(points["label"], drawn["label"], dark=options.dark))
         if options.colour == "drift" and points["drift"].notna().any():

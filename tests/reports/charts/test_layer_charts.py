@@ -16,7 +16,7 @@ from driftlens_reports.charts import panels
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.contributions import CONTRIBUTED, stacked
 from driftlens_reports.charts.layer_curves import Curves, band, curve, draw_curves
-from driftlens_reports.charts.theme import Look
+from driftlens_reports.charts.marks import Brush
 from tests.reports.charts.recording import NUMBER, data_values, drawn_values, finite
 
 BY_CURVE = {
@@ -185,18 +185,18 @@ def rows_of(**columns: list[float]) -> pd.DataFrame:
     return pd.DataFrame({**columns, "layer": range(1, size + 1)}).assign(**keys)
 
 
-LOOK = Look("#0072B2", "circle", "solid", "")
+BRUSH = Brush(["merged"], dark=False)
 
 
 def test_a_null_is_a_gap() -> None:
     rows = rows_of(mean=[1.0, math.nan, 3.0])
-    trace = curve(rows, "mean", LOOK, what="drift")
+    trace = curve(rows, "mean", BRUSH, what="drift")
     assert list(trace.y) == [1.0, None, 3.0] and trace.connectgaps is False
 
 
 def test_a_band_stops_at_a_gap() -> None:
     rows = rows_of(low=[1.0, 2.0, math.nan, 4.0], high=[5.0, 6.0, 7.0, 8.0])
-    trace = band(rows, "low", "high", LOOK, opacity=0.1)
+    trace = band(rows, "low", "high", BRUSH, opacity=0.1)
     assert list(trace.y) == [1, 2, 6, 5, None, 4, 4, 8, 8]
     assert list(trace.x)[:5] == [1, 2, 2, 1, None] and 3 not in trace.x
     assert min(trace.x[5:]) < 4 < max(trace.x[5:]), "a band of one layer has a width"

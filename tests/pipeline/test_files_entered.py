@@ -1,43 +1,65 @@
-"""How far a reader has to go to follow one batch of pixels into the tables."""
+"""How far a reader has to go: one batch of pixels on its way into the tables, one flag on its way to a solve."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pathlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 
 import driftlens
 from driftlens.base.access import Access
 from driftlens.base.progress import Reporter
+from driftlens.calibration.calibrator import calibrators
+from driftlens.calibration.residual import ResidualCal
+from driftlens.cli import main
 from driftlens.engine.walk import walk
+from driftlens.jobs.analyze import phases
 from driftlens.jobs.analyze.diagnosis import _Recorder, diagnosis_of, walked
 from driftlens.jobs.study.reopening import reopened
 from driftlens.runs.run import DriftRun
+from tests.pipeline.calibrating import copied
+from tests.pipeline.world import World, write_spec
 
 ROOM = pathlib.Path(driftlens.__file__).parent
-MOST = 11
-"""Half of the files that were entered before."""
+# What is counted today, so that one more file shows. These only ever go down.
+IN_MEMORY = 11
+WALKED = 22
+TO_THE_FIRST_SOLVE = 30
+PASSING_ON = ("calibration", "cli", "engine", "front", "jobs", "linalg")
+"""Rooms that pass a request on; the others open and store, which all commands share."""
+MAKING = {"base/registry.py", "base/settings.py"}
+"""What makes a calibrator of its name and its settings."""
 
 
-def entered(work: Any) -> set[str]:
-    """Files of driftlens in which a function is called while `work` is done; importing them does not count."""
-    found: set[str] = set()
+@contextmanager
+def entering() -> Iterator[set[str]]:
+    """Files of driftlens in which a function is called in this block; importing them does not count."""
+    files: set[str] = set()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        if frame.f_code.co_name != "<module>" and frame.f_code.co_filename.startswith(f"{ROOM}/"):
-            found.add(pathlib.Path(frame.f_code.co_filename).relative_to(ROOM).as_posix())
+        is_import = frame.f_code.co_name == "<module>" or not frame.f_code.co_flags & inspect.CO_OPTIMIZED
+        if event == "call" and not is_import and frame.f_code.co_filename.startswith(f"{ROOM}/"):
+            files.add(pathlib.Path(frame.f_code.co_filename).relative_to(ROOM).as_posix())
 
-    before = sys.gettrace()
-    sys.settrace(note)
+    before = sys.getprofile()
+    sys.setprofile(note)
     try:
-        work()
+        yield files
     finally:
-        sys.settrace(before)
-    return found
+        sys.setprofile(before)
+
+
+def _one_batch(world: World) -> dict[str, Any]:
+    data = world.one_task()["data"]
+    return {"data": {**data, "defaults": {**data["defaults"], "batch_size": 5}}}
 
 
 def test_a_batch_of_pixels_enters_few_files_on_its_way_into_tables(light: DriftRun) -> None:
@@ -54,8 +76,49 @@ def test_a_batch_of_pixels_enters_few_files_on_its_way_into_tables(light: DriftR
         diagnosis_of(study, task, [whole])
 
     look()  # finds the diagnostics and whatever else is found once
-    files = entered(look)
-    assert len(files) <= MOST, "\n".join(sorted(files))
+    with entering() as files:
+        look()
+    assert len(files) <= IN_MEMORY, "\n".join(sorted(files))
+
+
+def test_progress_and_checks_of_a_walk_enter_few_more(
+    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the command line: pixels are read, the library and float64 are asked, progress goes into the run."""
+    entered: list[set[str]] = []
+
+    def watched(*given: Any) -> Any:
+        with entering() as files:
+            result = walked(*given)
+        entered.append(files)
+        return result
+
+    monkeypatch.setattr(phases, "walked", watched)
+    write_spec(spec_file, world.one_task(metrics={"jacobian": False}) | _one_batch(world))
+    with pytest.raises(SystemExit) as left:
+        main(["analyze", str(spec_file), "--out", str(tmp_path / "run"), "--progress", "none"])
+    assert not left.value.code
+    [files] = entered
+    assert len(files) <= WALKED, "\n".join(sorted(files))
+
+
+def test_a_flag_passes_through_few_files_on_its_way_to_the_first_solve(
+    light: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reached(BaseException):
+        """The first solve."""
+
+    def stop(*_: object) -> None:
+        raise Reached
+
+    monkeypatch.setattr(ResidualCal, "solve", stop)
+    assert "residual" in calibrators  # all are imported now, which is no part of the path
+    arguments = ["--name", "residual", "--method", "residual", "--progress", "none"]
+    with entering() as files, pytest.raises(Reached):
+        main(["calibrate", str(copied(light, tmp_path / "run")), *arguments])
+    path = {file for file in files if file.startswith(PASSING_ON) or file in MAKING}
+    path.add("calibration/residual.py")
+    assert len(path) <= TO_THE_FIRST_SOLVE, "\n".join(sorted(path))
 
 
 def test_pooled_features_hold_no_other_tokens(light: DriftRun) -> None:

@@ -301,7 +301,7 @@ def _collated(rows: Sequence[Any], where: str) -> _Part:
 def _class_names(dataset: Any) -> tuple[str, ...] | None:
     """What a data set says that its numbers mean."""
     features = getattr(dataset, "features", None)
-    of_labels = [features[key] for key in _LABELS if isinstance(features, dict) and key in features]
+    of_labels = [features[key] for key in _LABELS if isinstance(features, Mapping) and key in features]
     names = next((feature.names for feature in of_labels if hasattr(feature, "names")), names_of(dataset))
     are_names = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     return tuple(names) if names and are_names else None

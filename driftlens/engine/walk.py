@@ -6,7 +6,7 @@ on the other model's (the crossed output). Only the features of one boundary wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -248,10 +248,10 @@ def _at_start(pool: ModelPool, models: Sequence[str], batches: Iterable[Batch]) 
 
 
 def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
-    """Raw inputs moved to `device`; floating tensors are cast, tuples and dicts are kept as such."""
+    """Raw inputs moved to `device`; floating tensors are cast, lists become tuples, mappings of any kind dicts."""
     if isinstance(inputs, Tensor):
         return moved(inputs, device, dtype if inputs.is_floating_point() else None)
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         return {name: on_device(value, device, dtype) for name, value in inputs.items()}
     if isinstance(inputs, list | tuple):
         return tuple(on_device(value, device, dtype) for value in inputs)
@@ -262,7 +262,7 @@ def input_bytes(inputs: object) -> int:
     """Bytes of raw inputs, as `on_device` takes them."""
     if isinstance(inputs, Tensor):
         return inputs.nbytes
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         return sum(input_bytes(value) for value in inputs.values())
     return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
 
@@ -305,6 +305,6 @@ def capture(
 def _numbered(inputs: Iterable[Any]) -> Iterator[Batch]:
     start = 0
     for batch in inputs:
-        first = next(iter(batch.values())) if isinstance(batch, dict) else batch
+        first = next(iter(batch.values())) if isinstance(batch, Mapping) else batch
         yield Batch(start, start + len(first), batch)
         start += len(first)

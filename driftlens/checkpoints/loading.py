@@ -181,6 +181,23 @@ def hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
     )
 
 
+def files_beside_weights(place: str, *, offline: bool = False) -> pathlib.Path | None:
+    """The folder with the settings and tokenizer of a folder or Hub repository; None for what is neither.
+
+    Raises:
+        CheckpointError: the repository is not in the cache and may not be downloaded, or the download failed.
+    """
+    from huggingface_hub import constants
+
+    folder = expanded(place)
+    if folder.is_dir() or not is_hub_id(place):
+        return folder if folder.is_dir() else None
+    local = offline or constants.HF_HUB_OFFLINE
+    if not local:
+        log.warning("fetching the settings and tokenizer of %s from the Hugging Face Hub", place)
+    return _snapshot(place, [], local=local)
+
+
 def _snapshot(repository: str, patterns: list[str], *, local: bool) -> pathlib.Path:
     from huggingface_hub import snapshot_download
 

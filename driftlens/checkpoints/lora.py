@@ -6,17 +6,16 @@ import math
 import os
 import pathlib
 import re
-import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import regex
 import torch
 from torch import Tensor
 
 from driftlens.base.errors import CheckpointError
 from driftlens.base.files import from_json, plain_file
+from driftlens.checkpoints.guarded import guarded
 from driftlens.checkpoints.sources import StateSource, require_key
 from driftlens.checkpoints.weight_files import open_file
 
@@ -43,9 +42,8 @@ _UNSUPPORTED = (
     "kasa_config",
 )
 """Options of peft's LoraConfig that change more than `scaling * B @ A` says."""
-MOST_PATTERNS, LONGEST_PATTERN, MATCHING_SECONDS = 10_000, 1_000, 2.0
-"""Of `rank_pattern` and `alpha_pattern`: how many, characters of one, and what matching all may take."""
 _LARGEST = 1e9
+"""Of a number in a configuration: what is beyond overflows somewhere, and no rank or alpha comes near."""
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` under which the base stays what it is."""
 
@@ -189,12 +187,13 @@ def _updates(
     saved: Mapping[str, str],
 ) -> dict[str, _Update]:
     transposed = bool(config.get("fan_in_fan_out"))
-    ranks, alphas = _Setting(folder, config, "r", "rank"), _Setting(folder, config, "lora_alpha", "alpha")
+    pairs = _pairs(adapters, folder, saved)
+    ranks = _numbers(folder, config, "r", "rank_pattern", pairs)
+    alphas = _numbers(folder, config, "lora_alpha", "alpha_pattern", pairs)
     updates: dict[str, _Update] = {}
-    for module, (down, up) in _pairs(adapters, folder, saved).items():
-        rank = _rank(module, adapters, down, up, ranks.of(module), folder)
-        alpha = alphas.of(module)
-        scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    for module, (down, up) in pairs.items():
+        rank = _rank(module, adapters, down, up, ranks[module], folder)
+        scaling = alphas[module] / (math.sqrt(rank) if config.get("use_rslora") else rank)
         shape = (adapters.headers[up].shape[0], adapters.headers[down].shape[1])
         key = _weight_key(base, f"{module}.weight", shape[::-1] if transposed else shape, folder, config)
         if key in updates:
@@ -229,41 +228,25 @@ def _rank(module: str, adapters: StateSource, down: str, up: str, wanted: float,
     return rank
 
 
-class _Setting:
+def _numbers(
+    folder: pathlib.Path, config: Mapping[str, Any], key: str, option: str, modules: Collection[str]
+) -> dict[str, float]:
     """A number for every module: that of the first pattern that matches the end of its path, as peft reads them."""
-
-    def __init__(self, folder: pathlib.Path, config: Mapping[str, Any], key: str, kind: str) -> None:
-        self._folder, self._option = folder, f"{kind}_pattern"
-        patterns = config.get(self._option) or {}
-        if not isinstance(patterns, dict) or len(patterns) > MOST_PATTERNS:
-            raise _refusal(
-                folder, f"{self._option} is no table of at most {MOST_PATTERNS:,} numbers by pattern"
-            )
-        self._default = _number(folder, config.get(key), key)
-        self._values = [(name, _number(folder, value, self._option)) for name, value in patterns.items()]
-        self._seconds = MATCHING_SECONDS
-
-    def of(self, module: str) -> float:
-        """The number of one module. Patterns come from the file: all modules together get so long, and no longer."""
-        started = time.monotonic()
-        left = max(self._seconds, 1e-3)
-        for pattern, value in self._values:
-            try:
-                if len(pattern) > LONGEST_PATTERN:
-                    raise TimeoutError
-                if regex.match(rf"(.*\.)?({pattern})$", module, timeout=left):
-                    return value
-            except (regex.error, RecursionError, OverflowError) as error:
-                raise _refusal(
-                    self._folder, f"{self._option}: {pattern[:80]!r} is no pattern", _RESTORE
-                ) from error
-            except TimeoutError as error:
-                raise _refusal(
-                    self._folder, f"{self._option}: {pattern[:80]!r} takes too long", _RESTORE
-                ) from error
-            finally:
-                self._seconds = left - (time.monotonic() - started)
-        return self._default
+    patterns = config.get(option) or {}
+    if not isinstance(patterns, dict):
+        raise _refusal(folder, f"{option} is {str(patterns)[:80]!r}, expected numbers by pattern", _RESTORE)
+    default = _number(folder, config.get(key), key)
+    values = [_number(folder, value, option) for value in patterns.values()]
+    if not patterns:
+        return dict.fromkeys(modules, default)
+    try:
+        places = guarded("patterns", list(patterns), list(modules))
+    except ValueError as error:
+        raise _refusal(folder, f"{option}: {error}", _RESTORE) from error
+    return {
+        module: default if place is None else values[place]
+        for module, place in zip(modules, places, strict=True)
+    }
 
 
 def _number(folder: pathlib.Path, value: Any, key: str) -> float:

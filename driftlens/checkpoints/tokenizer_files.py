@@ -1,4 +1,4 @@
-"""What a tokenizer's files ask of the library that builds it: bounds, beyond which it would not end or find memory."""
+"""Tokenizers of folders and Hub repositories, built here once a process apart has built and used them."""
 
 from __future__ import annotations
 
@@ -9,105 +9,65 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from driftlens.base.errors import CheckpointError, DriftLensError, IncompatibleModelsError
-from driftlens.checkpoints.loading import config_file, read_json
+from driftlens.base.errors import CheckpointError, IncompatibleModelsError
+from driftlens.base.files import plain_file
+from driftlens.checkpoints.guarded import MOST_MEMORY, SECONDS, guarded
+from driftlens.checkpoints.loading import files_beside_weights, read_json
 
-MOST_TOKENS = 10_000_000
-"""Number of a token: libraries make room for all below the highest."""
-MOST_EXTRA = 10_000
-"""Tokens that a configuration may ask for by their count alone."""
 MOST_GROWTH = 500
-"""How many times longer a text may become before it is cut into tokens, or when it is put together again."""
+"""How many times longer a text may become before it is cut into tokens, or when it is put together again.
 
-_CONFIG = "tokenizer_config.json"
-_NUMBERED = ("vocab.json", "added_tokens.json")
-_COUNTS = ("extra_ids", "num_madeup_words", "offset")
+The longest of a real table (SentencePiece's, of a ligature in Arabic) has 18 characters for one. No trial shows this:
+what makes a text grow may not occur in it.
+"""
+SECONDS_PER_BYTE, MEMORY_PER_BYTE = 0.5e-6, 64
+"""Three times what 262,000 tokens in a file of 10 MiB took."""
 _DOUBLING = ("ByteLevel", "BPEDecoder", "CTC")
 """Steps that may write two characters for one."""
 
 
-@contextlib.contextmanager
-def bounded_tokenizer(source: str, *, offline: bool) -> Iterator[None]:
-    """A block that builds the tokenizer of a folder or Hub repository, which has been looked at before.
+def tokenizer_in(source: str, *, offline: bool, kind: str = "AutoTokenizer") -> Any:
+    """The tokenizer of a folder or Hub repository; None where there is none, or its files are damaged.
+
+    Args:
+        source: where it is.
+        offline: whether the network may not be asked.
+        kind: the class of transformers that builds it.
 
     Raises:
         IncompatibleModelsError: it asks for more than any machine has, or the library breaks down on it.
+        CheckpointError: the repository can't be had.
     """
-    for file, stated in _stated(source, offline):
-        if file == _CONFIG:
-            _require_counts(stated, f"{source}, {file}")
-        elif file in _NUMBERED:
-            _require_numbers(stated.values(), f"{source}, {file}")
-        else:
-            _require_numbers(_numbers(stated), f"{source}, {file}")
-            _require_growth(stated, f"{source}, {file}")
+    folder = files_beside_weights(source, offline=offline)
+    if folder is None:
+        return None
+    size = 0
+    for file in folder.iterdir():
+        if file.match("*token*.json") or file.name in ("vocab.json", "vocab.txt", "merges.txt"):
+            size += plain_file(file).stat().st_size
+        if file.match("tokenizer*.json"):
+            with contextlib.suppress(CheckpointError):  # the library says whether it needs it
+                _require_growth(read_json(file), f"{source}, {file.name}")
+    seconds, memory = SECONDS + size * SECONDS_PER_BYTE, MOST_MEMORY + size * MEMORY_PER_BYTE
     try:
-        yield
-    except DriftLensError:
-        raise
-    except BaseException as error:
-        # What libraries in Rust break down with is no Exception, so that nobody catches it.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
+        if not guarded("tokenizer", str(folder), kind, seconds=seconds, memory=memory):
+            return None
+    except ValueError as error:
         raise IncompatibleModelsError(
-            f"{source}: its tokenizer can't be used: {error}",
-            hint="Restore tokenizer.json from the original.",
+            f"{source}: its tokenizer can't be used: {error}", hint="Restore its files from the original."
         ) from error
+    import transformers
 
-
-def _stated(source: str, offline: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The files that the library may read, by name; what is missing or damaged others say."""
-    config = _read(source, _CONFIG, offline)
-    yield _CONFIG, config
-    further = config.get("fast_tokenizer_files")
-    names = [name for name in further if isinstance(name, str)] if isinstance(further, list) else []
-    for file in ("tokenizer.json", *(name for name in names if "/" not in name)):
-        yield file, (whole := _read(source, file, offline))
-        # With a whole tokenizer, what lies beside it is older: nothing of that is fetched.
-        offline = offline or bool(whole)
-    for file in _NUMBERED:
-        yield file, _read(source, file, offline)
-
-
-def _read(source: str, file: str, offline: bool) -> Mapping[str, Any]:
-    with contextlib.suppress(CheckpointError):
-        place = config_file(source, file, offline=offline)
-        return {} if place is None else read_json(place)
-    return {}
-
-
-def _numbers(stated: Mapping[str, Any]) -> Iterator[Any]:
-    """The numbers that a tokenizer.json gives to tokens; those of a list are its rows."""
-    model, added = stated.get("model"), stated.get("added_tokens")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    yield from vocabulary.values() if isinstance(vocabulary, dict) else ()
-    yield from (
-        (token.get("id") for token in added if isinstance(token, dict)) if isinstance(added, list) else ()
-    )
-
-
-def _require_numbers(numbers: Iterator[Any] | Any, where: str) -> None:
-    highest = max((number for number in numbers if isinstance(number, int)), default=0)
-    if highest > MOST_TOKENS:
-        raise _refused(f"{where}: a token has the number {highest:,}", f"At most {MOST_TOKENS:,} are read")
-
-
-def _require_counts(config: Mapping[str, Any], where: str) -> None:
-    decoder = config.get("added_tokens_decoder")
-    keys = decoder if isinstance(decoder, dict) else {}
-    _require_numbers([int(key) for key in keys if key.isdecimal() and len(key) < 100], where)
-    for name in _COUNTS:
-        if isinstance(count := config.get(name), int | float) and count > MOST_EXTRA:
-            raise _refused(f"{where}: {name} is {count:,}", f"At most {MOST_EXTRA:,} tokens are added")
+    return getattr(transformers, kind).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _require_growth(stated: Mapping[str, Any], where: str) -> None:
     for parts in (("normalizer", "pre_tokenizer"), ("post_processor", "decoder")):
-        growth = math.prod(_growth(node, where) for part in parts for node in _steps(stated.get(part)))
+        growth = math.prod(_growth(step) for part in parts for step in _steps(stated.get(part)))
         if growth > MOST_GROWTH:
-            raise _refused(
+            raise IncompatibleModelsError(
                 f"{where}: its {' and '.join(parts)} may make a text {growth:,} times longer",
-                f"At most {MOST_GROWTH} times is done",
+                hint=f"At most {MOST_GROWTH} times is done; restore the tokenizer from the original.",
             )
 
 
@@ -121,15 +81,12 @@ def _steps(stated: Any) -> Iterator[dict[str, Any]]:
             yield node
 
 
-def _growth(step: dict[str, Any], where: str) -> int:
+def _growth(step: dict[str, Any]) -> int:
     """How many characters a step may write for one."""
     if step["type"] == "Replace":
-        given = step.get("pattern")
-        pattern = given if isinstance(given, dict) else {"String": given}
-        if "" in pattern.values():
-            raise _refused(f"{where}: a Replace has an empty pattern", "It would fit everywhere, without end")
-        # An expression may also fit between characters.
-        return max(1, len(str(step.get("content") or ""))) + ("Regex" in pattern)
+        # An expression, or an empty text, may also fit between characters.
+        fits_between = not isinstance(step.get("pattern"), dict) or not step["pattern"].get("String")
+        return max(1, len(str(step.get("content") or ""))) + fits_between
     if step["type"] == "Prepend":
         return max(1, len(str(step.get("prepend") or "")))
     if step["type"] == "Precompiled":
@@ -147,7 +104,3 @@ def _longest(charsmap: Any) -> int:
     except (ValueError, TypeError, struct.error):
         return 1  # the library can't read it either
     return max(1, *map(len, content[4 + size :].decode("utf-8", "replace").split("\0")))
-
-
-def _refused(what: str, bound: str) -> IncompatibleModelsError:
-    return IncompatibleModelsError(what, hint=f"{bound}; restore the tokenizer from the original.")

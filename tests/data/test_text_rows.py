@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 from driftlens.base.errors import DataError, DriftLensError, SpecError
+from driftlens.checkpoints.guarded import guarded
 from driftlens.data.task_data import TaskData, open_task_data
-from driftlens.models.language.chat import rendered
 from driftlens.models.language.texts import TextReader
 from driftlens.spec import load_spec
 from driftlens.spec.data import DataDefaults, fields_of, filled
@@ -236,8 +236,8 @@ def test_an_entry_that_is_spelled_out_means_the_same(tmp_path: Path) -> None:
 )
 def test_a_chat_template_without_end_is_refused(template: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        rendered(template, {}, ["hello"])
-    assert rendered("{{ messages[0].content }}{{ eos }}", {"eos": "\ud800!"}, ["é", ""]) == [
+        guarded("template", template, {}, ["hello"])
+    assert guarded("template", "{{ messages[0].content }}{{ eos }}", {"eos": "\ud800!"}, ["é", ""]) == [
         "é\ud800!",
         "\ud800!",
     ]

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from driftlens.base.errors import CheckpointError
-from driftlens.checkpoints import lora
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.lora import lora_source
 from driftlens.checkpoints.sources import StateSource, TensorsSource, module_source, renamed
@@ -193,10 +192,9 @@ def test_what_is_more_than_lora_is_refused_with_the_remedy(
     ("changes", "message"),
     [
         ({"rank_pattern": {"((": 3}}, "rank_pattern: '\\(\\(' is no pattern"),
-        ({"rank_pattern": {"a" * 2000: 3}}, "rank_pattern: .* takes too long"),
         ({"rank_pattern": {"fc2": None}}, "rank_pattern is 'None', expected a number"),
-        ({"rank_pattern": ["a"]}, "rank_pattern is no table"),
-        ({"alpha_pattern": "abc"}, "alpha_pattern is no table"),
+        ({"rank_pattern": ["a"]}, "rank_pattern is ..'a'.., expected numbers by pattern"),
+        ({"alpha_pattern": "abc"}, "alpha_pattern is 'abc', expected numbers"),
         ({"r": None}, "r is 'None', expected a number"),
         ({"r": math.inf}, "r is 'inf', expected a number"),
         ({"r": "\x1b[31m"}, "r is .*31m', expected a number"),
@@ -216,22 +214,11 @@ def test_a_configuration_that_is_none_is_refused(
         lora_source(base, tmp_path)
 
 
-def test_patterns_have_so_long_to_match_and_no_longer(
-    base: StateSource, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patterns_have_so_long_to_match_and_no_longer(base: StateSource, tmp_path: pathlib.Path) -> None:
     train(clip(), tmp_path, **OPTIONS["plain"])
-    edit_config(rank_pattern={"(([a-z_.0-9]+)+)+X": 3})(tmp_path)
-    left: list[float] = []
-
-    def match(pattern: str, module: str, *, timeout: float) -> None:
-        left.append(timeout)
-        if len(left) > 1:
-            raise TimeoutError
-
-    monkeypatch.setattr(lora.regex, "match", match)
-    with pytest.raises(CheckpointError, match="takes too long"):
+    edit_config(rank_pattern={"fc2": 2, "(([a-z_.0-9]+)+)+X": 3})(tmp_path)
+    with pytest.raises(CheckpointError, match=r"rank_pattern: '\(\(.*X' takes too long"):
         lora_source(base, tmp_path)
-    assert lora.MATCHING_SECONDS == left[0] > left[1]
 
 
 def test_an_adapter_of_rank_zero_is_refused(base: StateSource, tmp_path: pathlib.Path) -> None:

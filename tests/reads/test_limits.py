@@ -13,7 +13,7 @@ from PIL import Image
 
 import driftlens.cli as cli
 from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.checkpoints import loading, lora, pickles, tokenizer_files
+from driftlens.checkpoints import guarded, loading, pickles, tokenizer_files
 from driftlens.checkpoints.loading import read_config
 from driftlens.data import webdataset
 from driftlens.data.image_folder import read_image
@@ -21,7 +21,7 @@ from driftlens.findings.projection.store import MOST_POINTS
 from driftlens.jobs.contest import sweep
 from driftlens.merging import karcher, steps
 from driftlens.models import architecture
-from driftlens.models.language import chat
+from driftlens.models.language import texts
 from driftlens.runs.keeping import LONGEST_NAME
 from driftlens.spec import run as spec_run
 from driftlens.spec import types, yaml_text
@@ -81,18 +81,18 @@ LIMITS: dict[str, tuple[str, str]] = {
         "reads/test_limits.py::test_configurations",
     ),
     "patterns of a LoRA adapter": (
-        f"{lora.MOST_PATTERNS:,} of {lora.LONGEST_PATTERN:,} characters, {lora.MATCHING_SECONDS:g} seconds to match "
-        "all",
+        f"{guarded.SECONDS:g} seconds of the processor to match all, {guarded.MOST_MEMORY >> 20} MiB",
         "models/test_lora.py::test_patterns_have_so_long_to_match_and_no_longer",
     ),
     "chat template": (
-        f"{chat.SECONDS:g} seconds of the processor and {1000 * chat.SECONDS_PER_MESSAGE:g} milliseconds a message, "
-        f"{chat.MOST_MEMORY >> 20} MiB, in a process of its own",
+        f"{guarded.SECONDS:g} seconds of the processor and {1000 * texts.SECONDS_PER_MESSAGE:g} milliseconds a "
+        f"message, {guarded.MOST_MEMORY >> 20} MiB",
         "data/test_text_rows.py::test_a_chat_template_without_end_is_refused",
     ),
     "tokenizer": (
-        f"numbers of tokens up to {tokenizer_files.MOST_TOKENS:,}, {tokenizer_files.MOST_EXTRA:,} tokens by their "
-        f"count alone, texts that grow {tokenizer_files.MOST_GROWTH} times",
+        f"{guarded.SECONDS:g} seconds of the processor and {1e6 * tokenizer_files.SECONDS_PER_BYTE:g} more "
+        f"a megabyte of its files, {guarded.MOST_MEMORY >> 20} MiB and {tokenizer_files.MEMORY_PER_BYTE} times its "
+        f"files; texts that grow {tokenizer_files.MOST_GROWTH} times",
         "models/test_tokenizer_files.py::test_what_would_exhaust_a_machine_is_refused_before_it_is_built",
     ),
     "pickle in `convert`": (

@@ -30,7 +30,6 @@ from driftlens.base.access import Access
 from driftlens.base.errors import SpecError, harmless
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.pickles import Pickled
-from driftlens.checkpoints.tokenizer_files import bounded_tokenizer
 from driftlens.cli import run as run_command
 from driftlens.data.sources import data_sources
 from driftlens.jobs.study.opening import open_architecture
@@ -205,7 +204,7 @@ def test_spoiled_tokenizers(tokenizer: Right, which: str, spoils: Any) -> None:
     folder.mkdir(exist_ok=True)
     for name, content in (tokenizer.holds | {which: spoiled_tree(tokenizer.holds[which], spoils)}).items():
         (folder / name).write_text(json.dumps(content))
-    with within_bounds(), bounded_tokenizer(str(folder), offline=True):
+    with within_bounds():
         hf_text_preprocess(str(folder), GPT2Config(vocab_size=100), True, "decoder").example()
 
 

@@ -22,12 +22,11 @@ from driftlens.checkpoints.loading import (
     TOKENIZERS,
     image_processor_config,
     missing_config,
-    pretrained,
     read_config,
 )
 from driftlens.checkpoints.refusals import require_plain, wrong_family
 from driftlens.checkpoints.sources import StateSource
-from driftlens.checkpoints.tokenizer_files import bounded_tokenizer
+from driftlens.checkpoints.tokenizer_files import tokenizer_in
 from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
@@ -215,8 +214,7 @@ def _text_tower(config: dict[str, Any], source: str, offline: bool, base: StateS
         raise no_text_tower(source)
     model = weightless(lambda: CLIPModel(CLIPConfig.from_dict(config)), source)
     read_text_side(model, base, LAYOUT)
-    with bounded_tokenizer(source, offline=offline):
-        tokenizer = _tokenizer(source, model.config.text_config, offline)
+    tokenizer = _tokenizer(source, model.config.text_config, offline)
     length = model.config.text_config.max_position_embeddings
 
     @torch.no_grad()
@@ -232,12 +230,7 @@ def _text_tower(config: dict[str, Any], source: str, offline: bool, base: StateS
 
 
 def _tokenizer(source: str, text_config: Any, offline: bool) -> Any:
-    from transformers import CLIPTokenizer
-
-    try:
-        tokenizer = CLIPTokenizer.from_pretrained(**pretrained(source), local_files_only=offline)
-    except Exception:  # a missing or broken file: the tokenizers library raises nothing more precise
-        tokenizer = None
+    tokenizer = tokenizer_in(source, offline=offline, kind="CLIPTokenizer")
     # The text feature is read at the token that ends the prompt; older configurations say 2 and mean the last.
     end = text_config.eos_token_id if text_config.eos_token_id != 2 else text_config.vocab_size - 1
     # transformers 5 makes an empty tokenizer where there are no files, rather than fail.

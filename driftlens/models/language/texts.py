@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from driftlens.base.errors import SpecError
-from driftlens.models.language.chat import rendered
+from driftlens.checkpoints.guarded import SECONDS, guarded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +34,8 @@ _OFFSET = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-ro
 _FILLERS = ("pad_token", "eos_token", "sep_token")
 MEANING = ("model", "normalizer", "pre_tokenizer", "post_processor", "added_tokens")
 """Parts of a tokenizer.json that decide on token ids; the others are settings of calls, and the format's version."""
+SECONDS_PER_MESSAGE = 0.005
+"""Of the processor, for a chat template: ten times what the longest of those with tools take."""
 _BEFORE = ":"
 """Stands for the question where an answer is tokenised: some tokenizers begin a text otherwise than they go on."""
 
@@ -159,7 +161,10 @@ class TextReader:
                 hint="Take `chat` out and write the prompt in `prompt`, or use the tokenizer of the chat model.",
             )
         try:
-            return rendered(self.tokenizer.get_chat_template(), self.tokenizer.special_tokens_map, messages)
+            template, special = self.tokenizer.get_chat_template(), self.tokenizer.special_tokens_map
+            seconds = SECONDS + SECONDS_PER_MESSAGE * len(messages)
+            texts: list[str] = guarded("template", template, special, messages, seconds=seconds)
+            return texts
         except ValueError as error:
             raise SpecError(f"chat: the chat template of {name} can't be used: {error}") from error
 
@@ -236,20 +241,14 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
         IncompatibleModelsError: the tokenizer asks for more than any machine has.
         SpecError: there is no tokenizer, it knows more tokens than the model, or no start token is named.
     """
-    from transformers import AutoTokenizer
+    from driftlens.checkpoints.loading import read_config  # these need torch
+    from driftlens.checkpoints.refusals import running
+    from driftlens.checkpoints.tokenizer_files import tokenizer_in
 
-    from driftlens.checkpoints.loading import pretrained, read_config
-    from driftlens.checkpoints.tokenizer_files import bounded_tokenizer
-
-    with bounded_tokenizer(source, offline=offline):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                **pretrained(source), local_files_only=offline, trust_remote_code=False
-            )
-        except Exception:  # a missing or broken file: the tokenizers library raises nothing more precise
-            tokenizer = None
-        code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
-        generation = read_config(source, "generation_config.json", offline=offline) or {}
+    code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
+    generation = read_config(source, "generation_config.json", offline=offline) or {}
+    tokenizer = tokenizer_in(source, offline=offline)
+    with running(source):
         return text_preprocess(tokenizer, config, generation, form, source, code=code)
 
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.models.tokenizers import WORDS, word_tokenizer
+from tests.zoo.tokenizers import WORDS, word_tokenizer
 
 WIDTH, BLOCKS, SAMPLES, LENGTH = 512, 8, 64, 60
 TASKS = ("a", "b", "c", "d")

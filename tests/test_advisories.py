@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-import pathlib
 import tomllib
-from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-HERE = pathlib.Path(__file__).parent
+from tests.packaging import HERE, floors, project
+
 ADVISORIES: list[dict[str, str]] = tomllib.loads((HERE / "advisories.toml").read_text())["advisory"]
-
-
-def floors(project: dict[str, Any]) -> dict[str, Version]:
-    """The lowest version that each dependency may have, of those that state one."""
-    found = {}
-    for text in project["project"]["dependencies"]:
-        wanted = Requirement(text)
-        lowest = [Version(at.version) for at in wanted.specifier if at.operator in (">=", "==", "~=")]
-        if lowest:
-            found[canonicalize_name(wanted.name)] = max(lowest)
-    return found
 
 
 def open_holes(floors: dict[str, Version]) -> set[str]:
@@ -34,10 +20,6 @@ def open_holes(floors: dict[str, Version]) -> set[str]:
         for at in ADVISORIES
         if "avoided" not in at and floors.get(at["package"], Version("0")) < Version(at["fixed"])
     }
-
-
-def project() -> dict[str, Any]:
-    return tomllib.loads((HERE.parent / "pyproject.toml").read_text())
 
 
 def test_no_floor_has_a_known_hole() -> None:

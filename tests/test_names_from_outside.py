@@ -1,8 +1,10 @@
-"""Names that plug-ins and notebooks import by, from before the rooms, are the very modules of today."""
+"""Names: those that plug-ins import by are the very modules of today, and tests share through helpers alone."""
 
 from __future__ import annotations
 
 import importlib
+import pathlib
+import re
 
 import pytest
 
@@ -28,3 +30,9 @@ def test_a_name_of_before_is_the_module_of_today(name: str) -> None:
 def test_every_public_name_is_there() -> None:
     assert {name: getattr(dl, name) for name in dl.__all__}.keys() == set(dir(dl))
     assert dl.errors is importlib.import_module("driftlens.base.errors")
+
+
+def test_no_test_module_imports_from_another() -> None:
+    tests = pathlib.Path(__file__).parent
+    between = re.compile(r"^\s*(?:from|import) tests\.(?:\w+\.)*test_\w+", re.MULTILINE)
+    assert not [path for path in tests.rglob("*.py") if between.search(path.read_text(encoding="utf-8"))]

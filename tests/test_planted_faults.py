@@ -26,9 +26,9 @@ from driftlens.models import heads
 from driftlens.models.chain import adapters
 from driftlens.models.families import vit
 from tests.calibration import test_reference as calibration
-from tests.cases import CASES, family
-from tests.diagnostics.test_output import head
+from tests.diagnostics.heads import head
 from tests.reference.drift import STEPS, drift_rows
+from tests.zoo.cases import CASES, family
 
 Patch = pytest.MonkeyPatch
 OPEN_CLIP = CASES["open_clip_vit"]

@@ -12,7 +12,7 @@ import sys
 import pytest
 from packaging.utils import canonicalize_name
 
-from tests.test_advisories import floors, project
+from tests.packaging import floors, project
 
 ROOT = pathlib.Path(__file__).parents[1]
 

@@ -14,9 +14,7 @@ from driftlens_app.jobs import processes, watch
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.watching import log_text
 from tests.app.conftest import Open, until
-from tests.app.test_calibrate import is_disabled, press
-from tests.app.test_jobs import finish, state, step
-from tests.app.test_pages import errors, said
+from tests.app.pages import errors, finish, is_disabled, press, said, state, step
 
 pytestmark = pytest.mark.usefixtures("worker")
 BUTTON = "Trace the drift back to layers"

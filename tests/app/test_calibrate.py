@@ -22,8 +22,7 @@ from driftlens_app.jobs import processes, watch
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.watching import log_text
 from tests.app.conftest import Open, opened_drawers, shown_data, until
-from tests.app.test_jobs import finish, state, step
-from tests.app.test_pages import errors, said
+from tests.app.pages import calibrate_as, errors, finish, is_disabled, press, said, state, step
 from tests.records.full_run import write_full_run
 
 pytestmark = pytest.mark.usefixtures("worker")
@@ -32,22 +31,6 @@ pytestmark = pytest.mark.usefixtures("worker")
 @pytest.fixture
 def run(root: Path) -> Path:
     return root / "full"
-
-
-def press(app: AppTest, label: str) -> AppTest:
-    (button,) = [button for button in app.button if button.label == label]
-    assert not button.disabled
-    return button.click().run()
-
-
-def is_disabled(app: AppTest, label: str) -> bool:
-    (button,) = [button for button in app.button if button.label == label]
-    return bool(button.disabled)
-
-
-def calibrate_as(app: AppTest, name: str) -> AppTest:
-    app.text_input(key="name").set_value(name)
-    return press(app, "FeatCal calibrate")
 
 
 def with_calibration(run: Path) -> None:

@@ -17,9 +17,7 @@ from driftlens_app.jobs import processes, start
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.requests import calibrate_request
 from tests.app.conftest import Open, until
-from tests.app.test_calibrate import calibrate_as, press
-from tests.app.test_jobs import finish, state
-from tests.app.test_pages import errors, said
+from tests.app.pages import calibrate_as, errors, finish, press, said, state
 from tests.quick import few
 from tests.records.full_run import VARIANTS, write_full_run
 

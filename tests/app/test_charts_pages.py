@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 from driftlens.runs.run import open_run
 from driftlens_reports.charts.chart import charts, parts_of
 from tests.app.conftest import Open, shown_data
-from tests.app.test_pages import said
+from tests.app.pages import said
 from tests.records.full_run import Size, write_full_run
 
 PARTS = [

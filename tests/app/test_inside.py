@@ -20,7 +20,7 @@ from driftlens_app.jobs.watching import log_text
 from driftlens_app.runs import listed_runs, opened
 from driftlens_app.settings import Settings, is_inside, require_links_inside
 from tests.app.conftest import Open, opened_drawers
-from tests.app.test_pages import errors, said
+from tests.app.pages import errors, said
 from tests.records.full_run import write_full_run
 
 SECRET = "root:x:0:0:not to be shown"

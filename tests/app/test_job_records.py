@@ -15,7 +15,7 @@ from driftlens_app.jobs import Job, watch
 from driftlens_app.jobs import watching as log_of_jobs
 from driftlens_app.jobs.record import job_of, write_job
 from tests.app.conftest import Open
-from tests.app.test_pages import errors
+from tests.app.pages import errors
 
 WANTED = CalibrationSettings(
     name="mine", samples=16, parameters={"lam": 0.5, "alpha": 0.25, "update": ("linear",)}

@@ -18,12 +18,13 @@ from driftlens.base.errors import RunError, RunLockedError, SpecError
 from driftlens.runs.lock import RunLock
 from driftlens.runs.run import open_run
 from driftlens_app.calibration import CalibrationSettings
-from driftlens_app.jobs import Job, cancel, command_line, processes, start, watch
+from driftlens_app.jobs import cancel, command_line, processes, start, watch
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.requests import analyze_request, calibrate_request, demo_request, project_request
 from driftlens_app.jobs.watching import log_text, running_drift
 from driftlens_app.settings import Settings
 from tests.app.conftest import until
+from tests.app.pages import begin, finish, state, step
 
 pytestmark = pytest.mark.usefixtures("worker")
 
@@ -31,25 +32,6 @@ pytestmark = pytest.mark.usefixtures("worker")
 @pytest.fixture
 def run(root: Path) -> Path:
     return root / "full"
-
-
-def begin(run: Path, name: str) -> Job:
-    return start(calibrate_request(open_run(run), CalibrationSettings(name=name)))
-
-
-def state(run: Path) -> str:
-    view = watch(run)
-    assert view is not None
-    return view.state
-
-
-def step(run: Path, number: int) -> None:
-    (run.parent / f"step-{number}").touch()
-
-
-def finish(run: Path) -> None:
-    for number in range(3):
-        step(run, number)
 
 
 def test_a_job_goes_from_starting_to_done_and_its_curve_grows(run: Path) -> None:

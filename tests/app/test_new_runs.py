@@ -20,19 +20,15 @@ from driftlens.spec.run import load_spec
 from driftlens_app.drafts import PASTED, PASTED_AS
 from driftlens_app.jobs import Job, command_line, processes, start, watch
 from driftlens_app.jobs.command_line import ask
-from driftlens_app.jobs.record import dismiss, job_of, write_job
+from driftlens_app.jobs.record import dismiss, job_of
 from driftlens_app.jobs.requests import MOST_BYTES, analyze_request, compare_request
 from driftlens_app.settings import Settings
 from driftlens_app.views.export import build
 from driftlens_app.views.new_run import proposed_name
 from tests.app.conftest import Open, opened_drawers, until
-from tests.app.test_calibrate import is_disabled, press
-from tests.app.test_jobs import state
-from tests.app.test_pages import errors, said
+from tests.app.pages import PROBLEMS, errors, failed, is_disabled, press, said, state
 
 pytestmark = pytest.mark.usefixtures("worker")
-
-PROBLEMS = "run.yaml: 2 problems\n  a0: unknown key; allowed here: base\n  data.cars: missing (This *key* is required.)"
 
 
 def analyse(root: Path, name: str) -> Job:
@@ -54,19 +50,6 @@ def titles(app: AppTest) -> list[str]:
 
 def dismiss_buttons(app: AppTest) -> list[str]:
     return [button.key for button in app.button if button.label == "Dismiss"]
-
-
-def failed(root: Path, name: str, said: str = f"error: {PROBLEMS}\nhint: Correct *them*.\n") -> Job:
-    """An analysis that ended at once."""
-    folder = root / ".driftlens" / name
-    folder.mkdir(parents=True)
-    log = folder / "analyze-1.log"
-    log.write_text(said)
-    job = Job(
-        "analyze", name, root / name, log, 4_000_000, 1.0, "elsewhere", "2026-01-02T03:04:05.000Z", code=2
-    )
-    write_job(job)
-    return job
 
 
 def test_the_end_of_an_older_job_is_told_while_a_newer_one_runs(open_app: Open, root: Path) -> None:

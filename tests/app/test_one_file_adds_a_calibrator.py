@@ -15,10 +15,8 @@ from driftlens_app.jobs import command_line
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.watching import log_text
 from tests.app.conftest import Open, catalogue, until
-from tests.app.test_calibrate import press
-from tests.app.test_jobs import state
-from tests.app.test_pages import errors, said
-from tests.contracts.one_file.test_calibrators import CLOSED, TRAINED
+from tests.app.pages import errors, press, said, state
+from tests.contracts.one_file.toys import CLOSED, TRAINED
 
 OF_EVERY_KIND = '''
 from collections.abc import Sequence

@@ -21,8 +21,7 @@ from driftlens_app import outlook
 from driftlens_app.jobs import processes
 from driftlens_app.outlook import ahead, choosing_cost, obstacles, past_cost
 from tests.app.conftest import Open
-from tests.app.test_calibrate import press
-from tests.app.test_pages import said
+from tests.app.pages import press, said
 
 pytestmark = pytest.mark.usefixtures("worker")
 START = "A calibration can't begin: "

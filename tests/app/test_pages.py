@@ -8,30 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from streamlit.testing.v1 import AppTest
 
 from driftlens.findings.verdict import shareable, verdict
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import open_run
 from driftlens_app.pages import pages, path_of
 from tests.app.conftest import Open, shown_data
+from tests.app.pages import OF_A_RUN, errors, said
 from tests.records.full_run import write_full_run
 
 VIEWS = [path.removeprefix("views/").removesuffix(".py") for path in pages()]
-OF_A_RUN = [
-    path.removeprefix("views/").removesuffix(".py") for path, page in pages().items() if page.needs_run
-]
-
-
-def said(app: AppTest) -> str:
-    """All text of a page with what captions say on hover, without the signs that keep names from being Markdown."""
-    kinds = ("title", "subheader", "caption", "markdown", "info", "warning", "error", "success")
-    texts = [str(element.value) for kind in kinds for element in getattr(app, kind)]
-    return "\n".join([*texts, *(str(element.help) for element in app.caption)]).replace("\\", "")
-
-
-def errors(app: AppTest) -> str:
-    return "\n".join(element.value for element in app.error).replace("\\", "")
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -22,7 +22,7 @@ from driftlens_app.views.compare import of_task, readable
 from driftlens_app.views.export import Built, build, zipped
 from driftlens_reports.charts.page_curves import change_curves
 from tests.app.conftest import Open, shown_data
-from tests.app.test_pages import errors, said
+from tests.app.pages import errors, said
 from tests.records.full_run import Size, write_full_run
 
 STAND_IN = """

@@ -16,8 +16,7 @@ from driftlens.runs.status import Status, write_status
 from driftlens.runs.writer import RunWriter
 from driftlens_app.jobs import command_line, watch
 from tests.app.conftest import Open, until
-from tests.app.test_jobs import begin, finish, state, step
-from tests.app.test_pages import OF_A_RUN, said
+from tests.app.pages import OF_A_RUN, begin, finish, said, state, step
 
 
 def test_a_cancelled_calibration_is_told_beside_a_run_that_is_done(open_app: Open, root: Path) -> None:

@@ -25,7 +25,7 @@ from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.page_curves import sample_curves
 from driftlens_reports.charts.picking import scored_samples
 from tests.app.conftest import Open, shown_data
-from tests.app.test_pages import errors, said
+from tests.app.pages import errors, said
 from tests.records.full_run import Size, write_full_run
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from driftlens_app import launch
-from tests.reports.charts.test_theme import contrast
+from tests.reports.charts.recording import contrast
 
 THEME = tomllib.loads(Path(launch.__file__).with_name("theme.toml").read_text(encoding="utf-8"))["theme"]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from playwright.sync_api import expect
+
 STILL = """() => document.getAnimations().every(
     moving => moving.playState !== "running" || moving.effect.getComputedTiming().iterations === Infinity
 )"""
@@ -39,3 +41,13 @@ def open_drawer(page: Any, title: str) -> None:
     """Open the drawer of this title, and wait until it stands open with what it holds."""
     page.get_by_text(title, exact=True).click()
     settled(page)
+
+
+PATIENCE = 180_000
+"""Milliseconds that a job may take on a busy machine, most of them to import torch."""
+
+
+def check(page: Any) -> None:
+    """Have the spec checked, which lets the work be started."""
+    page.get_by_role("button", name="Check the spec").click()
+    expect(page.get_by_test_id("stAlertContentSuccess")).to_contain_text("Ready", timeout=PATIENCE)

@@ -17,8 +17,8 @@ from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import drawn, open_drawer, settled
 from tests.browser.server import serving
 from tests.pipeline.roomy import roomy_run
-from tests.pipeline.world import World
 from tests.records.full_run import write_full_run
+from tests.zoo.world import World
 
 PATIENCE = 180_000
 """Milliseconds that a job may take on a busy machine, most of them to import torch."""

@@ -12,12 +12,9 @@ import pytest
 from playwright.sync_api import expect
 
 from driftlens.runs.run import DriftRun, open_run
-from tests.browser.reading import drawn, open_drawer, settled
+from tests.browser.reading import PATIENCE, check, drawn, open_drawer, settled
 from tests.browser.server import serving
-from tests.pipeline.world import World
-
-PATIENCE = 180_000
-"""Milliseconds that a job may take on a busy machine, most of them to import torch."""
+from tests.zoo.world import World
 
 
 def choose(page: Any, title: str) -> None:
@@ -25,12 +22,6 @@ def choose(page: Any, title: str) -> None:
     page.get_by_role("option", name=title, exact=True).click()
     page.keyboard.press("Escape")
     settled(page)
-
-
-def check(page: Any) -> None:
-    """Have the spec checked, which lets the work be started."""
-    page.get_by_role("button", name="Check the spec").click()
-    expect(page.get_by_test_id("stAlertContentSuccess")).to_contain_text("Ready", timeout=PATIENCE)
 
 
 @pytest.mark.slow

@@ -9,9 +9,8 @@ import pytest
 from playwright.sync_api import expect
 
 from driftlens.runs.run import DriftRun, open_run
-from tests.browser.reading import settled
+from tests.browser.reading import PATIENCE, check, settled
 from tests.browser.server import serving
-from tests.browser.test_new_merge import PATIENCE, check
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 
 from driftlens.runs.run import open_run
 from driftlens_app.jobs.record import write_job
-from tests.app.test_new_runs import failed
+from tests.app.pages import failed
 from tests.browser.reading import settled
 from tests.browser.server import serving
 

@@ -14,8 +14,8 @@ from driftlens.engine.forward_order import calibrate
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer, ClosedForm
 from driftlens.engine.site_selection import select_sites
-from tests.calibration.worlds import WORLDS, World
-from tests.cases import family
+from tests.zoo.cases import family
+from tests.zoo.solvable import WORLDS, World
 
 TASKS = ("a", "b")
 

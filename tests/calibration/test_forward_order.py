@@ -19,7 +19,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
 from driftlens.linalg.gram import GramSum
 from tests.calibration.helpers import Subject, batched, calibrated, layers_of, subject, updates_of
-from tests.cases import pool_of
+from tests.zoo.cases import pool_of
 
 Parameters = dict[tuple[int, str], Tensor]
 

@@ -19,8 +19,8 @@ from driftlens.linalg.ridge import solve_ridge
 from driftlens.linalg.state import norm, subtract
 from driftlens.models.saving import fused
 from tests.calibration.helpers import Subject, batched, calibrated, layers_of, subject, updates_of
-from tests.calibration.worlds import WORLDS
-from tests.cases import perturbed, pool_of
+from tests.zoo.cases import perturbed, pool_of
+from tests.zoo.solvable import WORLDS
 
 
 class Spy(FeatCal):

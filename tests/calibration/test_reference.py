@@ -10,8 +10,8 @@ from torch import Tensor
 
 from driftlens.calibration.featcal import FeatCal
 from tests.calibration.helpers import TASKS, calibrated, subject
-from tests.calibration.worlds import WORLDS
 from tests.reference import calibration as reference
+from tests.zoo.solvable import WORLDS
 
 N = 4
 TOLERANCE = 1e-9  # of |dW|_F / |W|_F, float64; both sides lose some digits to their solves

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from tests.pipeline.world import CLASSES, MODEL, TASKS, World, write_images
+from tests.zoo.world import CLASSES, MODEL, TASKS, World, write_images
 
 Spec = dict[str, Any]
 TASK = TASKS[0]

@@ -12,7 +12,7 @@ import torch
 from driftlens.runs.run import DriftRun
 from driftlens_reports.advice import advice, advice_text
 from tests.cli.conftest import Result
-from tests.pipeline.world import NUM_TEST, World, clip, pixels, write_spec
+from tests.zoo.world import NUM_TEST, World, clip, pixels, write_spec
 
 Cli = Callable[..., Result]
 

@@ -16,7 +16,7 @@ from driftlens_reports.terminal import before_after_text
 from tests.cli.conftest import Result
 from tests.pipeline.calibrating import NAME, copied, files_of
 from tests.pipeline.roomy import roomy_run, spoil_merged
-from tests.pipeline.world import World
+from tests.zoo.world import World
 
 QUIET = ("--progress", "none")
 

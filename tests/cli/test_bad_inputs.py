@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from driftlens.runs.run import DriftRun, open_run
 from tests.cli.conftest import Result
 from tests.cli.spoiled import CASES, TASK, Bench, no_gpu
-from tests.pipeline.world import LOGIT_SCALE, World, write_spec
+from tests.zoo.world import LOGIT_SCALE, World, write_spec
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from driftlens.base.settings import settings_of
 from driftlens.merging.method import merge_methods
 from tests.cli.conftest import Result
 from tests.merging.applying import FEW
-from tests.models.test_lora import train
-from tests.pipeline.world import World, write_spec
+from tests.models.writing import train
+from tests.zoo.world import World, write_spec
 
 # peft 0.21 asks transformers 5 for an attribute that this has renamed.
 pytestmark = [

@@ -18,7 +18,7 @@ from driftlens.runs.writer import RunWriter
 from tests.cli.conftest import Result
 from tests.cli.worker import COMMAND
 from tests.pipeline.calibrating import NAME, VARIANT, copied, files_of, same_rows
-from tests.pipeline.world import TASKS, World, clip, write_spec
+from tests.zoo.world import TASKS, World, clip, write_spec
 
 Cli = Callable[..., Result]
 QUIET = ("--progress", "none")

@@ -24,7 +24,7 @@ from tests.cli.conftest import Result
 from tests.cli.worker import COMMAND
 from tests.pipeline.calibrating import NAME, copied, files_of, same_rows
 from tests.pipeline.roomy import roomy_run
-from tests.pipeline.world import TASKS, World
+from tests.zoo.world import TASKS, World
 
 Cli = Callable[..., Result]
 

@@ -29,7 +29,7 @@ from driftlens.spec import load_spec
 from driftlens.spec.sections import LinearHead
 from tests.cli.conftest import Result
 from tests.models.hostile import hostile
-from tests.pipeline.world import MEAN, MODEL, SIZE, STD, WIDTH, write_images, write_spec
+from tests.zoo.world import MEAN, MODEL, SIZE, STD, WIDTH, write_images, write_spec
 
 SOURCE = """
 import torch

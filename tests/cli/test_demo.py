@@ -13,8 +13,8 @@ from driftlens.runs.run import open_run
 from driftlens.suites.text import text_suite
 from tests.cli.conftest import Result
 from tests.pipeline.calibrating import CONTROL, VARIANT
-from tests.pipeline.world import TASKS, World
 from tests.suites.conftest import TINY_TEXT
+from tests.zoo.world import TASKS, World
 
 
 def test_the_demo_analyzes_calibrates_and_shows_before_and_after(

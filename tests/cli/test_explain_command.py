@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from driftlens.runs.run import open_run
 from tests.cli.conftest import Result
-from tests.pipeline.world import World, write_spec
+from tests.zoo.world import World, write_spec
 
 Cli = Callable[..., Result]
 

@@ -19,7 +19,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from tests.cli.conftest import Result
 from tests.cli.worker import COMMAND, analyzing
-from tests.pipeline.world import TASKS, World, write_spec
+from tests.zoo.world import TASKS, World, write_spec
 
 Cli = Callable[..., Result]
 TABLES = ("layers", "samples", "outputs", "params", "accuracy")

@@ -22,7 +22,7 @@ from driftlens.spec.templates import template_names
 from driftlens_reports.charts.chart import charts
 from tests.cli.conftest import Result
 from tests.cli.worker import COMMAND
-from tests.pipeline.world import TASKS, World, write_spec
+from tests.zoo.world import TASKS, World, write_spec
 
 Cli = Callable[..., Result]
 COMMANDS = (

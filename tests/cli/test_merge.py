@@ -24,8 +24,8 @@ from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.runs.run import DriftRun
 from tests.cli.conftest import Result
 from tests.cli.worker import started
-from tests.models.clip import under_transformers_names
-from tests.pipeline.world import NUM_TRAIN, SCALING, World, clip, merged_weights, pixels, write_spec
+from tests.zoo.clip import under_transformers_names
+from tests.zoo.world import NUM_TRAIN, SCALING, World, clip, merged_weights, pixels, write_spec
 
 Cli = Callable[..., Result]
 METHOD = ("--method", "task_arithmetic", "--set", f"scaling={SCALING}")

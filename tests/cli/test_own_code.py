@@ -18,7 +18,7 @@ from torch import Tensor
 import driftlens as dl
 from driftlens.runs.run import DriftRun
 from tests.cli.conftest import Result
-from tests.pipeline.world import write_spec
+from tests.zoo.world import write_spec
 
 NET = """
 import numpy as np

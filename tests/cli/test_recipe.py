@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from driftlens.checkpoints.loading import open_checkpoint
 from tests.cli.conftest import Result
-from tests.models.test_hf_decoder import CONFIGS, saved
+from tests.zoo.decoders import CONFIGS, saved
 
 Cli = Callable[..., Result]
 MERGEKIT = os.environ.get("DRIFTLENS_MERGEKIT") or shutil.which("mergekit-yaml")

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from driftlens.checkpoints import loading, weight_files
 from driftlens.checkpoints.sources import SafetensorsSource
 from tests.cli.conftest import Result
-from tests.models.towers import hf_folder, hf_tower
-from tests.pipeline.world import write_spec
+from tests.zoo.towers import hf_folder, hf_tower
+from tests.zoo.world import write_spec
 
 FAMILIES: dict[str, tuple[str, str | dict[str, Any], str, str]] = {
     "wrong_family": ("hf-clip", {"model_type": "vit"}, "a vit model", "hf-vit"),

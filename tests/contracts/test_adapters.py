@@ -15,8 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from driftlens.models.chain import LayerChain, adapters
 from driftlens.models.families.sequential import NAME, sequential_chain
-from tests.models.clip import chain_states, largest_difference, parameters
-from tests.tiny import tiny_stack, two_texts
+from tests.zoo.cases import samples
+from tests.zoo.clip import chain_states, largest_difference, parameters
+from tests.zoo.hand_made import tiny_stack, two_texts
 
 
 def images(generator: torch.Generator, n: int, dtype: torch.dtype) -> Tensor:
@@ -57,12 +58,6 @@ def subject_of(name: str, dtype: torch.dtype, n: int = 3) -> Subject:
 @pytest.fixture
 def subject(name: str) -> Subject:
     return subject_of(name, torch.float64)
-
-
-def samples(inputs: Any, chosen: slice) -> Any:
-    if isinstance(inputs, dict):
-        return {name: value[chosen] for name, value in inputs.items()}
-    return inputs[chosen]
 
 
 def hook_count(module: nn.Module) -> int:

@@ -17,7 +17,7 @@ from driftlens.spec import load_spec
 from driftlens.spec.data import DataDefaults, fields_of, filled
 from driftlens.spec.yaml_text import to_yaml
 from tests.data.sources import entry_of, opened
-from tests.models.tokenizers import word_tokenizer
+from tests.zoo.tokenizers import word_tokenizer
 
 ROWS = [
     {"input": "is it red", "more": "blue", "number": 3, "target": 0},

@@ -12,12 +12,7 @@ from torch import Tensor
 
 from driftlens.diagnostics.output import class_rows, output_columns, score_gains
 from driftlens.models.chain import Head
-
-
-def head(classes: int = 5, width: int = 7, scale: float = 100.0, seed: int = 0) -> Head:
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(classes, width, generator=generator, dtype=torch.float64)
-    return Head(tuple(f"c{i}" for i in range(classes)), rows / rows.norm(dim=1, keepdim=True), scale)
+from tests.diagnostics.heads import head
 
 
 def features(seed: int, drift: float, n: int = 12, width: int = 7) -> tuple[Tensor, Tensor]:

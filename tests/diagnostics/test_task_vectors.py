@@ -10,8 +10,8 @@ import torch
 
 from driftlens.diagnostics.task_vectors import Alignment, alignment_rows, task_vector_cosine
 from driftlens.models.chain import adapters
-from tests.cases import CASES, Case, family
-from tests.tiny import token_batch
+from tests.zoo.cases import CASES, Case, family
+from tests.zoo.hand_made import token_batch
 
 
 def test_sums_of_parts_are_the_whole(generator: torch.Generator) -> None:

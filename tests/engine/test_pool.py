@@ -15,7 +15,7 @@ from driftlens.base.errors import IncompatibleModelsError, NumericsError
 from driftlens.checkpoints.sources import TensorsSource
 from driftlens.engine.pool import LayerMap, ModelPool, streamed_weights
 from driftlens.engine.walk import forward, waiting_bytes, walk
-from tests.cases import CASES, Family, family
+from tests.zoo.cases import CASES, Family, family
 
 CASE = CASES["open_clip_vit"]
 

@@ -20,7 +20,7 @@ from driftlens.engine.problems import ClosedForm
 from driftlens.engine.read_ahead import ReadAhead
 from driftlens.engine.walk import walk
 from tests.calibration.helpers import layers_of, subject, updates_of
-from tests.cases import CASES, Family, family, perturbed
+from tests.zoo.cases import CASES, Family, family, perturbed
 
 
 class Stream:

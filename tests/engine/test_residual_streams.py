@@ -18,11 +18,10 @@ from driftlens.engine.steps import added_to
 from driftlens.models.chain import LayerChain, adapters
 from driftlens.models.families.hf_decoder import decoder_chain
 from driftlens.models.families.sequential import sequential_chain
-from tests.cases import CASES, perturbed, with_seed
-from tests.models.families import FAMILIES
-from tests.models.test_families import batch
-from tests.models.test_hf_decoder import CONFIGS
-from tests.tiny import two_texts
+from tests.zoo.cases import CASES, perturbed, with_seed
+from tests.zoo.decoders import CONFIGS
+from tests.zoo.hand_made import two_texts
+from tests.zoo.live_families import FAMILIES, batch
 
 Opened = tuple[LayerChain, nn.Module, Any]
 ENTERS = ""

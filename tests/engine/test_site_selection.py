@@ -10,8 +10,8 @@ from driftlens.base.errors import LayerNotFoundError
 from driftlens.engine.site_selection import select_sites, site_groups, site_path
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import adapters
-from tests.cases import with_seed
-from tests.models.test_hf_decoder import CONFIGS
+from tests.zoo.cases import with_seed
+from tests.zoo.decoders import CONFIGS
 
 
 @pytest.fixture(scope="module")

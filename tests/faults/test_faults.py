@@ -25,7 +25,7 @@ from tests.faults.essence import differences, essence
 from tests.faults.moments import FAULTS
 from tests.faults.worker import AS_ANYBODY, Ended, Server, serving
 from tests.pipeline.fixtures import light, world
-from tests.pipeline.world import World
+from tests.zoo.world import World
 
 __all__ = ["light", "world"]
 

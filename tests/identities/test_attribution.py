@@ -11,7 +11,7 @@ from driftlens.base.errors import ShapeError
 from driftlens.diagnostics.attribution import Contributions, JacobianSettings, PrefixSwaps
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.linalg.state import PathJacobian, inner, norm, relative_error, subtract
-from tests.cases import CASES, Family, family
+from tests.zoo.cases import CASES, Family, family
 
 EXACT = JacobianSettings(nodes=4, max_nodes=32, tolerance=1e-7)
 # transformers computes nothing here: every case runs the adapter's own chain, in float64.

@@ -10,7 +10,7 @@ import torch
 from driftlens.engine.walk import LayerView, walk
 from driftlens.linalg import state as states
 from driftlens.linalg.state import PathJacobian, State, inner, subtract
-from tests.cases import CASES, family
+from tests.zoo.cases import CASES, family
 
 NODES = 4
 

@@ -12,8 +12,8 @@ from driftlens.diagnostics.drift import drift_columns
 from driftlens.engine.walk import LayerView, Reference, decompose, forward, walk
 from driftlens.linalg.state import norm, subtract
 from driftlens.models.chain import State
-from tests.cases import CASES, Family, family, pool_of
 from tests.reference.drift import STEPS, drift_rows
+from tests.zoo.cases import CASES, Family, family, pool_of
 
 
 @pytest.fixture(params=CASES)
@@ -157,7 +157,7 @@ def test_one_block_and_one_token_are_enough(rounding: float) -> None:
 
     from driftlens.models.chain import adapters
     from driftlens.models.families.vit import scrambled
-    from tests.cases import Case, pixels
+    from tests.zoo.cases import Case, pixels
 
     case = Case(
         lambda: scrambled(lambda: VisionTransformer(4, 4, 8, 1, 2, 2.0, output_dim=3)),

@@ -19,8 +19,8 @@ from driftlens.merging.method import MergeMethod, StateDict
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import LinearHead
 from driftlens.models.families.vit import scrambled
-from tests import tiny
-from tests.tiny import TinyStack
+from tests.zoo import hand_made as tiny
+from tests.zoo.hand_made import TinyStack
 
 Tensors = dict[str, Tensor]
 FEW: dict[str, dict[str, Any]] = {"adamerging": {"steps": 3, "batch_size": 4}, "wudi": {"steps": 20}}
@@ -102,3 +102,109 @@ def apply(
     models = open_models(base, experts)
     source = merged_source(models, method.name, settings, study_of(models) if method.runs_models else None)
     return {name: source.read(name) for name in source.headers}
+
+
+Sides = tuple[Tensors, Tensors]
+"""What a law says is the same."""
+
+
+def expert_order_free(method: MergeMethod) -> Sides:
+    base, experts = states(method)
+    return apply(method, base, dict(reversed(experts.items()))), apply(method, base, experts)
+
+
+def equal_experts_are_fixed(method: MergeMethod) -> Sides:
+    base, experts = states(method)
+    one = experts["a"]
+    return apply(method, base, dict.fromkeys(experts, one)), one
+
+
+def zero_scaling_is_base(method: MergeMethod) -> Sides:
+    base, experts = states(method)
+    return apply(method, base, experts, scaling=0.0), base
+
+
+def affine_in_scaling(method: MergeMethod) -> Sides:
+    base, experts = states(method)
+    low, middle, high = (apply(method, base, experts, scaling=scaling) for scaling in (0.2, 0.5, 0.8))
+    return {name: (low[name] + high[name]) / 2 for name in base}, middle
+
+
+def one_expert_at_scaling_one(method: MergeMethod) -> Sides:
+    base, experts = states(method)
+    return apply(method, base, {"a": experts["a"]}, scaling=1.0), experts["a"]
+
+
+def one_expert_is_fixed(method: MergeMethod) -> Sides:
+    base, experts = states(method)
+    return apply(method, base, {"a": experts["a"]}), experts["a"]
+
+
+def experts_at_base(method: MergeMethod) -> Sides:
+    base, experts = states(method)
+    return apply(method, base, dict.fromkeys(experts, base)), base
+
+
+def homogeneous(method: MergeMethod) -> Sides:
+    """Task vectors twice as long make a step twice as long."""
+    base, experts = states(method)
+    longer = {
+        task: {name: 2 * expert[name] - start for name, start in base.items()}
+        for task, expert in experts.items()
+    }
+    merged = apply(method, base, experts)
+    return apply(method, base, longer), {name: 2 * merged[name] - start for name, start in base.items()}
+
+
+def unbiased_over_masks(method: MergeMethod) -> Sides:
+    """Of one expert at scaling 1 the mean over seeds is the expert: within 6 standard errors, everywhere."""
+    base, experts = states(method)
+    one = {"a": experts["a"]}
+    drawn = [apply(method, base, one, scaling=1.0, seed=seed) for seed in range(400)]
+    beyond = {}
+    for name in base:
+        merged = torch.stack([each[name] for each in drawn])
+        error = merged.std(dim=0) / len(drawn) ** 0.5
+        beyond[name] = ((merged.mean(dim=0) - one["a"][name]).abs() > 6 * error).to(base[name])
+    return beyond, {name: torch.zeros_like(value) for name, value in base.items()}
+
+
+LAWS = {
+    law.__name__: law
+    for law in (
+        experts_at_base,
+        homogeneous,
+        unbiased_over_masks,
+        expert_order_free,
+        equal_experts_are_fixed,
+        zero_scaling_is_base,
+        affine_in_scaling,
+        one_expert_at_scaling_one,
+        one_expert_is_fixed,
+    )
+}
+
+
+def assert_same(found: Tensors, wanted: Tensors) -> None:
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        # Whole models are merged in float32.
+        tolerance = (1e-12, 1e-14) if wanted[name].dtype == torch.float64 else (1e-5, 1e-6)
+        torch.testing.assert_close(found[name], wanted[name], rtol=tolerance[0], atol=tolerance[1])
+
+
+def stacks() -> tuple[TinyStack, dict[str, TinyStack]]:
+    """Base and experts of `states` as modules."""
+    models = []
+    for seed in range(4):
+        models.append(TinyStack().eval())
+        models[-1].load_state_dict(random_model(seed))
+    return models[0], dict(zip("abc", models[1:], strict=True))
+
+
+def calibration_images() -> Tensor:
+    study = study_of(open_models(random_model(0), {"a": random_model(1)}))
+    samples = study.tasks["a"].calibration
+    assert samples is not None
+    images: Tensor = samples.load(range(len(samples)))
+    return images

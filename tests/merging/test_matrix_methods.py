@@ -11,9 +11,14 @@ import torch
 from torch import Tensor
 
 from driftlens.merging.method import merge_methods
-from tests.merging.applying import apply, open_models, random_model, states, study_of
+from tests.merging.applying import (
+    apply,
+    calibration_images,
+    random_model,
+    stacks,
+    states,
+)
 from tests.reference import matrix_merging as reference
-from tests.tiny import TinyStack
 
 SVD = ("tsv_m", "iso_c", "iso_cts")
 SLOW: dict[str, Callable[[Sequence[Any]], Any]] = {
@@ -142,23 +147,6 @@ def test_wudi_descends_as_published_and_its_closed_form_is_where_that_would_end(
     still = merged("wudi", base, [base, experts[0]], solver="closed_form", ridge=0.0)
     torch.testing.assert_close(still, experts[0], rtol=1e-9, atol=1e-12)  # one that did not move has no say
     assert torch.equal(merged("wudi", base, [base, base]), base)
-
-
-def stacks() -> tuple[TinyStack, dict[str, TinyStack]]:
-    """Base and experts of `states` as modules."""
-    models = []
-    for seed in range(4):
-        models.append(TinyStack().eval())
-        models[-1].load_state_dict(random_model(seed))
-    return models[0], dict(zip("abc", models[1:], strict=True))
-
-
-def calibration_images() -> Tensor:
-    study = study_of(open_models(random_model(0), {"a": random_model(1)}))
-    samples = study.tasks["a"].calibration
-    assert samples is not None
-    images: Tensor = samples.load(range(len(samples)))
-    return images
 
 
 def test_moments_are_those_of_each_experts_own_forward_and_of_the_merged_prefix() -> None:

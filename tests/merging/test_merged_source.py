@@ -30,8 +30,8 @@ from driftlens.engine.site_rows import rows_and_output
 from driftlens.jobs.study import merging
 from driftlens.jobs.study.merging import merged_source, site_moments
 from driftlens.merging.method import Reads, merge_methods
-from tests import tiny
 from tests.merging.applying import FEW, Tensors, open_models, random_model, study_of
+from tests.zoo import hand_made as tiny
 
 BASE, EXPERTS = random_model(0), {task: random_model(seed) for seed, task in enumerate("ab", start=1)}
 

@@ -15,8 +15,15 @@ from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.jobs.study.merging import merged_source
 from driftlens.merging.method import merge_methods
 from driftlens.models.chain import LinearHead
-from tests.merging.applying import apply, head_of, open_models, random_model, study_of
-from tests.merging.test_matrix_methods import calibration_images, stacks
+from tests.merging.applying import (
+    apply,
+    calibration_images,
+    head_of,
+    open_models,
+    random_model,
+    stacks,
+    study_of,
+)
 from tests.reference import matrix_merging as reference
 
 BASE, EXPERTS = random_model(0), {task: random_model(seed) for seed, task in enumerate("abc", start=1)}

@@ -9,8 +9,7 @@ import torch
 from driftlens.base.errors import NumericsError, SpecError
 from driftlens.merging.della import keep_chances
 from driftlens.merging.method import merge_methods
-from tests.merging.applying import Tensors, apply, random_model, random_state, states
-from tests.merging.test_methods import assert_same
+from tests.merging.applying import Tensors, apply, assert_same, random_model, random_state, states
 from tests.reference import merging as slow
 
 BASE = random_state(0)

@@ -12,7 +12,7 @@ from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.sources import StateSource, TensorsSource
 from driftlens.engine.pool import require_same_parameters
 from driftlens.models.architecture import Architecture, architecture_of
-from tests.models.towers import hf_tower, hf_whole, open_clip_tower, open_clip_whole
+from tests.zoo.towers import hf_tower, hf_whole, open_clip_tower, open_clip_whole
 
 Weights = dict[str, Tensor]
 

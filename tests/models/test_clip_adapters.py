@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from driftlens.models.families.hf_clip_vit import HfClipViT
 from driftlens.models.families.open_clip_vit import OpenClipViT
 from driftlens.models.families.vit import activation_name, library_states
-from tests.models.clip import chain_states, largest_difference, parameters, under_transformers_names
-from tests.models.towers import hf_tower, hf_whole, open_clip_tower, open_clip_whole, pixels
+from tests.zoo.clip import chain_states, largest_difference, parameters, under_transformers_names
+from tests.zoo.towers import hf_tower, hf_whole, open_clip_tower, open_clip_whole, pixels
 
 
 class Nested(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.models.families.hf_clip_vit import HfClipViT
 from driftlens.models.families.open_clip_vit import OpenClipViT
-from tests.models.towers import HF_VISION, hf_tower, hf_whole, open_clip_tower
+from tests.zoo.towers import HF_VISION, hf_tower, hf_whole, open_clip_tower
 
 
 def hf_other(name: str, config: str, **options: Any) -> nn.Module:

@@ -17,8 +17,8 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sources import StateSource, TensorsSource, module_source
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.saving import Patched, fused, save_model
-from tests.models.clip import chain_states, parameters
-from tests.models.towers import hf_folder, hf_tower, open_clip_folder, open_clip_tower, pixels
+from tests.zoo.clip import chain_states, parameters
+from tests.zoo.towers import hf_folder, hf_tower, open_clip_folder, open_clip_tower, pixels
 
 FOLDERS: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
     "hf-clip": hf_folder,

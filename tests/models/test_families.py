@@ -19,9 +19,9 @@ from driftlens.jobs.analyze.live import live_study
 from driftlens.models.chain import pooled
 from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.frames import result
-from tests.cases import perturbed, with_seed
-from tests.models.families import FAMILIES, Family
-from tests.models.test_sequential import assert_close, plain_forward, walk
+from tests.models.walking import assert_close, plain_forward, walk
+from tests.zoo.cases import perturbed, with_seed
+from tests.zoo.live_families import FAMILIES, Family, batch
 
 
 @pytest.fixture(params=[family.param(name) for name, family in FAMILIES.items()])
@@ -40,16 +40,6 @@ def models(family: Family) -> dict[str, nn.Module]:
             if "running" in name:
                 buffer.mul_(1 + 0.1 * torch.rand(buffer.shape, generator=generator, dtype=buffer.dtype))
     return found
-
-
-def batch(family: Family, n: int) -> Any:
-    return _wide(family.data(torch.Generator().manual_seed(3), n))
-
-
-def _wide(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {name: _wide(value) for name, value in data.items()}
-    return data.double() if data.is_floating_point() else data
 
 
 def arguments(family: Family, given: dict[str, nn.Module], inputs: Any) -> dict[str, Any]:

@@ -10,54 +10,8 @@ import transformers
 
 from driftlens.models.language.generation import generate
 from driftlens.models.language.texts import TextReader
-from tests.models.tokenizers import word_tokenizer
-
-QUESTIONS = ("is it red", "no", "is green it blue yes no red")
-NEW = 6
-
-
-def llama(vocabulary: int) -> Any:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=32,
-            initializer_range=0.6,
-        )
-    )
-
-
-def t5(vocabulary: int) -> Any:
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=vocabulary,
-            d_model=16,
-            d_kv=8,
-            d_ff=24,
-            num_layers=2,
-            num_heads=2,
-            decoder_start_token_id=0,
-            initializer_factor=3.0,
-        )
-    )
-
-
-def plain(model: Any, reader: TextReader, question: str) -> list[int]:
-    """One question at a time, the whole row anew for every token."""
-    row = torch.tensor(reader.questions([question]))
-    answer: list[int] = []
-    while len(answer) < NEW and (not answer or answer[-1] not in reader.ends):
-        if reader.form == "decoder":
-            given = {"input_ids": torch.cat((row, torch.tensor([answer], dtype=torch.long)), dim=1)}
-        else:
-            given = {"input_ids": row, "decoder_input_ids": torch.tensor([[reader.start, *answer]])}
-        with torch.no_grad():
-            answer.append(int(model(**given).logits[0, -1].argmax()))
-    return answer
+from tests.zoo.decoders import NEW, QUESTIONS, llama, plain, t5
+from tests.zoo.tokenizers import word_tokenizer
 
 
 @pytest.mark.parametrize(("make", "form"), [(llama, "decoder"), (t5, "encoder-decoder")])

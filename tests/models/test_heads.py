@@ -25,7 +25,7 @@ from driftlens.models.architecture import TextTower, load_architecture
 from driftlens.models.chain import Head
 from driftlens.models.heads import class_names, file_head, linear_head, text_head
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
-from tests.models.towers import hf_folder, open_clip_folder
+from tests.zoo.towers import hf_folder, open_clip_folder
 
 CLASSES = ["cat", "dog", "a very long name of a thing"]
 TEMPLATES = ["a photo of a {}.", "{}", "{} {}"]

@@ -19,44 +19,9 @@ from driftlens.models.architecture import Architecture, architecture_of, load_ar
 from driftlens.models.heads import LmHead
 from driftlens.models.language.generation import generate
 from driftlens.models.language.texts import Text
-from tests.cases import perturbed, with_seed
-from tests.models.tokenizers import word_tokenizer
+from tests.zoo.decoders import CONFIGS, saved
 
-TINY: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-    "eos_token_id": 3,
-}
-SLIDING = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-CONFIGS = {
-    "Llama": transformers.LlamaConfig(**TINY, tie_word_embeddings=True),
-    "Llama, untied": transformers.LlamaConfig(**TINY, tie_word_embeddings=False),
-    "Mistral": transformers.MistralConfig(**TINY, sliding_window=3),
-    "Qwen2": transformers.Qwen2Config(**TINY),
-    "Qwen3": transformers.Qwen3Config(**TINY),
-    "Gemma": transformers.GemmaConfig(**TINY),
-    "Gemma 2": transformers.Gemma2Config(**TINY, **SLIDING, final_logit_softcapping=2.0),
-    "Gemma 3": transformers.Gemma3TextConfig(**TINY, **SLIDING),
-    "Phi-3": transformers.Phi3Config(**TINY),
-    "OLMo 2": transformers.Olmo2Config(**{key: value for key, value in TINY.items() if key != "head_dim"}),
-    "SmolLM3": transformers.SmolLM3Config(**TINY),
-}
-"""A model of each family, small enough for a window to matter."""
 TEXTS = [Text("is it red"), Text("question : is it blue or green ?"), Text("no")]
-
-
-def saved(config: Any, folder: pathlib.Path, seed: int = 0) -> None:
-    model = perturbed(with_seed(lambda: transformers.AutoModelForCausalLM.from_config(config))(), seed, 0.2)
-    model.save_pretrained(folder)
-    word_tokenizer().save_pretrained(folder)
 
 
 def opened(folder: pathlib.Path) -> tuple[Architecture, ModelPool]:

@@ -18,7 +18,7 @@ from driftlens.diagnostics.output import score_gains
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.chain import State, pooled
 from driftlens.models.own_heads import OwnHead, behind_core
-from tests.models.encoders import PARAMS, TEXTS, encoder, logits, save
+from tests.zoo.encoders import PARAMS, TEXTS, encoder, logits, save
 
 NAMES = ("x", "y", "z")
 

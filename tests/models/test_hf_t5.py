@@ -20,11 +20,10 @@ from driftlens.engine.pool import ModelPool
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.families.hf_t5 import HfT5
 from driftlens.models.saving import save_model
-from tests.cases import perturbed
-from tests.contracts.test_adapters import samples
-from tests.models.clip import chain_states, largest_difference
-from tests.models.tokenizers import word_tokenizer
-from tests.tiny import two_texts
+from tests.zoo.cases import perturbed, samples
+from tests.zoo.clip import chain_states, largest_difference
+from tests.zoo.hand_made import two_texts
+from tests.zoo.tokenizers import word_tokenizer
 
 T5 = pytest.mark.family("T5 (transformers)")
 QUESTIONS = [("is it red ?", "yes"), ("green", ""), ("is it blue or is it green ?", "no it is blue")]

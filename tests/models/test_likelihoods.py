@@ -9,8 +9,8 @@ import torch
 
 from driftlens.models.language.likelihoods import log_likelihoods
 from driftlens.models.language.texts import TextReader
-from tests.models.test_generation import QUESTIONS, llama, t5
-from tests.models.tokenizers import word_tokenizer
+from tests.zoo.decoders import QUESTIONS, llama, t5
+from tests.zoo.tokenizers import word_tokenizer
 
 ANSWERS = (" yes", " no it is", " red")
 

@@ -17,8 +17,8 @@ from driftlens.base.errors import CheckpointError, DriftLensError, IncompatibleM
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
-from tests.models.clip import chain_states
-from tests.models.towers import (
+from tests.zoo.clip import chain_states
+from tests.zoo.towers import (
     HF_VISION,
     OPEN_CLIP_CONFIG,
     hf_folder,

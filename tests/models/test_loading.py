@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from driftlens.base.errors import CheckpointError, IncompatibleModelsError, NumericsError
 from driftlens.checkpoints.loading import (
@@ -27,8 +27,7 @@ from driftlens.checkpoints.loading import (
 from driftlens.checkpoints.sources import StateSource, check_finite, content_digest, module_source, renamed
 from driftlens.checkpoints.weight_files import SAFE_TORCH, torch_version
 from driftlens.cli import main
-
-Weights = dict[str, Tensor]
+from tests.models.writing import Weights, write_mergekit
 
 
 @pytest.fixture
@@ -93,22 +92,6 @@ def write_shards(stem: str, suffix: str) -> Callable[[pathlib.Path, Weights], pa
         return folder
 
     return write
-
-
-def write_mergekit(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
-    """As mergekit leaves a small merge: one shard that is numbered all the same, an index, its recipe, a README."""
-    shard = "model-00001-of-00001.safetensors"
-    save_file(weights, folder / shard, metadata={"format": "pt"})
-    size = sum(value.nbytes for value in weights.values())
-    index = {
-        "metadata": {"mergekit_version": "0.1.0", "total_size": size},
-        "weight_map": dict.fromkeys(weights, shard),
-    }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "mergekit_config.yml").write_text("merge_method: linear\n")
-    (folder / "README.md").write_text("# merge\n")
-    (folder / "config.json").write_text("{}")
-    return folder
 
 
 FORMS = {

@@ -17,6 +17,7 @@ from driftlens.base.errors import CheckpointError
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.lora import lora_source
 from driftlens.checkpoints.sources import StateSource, TensorsSource, module_source, renamed
+from tests.models.writing import train
 
 # peft 0.21 asks transformers 5 for an attribute that this has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -37,20 +38,6 @@ def clip() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return CLIPVisionModel(config).eval()
-
-
-def train(module: nn.Module, folder: pathlib.Path, **options: Any) -> dict[str, Tensor]:
-    """Weights after peft merged random adapters into `module`; the adapters are saved in `folder`."""
-    from peft import LoraConfig, get_peft_model
-
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = get_peft_model(module, LoraConfig(**options))
-        for name, parameter in model.named_parameters():
-            if "lora_" in name or "modules_to_save" in name:
-                nn.init.normal_(parameter)
-        model.save_pretrained(folder)
-        return model.merge_and_unload().state_dict()
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -19,8 +19,8 @@ from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.families.vit import scrambled
 from driftlens.models.pretrained import resolve_pretrained
 from driftlens.spec import load_spec
-from tests.models.towers import OPEN_CLIP_CONFIG, open_clip_folder
 from tests.specs import minimal
+from tests.zoo.towers import OPEN_CLIP_CONFIG, open_clip_folder
 
 MODEL = "tiny-quickgelu"
 TAG = {"hf_hub": "somebody/tiny/", "quick_gelu": True, "mean": open_clip.OPENAI_DATASET_MEAN}

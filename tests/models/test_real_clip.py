@@ -20,7 +20,7 @@ from driftlens.checkpoints.sources import StateSource
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.heads import file_head, text_head
 from driftlens.models.saving import save_model
-from tests.models.clip import chain_states, under_transformers_names
+from tests.zoo.clip import chain_states, under_transformers_names
 
 FORMS: dict[str, Callable[[pathlib.Path, str], tuple[Architecture, StateSource]]] = {
     "transformers": lambda real, model: (

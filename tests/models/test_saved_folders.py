@@ -23,12 +23,12 @@ from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.families.hf_t5 import HfT5
 from driftlens.models.heads import text_head
 from driftlens.models.saving import Patched, save_model
-from tests.models import encoders
-from tests.models.clip import chain_states
-from tests.models.test_hf_decoder import CONFIGS, saved
-from tests.models.tokenizers import word_tokenizer
-from tests.models.towers import HF_TEXT, HF_VISION, hf_folder, open_clip_folder, tiny_tokenizer_files
-from tests.pipeline.test_any_model import FAMILIES, Family, bert, save, spelling_tokenizer, trained
+from tests.zoo import encoders
+from tests.zoo.clip import chain_states
+from tests.zoo.decoders import CONFIGS, saved
+from tests.zoo.saved_families import FAMILIES, Family, bert, save, spelling_tokenizer, trained
+from tests.zoo.tokenizers import word_tokenizer
+from tests.zoo.towers import HF_TEXT, HF_VISION, hf_folder, open_clip_folder, tiny_tokenizer_files
 
 CLASSES = ("cat", "dog", "tree", "sea", "map")
 

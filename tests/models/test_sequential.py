@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from driftlens.base.errors import DataError, IncompatibleModelsError, NumericsError, SpecError
-from driftlens.checkpoints.sources import module_source
 from driftlens.models.architecture import architecture_of
-from driftlens.models.chain import LayerChain, State
+from driftlens.models.chain import LayerChain
 from driftlens.models.families.sequential import check_deterministic, sequential_chain
-from driftlens.models.frames import result
-from tests.models.stacks import STACKS, WIDTH, Plain, Residual, Stack, rows
-from tests.tiny import tiny_stack
+from tests.models.walking import assert_close, plain_forward, walk, weights
+from tests.zoo.hand_made import tiny_stack
+from tests.zoo.stacks import STACKS, WIDTH, Plain, Residual, Stack, rows
 
 N = 4
 
@@ -47,33 +46,6 @@ def chain_of(stack: Stack, module: nn.Module, with_example: bool = True) -> Laye
     return sequential_chain(module, example)
 
 
-def weights(chain: LayerChain, module: nn.Module) -> list[dict[str, Tensor]]:
-    """The parameters of each layer, read through its slots."""
-    source = module_source(module, "module")
-    return [
-        {name: slot.own(source.read(slot.key)) for name, slot in layer.parameters.items()}
-        for layer in chain.layers
-    ]
-
-
-def walk(chain: LayerChain, module: nn.Module, inputs: Any) -> list[State]:
-    """States at boundaries 0..L, with the weights of `module`."""
-    state, side = chain.start(inputs)
-    states = [state]
-    with torch.no_grad():
-        for layer, parameters in zip(chain.layers, weights(chain, module), strict=True):
-            states.append(layer.call(parameters, states[-1], side))
-    return states
-
-
-def plain_forward(module: nn.Module, inputs: Any) -> Tensor:
-    inputs = copy.deepcopy(inputs)
-    with torch.no_grad():
-        if isinstance(inputs, dict):
-            return result(module(**inputs))
-        return result(module(*inputs) if isinstance(inputs, tuple) else module(inputs))
-
-
 def snapshot(module: nn.Module) -> Iterator[object]:
     """Everything about a module that could be left changed."""
     for name, part in module.named_modules():
@@ -86,10 +58,6 @@ def snapshot(module: nn.Module) -> Iterator[object]:
         )
     for name, value in module.state_dict(keep_vars=True).items():
         yield name, id(value), value.sum().item()
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_layers_in_turn_are_the_module(

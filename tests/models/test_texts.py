@@ -11,7 +11,7 @@ import transformers
 
 from driftlens.base.errors import SpecError
 from driftlens.models.language.texts import Text, TextReader, hf_text_preprocess
-from tests.models.tokenizers import word_tokenizer
+from tests.zoo.tokenizers import word_tokenizer
 
 
 def ids(tokenizer: Any, *words: str) -> list[int]:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.tokenizer_files import MOST_GROWTH, tokenizer_in
-from tests.models.tokenizers import word_tokenizer
+from tests.zoo.tokenizers import word_tokenizer
 
 
 def replace(pattern: Any, content: str) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from driftlens.base.errors import DriftLensError, IncompatibleModelsError
 from driftlens.checkpoints import refusals
 from driftlens.checkpoints.sources import TensorsSource
 from driftlens.models.architecture import architecture_of, load_architecture, loaders
-from tests.cases import perturbed, with_seed
-from tests.models.towers import HF_VISION, hf_tower, open_clip_folder, open_clip_tower
+from tests.zoo.cases import perturbed, with_seed
+from tests.zoo.towers import HF_VISION, hf_tower, open_clip_folder, open_clip_tower
 
 SMALL = {
     "hidden_size": 8,

@@ -13,7 +13,7 @@ from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.study.suspicion import Finding
 from driftlens.spec import load_spec
-from tests.pipeline.world import Weights, World
+from tests.zoo.world import Weights, World
 
 
 def check(spec: Mapping[str, Any], **options: Any) -> Preflight:

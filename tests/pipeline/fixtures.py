@@ -8,7 +8,7 @@ import pytest
 
 import driftlens as dl
 from driftlens.runs.run import DriftRun
-from tests.pipeline.world import World, build
+from tests.zoo.world import World, build
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from driftlens.runs.run import DriftRun
-from tests.pipeline.world import LOGIT_SCALE, World, clip, labels, merged_weights, pixels
 from tests.reference.drift import Row, drift_rows, open_clip_steps
+from tests.zoo.world import LOGIT_SCALE, World, clip, labels, merged_weights, pixels
 
 Values = NDArray[np.float64]
 

@@ -11,7 +11,7 @@ import pytest
 import driftlens as dl
 from driftlens.jobs.contest.trials import Trials
 from driftlens.runs.run import DriftRun
-from tests.pipeline.world import CLASSES, World, write_images
+from tests.zoo.world import CLASSES, World, write_images
 
 COUNT = 16
 """Calibration samples of every task."""

@@ -18,7 +18,7 @@ from driftlens.findings.listing import find_runs
 from driftlens.jobs.analyze.job import analyze
 from driftlens.runs.run import DriftRun
 from tests.pipeline.library import Library, norms, stacked
-from tests.pipeline.world import CLASSES, DEPTH, NUM_TEST, TASKS, World
+from tests.zoo.world import CLASSES, DEPTH, NUM_TEST, TASKS, World
 
 LAYERS = DEPTH + 2
 QUICK = {"heads": None, "metrics": {"jacobian": False}}

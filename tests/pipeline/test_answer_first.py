@@ -23,7 +23,7 @@ from driftlens.jobs.calibrate.job import calibrate
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from tests.pipeline.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request
-from tests.pipeline.world import TASKS, World
+from tests.zoo.world import TASKS, World
 
 METRICS = {"jacobian": {"samples": 2}, "cka": True}
 BY_ATTRIBUTION = [

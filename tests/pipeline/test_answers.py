@@ -26,95 +26,13 @@ from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.preflight.load import Load, load_of
 from driftlens.models.language.generation import generate
 from driftlens.models.language.likelihoods import log_likelihoods
-from driftlens.models.language.texts import TextReader
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.spec import load_spec
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.terminal import sweep_text
-from tests.models.test_generation import llama, t5
-from tests.models.tokenizers import word_tokenizer
+from tests.zoo.suite import CLASSES, PAIRS, Suite
 
-PAIRS = [
-    *[
-        ("is it red", "yes"),
-        ("is it blue", "no it is green"),
-        ("it is green", "it is"),
-        ("is green blue", "red"),
-    ],
-    *[
-        ("question red", "blue no"),
-        ("question blue", "red green no"),
-        ("no question", "green"),
-        ("yes", "no no"),
-    ],
-]
-CLASSES = {"is it red": "no it", "is it blue": "no is", "it is green": "yes", "question red": "no it"}
 NUMBERS = {"is it red": "3", "is it blue": "1.5", "it is green": "2", "yes": "4"}
-WORDS = ("is", "it", "red", "green", "blue", "yes", "no", "question", ":", "3", "1.5", "2", "4")
-
-
-def jsonl(folder: pathlib.Path, name: str, rows: list[tuple[str, str]]) -> str:
-    file = folder / f"{name}.jsonl"
-    file.write_text("\n".join(json.dumps({"input": question, "target": answer}) for question, answer in rows))
-    return str(file)
-
-
-class Suite:
-    """A base of random weights and an expert that knows all answers by heart; the merged model is the base."""
-
-    def __init__(self, form: str, folder: pathlib.Path, *, learns: bool = True) -> None:
-        self.tokenizer, self.folder, self.form = word_tokenizer(form, words=WORDS), folder, form
-        self.reader = TextReader(self.tokenizer, form, 32, start=0 if form == "encoder-decoder" else None)  # type: ignore[arg-type]
-        torch.manual_seed(0)
-        self.model = (llama if form == "decoder" else t5)(len(self.tokenizer))
-        self.model.config.update({"pad_token_id": 0, "eos_token_id": 3, "bos_token_id": 2})
-        self.save("base")
-        if learns:
-            self.learn([*PAIRS])
-        self.save("expert")
-
-    def save(self, name: str) -> None:
-        self.model.save_pretrained(self.folder / name)
-        self.tokenizer.save_pretrained(self.folder / name)
-
-    def learn(self, pairs: list[tuple[str, str]]) -> None:
-        space = " " if self.form == "decoder" else ""
-        batch = self.reader([(question, space + answer) for question, answer in pairs])
-        if self.form == "decoder":
-            given, labels = batch, batch["input_ids"].clone()
-            labels[batch["attention_mask"] == 0] = -100
-        else:
-            given = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            rows = [[*self.reader.answer_tokens(answer), 3] for _, answer in pairs]
-            labels = torch.tensor([row + [-100] * (9 - len(row)) for row in rows])
-        self.model.eval()  # without dropout
-        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02)
-        steps = 600
-        # Steps grow shorter, so that the last one is no jump away from what was learnt, on any processor.
-        shorter = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        for _ in range(steps):
-            loss = self.model(**given, labels=labels).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            shorter.step()
-
-    def spec(self, data: dict[str, Any]) -> dict[str, Any]:
-        loader = "hf-decoder" if self.form == "decoder" else "hf-t5"
-        return {
-            "version": 1,
-            "name": "answers",
-            "architecture": {"loader": loader, "source": str(self.folder / "base")},
-            "base": {"weights": str(self.folder / "base")},
-            "merged": {"weights": str(self.folder / "base")},
-            "experts": {task: {"weights": str(self.folder / "expert")} for task in data},
-            "data": {"defaults": {"n": 2, "n_diagnosis": 2, "batch_size": 3}, **data},
-            "metrics": {"jacobian": False},
-        }
-
-    def data(self, name: str, rows: list[tuple[str, str]], **entry: Any) -> dict[str, Any]:
-        shown = jsonl(self.folder, f"{name}-shown", rows[:2])
-        return {"kind": "jsonl", "calibration": shown, "test": jsonl(self.folder, name, rows), **entry}
 
 
 def value(run: DriftRun, task: str, variant: str, metric: str) -> float:

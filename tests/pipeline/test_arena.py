@@ -25,7 +25,7 @@ from driftlens.spec import load_spec
 from driftlens_reports.charts.chart import ChartOptions, charts
 from tests.pipeline.calibrating import copied
 from tests.pipeline.fixtures import light, world
-from tests.pipeline.world import TASKS, World
+from tests.zoo.world import TASKS, World
 
 __all__ = ["light", "world"]
 

@@ -36,7 +36,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml
 from tests.pipeline.calibrating import NAME, copied, request
 from tests.pipeline.roomy import COUNT, roomy_run, spoil_merged
-from tests.pipeline.world import CLASSES, TASKS, World, write_images
+from tests.zoo.world import CLASSES, TASKS, World, write_images
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,6 @@ from driftlens.jobs.contest.trials import Trials
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import read_status
 from driftlens.runs.verify import verify
-from tests.cases import Stack, perturbed, with_seed
 from tests.pipeline.calibrating import (
     CONTROL,
     NAME,
@@ -42,7 +41,8 @@ from tests.pipeline.calibrating import (
     request,
     same_rows,
 )
-from tests.pipeline.world import TASKS, World, build
+from tests.zoo.cases import Stack, perturbed, with_seed
+from tests.zoo.world import TASKS, World, build
 
 WEIGHTS = f"calibrations/{NAME}/weights.safetensors"
 

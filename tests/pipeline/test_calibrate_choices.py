@@ -23,7 +23,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens.spec.sections import Calibration
 from tests.pipeline.calibrating import NAME, VARIANT, calibrate_until, copied, files_of, request
-from tests.pipeline.world import TASKS, World
+from tests.zoo.world import TASKS, World
 
 QUICK: dict[str, Any] = {"metrics": {"jacobian": False}, "heads": None}
 

@@ -19,9 +19,9 @@ from driftlens.jobs.study.merging import merge_experts
 from driftlens.jobs.study.opening import open_models
 from driftlens.jobs.study.suspicion import Finding
 from driftlens.spec import load_spec
-from tests.models.towers import hf_folder
 from tests.pipeline.checking import check, found, notices, saved, with_expert
-from tests.pipeline.world import World
+from tests.zoo.towers import hf_folder
+from tests.zoo.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 

@@ -20,9 +20,9 @@ from driftlens.jobs.preflight.costs import (
 from driftlens.jobs.preflight.solving import look_effort
 from driftlens.jobs.study.study import Settings
 from driftlens.models.architecture import load_architecture
-from tests.cases import CASES, family
 from tests.pipeline.checking import check
-from tests.pipeline.world import World, write_images
+from tests.zoo.cases import CASES, family
+from tests.zoo.world import World, write_images
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from driftlens.jobs.analyze.job import evaluate
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.runs.run import DriftRun
 from tests.pipeline.calibrating import request
-from tests.pipeline.world import CLASSES, NUM_TEST, NUM_TRAIN, TASKS, World
+from tests.zoo.world import CLASSES, NUM_TEST, NUM_TRAIN, TASKS, World
 
 NAMES = CLASSES[TASKS[0]]
 COUNTS = {"n": NUM_TRAIN, "n_diagnosis": NUM_TEST}

@@ -16,10 +16,10 @@ import driftlens as dl
 from driftlens.base.errors import SpecError
 from driftlens.base.settings import settings_of
 from driftlens.merging.method import merge_methods
-from tests.cases import perturbed, with_seed
 from tests.merging.applying import FEW
-from tests.models.test_hf_decoder import CONFIGS
-from tests.models.tokenizers import WORDS, word_tokenizer
+from tests.zoo.cases import perturbed, with_seed
+from tests.zoo.decoders import CONFIGS
+from tests.zoo.tokenizers import WORDS, word_tokenizer
 
 LLAMA = pytest.mark.family("Llama")
 GEMMA = pytest.mark.family("Gemma 3")

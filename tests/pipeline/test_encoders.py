@@ -23,8 +23,8 @@ from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.opening import open_study
 from driftlens.models.own_heads import OwnHead
 from driftlens.spec import load_spec
-from tests.models.encoders import PARAMS, encoder, logits, save
-from tests.models.tokenizers import WORDS, word_tokenizer
+from tests.zoo.encoders import PARAMS, encoder, logits, save
+from tests.zoo.tokenizers import WORDS, word_tokenizer
 
 TASKS = {"colours": ("red", "green", "blue"), "answers": ("yes", "no")}
 CALIBRATED = 12

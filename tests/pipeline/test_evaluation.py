@@ -21,7 +21,7 @@ from driftlens.jobs.analyze import evaluation
 from driftlens.jobs.analyze.evaluation import scores_of
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
 from driftlens.models.chain import Head
-from tests.cases import CASES, perturbed, pool_of
+from tests.zoo.cases import CASES, perturbed, pool_of
 
 VARIANTS = ["expert", "base", "merged"]
 COUNTS = {"a": 8, "b": 5}

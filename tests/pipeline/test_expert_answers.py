@@ -13,8 +13,8 @@ from driftlens.base.access import Access
 from driftlens.base.errors import DataError
 from driftlens.jobs.study.opening import open_study
 from driftlens.spec import load_spec
-from tests.models.test_generation import NEW, llama, plain, t5
-from tests.models.tokenizers import word_tokenizer
+from tests.zoo.decoders import NEW, llama, plain, t5
+from tests.zoo.tokenizers import word_tokenizer
 
 QUESTIONS = ["is it red", "no", "is green it blue yes no red", "it is blue"]
 

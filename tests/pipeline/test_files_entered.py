@@ -26,7 +26,7 @@ from driftlens.jobs.analyze.diagnosis import _Recorder, diagnosis_of, walked
 from driftlens.jobs.study.reopening import reopened
 from driftlens.runs.run import DriftRun
 from tests.pipeline.calibrating import copied
-from tests.pipeline.world import World, write_spec
+from tests.zoo.world import World, write_spec
 
 ROOM = pathlib.Path(driftlens.__file__).parent
 # What is counted today, so that one more file shows. These only ever go down.

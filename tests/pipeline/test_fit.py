@@ -19,11 +19,11 @@ from driftlens.base.errors import IncompatibleModelsError, LayerNotFoundError, S
 from driftlens.base.progress import ProgressEvent
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.runs.run import DriftRun
-from tests.cases import Stack, perturbed, with_seed
 from tests.families import STACK
 from tests.pipeline.calibrating import copied, request
-from tests.pipeline.test_live import python
-from tests.pipeline.world import TASKS, World, clip, merged_weights, pixels
+from tests.pipeline.processes import python
+from tests.zoo.cases import Stack, perturbed, with_seed
+from tests.zoo.world import TASKS, World, clip, merged_weights, pixels
 
 
 def samples(n: int = 24, width: int = 5) -> Tensor:
@@ -187,7 +187,7 @@ class Blocked(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Blocked())
 import torch
 import driftlens as dl
-from tests.cases import Stack, perturbed, with_seed
+from tests.zoo.cases import Stack, perturbed, with_seed
 
 base = with_seed(Stack)()
 data = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))

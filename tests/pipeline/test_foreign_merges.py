@@ -16,10 +16,10 @@ from torch import nn
 
 from driftlens.jobs.study.opening import open_study
 from driftlens.spec import load_spec
-from tests.models.test_loading import write_mergekit
+from tests.models.writing import write_mergekit
 from tests.pipeline.fixtures import world
-from tests.pipeline.test_answers import CLASSES, PAIRS, Suite
-from tests.pipeline.world import World
+from tests.zoo.suite import CLASSES, PAIRS, Suite
+from tests.zoo.world import World
 
 __all__ = ["world"]
 

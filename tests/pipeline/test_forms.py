@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import driftlens as dl
 from driftlens.runs.run import DriftRun
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
-from tests.pipeline.world import LOADERS, SCALING, Form, World
+from tests.zoo.world import LOADERS, SCALING, Form, World
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import driftlens as dl
-from tests.cases import perturbed, with_seed
+from tests.zoo.cases import perturbed, with_seed
 
 
 class Blocks(nn.Module):

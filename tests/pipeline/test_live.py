@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -19,12 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import driftlens as dl
 from driftlens.base.errors import DataError, DriftLensError, IncompatibleModelsError, NumericsError, SpecError
 from driftlens.runs.run import DriftRun
-from tests.cases import Stack, perturbed, with_seed
 from tests.families import OPEN_CLIP, STACK
-from tests.pipeline.world import LOGIT_SCALE, TASKS, World, clip, merged_weights, pixels, write_spec
+from tests.pipeline.processes import python
 from tests.reference.drift import drift_rows, stack_steps
+from tests.zoo.cases import Stack, perturbed, with_seed
+from tests.zoo.world import LOGIT_SCALE, TASKS, World, clip, merged_weights, pixels, write_spec
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 JACOBIAN = dl.JacobianSettings(samples=2)
 
 
@@ -241,12 +239,6 @@ def test_progress_reaches_the_callers_function(tmp_path: pathlib.Path) -> None:
     )
 
 
-def python(script: str, *arguments: object) -> str:
-    """What a fresh interpreter prints."""
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
-
-
 def test_importing_driftlens_imports_no_large_library() -> None:
     heavy = ["torch", "pandas", "numpy", "pydantic", "transformers", "typer"]
     script = f"import sys, driftlens; print([name for name in {heavy} if name in sys.modules])"
@@ -264,7 +256,7 @@ class Blocked(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Blocked())
 import torch
 import driftlens as dl
-from tests.cases import Stack, perturbed, with_seed
+from tests.zoo.cases import Stack, perturbed, with_seed
 
 base = with_seed(Stack)()
 data = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))

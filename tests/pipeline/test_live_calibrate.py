@@ -17,9 +17,9 @@ import driftlens as dl
 from driftlens.base.errors import Cancelled, CheckpointError, DataError, DriftLensError, RunError, SpecError
 from driftlens.runs.run import DriftRun
 from driftlens_reports.terminal import before_after_text
-from tests.cases import Stack, perturbed, with_seed
 from tests.families import STACK
 from tests.pipeline.calibrating import CONTROL, VARIANT, files_of, same_rows
+from tests.zoo.cases import Stack, perturbed, with_seed
 
 TASKS = ("a", "b")
 SETTINGS = {"lam": 0.05, "rho": 2.0, "alpha": 0.3}

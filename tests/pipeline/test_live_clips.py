@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import driftlens as dl
 from driftlens.base.errors import DataError
-from tests.cases import perturbed
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
-from tests.pipeline.world import MODEL, TRANSFORMERS
+from tests.zoo.cases import perturbed
+from tests.zoo.world import MODEL, TRANSFORMERS
 
 
 def whole_hf() -> nn.Module:

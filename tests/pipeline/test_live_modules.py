@@ -22,8 +22,8 @@ from driftlens.jobs.analyze import phases
 from driftlens.jobs.analyze.diagnosis import LibraryDrift, check_closure, require_closed
 from driftlens.jobs.analyze.live import live_study
 from driftlens.runs.run import DriftRun
-from tests.cases import Stack, perturbed, with_seed
 from tests.quick import few
+from tests.zoo.cases import Stack, perturbed, with_seed
 
 WORDS, WIDTH = 40, 16
 

@@ -13,8 +13,8 @@ import driftlens as dl
 from driftlens.base.errors import DataError, SpecError
 from driftlens.findings.reading import percent
 from driftlens.models.chain import pooled
-from tests.cases import perturbed, with_seed
 from tests.families import STACK
+from tests.zoo.cases import perturbed, with_seed
 
 CLASSES, WIDTH, N, LENGTH = ("cat", "dog", "fox"), 6, 9, 4
 

@@ -13,9 +13,9 @@ import transformers
 import driftlens as dl
 from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.jobs.analyze.job import analyze
-from tests.cases import perturbed, with_seed
-from tests.models.tokenizers import word_tokenizer
-from tests.pipeline.test_answers import CLASSES, PAIRS, Suite
+from tests.zoo.cases import perturbed, with_seed
+from tests.zoo.suite import CLASSES, PAIRS, Suite
+from tests.zoo.tokenizers import word_tokenizer
 
 WORDS = {"no it": "yes", "no is": "red", "yes": "green"}
 RULES: dict[str, dict[str, Any]] = {

@@ -41,8 +41,8 @@ from driftlens.models.chain import (
 from driftlens.models.preprocessing import Preprocess
 from driftlens.runs.run import DriftRun
 from driftlens.spec import load_spec
-from tests.pipeline.world import World
-from tests.tiny import TinyStack
+from tests.zoo.hand_made import TinyStack
+from tests.zoo.world import World
 
 LENGTH = 6
 LOADER = "python:toy.letters:load"

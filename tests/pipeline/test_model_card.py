@@ -23,7 +23,7 @@ from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from tests.pipeline.calibrating import CONTROL, NAME, VARIANT, copied, request
-from tests.pipeline.world import TASKS, World, build
+from tests.zoo.world import TASKS, World, build
 
 HOSTILE = "<img src=x>|[a](b) *x* _y_ `z` https://evil.example $m$ @you"
 

@@ -16,7 +16,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.runs.writer import RunWriter
 from driftlens.spec.yaml_text import from_yaml, to_yaml
 from tests.pipeline.calibrating import copied
-from tests.pipeline.world import TASKS
+from tests.zoo.world import TASKS
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from driftlens.jobs.study.opening import OpenModels, open_heads
 from driftlens.models.architecture import Architecture, TextTower
 from driftlens.models.heads import file_head, text_head
 from driftlens.spec import RunSpec, load_spec
-from tests.pipeline.world import CLASSES, LOGIT_SCALE, TASKS, World
+from tests.zoo.world import CLASSES, LOGIT_SCALE, TASKS, World
 
 BASE = TensorsSource("base", {"w": torch.ones(1)})
 FIRST, SECOND = TASKS

@@ -10,7 +10,7 @@ import torch
 
 import driftlens as dl
 from driftlens.base import threads
-from tests.pipeline.world import TASKS, World
+from tests.zoo.world import TASKS, World
 
 
 @pytest.fixture

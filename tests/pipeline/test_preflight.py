@@ -19,7 +19,7 @@ from driftlens.jobs.preflight.costs import Cost
 from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.study.suspicion import Finding
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
-from tests.pipeline.world import MODEL, World, write_spec
+from tests.zoo.world import MODEL, World, write_spec
 
 
 @pytest.mark.parametrize("form", ["open_clip", "hf"])

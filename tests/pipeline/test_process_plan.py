@@ -17,9 +17,9 @@ from driftlens.jobs.preflight.costs import layer_costs
 from driftlens.jobs.preflight.solving import Group, Solving, solving
 from driftlens.jobs.study.opening import open_models
 from driftlens.spec import load_spec
-from tests.models.tokenizers import word_tokenizer
 from tests.pipeline.checking import check
-from tests.pipeline.world import DEPTH, World
+from tests.zoo.tokenizers import word_tokenizer
+from tests.zoo.world import DEPTH, World
 
 KNOWN = rates.Rates(
     device="cpu",

@@ -17,7 +17,7 @@ from driftlens.suites.reproduce import Suite, load_suite, suite_names
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
 from driftlens_reports.reproduced import Shown, shown
 from tests.pipeline.fixtures import world
-from tests.pipeline.world import TASKS, World
+from tests.zoo.world import TASKS, World
 
 __all__ = ["world"]
 

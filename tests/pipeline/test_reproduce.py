@@ -27,11 +27,11 @@ from driftlens.suites.reproduce import Printed, hub_ids, load_suite, suite_names
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
 from driftlens_reports.paper.published import published_tables
 from driftlens_reports.reproduced import _looked_up
-from tests.cases import perturbed
-from tests.models.test_lora import train
+from tests.models.writing import train
 from tests.pipeline.fixtures import world
-from tests.pipeline.test_answers import CLASSES, PAIRS, Suite
-from tests.pipeline.world import TASKS, World
+from tests.zoo.cases import perturbed
+from tests.zoo.suite import CLASSES, PAIRS, Suite
+from tests.zoo.world import TASKS, World
 
 __all__ = ["world"]
 

@@ -16,8 +16,8 @@ from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.calibrate.plan import CalibrationRequest
 from driftlens.jobs.study.reopening import reopened
 from tests.pipeline.fixtures import world
-from tests.pipeline.test_answers import PAIRS, Suite
-from tests.pipeline.world import SIZE, TASKS, Form, World
+from tests.zoo.suite import PAIRS, Suite
+from tests.zoo.world import SIZE, TASKS, Form, World
 
 __all__ = ["world"]
 

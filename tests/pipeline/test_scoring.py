@@ -15,7 +15,7 @@ from torch import Tensor
 from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.study.suspicion import Finding
 from tests.pipeline.checking import check, found, saved, visual
-from tests.pipeline.world import CLASSES, World, build, clip, labels, pixels
+from tests.zoo.world import CLASSES, World, build, clip, labels, pixels
 
 NAMES = CLASSES["flowers"]
 COUNT, SCORED = 60, 48

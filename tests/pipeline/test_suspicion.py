@@ -18,7 +18,7 @@ from driftlens.jobs.study.opening import open_models
 from driftlens.jobs.study.suspicion import Finding, suspicions
 from driftlens.spec import load_spec
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
-from tests.pipeline.world import Weights, World, merged_weights, moved
+from tests.zoo.world import Weights, World, merged_weights, moved
 
 
 def test_an_expert_with_the_bases_weights(world: World, tmp_path: pathlib.Path) -> None:

@@ -35,7 +35,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens_reports.terminal import sweep_text
 from tests.pipeline.calibrating import NAME, TABLES, VARIANT, copied, files_of, request, same_rows
-from tests.pipeline.world import TASKS, World
+from tests.zoo.world import TASKS, World
 
 MEASURES = ("drift_l2_mean", "drift_rel", "cos_mean")
 LAM = {"lam": [0.01, 0.3]}

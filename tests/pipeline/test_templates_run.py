@@ -17,9 +17,9 @@ from PIL import Image
 import driftlens as dl
 from driftlens.models.families.hf_t5 import HfT5
 from driftlens.spec.templates import template_text
-from tests.cases import perturbed, with_seed
-from tests.models.test_hf_decoder import CONFIGS
-from tests.models.tokenizers import word_tokenizer
+from tests.zoo.cases import perturbed, with_seed
+from tests.zoo.decoders import CONFIGS
+from tests.zoo.tokenizers import word_tokenizer
 
 ROWS = 24
 WORDS = ("is", "it", "red", "green", "blue", "yes", "no", "?", "negative", "positive")

@@ -18,8 +18,8 @@ from driftlens.spec import load_spec
 from driftlens_app.samples import texts_of
 from driftlens_app.views.output import answers
 from driftlens_reports.charts.chart import ChartOptions, charts
-from tests.cases import perturbed
-from tests.pipeline.test_answers import PAIRS, Suite
+from tests.zoo.cases import perturbed
+from tests.zoo.suite import PAIRS, Suite
 
 pytestmark = pytest.mark.slow
 WORDS = [("is it red", "yes"), ("is it blue", "no"), ("it is green", "yes"), ("yes", "no")]

@@ -6,7 +6,7 @@ import dataclasses
 
 from driftlens.jobs.preflight.job import check_ties
 from driftlens.jobs.preflight.outcome import Preflight
-from tests.cases import CASES, family
+from tests.zoo.cases import CASES, family
 
 
 def test_a_tower_has_no_ties_not_even_in_its_fused_projection() -> None:

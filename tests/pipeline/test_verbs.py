@@ -17,7 +17,7 @@ from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest import merges as merges_module
 from driftlens.runs.run import DriftRun
 from tests.pipeline.calibrating import copied, request
-from tests.pipeline.world import SCALING, World, merged_weights, write_spec
+from tests.zoo.world import SCALING, World, merged_weights, write_spec
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.companions import companions
 from driftlens.jobs.study.opening import OpenModels, open_models, open_pool
 from driftlens.spec import load_spec
-from tests.models.test_generation import llama, t5
-from tests.models.tokenizers import word_tokenizer
+from tests.zoo.decoders import llama, t5
+from tests.zoo.tokenizers import word_tokenizer
 
 
 @pytest.fixture(

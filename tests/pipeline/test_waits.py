@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import driftlens as dl
-from tests.pipeline.world import World
+from tests.zoo.world import World
 
 ASKING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim"}
 METHODS = ("cpu", "numpy", "tolist")

@@ -29,8 +29,8 @@ from driftlens.spec.run import load_spec
 from driftlens_app import picking
 from driftlens_app.jobs import requests
 from tests.pipeline.fixtures import world
-from tests.pipeline.world import World
 from tests.reads.guard import MOST_GROWTH, SECONDS
+from tests.zoo.world import World
 
 __all__ = ["world"]
 

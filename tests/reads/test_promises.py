@@ -21,8 +21,8 @@ from driftlens.runs.layout import begun_calibration
 from driftlens.runs.run import DriftRun
 from tests.cli.conftest import Result, run_cli
 from tests.pipeline.fixtures import light, world
-from tests.pipeline.world import World
 from tests.reads.guard import within_bounds
+from tests.zoo.world import World
 
 __all__ = ["light", "run_cli", "world"]
 

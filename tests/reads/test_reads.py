@@ -37,11 +37,11 @@ from driftlens.jobs.study.recipe import METHODS, read_recipe
 from driftlens.models.language.texts import hf_text_preprocess
 from driftlens.runs.run import DriftRun
 from driftlens.spec.run import load_spec
-from tests.models.tokenizers import word_tokenizer
 from tests.pipeline.fixtures import light, world
-from tests.pipeline.world import World
 from tests.reads.guard import CANARY, MOST_GROWTH, peak, within_bounds
 from tests.reads.spoiling import NASTY, byte_spoils, places, spoiled_bytes, spoiled_tree, tree_spoils
+from tests.zoo.tokenizers import word_tokenizer
+from tests.zoo.world import World
 
 __all__ = ["light", "world"]
 

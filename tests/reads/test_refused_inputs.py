@@ -22,8 +22,8 @@ from driftlens.spec.run import load_spec
 from driftlens.spec.yaml_text import MOST_CHARACTERS, from_yaml
 from tests.cli.conftest import Result, run_cli
 from tests.pipeline.fixtures import light, world
-from tests.pipeline.world import World
 from tests.reads.guard import within_bounds
+from tests.zoo.world import World
 
 __all__ = ["light", "run_cli", "world"]
 

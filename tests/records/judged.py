@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import driftlens as dl
 from driftlens.findings.checks import CheckResult
 from driftlens.runs.run import DriftRun
+from tests.records.drawn_runs import CAL, CONTROL, OTHER
 from tests.records.full_run import Size
 
 SIZE = Size(blocks=2, samples=9, width=5, tests=200)
@@ -21,3 +23,14 @@ def judge(run: DriftRun | pathlib.Path, **entry: Any) -> list[CheckResult]:
 def only(run: DriftRun | pathlib.Path, **entry: Any) -> CheckResult:
     (result,) = judge(run, **entry)
     return result
+
+
+def at(**right: Sequence[int]) -> dict[tuple[str, str], int]:
+    """Right answers of every model on tasks t0, t1 and so on."""
+    names = {"cal": CAL, "other": OTHER, "control": CONTROL}
+    return {
+        (f"t{task}", names.get(name, name)): k
+        for task in range(len(right["merged"]))
+        for name, ks in right.items()
+        for k in [ks[task]]
+    }

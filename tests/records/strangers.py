@@ -7,7 +7,7 @@ import pathlib
 from driftlens.runs.manifest import Manifest
 from driftlens.runs.run import DriftRun
 from tests.records.drawn_runs import run_of
-from tests.records.test_verdict import at
+from tests.records.judged import at
 
 NUM = 500
 RUNS = {

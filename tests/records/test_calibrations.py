@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,6 +16,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens.runs.writer import RunWriter
 from tests.records.factory import write_run
+from tests.records.stopping import stopping
 
 NAME, VARIANT, CONTROL = "featcal", "calibrated:featcal", "baseline:featcal-anchor"
 OTHERS = ("base", "merged", "baseline:surgery", "calibrated:featcal2")
@@ -166,18 +165,6 @@ def test_a_removal_that_is_stopped_hides_everything_and_the_next_one_finishes_it
         writer.remove_calibration(NAME)
     same(frames(open_run(own)), frames(open_run(without)))
     assert verify(own).ok
-
-
-def stopping(function: Callable[..., Any], after: int) -> Callable[..., Any]:
-    """The function, with Ctrl-C instead of one of its calls."""
-    calls = iter(range(1000))
-
-    def wrapped(*arguments: Any, **options: Any) -> Any:
-        if next(calls) == after:
-            raise KeyboardInterrupt
-        return function(*arguments, **options)
-
-    return wrapped
 
 
 def test_events_hold_numbers_that_json_knows(own: pathlib.Path) -> None:

@@ -13,7 +13,7 @@ from driftlens.runs.run import open_run
 from driftlens.runs.standing import current_state, last_work, left_undone
 from driftlens.runs.status import read_status
 from driftlens.runs.writer import RunWriter
-from tests.records.test_processes import process
+from tests.records.stopping import process
 
 KILLED = """
 import sys

@@ -5,10 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -18,6 +14,7 @@ from driftlens.runs.lock import Owner, RunLock, living_owner_of, owner_of
 from driftlens.runs.run import open_run
 from driftlens.runs.standing import current_state
 from driftlens.runs.writer import RunWriter
+from tests.records.stopping import process
 
 HOLD = """
 import sys
@@ -48,19 +45,6 @@ with RunWriter.create(sys.argv[1], spec_yaml="", spec_digest="", name="killed") 
         tables.pq.write_table = half_a_table
         writer.append("accuracy", pd.DataFrame([row | {"metric": "top5"}]))
 """
-
-
-@contextmanager
-def process(script: str, folder: pathlib.Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has said "ready" and waits for its input to close."""
-    command = [sys.executable, "-c", script, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
-        try:
-            assert running.stdout.readline() == "ready\n"
-            yield running
-        finally:
-            running.kill()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from driftlens.runs.lock import RunLock
 from driftlens.runs.writer import RunWriter
 from tests.quick import few
 from tests.records.factory import write_run
-from tests.records.test_writer import accuracy_of, contents
+from tests.records.stopping import accuracy_of, contents
 
 Work = Callable[[RunWriter], Any]
 

@@ -15,8 +15,7 @@ from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import open_run
 from driftlens.runs.verify import verify
 from driftlens.runs.writer import RunWriter
-from tests.records.test_calibrations import stopping
-from tests.records.test_processes import process
+from tests.records.stopping import process, stopping
 
 ACCURACY = "tables/accuracy.parquet"
 ROW = {"task": "cars", "variant": "merged", "metric": "top5", "value": 0.5}

@@ -34,6 +34,7 @@ from tests.records.drawn_runs import (
 )
 from tests.records.factory import write_run
 from tests.records.full_run import Size, write_full_run
+from tests.records.judged import at
 from tests.records.scored_run import write_scored_run
 
 
@@ -181,17 +182,6 @@ def test_half_of_an_interval_is_the_longer_and_reaches_zero_only_where_it_does(
     side = (change.low > 0) - (change.high < 0)
     gap = Gap("merged", "base", change, {}, side, (), ())
     assert _change(gap, "share") == words
-
-
-def at(**right: Sequence[int]) -> dict[tuple[str, str], int]:
-    """Right answers of every model on tasks t0, t1 and so on."""
-    names = {"cal": CAL, "other": OTHER, "control": CONTROL}
-    return {
-        (f"t{task}", names.get(name, name)): k
-        for task in range(len(right["merged"]))
-        for name, ks in right.items()
-        for k in [ks[task]]
-    }
 
 
 @pytest.mark.parametrize(

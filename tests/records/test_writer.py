@@ -27,19 +27,11 @@ from driftlens.runs.status import read_status
 from driftlens.runs.tables import read_table
 from driftlens.runs.verify import verify
 from driftlens.runs.writer import RunWriter, energy_wh
+from tests.records.stopping import accuracy_of, contents
 
 
 def new(path: pathlib.Path, **options: Any) -> RunWriter:
     return RunWriter.create(path, spec_yaml="name: x\n", spec_digest="d", name="My run", **options)
-
-
-def contents(folder: pathlib.Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-
-
-def accuracy_of(task: str, value: float) -> pd.DataFrame:
-    return pd.DataFrame([{"task": task, "variant": "merged", "metric": "accuracy", "value": value}])
 
 
 def test_a_finished_run_lists_every_file_as_it_is(saved: pathlib.Path) -> None:

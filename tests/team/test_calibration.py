@@ -23,9 +23,9 @@ from driftlens.engine.site_selection import select_sites
 from driftlens.jobs.preflight.costs import LayerCost
 from driftlens.jobs.preflight.solving import solving
 from driftlens.linalg.gram import GramPool
-from tests.calibration.worlds import WORLDS
-from tests.cases import Case, perturbed, pool_of
 from tests.team.threads import teamed
+from tests.zoo.cases import Case, perturbed, pool_of
+from tests.zoo.solvable import WORLDS
 
 TASKS = ("a", "b", "c")
 Samples = Mapping[str, Callable[[], Iterable[Batch]]]

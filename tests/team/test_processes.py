@@ -22,7 +22,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import read_status
 from driftlens.spec import load_spec
 from tests.pipeline.calibrating import TABLES, copied
-from tests.pipeline.world import World, build
+from tests.zoo.world import World, build
 
 SECONDS = 240
 """Until a job that hangs is given up."""

@@ -21,7 +21,7 @@ from driftlens.runs.tables import append_rows, read_table, stored_table
 from driftlens.spec import load_spec
 from driftlens_reports.charts.picking import ChartOptions, absent, lacking
 from tests.pipeline.fixtures import finished, light, world
-from tests.pipeline.world import World
+from tests.zoo.world import World
 
 __all__ = ["finished", "light", "world"]
 

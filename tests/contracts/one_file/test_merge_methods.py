@@ -26,12 +26,12 @@ from driftlens.merging.method import READS, merge_methods
 from driftlens.runs.manifest import read_manifest
 from driftlens.spec import load_spec
 from tests.cli.conftest import Result, run_cli
-from tests.merging.applying import apply, states
-from tests.merging.test_methods import LAWS, assert_same
-from tests.models.clip import under_transformers_names
+from tests.contracts.one_file.toys import tower
+from tests.merging.applying import LAWS, apply, assert_same, states
 from tests.pipeline.checking import check, found
 from tests.pipeline.fixtures import spec_file, world
-from tests.pipeline.world import Weights, World, clip, pixels, write_spec
+from tests.zoo.clip import under_transformers_names
+from tests.zoo.world import Weights, World, clip, pixels, write_spec
 
 __all__ = ["run_cli", "spec_file", "world"]
 
@@ -300,13 +300,6 @@ def test_what_it_needs_and_is_not_there_is_refused_before_anything_is_opened(
     else:
         assert found(result, "ok", "merge")
         assert run_cli(*command).code == 0 and file.exists()
-
-
-def tower(weights: Weights) -> Weights:
-    """The image tower of an open_clip state dict, by its own names."""
-    return {
-        name.removeprefix("visual."): value for name, value in weights.items() if name.startswith("visual.")
-    }
 
 
 def steps(world: World) -> tuple[Weights, list[Weights], Weights]:

@@ -10,6 +10,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from numpy.typing import NDArray
+
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.schema import TABLES
+from driftlens.runs.tables import conform
 
 INTERNAL = {"uirevision", "legendgroup", "offsetgroup", "ids", "meta"}
 """Settings that plotly compares and never shows."""
@@ -68,3 +73,29 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{path}[{at}]", entry)
     else:
         yield path, value
+
+
+def with_rows(run: DriftRun, table: str, rows: pd.DataFrame) -> DriftRun:
+    """The run opened again, with these rows for the table's own."""
+    opened = open_run(run.path)
+    opened._frames[table] = conform(rows, TABLES[table])
+    return opened
+
+
+Array = NDArray[np.float64]
+
+
+XYZ = np.array(
+    [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+)
+
+
+def linear(colour: str) -> Array:
+    values = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2 contrast ratio."""
+    low, high = sorted(float(XYZ[1] @ linear(colour)) for colour in (one, other))
+    return (high + 0.05) / (low + 0.05)

@@ -11,23 +11,14 @@ import pandas as pd
 import pytest
 
 from driftlens.runs.manifest import LayerInfo
-from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.schema import TABLES
-from driftlens.runs.tables import conform
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.per_task import OUTSIDE, group_of
 from tests.records.full_run import SITES
-from tests.reports.charts.recording import finite
+from tests.reports.charts.recording import finite, with_rows
 
 CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
 DEFAULTS = {"lam": 0.05, "rho": 2.0, "alpha": 0.3, "n": 64}
-
-
-def with_rows(run: DriftRun, table: str, rows: pd.DataFrame) -> DriftRun:
-    """The run opened again, with these rows for the table's own."""
-    opened = open_run(run.path)
-    opened._frames[table] = conform(rows, TABLES[table])
-    return opened
 
 
 def sweep_rows(

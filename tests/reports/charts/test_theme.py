@@ -6,12 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from driftlens.base.variants import Part
 from driftlens_reports.charts.theme import DARK, LIGHT, Palette, look, readable, scale, shade
-
-Array = NDArray[np.float64]
+from tests.reports.charts.recording import XYZ, Array, contrast, linear
 
 themes = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
 PARTS: tuple[Part, ...] = ("base", "expert", "merged", "calibrated", "baseline")
@@ -26,20 +24,6 @@ SIGHTS = {
         [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
     ),
 }
-XYZ = np.array(
-    [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
-)
-
-
-def linear(colour: str) -> Array:
-    values = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
-    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
-
-
-def contrast(one: str, other: str) -> float:
-    """WCAG 2 contrast ratio."""
-    low, high = sorted(float(XYZ[1] @ linear(colour)) for colour in (one, other))
-    return (high + 0.05) / (low + 0.05)
 
 
 def lab(rgb: Array) -> Array:

@@ -13,22 +13,16 @@ import pytest
 
 import driftlens as dl
 from driftlens.base.errors import DataError, SpecError
-from driftlens.cli import main
 from driftlens.runs.run import DriftRun
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
 from driftlens_reports.paper.export import FORMATS, draw, export
+from tests.reports.paper.reading import code_of
 from tests.reports.paper.table_runs import table_run
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
     return table_run(tmp_path_factory.mktemp("export") / "toy")
-
-
-def code_of(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as leaving:
-        main([str(argument) for argument in arguments])
-    return int(leaving.value.code or 0)
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:

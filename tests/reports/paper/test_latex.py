@@ -12,6 +12,7 @@ import pytest
 from driftlens.runs.run import DriftRun
 from driftlens_reports.paper.exhibit import ExhibitOptions, Gap, exhibits
 from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line, escape, prose, to_latex
+from tests.reports.paper.reading import rows_of
 from tests.reports.paper.table_runs import EIGHT, scores_run, table_run
 
 HOSTILE = (
@@ -32,21 +33,6 @@ TABLES = [name for name, entry in exhibits.items() if entry.kind == "table"]
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
     folder = tmp_path_factory.mktemp("hostile")
     return table_run(folder / "run", name=r"\input{x} & _#%$", tasks=HOSTILE[:5])
-
-
-def rows_of(latex: str) -> list[list[str]]:
-    """The cells of each line, read back as a reader would: without commands, with the letters they stand for."""
-    plain = {r"\%": "%", r"\_": "_", r"\#": "#", r"\$": "$", "$-$": "-", r"\{": "{", r"\}": "}"}
-    found = []
-    for line in latex.splitlines():
-        if not line.endswith(r"\\"):
-            continue
-        text = re.sub(r"\\driftgain\{[^}]*\}|\\textsuperscript\{\\dag\}|\\driftown|\\quad|\\\\$", "", line)
-        text = re.sub(r"\\(?:textbf|emph|multicolumn\{\d+\}\{\w\})\{((?:[^{}]|\\[{}])*)\}", r"\1", text)
-        for letters, meant in plain.items():
-            text = text.replace(letters, meant)
-        found.append([cell.strip() for cell in re.split(r"(?<!\\)&", text)])
-    return found
 
 
 def one_cell(label: str, value: float | str, column: Column | None = None) -> str:

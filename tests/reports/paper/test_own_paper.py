@@ -25,7 +25,7 @@ from tests.records.full_run import VARIANTS, Size
 from tests.reports.paper.drawn import draw as drawn
 from tests.reports.paper.drawn import line_points, lines, segments, texts, words
 from tests.reports.paper.figure_runs import figure_run
-from tests.reports.paper.test_export import code_of
+from tests.reports.paper.reading import code_of
 
 NAMES = {"mnist": "Digits_0 & 50 %", "merged": "Ours", "featcal": "Cal^1", "residual": "Rest"}
 TABLES = [name for name, entry in exhibits.items() if entry.kind == "table"]

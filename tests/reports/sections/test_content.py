@@ -17,7 +17,7 @@ from driftlens_reports.content import ReportContent, Table
 from driftlens_reports.sections import findings
 from driftlens_reports.sections.outline import PRESETS, TITLES, outline
 from tests.records.full_run import write_full_run
-from tests.reports.charts.test_parameter_charts import with_rows
+from tests.reports.charts.recording import with_rows
 from tests.reports.conftest import SMALL
 from tests.reports.paper.figure_runs import figure_run
 

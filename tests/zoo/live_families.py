@@ -375,3 +375,13 @@ FAMILIES = {
         refused="computed from weights",
     ),
 }
+
+
+def batch(family: Family, n: int) -> Any:
+    return _wide(family.data(torch.Generator().manual_seed(3), n))
+
+
+def _wide(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {name: _wide(value) for name, value in data.items()}
+    return data.double() if data.is_floating_point() else data

@@ -17,11 +17,18 @@ from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, St
 from driftlens.models.families.hf_decoder import decoder_chain as hf_decoder_chain
 from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.taking_apart.sites import registered_sites, tapped
-from tests.cases import CASES, Case, perturbed, rows, with_seed
 from tests.reference import decoder, t5
 from tests.reference.calibration import PlainBlock, TokenWeights
 from tests.reference.drift import STEPS
-from tests.tiny import Decoder, EncoderDecoder, causal, decoder_chain, encoder_decoder_chain, two_texts
+from tests.zoo.cases import CASES, Case, perturbed, rows, with_seed
+from tests.zoo.hand_made import (
+    Decoder,
+    EncoderDecoder,
+    causal,
+    decoder_chain,
+    encoder_decoder_chain,
+    two_texts,
+)
 
 Inputs = Any
 

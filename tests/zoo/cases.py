@@ -15,7 +15,13 @@ from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
 from driftlens.models.chain import LayerChain, adapters
 from driftlens.models.families.sequential import sequential_chain
-from tests.tiny import Decoder, EncoderDecoder, decoder_chain, encoder_decoder_chain, token_batch
+from tests.zoo.hand_made import (
+    Decoder,
+    EncoderDecoder,
+    decoder_chain,
+    encoder_decoder_chain,
+    token_batch,
+)
 
 
 @dataclass(frozen=True)
@@ -125,3 +131,9 @@ def pool_of(case: Case, modules: dict[str, nn.Module], device: str | torch.devic
         dtype=torch.float64,
         modules=modules,
     )
+
+
+def samples(inputs: Any, chosen: slice) -> Any:
+    if isinstance(inputs, dict):
+        return {name: value[chosen] for name, value in inputs.items()}
+    return inputs[chosen]

@@ -11,8 +11,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.cases import perturbed, with_seed
-from tests.models.tokenizers import word_tokenizer
+from tests.zoo.cases import perturbed, with_seed
+from tests.zoo.tokenizers import word_tokenizer
 
 TEXTS = ("red green ? is it blue", "yes", "question : no red", "is it green ?")
 

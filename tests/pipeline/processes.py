@@ -1,0 +1,15 @@
+"""Programs of a user's, run in a process of their own."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def python(script: str, *arguments: object) -> str:
+    """What a fresh interpreter prints."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout

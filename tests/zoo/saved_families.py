@@ -1,0 +1,165 @@
+"""Families of classifiers, made small by their own libraries and saved as these save them."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import timm
+import transformers
+from timm.models import save_for_hf
+from torch import nn
+
+from tests.zoo.cases import perturbed, with_seed
+
+SIZE = 16
+
+
+TINY: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": SIZE,
+    "patch_size": 8,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of classifier: how its library builds one with so many classes, and how a spec reads it."""
+
+    loader: str
+    build: Callable[[int], Any]
+    blocks: str | None = None
+    size: int = SIZE
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+def vit(classes: int) -> nn.Module:
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**TINY, num_labels=classes))
+
+
+def deit(classes: int) -> nn.Module:
+    return transformers.DeiTForImageClassification(transformers.DeiTConfig(**TINY, num_labels=classes))
+
+
+def dinov2(classes: int) -> nn.Module:
+    given = {key: value for key, value in TINY.items() if key != "intermediate_size"}
+    return transformers.Dinov2ForImageClassification(
+        transformers.Dinov2Config(**given, mlp_ratio=2, num_labels=classes)
+    )
+
+
+def siglip(classes: int) -> nn.Module:
+    return transformers.SiglipForImageClassification(
+        transformers.SiglipConfig(vision_config=TINY, num_labels=classes)
+    )
+
+
+def resnet(classes: int) -> nn.Module:
+    return transformers.ResNetForImageClassification(
+        transformers.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic", num_labels=classes
+        )
+    )
+
+
+def convnext(classes: int) -> nn.Module:
+    return transformers.ConvNextForImageClassification(
+        transformers.ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 2], num_stages=2, num_labels=classes)
+    )
+
+
+def swin(classes: int) -> nn.Module:
+    return transformers.SwinForImageClassification(
+        transformers.SwinConfig(
+            image_size=32,
+            patch_size=4,
+            embed_dim=8,
+            depths=[1, 2],
+            num_heads=[2, 2],
+            window_size=4,
+            num_labels=classes,
+        )
+    )
+
+
+def of_timm(name: str, *, blocks: str | None = None, size: int = 32, **args: Any) -> Family:
+    """A model of timm with its own weights' format, made small by arguments where it isn't."""
+    return Family(
+        "timm", lambda classes: timm.create_model(name, num_classes=classes, **args), blocks, size, args
+    )
+
+
+FAMILIES = {
+    "ResNet": Family("hf-auto", resnet, "resnet.encoder.stages"),
+    "ConvNeXt": Family("hf-auto", convnext, "convnext.encoder.stages"),
+    "Swin": Family("hf-auto", swin, size=32),
+    "ViT": Family("hf-vit", vit),
+    "DeiT": Family("hf-vit", deit),
+    "DINOv2": Family("hf-vit", dinov2),
+    "SigLIP vision": Family("hf-vit", siglip),
+    "timm ViT": of_timm(
+        "vit_tiny_patch16_224", size=SIZE, img_size=SIZE, patch_size=8, embed_dim=24, depth=2, num_heads=2
+    ),
+    "timm ResNet": of_timm("test_resnet"),
+    "timm ConvNeXt": of_timm("test_convnext"),
+    "timm EfficientNet": of_timm("test_efficientnet"),
+    "timm NFNet": of_timm("test_nfnet", blocks="stages"),
+    "timm Swin": of_timm(
+        "swin_tiny_patch4_window7_224",
+        img_size=32,
+        embed_dim=8,
+        depths=(2, 2),
+        num_heads=(2, 2),
+        window_size=4,
+    ),
+}
+
+
+def trained(family: Family, classes: int, seed: int) -> Any:
+    """A model like a fine-tuned one: everything but its classifier is near the base, which is seed 0."""
+    base = perturbed(with_seed(lambda: family.build(classes))().eval(), 0, 0.1)
+    return perturbed(base, seed, 0.05)
+
+
+def save(family: Family, model: Any, folder: pathlib.Path, names: tuple[str, ...] = ()) -> pathlib.Path:
+    """As the family's library saves it."""
+    if family.loader == "timm":
+        pixels = {"input_size": (3, family.size, family.size), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+        model.pretrained_cfg = {**model.pretrained_cfg, **pixels, "crop_pct": 1.0}
+        save_for_hf(model, folder, model_args=dict(family.args), safe_serialization=True)
+        return folder
+    if names:
+        model.config.id2label = dict(enumerate(names))
+        model.config.label2id = {name: row for row, name in enumerate(names)}
+    model.save_pretrained(folder)
+    size = {"height": family.size, "width": family.size}
+    transformers.ViTImageProcessor(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(
+        folder
+    )
+    return folder
+
+
+WORDS = ("a", "b", "c", "red", "green", "blue", "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def bert(classes: int) -> Any:
+    config = transformers.BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        pad_token_id=WORDS.index("[PAD]"),
+        num_labels=classes,
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def spelling_tokenizer() -> Any:
+    return transformers.BertTokenizerFast(vocab={word: row for row, word in enumerate(WORDS)})

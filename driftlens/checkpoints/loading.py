@@ -15,9 +15,9 @@ from typing import Any
 from driftlens.base.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
 from driftlens.base.files import expanded, from_json, plain_file
 from driftlens.checkpoints.lora import is_lora_folder, lora_source
-from driftlens.checkpoints.refusals import require_unquantised, wrong_family
+from driftlens.checkpoints.refusals import conversion, require_unquantised, wrong_family
 from driftlens.checkpoints.sources import StateSource
-from driftlens.checkpoints.weight_files import conversion, open_file, open_folder
+from driftlens.checkpoints.weight_files import open_file, open_folder
 
 _READABLE = (".safetensors", ".pt", ".pth", ".bin")
 _PICKLES = (".ckpt", ".pkl", ".pickle")

@@ -23,14 +23,21 @@ import torch
 from torch import Tensor
 
 from driftlens.base.errors import CheckpointError
+from driftlens.checkpoints.guarded import MOST_MEMORY, guarded
+from driftlens.checkpoints.refusals import NESTS, by_hand, refuse_pointer, refuse_torchscript
 from driftlens.checkpoints.sources import TensorHeader, require_key
-from driftlens.checkpoints.weight_files import NESTS, by_hand, refuse_pointer, refuse_torchscript
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 """What PyTorch's format before 1.6 begins with."""
-MOST_STEPS, MOST_TENSORS, DEEPEST, LONGEST_NAME = 5_000_000, 100_000, 200, 1_000
-"""Far beyond what a checkpoint of a network needs; a file beyond it is made to exhaust whoever reads it."""
+SECONDS, MEMORY_PER_BYTE = 10.0, 2
+"""That a try may take of the processor, and beside what all may.
+
+A hundred thousand tensors take five seconds, and of an old file all is mapped into memory.
+"""
+LONGEST_NAME = 1_000
+"""Characters of a name, which may end up in a message or in the header of a file."""
 _MOST_AXES, _MOST_NUMBER = 64, 1 << 63
+"""As torch has them."""
 
 _STORAGES = {
     "torch.storage.UntypedStorage": torch.uint8,
@@ -111,20 +118,6 @@ class Stored:
         return numbers.as_strided(self.shape, self.stride, self.offset)
 
 
-class _Budget:
-    """What may still be done for one file and all that is nested in it: steps, items copied, bytes copied."""
-
-    def __init__(self, size: int) -> None:
-        self._steps, self._bytes = MOST_STEPS, 4 * size
-
-    def spend(self, steps: int, copied: int = 0) -> None:
-        """Count steps, or items that one step copies, and bytes; refuse the file once they are used up."""
-        self._steps -= steps
-        self._bytes -= copied
-        if self._steps < 0 or self._bytes < 0:
-            raise CheckpointError("its pickle does more than any of weights", hint="Don't use this file.")
-
-
 class Pickled:
     """The tensors of a pickled checkpoint as a source of weights, and the modules they were found in.
 
@@ -134,23 +127,22 @@ class Pickled:
         top: what was pickled: an `Inert` for an object, or a mapping.
         modules: the modules by their path, for a pickled module; the module itself is at "".
 
+    A pickle may ask for any number of steps, so a process apart reads it first (`tried` says that it has).
+
     Raises:
-        CheckpointError: the file is damaged, uses anything that is no part of weights, or holds none.
+        CheckpointError: the file is damaged, uses anything that is no part of weights, holds none, or takes too long.
     """
 
-    def __init__(self, path: pathlib.Path) -> None:
+    def __init__(self, path: pathlib.Path, *, tried: bool = False) -> None:
         self.name = str(path)
         self.modules: dict[str, Inert] = {}
         refuse_pointer(path)
         refuse_torchscript(path)
+        if not tried:
+            _try_out(path)
         try:
-            self._budget = _Budget(path.stat().st_size)
-            self.top = _unpickled(path, self._budget)
-            self._tensors: dict[str, Stored] = {}
-            for key, value in self._weights(self.top):
-                self._tensors[key] = value
-                if len(self._tensors) > MOST_TENSORS or len(key) > LONGEST_NAME:
-                    raise CheckpointError("it names tensors without end", hint="Don't use this file.")
+            self.top = _unpickled(path)
+            self._tensors: dict[str, Stored] = dict(self._weights(self.top))
             self.headers: Mapping[str, TensorHeader] = {
                 key: TensorHeader(value.shape, value.storage.dtype) for key, value in self._tensors.items()
             }
@@ -189,7 +181,7 @@ class Pickled:
         if isinstance(top, dict):
             top = next((top[key] for key in NESTS if isinstance(top.get(key), dict | Inert)), top)
         if isinstance(top, Inert):
-            yield from self._walked(top, "", 0)
+            yield from self._walked(top, "")
             return
         for key, value in _named_in(top):
             if isinstance(value, Stored):
@@ -207,18 +199,14 @@ class Pickled:
             is_module = value.attribute("_parameters") or value.attribute("_modules")
             return bool(is_module) or value.kind.endswith(".multiarray._reconstruct")
         inner = [entry for _, entry in _named_in(value)]
-        self._budget.spend(1 + len(inner))
         return any(isinstance(entry, Stored) or self._holds_weights(entry) for entry in inner)
 
-    def _walked(self, module: Inert, prefix: str, depth: int) -> Iterator[tuple[str, Stored]]:
+    def _walked(self, module: Inert, prefix: str) -> Iterator[tuple[str, Stored]]:
         """Parameters, kept buffers and those of submodules, as `Module.state_dict` lists them."""
-        if depth > DEEPEST or len(prefix) > LONGEST_NAME or len(self.modules) > MOST_TENSORS:
+        if len(prefix) > LONGEST_NAME:
             raise CheckpointError("its modules are nested without end", hint="Don't use this file.")
         self.modules[prefix.removesuffix(".")] = module
         dropped = module.attribute("_non_persistent_buffers_set")
-        # One mapping may be that of thousands of modules.
-        parts = (module.attribute(name) for name in ("_parameters", "_buffers", "_modules"))
-        self._budget.spend(sum(len(part) for part in (dropped, *parts) if isinstance(part, dict | list)))
         left_out = {name for name in dropped if isinstance(name, str)} if isinstance(dropped, list) else set()
         for name, value in _named_in(module.attribute("_parameters")):
             if isinstance(value, Stored):
@@ -228,7 +216,7 @@ class Pickled:
                 yield f"{prefix}{name}", value
         for name, child in _named_in(module.attribute("_modules")):
             if isinstance(child, Inert):
-                yield from self._walked(child, f"{prefix}{name}.", depth + 1)
+                yield from self._walked(child, f"{prefix}{name}.")
 
     def _require_weights(self, size: int) -> None:
         if not self.headers:
@@ -249,6 +237,18 @@ class Pickled:
             )
 
 
+def _try_out(path: pathlib.Path) -> None:
+    memory = MOST_MEMORY + MEMORY_PER_BYTE * path.stat().st_size
+    try:
+        guarded("pickle", str(path), seconds=SECONDS, memory=memory)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: its pickle does more than any of weights: {error}",
+            hint="Don't use this file: it is made to exhaust whoever reads it.",
+            source=str(path),
+        ) from error
+
+
 def _named_in(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         yield from ((key, entry) for key, entry in value.items() if isinstance(key, str))
@@ -259,16 +259,16 @@ def _named_in(value: Any) -> Iterator[tuple[str, Any]]:
 FindStorage = Callable[[torch.dtype, str, int], Storage]
 
 
-def _unpickled(path: pathlib.Path, budget: _Budget) -> Any:
+def _unpickled(path: pathlib.Path) -> Any:
     """What was pickled into `path`, its tensors still in the file."""
     with path.open("rb") as file:
         if file.read(2) == b"PK":
-            return _from_zip(path, budget)
+            return _from_zip(path)
         # Mapped: what a pickle claims to hold is read only as far as the file goes.
-        return _from_stream(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), budget)
+        return _from_stream(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def _from_zip(path: pathlib.Path, budget: _Budget) -> Any:
+def _from_zip(path: pathlib.Path) -> Any:
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         (main,) = (name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1)
@@ -292,10 +292,10 @@ def _from_zip(path: pathlib.Path, budget: _Budget) -> Any:
 
         return Storage(dtype, count, load)
 
-    return _Machine(storage, budget).run(io.BytesIO(content))
+    return _Machine(storage).run(io.BytesIO(content))
 
 
-def _from_stream(stream: mmap.mmap, budget: _Budget, *, nested: bool = False) -> Any:
+def _from_stream(stream: mmap.mmap, *, nested: bool = False) -> Any:
     """What is in a file of PyTorch before 1.6, or in a plain pickle."""
     sizes: dict[str, tuple[torch.dtype, int]] = {}
     places: dict[str, int] = {}
@@ -305,10 +305,10 @@ def _from_stream(stream: mmap.mmap, budget: _Budget, *, nested: bool = False) ->
             raise CheckpointError("a storage is said to be of two kinds", hint="Don't use this file.")
         return Storage(dtype, count, lambda: stream[places[key] : places[key] + count * dtype.itemsize])
 
-    first = _Machine(storage, budget, nested=nested).run(stream)
+    first = _Machine(storage, nested=nested).run(stream)
     if first != _MAGIC and not sizes:
         return first
-    version, system, top, keys = (_Machine(storage, budget, nested=nested).run(stream) for _ in range(4))
+    version, system, top, keys = (_Machine(storage, nested=nested).run(stream) for _ in range(4))
     if version != _PROTOCOL or dict(_named_in(system)).get("little_endian") is not True:
         raise CheckpointError("it is of another version of PyTorch's format", hint="Save it again.")
     for key in keys:
@@ -344,9 +344,8 @@ class _Machine:
     compared that it could make deep enough to last for ever.
     """
 
-    def __init__(self, storage: FindStorage, budget: _Budget, *, nested: bool = False) -> None:
+    def __init__(self, storage: FindStorage, *, nested: bool = False) -> None:
         self._storage = storage
-        self._budget = budget
         self._nested = nested
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
@@ -354,7 +353,6 @@ class _Machine:
     def run(self, stream: Any) -> Any:
         """What the pickle at the stream's position leaves; the stream stands behind it afterwards."""
         for opcode, argument, _ in pickletools.genops(stream):
-            self._budget.spend(1)
             if opcode.name in _VALUES:
                 self._stack.append(argument)
             elif opcode.name in _CONSTANTS:
@@ -443,18 +441,14 @@ class _Machine:
             case "torch._tensor._rebuild_from_type_v2":
                 return self._called(given[0], given[2])
             case "torch.storage._load_from_bytes" if not self._nested:
-                self._budget.spend(0, copied=len(given[0]))
-                return _from_stream(_mapped(given[0]), self._budget, nested=True)
+                return _from_stream(_mapped(given[0]), nested=True)
             case "collections.OrderedDict" if given:
-                self._budget.spend(len(given[0]))
                 return _filled({}, [part for key, value in given[0] for part in (key, value)])
             case "collections.OrderedDict" | "collections.defaultdict" | "builtins.dict":
                 return {}
             case "builtins.set" | "builtins.frozenset" | "builtins.list" | "torch.Size":
-                self._budget.spend(sum(map(len, given)))
                 return tuple(*given) if what.name == "torch.Size" else list(*given)
             case "_codecs.encode" if given[1:] == ("latin1",) and isinstance(given[0], str):
-                self._budget.spend(0, copied=len(given[0]))
                 return given[0].encode("latin1")
             case "copyreg._reconstructor":
                 return _made(given[0])
@@ -469,7 +463,6 @@ class _Machine:
         """Give an object its state; attributes of a mapping (a state dict's versions) are left out."""
         if isinstance(target, Inert):
             parts = state if isinstance(state, tuple) else (state,)  # with __slots__: attributes, then slots
-            self._budget.spend(len(parts) + sum(len(part) for part in parts if isinstance(part, dict)))
             target.state = {key: value for part in parts for key, value in _named_in(part)}
         elif not isinstance(target, dict):
             raise TypeError(f"a {type(target).__name__} takes no state")

@@ -1,12 +1,17 @@
-"""What people bring that a loader can't take: told from configuration or key names, with the way that does work."""
+"""What people bring that can't be taken, told from files, configurations or key names, with the way that does work."""
 
 from __future__ import annotations
 
 import contextlib
+import pathlib
+import re
+import shlex
+import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from driftlens.base.errors import DriftLensError, IncompatibleModelsError
+from driftlens.base.errors import CheckpointError, DriftLensError, IncompatibleModelsError
+from driftlens.base.files import plain_file
 
 LIVE = (
     "Build it in code of your own: `loader: python:module:function` (with --trust-code), or live modules in "
@@ -63,6 +68,10 @@ _FAMILIES = (
     ("stages.0.", "a convolutional network in stages", "timm"),
 )
 """Fragment of a key, what it gives away, and the loader that takes this; the first that fits counts."""
+
+
+NESTS = ("state_dict", "model", "model_state_dict")
+"""Where training checkpoints keep the weights."""
 
 
 def route(loader: str) -> str:
@@ -184,3 +193,91 @@ def running(source: str) -> Iterator[None]:
     ) as error:  # whatever somebody's forward pass makes of a model without weights, or a plain batch
         told = f"{type(error).__name__}: {error}".splitlines()[0]
         raise IncompatibleModelsError(f"{source} can't be used as it is ({told})", hint=LIVE) from error
+
+
+def refuse_pointer(path: pathlib.Path) -> None:
+    """Refuse what Git LFS leaves in the place of a file that was not fetched.
+
+    Raises:
+        CheckpointError: it is such a pointer.
+    """
+    with plain_file(path).open("rb") as file:
+        start = file.read(64)
+    if start.startswith(b"version https://git-lfs"):
+        raise CheckpointError(
+            f"{path} is a Git LFS pointer, not the weights",
+            hint="Run `git lfs pull` in its folder.",
+            source=str(path),
+        )
+
+
+def refuse_torchscript(path: pathlib.Path) -> bool:
+    """Refuse a TorchScript archive, and one whose parts unfold; tells whether the file is a zip file at all.
+
+    Raises:
+        CheckpointError: it is one of these, or a damaged zip file.
+    """
+    try:
+        if not zipfile.is_zipfile(path):
+            return False
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except Exception as error:  # damaged archives have many: names that are no text, unknown versions
+        raise unreadable(path, error, convertible=False) from error
+    names = [entry.filename for entry in entries]
+    if any(name.endswith("/constants.pkl") for name in names) and any("/code/" in name for name in names):
+        raise CheckpointError(
+            f"{path} is a TorchScript archive: a program, not a state dict",
+            hint=_advice(path, "x = torch.jit.load(sys.argv[1], map_location='cpu').state_dict()"),
+            source=str(path),
+        )
+    # PyTorch never packs; what is packed may unfold to any size.
+    packed = next((entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED), None)
+    if packed is not None:
+        raise CheckpointError(
+            f"{path}: its part {packed.filename} is compressed", hint="Don't use this file.", source=str(path)
+        )
+    return True
+
+
+def unreadable(path: pathlib.Path, error: Exception, *, convertible: bool = True) -> CheckpointError:
+    """The error for a PyTorch file whose reading failed: it holds more than tensors, or is damaged."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if found:
+        return CheckpointError(
+            f"{path} holds {found[1]}, not only tensors; reading that would run code from the file",
+            hint=conversion(path),
+            source=str(path),
+            found=found[1],
+        )
+    again = "Copy or download it again, if it was cut short on the way."
+    return CheckpointError(
+        f"{path} is not a complete PyTorch checkpoint ({type(error).__name__})",
+        hint=f"{again} {conversion(path)}" if convertible else again,
+        source=str(path),
+    )
+
+
+def conversion(path: pathlib.Path) -> str:
+    """How to convert a checkpoint with objects in it to safetensors, as advice with a command."""
+    command = f"driftlens convert {shlex.quote(str(path))}"
+    return f"Its tensors can be read without running anything; convert it to safetensors:\n{command}"
+
+
+def by_hand(path: pathlib.Path) -> str:
+    """How to convert a checkpoint that `driftlens convert` refuses, as advice with a command that trusts it."""
+    return _advice(
+        path,
+        "x = torch.load(sys.argv[1], map_location='cpu', weights_only=False); "
+        "x = x.state_dict() if hasattr(x, 'state_dict') else x.get('state_dict') or x.get('model') or x",
+    )
+
+
+def _advice(path: pathlib.Path, load: str) -> str:
+    """How to save as safetensors what the code `load` calls `x`."""
+    names = shlex.quote(path.name), shlex.quote(path.with_suffix(".safetensors").name)
+    return (
+        "If you trust it, convert it in the environment that made it:\n"
+        f'python -c "import sys, torch, safetensors.torch as st; {load}; '
+        f'st.save_file({{k: v.clone().contiguous() for k, v in x.items()}}, sys.argv[2])" {" ".join(names)}'
+    )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
-import shlex
 import warnings
-import zipfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +13,8 @@ from torch import Tensor
 
 from driftlens.base.errors import CheckpointError
 from driftlens.base.files import from_json, plain_file
+from driftlens.checkpoints.pickles import Pickled
+from driftlens.checkpoints.refusals import NESTS, conversion, refuse_pointer, refuse_torchscript, unreadable
 from driftlens.checkpoints.sources import Composed, SafetensorsSource, StateSource, TensorsSource, renamed
 
 WEIGHT_FILES = (
@@ -26,9 +26,6 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 """Names under which weights are looked for in a folder, best first."""
-
-NESTS = ("state_dict", "model", "model_state_dict")
-"""Where training checkpoints keep the weights."""
 
 
 def open_folder(folder: pathlib.Path) -> StateSource:
@@ -124,22 +121,6 @@ def _weight_map(index: pathlib.Path) -> Mapping[str, str]:
     return shards
 
 
-def refuse_pointer(path: pathlib.Path) -> None:
-    """Refuse what Git LFS leaves in the place of a file that was not fetched.
-
-    Raises:
-        CheckpointError: it is such a pointer.
-    """
-    with plain_file(path).open("rb") as file:
-        start = file.read(64)
-    if start.startswith(b"version https://git-lfs"):
-        raise CheckpointError(
-            f"{path} is a Git LFS pointer, not the weights",
-            hint="Run `git lfs pull` in its folder.",
-            source=str(path),
-        )
-
-
 def open_torch_file(path: pathlib.Path) -> StateSource:
     """The tensors of a PyTorch checkpoint, mapped into memory and read when they are asked for.
 
@@ -173,40 +154,13 @@ def _read_by_ourselves(path: pathlib.Path) -> StateSource:
     Raises:
         CheckpointError: as `open_torch_file`.
     """
-    from driftlens.checkpoints.pickles import Pickled  # it needs this module
-
-    found = Pickled(path)
-    if found.modules:
+    pickled = Pickled(path)
+    if pickled.modules:
         raise CheckpointError(
             f"{path} holds modules, not only tensors", hint=conversion(path), source=str(path)
         )
-    prefix = "module." if all(key.startswith("module.") for key in found.headers) else ""
-    return renamed(found, {key.removeprefix(prefix): key for key in found.headers})
-
-
-def conversion(path: pathlib.Path) -> str:
-    """How to convert a checkpoint with objects in it to safetensors, as advice with a command."""
-    command = f"driftlens convert {shlex.quote(str(path))}"
-    return f"Its tensors can be read without running anything; convert it to safetensors:\n{command}"
-
-
-def by_hand(path: pathlib.Path) -> str:
-    """How to convert a checkpoint that `driftlens convert` refuses, as advice with a command that trusts it."""
-    return _advice(
-        path,
-        "x = torch.load(sys.argv[1], map_location='cpu', weights_only=False); "
-        "x = x.state_dict() if hasattr(x, 'state_dict') else x.get('state_dict') or x.get('model') or x",
-    )
-
-
-def _advice(path: pathlib.Path, load: str) -> str:
-    """How to save as safetensors what the code `load` calls `x`."""
-    names = shlex.quote(path.name), shlex.quote(path.with_suffix(".safetensors").name)
-    return (
-        "If you trust it, convert it in the environment that made it:\n"
-        f'python -c "import sys, torch, safetensors.torch as st; {load}; '
-        f'st.save_file({{k: v.clone().contiguous() for k, v in x.items()}}, sys.argv[2])" {" ".join(names)}'
-    )
+    prefix = "module." if all(key.startswith("module.") for key in pickled.headers) else ""
+    return renamed(pickled, {key.removeprefix(prefix): key for key in pickled.headers})
 
 
 def _load(path: pathlib.Path, *, mapped: bool) -> object:
@@ -216,53 +170,7 @@ def _load(path: pathlib.Path, *, mapped: bool) -> object:
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # whatever a hostile or broken file provokes, none of it is a tensor
-        raise _refusal(path, error) from error
-
-
-def _refusal(path: pathlib.Path, error: Exception, *, convertible: bool = True) -> CheckpointError:
-    found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    if found:
-        return CheckpointError(
-            f"{path} holds {found[1]}, not only tensors; reading that would run code from the file",
-            hint=conversion(path),
-            source=str(path),
-            found=found[1],
-        )
-    again = "Copy or download it again, if it was cut short on the way."
-    return CheckpointError(
-        f"{path} is not a complete PyTorch checkpoint ({type(error).__name__})",
-        hint=f"{again} {conversion(path)}" if convertible else again,
-        source=str(path),
-    )
-
-
-def refuse_torchscript(path: pathlib.Path) -> bool:
-    """Refuse a TorchScript archive, and one whose parts unfold; tells whether the file is a zip file at all.
-
-    Raises:
-        CheckpointError: it is one of these, or a damaged zip file.
-    """
-    try:
-        if not zipfile.is_zipfile(path):
-            return False
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-    except Exception as error:  # damaged archives have many: names that are no text, unknown versions
-        raise _refusal(path, error, convertible=False) from error
-    names = [entry.filename for entry in entries]
-    if any(name.endswith("/constants.pkl") for name in names) and any("/code/" in name for name in names):
-        raise CheckpointError(
-            f"{path} is a TorchScript archive: a program, not a state dict",
-            hint=_advice(path, "x = torch.jit.load(sys.argv[1], map_location='cpu').state_dict()"),
-            source=str(path),
-        )
-    # PyTorch never packs; what is packed may unfold to any size.
-    packed = next((entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED), None)
-    if packed is not None:
-        raise CheckpointError(
-            f"{path}: its part {packed.filename} is compressed", hint="Don't use this file.", source=str(path)
-        )
-    return True
+        raise unreadable(path, error) from error
 
 
 def _weights(path: pathlib.Path, loaded: object) -> Mapping[str, Tensor]:

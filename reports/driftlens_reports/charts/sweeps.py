@@ -18,6 +18,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import SWEEPS
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
+from driftlens_reports.charts.marks import Brush
 from driftlens_reports.charts.per_task import AVERAGE
 
 _SETTINGS = {
@@ -98,7 +99,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     found = []
     for down, measure in enumerate(measures, start=1):
         for across, setting in enumerate(settings, start=1):
-            points = over_seeds(rows[rows["sweep"] == setting], setting, measure.column)
+            points = _by_task(rows[rows["sweep"] == setting], setting, measure.column)
             points["is default"] = points[setting] == default_of(run, setting)
             found.append(points)
             is_first = down == across == 1
@@ -167,37 +168,21 @@ def draw_samples(run: DriftRun, options: ChartOptions) -> Drawn:
     measures = [measure for measure in swept.MEASURES if rows[measure].notna().any()]
     figure = make_subplots(len(measures), 1, shared_xaxes=True, vertical_spacing=0.06)
     found = []
+    made, models = (Brush(names, options.dark) for names in ([*map(calibrated, methods)], run.variants))
     for down, measure in enumerate(measures, start=1):
-        for name in (*methods, *swept.LEVELS):
-            if name in methods:
-                own = rows[rows["method"] == name].groupby(["n", "seed"])[measure]
-                # A draw that lacks a task would have a mean over others.
-                drawn = own.mean().where(own.count() == len(tasks)).groupby(level="n")
-                made = [vars(over_draws(at.to_numpy())) | {"n": count} for count, at in drawn]
-                points = pd.DataFrame(made).assign(draws=[*drawn.count()])
-                look = theme.look(
-                    [f"calibrated:{at}" for at in methods], f"calibrated:{name}", dark=options.dark
-                )
-            else:
-                value = swept.level(run, name, measure, tasks)
-                points = pd.DataFrame(
-                    {"n": [rows["n"].min(), rows["n"].max()], "value": value, "low": value, "high": value}
-                )
-                look = theme.look(run.variants, name, dark=options.dark)
+        lines = []
+        for name, own in rows.groupby("method", sort=False):
+            points = over_seeds(own, "n", measure, len(tasks)).drop(columns=["n_test", "std over seeds"])
+            points = points.rename(columns={"mean": "value", "seeds": "draws"})
+            ends = points["low"], points["high"]
+            lines.append(made.line(calibrated(str(name)), points["n"], points["value"], ends, name=name))
             found.append(points.assign(method=name, measure=measure))
-            figure.add_scatter(
-                x=points["n"],
-                y=marks.gapped(points["value"]),
-                name=name,
-                legendgroup=name,
-                showlegend=down == 1,
-                mode="lines+markers" if name in methods else "lines",
-                line={"color": look.colour, "dash": look.dash if name in methods else "dot"},
-                marker={"symbol": look.symbol},
-                error_y=marks.whiskers(points["value"], points["low"], points["high"], look.colour),
-                row=down,
-                col=1,
-            )
+        for name in swept.LEVELS:
+            level = dict.fromkeys(("value", "low", "high"), swept.level(run, name, measure, tasks))
+            points = pd.DataFrame({"n": [rows["n"].min(), rows["n"].max()], **level})
+            lines.append(models.line(name, points["n"], points["value"], mode="lines", line_dash="dot"))
+            found.append(points.assign(method=name, measure=measure))
+        figure.add_traces(lines, rows=down, cols=1)
         figure.update_yaxes(title_text=swept.MEASURES[measure][0], row=down)
     theme.apply_theme(figure, height=len(measures) * _PANEL + _TOP + _BOTTOM, dark=options.dark)
     figure.update_xaxes(type="log", title_text=_SETTINGS["n"])
@@ -295,23 +280,31 @@ def _notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
     return notes
 
 
-def over_seeds(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:
-    """Mean and standard deviation over seeds of a measure at every value of the setting that was varied, by task.
+def over_seeds(rows: pd.DataFrame, setting: str, measure: str, tasks: int = 1) -> pd.DataFrame:
+    """What rows of a sweep reached at every value of a setting: over tasks for each seed first, then over seeds.
 
-    With more than one task, the mean of tasks is a task of its own: averaged for each seed first, then over seeds. It
-    is null where a task has no number: a mean of those that happen to be there would jump.
+    Returns:
+        The setting's values, ascending, with `mean`, `std over seeds` (n - 1), `low` and `high` (95 %, Student's t),
+        `seeds`, and `n_test`, the fewest test samples. A seed that lacks one of the `tasks` is left out, as its mean
+        would be over others; with none left, the numbers are null.
     """
-    rows = rows.astype({setting: float, measure: float})
-    parts = rows[["task", setting, "seed", measure]]
-    tasks = rows["task"].nunique()
-    if tasks > 1:
-        by_seed = rows.groupby([setting, "seed"])[measure].agg(["mean", "count"])
-        whole = by_seed["mean"].where(by_seed["count"] == tasks).rename(measure).reset_index()
-        parts = pd.concat([parts, whole.assign(task=AVERAGE)])
-    groups = parts.groupby(["task", setting], sort=False)[measure]
-    found = pd.DataFrame({"mean": groups.mean(), "std over seeds": groups.std(), "seeds": groups.count()})
-    ordered = found.reset_index().sort_values(["task", setting], kind="stable")
-    return ordered.assign(sweep=setting, measure=measure)
+    by_seed = rows.astype({measure: float}).groupby([setting, "seed"])
+    is_whole = by_seed[measure].count() == tasks
+    seeds = by_seed[measure].mean().where(is_whole).groupby(level=0)
+    spread = pd.DataFrame({"mean": seeds.mean(), "std over seeds": seeds.std(), "seeds": seeds.count()})
+    ends = pd.DataFrame([vars(over_draws(values.to_numpy())) for _, values in seeds], spread.index)
+    n_test = by_seed["n_test"].min().where(is_whole).groupby(level=0).min()
+    return spread.assign(low=ends["low"], high=ends["high"], n_test=n_test).reset_index()
+
+
+def _by_task(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:
+    """The points of every task; of more than one, their mean is a task of its own."""
+    rows, tasks = rows.astype({setting: float}), rows["task"].nunique()
+    parts = {str(task): over_seeds(own, setting, measure) for task, own in rows.groupby("task")}
+    parts |= {AVERAGE: over_seeds(rows, setting, measure, tasks)} if tasks > 1 else {}
+    points = pd.concat([part.assign(task=task) for task, part in sorted(parts.items())], ignore_index=True)
+    columns = ["task", setting, "mean", "std over seeds", "seeds"]
+    return points[columns].assign(sweep=setting, measure=measure)
 
 
 def main_task(points: pd.DataFrame) -> str:

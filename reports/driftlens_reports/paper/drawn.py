@@ -24,6 +24,7 @@ from driftlens.findings.checks import self_checks as checks_of
 from driftlens.findings.swept import level, sweep_named, swept_methods, with_scores
 from driftlens.runs.run import DriftRun
 from driftlens.suites.protocols import GRIDS, SAMPLES
+from driftlens_reports.charts.sweeps import over_seeds
 from driftlens_reports.charts.words import title
 from driftlens_reports.facts import check_sentence
 from driftlens_reports.paper.exhibit import (
@@ -182,16 +183,9 @@ def sweep_points(run: DriftRun, factor: str, tasks: Sequence[str], method: str =
     """
     rows = run.sweeps()
     rows = with_scores(run, rows[(rows["sweep"] == sweep_named(factor, method)) & rows["task"].isin(tasks)])
-    is_text = factor == "corruption"
-    rows = rows.assign(setting=rows[factor].astype(str if is_text else float))
-    seeds = rows.groupby(["setting", "seed"]).agg(
-        value=("score", "mean"), tasks=("task", "nunique"), n_test=("n_test", "min")
-    )
-    whole = seeds[seeds["tasks"] == len(tasks)].reset_index()
-    points = whole.groupby("setting").agg(
-        mean=("value", "mean"), std=("value", "std"), seeds=("seed", "nunique"), n_test=("n_test", "min")
-    )
-    return points.reset_index()
+    rows = rows.assign(setting=rows[factor].astype(str if factor == "corruption" else float))
+    points = over_seeds(rows, "setting", "score", len(tasks)).rename(columns={"std over seeds": "std"})
+    return points[points["mean"].notna()]
 
 
 def _draw_lines(

@@ -12,7 +12,7 @@ import pytest
 from driftlens.findings.verdict import shareable, verdict
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import open_run
-from driftlens_app.pages import pages, path_of
+from driftlens_app.pages import pages
 from tests.app.conftest import Open, shown_data
 from tests.app.pages import OF_A_RUN, errors, said
 from tests.records.full_run import write_full_run
@@ -54,17 +54,6 @@ def test_a_read_only_dashboard_starts_nothing(open_app: Open, root: Path, view: 
         button for button in app.button if button.label in ("FeatCal calibrate", "Start the analysis")
     ]
     assert all(button.disabled for button in starting)
-
-
-@pytest.mark.parametrize("view", OF_A_RUN)
-def test_a_run_that_is_deleted_while_open_is_named(open_app: Open, root: Path, view: str) -> None:
-    run_id = open_run(root / "full").id
-    app = open_app(root, view)
-    write_full_run(root / "other", name="other")
-    shutil.rmtree(root / "full")
-    app.run()
-    assert not app.exception and run_id in errors(app)
-    assert run_id not in errors(app.run())  # said once
 
 
 @pytest.mark.parametrize("view", OF_A_RUN)
@@ -208,24 +197,6 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
     assert [line[:9] for line in origins] == ["- mnist: "] and not app.metric
 
 
-def test_a_link_brings_back_run_task_and_layer(open_app: Open, root: Path) -> None:
-    write_full_run(root / "newest", name="newest")
-    run = open_run(root / "full")
-    app = open_app(root, "samples", run=run.id, task="dtd", layer="2")
-    assert app.selectbox(key="run").value == run.id
-    assert app.selectbox(key="task").value == "dtd" and app.selectbox(key="layer").value == "2"
-    wrong = open_app(root, "samples", run=run.id, task="nosuch")
-    assert wrong.selectbox(key="task").value is None and not wrong.error
-
-
-def test_a_run_leads_to_its_repair_by_a_button(open_app: Open, tmp_path: Path) -> None:
-    write_full_run(tmp_path / "merged", variants=("base", "merged"))
-    app = open_app(tmp_path, "overview")
-    app.button(key="to-repair").click().run()
-    assert app.title[0].value == pages()[path_of("repair")].title and not app.error
-    assert open_run(tmp_path / "merged").id in app.query_params["run"]
-
-
 def test_names_from_a_run_are_shown_and_not_obeyed(open_app: Open, tmp_path: Path) -> None:
     name = "**x** [a](http://b) :red[c] $d$ <b>"
     write_full_run(tmp_path / "odd", name=name, tasks=("t*a*sk",))
@@ -238,17 +209,6 @@ def test_names_from_a_run_are_shown_and_not_obeyed(open_app: Open, tmp_path: Pat
         and r"\$" in title
         and r"\<b" in title
     )
-
-
-def test_the_address_holds_what_was_chosen_on_every_page(open_app: Open, root: Path) -> None:
-    app = open_app(root, "layers", task="dtd", variants="merged")
-    assert app.selectbox(key="run").options == ["a *full* run"]  # by name
-    app.selectbox(key="task").set_value("cars").run()
-    for view in ("overview", "new_run", "export", "samples"):
-        app.switch_page(f"views/{view}.py").run()
-        found = {name: app.query_params.get(name) for name in ("run", "task", "variants")}
-        assert found == {"run": open_run(root / "full").id, "task": "cars", "variants": "merged"}, view
-    assert app.selectbox(key="task").value == "cars" and app.multiselect(key="variants").value == ["merged"]
 
 
 def test_every_chart_stands_above_its_data(open_app: Open, root: Path) -> None:

@@ -47,23 +47,6 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_line, "COMMAND", (sys.executable, str(file)))
 
 
-def test_the_page_compares_merged_with_the_calibration_and_shows_the_tables_numbers(
-    open_app: Open, root: Path
-) -> None:
-    app = open_app(root, "repair", repair="Compare")
-    assert app.selectbox(key="before").value == "merged"
-    assert app.selectbox(key="after").value == "calibrated:featcal"
-    run = open_run(root / "full")
-    shown = app.dataframe[0].value.set_index("task")
-    for task in run.tasks:
-        before, after = (
-            run.value("drift_l2_mean", task=task, variant=name) for name in ("merged", "calibrated:featcal")
-        )
-        assert shown.loc[task, "drift_before"] == before and shown.loc[task, "drift_after"] == after
-        assert shown.loc[task, "drift_relative"] == pytest.approx(100 * (after / before - 1))
-    assert "escaling" not in said(app)
-
-
 def test_nothing_measured_is_not_the_same_as_no_flip(open_app: Open, root: Path) -> None:
     file = root / "full" / "tables" / "outputs.parquet"
     rows = pq.read_table(file)
@@ -115,13 +98,6 @@ def test_one_task_of_a_comparison_can_be_chosen(open_app: Open, root: Path) -> N
     assert set(shown_data(app)[0]["task"]) == {"dtd"}
     with pytest.raises(DataError, match="only one of the runs has the task 'none'"):
         of_task(compare(root / "full", before="merged", after="base"), "none")
-
-
-def test_the_curve_is_after_minus_before(root: Path) -> None:
-    run = open_run(root / "full")
-    drawn = change_curves(compare(run, before="merged", after="base"), dark=False)
-    first, second = (run.layers("cars", name)["drift_l2_mean"] for name in ("merged", "base"))
-    assert list(drawn.figure.data[0].y) == (second - first).tolist()
 
 
 def test_the_curves_follow_the_run_where_only_the_marks_of_a_variant_change(

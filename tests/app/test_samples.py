@@ -13,18 +13,17 @@ import pytest
 from PIL import Image
 
 from driftlens.base.errors import LayerNotFoundError, SpecError
-from driftlens.findings.projection import project
 from driftlens.runs.layout import THUMB_SIDE as SIDE
 from driftlens.runs.layout import texts_file, thumbs_file
 from driftlens.runs.run import open_run
 from driftlens_app.jobs.requests import project_request
 from driftlens_app.samples import decisions, pictures, wall_cards
 from driftlens_app.views.output import flipped
-from driftlens_app.views.samples import _selected, flipped_ids, sample_rows
+from driftlens_app.views.samples import flipped_ids, sample_rows
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.page_curves import sample_curves
 from driftlens_reports.charts.picking import scored_samples
-from tests.app.conftest import Open, shown_data
+from tests.app.conftest import Open
 from tests.app.pages import errors, said
 from tests.records.full_run import Size, write_full_run
 
@@ -70,23 +69,6 @@ def test_the_url_keeps_what_is_selected_until_another_task_is_chosen(open_app: O
     assert "1 selected in the chart" in said(wrong) and not wrong.error
 
 
-def test_a_selection_is_there_when_one_comes_back(open_app: Open, root: Path) -> None:
-    app = open_app(root, "samples", task="mnist", selected="2-5")
-    app.switch_page("views/overview.py").run()
-    app.query_params.pop("selected", None)  # as the browser's address has it on another page
-    app.switch_page("views/samples.py").run()
-    assert "2 selected in the chart" in said(app) and app.query_params["selected"] in ("2-5", ["2-5"])
-
-
-def test_the_verdict_leads_to_the_flipped_samples_behind_it(open_app: Open, root: Path) -> None:
-    run = open_run(root / "full")
-    rows = run.outputs(variant="merged")
-    count = int(rows.loc[rows["task"] == "cars", "flipped"].sum())
-    app = open_app(root, "overview", task="cars")
-    (button,) = [button for button in app.button if button.key == "to-samples"]
-    assert button.label == f"See the {count} flipped samples of cars"
-
-
 def test_samples_of_text_are_shown_with_what_they_ask(root: Path) -> None:
     run = open_run(root / "full")
     texts = {name: f"<b>question {name}</b>" for name in run.sample_ids("mnist")}
@@ -111,16 +93,6 @@ def test_a_class_filter_leaves_other_classes_out_of_chart_and_table(root: Path) 
     )
 
 
-def test_points_of_the_chart_carry_the_ids_by_which_they_are_selected(root: Path) -> None:
-    drawn = charts["scatter"].draw(open_run(root / "full"), ChartOptions(tasks=("cars",)))
-    trace = drawn.figure.data[0]
-    point = {"x": trace.x[3], "y": trace.y[3], "customdata": trace.customdata[3]}
-    rows = drawn.data[(drawn.data["x"] == point["x"]) & (drawn.data["y"] == point["y"])]
-    event = {"selection": {"points": [point, point]}}
-    assert _selected(event) == [rows["sample_id"].iloc[0]]
-    assert _selected(None) == []
-
-
 def test_a_chart_keeps_its_identity_when_it_comes_from_the_cache(open_app: Open, root: Path) -> None:
     """Else what a reader selects in it for the first time belongs to a chart that is gone."""
     app = open_app(root, "samples", task="cars")
@@ -142,16 +114,6 @@ def test_a_layout_that_is_not_there_is_offered_as_a_job(open_app: Open, root: Pa
     app.selectbox(key="method").set_value("tsne").run()
     assert not app.error and "driftlens project RUN" in said(app)
     assert ["Compute this layout"] * (not read_only) == [button.label for button in app.button]
-
-
-def test_a_stored_layout_is_drawn_with_its_seed(open_app: Open, root: Path) -> None:
-    stored = project(root / "full", "cars", method="tsne", seed=3)
-    app = open_app(root, "samples", task="cars")
-    app.selectbox(key="method").set_value("tsne").run()
-    app.number_input(key="seed").set_value(3).run()
-    assert not app.button
-    (data,) = shown_data(app)
-    assert data["x"].tolist() == stored.frame["x"].tolist()
 
 
 def test_the_request_for_a_layout_names_task_layer_method_and_seed(root: Path) -> None:

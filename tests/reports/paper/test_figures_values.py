@@ -9,7 +9,6 @@ import matplotlib.axes
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
 from driftlens.base.errors import DataError
@@ -22,10 +21,8 @@ from driftlens_reports.paper.features import MOST
 from driftlens_reports.paper.published import published_tables
 from tests.records.full_run import VARIANTS, Size, write_full_run
 from tests.reports.paper.drawn import (
-    bands,
     bars,
     draw,
-    images,
     line_points,
     lines,
     segments,
@@ -76,32 +73,6 @@ def test_intro_shows_the_task_that_drifts_most_unless_told(run: DriftRun) -> Non
     assert panel(draw("intro", run, task=other), "(b)").get_title(loc="left") == other
 
 
-def test_intro_lines_are_mean_drifts_in_the_look_of_their_variant(run: DriftRun) -> None:
-    body, head = body_and_head(draw("intro", run))
-    drawn, last = ({line.get_color(): line for line in lines(axes)} for axes in (body, head))
-    for variant in ("merged", CONTROL, CALIBRATED):
-        rows = run.layers(worst_task(run), variant)
-        expected = rows[["layer", "drift_l2_mean"]].to_numpy(dtype=float)
-        found = np.concatenate([line_points(part[colour_of(run, variant)]) for part in (drawn, last)])
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
-
-
-def body_and_head(drawn: Exhibited) -> tuple[Axes, Axes]:
-    """Panel (b) and the head's own beside it."""
-    body = panel(drawn, "(b)")
-    axes = list(body.get_figure(root=True).axes)
-    return body, axes[axes.index(body) + 1]
-
-
-def test_intro_bands_run_between_the_10_and_90_percent_quantiles(run: DriftRun) -> None:
-    shown = ("merged", CONTROL, CALIBRATED)
-    for band, variant in zip(bands(panel(draw("intro", run), "(b)")), shown, strict=True):
-        for layer, rows in run.layers(worst_task(run), variant).query("role != 'head'").groupby("layer"):
-            heights = band[band[:, 0] == layer][:, 1]
-            assert heights.min() == pytest.approx(rows["drift_l2_q10"].iloc[0])
-            assert heights.max() == pytest.approx(rows["drift_l2_q90"].iloc[0])
-
-
 def test_intro_box_tells_the_change_at_the_final_layer(run: DriftRun) -> None:
     drawn, task = draw("intro", run), worst_task(run)
     before, after = (run.value("drift_l2_mean", task=task, variant=v) for v in ("merged", CALIBRATED))
@@ -119,24 +90,6 @@ def test_intro_panels_share_one_window_and_the_expert_points(run: DriftRun) -> N
         np.testing.assert_array_equal(joins[:, 1], other)
 
 
-def test_intro_bars_and_intervals_are_those_of_the_accuracy_table(run: DriftRun) -> None:
-    axes, shown = panel(draw("intro", run), "(c)"), ("base", "merged", CONTROL, CALIBRATED, "expert")
-    rows = run.accuracy().set_index(["variant", "task"])
-    keys = [(variant, task) for variant in shown for task in run.tasks]
-    drawn = np.array(bars(axes)).reshape(len(shown), len(run.tasks) + 1)
-    single = drawn[:, :-1].ravel().tolist()
-    assert [bar.get_height() for bar in single] == pytest.approx(rows.loc[keys, "value"].tolist())
-    means = [rows.loc[variant, "value"].mean() for variant in shown]
-    assert [bar.get_height() for bar in drawn[:, -1]] == pytest.approx(means)
-    ends = np.concatenate(segments(axes))[:, :, 1].reshape(len(shown), -1, 2)[:, : len(run.tasks)]
-    np.testing.assert_allclose(
-        ends.reshape(-1, 2), rows.loc[keys, ["ci_low", "ci_high"]].to_numpy(dtype=float)
-    )
-    for bar, (_, task) in zip(single, keys, strict=True):
-        assert round(bar.get_x() + bar.get_width() / 2) == run.tasks.index(task)
-        assert bar.get_y() == 0 == axes.get_ylim()[0]
-
-
 def test_many_samples_are_thinned_and_the_caption_says_so(tmp_path: pathlib.Path) -> None:
     path = write_full_run(tmp_path / "run", tasks=["cars"], size=Size(blocks=1, samples=MOST + 20))
     drawn = draw("intro", open_run(path))
@@ -151,102 +104,6 @@ def test_drawing_features_leaves_the_run_as_it_is(tmp_path: pathlib.Path) -> Non
     assert sorted(file for file in path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("baseline", [None, CONTROL], ids=["merged by default", "anchor on request"])
-def test_gains_are_counted_from_the_baseline(run: DriftRun, baseline: str | None) -> None:
-    drawn, start = draw("diagnostics", run, baseline=baseline), baseline or "merged"
-    accuracy = run.accuracy().set_index(["task", "variant"])["value"]
-    expected = [
-        (
-            run.value("cos_mean", task=task, variant=CALIBRATED)
-            - run.value("cos_mean", task=task, variant=start),
-            100 * (accuracy[task, CALIBRATED] - accuracy[task, start]),
-        )
-        for task in run.tasks
-    ]
-    shown = {line.get_markerfacecolor(): line for line in lines(panel(drawn, "(c)"))}
-    np.testing.assert_allclose(line_points(shown[colour_of(run, CALIBRATED)]), expected, rtol=1e-12)
-    assert [text.get_text() for text in panel(drawn, "(c)").texts] == list(run.tasks)
-
-
-def test_mean_gain_is_the_mean_over_matched_samples(run: DriftRun) -> None:
-    drawn, task = draw("diagnostics", run), worst_task(run)
-    before, after = (
-        run.samples(task, variant, "final").set_index("sample_id")["cos"]
-        for variant in ("merged", CALIBRATED)
-    )
-    gain = statistics.fmean(after[sample] - before[sample] for sample in before.index)
-    assert values(drawn, "mean gain of cos", variant=CALIBRATED) == pytest.approx([gain])
-    assert f"+{gain:.3f}" in words(drawn.figure)
-    shown = {line.get_markerfacecolor(): line for line in lines(panel(drawn, "(b)"))}
-    np.testing.assert_array_equal(
-        line_points(shown[colour_of(run, CALIBRATED)]), np.column_stack([before, after[before.index]])
-    )
-
-
-def test_averages_over_tasks_are_means_of_the_dots_above_them(run: DriftRun) -> None:
-    drawn = draw("diagnostics", run)
-    for variant in ("merged", CONTROL, CALIBRATED):
-        dots = [run.value("cos_mean", task=task, variant=variant) for task in run.tasks]
-        assert values(drawn, "cos_mean (average over tasks)", variant=variant) == pytest.approx(
-            [statistics.fmean(dots)]
-        )
-
-
-def test_no_average_is_drawn_over_some_of_the_tasks(tmp_path: pathlib.Path) -> None:
-    path = write_full_run(tmp_path / "run")
-    with RunWriter.resume(path) as writer:
-        row = open_run(path).layers("cars", "merged", "final").assign(cos_mean=np.nan)
-        writer.append("layers", row, replace=True)
-    drawn = draw("diagnostics", open_run(path))
-    assert len(values(drawn, "cos_mean", variant="merged")) == 2
-    assert not values(drawn, "cos_mean (average over tasks)", variant="merged")
-    assert values(drawn, "cos_mean (average over tasks)", variant=CALIBRATED)
-
-
-@pytest.mark.slow
-def test_a_layer_without_a_number_is_a_gap_in_lines_and_maps(tmp_path: pathlib.Path) -> None:
-    path = write_full_run(tmp_path / "run", tasks=["cars"])
-    with RunWriter.resume(path) as writer:
-        row = open_run(path).layers("cars", "merged", 3).assign(drift_l2_mean=np.nan, drift_rel=np.nan)
-        writer.append("layers", row, replace=True)
-    gappy = open_run(path)
-    drawn = draw("intro", gappy)
-    line = lines(panel(drawn, "(b)"))[0]
-    assert np.isnan(np.asarray(line.get_ydata(), float)).tolist() == [False, False, True, False, False]
-    (grid,) = images(panel(draw("heatmap", gappy), "merged"))
-    assert np.isnan(grid).nonzero()[1].tolist() == [2]
-    assert "1 cell without a number" in draw("heatmap", gappy).caption
-
-
-def test_heatmaps_share_one_scale_from_zero(run: DriftRun) -> None:
-    figure, shown = draw("heatmap", run).figure, ("merged", CONTROL, CALIBRATED)
-    largest = run.layers()["drift_rel"][run.layers()["variant"].isin(shown)].max()
-    for axes, variant in zip(figure.axes[:3], shown, strict=True):
-        assert axes.collections[0].get_clim() == (0, largest)
-        table = run.layers(variant=variant).pivot(index="task", columns="layer", values="drift_rel")
-        np.testing.assert_array_equal(images(axes)[0], table.loc[list(run.tasks)].to_numpy())
-
-
-def test_contributions_with_their_rest_sum_to_one(run: DriftRun) -> None:
-    drawn = draw("contributions", run)
-    stacks: dict[float, float] = {}
-    for bar in bars(panel(drawn, "(a)")):
-        stacks[bar.get_y()] = stacks.get(bar.get_y(), 0.0) + bar.get_width()
-    assert list(stacks.values()) == pytest.approx([1.0] * 3)
-    for variant in ("merged", CONTROL, CALIBRATED):
-        assert sum(values(drawn, "prefix_share", variant=variant)) == pytest.approx(1)
-
-
-def test_the_jacobian_band_is_as_wide_as_the_error_says(run: DriftRun) -> None:
-    axes = draw("amplification", run).figure.axes[0]
-    rows = run.layers(worst_task(run), "merged").set_index("layer").loc[4]
-    heights = bands(axes)[0][bands(axes)[0][:, 0] == 4][:, 1]
-    off = rows["amplification"] * rows["jacobian_error"]
-    assert [heights.min(), heights.max()] == pytest.approx(
-        [rows["amplification"] - off, rows["amplification"] + off], rel=1e-12
-    )
-
-
 @pytest.mark.slow
 def test_fewer_samples_behind_jacobians_are_counted_apart(tmp_path: pathlib.Path) -> None:
     path = write_full_run(tmp_path / "run", tasks=["cars"])
@@ -257,23 +114,6 @@ def test_fewer_samples_behind_jacobians_are_counted_apart(tmp_path: pathlib.Path
     for name in ("amplification", "contributions"):
         caption = draw(name, open_run(path)).caption
         assert "24 diagnosis samples" in caption and "need a Jacobian: n = 16 of them" in caption
-
-
-def test_shares_of_decisions_are_means_over_samples(run: DriftRun) -> None:
-    drawn = draw("output-drift", run)
-    for quantity in ("certified", "flipped"):
-        for task in run.tasks:
-            flags = run.outputs(task, CALIBRATED)[quantity].tolist()
-            share = sum(flags) / len(flags)
-            assert values(drawn, f"share {quantity}", task=task, variant=CALIBRATED) == pytest.approx([share])
-
-
-def test_flipped_and_kept_decisions_are_all_of_the_task(run: DriftRun) -> None:
-    drawn = draw("output-drift", run)
-    for variant in ("merged", CONTROL, CALIBRATED):
-        flags = run.outputs(worst_task(run), variant)["flipped"]
-        assert sum(values(drawn, "flipped decisions", variant=variant)) == flags.sum()
-        assert sum(values(drawn, "kept decisions", variant=variant)) == (~flags.astype(bool)).sum()
 
 
 @pytest.mark.parametrize(("factor", "start"), [("lam", "(a)"), ("alpha", "(b)"), ("rho", "(c)")])

@@ -161,27 +161,11 @@ def calibrate(
 
 def _document(run: DriftRun, name: str) -> dict[str, Any]:
     from driftlens.base.variants import calibrated
-    from driftlens.findings.before_after import (
-        before_after,
-        calibration_means,
-        final_drift_changes,
-        score_changes,
-    )
+    from driftlens.findings.before_after import calibration_document
     from driftlens.findings.verdict import verdict
 
-    return {
-        "name": name,
-        "variant": calibrated(name),
-        **vars(run.manifest.calibrations[name]),
-        "before_after": before_after(run, name),
-        "accuracy_changes": score_changes(run, name),
-        "drift_changes": [
-            {"task": task, "is_paired": at.is_paired, **vars(at.difference), "relative": at.relative}
-            for task, at in final_drift_changes(run, name).items()
-        ],
-        "means": calibration_means(run, name),
-        "verdict": verdict(run, name),
-    }
+    named = {"name": name, "variant": calibrated(name), **vars(run.manifest.calibrations[name])}
+    return {**named, **calibration_document(run, name), "verdict": verdict(run, name)}
 
 
 @app.command()

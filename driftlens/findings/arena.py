@@ -8,7 +8,8 @@ from typing import Any
 
 from driftlens.base.errors import DataError
 from driftlens.base.variants import calibrated
-from driftlens.findings.outcomes import task_means
+from driftlens.findings.features import COSINE, RELATIVE
+from driftlens.findings.measures import SCORE, common, mean, mean_change
 from driftlens.findings.reading import Kind, Sheet, is_measured
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain
@@ -101,23 +102,24 @@ def _cost(run: DriftRun, name: str) -> dict[str, Any]:
 
 def _behind(run: DriftRun, leader: str, variant: str) -> dict[str, float]:
     """How the mean score changes from one calibrated variant to another, paired by sample; nothing where not scored."""
-    for at in task_means(run, [leader, variant]):
-        if at.about.split == "test":
-            return {"behind": at.change.value, "behind_low": at.change.low, "behind_high": at.change.high}
+    for about, tasks in common(run, [leader, variant]):
+        if about.role == SCORE.role:
+            change = mean_change(run, about, tasks, (leader, variant))
+            return {"behind": change.value, "behind_low": change.low, "behind_high": change.high}
     return {}
 
 
 def _measured(run: DriftRun, variant: str, name: str) -> dict[str, Any]:
     """Means of one variant, and what changes from the merged model to it."""
     is_after = variant not in ("base", "merged") and "merged" in run.variants
-    found = {at.measure: at for at in task_means(run, ["merged", variant] if is_after else [variant])}
     row: dict[str, Any] = {"model": name, "score": math.nan, "n": 0}
-    for at in found.values():
-        mean = at.means[variant]
-        if at.about.split == "test":
-            row |= {"score": mean.value, "low": mean.low, "high": mean.high, "n": mean.n}
+    for about, tasks in common(run, ["merged", variant] if is_after else [variant]):
+        own = mean(run, about, tasks, variant)
+        if about.role == SCORE.role:
+            row |= {"score": own.value, "low": own.low, "high": own.high, "n": own.n}
             if is_after:
-                row |= {"change": at.change.value, "change_low": at.change.low, "change_high": at.change.high}
-        elif at.measure in ("relative", "cosine"):
-            row[at.measure] = mean.value
+                change = mean_change(run, about, tasks, ("merged", variant))
+                row |= {"change": change.value, "change_low": change.low, "change_high": change.high}
+        elif about in (RELATIVE, COSINE):
+            row[about.name] = own.value
     return row

@@ -13,18 +13,12 @@ from typing import Any
 import pandas as pd
 
 from driftlens.base.errors import DataError
-from driftlens.base.intervals import Interval, MeanChange, mean_over_tasks, p_of
+from driftlens.base.intervals import Interval, mean_over_tasks, p_of
 from driftlens.base.metrics import ACCURACY, metric_called, title_of
 from driftlens.base.variants import calibrated, title
-from driftlens.findings.compare import ScoreChange
-from driftlens.findings.outcomes import (
-    Measure,
-    TaskMeans,
-    final_change,
-    outcomes,
-    score_change,
-    task_means,
-)
+from driftlens.findings.features import COSINE, DRIFT, DRIFT_CHANGE, RELATIVE
+from driftlens.findings.frame import Finding, Measure
+from driftlens.findings.measures import SCORE, change, common, level, mean, mean_change
 from driftlens.findings.reading import (
     Kind,
     Sheet,
@@ -35,6 +29,7 @@ from driftlens.findings.reading import (
     points_interval,
     signed,
 )
+from driftlens.findings.scores import score_of
 from driftlens.findings.swept import rho_control
 from driftlens.runs.run import DriftRun
 
@@ -68,59 +63,100 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
         DataError: the run has no finished calibration of that name.
         RunError: a table can't be read.
     """
+    known = {(row.about.role, row.task, row.variant): row for row in rho_control(run, name)}
+    at_rho_1 = dict.fromkeys(variant for _, _, variant in known)
+    *variants, expert = compared_variants(run, name)
     rows = []
-    found = [*outcomes(run, compared_variants(run, name)), *rho_control(run, name)]
-    for entry in sorted(found, key=lambda at: (run.tasks.index(at.task), at.variant == "expert")):
-        row: dict[str, Any] = {"task": entry.task, "variant": entry.variant, "model": title(entry.variant)}
-        for measure in ("drift", "relative", "cosine"):
-            mean = getattr(entry, measure)
-            row |= {measure: mean.value, f"{measure}_error": mean.high - mean.value}
-        at = entry.score
-        row["accuracy"] = at.value if entry.metric == ACCURACY else math.nan
-        row |= {"low": at.low, "high": at.high}
-        rows.append(row | {"n": at.n, "metric": entry.metric.name, "score": at.value})
+    for task in run.tasks:
+        for variant in (*variants, *at_rho_1, expert):
+            row: dict[str, Any] = {"task": task, "variant": variant, "model": title(variant)}
+            for about in (DRIFT, RELATIVE, COSINE):
+                own = known.get((about.role, task, variant)) or level(run, about, task, variant)
+                row |= {about.name: own.value, f"{about.name}_error": own.high - own.value}
+            score = known.get((SCORE.role, task, variant)) or level(run, SCORE, task, variant)
+            metric = score.about.name
+            row |= {"accuracy": score.value if metric == ACCURACY.name else math.nan}
+            row |= {"low": score.low, "high": score.high}
+            rows.append(row | {"n": score.n, "metric": metric, "score": score.value})
     frame = pd.DataFrame(rows)
     frame.attrs["notices"] = list(run.manifest.calibrations[name].notices)
     return frame
 
 
-def score_changes(run: DriftRun, name: str) -> list[ScoreChange]:
+def _changed(run: DriftRun, name: str) -> tuple[str, str] | None:
+    """The merged and the calibrated variant; None in a run that has no merged model, or not this variant."""
+    pair = ("merged", compared_variants(run, name)[-2])
+    return pair if {*pair} <= {*run.variants} else None
+
+
+def score_changes(run: DriftRun, name: str) -> list[Finding]:
     """One entry per task that was scored before and after, or whose answers are stored.
 
     A run that has no merged model, or not this variant, has none. Errors as for `before_after`.
     """
-    after = compared_variants(run, name)[-2]
-    if not {"merged", after} <= set(run.variants):
-        return []
-    found = (score_change(run, task, ("merged", after)) for task in run.tasks)
-    return [entry for entry in found if entry.n or entry.paired is not None]
+    pair = _changed(run, name)
+    rows = [change(run, SCORE, task, pair) for task in run.tasks] if pair else []
+    return [row for row in rows if row.n or row.answers is not None]
 
 
-def final_drift_changes(run: DriftRun, name: str) -> dict[str, MeanChange]:
-    """How a calibration changes the mean final drift of each task, paired by sample; none without a merged model.
+def final_drift_changes(run: DriftRun, name: str) -> list[tuple[Finding, Finding]]:
+    """How a calibration changes the mean final drift of each task, and that against the drift before.
+
+    Paired by sample; none without a merged model, or where samples are not stored. Errors as for `before_after`.
+    """
+    pair = _changed(run, name)
+    rows = [
+        (change(run, DRIFT, task, pair), change(run, DRIFT_CHANGE, task, pair))
+        for task in run.tasks
+        if pair and run.manifest.layers
+    ]
+    return [(drift, relative) for drift, relative in rows if relative.n]
+
+
+def calibration_document(run: DriftRun, name: str) -> dict[str, Any]:
+    """What `driftlens calibrate --json` tells of what a calibration changes.
 
     Errors as for `before_after`.
     """
-    after = compared_variants(run, name)[-2]
-    if not {"merged", after} <= set(run.variants) or not run.manifest.layers:
-        return {}
-    found = {task: final_change(run, task, ("merged", after), "drift_l2") for task in run.tasks}
-    return {task: change for task, change in found.items() if change is not None}
-
-
-def calibration_means(run: DriftRun, name: str) -> list[TaskMeans]:
-    """Means over tasks: merged, the anchor alone, calibrated, and the change from the first to the last.
-
-    Errors as for `before_after`.
-    """
+    rows, pair = before_after(run, name), ("merged", compared_variants(run, name)[-2])
     variants = [variant for variant in compared_variants(run, name) if variant in run.variants]
-    return task_means(run, variants)
+    scores = [
+        {
+            **{"task": row.task, "change": row.value, "low": row.low, "high": row.high, "n": row.n},
+            **{"is_paired": row.paired, "paired": row.answers, "split": row.answered},
+            "metric": row.about.name,
+            **{
+                side: score_of(run, row.task, variant, metric_called(row.about.name))
+                for side, variant in zip(("before", "after"), pair, strict=True)
+            },
+        }
+        for row in score_changes(run, name)
+    ]
+    drifts = [
+        {
+            **{"task": drift.task, "is_paired": drift.paired, **vars(drift.interval)},
+            "relative": relative.interval,
+        }
+        for drift, relative in final_drift_changes(run, name)
+    ]
+    means = [
+        {
+            **{"measure": about.name, "tasks": tasks},
+            "means": {variant: mean(run, about, tasks, variant).interval for variant in variants},
+            "change": mean_change(run, about, tasks, (variants[0], variants[-1])).interval
+            if len(variants) > 1
+            else Interval(math.nan),
+            "about": about,
+        }
+        for about, tasks in common(run, variants)
+    ]
+    return {"before_after": rows, "accuracy_changes": scores, "drift_changes": drifts, "means": means}
 
 
-def score_change_note(found: Sequence[ScoreChange]) -> str:
+def score_change_note(rows: Sequence[Finding]) -> str:
     """What a reader must know about the intervals of these changes."""
-    if all(entry.is_paired for entry in found if entry.n):
-        if any(metric_called(entry.metric).kind == "number" for entry in found):
+    if all(row.paired for row in rows if row.n):
+        if any(row.about.kind == "number" for row in rows):
             return "Both models answered the same test samples, and intervals are paired by sample."
         return "Both models answered the same test samples; intervals count the answers that changed."
     text = (
@@ -128,7 +164,7 @@ def score_change_note(found: Sequence[ScoreChange]) -> str:
         "independent and is wider than it need be, as both models answered the same samples; `driftlens evaluate RUN "
         "--again` stores them."
     )
-    if any(entry.split == "diagnosis" for entry in found):
+    if any(row.answered == "diagnosis" for row in rows):
         text += " Answers that changed are counted on the diagnosis samples."
     return text
 
@@ -138,11 +174,11 @@ def calibration_sheets(run: DriftRun, name: str) -> list[Sheet]:
 
     Errors as for `before_after`.
     """
-    found = score_changes(run, name)
+    changes = score_changes(run, name)
     rows = before_after(run, name)
     sheets = (
         *(_features(run, rows, name), _scores(rows, name), _drifts(run, name)),
-        *(_changes(run, name, found), _answers(name, found), _moves(run, name)),
+        *(_changes(name, changes), _answers(name, changes), _moves(run, name)),
     )
     return [sheet for sheet in sheets if sheet.rows]
 
@@ -199,7 +235,7 @@ def _counted(run: DriftRun) -> str:
 
 
 def _drifts(run: DriftRun, name: str) -> Sheet:
-    changes = final_drift_changes(run, name).items()
+    changes = final_drift_changes(run, name)
     return Sheet(
         f"drift-change-{name}",
         f"{title(calibrated(name))}: change of the final L2 drift against the merged model",
@@ -207,7 +243,7 @@ def _drifts(run: DriftRun, name: str) -> Sheet:
             **{"task": "text", "change": "number", "95 % low": "number", "95 % high": "number"},
             **{"relative": "share", "relative low": "share", "relative high": "share", "samples": "count"},
         },
-        [(task, *_parts(at.difference), *_parts(at.relative), at.difference.n) for task, at in changes],
+        [(drift.task, *_parts(drift), *_parts(relative), drift.n) for drift, relative in changes],
         "Of the mean over diagnosis samples; intervals are Student's, paired by sample.",
     )
 
@@ -216,9 +252,9 @@ def _parts(found: Interval) -> tuple[float, float, float]:
     return found.value, found.low, found.high
 
 
-def _changes(run: DriftRun, name: str, found: Sequence[ScoreChange]) -> Sheet:
-    measured = [entry for entry in found if entry.n]
-    of, is_share, says = _told(entry.metric for entry in measured)
+def _changes(name: str, changes: Sequence[Finding]) -> Sheet:
+    measured = [row for row in changes if row.n]
+    of, is_share, says = _told(row.about.name for row in measured)
     kind: Kind = "points" if is_share else "number"
     kinds: dict[str, Kind] = {"task": "text", **({"metric": "text"} if says else {}), "change": kind}
     return Sheet(
@@ -226,18 +262,18 @@ def _changes(run: DriftRun, name: str, found: Sequence[ScoreChange]) -> Sheet:
         f"{title(calibrated(name))}: change of {of} against the merged model{', in points' if is_share else ''}",
         {**kinds, "95 % low": kind, "95 % high": kind, "test samples": "count"},
         [
-            (*[at.task, *([at.metric] if says else [])], *(at.change, at.low, at.high, at.n))
-            for at in measured
+            (row.task, *([row.about.name] if says else []), row.value, row.low, row.high, row.n)
+            for row in measured
         ],
-        score_change_note(found),
+        score_change_note(changes),
     )
 
 
-def _answers(name: str, found: Sequence[ScoreChange]) -> Sheet:
+def _answers(name: str, changes: Sequence[Finding]) -> Sheet:
     rows: list[tuple[Any, ...]] = [
-        (entry.task, entry.split, at.n, at.gained, at.lost, at.difference, at.ci_low, at.ci_high, at.p_value)
-        for entry in found
-        if (at := entry.paired) is not None
+        (row.task, row.answered, at.n, at.gained, at.lost, at.difference, at.ci_low, at.ci_high, at.p_value)
+        for row in changes
+        if (at := row.answers) is not None
     ]
     if len(rows) > 1 and len({row[1] for row in rows}) == 1:
         mean = mean_over_tasks([Interval(*row[5:8]) for row in rows])
@@ -251,9 +287,9 @@ def _answers(name: str, found: Sequence[ScoreChange]) -> Sheet:
             **{"change": "points", "95 % low": "points", "95 % high": "points", "p": "p"},
         },
         rows,
-        f"Change in points of {_told(at.metric for at in found if at.paired)[0]} on these samples, with Tango's "
-        "interval for paired answers, and McNemar's mid-p. The mean over tasks combines their intervals (MOVER; "
-        "samples of different tasks are independent) and has its p from its own.",
+        f"Change in points of {_told(row.about.name for row in changes if row.answers)[0]} on these samples, with "
+        "Tango's interval for paired answers, and McNemar's mid-p. The mean over tasks combines their intervals "
+        "(MOVER; samples of different tasks are independent) and has its p from its own.",
     )
 
 

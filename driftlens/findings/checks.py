@@ -23,8 +23,9 @@ from driftlens.base.files import PathLike
 from driftlens.base.intervals import Interval
 from driftlens.base.metrics import metric_called
 from driftlens.base.variants import calibrated
-from driftlens.findings.compare import changed_score, drift_changes
+from driftlens.findings.features import drift_changes
 from driftlens.findings.reading import number
+from driftlens.findings.scores import changed_score, score_of
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
 
@@ -364,17 +365,18 @@ def _with_intervals(rows: pd.DataFrame, run: DriftRun, check: Check, change: tup
     """The rows with what is known of their changes' intervals, those of shares of a score left out."""
     ends: list[Interval]
     if check.table == "accuracy":
-        places = zip(rows["task"], rows["metric"], strict=True)
-        found = [changed_score(run, run, task, change, metric_called(name)) for task, name in places]
-        none = Interval(math.nan)
-        by = [none if check.relative else Interval(at.change, at.low, at.high) for at in found]
-        ends = [replace(one, n=at.after.n) for one, at in zip(by, found, strict=True)]
+        ends = []
+        for task, name in zip(rows["task"], rows["metric"], strict=True):
+            metric = metric_called(name)
+            score = changed_score(run, run, task, change, metric)
+            own = Interval(math.nan) if check.relative else score.interval
+            ends.append(replace(own, n=score_of(run, task, change[1], metric).n))
     else:
         by_task = {task: drift_changes(run, run, task, change) for task in rows["task"].unique()}
         kind = "relative" if check.relative else "difference"
         places = zip(rows["task"], rows["layer"], strict=True)
-        at = [by_task[task].get(layer) for task, layer in places]
-        ends = [Interval(math.nan) if one is None else getattr(one, kind) for one in at]
+        changes = [by_task[task].get(layer) for task, layer in places]
+        ends = [Interval(math.nan) if one is None else getattr(one, kind) for one in changes]
     return rows.assign(
         low=[e.low for e in ends], high=[e.high for e in ends], n=[e.n or math.nan for e in ends]
     )

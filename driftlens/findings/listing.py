@@ -11,8 +11,9 @@ from typing import Any
 from driftlens.base.errors import DriftLensError, RunError
 from driftlens.base.files import PathLike
 from driftlens.base.variants import part_of
-from driftlens.findings.outcomes import Outcome, outcomes
-from driftlens.findings.reading import is_measured
+from driftlens.findings.features import DRIFT, RELATIVE
+from driftlens.findings.measures import SCORE, level
+from driftlens.findings.scores import main_metrics
 from driftlens.runs.layout import LOCK, MANIFEST, STATUS
 from driftlens.runs.manifest import Manifest
 from driftlens.runs.run import DriftRun, open_run
@@ -108,27 +109,31 @@ def _standings(run: DriftRun) -> dict[str, Any]:
     repairs = [name for name in run.variants if part_of(name) == "calibrated"][-1:]
     shown = [*(name for name in ("base", "merged") if name in run.variants), *repairs]
     try:
-        found = outcomes(run, [*shown, "expert"])
+        last = [level(run, RELATIVE, task, variant).value for variant in shown[-1:] for task in run.tasks]
+        drifts = {task: level(run, DRIFT, task, "merged") for task in run.tasks if "merged" in shown}
+        scores = _mean_scores(run, [*shown, "expert"])
     except RunError:
         run.layers(layer="final")  # without these a run can't be read; its pages say what else is damaged
         return {}
-    last = [entry.relative.value for entry in found if shown and entry.variant == shown[-1]]
-    drifts = {entry.task: entry.drift.value for entry in found if entry.variant == "merged"}
     return {
-        "final_drift": {task: drift for task, drift in drifts.items() if is_measured(drift)},
+        "final_drift": {task: drift.value for task, drift in drifts.items() if drift.is_measured},
         "relative": sum(last) / len(last) if last else math.nan,
-        "scores": _mean_scores(found),
+        "scores": scores,
     }
 
 
-def _mean_scores(found: Sequence[Outcome]) -> dict[str, float]:
+def _mean_scores(run: DriftRun, variants: Sequence[str]) -> dict[str, float]:
     """By variant, over the tasks on which every scored one has a score; none where these have no common mean."""
-    scored = [entry for entry in found if is_measured(entry.score.value)]
-    by_variant: dict[str, dict[str, float]] = {}
-    for entry in scored:
-        by_variant.setdefault(entry.variant, {})[entry.task] = entry.score.value
-    tasks = dict.fromkeys(entry.task for entry in scored)
-    common = [task for task in tasks if all(task in values for values in by_variant.values())]
-    if not common or not all(entry.metric.is_averaged for entry in scored):
+    by_variant = {
+        variant: {
+            task: row.value for task in run.tasks if (row := level(run, SCORE, task, variant)).is_measured
+        }
+        for variant in variants
+    }
+    by_variant = {variant: scores for variant, scores in by_variant.items() if scores}
+    common = [task for task in run.tasks if all(task in scores for scores in by_variant.values())]
+    metrics = main_metrics(run)
+    scored = dict.fromkeys(task for scores in by_variant.values() for task in scores)
+    if not by_variant or not common or not all(metrics[task].is_averaged for task in scored):
         return {}
-    return {name: sum(values[task] for task in common) / len(common) for name, values in by_variant.items()}
+    return {name: sum(scores[task] for task in common) / len(common) for name, scores in by_variant.items()}

@@ -1,15 +1,135 @@
-"""What a run is scored by, and what single results of a metric say together: its value and change, with intervals."""
+"""What variants score on each task's test samples and how that changes, as rows; metrics of single results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from driftlens.base.intervals import RESAMPLES, Array, Interval, wilson
-from driftlens.base.metrics import METRICS, Metric, metric_called
+from driftlens.base.intervals import (
+    RESAMPLES,
+    Array,
+    Interval,
+    Paired,
+    mcnemar,
+    unpaired_difference,
+    wilson,
+)
+from driftlens.base.metrics import ACCURACY, METRICS, Metric, metric_called
+from driftlens.findings.features import same_samples
+from driftlens.findings.frame import Finding, Measure, finding
+from driftlens.findings.reading import is_measured
 from driftlens.runs.run import DriftRun, remembered
+
+
+def measure_of(metric: Metric) -> Measure:
+    """The measure of the frame that a metric is."""
+    return Measure(metric.title, metric.kind, metric.worse, "test", metric.name)
+
+
+def score_levels(run: DriftRun) -> Iterator[Finding]:
+    """What every variant scores by what each task is judged by, with the table's interval.
+
+    Raises:
+        RunError: the table can't be read.
+    """
+    metrics, rows = main_metrics(run), run.accuracy()
+    rows = rows[rows["metric"] == rows["task"].map({task: metric.name for task, metric in metrics.items()})]
+    numbers = rows[["value", "ci_low", "ci_high", "n"]].astype(float).to_numpy().tolist()
+    for task, variant, (value, low, high, n) in zip(rows["task"], rows["variant"], numbers, strict=True):
+        score = Interval(value, low, high, 0 if math.isnan(n) else int(n))
+        yield finding(measure_of(metrics[task]), score, str(task), str(variant))
+
+
+def changed_score(
+    before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str], metric: Metric
+) -> Finding:
+    """How a score changes: by the single results of the same test samples where they are stored, else by the counts.
+
+    Without single results the interval of a share takes both for independent, and is wider than it need be.
+    Arguments and errors as for `paired_answers`.
+    """
+    sides = list(zip((before, after), variants, strict=True))
+    start, end = (score_of(run, task, variant, metric) for run, variant in sides)
+    answers, split = paired_answers(before, after, task, variants, metric) or (None, "")
+    change, is_paired = Interval(end.value - start.value), False
+    if answers is not None and split == "test" and answers.n == start.n == end.n:
+        is_paired, change = True, Interval(answers.difference, answers.ci_low, answers.ci_high)
+    elif start.n and end.n and metric.kind == "share":
+        counts = (round(start.value * start.n), start.n, round(end.value * end.n), end.n)
+        change = Interval(change.value, *unpaired_difference(*counts))
+    elif start.n and end.n and same_samples(before, after, task, "test"):
+        rows, others = (results(run, task, variant, metric) for run, variant in sides)
+        if len(rows) and set(rows.index) == set(others.index):
+            columns = rows["value"], others["value"].reindex(rows.index), rows["reference"]
+            change = change_of(metric, *(column.to_numpy(dtype=float) for column in columns))
+            is_paired = is_measured(change.low)
+    change = replace(change, n=end.n if is_measured(change.value) else 0)
+    row = finding(measure_of(metric), change, task, variants[1], variants[0], paired=is_paired)
+    return replace(row, answers=answers, answered=split)
+
+
+def paired_answers(
+    before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str], metric: Metric = ACCURACY
+) -> tuple[Paired, str] | None:
+    """The change of a share of right answers on the samples that both stored, and which split these are.
+
+    Args:
+        before: the run that answered first.
+        after: the run that answered second, often the same one.
+        task: the task.
+        variants: the variant of each; "expert" is the task's own.
+        metric: what is asked.
+
+    Returns:
+        None where the metric is no share, no sample has both answers, or the runs are not known to have the same
+        samples. The split reads "test" where single results of test samples are stored, or, by runs older than these,
+        where the labelled diagnosis samples are exactly the test samples; else "diagnosis".
+
+    Raises:
+        DataError: no such task or variant.
+        RunError: a table can't be read.
+    """
+    splits = ("test", "diagnosis") if metric == ACCURACY else ("test",)
+    for split in splits if metric.kind == "share" else ():
+        if not same_samples(before, after, task, split):
+            continue
+        sides = zip((before, after), variants, strict=True)
+        start, end = (_right(run, task, variant, metric, split) for run, variant in sides)
+        answers = start.to_frame("before").join(end.rename("after"), how="inner")
+        if len(answers):
+            origins = [before.manifest.sample_origins.get(of, {}).get(task) for of in ("test", "diagnosis")]
+            tested = set(before.manifest.sample_ids.get("test", {}).get(task, ()))
+            is_test = origins[0] == origins[1] and tested == set(answers.index)
+            both = mcnemar(*(answers[side].to_numpy(dtype=bool) for side in answers))
+            return both, "test" if is_test else split
+    return None
+
+
+@remembered
+def _right(run: DriftRun, task: str, variant: str, metric: Metric, split: str) -> pd.Series[Any]:
+    """Whether each test sample, or each labelled diagnosis sample, was answered rightly, by sample id."""
+    if split == "test":
+        return results(run, task, variant, metric)["value"] == 1
+    rows = run.outputs(task=task, variant=None if variant == "expert" else variant)
+    answer = "expert_pred" if variant == "expert" else "pred"
+    rows = rows[rows["label"].notna() & rows[answer].notna()].drop_duplicates("sample_id")
+    return pd.Series((rows["label"] == rows[answer]).to_numpy(dtype=bool), index=rows["sample_id"])
+
+
+@remembered
+def score_of(run: DriftRun, task: str, variant: str, metric: Metric) -> Interval:
+    """A variant's score on test samples with its interval and their number; NaN and 0 without. Errors as above."""
+    rows = run.accuracy(task, variant)
+    rows = rows[(rows["metric"] == metric.name) & rows["value"].notna() & rows["n"].notna()]
+    if rows.empty:
+        return Interval(math.nan)
+    value, low, high, n = rows[["value", "ci_low", "ci_high", "n"]].astype(float).iloc[0]
+    return Interval(value, low, high, int(n))
 
 
 @remembered

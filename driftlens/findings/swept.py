@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -12,9 +12,10 @@ from driftlens.base.files import from_json
 from driftlens.base.intervals import Interval, over_draws, wilson
 from driftlens.base.metrics import ACCURACY, METRICS
 from driftlens.base.variants import calibrated, title
-from driftlens.findings.outcomes import Outcome
+from driftlens.findings.features import COSINE, DRIFT, RELATIVE
+from driftlens.findings.frame import Finding, finding
 from driftlens.findings.reading import Kind, Sheet, setting_text
-from driftlens.findings.scores import main_metrics
+from driftlens.findings.scores import main_metrics, measure_of
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain
 
@@ -85,7 +86,7 @@ def scope(run: DriftRun, name: str) -> str:
     return "; ".join(filter(None, [layers, f"sites {', '.join(made.sites)}" if made.sites else ""]))
 
 
-def rho_control(run: DriftRun, name: str) -> list[Outcome]:
+def rho_control(run: DriftRun, name: str) -> list[Finding]:
     """What a calibration reaches on every task at rho 1, all else as it is; empty unless a sweep has measured that.
 
     With another rho the anchor itself is another merge, so that this is what a gain is to be held against. A sweep
@@ -104,27 +105,30 @@ def rho_control(run: DriftRun, name: str) -> list[Outcome]:
     within = rows["sweep"].map(lambda sweep: sweep.rpartition(":")[0].removeprefix(made.method).lstrip(":"))
     rows = rows[within == scope(run, name)]
     same = [
-        at
-        for at, row in rows.iterrows()
+        index
+        for index, row in rows.iterrows()
         if row["n"] == made.samples.get(row["task"])
         and all(wanted.get(key) == value for key, value in settings_of(row).items())
     ]
-    found = rows.loc[same].drop_duplicates("task")
-    outcomes = [_outcome(run, f"{calibrated(name)} at rho 1", row) for _, row in found.iterrows()]
-    return outcomes if {at.task for at in outcomes} == set(run.tasks) else []
+    points = rows.loc[same].drop_duplicates("task")
+    if set(points["task"]) != set(run.tasks):
+        return []
+    variant = f"{calibrated(name)} at rho 1"
+    return [row for _, point in points.iterrows() for row in _rows_of_point(run, variant, point)]
 
 
-def _outcome(run: DriftRun, variant: str, row: pd.Series[Any]) -> Outcome:
+def _rows_of_point(run: DriftRun, variant: str, point: pd.Series[Any]) -> Iterator[Finding]:
     """A row of the sweep table as any model's."""
-    metric, n = main_metrics(run).get(row["task"], ACCURACY), plain(row["n_test"]) or 0
-    score, drift, relative, cosine = (
-        math.nan if (value := plain(row.get(column))) is None else float(value)
-        for column in (metric.name, "drift_l2_mean", "drift_rel", "cos_mean")
+    metric, n = main_metrics(run).get(point["task"], ACCURACY), plain(point["n_test"]) or 0
+    drift, relative, cosine, score = (
+        math.nan if (value := plain(point.get(column))) is None else float(value)
+        for column in ("drift_l2_mean", "drift_rel", "cos_mean", metric.name)
     )
-    is_told = metric.kind == "share" and n and score == score
-    low, high = wilson(round(score * n), n) if is_told else (math.nan, math.nan)
-    means = Interval(drift), Interval(relative), Interval(cosine)
-    return Outcome(row["task"], variant, *means, Interval(score, low, high, n), metric)
+    for about, value in ((DRIFT, drift), (RELATIVE, relative), (COSINE, cosine)):
+        yield finding(about, Interval(value), point["task"], variant)
+    has_ends = metric.kind == "share" and n and score == score
+    low, high = wilson(round(score * n), n) if has_ends else (math.nan, math.nan)
+    yield finding(measure_of(metric), Interval(score, low, high, n), point["task"], variant)
 
 
 def ablation_sheets(run: DriftRun, name: str) -> list[Sheet]:

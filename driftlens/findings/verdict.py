@@ -17,16 +17,9 @@ from typing import Any
 from driftlens.base.intervals import Interval, mean_over_tasks
 from driftlens.base.variants import calibrated, part_of, title
 from driftlens.findings.checks import self_checks
-from driftlens.findings.outcomes import (
-    MEASURES,
-    Measure,
-    Outcome,
-    TaskMeans,
-    outcome_change,
-    outcomes,
-    score_change,
-    task_means,
-)
+from driftlens.findings.features import RELATIVE
+from driftlens.findings.frame import Measure
+from driftlens.findings.measures import SCORE, change, common, level, mean, mean_change
 from driftlens.findings.reading import Kind, Sheet, is_measured, written
 from driftlens.findings.swept import rho_control
 from driftlens.runs.run import DriftRun, remembered
@@ -114,45 +107,47 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     merged = "merged" if "merged" in others else next(iter(others), "")
     made = [variant for variant in run.variants if part_of(variant) == "calibrated"]
     after = calibrated(name) if name else next(reversed(made), "")
-    cells, of, mean = _measured(run, merged, after)
+    judged = _judged_by(run, merged, after)
     source = source_of(run, merged)
-    if mean is None:
+    if judged is None:
         nothing = ("Nothing was measured that a verdict could rest on.", *_of_source(source, merged))
-        return Verdict(MEASURES["relative"], (), merged, after, {}, (), "", (), source, "", nothing)
+        return Verdict(RELATIVE, (), merged, after, {}, (), "", (), source, "", nothing)
+    about, tasks, compared = judged
     pairs = [(merged, "expert"), (merged, "base"), (after, merged), (after, "base")]
     gaps = {
-        pair: _gap(run, of, mean, cells, pair)
+        pair: _gap(run, about, tasks, pair)
         for pair in (*pairs, (after, "expert"), ("expert", "base"))
-        if set(pair) <= {*mean.means}
+        if {*pair} <= {*compared}
     }
-    last = after if after in mean.means else merged
-    behind = {task: cells[task, last].relative.value for task in mean.tasks}
-    if of == "score":
+    last = after if after in compared else merged
+    behind = {task: level(run, RELATIVE, task, last).value for task in tasks}
+    if about.role == SCORE.role:
         gap = gaps.get((last, "expert"))
         behind = {task: abs(gap.by_task[task].value) for task in gap.worse} if gap else {}
     worst = max(behind, key=lambda task: behind[task], default="")
     bad = gaps["expert", "base"].worse if ("expert", "base") in gaps else ()
     command = _next(run, gaps.get((after or merged, "expert")), bad)
-    told = tuple(gaps[pair] for pair in pairs if pair in gaps)
-    found = Verdict(mean.about, mean.tasks, merged, after, mean.means, told, worst, bad, source, command, ())
-    own = {variant: getattr(cells[worst, variant], of) for variant in mean.means} if worst else {}
+    shown = tuple(gaps[pair] for pair in pairs if pair in gaps)
+    means = {variant: mean(run, about, tasks, variant).interval for variant in compared}
+    found = Verdict(about, tasks, merged, after, means, shown, worst, bad, source, command, ())
+    on_worst = {variant: level(run, about, worst, variant).interval for variant in means} if worst else {}
     which = " (newest calibration)" if len(made) > 1 and after == made[-1] else ""
-    return replace(found, sentences=_sentences(found, own, which, self_checks(run).count("fail")))
+    return replace(found, sentences=_sentences(found, on_worst, which, self_checks(run).count("fail")))
 
 
-def _measured(
+def _judged_by(
     run: DriftRun, merged: str, after: str
-) -> tuple[dict[tuple[str, str], Outcome], str, TaskMeans | None]:
-    """Outcomes by task and variant, the attribute of them to judge by, and its means over the most tasks, if any."""
+) -> tuple[Measure, tuple[str, ...], tuple[str, ...]] | None:
+    """What models are judged by, the tasks on which all were measured, and the models; None without any."""
     wanted = [name for name in ("base", "expert", merged, after) if name in (*run.variants, "expert")]
-    cells = {(entry.task, entry.variant): entry for entry in outcomes(run, wanted)}
-    scored = {variant for (_, variant), entry in cells.items() if is_measured(entry.score.value)}
-    is_scored = bool({merged, after} & scored)
-    compared = [name for name in wanted if (name in scored if is_scored else name != "expert")]
-    means = task_means(run, compared) if {merged, after} & {*compared} else []
-    means = [at for at in means if (at.about.split == "test" if is_scored else at.measure == "relative")]
-    mean = max(means, key=lambda mean: len(mean.tasks), default=None)
-    return cells, "score" if is_scored else "relative", mean
+    scored = [name for name in wanted if any(level(run, SCORE, task, name).is_measured for task in run.tasks)]
+    is_scored = bool({merged, after} & {*scored})
+    compared = scored if is_scored else [name for name in wanted if name != "expert"]
+    groups = common(run, compared) if {merged, after} & {*compared} else []
+    role = SCORE.role if is_scored else RELATIVE.role
+    groups = [(about, tasks) for about, tasks in groups if about.role == role]
+    most = max(groups, key=lambda group: len(group[1]), default=None)
+    return (*most, tuple(compared)) if most else None
 
 
 def _sentences(found: Verdict, own: Mapping[str, Interval], which: str, failed: int) -> tuple[str, ...]:
@@ -198,23 +193,19 @@ def shareable(run: DriftRun, text: str) -> str:
     return text.replace(shlex.quote(str(run.path)), shlex.quote(run.path.absolute().name))
 
 
-def _gap(
-    run: DriftRun, of: str, mean: TaskMeans, found: Mapping[tuple[str, str], Outcome], pair: tuple[str, str]
-) -> Gap:
-    sign = 1 if mean.about.worse == "lower" else -1
-    by_task = {
-        task: outcome_change(run, of, found[task, pair[1]], found[task, pair[0]]) for task in mean.tasks
-    }
-    start, end = (mean.means[name].value for name in reversed(pair))
-    change = replace(mean_over_tasks([*by_task.values()]), value=end - start)
-    sides = {task: sign * _side(at) for task, at in by_task.items()}
-    better, worse = (tuple(task for task, side in sides.items() if side == way) for way in (1, -1))
-    return Gap(*pair, change, by_task, sign * _side(change), better, worse)
-
-
-def _side(change: Interval) -> int:
-    """1 where the whole interval lies above 0, -1 where below, 0 where it holds 0 or is not known."""
-    return (change.low > 0) - (change.high < 0)
+def _gap(run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str, str]) -> Gap:
+    backwards = (pair[1], pair[0])
+    by_task = {task: change(run, about, task, backwards) for task in tasks}
+    over = mean_change(run, about, tasks, backwards)
+    better, worse = (tuple(task for task, row in by_task.items() if row.side == way) for way in (1, -1))
+    return Gap(
+        *pair,
+        over.interval,
+        {task: row.interval for task, row in by_task.items()},
+        over.side,
+        better,
+        worse,
+    )
 
 
 def _next(run: DriftRun, gap: Gap | None, bad: Sequence[str]) -> str:
@@ -359,12 +350,11 @@ def task_sheet(run: DriftRun, found: Verdict) -> Sheet:
     heads |= {variant: variant for variant in heads if [*heads.values()].count(heads[variant]) > 1}
     gap = next((gap for gap in found.gaps if gap.against == found.merged), next(iter(found.gaps), None))
     last = found.after if found.after in heads else found.merged
-    of = _judged_by(found)
     what = f"{heads[gap.variant]} - {heads[gap.against]}" if gap else ""
     unit: Kind = "points" if found.measure.kind == "share" else "number"
     kinds: dict[str, Kind] = {"task": "text", **dict.fromkeys(heads.values(), found.measure.kind)}
     kinds |= dict.fromkeys((what, "95 % low", "95 % high"), unit) if gap else {}
-    kinds |= {} if of == "relative" else {"relative drift": "share"}
+    kinds |= {} if found.measure.role == RELATIVE.role else {"relative drift": "share"}
     kinds |= {"main source": "text"} if found.source else {}
 
     def row_of(task: str, values: Mapping[str, Interval], change: Interval | None) -> dict[str, Any]:
@@ -373,12 +363,11 @@ def task_sheet(run: DriftRun, found: Verdict) -> Sheet:
         return row | ends
 
     rows = []
-    cells = {(entry.task, entry.variant): entry for entry in outcomes(run, [*heads])}
     for task in run.tasks:
         is_common = task in found.tasks  # elsewhere its score may be of another metric
-        values = {variant: getattr(cells[task, variant], of) for variant in heads if is_common}
+        values = {variant: level(run, found.measure, task, variant) for variant in heads if is_common}
         row = row_of(task, values, gap.by_task.get(task) if gap else None)
-        row["relative drift"] = cells[task, last].relative.value
+        row["relative drift"] = level(run, RELATIVE, task, last).value
         for layer, (share, _) in [*shares(run, found.merged, task).items()][:1]:
             row["main source"] = f"{run.layer_name(layer)} {100 * share.value:.0f} %"
         rows.append(row)
@@ -396,33 +385,29 @@ def _note_on_tasks(run: DriftRun, found: Verdict, gap: Gap | None, last: str) ->
         num_tasks, n = len(shares(run, found.merged)[found.source.layer][1]), found.source.share.n
         share_n = f", n = {n // num_tasks} a task" if n else ""
         note += f"; main source is the largest share of {title(found.merged)}'s drift (full state{share_n})"
-    pairs = [score_change(run, task, (gap.against, gap.variant)) for task in gap.by_task] if gap else []
-    is_paired = _judged_by(found) == "relative" or all(at.is_paired for at in pairs)
+    rows = (
+        [change(run, found.measure, task, (gap.against, gap.variant)) for task in gap.by_task] if gap else []
+    )
     unpaired = "not paired on all tasks, as single answers are not stored, so too wide"
-    return f"{note}. 95 % intervals over samples, {'paired' if is_paired else unpaired}."
-
-
-def _judged_by(found: Verdict) -> str:
-    """The attribute of `Outcome` that holds what models are judged by."""
-    return "relative" if found.measure == MEASURES["relative"] else "score"
+    return (
+        f"{note}. 95 % intervals over samples, {'paired' if all(row.paired for row in rows) else unpaired}."
+    )
 
 
 def others_sheet(run: DriftRun, found: Verdict) -> Sheet:
     """Means over tasks of what the verdict leaves out: anchors alone, controls, other calibrations, baselines."""
-    of = _judged_by(found)
+    is_drift = found.measure.role == RELATIVE.role
     rows = []
-    for variant in run.variants:
-        if variant not in found.means:
-            means = {mean.about.title: mean.means[variant] for mean in task_means(run, [variant])}
-            at, drift = (
-                means.get(name, Interval(math.nan)) for name in (found.measure.title, "relative drift")
-            )
-            rows.append((title(variant), at.value, at.low, at.high, drift.value))
-    for own in filter(None, (rho_control(run, name) for name in run.manifest.calibrations)):
-        at = mean_over_tasks([getattr(entry, of) for entry in own if entry.task in found.tasks])
-        drift = mean_over_tasks([entry.relative for entry in own])
-        rows.append((title(own[0].variant), at.value, at.low, at.high, drift.value))
-    what = "mean" if of == "relative" else f"mean {found.measure.title}"
+    for variant in (name for name in run.variants if name not in found.means):
+        means = {about.title: mean(run, about, tasks, variant) for about, tasks in common(run, [variant])}
+        own, drift = (means.get(name, Interval(math.nan)) for name in (found.measure.title, RELATIVE.title))
+        rows.append((title(variant), own.value, own.low, own.high, drift.value))
+    for control in filter(None, (rho_control(run, name) for name in run.manifest.calibrations)):
+        judged = [row for row in control if row.about.role == found.measure.role]
+        own = mean_over_tasks([row for row in judged if row.task in found.tasks])
+        drift = mean_over_tasks([row for row in control if row.about is RELATIVE])
+        rows.append((title(control[0].variant), own.value, own.low, own.high, drift.value))
+    what = "mean" if is_drift else f"mean {found.measure.title}"
     kind = found.measure.kind
     kinds = {"model": "text", what: kind, "95 % low": kind, "95 % high": kind, "relative drift": "share"}
     return Sheet("others", "Other models, means over tasks", kinds, rows)

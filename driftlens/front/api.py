@@ -88,7 +88,7 @@ class Run(DriftRun):
         It shows itself as a table, in notebooks and as text; its `frame()` has the numbers, unrounded. Errors as for
         `layers`.
         """
-        from driftlens.findings.outcomes import summary_sheet
+        from driftlens.findings.summary import summary_sheet
 
         return summary_sheet(self)
 

@@ -7,10 +7,10 @@ its schema ships as `report.schema.json`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from driftlens.findings.reading import Kind, Sheet, written
 from driftlens.runs.tables import plain
@@ -25,7 +25,7 @@ Cell = str | int | float | bool | None
 class Part(BaseModel):
     """One part of a report: never changed, and without fields that its version does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", from_attributes=True)
 
 
 class Column(Part):
@@ -76,6 +76,9 @@ class Figure(Part):
     data: Table | None = Field(description="Every plotted number; null where it is missing.")
 
 
+_End = Annotated[float | None, BeforeValidator(plain)]
+
+
 class Section(Part):
     """One section, in the order in which a reader meets them."""
 
@@ -90,8 +93,8 @@ class Estimate(Part):
     """A number with its 95 % interval over samples, the tasks being as they are; null ends where it is not known."""
 
     value: float
-    low: float | None
-    high: float | None
+    low: _End
+    high: _End
     n: int = Field(description="Samples behind it; 0 where that is not known.")
 
 

@@ -12,26 +12,15 @@ import pandas as pd
 from driftlens.base.intervals import Interval, wilson
 from driftlens.base.variants import title
 from driftlens.findings.checks import CheckResult
-from driftlens.findings.outcomes import outcomes
-from driftlens.findings.reading import NOT_MEASURED, Kind, Sheet, error, estimate, is_measured, percent
+from driftlens.findings.reading import NOT_MEASURED, Kind, error, estimate, is_measured, percent
 from driftlens.findings.verdict import share_of
 from driftlens.runs.run import DriftRun
 from driftlens.runs.standing import last_work
-from driftlens.runs.tables import plain
 
 _SYNTHETIC = (
     "Synthetic demo: samples and models were made by DriftLens itself. "
     "The numbers show how the tool works; they are no benchmark."
 )
-
-
-@dataclass(frozen=True)
-class Origin:
-    """One layer that much of a task's final drift comes from; `amount` is what `Origins.measure` says."""
-
-    layer: int
-    name: str
-    amount: Interval
 
 
 @dataclass(frozen=True)
@@ -42,42 +31,13 @@ class Origins:
         task: the task.
         variant: the variant.
         measure: "share" of the final drift where shares were computed, else "mismatch"; empty without either.
-        layers: at most three, the heaviest first.
+        layers: names and amounts of at most three, the heaviest first.
     """
 
     task: str
     variant: str
     measure: str
-    layers: tuple[Origin, ...]
-
-
-def final_sheet(run: DriftRun) -> Sheet:
-    """How far each variant's final features are from each task's expert, with intervals; the base's distance beside."""
-    final = run.layers(layer="final") if run.manifest.layers else run.layers()
-    to_base = final.set_index(["task", "variant"])["drift_vs_base"].to_dict()
-    return Sheet(
-        "final-drift",
-        "Final feature against each task's expert",
-        {
-            **{"task": "text", "model": "text", "L2 drift": "number", "L2 drift +-": "number"},
-            **{"relative drift": "share", "relative drift +-": "share", "of base distance": "share"},
-            **{"cosine": "number", "cosine +-": "number", "samples": "count"},
-        },
-        [
-            (
-                *(entry.task, title(entry.variant), *_with_half(entry.drift), *_with_half(entry.relative)),
-                *(plain(to_base[entry.task, entry.variant]), *_with_half(entry.cosine), entry.drift.n),
-            )
-            for entry in outcomes(run)
-            if (entry.task, entry.variant) in to_base
-        ],
-        "Means over diagnosis samples, with half their 95 % interval. Relative: against the norm of the expert's "
-        "feature, taken as known. Of base distance: against the distance from base to expert.",
-    )
-
-
-def _with_half(found: Interval) -> tuple[float, float]:
-    return found.value, found.high - found.value
+    layers: tuple[tuple[str, Interval], ...]
 
 
 def origins(run: DriftRun) -> list[Origins]:
@@ -108,8 +68,7 @@ def _origins(run: DriftRun, task: str, variant: str) -> Origins:
         measured = rows[rows[column].notna()].sort_values(column, ascending=False, kind="stable").head(3)
         if len(measured):
             layers = tuple(
-                Origin(
-                    int(row["layer"]),
+                (
                     run.layer_name(int(row["layer"])),
                     share_of(row) if measure == "share" else Interval(float(row[column]), n=int(row["n"])),
                 )
@@ -126,8 +85,8 @@ def origin_sentence(origins: Origins) -> str:
     is_share = origins.measure == "share"
     what = "largest shares of the final drift" if is_share else "largest local mismatch (mean L2)"
     kind: Kind = "share" if is_share else "number"
-    layers = [f"{entry.name} {estimate(entry.amount, kind)}" for entry in origins.layers]
-    n = origins.layers[0].amount.n
+    layers = [f"{name} {estimate(amount, kind)}" for name, amount in origins.layers]
+    n = origins.layers[0][1].n
     return f"{origins.task}: {what}: {', '.join(layers)}{f'; n = {n}' if n else ''}"
 
 

@@ -15,8 +15,9 @@ from driftlens.base.variants import calibrated, title
 from driftlens.findings.before_after import calibration_sheets, selection_sentences
 from driftlens.findings.checks import CheckReport, self_checks
 from driftlens.findings.compare import Comparison, mean_score_change
+from driftlens.findings.features import DRIFT
 from driftlens.findings.listing import RunSummary
-from driftlens.findings.outcomes import outcomes
+from driftlens.findings.measures import SCORE, level
 from driftlens.findings.projection import Projection
 from driftlens.findings.reading import (
     NOT_MEASURED,
@@ -36,6 +37,8 @@ from driftlens.findings.reading import (
     size,
     written,
 )
+from driftlens.findings.scores import main_metrics
+from driftlens.findings.summary import final_sheet
 from driftlens.findings.swept import ABLATION, ablation_sheets, settings_of
 from driftlens.findings.verdict import others_sheet, task_sheet, verdict
 from driftlens.runs.equality import TOLERANCE, Equality
@@ -85,7 +88,7 @@ def summary(run: DriftRun, *, verbose: bool = False) -> str:
     """
     parts = [[f"{run.name} ({run.id})", *facts.stamps(run)], *_verdict_parts(run)]
     if verbose:
-        final = facts.final_sheet(run)
+        final = final_sheet(run)
         parts += [
             _section(final.title, _sheet_lines(final)[1:] if final.rows else []),
             *(_section(*part) for part in _score_sections(run)),
@@ -362,15 +365,15 @@ def first_numbers_text(run: DriftRun, name: str) -> str:
         RunError: a table can't be read.
     """
     variants = ("merged", calibrated(name))
-    found = {(entry.task, entry.variant): entry for entry in outcomes(run, variants)}
-    of = title_of(dict.fromkeys(found[task, variants[0]].metric for task in run.tasks))
+    metrics = main_metrics(run)
+    of = title_of(dict.fromkeys(metrics.get(task, ACCURACY) for task in run.tasks))
     rows = [["task", "L2 drift merged", name, "samples", f"{of} merged", name, "samples"]]
     for task in run.tasks:
-        both = [found[task, variant] for variant in variants]
-        drifts, scores = [entry.drift for entry in both], [entry.score for entry in both]
+        drifts, scores = (
+            [level(run, about, task, variant) for variant in variants] for about in (DRIFT, SCORE)
+        )
         cells = [task, *(estimate(drift, "number") for drift in drifts), str(drifts[-1].n)]
-        kind = both[0].metric.kind
-        rows.append([*cells, *(estimate(at, kind) for at in scores), str(scores[-1].n)])
+        rows.append([*cells, *(estimate(at, at.about.kind) for at in scores), str(scores[-1].n)])
     return "\n".join(aligned(rows, num_names=1))
 
 

@@ -154,15 +154,15 @@ def test_changes_of_accuracy_have_an_interval_on_test_samples_and_say_which_are_
     run: DriftRun, card: str
 ) -> None:
     for entry in score_changes(run, NAME):
-        assert entry.n == 9 and entry.split == "test" and entry.is_paired and entry.paired is not None
+        assert entry.n == 9 and entry.answered == "test" and entry.paired and entry.answers is not None
         cells = [
             entry.task,
-            f"{100 * entry.change:+.1f}",
+            f"{100 * entry.value:+.1f}",
             f"{100 * entry.low:+.1f} to {100 * entry.high:+.1f}",
             "9",
         ]
         assert f"| {' | '.join(cells)} |" in card
-        counts = [f"{entry.paired.n}", f"{entry.paired.gained}", f"{entry.paired.lost}"]
+        counts = [f"{entry.answers.n}", f"{entry.answers.gained}", f"{entry.answers.lost}"]
         assert f"| {entry.task} | test | {' | '.join(counts)} |" in card
     assert "| p |" in card and "wider than it need be" not in card
 

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.findings.outcomes import score_change
+from driftlens.findings.measures import SCORE, change
 from driftlens.findings.verdict import verdict
 
 Inputs = dict[str, Tensor]
@@ -114,8 +114,8 @@ def test_trained_classifiers_are_merged_measured_and_calibrated(
     # Losses are told as losses, and what its interval does not tell from nothing as neither.
     (gap,) = [gap for gap in verdict(run).gaps if gap.against == "merged"]
     for task in TASKS:
-        change = score_change(run, task, ("merged", "calibrated:featcal"))
-        assert (task in gap.better) == (change.low > 0) and (task in gap.worse) == (change.high < 0), change
+        row = change(run, SCORE, task, ("merged", "calibrated:featcal"))
+        assert (task in gap.better) == (row.low > 0) and (task in gap.worse) == (row.high < 0), row
 
 
 TEXTS = ("subj", "trec")

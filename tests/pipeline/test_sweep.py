@@ -190,12 +190,12 @@ def test_the_control_is_the_same_calibration_of_the_same_layers_at_rho_1(
         final = plain.layers(task=row.task, variant=VARIANT, layer="final").iloc[0]
         assert row.drift_l2_mean == pytest.approx(final["drift_l2_mean"], rel=1e-5)
     assert tuple(rows["task"]) == TASKS and set(rows["rho"]) == {1.0}
-    for at, (_, row) in zip(rho_control(run, NAME), rows.iterrows(), strict=True):
-        assert (at.task, at.drift.value, at.relative.value, at.cosine.value) == (
-            *(row["task"], row["drift_l2_mean"], row["drift_rel"], row["cos_mean"]),
-        )
-        score = run.accuracy(row["task"], "merged").iloc[0]
-        assert (at.score.value, at.score.n) == (row["accuracy"], score["n"]) and at.score.low < at.score.high
+    measured = {(at.task, at.about.name): at for at in rho_control(run, NAME)}
+    for _, row in rows.iterrows():
+        for name, column in (("drift", "drift_l2_mean"), ("relative", "drift_rel"), ("cosine", "cos_mean")):
+            assert measured[row["task"], name].value == row[column]
+        score, tested = measured[row["task"], "accuracy"], run.accuracy(row["task"], "merged").iloc[0]
+        assert (score.value, score.n) == (row["accuracy"], tested["n"]) and score.low < score.high
     shown = before_after(run, NAME).set_index(["task", "model"])
     assert shown.loc[(TASKS[0], f"{NAME} at rho 1"), "relative"] == rows["drift_rel"].iloc[0]
     assert not rho_control(run, "whole"), "a control of other layers is none"

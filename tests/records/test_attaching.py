@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from driftlens.base.errors import DataError
-from driftlens.findings.outcomes import task_means
+from driftlens.findings.measures import findings
 from driftlens.runs.attaching import attach
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import open_run
@@ -48,7 +48,7 @@ def written(folder: pathlib.Path, content: Any) -> pathlib.Path:
 
 def test_both_forms_of_the_file_become_rows_of_their_own(folder: pathlib.Path) -> None:
     own = open_run(folder).accuracy()
-    means = task_means(open_run(folder), ["merged"])
+    means = findings(open_run(folder), ["merged"])
     file = written(folder, NEW)
     run = attach(folder, "merged", file)
     assert len(run.accuracy()) == len(own) + 4
@@ -62,7 +62,7 @@ def test_both_forms_of_the_file_become_rows_of_their_own(folder: pathlib.Path) -
     told = run.manifest.attached["merged results.json"]
     assert told["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest() and told["version"] == "0.4.5"
     assert (
-        verify(folder).ok and task_means(run, ["merged"]) == means
+        verify(folder).ok and findings(run, ["merged"]) == means
     )  # nothing of it is averaged with own scores
     text = summary(run, verbose=True)
     assert text.index("Accuracy on test samples") < text.index("Scores attached") < text.index("arc_easy")

@@ -12,8 +12,9 @@ import driftlens as dl
 from driftlens.base.errors import ChecksFailedError
 from driftlens.base.metrics import ACCURACY
 from driftlens.findings.checks import CHECKED_TABLES, CheckReport, junit_xml, self_checks
-from driftlens.findings.compare import changed_score, drift_changes
+from driftlens.findings.features import drift_changes
 from driftlens.findings.reading import number
+from driftlens.findings.scores import changed_score, score_of
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES
 from tests.records.full_run import REMAINDER, write_full_run
@@ -162,13 +163,15 @@ def test_a_change_of_a_score_is_told_in_points_with_its_interval_and_samples(ful
     results = judge(full, metric="accuracy", change={"points": list(ends)}, per="task", gte=-1)
     assert [result.group["task"] for result in results] == list(full.tasks)
     for result in results:
-        at = changed_score(full, full, str(result.group["task"]), ends, ACCURACY)
-        assert result.value == pytest.approx(at.after.value - at.before.value)
-        assert (result.ci_low, result.ci_high, result.samples) == (at.low, at.high, SIZE.tests)
+        task = str(result.group["task"])
+        change = changed_score(full, full, task, ends, ACCURACY)
+        start, end = (score_of(full, task, variant, ACCURACY).value for variant in ends)
+        assert result.value == pytest.approx(end - start)
+        assert (result.ci_low, result.ci_high, result.samples) == (change.low, change.high, SIZE.tests)
     relative = judge(full, metric="accuracy", change={"relative": list(ends)}, per="task", gte=-1)[0]
-    at = changed_score(full, full, full.tasks[0], ends, ACCURACY)
-    start = at.before
-    assert relative.value == pytest.approx(at.change / start.value)
+    start = score_of(full, full.tasks[0], "merged", ACCURACY)
+    change = changed_score(full, full, full.tasks[0], ends, ACCURACY)
+    assert relative.value == pytest.approx(change.value / start.value)
     plain_score = judge(full, metric="accuracy", where={"variant": "merged"}, per="task", gte=0)[0]
     assert plain_score.value == start.value and plain_score.ci_low < start.value < plain_score.ci_high
 

@@ -13,7 +13,8 @@ from scipy import stats
 
 from driftlens.base.errors import DataError
 from driftlens.base.intervals import unpaired_difference
-from driftlens.findings.compare import compare, paired_answers
+from driftlens.findings.compare import compare
+from driftlens.findings.scores import paired_answers
 from driftlens.runs.manifest import ModelInfo, read_manifest, write_manifest
 from driftlens.runs.run import DriftRun, open_run
 from tests.records.full_run import Size, write_full_run

@@ -16,7 +16,7 @@ from driftlens.findings.before_after import (
     score_changes,
 )
 from driftlens.findings.compare import compare
-from driftlens.findings.outcomes import task_means
+from driftlens.findings.measures import common, mean, mean_change
 from driftlens.findings.scores import change_of, interval_of, main_metrics
 from driftlens.runs.run import DriftRun
 from driftlens_app.views.compare import readable
@@ -73,12 +73,12 @@ def test_changes_are_paired_by_the_single_results(scored: DriftRun) -> None:
     for task, name in TASKS.items():
         (before, references), (after, _) = (results_of(name, variant, 60) for variant in ("merged", VARIANT))
         at = changes[task]
-        assert at.is_paired and at.metric == name and at.n == 60
+        assert at.paired and at.about.name == name and at.n == 60
         if metric_called(name).kind == "share":
-            assert at.paired == mcnemar(before == 1, after == 1) and at.split == "test"
+            assert at.answers == mcnemar(before == 1, after == 1) and at.answered == "test"
         else:
             found = change_of(METRICS[name], before, after, references)
-            assert (at.change, at.low, at.high) == (found.value, found.low, found.high) and at.paired is None
+            assert (at.value, at.low, at.high) == (found.value, found.low, found.high) and at.answers is None
     rows = compare(scored).tasks.set_index("task")
     assert rows["metric"].to_dict() == dict(TASKS) and rows["accuracy_before"].isna().all()
     assert rows.loc["similar", "score_ci_low"] == changes["similar"].low
@@ -86,11 +86,13 @@ def test_changes_are_paired_by_the_single_results(scored: DriftRun) -> None:
 
 
 def test_only_like_metrics_are_averaged(scored: DriftRun) -> None:
-    found = {entry.measure: entry for entry in task_means(scored, ["merged", VARIANT])}
-    assert found["score"].tasks == ("match", "pick", "similar") and found["perplexity"].tasks == ("words",)
-    wanted = np.mean([scored.accuracy(task, "merged")["value"].iloc[0] for task in found["score"].tasks])
-    assert found["score"].means["merged"].value == pytest.approx(wanted)
-    assert found["perplexity"].about.worse == "higher" and found["perplexity"].change.value < 0
+    found = {about.name: (about, tasks) for about, tasks in common(scored, ["merged", VARIANT])}
+    (score, tasks), (perplexity, others) = found["score"], found["perplexity"]
+    assert tasks == ("match", "pick", "similar") and others == ("words",)
+    wanted = np.mean([scored.accuracy(task, "merged")["value"].iloc[0] for task in tasks])
+    assert mean(scored, score, tasks, "merged").value == pytest.approx(wanted)
+    assert perplexity.worse == "higher"
+    assert mean_change(scored, perplexity, others, ("merged", VARIANT)).value < 0
     changes = {change.measure: change for change in verdict_of(scored).changes}
     assert changes["perplexity"].worse == "higher"
     assert changes["score (exact match, choice accuracy, Spearman correlation)"].num_tasks == 3

@@ -10,10 +10,10 @@ import pytest
 from scipy import stats
 
 from driftlens.base.intervals import Interval, mcnemar, mean_over_tasks, p_of, unpaired_difference
-from driftlens.findings import outcomes
+from driftlens.findings import features, measures
 from driftlens.findings.before_after import final_drift_changes, score_change_note, score_changes
 from driftlens.findings.compare import compare, mean_score_change
-from driftlens.findings.outcomes import score_change
+from driftlens.findings.measures import SCORE, change
 from driftlens.findings.reading import p_value, points, points_interval
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
@@ -35,10 +35,10 @@ def test_without_answers_of_all_test_samples_the_interval_is_of_the_counts(tmp_p
         before, after = (
             run.accuracy(entry.task, variant)["value"].iloc[0] for variant in ("merged", VARIANT)
         )
-        assert entry.change == after - before and entry.n == 400 and not entry.is_paired
+        assert entry.value == after - before and entry.n == 400 and not entry.paired
         counts = (round(before * 400), 400, round(after * 400), 400)
         assert (entry.low, entry.high) == unpaired_difference(*counts)
-        assert entry.split == "diagnosis" and entry.paired is not None and entry.paired.n == 24
+        assert entry.answered == "diagnosis" and entry.answers is not None and entry.answers.n == 24
     text = before_after_text(run, NAME, verbose=True)
     assert (
         re.search(r" diagnosis +24 ", text)
@@ -55,8 +55,8 @@ def test_answers_of_the_test_samples_themselves_pair_the_interval(tmp_path: path
             for rows in (run.outputs(entry.task, v) for v in ("merged", VARIANT))
         ]
         found = mcnemar(*(answers.to_numpy(dtype=bool) for answers in right))
-        assert entry.is_paired and entry.split == "test" and entry.paired == found
-        assert (entry.change, entry.low, entry.high) == (found.difference, found.ci_low, found.ci_high)
+        assert entry.paired and entry.answered == "test" and entry.answers == found
+        assert (entry.value, entry.low, entry.high) == (found.difference, found.ci_low, found.ci_high)
     text = before_after_text(run, NAME, verbose=True)
     assert re.search(r" test +24 ", text) and "wider than" not in text and "same test samples" in text
 
@@ -74,12 +74,12 @@ def test_stored_predictions_of_the_test_samples_pair_the_interval(tmp_path: path
             )
     run = open_run(tmp_path / "run")
     paired, unpaired = score_changes(run, NAME)
-    assert paired.is_paired and paired.split == "test" and paired.change == 30 / 400 and paired.n == 400
-    assert paired.paired is not None and (paired.paired.gained, paired.paired.lost) == (30, 0)
+    assert paired.paired and paired.answered == "test" and paired.value == 30 / 400 and paired.n == 400
+    assert paired.answers is not None and (paired.answers.gained, paired.answers.lost) == (30, 0)
     low, high = unpaired_difference(200, 400, 230, 400)
-    assert low < paired.low < paired.high < high and not unpaired.is_paired
-    against_expert = score_change(run, "cars", (VARIANT, "expert"))
-    assert against_expert.is_paired and against_expert.change == 170 / 400
+    assert low < paired.low < paired.high < high and not unpaired.paired
+    against_expert = change(run, SCORE, "cars", (VARIANT, "expert"))
+    assert against_expert.paired and against_expert.value == 170 / 400
     assert "--again" in score_change_note([paired, unpaired]) and "--again" not in score_change_note([paired])
     text = before_after_text(run, NAME, verbose=True)
     assert re.search(r"cars +test +400 .* < \.001", text) and "0.0000" not in text
@@ -89,7 +89,7 @@ def test_stored_predictions_of_the_test_samples_pair_the_interval(tmp_path: path
     said = comparison_text(compare(run))
     assert "McNemar p < .001" in said and "too wide" in said
     mean = mean_score_change(compare(run).tasks)
-    assert mean == mean_over_tasks([Interval(e.change, e.low, e.high) for e in (paired, unpaired)])
+    assert mean == mean_over_tasks([Interval(e.value, e.low, e.high) for e in (paired, unpaired)])
     told = f"{points(mean.value)} ({points_interval(mean.low, mean.high)}), p {p_value(p_of(mean))}"
     assert f"mean change over 2 tasks: {told}" in said
 
@@ -99,9 +99,9 @@ def test_the_report_tells_the_same_numbers(tmp_path: pathlib.Path) -> None:
     tables = {table.name: table for table in Report(run, "calibration").content.tables}
     found = tables[f"accuracy-change-{NAME}"]
     entries = score_changes(run, NAME)
-    assert list(found.rows) == [(e.task, e.change, e.low, e.high, e.n) for e in entries]
+    assert list(found.rows) == [(e.task, e.value, e.low, e.high, e.n) for e in entries]
     assert score_change_note(entries) in found.note
-    answers = [entry.paired for entry in entries if entry.paired is not None]
+    answers = [entry.answers for entry in entries if entry.answers is not None]
     *rows, last = tables[f"answers-changed-{NAME}"].rows
     assert [row[1:] for row in rows] == [
         ("diagnosis", 24, at.gained, at.lost, at.difference, at.ci_low, at.ci_high, at.p_value)
@@ -129,27 +129,27 @@ def test_the_report_tells_the_same_numbers(tmp_path: pathlib.Path) -> None:
     changes = final_drift_changes(run, NAME)
     assert list(tables[f"drift-change-{NAME}"].rows) == [
         (
-            *(task, at.difference.value, at.difference.low, at.difference.high),
-            *(at.relative.value, at.relative.low, at.relative.high, at.difference.n),
+            *(drift.task, drift.value, drift.low, drift.high),
+            *(relative.value, relative.low, relative.high, drift.n),
         )
-        for task, at in changes.items()
+        for drift, relative in changes
     ]
-    assert all(at.is_paired for at in changes.values()) and set(changes) == set(run.tasks)
-    for at in changes.values():
-        assert f"{100 * at.relative.value:+.1f} %" in before_after_text(run, NAME, verbose=True)
+    assert all(drift.paired for drift, _ in changes) and [row.task for row, _ in changes] == list(run.tasks)
+    for _, relative in changes:
+        assert f"{100 * relative.value:+.1f} %" in before_after_text(run, NAME, verbose=True)
 
 
 def test_a_report_works_every_change_out_once(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    for name in ("drift_changes", "changed_score"):
+    for module, name in ((features, "drift_changes"), (measures, "changed_score")):
 
-        def counted(*given: object, work: object = getattr(outcomes, name), **more: object) -> object:
+        def counted(*given: object, work: object = getattr(module, name), **more: object) -> object:
             asked.append((work, *given[2:], *more.items()))
             return work(*given, **more)  # type: ignore[operator]
 
-        monkeypatch.setattr(outcomes, name, counted)
+        monkeypatch.setattr(module, name, counted)
     run = run_of(tmp_path / "run")
     Report(run).content  # noqa: B018 -- asks for everything
     # Drift, cosine, and answers of every pair of base, expert, merged and calibrated, and of the anchor alone.

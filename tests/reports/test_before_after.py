@@ -12,9 +12,11 @@ from scipy import stats
 from driftlens.base.errors import DataError
 from driftlens.findings.before_after import (
     before_after,
-    calibration_means,
+    calibration_document,
     calibration_sheets,
 )
+from driftlens.findings.features import DRIFT
+from driftlens.findings.measures import mean
 from driftlens.findings.verdict import verdict
 from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun, open_run
@@ -69,27 +71,28 @@ def test_means_over_tasks_are_those_of_the_tables_and_the_anchor_alone_is_one_of
         "cosine": final.groupby("variant")["cos_mean"].mean(),
         "accuracy": scores.groupby("variant")["value"].mean(),
     }
-    found = {entry.measure: entry for entry in calibration_means(run, NAME)}
+    found = {entry["measure"]: entry for entry in calibration_document(run, NAME)["means"]}
     assert set(found) == set(expected)
     for measure, entry in found.items():
-        assert list(entry.means) == ["merged", CONTROL, VARIANT] and entry.tasks == run.tasks
-        for variant, mean in entry.means.items():
-            assert mean.value == pytest.approx(expected[measure][variant], abs=1e-12)
-            assert mean.low < mean.value < mean.high
-            assert mean.n == len(run.tasks) * (400 if measure == "accuracy" else 24)
-        assert entry.change.value == pytest.approx(expected[measure][VARIANT] - expected[measure]["merged"])
-        assert entry.change.low < entry.change.value < entry.change.high
+        assert list(entry["means"]) == ["merged", CONTROL, VARIANT] and entry["tasks"] == run.tasks
+        for variant, own in entry["means"].items():
+            assert own.value == pytest.approx(expected[measure][variant], abs=1e-12)
+            assert own.low < own.value < own.high
+            assert own.n == len(run.tasks) * (400 if measure == "accuracy" else 24)
+        change = entry["change"]
+        assert change.value == pytest.approx(expected[measure][VARIANT] - expected[measure]["merged"])
+        assert change.low < change.value < change.high
 
 
 def test_a_mean_over_tasks_has_the_interval_of_its_tasks_samples(run: DriftRun) -> None:
-    found = {entry.measure: entry.means["merged"] for entry in calibration_means(run, NAME)}
+    drift = mean(run, DRIFT, run.tasks, "merged")
     errors = []
     for task in run.tasks:
         norms = run.samples(task, "merged", "final")["drift_l2"].to_numpy(dtype=float)
         half = stats.t.ppf(0.975, len(norms) - 1) * norms.std(ddof=1) / len(norms) ** 0.5
         errors.append(half)
     expected = sum(error**2 for error in errors) ** 0.5 / len(errors)
-    assert found["drift"].high - found["drift"].value == pytest.approx(expected)
+    assert drift.high - drift.value == pytest.approx(expected)
 
 
 def test_nothing_calls_a_part_of_the_gain_the_anchors(run: DriftRun) -> None:
@@ -110,13 +113,15 @@ def test_the_text_shows_every_task_and_its_numbers(run: DriftRun) -> None:
 
 def test_without_a_control_there_is_no_row_of_it(tmp_path: pathlib.Path) -> None:
     run = calibrated_run(tmp_path / "run", control="")
-    assert all(list(entry.means) == ["merged", VARIANT] for entry in calibration_means(run, NAME))
+    means = calibration_document(run, NAME)["means"]
+    assert all(list(entry["means"]) == ["merged", VARIANT] for entry in means)
     assert "anchor only" not in before_after_text(run, NAME)
 
 
 def test_without_labels_there_is_drift_and_no_accuracy(tmp_path: pathlib.Path) -> None:
     run = calibrated_run(tmp_path / "run", has_labels=False)
-    assert [entry.measure for entry in calibration_means(run, NAME)] == ["drift", "relative", "cosine"]
+    means = calibration_document(run, NAME)["means"]
+    assert [entry["measure"] for entry in means] == ["drift", "relative", "cosine"]
     assert "ccuracy" not in before_after_text(run, NAME) and "nan" not in before_after_text(run, NAME)
 
 

@@ -10,9 +10,9 @@ import plotly.graph_objects as go
 
 from driftlens.base import variants
 from driftlens.base.intervals import student
-from driftlens.base.metrics import metric_called, title_of
+from driftlens.base.metrics import title_of
 from driftlens.base.variants import part_of
-from driftlens.findings.outcomes import score_change
+from driftlens.findings.measures import SCORE, change
 from driftlens.findings.scores import main_metrics
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, placing, theme, words
@@ -156,9 +156,9 @@ def _accuracy_gains(run: DriftRun, baseline: str, rows: pd.DataFrame) -> pd.Data
     """Gains of shares of right answers, whatever they are called, in percentage points, by task and variant."""
     found = []
     for task, variant in rows[["task", "variant"]].itertuples(index=False):
-        at = score_change(run, task, (baseline, variant))
-        if metric_called(at.metric).kind == "share" and at.n:
-            found.append((task, variant, at.n, *(100 * end for end in (at.change, at.low, at.high))))
+        gain = change(run, SCORE, task, (baseline, variant))
+        if gain.about.kind == "share" and gain.n:
+            found.append((task, variant, gain.n, *(100 * end for end in (gain.value, gain.low, gain.high))))
     names = (_ACCURACY, f"{_ACCURACY} low", f"{_ACCURACY} high")
     return pd.DataFrame(found, columns=["task", "variant", "test n", *names])
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.base.intervals import Interval, mean_over_tasks
+from driftlens.base.intervals import mean_over_tasks
 from driftlens.base.metrics import ACCURACY, Metric, metric_called
 from driftlens.base.variants import control_of, expert_of, is_control, part_of
-from driftlens.findings.compare import changed_score
-from driftlens.findings.scores import main_metrics
+from driftlens.findings.scores import changed_score, main_metrics
 from driftlens.findings.swept import swept_methods
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.words import called, title
@@ -417,8 +416,7 @@ def _with_best(run: DriftRun, lines: Sequence[Line], titles: Mapping[str, str]) 
         )
         if len(there) > 1:
             pair = there[1].variant, there[0].variant
-            found = [changed_score(run, run, task, pair, metrics[task]) for task in tasks]
-            change = mean_over_tasks([Interval(one.change, one.low, one.high) for one in found])
+            change = mean_over_tasks([changed_score(run, run, task, pair, metrics[task]) for task in tasks])
             best |= {(there[0].variant, column)} if change.low > 0 else set()
     for line in lines:
         cells = {

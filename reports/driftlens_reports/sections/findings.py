@@ -11,8 +11,9 @@ from driftlens.base.metrics import ACCURACY, metric_called
 from driftlens.base.variants import part_of, title
 from driftlens.findings import before_after
 from driftlens.findings.arena import arena_sheet
-from driftlens.findings.outcomes import outcomes
-from driftlens.findings.reading import Kind, brief, estimate, is_measured, percent, setting_text
+from driftlens.findings.features import COSINE
+from driftlens.findings.measures import level
+from driftlens.findings.reading import Kind, brief, counted, estimate, percent, setting_text
 from driftlens.findings.swept import ABLATION, ablation_sheets
 from driftlens.runs.run import DriftRun
 from driftlens_reports import facts
@@ -35,14 +36,12 @@ def origin_sentences(run: DriftRun) -> list[str]:
 def cosine_sentences(run: DriftRun) -> Iterator[str]:
     """The mean cosine of each variant over tasks, and the task where it is lowest."""
     for variant in run.variants:
-        own = [entry for entry in outcomes(run, [variant]) if is_measured(entry.cosine.value)]
-        if own:
-            mean = mean_over_tasks([entry.cosine for entry in own])
-            lowest = min(own, key=lambda entry: entry.cosine.value)
+        rows = [row for task in run.tasks if (row := level(run, COSINE, task, variant)).is_measured]
+        if rows:
+            mean, lowest = mean_over_tasks(rows), min(rows, key=lambda row: row.value)
             yield (
-                f"{title(variant)}: mean cosine {estimate(mean, 'number', counted=True)} over {len(own)} "
-                f"task{'s' if len(own) > 1 else ''}, lowest on {lowest.task}, "
-                f"{estimate(lowest.cosine, 'number')}."
+                f"{title(variant)}: mean cosine {estimate(mean, 'number', counted=True)} over "
+                f"{counted(len(rows), 'task')}, lowest on {lowest.task}, {estimate(lowest, 'number')}."
             )
 
 

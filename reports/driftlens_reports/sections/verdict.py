@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from driftlens.base.intervals import Interval
 from driftlens.base.variants import control_of, part_of, title
 from driftlens.findings.before_after import change_in_words
 from driftlens.findings.checks import CheckReport, Status, self_checks
-from driftlens.findings.outcomes import Measure, TaskMeans, outcomes, task_means
-from driftlens.findings.reading import Kind, is_measured
+from driftlens.findings.features import RELATIVE
+from driftlens.findings.frame import Measure
+from driftlens.findings.measures import common, level, mean, mean_change
+from driftlens.findings.reading import Kind
+from driftlens.findings.summary import final_sheet
 from driftlens.findings.verdict import shareable, task_sheet, verdict
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain
-from driftlens_reports import facts
 from driftlens_reports.content import (
     Change,
     Estimate,
@@ -40,33 +41,30 @@ def _compared(run: DriftRun) -> tuple[str | None, str | None, str | None]:
     return before, control if control in run.variants else None, calibrated[-1]
 
 
-def _change(found: TaskMeans, compared: Sequence[str | None]) -> Change:
-    measure = found.about
-    means = [None if name is None else _estimate(found.means[name]) for name in compared]
-    before, control, after = means
-    change = _estimate(found.change)
-    return Change(
-        measure=measure.title,
-        kind=measure.kind,
-        worse=measure.worse,
-        num_tasks=len(found.tasks),
-        before=before,
-        control=control,
-        after=after,
-        change=change,
-        relative_change=plain(change.value / before.value) if change and before and before.value else None,
-    )
+def _changes(run: DriftRun, compared: Sequence[str | None]) -> Iterator[Change]:
+    """A row per measure that was taken of all compared variants."""
+    there = [name for name in compared if name is not None]
+    for about, tasks in common(run, there):
+        means = {name: mean(run, about, tasks, name) for name in there}
+        before, control, after = (means.get(name or "") for name in compared)
+        change = mean_change(run, about, tasks, (there[0], there[-1])) if len(there) > 1 else None
+        yield Change(
+            measure=about.title,
+            kind=about.kind,
+            worse=about.worse,
+            num_tasks=len(tasks),
+            before=_estimate(before),
+            control=_estimate(control),
+            after=_estimate(after),
+            change=_estimate(change),
+            relative_change=plain(change.value / before.value)
+            if change and before and before.value
+            else None,
+        )
 
 
-def _estimate(found: Interval) -> Estimate | None:
-    if not is_measured(found.value):
-        return None
-    return Estimate(value=found.value, low=plain(found.low), high=plain(found.high), n=found.n)
-
-
-def _gap(gap: Any) -> Gap:
-    values = {**vars(gap), "change": _estimate(gap.change)}
-    return Gap(**{name: values[name] for name in Gap.model_fields})
+def _estimate(numbers: Interval | None) -> Estimate | None:
+    return None if numbers is None else Estimate.model_validate(numbers)
 
 
 def verdict_of(run: DriftRun) -> Verdict:
@@ -77,29 +75,26 @@ def verdict_of(run: DriftRun) -> Verdict:
     """
     found, compared = verdict(run), _compared(run)
     before, control, after = compared
-    means = task_means(run, [name for name in compared if name is not None])
-    drifts = {
-        entry.task: entry.relative.value
-        for entry in outcomes(run, [v for v in (after or before,) if v])
-        if is_measured(entry.relative.value)
-    }
-    furthest = max(drifts, key=lambda task: drifts[task], default=None)
+    last = after or before
+    drifts = {task: level(run, RELATIVE, task, last) for task in run.tasks if last}
+    drifts = {task: drift for task, drift in drifts.items() if drift.is_measured}
+    furthest = max(drifts, key=lambda task: drifts[task].value, default=None)
     return Verdict(
         measure=found.measure.title,
         tasks=found.tasks,
-        means={name: _estimate(at) for name, at in found.means.items()},
-        gaps=tuple(_gap(gap) for gap in found.gaps),
+        means={name: Estimate.model_validate(numbers) for name, numbers in found.means.items()},
+        gaps=tuple(Gap.model_validate(gap) for gap in found.gaps),
         worst=found.worst,
         bad_experts=found.bad_experts,
         source=found.source.name if found.source else "",
-        source_share=_estimate(found.source.share) if found.source else None,
+        source_share=_estimate(found.source.share if found.source else None),
         command=shareable(run, found.command),
         before=before,
         control=control,
         after=after,
-        changes=tuple(_change(entry, compared) for entry in means),
+        changes=tuple(_changes(run, compared)),
         worst_task=furthest,
-        worst_drift=drifts[furthest] if furthest else None,
+        worst_drift=drifts[furthest].value if furthest else None,
         self_checks=outcome_of(self_checks(run)),
         sentences=tuple(shareable(run, text) for text in found.sentences),
     )
@@ -108,7 +103,7 @@ def verdict_of(run: DriftRun) -> Verdict:
 def verdict_tables(run: DriftRun, judged: Verdict) -> list[Table]:
     """A row per task, the means of the verdict, and the final drift of every task and variant."""
     tasks = sheet_table(task_sheet(run, verdict(run)))
-    return [tasks, _means_table(judged), sheet_table(facts.final_sheet(run))]
+    return [tasks, _means_table(judged), sheet_table(final_sheet(run))]
 
 
 def outcome_of(report: CheckReport) -> Outcome:

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from driftlens.base.intervals import mean_over_tasks
-from driftlens.findings.compare import drift_changes
+from driftlens.findings.features import drift_changes
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.build import Report
 from driftlens_reports.content import Change

@@ -1,0 +1,119 @@
+"""The frame of findings: one row for every number a run tells, with the two ends of its 95 % interval.
+
+A row says how a variant does by one measure on one task, or how that changes from another variant, `against`, to it.
+Rows whose task is empty are means over `tasks`. Verdict, tables, sentences and pages are made from such rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import pandas as pd
+
+from driftlens.base.intervals import Interval, Paired
+from driftlens.findings.reading import Kind
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What variants are measured by, and on which samples.
+
+    `name` stands in the frame: drift, relative, cosine or flips; of scores the name of their metric, or "score" where a
+    mean is over several.
+    """
+
+    title: str
+    kind: Kind
+    worse: Literal["higher", "lower"]
+    split: Literal["diagnosis", "test"] = "diagnosis"
+    name: str = ""
+
+    @property
+    def role(self) -> str:
+        """The name, or "score" of all that tasks are judged by."""
+        return "score" if self.split == "test" else self.name
+
+    @property
+    def sign(self) -> int:
+        """1 where a higher value is better, else -1."""
+        return 1 if self.worse == "lower" else -1
+
+
+@dataclass(frozen=True)
+class Finding(Interval):
+    """One row of the frame; NaN what was not measured or has no interval.
+
+    Attributes:
+        about: the measure.
+        task: the task; empty for a mean over tasks.
+        variant: whose number it is, `expert` for each task's own.
+        against: the variant that the number is a change from; empty where it is no change.
+        paired: of a change, whether its interval rests on both variants' results of the same samples; None of others.
+        tasks: those that a mean is over.
+        answers: of a change of a share, counts of the answers that changed on the samples for which both are stored.
+        answered: which samples those are, "test" or "diagnosis".
+    """
+
+    about: Measure = field(kw_only=True)
+    task: str = field(default="", kw_only=True)
+    variant: str = field(default="", kw_only=True)
+    against: str = field(default="", kw_only=True)
+    paired: bool | None = field(default=None, kw_only=True)
+    tasks: tuple[str, ...] = field(default=(), kw_only=True)
+    answers: Paired | None = field(default=None, kw_only=True)
+    answered: str = field(default="", kw_only=True)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there is a number."""
+        return not math.isnan(self.value)
+
+    @property
+    def interval(self) -> Interval:
+        """The number and its ends alone."""
+        return Interval(self.value, self.low, self.high, self.n)
+
+    @property
+    def side(self) -> int:
+        """Of a change: 1 where the whole interval says better, -1 where worse, 0 where it can't tell."""
+        return self.about.sign * ((self.low > 0) - (self.high < 0))
+
+    def scaled(self, factor: float) -> Finding:
+        """The same number times a positive factor that is known."""
+        return self.with_ends(self.interval.scaled(factor))
+
+    def with_ends(self, numbers: Interval) -> Finding:
+        """The row with other numbers."""
+        return replace(self, value=numbers.value, low=numbers.low, high=numbers.high, n=numbers.n)
+
+
+def finding(
+    about: Measure,
+    numbers: Interval,
+    task: str,
+    variant: str,
+    against: str = "",
+    *,
+    paired: bool | None = None,
+) -> Finding:
+    """The row of these numbers."""
+    ends = (numbers.value, numbers.low, numbers.high, numbers.n)
+    return Finding(*ends, about=about, task=task, variant=variant, against=against, paired=paired)
+
+
+COLUMNS = ("measure", "task", "variant", "against", "value", "low", "high", "n", "paired", "kind", "worse")
+
+
+def frame_of(rows: Iterable[Finding]) -> pd.DataFrame:
+    """The rows as a tidy frame with `COLUMNS`; an empty task is the mean, an empty `against` no change."""
+    cells = [
+        (
+            *(row.about.name, row.task, row.variant, row.against, row.value, row.low, row.high, row.n),
+            *(row.paired, row.about.kind, row.about.worse),
+        )
+        for row in rows
+    ]
+    return pd.DataFrame(cells, columns=[*COLUMNS]).astype({"paired": "boolean"})

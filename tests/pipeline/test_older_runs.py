@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import pathlib
+import tarfile
+from typing import Any
 
+import numpy as np
 import pytest
 
 import driftlens as dl
@@ -15,8 +18,77 @@ from driftlens.jobs.study.reopening import reopened
 from driftlens.runs.run import DriftRun
 from driftlens.runs.writer import RunWriter
 from driftlens.spec.yaml_text import from_yaml, to_yaml
-from tests.pipeline.calibrating import copied
+from tests.pipeline.calibrating import copied, files_of
+from tests.pipeline.older import listed, printed, told
 from tests.zoo.world import TASKS
+
+WRITTEN = pathlib.Path(__file__).with_name("older_runs.tar.xz")
+"""Runs that commit df14fcd wrote, schema 1.8, and what `tests.pipeline.older` was told of them by that very commit."""
+RUNS = {
+    "images": "calibrated by FeatCal with its control, by Surgery, which attaches, and in an arena; swept, projected",
+    "texts": "of a tiny Llama, calibrated stepwise; scores of another tool are attached",
+    "live": "of modules that are in no file, calibrated",
+    "stopped": "cancelled while its second task was measured",
+    "begun": "measured, and cancelled while its layers were calibrated",
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("older")
+    with tarfile.open(WRITTEN) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.fixture
+def noted(written: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the commit that wrote the runs told of them, which lie in the current folder."""
+    monkeypatch.chdir(written / "runs")
+    return json.loads((written / "noted.json").read_text())
+
+
+def missing(told: Any, noted: Any) -> dict[str, Any]:
+    """What was noted and is told no more, or differently; more may be told."""
+    return {
+        place: (value, told.get(place))
+        for place, value in noted.items()
+        if (missing(told.get(place, {}), value) if isinstance(value, dict) else told.get(place, "-") != value)
+    }
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_all_that_a_run_told_it_still_tells(name: str, noted: dict[str, Any]) -> None:
+    before = files_of(pathlib.Path(name))
+    assert not missing(told(name), noted["runs"][name])
+    assert files_of(pathlib.Path(name)) == before  # nothing is written by looking
+
+
+def test_they_are_listed_as_they_were(noted: dict[str, Any]) -> None:
+    assert sorted(RUNS) == sorted(noted["runs"]) and not missing(listed(), noted["listing"])
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "stopped"])
+def test_they_are_whole(name: str, noted: dict[str, Any]) -> None:
+    assert printed("verify", name)[0] == 0
+    run = dl.open_run(name)
+    for task in run.tasks:
+        pictures, texts = run.thumbs(task), run.texts(task)
+        assert (pictures is not None) == (name in ("images", "begun")) and bool(texts) == (name == "texts")
+        for variant in (*run.variants, "expert"):
+            features = run.features(task, variant, "final")
+            assert len(features) == len(run.sample_ids(task)) and np.isfinite(features).all()
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("images", "texts", "live")]
+
+
+@pytest.mark.parametrize("name", ["stopped", *SLOW])
+def test_reports_are_made_of_them(name: str, noted: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    code, _ = printed("report", name, "--format", "html-light,json,md", "--out", str(tmp_path))
+    assert code == 0 and len(list(tmp_path.iterdir())) == 3
+    document = json.loads((tmp_path / "report.json").read_text())
+    assert document["run"]["id"] == dl.open_run(name).id
 
 
 @pytest.fixture

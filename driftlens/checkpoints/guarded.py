@@ -255,7 +255,7 @@ def _pickles() -> Callable[..., None]:
 
     def can_be_read(path: str) -> None:
         try:
-            Pickled(Path(path), tried=True)
+            Pickled(Path(path))
         except CheckpointError as error:  # it is said again to whom it concerns
             if isinstance(error.__cause__, MemoryError | TimeoutError):
                 raise error.__cause__ from None

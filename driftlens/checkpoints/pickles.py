@@ -23,17 +23,11 @@ import torch
 from torch import Tensor
 
 from driftlens.base.errors import CheckpointError
-from driftlens.checkpoints.guarded import MOST_MEMORY, guarded
 from driftlens.checkpoints.refusals import NESTS, by_hand, refuse_pointer, refuse_torchscript
 from driftlens.checkpoints.sources import TensorHeader, require_key
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 """What PyTorch's format before 1.6 begins with."""
-SECONDS, MEMORY_PER_BYTE = 10.0, 2
-"""That a try may take of the processor, and beside what all may.
-
-A hundred thousand tensors take five seconds, and of an old file all is mapped into memory.
-"""
 LONGEST_NAME = 1_000
 """Characters of a name, which may end up in a message or in the header of a file."""
 _MOST_AXES, _MOST_NUMBER = 64, 1 << 63
@@ -127,19 +121,17 @@ class Pickled:
         top: what was pickled: an `Inert` for an object, or a mapping.
         modules: the modules by their path, for a pickled module; the module itself is at "".
 
-    A pickle may ask for any number of steps, so a process apart reads it first (`tried` says that it has).
+    A pickle may ask for any number of steps, so from elsewhere it is opened by `weight_files.open_pickled`.
 
     Raises:
-        CheckpointError: the file is damaged, uses anything that is no part of weights, holds none, or takes too long.
+        CheckpointError: the file is damaged, uses anything that is no part of weights, or holds none.
     """
 
-    def __init__(self, path: pathlib.Path, *, tried: bool = False) -> None:
+    def __init__(self, path: pathlib.Path) -> None:
         self.name = str(path)
         self.modules: dict[str, Inert] = {}
         refuse_pointer(path)
         refuse_torchscript(path)
-        if not tried:
-            _try_out(path)
         try:
             self.top = _unpickled(path)
             self._tensors: dict[str, Stored] = dict(self._weights(self.top))
@@ -235,18 +227,6 @@ class Pickled:
                 f"it has {size:,} bytes, but its tensors would take {total:,}",
                 hint="Don't use this file: it is made to fill a disk.",
             )
-
-
-def _try_out(path: pathlib.Path) -> None:
-    memory = MOST_MEMORY + MEMORY_PER_BYTE * path.stat().st_size
-    try:
-        guarded("pickle", str(path), seconds=SECONDS, memory=memory)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path}: its pickle does more than any of weights: {error}",
-            hint="Don't use this file: it is made to exhaust whoever reads it.",
-            source=str(path),
-        ) from error
 
 
 def _named_in(value: Any) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from driftlens.base.errors import CheckpointError
 from driftlens.base.files import from_json, plain_file
+from driftlens.checkpoints.guarded import MOST_MEMORY, guarded
 from driftlens.checkpoints.pickles import Pickled
 from driftlens.checkpoints.refusals import NESTS, conversion, refuse_pointer, refuse_torchscript, unreadable
 from driftlens.checkpoints.sources import Composed, SafetensorsSource, StateSource, TensorsSource, renamed
@@ -26,6 +27,13 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 """Names under which weights are looked for in a folder, best first."""
+
+
+SECONDS, MEMORY_PER_BYTE = 10.0, 2
+"""That a try may take of the processor, and beside what all may.
+
+A hundred thousand tensors take five seconds, and of an old file all is mapped into memory.
+"""
 
 
 def open_folder(folder: pathlib.Path) -> StateSource:
@@ -148,13 +156,32 @@ def torch_version() -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
 
 
+def open_pickled(path: pathlib.Path) -> Pickled:
+    """What is in a pickled checkpoint, once a process apart has read it, as a pickle may ask for any number of steps.
+
+    Raises:
+        CheckpointError: as `Pickled`, or it takes more time or memory than any of weights.
+    """
+    refuse_pointer(path)
+    memory = MOST_MEMORY + MEMORY_PER_BYTE * path.stat().st_size
+    try:
+        guarded("pickle", str(path), seconds=SECONDS, memory=memory)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: its pickle does more than any of weights: {error}",
+            hint="Don't use this file: it is made to exhaust whoever reads it.",
+            source=str(path),
+        ) from error
+    return Pickled(path)
+
+
 def _read_by_ourselves(path: pathlib.Path) -> StateSource:
     """The same tensors by the machine of `driftlens convert`, which builds nothing else.
 
     Raises:
         CheckpointError: as `open_torch_file`.
     """
-    pickled = Pickled(path)
+    pickled = open_pickled(path)
     if pickled.modules:
         raise CheckpointError(
             f"{path} holds modules, not only tensors", hint=conversion(path), source=str(path)

@@ -22,6 +22,7 @@ from driftlens.base.files import atomic_folder, write_json_atomic, write_text_at
 from driftlens.checkpoints.alignment import tower_prefix
 from driftlens.checkpoints.pickles import Inert, Pickled
 from driftlens.checkpoints.sources import StateSource, renamed
+from driftlens.checkpoints.weight_files import open_pickled
 from driftlens.models.families.open_clip_vit import CONFIG_FILE, LAYOUT
 from driftlens.models.saving import Patched, save_state_dict
 from driftlens.runs.layout import escape
@@ -70,7 +71,7 @@ def convert(
             f"--out {target} has to end in .safetensors, as {source} is one file",
             hint=f"Give --out {target}.safetensors, or the folder of a suite instead of {source}.",
         )
-    weights = Pickled(source)
+    weights = open_pickled(source)
     save_state_dict(target, Patched(weights, {}))
     tell(f"{target.name}: {len(weights.headers)} tensors")
     return target
@@ -129,7 +130,7 @@ def _first_file(paths: Iterable[pathlib.Path]) -> pathlib.Path | None:
 
 def _convert_suite(suite: _Suite, out: pathlib.Path, tell: Callable[[str], None]) -> None:
     notices: list[str] = []
-    base = Pickled(suite.base)
+    base = open_pickled(suite.base)
     names = _names(base, whole=None)
     is_whole = any(not name.startswith(LAYOUT.tower) for name in names)
     if not is_whole and len(names) < len(base.headers):
@@ -138,7 +139,7 @@ def _convert_suite(suite: _Suite, out: pathlib.Path, tell: Callable[[str], None]
         save_state_dict(folder / "base.safetensors", Patched(renamed(base, names), {}))
         tell(f"base.safetensors: {len(names)} tensors, from {suite.base.relative_to(suite.folder)}")
         for task, path in suite.experts.items():
-            expert = Pickled(path)
+            expert = open_pickled(path)
             mapping = _names(expert, whole=is_whole)
             save_state_dict(folder / f"{escape(task)}.safetensors", Patched(renamed(expert, mapping), {}))
             tell(f"{escape(task)}.safetensors: {len(mapping)} tensors, from {path.relative_to(suite.folder)}")
@@ -279,7 +280,7 @@ class _Head:
     @classmethod
     def read(cls, task: str, path: pathlib.Path, notices: list[str]) -> _Head:
         """A `ClassificationHead`: unit rows and a scale where that is what it is, else as it is, with a notice."""
-        source = Pickled(path)
+        source = open_pickled(path)
         if "weight" not in source.headers or len(source.headers["weight"].shape) != 2:
             raise CheckpointError(
                 f"{path} holds no matrix called weight", hint="Expected a pickled ClassificationHead."

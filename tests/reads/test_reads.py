@@ -29,7 +29,7 @@ from transformers import GPT2Config
 from driftlens.base.access import Access
 from driftlens.base.errors import SpecError, harmless
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.pickles import Pickled
+from driftlens.checkpoints.weight_files import open_pickled
 from driftlens.cli import run as run_command
 from driftlens.data.sources import data_sources
 from driftlens.jobs.study.opening import open_architecture
@@ -135,7 +135,7 @@ def test_spoiled_weights(weights: Right, name: str, spoils: Any) -> None:
         for key in source.headers:
             source.read(key)
     with within_bounds():
-        pickled = Pickled(file)
+        pickled = open_pickled(file)
         for key in pickled.headers:
             pickled.read(key)
 

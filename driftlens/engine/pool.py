@@ -23,9 +23,9 @@ from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.base.variants import task_of
 from driftlens.checkpoints.sources import StateSource, Table, TensorHeader, check_finite
 from driftlens.engine.read_ahead import ReadAhead
-from driftlens.models.chain import Layer, LayerChain, Parameters, ScoreMap, SideInputs, Slot, State, Tap
+from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Slot, State, Tap
 from driftlens.models.frames import features_of, find_features
-from driftlens.models.heads import LmHead
+from driftlens.models.score_maps import LmHead, ScoreMap
 from driftlens.models.taking_apart.interception import buffers_on
 
 

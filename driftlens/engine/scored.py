@@ -11,8 +11,8 @@ from driftlens.checkpoints.sources import TensorHeader
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import on_device
-from driftlens.models.chain import Pool, ScoreMap
-from driftlens.models.heads import LmHead
+from driftlens.models.chain import Pool
+from driftlens.models.score_maps import LmHead, ScoreMap
 
 
 class Asked:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from driftlens.base.access import Access
@@ -20,23 +20,10 @@ from driftlens.checkpoints.refusals import LIVE, running
 from driftlens.checkpoints.sources import Composed, StateSource, renamed
 from driftlens.models.chain import IMAGE, LayerChain, adapters
 from driftlens.models.families.sequential import sequential_chain
-from driftlens.models.heads import LmScores
+from driftlens.models.heads import TextTower
 from driftlens.models.own_heads import HeadForm
 from driftlens.models.preprocessing import Preprocess, image_preprocess
-
-
-@dataclass(frozen=True)
-class TextTower:
-    """The text side of a base.
-
-    Attributes:
-        embed: prompts -> their embeddings [prompts, d], not normalised.
-        logit_scale: factor on cosines, exp(`logit_scale`) of the checkpoint.
-    """
-
-    embed: Callable[[Sequence[str]], Tensor]
-    logit_scale: float
-
+from driftlens.models.score_maps import LmScores
 
 HEADS = "heads"
 """Where saved folders hold the tasks' own heads."""

@@ -12,21 +12,19 @@ returns zeros in their rows, so that padding carries no drift.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from driftlens.base.errors import DataError, SpecError
+from driftlens.base.errors import SpecError
 from driftlens.base.registry import Registry
+from driftlens.models.frames import SideInputs as SideInputs
+from driftlens.models.frames import State as State
+from driftlens.models.score_maps import ScoreMap, scores_own_class
 
-if TYPE_CHECKING:
-    from driftlens.models.frames import Frame, Inputs
-
-State = dict[str, Tensor]
 Parameters = Mapping[str, Tensor]
 Tap = Callable[[str, Tensor], Callable[[Tensor], Tensor | None] | None]
 """Called with a site's name and its input [n, t, k] just before the site runs.
@@ -40,120 +38,6 @@ ParameterKey = tuple[int, str]
 Role = Literal["stem", "block", "head"]
 SiteKind = Literal["linear", "layer_norm", "rms_norm"]
 Pool = Literal["cls", "mean", "last", "all"]
-
-
-class ScoreMap(Protocol):
-    """How final features become class scores.
-
-    Attributes:
-        classes: names of the scores.
-    """
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the scores, in their order."""
-        ...
-
-    def scores(self, features: Tensor) -> Tensor:
-        """Class scores [n, classes] of final features [n, d]; differentiable."""
-        ...
-
-    def gain_bound(self, start: Tensor, end: Tensor) -> Tensor | None:
-        """A number per sample, [n], that the gain nowhere exceeds on the segment between two features [n, d].
-
-        It bounds the score drift (FeatCal, arXiv:2605.13030, Prop. 3, Eq. 7); None where no bound is known.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Head:
-    """A `ScoreMap` of CLIP: scale * <feature / |feature|, class embedding>.
-
-    Attributes:
-        classes: names of the rows.
-        embeddings: [classes, d], unit norm.
-        logit_scale: factor on the cosines (100 for OpenAI's CLIP).
-    """
-
-    classes: tuple[str, ...]
-    embeddings: Tensor
-    logit_scale: float
-
-    def scores(self, features: Tensor) -> Tensor:
-        """Class scores [n, classes] of final features [n, d], on their device and in their dtype.
-
-        Raises:
-            DataError: the features are not as wide as the class embeddings.
-        """
-        if features.shape[-1] != self.embeddings.shape[-1]:
-            raise DataError(
-                f"the class embeddings have {self.embeddings.shape[-1]} entries, the features {features.shape[-1]}",
-                hint="The head was made with another CLIP; make it with this base's text tower.",
-            )
-        return self.logit_scale * F.normalize(features, dim=-1) @ self.embeddings.to(features).mT
-
-    def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
-        """scale * |class embeddings|_2 / shortest feature on the segment; infinite where that meets the origin."""
-        norm = self.logit_scale * torch.linalg.matrix_norm(self.embeddings, ord=2)
-        bound: Tensor = norm / _shortest(start, end)
-        return bound
-
-
-def _shortest(start: Tensor, end: Tensor) -> Tensor:
-    """Norm of the shortest feature on each segment, [n]."""
-    drift = end - start
-    t = (-(start * drift).sum(dim=1) / drift.square().sum(dim=1).clamp_min(1e-300)).clamp(0, 1)
-    shortest: Tensor = torch.linalg.vector_norm(start + t[:, None] * drift, dim=1)
-    return shortest
-
-
-@dataclass(frozen=True)
-class LinearHead:
-    """A `ScoreMap` of classifiers: weight @ feature + bias.
-
-    Attributes:
-        classes: names of the rows.
-        weight: [classes, d].
-        bias: [classes], or None.
-        normalize: whether features are brought to unit norm first.
-    """
-
-    classes: tuple[str, ...]
-    weight: Tensor
-    bias: Tensor | None = None
-    normalize: bool = False
-
-    def scores(self, features: Tensor) -> Tensor:
-        """Class scores [n, classes] of final features [n, d], on their device and in their dtype.
-
-        Raises:
-            DataError: the features are not as wide as the rows.
-        """
-        if features.shape[-1] != self.weight.shape[-1]:
-            raise DataError(
-                f"the classifier reads {self.weight.shape[-1]} features, the model gives {features.shape[-1]}",
-                hint="Give the classifier that was trained on this model's final features.",
-            )
-        bias = None if self.bias is None else self.bias.to(features)
-        features = F.normalize(features, dim=-1) if self.normalize else features
-        return F.linear(features, self.weight.to(features), bias)
-
-    def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
-        """|weight|_2, over the shortest feature on the segment where features are normalised."""
-        norm: Tensor = torch.linalg.matrix_norm(self.weight.to(start), ord=2)
-        return norm / _shortest(start, end) if self.normalize else norm.expand(len(start))
-
-
-def class_rows(head: ScoreMap, labels: Sequence[str]) -> Tensor:
-    """Row of each label in the head, [n]; labels meet rows by name."""
-    row = {name: position for position, name in enumerate(head.classes)}
-    return torch.tensor([row[label] for label in labels])
-
-
-def scores_own_class(head: ScoreMap, features: Tensor, labels: Sequence[str]) -> Tensor:
-    """Whether each sample's best score is that of its own label, [n]."""
-    return head.scores(features).argmax(dim=1) == class_rows(head, labels).to(features.device)
 
 
 @dataclass(frozen=True)
@@ -176,54 +60,6 @@ class Modality:
 IMAGE = Modality("image")
 TEXT = Modality("text", pool="mean")
 TENSOR = Modality("tensor")
-
-
-@dataclass(frozen=True, eq=False)
-class SideInputs(Mapping[str, Tensor]):
-    """Tensors of one batch by name: masks, positions, rotary tables, token ids.
-
-    Attributes:
-        tensors: by name. `<stream>_mask` [n, t] is true where a token of that stream counts.
-        frames: how a module calls its blocks, with references into `tensors`; of generic modules only.
-        inputs: the batch's raw inputs, likewise; of generic modules only.
-
-    Raises:
-        SpecError: an entry is no tensor.
-    """
-
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    frames: tuple[Frame, ...] = ()
-    inputs: Inputs | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in self.tensors.items():
-            if not isinstance(value, Tensor):
-                raise SpecError(
-                    f"the side input {name!r} is a {type(value).__name__}; expected a tensor",
-                    hint="Caches and other objects that layers write to can't be shared between models.",
-                )
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def mask(self, stream: str) -> Tensor | None:
-        """Where tokens of a stream count, [n, t]; None where all of them do."""
-        return self.tensors.get(f"{stream}_mask")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors; what is shared with another batch counts here too."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def to(self, device: torch.device) -> SideInputs:
-        """The same on another device."""
-        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,114 +17,26 @@ from driftlens.base.files import from_json, plain_file
 from driftlens.checkpoints.loading import library_folder, open_checkpoint, read_json
 from driftlens.checkpoints.sources import StateSource, check_finite
 from driftlens.checkpoints.weight_files import WEIGHT_FILES
-from driftlens.models.chain import Head, LinearHead, ScoreMap
-from driftlens.models.language.vocabularies import HEAD
-
-if TYPE_CHECKING:
-    from driftlens.models.architecture import TextTower
+from driftlens.models.score_maps import Head, LinearHead
 
 ClassNames = Sequence[str] | str | os.PathLike[str]
 """Class names in the order of the rows, or the path of a JSON file that holds such a list."""
 
-_ROWS = 8192
-"""Rows of a vocabulary that are read at a time."""
 _NORM_TOLERANCE = 1e-2
 """How far from 1 a row's norm may be; rounding to float16 moves it by less than 1e-3."""
 
 
 @dataclass(frozen=True)
-class LmScores:
-    """Where the language-model head of a family lies, and what its library does to the scores.
+class TextTower:
+    """The text side of a base.
 
     Attributes:
-        key: of the weight [vocabulary, d], the embeddings where they are tied.
-        cap: scores are cap * tanh(score / cap); None leaves them.
-        scale: factor on the features before the head.
+        embed: prompts -> their embeddings [prompts, d], not normalised.
+        logit_scale: factor on cosines, exp(`logit_scale`) of the checkpoint.
     """
 
-    key: str
-    cap: float | None = None
-    scale: float = 1.0
-
-    @classmethod
-    def of(cls, config: Any, tied: Mapping[str, Sequence[str]]) -> LmScores:
-        """Of a decoder or T5, which scales features in its first version; tied heads lie under their first name."""
-        scale = config.d_model**-0.5 if getattr(config, "scale_decoder_outputs", False) else 1.0
-        return cls(tied.get(HEAD, (HEAD,))[0], getattr(config, "final_logit_softcapping", None), scale)
-
-
-@dataclass(frozen=True)
-class LmHead:
-    """A `ScoreMap` of language models: rows of a model's own language-model head.
-
-    Attributes:
-        classes: names of the rows.
-        source: the model's weights, under the skeleton's key names.
-        lm: where the head lies there.
-        tokens: token id per class; None takes the whole vocabulary.
-    """
-
-    classes: tuple[str, ...]
-    source: StateSource
-    lm: LmScores
-    tokens: tuple[int, ...] | None = None
-
-    is_bounded_exactly = True
-    """Its gain is not sampled: it is that of a matrix, and a vocabulary has too many rows for that."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of the whole vocabulary."""
-        return self.source.headers[self.lm.key].shape[0]
-
-    def of(self, source: StateSource) -> LmHead:
-        """The same rows of another model."""
-        return self if source is self.source else replace(self, source=source)
-
-    def scores(self, features: Tensor) -> Tensor:
-        """Scores of the next token [n, classes] for final features [n, d], on their device and in their dtype.
-
-        Raises:
-            DataError: the features are not as wide as the rows.
-        """
-        parts = []
-        for weight in self._weights():
-            if features.shape[-1] != weight.shape[-1]:
-                raise DataError(
-                    f"the language-model head reads {weight.shape[-1]} features, the model gives {features.shape[-1]}",
-                    hint="Pool one vector per sample: layers.pool: last.",
-                )
-            parts.append(F.linear(features * self.lm.scale, weight.to(features)))
-        found = torch.cat(parts, dim=-1)
-        return found if self.lm.cap is None else self.lm.cap * torch.tanh(found / self.lm.cap)
-
-    def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
-        """scale * |rows|_2; capping only makes it smaller."""
-        return start.new_full((len(start),), self._norm)
-
-    def _weights(self) -> Iterator[Tensor]:
-        """The rows, a piece at a time: a vocabulary is not held."""
-        if self.tokens is not None:
-            yield self._rows
-            return
-        count = self.num_tokens
-        for first in range(0, count, _ROWS):
-            yield self.source.read(self.lm.key, (first, min(first + _ROWS, count)))
-
-    @cached_property
-    def _rows(self) -> Tensor:
-        assert self.tokens is not None
-        return torch.cat([self.source.read(self.lm.key, (token, token + 1)) for token in self.tokens])
-
-    @cached_property
-    def _norm(self) -> float:
-        gram = sum((weight.double().mT @ weight.double() for weight in self._weights()), torch.zeros(()))
-        return abs(self.lm.scale) * float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())
-
-
-def is_of_vocabulary(head: ScoreMap | None) -> bool:
-    """Whether a head scores every token there is: its rows are no classes of a task."""
-    return isinstance(head, LmHead) and head.tokens is None
+    embed: Callable[[Sequence[str]], Tensor]
+    logit_scale: float
 
 
 def class_names(given: ClassNames) -> tuple[str, ...]:

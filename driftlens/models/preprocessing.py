@@ -1,7 +1,4 @@
-"""Samples to the inputs a model was trained on; images are resized, cropped and normalised as its own files say.
-
-Texts have a file of their own, `texts.py`.
-"""
+"""Samples to the inputs a model was trained on: images and texts as its own files say."""
 
 from __future__ import annotations
 
@@ -13,13 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import DataError, IncompatibleModelsError
-from driftlens.checkpoints.loading import image_processor_config, pretrained
+from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
+from driftlens.checkpoints.loading import image_processor_config, pretrained, read_config
+from driftlens.checkpoints.refusals import running
+from driftlens.checkpoints.tokenizer_files import tokenizer_in
+from driftlens.models.language.texts import UNLIMITED, Form, TextReader
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from driftlens.models.language.texts import TextReader
+_OFFSET = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
+"""Model types whose positions are counted from behind the number of the padding token."""
+_FILLERS = ("pad_token", "eos_token", "sep_token")
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,80 @@ def image_preprocess(
         return torch.stack([torch.as_tensor(transform(_rgb(image))) for image in images])
 
     return Preprocess(backend, batch, settings or {})
+
+
+def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> Preprocess:
+    """How samples of text become the inputs of a model, by the tokenizer beside its configuration.
+
+    Longer rows than the model's length, or the tokenizer's, are cut (see above).
+
+    Args:
+        source: a folder or Hub id.
+        config: the model's configuration, as the library has it.
+        offline: whether the network may not be asked.
+        form: what the model is made of.
+
+    Raises:
+        IncompatibleModelsError: the tokenizer asks for more than any machine has.
+        SpecError: there is no tokenizer, it knows more tokens than the model, or no start token is named.
+    """
+    code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
+    generation = read_config(source, "generation_config.json", offline=offline) or {}
+    tokenizer = tokenizer_in(source, offline=offline)
+    with running(source):
+        return text_preprocess(tokenizer, config, generation, form, source, code=code)
+
+
+def text_preprocess(
+    tokenizer: Any, config: Any, generation: Mapping[str, Any], form: Form, source: str, *, code: Any = None
+) -> Preprocess:
+    """See `hf_text_preprocess`, by a tokenizer at hand, which may be given a pad token; `code` is what it would run."""
+    size = config.get_text_config().vocab_size
+    filler = next((token for name in _FILLERS if (token := getattr(tokenizer, name, None)) is not None), None)
+    # transformers 5 makes a tokenizer of special tokens alone where there are no files, rather than fail.
+    if (
+        tokenizer is None
+        or not len(tokenizer("a few words")["input_ids"])
+        or not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens, "▁"}
+        or len(tokenizer) > size
+        or filler is None
+    ):
+        own = f" (its tokenizer is code of its own, {code}, which is never run)" if code else ""
+        raise SpecError(
+            f"{source} has no tokenizer that fits its {size} tokens and pads or ends texts, so texts can't be read"
+            + own,
+            hint="Put the base's tokenizer files beside its config.json.",
+        )
+    if tokenizer.pad_token is None:  # as the mask says what is padding, any token may stand for it
+        tokenizer.pad_token = filler
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or UNLIMITED
+    if config.model_type in _OFFSET:
+        limit -= 1 + (config.pad_token_id or 0)
+    # A model's own settings of generation know more than its configuration: they were made later.
+    start = generation.get("decoder_start_token_id", getattr(config, "decoder_start_token_id", None))
+    if form == "encoder-decoder" and start is None:
+        raise SpecError(
+            f"{source} doesn't say with which token its decoder begins",
+            hint="Put decoder_start_token_id into its config.json; that of T5 is the pad token's, 0.",
+        )
+    ends = generation.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
+    named = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
+    reader = TextReader(
+        tokenizer,
+        form,
+        min(tokenizer.model_max_length, limit),
+        limit,
+        start if form == "encoder-decoder" else None,
+        tuple(dict.fromkeys(token for token in named if token is not None)),
+    )
+    settings = {
+        "tokenizer": reader.digest,
+        "max_length": reader.max_length,
+        "too_long": reader.rule,
+        "padding": "right",
+        "packing": "none",
+    }
+    return Preprocess(f"transformers {type(tokenizer).__name__}", reader, settings, texts=reader)
 
 
 def _default_notice(source: str, what: str) -> str:

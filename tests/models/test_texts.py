@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from driftlens.base.errors import SpecError
-from driftlens.models.language.texts import Text, TextReader, hf_text_preprocess
+from driftlens.models.language.texts import Text, TextReader
+from driftlens.models.preprocessing import hf_text_preprocess
 from tests.zoo.tokenizers import word_tokenizer
 
 

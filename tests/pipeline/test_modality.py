@@ -31,7 +31,6 @@ from driftlens.models.chain import (
     Modality,
     Parameters,
     Role,
-    ScoreMap,
     SideInputs,
     Slot,
     State,
@@ -39,6 +38,7 @@ from driftlens.models.chain import (
     adapters,
 )
 from driftlens.models.preprocessing import Preprocess
+from driftlens.models.score_maps import ScoreMap
 from driftlens.runs.run import DriftRun
 from driftlens.spec import load_spec
 from tests.zoo.hand_made import TinyStack

@@ -13,8 +13,8 @@ from torch import Tensor
 from driftlens.base.errors import SpecError
 from driftlens.checkpoints.sources import StateSource, TensorsSource
 from driftlens.jobs.study.opening import OpenModels, open_heads
-from driftlens.models.architecture import Architecture, TextTower
-from driftlens.models.heads import file_head, text_head
+from driftlens.models.architecture import Architecture
+from driftlens.models.heads import TextTower, file_head, text_head
 from driftlens.spec import RunSpec, load_spec
 from tests.zoo.world import CLASSES, LOGIT_SCALE, TASKS, World
 

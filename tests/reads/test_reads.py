@@ -34,7 +34,7 @@ from driftlens.cli import run as run_command
 from driftlens.data.sources import data_sources
 from driftlens.jobs.study.opening import open_architecture
 from driftlens.jobs.study.recipe import METHODS, read_recipe
-from driftlens.models.language.texts import hf_text_preprocess
+from driftlens.models.preprocessing import hf_text_preprocess
 from driftlens.runs.run import DriftRun
 from driftlens.spec.run import load_spec
 from tests.pipeline.fixtures import light, world

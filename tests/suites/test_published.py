@@ -12,7 +12,7 @@ import torch
 from driftlens.base.errors import DataError
 from driftlens.data.task_data import plain_form
 from driftlens.jobs.study.opening import classes_of, open_heads
-from driftlens.models.architecture import TextTower
+from driftlens.models.heads import TextTower
 from driftlens.spec import json_schema, load_spec
 from driftlens.spec.published import published_names, published_task
 from driftlens.spec.sections import TextHead

@@ -17,10 +17,10 @@ from driftlens.base.progress import Reporter
 from driftlens.base.variants import expert_of
 from driftlens.data.samples import SampleSet
 from driftlens.jobs.study.study import Study
-from driftlens.models.heads import is_of_vocabulary
 from driftlens.models.language.generation import generate
 from driftlens.models.language.likelihoods import log_likelihoods
 from driftlens.models.language.texts import Text, TextReader
+from driftlens.models.score_maps import is_of_vocabulary
 
 SPARE_TOKENS = 8
 """What an answer may be longer than the longest target: one that goes on would be cut to an equal one."""

@@ -32,7 +32,8 @@ from driftlens.diagnostics.drift import share_intervals
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.jobs.study.study import Study
 from driftlens.linalg.state import State, inner, norm
-from driftlens.models.chain import class_rows, pooled
+from driftlens.models.chain import pooled
+from driftlens.models.score_maps import class_rows
 from driftlens.runs.schema import GROUP_CONTRIBUTIONS
 
 BATCH = 8

@@ -35,14 +35,15 @@ from driftlens.engine.walk import on_device
 from driftlens.jobs.analyze.phases import all_of, describe, run_phases
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
 from driftlens.models.architecture import Architecture, architecture_of
-from driftlens.models.chain import IMAGE, LayerChain, Pool, ScoreMap, SideInputs, pooled, require_pool
+from driftlens.models.chain import IMAGE, LayerChain, Pool, SideInputs, pooled, require_pool
 from driftlens.models.families.hf_decoder import decoder_chain
 from driftlens.models.families.sequential import check_deterministic, sequential_chain
 from driftlens.models.families.vit import PIXELS
 from driftlens.models.frames import Mask, raw_inputs, unmasked_padding
-from driftlens.models.heads import LmScores, linear_head
-from driftlens.models.language.texts import Form, text_preprocess
-from driftlens.models.preprocessing import Preprocess
+from driftlens.models.heads import linear_head
+from driftlens.models.language.texts import Form
+from driftlens.models.preprocessing import Preprocess, text_preprocess
+from driftlens.models.score_maps import LmScores, ScoreMap
 from driftlens.runs.layout import MANIFEST, SPEC
 from driftlens.runs.manifest import ids_digest, read_manifest
 from driftlens.runs.run import DriftRun, open_run

@@ -22,7 +22,7 @@ from driftlens.jobs.analyze.causes import explain
 from driftlens.jobs.analyze.diagnosis import TaskDiagnosis, diagnosis_of, walked
 from driftlens.jobs.analyze.evaluation import scores_of
 from driftlens.jobs.study.study import Study
-from driftlens.models.heads import is_of_vocabulary
+from driftlens.models.score_maps import is_of_vocabulary
 from driftlens.runs.layout import LONGEST_TEXT, MOST_THUMBS, THUMB_SIDE, texts_file, thumbs_file
 from driftlens.runs.manifest import LayerInfo
 from driftlens.runs.run import open_run

@@ -23,7 +23,7 @@ from driftlens.calibration.automatic import Scores
 from driftlens.data.samples import SampleSet
 from driftlens.jobs.analyze.evaluation import final_features
 from driftlens.jobs.study.study import Study
-from driftlens.models.chain import ScoreMap
+from driftlens.models.score_maps import ScoreMap
 
 LANE = "lane"
 """Name in the study's pool of the calibrated model at hand: the merged model with other weights."""

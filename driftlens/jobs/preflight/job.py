@@ -47,8 +47,9 @@ from driftlens.jobs.study.study import Study
 from driftlens.jobs.study.suspicion import suspicions
 from driftlens.merging.method import READS, merge_methods
 from driftlens.models.architecture import Architecture
-from driftlens.models.chain import LayerChain, LinearHead
+from driftlens.models.chain import LayerChain
 from driftlens.models.own_heads import OwnHead
+from driftlens.models.score_maps import LinearHead
 from driftlens.spec import RunSpec
 from driftlens.spec.sections import TextHead
 

@@ -26,18 +26,9 @@ from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
-from driftlens.models.architecture import HEADS, Architecture, TextTower, load_architecture
-from driftlens.models.chain import LayerChain, ScoreMap
-from driftlens.models.heads import (
-    LmHead,
-    LmScores,
-    class_names,
-    file_head,
-    is_of_vocabulary,
-    linear_head,
-    stated_classes,
-    text_head,
-)
+from driftlens.models.architecture import HEADS, Architecture, load_architecture
+from driftlens.models.chain import LayerChain
+from driftlens.models.heads import TextTower, class_names, file_head, linear_head, stated_classes, text_head
 from driftlens.models.language.generation import generate
 from driftlens.models.language.vocabularies import (
     require_head,
@@ -47,6 +38,7 @@ from driftlens.models.language.vocabularies import (
 )
 from driftlens.models.own_heads import OwnHead
 from driftlens.models.pretrained import resolve_pretrained
+from driftlens.models.score_maps import LmHead, LmScores, ScoreMap, is_of_vocabulary
 from driftlens.models.taking_apart.interception import settle
 from driftlens.runs.layout import escape
 from driftlens.spec import RunSpec

@@ -18,7 +18,8 @@ from driftlens.data.samples import SampleSet
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.scored import Asked
-from driftlens.models.chain import Pool, ScoreMap
+from driftlens.models.chain import Pool
+from driftlens.models.score_maps import ScoreMap
 from driftlens.runs.manifest import ModelInfo
 
 if TYPE_CHECKING:

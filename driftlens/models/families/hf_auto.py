@@ -39,9 +39,8 @@ from driftlens.models.architecture import (
 )
 from driftlens.models.chain import IMAGE, TEXT
 from driftlens.models.families.sequential import sequential_chain
-from driftlens.models.language.texts import hf_text_preprocess
 from driftlens.models.own_heads import HeadForm, Tokens, behind_core
-from driftlens.models.preprocessing import hf_image_preprocess
+from driftlens.models.preprocessing import hf_image_preprocess, hf_text_preprocess
 
 _BESIDE = (
     "pooler.",

@@ -31,7 +31,6 @@ from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
     FolderFormat,
-    TextTower,
     loaders,
     no_text_tower,
     read_text_side,
@@ -40,6 +39,7 @@ from driftlens.models.architecture import (
 )
 from driftlens.models.chain import adapters
 from driftlens.models.families.vit import ClipViT, Names, scrambled
+from driftlens.models.heads import TextTower
 from driftlens.models.preprocessing import hf_preprocess
 
 LAYOUT = KeyLayout(

@@ -25,9 +25,9 @@ from driftlens.models.architecture import (
 from driftlens.models.chain import TEXT, LayerChain
 from driftlens.models.families.hf_auto import built, file_names, read_plain_config, spellings, usage_of_texts
 from driftlens.models.families.sequential import sequential_chain
-from driftlens.models.heads import LmScores
-from driftlens.models.language.texts import hf_text_preprocess
 from driftlens.models.language.vocabularies import HEAD
+from driftlens.models.preprocessing import hf_text_preprocess
+from driftlens.models.score_maps import LmScores
 
 _USAGE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -27,7 +27,6 @@ from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
     FolderFormat,
-    TextTower,
     loaders,
     read_text_side,
     require_own_blocks,
@@ -35,6 +34,7 @@ from driftlens.models.architecture import (
 )
 from driftlens.models.chain import Slot, adapters
 from driftlens.models.families.vit import ClipViT, Names, Pooling, scrambled
+from driftlens.models.heads import TextTower
 from driftlens.models.preprocessing import open_clip_preprocess
 
 CONFIG_FILE = "open_clip_config.json"

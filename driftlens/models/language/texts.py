@@ -24,14 +24,10 @@ from driftlens.checkpoints.guarded import SECONDS, guarded
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from driftlens.models.preprocessing import Preprocess
-
 Form = Literal["encoder", "decoder", "encoder-decoder"]
 """What a language model is made of, which decides where an answer stands."""
-_UNLIMITED = 1 << 30
-_OFFSET = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
-"""Model types whose positions are counted from behind the number of the padding token."""
-_FILLERS = ("pad_token", "eos_token", "sep_token")
+UNLIMITED = 1 << 30
+"""Tokens of a row where nothing bounds them."""
 MEANING = ("model", "normalizer", "pre_tokenizer", "post_processor", "added_tokens")
 """Parts of a tokenizer.json that decide on token ids; the others are settings of calls, and the format's version."""
 SECONDS_PER_MESSAGE = 0.005
@@ -62,8 +58,8 @@ class TextReader:
 
     tokenizer: Any
     form: Form = "encoder"
-    max_length: int = _UNLIMITED
-    limit: int = _UNLIMITED
+    max_length: int = UNLIMITED
+    limit: int = UNLIMITED
     start: int | None = None
     ends: tuple[int, ...] = ()
 
@@ -139,7 +135,7 @@ class TextReader:
 
     def lengths(self, samples: Sequence[tuple[str, str]]) -> list[int]:
         """Tokens of each sample's row, the longer one of an encoder-decoder's, before anything is cut."""
-        free = replace(self, max_length=_UNLIMITED)
+        free = replace(self, max_length=UNLIMITED)
         found: list[int] = []
         for first in range(0, len(samples), 256):
             part = samples[first : first + 256]
@@ -224,86 +220,6 @@ class TextReader:
         begin = self.tokenizer.bos_token_id
         row = row[1:] if begin is not None and row[:2] == [begin, begin] else row
         return row[:-1] if len(row) > 1 and row[-1] == self.end else row
-
-
-def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> Preprocess:
-    """How samples of text become the inputs of a model, by the tokenizer beside its configuration.
-
-    Longer rows than the model's length, or the tokenizer's, are cut (see above).
-
-    Args:
-        source: a folder or Hub id.
-        config: the model's configuration, as the library has it.
-        offline: whether the network may not be asked.
-        form: what the model is made of.
-
-    Raises:
-        IncompatibleModelsError: the tokenizer asks for more than any machine has.
-        SpecError: there is no tokenizer, it knows more tokens than the model, or no start token is named.
-    """
-    from driftlens.checkpoints.loading import read_config  # these need torch
-    from driftlens.checkpoints.refusals import running
-    from driftlens.checkpoints.tokenizer_files import tokenizer_in
-
-    code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
-    generation = read_config(source, "generation_config.json", offline=offline) or {}
-    tokenizer = tokenizer_in(source, offline=offline)
-    with running(source):
-        return text_preprocess(tokenizer, config, generation, form, source, code=code)
-
-
-def text_preprocess(
-    tokenizer: Any, config: Any, generation: Mapping[str, Any], form: Form, source: str, *, code: Any = None
-) -> Preprocess:
-    """See `hf_text_preprocess`, by a tokenizer at hand, which may be given a pad token; `code` is what it would run."""
-    from driftlens.models.preprocessing import Preprocess
-
-    size = config.get_text_config().vocab_size
-    filler = next((token for name in _FILLERS if (token := getattr(tokenizer, name, None)) is not None), None)
-    # transformers 5 makes a tokenizer of special tokens alone where there are no files, rather than fail.
-    if (
-        tokenizer is None
-        or not len(tokenizer("a few words")["input_ids"])
-        or not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens, "▁"}
-        or len(tokenizer) > size
-        or filler is None
-    ):
-        own = f" (its tokenizer is code of its own, {code}, which is never run)" if code else ""
-        raise SpecError(
-            f"{source} has no tokenizer that fits its {size} tokens and pads or ends texts, so texts can't be read"
-            + own,
-            hint="Put the base's tokenizer files beside its config.json.",
-        )
-    if tokenizer.pad_token is None:  # as the mask says what is padding, any token may stand for it
-        tokenizer.pad_token = filler
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or _UNLIMITED
-    if config.model_type in _OFFSET:
-        limit -= 1 + (config.pad_token_id or 0)
-    # A model's own settings of generation know more than its configuration: they were made later.
-    start = generation.get("decoder_start_token_id", getattr(config, "decoder_start_token_id", None))
-    if form == "encoder-decoder" and start is None:
-        raise SpecError(
-            f"{source} doesn't say with which token its decoder begins",
-            hint="Put decoder_start_token_id into its config.json; that of T5 is the pad token's, 0.",
-        )
-    ends = generation.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
-    named = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
-    reader = TextReader(
-        tokenizer,
-        form,
-        min(tokenizer.model_max_length, limit),
-        limit,
-        start if form == "encoder-decoder" else None,
-        tuple(dict.fromkeys(token for token in named if token is not None)),
-    )
-    settings = {
-        "tokenizer": reader.digest,
-        "max_length": reader.max_length,
-        "too_long": reader.rule,
-        "padding": "right",
-        "packing": "none",
-    }
-    return Preprocess(f"transformers {type(tokenizer).__name__}", reader, settings, texts=reader)
 
 
 def plain_part(part: Any) -> Any:

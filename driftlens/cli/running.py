@@ -253,18 +253,18 @@ def _compare_merges(
     as_json: bool,
     job: Job,
 ) -> None:
-    from driftlens.base.files import require_free
-    from driftlens.jobs.contest.merges import compare_merges, wanted_merges
+    from driftlens.jobs.contest.merges import compare_merges, require_place, wanted_merges
     from driftlens_reports.merges import merges_sheet, write_merges
     from driftlens_reports.terminal import sheet_text
 
     if parameters:
         raise SpecError("--set belongs to --method", hint="Write settings behind a method: ties:scaling=0.4.")
-    require_free(out)
+    require_place(out)
     wanted = wanted_merges(with_settings(given))
     with job.watched() as watched:
-        found = compare_merges(spec, wanted, keep=out if keep else None, access=job.access, **watched)
-    write_merges(found, out)
+        found = compare_merges(
+            spec, wanted, out=out, keep=keep, write=write_merges, access=job.access, **watched
+        )
     _note_memory()
     say_json(found) if as_json else say(sheet_text(merges_sheet(found)))
     note(f"wrote {out}: merges.csv, .json, .png, .svg, .html")

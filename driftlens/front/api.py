@@ -387,7 +387,8 @@ def compare_merges(
     Args:
         spec: a spec file, its values, or a checked spec.
         merges: registered merge methods, or pairs of one and its settings by name; `all` is every method.
-        out: a new folder for the table as CSV, JSON and HTML, and its picture; nothing is written without.
+        out: a new folder for the table as CSV, JSON and HTML, and its picture, or that of the same comparison which was
+            stopped, and goes on; nothing is written without.
         keep: save every merge too, in that folder.
         progress: how progress is shown on stderr.
         on_progress: called with every `ProgressEvent`, besides.
@@ -400,22 +401,21 @@ def compare_merges(
     Raises:
         DriftLensError: see the tree in `driftlens.base.errors`.
     """
-    from driftlens.base.files import require_free
     from driftlens.jobs.contest.merges import compare_merges as compared
-    from driftlens.jobs.contest.merges import wanted_merges
+    from driftlens.jobs.contest.merges import require_place, wanted_merges
     from driftlens.spec import load_spec
     from driftlens_reports.merges import merges_sheet, write_merges
 
     if keep and out is None:
         raise SpecError("keep=True saves every merge in a folder, and there is none", hint="Give out=FOLDER.")
     if out is not None:
-        require_free(out)
+        require_place(out)
     wanted = wanted_merges([(each, {}) if isinstance(each, str) else each for each in merges])
-    access, place = _access(options), out if keep else None
+    access = _access(options)
     with _watched(progress, on_progress, cancel=cancel, access=access) as watched:
-        found = compared(load_spec(spec), wanted, keep=place, **watched, **options)
-    if out is not None:
-        write_merges(found, Path(out))
+        found = compared(
+            load_spec(spec), wanted, out=out, keep=keep, write=write_merges, **watched, **options
+        )
     return merges_sheet(found)
 
 

@@ -6,9 +6,9 @@ import pathlib
 import shlex
 
 from driftlens.base.errors import RunError
-from driftlens.base.variants import calibration_of
+from driftlens.base.variants import calibrated, calibration_of
 from driftlens.runs.contents import LATER, is_phase_of
-from driftlens.runs.layout import STATUS
+from driftlens.runs.layout import STATUS, begun_calibration
 from driftlens.runs.lock import living_owner_of
 from driftlens.runs.manifest import Manifest
 from driftlens.runs.run import DriftRun
@@ -48,7 +48,7 @@ def left_undone(run: DriftRun) -> tuple[str, ...]:
         return (damage,)
     if state in ("running", "cancelling") or not is_analyzed(run.manifest):
         return ()
-    begun = [name for name in map(calibration_of, run.manifest.unfinished) if name is not None]
+    begun = _begun(run)
     if begun or state in ("done", "unknown"):
         ends = {name: _end_of(run.manifest, name) for name in begun}
         return tuple(f"{end}; {how_to_resume(run.path, name, run.manifest)}" for name, end in ends.items())
@@ -76,11 +76,26 @@ def unanalyzed(manifest: Manifest) -> list[str]:
     return [name for name in phases if name not in manifest.phases or manifest.phases[name].state != "done"]
 
 
+def _begun(run: DriftRun) -> list[str]:
+    """Calibrations that were begun and not finished, those among them whose settings were still being chosen."""
+    phases = (name.split(":") for name in run.manifest.phases if name.startswith("calibrate:"))
+    names = [*map(calibration_of, run.manifest.unfinished), *(parts[1] for parts in phases)]
+    is_variant = set(run.manifest.unfinished)
+    return [
+        name
+        for name in dict.fromkeys(filter(None, names))
+        if calibrated(name) in is_variant or (run.path / begun_calibration(name)).is_file()
+    ]
+
+
 def how_to_resume(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
-    """What to do about a calibration that was begun and not finished."""
+    """What to do about a calibration that was begun and not finished, perhaps to take the place of one of its name."""
+    is_replacing = name in manifest.calibrations
     if is_live(manifest):
-        return f"`run.calibrate(..., name={name!r}, resume=True)` with the same modules and settings goes on"
+        both = f"name={name!r}, {'replace=True, ' * is_replacing}resume=True"
+        return f"`run.calibrate(..., {both})` with the same modules and settings goes on"
     command = f"driftlens calibrate {shlex.quote(str(folder))} --name {shlex.quote(name)}"
+    command += " --replace" * is_replacing
     return f"`{command} --resume` with the same settings goes on, without --resume it begins afresh"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import driftlens as dl
-from driftlens.jobs.contest.trials import Trials
+from driftlens.jobs.contest.judge import HeldOut
 from driftlens.runs.run import DriftRun
 from tests.zoo.world import CLASSES, World, write_images
 
@@ -29,11 +29,11 @@ def roomy_run(world: World, folder: pathlib.Path, **changes: Any) -> DriftRun:
 
 def spoil_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let merged model and base look bad, so that calibrations are chosen among: few samples rarely show it."""
-    measured = Trials.of
+    measured = HeldOut.of
 
-    def spoilt(self: Trials[Any], model: str) -> dict[str, Any]:
+    def spoilt(self: HeldOut[Any], model: str) -> dict[str, Any]:
         found = measured(self, model)
         as_is = model in ("merged", "base")
         return {task: np.full_like(at, 1e3) for task, at in found.items()} if as_is else found
 
-    monkeypatch.setattr(Trials, "of", spoilt)
+    monkeypatch.setattr(HeldOut, "of", spoilt)

@@ -16,7 +16,8 @@ from driftlens.base.errors import DataError, SpecError
 from driftlens.cli import app
 from driftlens.findings.arena import arena_rows, arena_sheet
 from driftlens.jobs.calibrate.plan import CalibrationRequest
-from driftlens.jobs.contest.arena import Entrant, compete, entrants
+from driftlens.jobs.contest.arena import compete, entrants
+from driftlens.jobs.contest.contest import Candidate
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.preflight.rehearsal import rehearse
 from driftlens.runs.run import DriftRun, open_run
@@ -199,7 +200,7 @@ def test_what_the_spec_says_of_a_method_takes_the_place_of_the_preset_of_its_kin
         "other": {"method": "norms", "alpha": 0.1},
     }.items():
         (folder / "spec.yaml").write_text(yaml.safe_dump({**spec, "calibration": section}))
-        compete(folder, [Entrant(name, "featcal", {"lam": 0.7})], attribution=False)
+        compete(folder, [Candidate(name, "featcal", {"lam": 0.7})], attribution=False)
         settings = open_run(folder).manifest.calibrations[name].settings
         found[name] = settings["lam"], settings["rho"], settings["alpha"]
     assert found == {"said": (0.7, 2.2, 0.1), "silent": (0.7, 2.0, 0.3), "other": (0.7, 2.0, 0.3)}

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 
 import driftlens as dl
 from driftlens.base.errors import Cancelled, DataError, SingularGramError, SpecError
+from driftlens.base.files import temporary_folder
 from driftlens.base.progress import ProgressEvent, Reporter
+from driftlens.calibration.automatic import Scores
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
@@ -23,12 +25,13 @@ from driftlens.engine.site_selection import select_sites
 from driftlens.findings.before_after import selection_sentences
 from driftlens.jobs.analyze.evaluation import final_drift
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.contest import trials
+from driftlens.jobs.contest import judge
 from driftlens.jobs.contest.automatic import BEST, FOLDS, choose_settings
-from driftlens.jobs.contest.judge import LANE, Judge, divergences, drift_scores
-from driftlens.jobs.contest.trials import Trials
+from driftlens.jobs.contest.judge import LANE, HeldOut, Judge, divergences, drift_scores
+from driftlens.jobs.contest.trials import Fit, Trials
 from driftlens.jobs.preflight.rehearsal import rehearse
 from driftlens.jobs.study.card import escaped
+from driftlens.jobs.study.kept import Kept
 from driftlens.jobs.study.reopening import reopened
 from driftlens.jobs.study.study import Study, TaskSamples
 from driftlens.models.score_maps import Head
@@ -53,7 +56,9 @@ def chosen(study: Study, start: FeatCal | None = None) -> tuple[FeatCal, dict[st
     """What is chosen, while one bar runs from its beginning to its end, however many batches there are."""
     said: list[ProgressEvent] = []
     sites = select_sites(study.pool.chain, layers=[2])
-    found, record = choose_settings(study, start or FeatCal(), sites, Reporter(said.append))
+    with temporary_folder() as folder:
+        kept = Kept(folder / "tried")
+        found, record = choose_settings(study, start or FeatCal(), sites, Reporter(said.append), kept)
     assert isinstance(found, FeatCal)
     done, totals = [event.done for event in said], [event.total or 0 for event in said]
     assert done == sorted(done) and {event.phase for event in said} == {"choose"}
@@ -70,27 +75,29 @@ Watch = Callable[[Any, frozenset[str], dict[str, Any]], dict[str, Any]]
 
 def watch_fits(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
     """Let calibrated models score as `watch` says, given calibrator, ids that it was fitted to, and true scores."""
-    alone, run, of = Trials.alone, Trials.run, Trials.of
+    outcomes, of = Trials.outcomes, HeldOut.of
     calibrator, seen = None, frozenset[str]()
 
-    def spied_alone(self: Trials[Any], samples: Any, at: Any, *rest: Any) -> Any:
-        nonlocal calibrator, seen
-        calibrator, seen = at, frozenset(sample for part in samples.values() for sample in part.ids)
-        return alone(self, samples, at, *rest)
+    def spied_outcomes(self: Trials, fits: Any, measure: Any) -> Iterator[Any]:
+        def spied(fit: Fit) -> Any:
+            nonlocal calibrator, seen
+            read = (
+                self.samples[task].ids[at]
+                for task in self.parts
+                for part in fit.parts
+                for at in self.parts[task][part]
+            )
+            calibrator, seen = fit.calibrator, frozenset(read)
+            return measure(fit)
 
-    def spied_run(self: Trials[Any], parts: Any, lanes: Any) -> Iterator[Any]:
-        nonlocal calibrator, seen
-        for lane, tried in zip(lanes, run(self, parts, lanes), strict=True):
-            calibrator = lane.calibrator
-            seen = frozenset(name for every in parts.values() for at in lane.parts for name in every[at].ids)
-            yield tried
+        return outcomes(self, fits, spied)
 
-    def spied_of(self: Trials[Any], model: str) -> dict[str, Any]:
+    def spied_of(self: HeldOut[Any], model: str) -> dict[str, Any]:
         found = of(self, model)
         return watch(calibrator, seen, found) if model == LANE and found else found
 
-    for name, spied in (("alone", spied_alone), ("run", spied_run), ("of", spied_of)):
-        monkeypatch.setattr(Trials, name, spied)
+    monkeypatch.setattr(Trials, "outcomes", spied_outcomes)
+    monkeypatch.setattr(HeldOut, "of", spied_of)
 
 
 def score_by_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +133,14 @@ def blinded(study: Study) -> Study:
 
 
 @pytest.mark.slow
-def test_neither_a_label_nor_another_sample_is_read(study: Study) -> None:
+def test_neither_a_label_nor_another_sample_is_read(study: Study, tmp_path: pathlib.Path) -> None:
     """By all candidates of `--auto`; a calibrator or a judge that does look at one is caught."""
     sites, blind = select_sites(study.pool.chain, layers=[2]), blinded(study)
-    found, record = choose_settings(study, FeatCal(), sites, Reporter(), others=True)
-    again, same = choose_settings(blind, FeatCal(), sites, Reporter(), others=True)
+    found, record, again, same = (
+        at
+        for of, name in ((study, "plain"), (blind, "blind"))
+        for at in choose_settings(of, FeatCal(), sites, Reporter(), Kept(tmp_path / name), others=True)
+    )
     assert {"start", "found", "residual", "residual mu=0.9"} <= {e["name"] for e in record["compared"]}
     assert again.get_params() == found.get_params()
     assert same["candidates"] == record["candidates"] and same["compared"] == record["compared"]
@@ -155,7 +165,7 @@ def test_all_samples_are_held_out_once_and_none_is_scored_that_was_fitted_to(
 ) -> None:
     scored: list[tuple[frozenset[str], frozenset[str]]] = []
     experts: list[str] = []
-    read = trials.final_features
+    read = judge.final_features
 
     def watch(at: Any, ids: frozenset[str], found: dict[str, Any]) -> dict[str, Any]:
         scored[-1] = ids, scored[-1][1]
@@ -169,7 +179,7 @@ def test_all_samples_are_held_out_once_and_none_is_scored_that_was_fitted_to(
         return read(pool, model, task, samples, pooling)
 
     watch_fits(monkeypatch, watch)
-    monkeypatch.setattr(trials, "final_features", spied_read)
+    monkeypatch.setattr(judge, "final_features", spied_read)
     # Ids of different tasks look alike (`train/3`); with one task they can be told apart.
     task = TASKS[0]
     at = study.tasks[task].calibration
@@ -386,7 +396,10 @@ def test_the_judge_reads_every_model_by_its_own_score_map_and_compares_pairs(stu
     samples = {task: dataclasses.replace(at.calibration, labels=None)}
     given = dataclasses.replace(study, tasks={task: dataclasses.replace(at, own_heads={"base": turned})})
     expert = f"expert:{task}"
-    plain, found = (Judge(one).scores(["merged", "base", expert], samples) for one in (study, given))
+    plain, found = (
+        {name: Scores(HeldOut(one, samples, Judge(one)).of(name)) for name in ("merged", "base", expert)}
+        for one in (study, given)
+    )
     assert found["merged"].mean == plain["merged"].mean and found["base"].mean > plain["base"].mean
     assert found[expert].mean == pytest.approx(0, abs=1e-6)
     gap = found[expert].compared_with(found["base"])
@@ -443,7 +456,7 @@ def test_what_methods_declare_is_compared_and_refitted_on_all_samples(
     with pytest.raises(Cancelled):
         calibrate(folder, asked, choose=BEST, on_progress=stop)
     with monkeypatch.context() as patch:  # what was chosen is known, so that nothing is judged again
-        patch.setattr(Trials, "of", None)
+        patch.setattr(HeldOut, "of", None)
         run = calibrate(folder, asked, choose=BEST, resume=True)
     info = run.manifest.calibrations[NAME]
     assert (info.method, info.settings["lam"]) == ("keen", 0.2) and info.selection["choice"] == "keen lam=0.2"
@@ -461,12 +474,12 @@ def test_what_methods_declare_is_compared_and_refitted_on_all_samples(
 def test_the_base_is_exported_and_the_merge_advised_against_where_nothing_beats_the_base(
     roomy: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = Trials.of
+    measured = HeldOut.of
 
-    def good_base(self: Trials[Any], model: str) -> dict[str, Any]:
+    def good_base(self: HeldOut[Any], model: str) -> dict[str, Any]:
         return {task: 0 * at - (model == "base") for task, at in measured(self, model).items()}
 
-    monkeypatch.setattr(Trials, "of", good_base)
+    monkeypatch.setattr(HeldOut, "of", good_base)
     folder = copied(roomy, tmp_path / "run")
     run = dl.open_run(folder).calibrate(FeatCal(), name=NAME, auto=True, layers=[2])
     info = run.manifest.calibrations[NAME]

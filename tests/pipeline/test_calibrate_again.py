@@ -23,6 +23,7 @@ from driftlens.base.errors import (
     SpecError,
 )
 from driftlens.base.progress import ProgressEvent
+from driftlens.findings.listing import find_runs
 from driftlens.jobs.analyze.job import analyze, evaluate
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.calibrate.plan import CalibrationRequest
@@ -125,7 +126,7 @@ def test_settings_are_not_chosen_for_what_was_begun_with_others(
     """Refused before the run is touched: a search may take minutes, and a finished run must not become a failed one."""
     calibrate_until(folder, in_layer(3))
     before = files_of(folder)
-    monkeypatch.setattr(Trials, "solved", lambda *_, **__: pytest.fail("a search began"))
+    monkeypatch.setattr(Trials, "outcomes", lambda *_, **__: pytest.fail("a search began"))
     with pytest.raises(SpecError, match=r"another (automatic: false, now true|settings\.update)"):
         calibrate(folder, request(parameters=parameters), resume=True, choose=HELD_OUT)
     assert files_of(folder) == before
@@ -188,7 +189,12 @@ def test_what_has_the_name_stays_until_its_successor_is_solved_for(
     same_rows(run, whole)
     assert run.variants == whole.variants and verify(folder).ok
     assert (folder / WEIGHTS).read_bytes() == (whole.path / WEIGHTS).read_bytes()
-    assert not (folder / "scratch" / f"calibrate-{NAME}").exists()
+    assert (folder / "scratch" / f"calibrate-{NAME}").exists() is (end == "cancelled")
+    if end == "cancelled":
+        (left,) = find_runs(folder)[0].left
+        assert f"--name {NAME} --replace --resume` with" in left
+        same_rows(calibrate(folder, request(), replace=True, resume=True), whole)
+        assert not (folder / "scratch" / f"calibrate-{NAME}").exists() and find_runs(folder)[0].left == ()
 
 
 def test_resuming_what_is_finished_only_saves_it_elsewhere(whole: DriftRun, tmp_path: pathlib.Path) -> None:

@@ -137,7 +137,7 @@ def test_more_samples_than_the_run_drew_are_drawn_and_leave_the_others_alone(
 def test_a_chooser_sees_calibration_samples_and_no_label(folder: pathlib.Path, light: DriftRun) -> None:
     seen: list[Study] = []
 
-    def choose(study: Study, start: Any, sites: Any, reporter: Reporter) -> Any:
+    def choose(study: Study, start: Any, sites: Any, reporter: Reporter, kept: Any) -> Any:
         seen.append(study)
         reporter.step("choose", 1, 1)
         assert open_run(folder).status.phase == "choose", "whoever watches the run sees it"

@@ -12,10 +12,10 @@ from driftlens.base.errors import SingularGramError
 from driftlens.base.progress import Reporter
 from driftlens.calibration.calibrator import ClosedFormBase
 from driftlens.calibration.featcal import FeatCal
-from driftlens.engine.forward_order import Lane
 from driftlens.engine.problems import LinearProblem, Problem, SiteReport, SiteUpdate
 from driftlens.engine.site_selection import select_sites
-from driftlens.jobs.contest.trials import Trials
+from driftlens.jobs.contest.judge import LANE, HeldOut
+from driftlens.jobs.contest.trials import Fit, Trials
 from driftlens.jobs.study.reopening import reopened
 from driftlens.jobs.study.study import Study
 from driftlens.runs.run import DriftRun
@@ -43,19 +43,25 @@ def study(light: DriftRun) -> Study:
 
 
 def test_candidates_of_any_kind_are_measured_in_their_order(study: Study) -> None:
-    parts = {task: [at.calibration] for task, at in study.tasks.items() if at.calibration is not None}
+    samples = {task: at.calibration for task, at in study.tasks.items() if at.calibration is not None}
+    parts = {task: [range(len(at))] for task, at in samples.items()}
 
     def drift(model: str, task: str, found: Tensor, expert: Tensor) -> Tensor:
         return torch.linalg.vector_norm(found - expert, dim=1)
 
-    held_out = {task: at.diagnosis for task, at in study.tasks.items()}
-    trials = Trials(study, select_sites(study.pool.chain, layers=[2]), held_out, drift, Reporter(), "try")
-    merged = trials.of("merged")
+    held_out = HeldOut(study, {task: at.diagnosis for task, at in study.tasks.items()}, drift)
+    sites = select_sites(study.pool.chain, layers=[2])
+    trials = Trials(study, samples, parts, lambda update: sites, Reporter(), "try")
+    merged = held_out.of("merged")
     kinds = (FeatCal(), Unsolvable(), Unmoved(), FeatCal())
-    first, failed, unmoved, last = trials.run(parts, [Lane(calibrator) for calibrator in kinds])
-    assert failed.error is not None and failed.error.hint == "take more samples" and not failed.by_task
+    fits = [Fit(calibrator, frozenset({0})) for calibrator in kinds]
+    met = [*trials.outcomes(fits, lambda _: held_out.of(LANE))]
+    assert [fit for fit, _ in met] == fits
+    first, failed, unmoved, last = (outcome for _, outcome in met)
+    assert failed.error is not None and failed.error.hint == "take more samples" and failed.value is None
+    assert first.value and unmoved.value and last.value
     for task, drifts in merged.items():
-        assert torch.equal(unmoved.by_task[task], drifts)
-        assert not torch.equal(first.by_task[task], drifts)
-        assert torch.equal(first.by_task[task], last.by_task[task])
+        assert torch.equal(unmoved.value[task], drifts)
+        assert not torch.equal(first.value[task], drifts)
+        assert torch.equal(first.value[task], last.value[task])
     assert first.error is None and first.seconds > 0

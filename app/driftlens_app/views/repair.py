@@ -134,7 +134,9 @@ def _offer_to_continue(run: DriftRun, job: Job, *, may_export: bool) -> None:
             last = CalibrationSettings.from_dict(job.settings)
             # A record may say anything, and the folder of an export lies beside the run.
             save = last.save_weights and may_export
-            start(calibrate_request(run, replace(last, resume=True, replace=False, save_weights=save)))
+            # What has the name stays until its successor is solved for.
+            stays = last.replace and job.name in run.manifest.calibrations
+            start(calibrate_request(run, replace(last, resume=True, replace=stays, save_weights=save)))
             st.rerun()
 
 

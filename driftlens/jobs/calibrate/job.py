@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from driftlens.base.access import Access
-from driftlens.base.errors import Cancelled, RunError, SpecError
+from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.base.files import PathLike
 from driftlens.base.progress import CancelToken, ProgressSink, Reporter
 from driftlens.engine.pool import attachment_tensors
@@ -124,13 +124,16 @@ def calibrate(
         reporter = Reporter(all_of(writer.progress, on_progress), cancel)
         scratch = CalibrationScratch(folder, plan.name)
         with deterministic_algorithms(opened.study.settings.deterministic):
-            how = how_to_resume(folder, plan.name, opened.manifest)
             if replace or not (resume and plan.name in writer.manifest.calibrations):
-                with _resumable(lambda: scratch.is_there and how):
+                with _resumable(
+                    lambda: scratch.is_there and how_to_resume(folder, plan.name, writer.manifest)
+                ):
                     _calibrate(writer, opened, scratch, reporter, choose, resume=resume, on_first=on_first)
                 if on_measured is not None and team.leads:
                     on_measured(open_run(folder))
-            more = how_to_explain(folder) if live is None else how
+            more = (
+                how_to_explain(folder) if live is None else how_to_resume(folder, plan.name, opened.manifest)
+            )
             with _resumable(lambda: (folder / plan.weights[plan.variant]).is_file() and more):
                 _complete(writer, opened, reporter, attribution=attribution)
     run = open_run(folder)
@@ -197,7 +200,7 @@ class Terms:
         if self.resume:
             identity = plan.identity(opened.manifest, opened.study) | {"automatic": self.is_chosen}
             scratch = CalibrationScratch(opened.folder, plan.name)
-            scratch.require_same(identity, chosen=_CHOSEN if self.is_chosen else ())
+            scratch.require_same(identity, asked=plan.asked if self.is_chosen else {})
 
     def require_free_name(self, plan: CalibrationPlan, manifest: Manifest) -> None:
         """Refuse a name that a finished calibration has, unless that is to be replaced or is the very same.
@@ -218,10 +221,6 @@ class Terms:
                 f"the calibration {plan.name!r} is finished, with other settings",
                 hint="Choose another --name, or --replace it.",
             )
-
-
-_CHOSEN = frozenset({"method", "settings", "sites"})
-"""Parts of a calibration's identity that a choice decides, so that they can't be compared before it."""
 
 
 def _is_same(plan: CalibrationPlan, taken: CalibrationInfo, *, is_chosen: bool) -> bool:
@@ -276,13 +275,11 @@ def _calibrate(
 
     lead(team, writer, clear)
     if choose is not None:
-        choosing = f"{plan.phase}:choose"
-        with writer.phase(choosing), suitable_threads(writer, choosing, study):
-            plan = plan.chosen(choose, study, reporter, team.once(lambda: scratch.begun))
+        plan = _chosen(writer, opened, scratch, reporter, choose)
     identity = plan.identity(opened.manifest, study)
 
     def begin() -> None:  # every process opens what is solved for itself
-        scratch.begin(identity | {"selection": dict(plan.selection)}, resume=resume)
+        scratch.begin(identity | {"selection": dict(plan.selection)}, resume=resume or choose is not None)
 
     team.once(begin)
     if replaces:
@@ -320,15 +317,35 @@ def _calibrate(
     writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
 
 
+def _chosen(
+    writer: RunWriter,
+    opened: OpenCalibration,
+    scratch: CalibrationScratch,
+    reporter: Reporter,
+    choose: Choice,
+) -> CalibrationPlan:
+    """The plan with what is chosen; what is tried on the way is kept, and so is the choice."""
+    plan, study, team = opened.plan, opened.study, opened.study.team
+    phase, identity = f"{plan.phase}:choose", plan.identity(opened.manifest, study) | {"automatic": True}
+    team.once(lambda: scratch.begin(identity | {"selection": {}}, resume=True, asked=plan.asked))
+    begun = team.once(lambda: scratch.begun)
+    with writer.phase(phase), suitable_threads(writer, phase, study):
+        plan = plan.chosen(choose, study, reporter, begun, scratch.tried)
+    if not begun["selection"]:
+        settled = plan.identity(opened.manifest, study) | {"selection": dict(plan.selection)}
+        team.once(lambda: scratch.settle(settled))
+    return plan
+
+
 def _solve_and_make_room(
     writer: RunWriter, study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, reporter: Reporter
 ) -> None:
     """Only when all layers are solved does the calibration that has the name make room."""
     try:
         _solved(writer, study, plan, scratch, scratch.solved(), reporter)
-    except BaseException:
-        if study.team.leads:
-            scratch.remove()  # what has the name stays, so there is nothing to go on with
+    except DriftLensError as error:
+        if study.team.leads and not isinstance(error, Cancelled | RunError):
+            scratch.remove()  # what has the name stays, and going on would fail once more
         raise
 
     def make_room() -> None:

@@ -20,6 +20,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import Stepwise
 from driftlens.engine.site_selection import select_sites, updated_sites
 from driftlens.engine.training import Trainer
+from driftlens.jobs.study.kept import Kept
 from driftlens.jobs.study.study import Study
 from driftlens.models.chain import Layer
 from driftlens.runs.layout import calibration_folder, calibration_weights
@@ -39,15 +40,15 @@ class Choice:
     """A way to choose hyperparameters.
 
     Attributes:
-        choose: (study, calibrator to start from, sites, reporter) -> calibrator with the hyperparameters chosen, and
-            how they were. It sees calibration samples and nothing else. Where it says `kept`, no module is solved
-            for, and the calibration's variant is that model, `merged` or `base`, as it is.
+        choose: (study, calibrator to start from, sites, reporter, where to keep what is tried) -> calibrator with the
+            hyperparameters chosen, and how they were. It sees calibration samples and nothing else. Where it says
+            `kept`, no module is solved for, and the calibration's variant is that model, `merged` or `base`, as it is.
         outlook: (calibrator to start from, samples by task, has_base) -> titles of candidates, and the most that
             choosing and calibrating take, in calibrations by FeatCal; refuses at once what nothing can be chosen for.
     """
 
     choose: Callable[
-        [Study, Calibrator, Mapping[int, Sequence[str]], Reporter], tuple[Calibrator, Mapping[str, Any]]
+        [Study, Calibrator, Mapping[int, Sequence[str]], Reporter, Kept], tuple[Calibrator, Mapping[str, Any]]
     ]
     outlook: Callable[..., tuple[Sequence[str], float]] = lambda *_, **__: ((), 1.0)
 
@@ -87,8 +88,12 @@ class CalibrationPlan:
         control = control_of(self.name) if study.has_base and anchor_moves(calibrator) else ""
         return dataclasses.replace(self, calibrator=calibrator, control=control)
 
-    def chosen(self, choose: Choice, study: Study, reporter: Reporter, begun: Any) -> CalibrationPlan:
+    def chosen(
+        self, choose: Choice, study: Study, reporter: Reporter, begun: Mapping[str, Any], kept: Kept
+    ) -> CalibrationPlan:
         """The plan with hyperparameters that `choose` finds on its samples, or found before: what had `begun`.
+
+        What it tries is kept in `kept` until it is chosen.
 
         Raises:
             SpecError: it chose what can't be.
@@ -100,7 +105,7 @@ class CalibrationPlan:
             calibrator: Calibrator = kind(**resolve(kind, begun["settings"], begun["method"]))
         else:
             shown = study.blinded(self.samples)
-            calibrator, found = choose.choose(shown, self.calibrator, self.sites, reporter)
+            calibrator, found = choose.choose(shown, self.calibrator, self.sites, reporter, kept)
             selection = {**found, "preset": preset_of(self.calibrator), "asked": self.asked}
         calibrator.check(has_base=study.has_base)
         plan = dataclasses.replace(self, automatic=True, selection=selection)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import pathlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from driftlens.base.files import from_json, write_json_atomic
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sources import OnDemand
 from driftlens.engine.problems import CalibratedLayer, SiteReport
+from driftlens.jobs.study.kept import Kept
 from driftlens.models.saving import save_state_dict
 from driftlens.runs import layout
 from driftlens.runs.contents import remove_tree
@@ -48,19 +48,23 @@ class CalibrationScratch:
         self._folder = self._settings.parent
         self._seconds = 0.0
 
-    def begin(self, settings: Mapping[str, Any], *, resume: bool) -> dict[int, SolvedLayer]:
+    def begin(
+        self, settings: Mapping[str, Any], *, resume: bool, asked: Mapping[str, Any] | None = None
+    ) -> dict[int, SolvedLayer]:
         """The layers solved before an interruption, by index; none when the calibration starts afresh.
 
         Args:
-            settings: everything that the solutions depend on, as plain values, and as `selection` how it was chosen.
+            settings: everything that the solutions depend on, as plain values, and as `selection` how it was chosen:
+                nothing as long as it is being chosen.
             resume: whether to go on; otherwise what is there is thrown away.
+            asked: as for `require_same`.
 
         Raises:
             SpecError: what is there was solved with other settings; the first difference is named.
             RunError: the folder can't be written to.
         """
         if resume and self.is_there:
-            self.require_same(settings)
+            self.require_same(settings, asked=asked)
             return self.solved()
         self.remove()
         write_json_atomic(self._settings, settings)
@@ -100,23 +104,26 @@ class CalibrationScratch:
             raise _damaged(self._settings, f"an object expected, got {type(found).__name__}")
         return found
 
-    def require_same(self, settings: Mapping[str, Any], *, chosen: Collection[str] = ()) -> None:
+    def require_same(self, settings: Mapping[str, Any], *, asked: Mapping[str, Any] | None = None) -> None:
         """Refuse to go on with other settings; nothing happens where nothing was begun.
 
         Args:
             settings: everything that the solutions depend on, as plain values.
-            chosen: entries of `settings` that are yet to be chosen, so that they can't be compared.
+            asked: what a choice begins with: where one was made, it is compared with what that one began with.
 
         Raises:
             SpecError: the first setting that differs.
         """
         if not self.is_there:
             return
-        begun, now = _flat(self.begun), _flat(settings)
-        for name in {**now, **begun}:
-            if name.partition(".")[0] not in {*chosen, "selection"} and begun.get(name) != now.get(name):
+        before, now, skipped = self.begun, dict(settings), {"selection"}
+        if asked and (chosen := before.get("selection")):
+            before, now, skipped = before | chosen["asked"], {**now, **asked}, {"selection", "sites"}
+        before, now = _flat(before), _flat(now)
+        for name in {**now, **before}:
+            if name.partition(".")[0] not in skipped and before.get(name) != now.get(name):
                 raise SpecError(
-                    f"the interrupted calibration had another {name}: {_shown(begun.get(name))}, "
+                    f"the interrupted calibration had another {name}: {_shown(before.get(name))}, "
                     f"now {_shown(now.get(name))}",
                     hint="Resume with the same settings, models and samples, or start afresh without --resume.",
                 )
@@ -127,26 +134,33 @@ class CalibrationScratch:
         return self._folder / "features"
 
     @property
+    def tried(self) -> Kept:
+        """What became of the candidates that a choice has tried; nothing any more once it is `settled`."""
+        return Kept(self._folder / "tried", self._require_there)
+
+    def settle(self, settings: Mapping[str, Any]) -> None:
+        """Go on with what was chosen: `settings` take the place of those that the choice began with.
+
+        Raises:
+            RunError: the folder can't be written to, or the run was removed since the calibration began.
+        """
+        self._require_there()
+        write_json_atomic(self._settings, settings)
+        remove_tree(self._folder / "tried")
+
+    @property
     def seconds(self) -> float:
         """What was solved or trained so far took, over all sittings."""
-        kept = [*self._files(), *self._training.glob("*.safetensors")]
-        return max((float(_metadata(path)["seconds"]) for path in kept), default=self._seconds)
+        solved = max((float(_metadata(path)["seconds"]) for path in self._files()), default=0.0)
+        return max(solved, self._training.seconds) or self._seconds
 
     def took(self, seconds: float) -> None:
         """Remember what work took of which nothing is kept layer by layer."""
         self._seconds = seconds
 
     def read(self, name: str) -> dict[str, Tensor]:
-        """What a training has kept under a name; nothing where there is none. See `engine.training.Memory`.
-
-        Raises:
-            CheckpointError: the file is damaged.
-        """
-        file = self._file(name)
-        if not file.is_file():
-            return {}
-        source = open_checkpoint(file)
-        return {key: source.read(key).clone() for key in source.headers}
+        """What a training has kept under a name; nothing where there is none. See `engine.training.Memory`."""
+        return self._training.read(name)
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Keep what a training has reached, whole or not at all.
@@ -154,17 +168,11 @@ class CalibrationScratch:
         Raises:
             RunError: the disk is full, or the run was removed since the calibration began.
         """
-        self._require_there()
-        self._training.mkdir(exist_ok=True)
-        contiguous = {key: value.cpu().contiguous() for key, value in tensors.items()}
-        save_state_dict(self._file(name), contiguous, {"seconds": repr(self._seconds)})
+        self._training.write(name, tensors, self._seconds)
 
     @property
-    def _training(self) -> pathlib.Path:
-        return self._folder / "training"
-
-    def _file(self, name: str) -> pathlib.Path:
-        return self._training / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"
+    def _training(self) -> Kept:
+        return Kept(self._folder / "training", self._require_there)
 
     def keep(self, layer: CalibratedLayer, seconds: float) -> SolvedLayer:
         """Store one layer's solution, whole or not at all; returns what was stored.

@@ -5,51 +5,34 @@ from __future__ import annotations
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from driftlens.base.access import Access
-from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
+from driftlens.base.errors import Cancelled
 from driftlens.base.files import PathLike
 from driftlens.base.progress import CancelToken, ProgressSink
-from driftlens.base.settings import resolve
 from driftlens.calibration.calibrator import calibrators
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.calibrate.plan import CalibrationRequest
+from driftlens.jobs.contest.contest import Candidate, Outcome, candidates, contest, one_by_one, require_any
 from driftlens.runs import layout
 from driftlens.runs.run import open_run
 from driftlens.spec import load_spec
 
 
-class Entrant(NamedTuple):
-    """A repair in the arena: the name of its calibration, its method, and settings over the published ones."""
+def entrants(given: Sequence[tuple[str, Mapping[str, object]]]) -> list[Candidate]:
+    """The repairs asked for by method and settings, under names that calibrations can have; as `candidates`."""
 
-    name: str
-    method: str
-    settings: Mapping[str, object]
-
-
-def entrants(given: Sequence[tuple[str, Mapping[str, object]]]) -> list[Entrant]:
-    """The repairs asked for by method and settings, `all` being every method; no file is opened.
-
-    Raises:
-        SpecError: no such method, a setting that it does not have, a value that is not allowed, or one repair twice.
-    """
-    every = sorted(calibrators)
-    asked = [(at, own) for name, own in given for at in (every if name == "all" and not own else (name,))]
-    found: dict[str, Entrant] = {}
-    for method, settings in asked:
-        resolve(calibrators[method], settings, method)
+    def name_of(method: str, settings: Mapping[str, object]) -> str:
         parts = [method, *(f"{key}-{value}" for key, value in settings.items())]
-        name = re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(parts)).strip("-")
-        if name in found:
-            raise SpecError(f"{name} is asked for twice", hint="Name every repair once.")
-        found[name] = Entrant(name, method, settings)
-    return list(found.values())
+        return re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(parts)).strip("-")
+
+    return candidates(given, calibrators, calibrators.__getitem__, name_of)
 
 
 def compete(
     run: PathLike,
-    wanted: Sequence[Entrant],
+    wanted: Sequence[Candidate],
     *,
     samples: int | None = None,
     attribution: bool = True,
@@ -83,9 +66,9 @@ def compete(
     loader = str(open_run(run).manifest.architecture.get("loader"))
     spec = pathlib.Path(run) / layout.SPEC
     section = load_spec(spec).calibration if spec.is_file() else None  # runs of live modules have none
-    failed: dict[str, DriftLensError] = {}
-    for entrant in wanted:
-        kind = calibrators[entrant.method]
+
+    def attempt(entrant: Candidate) -> Outcome[None]:
+        kind, name = calibrators[entrant.method], entrant.name
         preset = kind.suited.get(loader, next(iter(kind.presets), None))
         if (
             section is not None
@@ -94,17 +77,27 @@ def compete(
         ):
             preset = None
         request = CalibrationRequest(
-            entrant.name, method=entrant.method, preset=preset, parameters=entrant.settings, samples=samples
+            name, method=entrant.method, preset=preset, parameters=entrant.settings, samples=samples
         )
         watched: dict[str, Any] = {"access": access, "on_progress": on_progress, "cancel": cancel}
-        try:
-            calibrate(run, request, resume=True, attribution=attribution, **watched)
-        except (Cancelled, RunError):  # the run's own trouble, which all repairs share
-            raise
-        except DriftLensError as error:
-            if not access.team.agrees(error):
-                raise
-            failed[entrant.name] = error
-    if failed and len(failed) == len(wanted):
-        raise next(iter(failed.values()))
-    return {name: error.message for name, error in failed.items()}
+        calibrate(run, request, resume=True, attribution=attribution, **watched)
+        return Outcome()
+
+    try:
+        met = contest(wanted, one_by_one(attempt, access.team), _InTheRun())
+        outcomes = {entrant.name: outcome for entrant, outcome in met}
+    except Cancelled as error:
+        error.hint = "What was finished is kept; the same command goes on where it stopped."
+        raise
+    require_any(outcomes.values())
+    return {name: at.error.message for name, at in outcomes.items() if at.error is not None}
+
+
+class _InTheRun:
+    """A repair is kept by its calibration, which knows best what is still to be done of it."""
+
+    def read(self, _: Candidate) -> None:
+        return None
+
+    def write(self, _: Candidate, outcome: Outcome[None]) -> None:
+        assert outcome.error is None

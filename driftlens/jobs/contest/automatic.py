@@ -12,28 +12,32 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from driftlens.base.errors import DataError, DriftLensError, NumericsError, SingularGramError, SpecError
+from driftlens.base.errors import DataError, NumericsError, SingularGramError, SpecError
 from driftlens.base.files import temporary_folder
 from driftlens.base.progress import Reporter
 from driftlens.calibration.automatic import LEVEL, NUM_FOLDS, Decision, Scores, decide, folds_of, search
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.data.samples import SampleSet, part_of
-from driftlens.engine.forward_order import Lane
-from driftlens.engine.problems import ClosedForm, Layerwise
 from driftlens.engine.site_selection import updated_sites
 from driftlens.engine.training import Trainer
 from driftlens.jobs.calibrate.plan import Choice as Chooser
 from driftlens.jobs.calibrate.plan import method_called, plain_settings, preset_of
-from driftlens.jobs.contest.judge import LANE, Judge
-from driftlens.jobs.contest.trials import Trials, Tried
+from driftlens.jobs.contest.contest import Outcome, contest
+from driftlens.jobs.contest.judge import LANE, HeldOut, Judge
+from driftlens.jobs.contest.trials import Fit, Trials
+from driftlens.jobs.study.kept import Kept
 from driftlens.jobs.study.study import Study
+
+ByFold = Mapping[int, Mapping[str, NDArray[np.float64]]]
+"""Scores of held-out samples, by fold and task."""
 
 PHASE = "choose"
 FOLDS = range(NUM_FOLDS)
@@ -54,6 +58,7 @@ def choose_settings(
     start: Calibrator,
     sites: Mapping[int, Sequence[str]],
     reporter: Reporter,
+    kept: Kept,
     *,
     others: bool = False,
 ) -> tuple[Calibrator, dict[str, Any]]:
@@ -61,62 +66,93 @@ def choose_settings(
 
     Where the record says `kept`, the calibrator is the start, and nothing is to be solved with it. Of the study models,
     calibration samples and heads are used; no label and no other sample is read. `others` admits candidates of other
-    calibrators than that of `start`.
+    calibrators than that of `start`. What becomes of each is kept
+    in `kept`, where an earlier sitting may have left some.
 
     Raises:
         SpecError: the calibrator has nothing to choose.
         DataError: a task has too few samples to hold any out.
         DriftLensError: the start itself can't be calibrated with.
     """
-    started, judge = time.perf_counter(), Judge(study)
     varies = _free(start, has_base=study.has_base, others=others)
+    known = {"start": start, **_declared(start, others=others, has_base=study.has_base)}
     with temporary_folder() as folder:
-        spill = folder / "features"
-        known = {"start": start, **_declared(start, others=others, has_base=study.has_base)}
-        bar = _OneBar(reporter)
-        fits = CrossFits(Trials(study, sites, {}, judge, bar, PHASE, spill), bar)
-        contenders = {name: dict.fromkeys(FOLDS, at) for name, at in known.items()}
-        effort, each = _search_effort(start, varies, study.has_base), NUM_FOLDS - 1
-        # All in calibrations: what is sure to be tried, and what only if what was found wins.
-        ahead = {name: each * at.effort for name, at in known.items()}
-        perhaps, found = each * (effort - start.effort) * bool(varies), dict[int, Calibrator]()
-        for fold in FOLDS if varies else ():
-            bar.expect(effort * sum(_NEW[fold:]) + sum(ahead.values()) + each + _EXPECTED * perhaps)
-            found[fold] = fits.searched(start, varies, fold)
-        if {*found.values()} - {start}:
-            contenders["found"], ahead["found"] = found, each * start.effort
-        is_open = "found" in contenders
-        given = {name: fits.as_it_is(name) for name in _PLAIN if name == "merged" or study.has_base}
-        failures: dict[str, str] = {}
-        # What was found comes early: whether it may win decides what is left to do.
-        for name in sorted(contenders, key=lambda name: name not in ("start", "found")):
-            bar.expect(sum(ahead.values()) + is_open * _EXPECTED * perhaps)
-            try:
-                given[name] = fits.scores(contenders[name])
-            except (DataError, NumericsError, SpecError) as error:
-                if name == "start":
-                    raise
-                failures[name] = error.message
-            scores = {at: given[at] for at in (*_PLAIN, *contenders) if at in given}  # from the simplest on
-            decision = decide(scores, _alike(known))
-            del ahead[name]
-            is_open = "found" in ahead or decision.name == "found"
-        if decision.name == "found":
-            bar.expect(perhaps)
-            known["found"] = fits.searched(start, varies)
-        bar.finish()
+        fits = CrossFits(study, sites, kept, _OneBar(reporter), folder / "features")
+        choosing = _Choosing(fits, start, varies, known)
+        choosing.search()
+        decision = choosing.decide()
+        fits.bar.finish()
     chosen = known.get(decision.name, start)
-    record = _record(decision, scores, failures, known) | {
-        "score": judge.score,
+    record = _record(decision, choosing.scores, choosing.failures, known) | {
+        "score": fits.judge.score,
         "start": plain_settings(start),
         "chosen": None if decision.name in _PLAIN else plain_settings(chosen),
         "candidates": fits.tried,
         "num_held_out": {task: len(at) for task, at in fits.samples.items()},
         "num_calibrations": len(fits.costs),
         "cost_in_calibrations": sum(fits.costs),
-        "seconds": round(time.perf_counter() - started, 3),
+        "seconds": round(fits.seconds, 3),
     }
     return chosen, record
+
+
+class _Choosing:
+    """One choice on its way: who contends, what is ahead, and what they score.
+
+    Attributes:
+        known: calibrators by name; with `found` as soon as that was decided for.
+        scores: of candidates, from the simplest on.
+        failures: by name, why one can't be calibrated with.
+    """
+
+    def __init__(
+        self, fits: CrossFits, start: Calibrator, varies: Sequence[str], known: dict[str, Calibrator]
+    ) -> None:
+        self._fits, self._start, self._varies, self.known = fits, start, varies, known
+        self._has_base = fits.study.has_base
+        self._contenders = {name: dict.fromkeys(FOLDS, at) for name, at in known.items()}
+        self._effort, self._each = _search_effort(start, varies, self._has_base), NUM_FOLDS - 1
+        # All in calibrations: what is sure to be tried, and what only if what was found wins.
+        self._ahead = {name: self._each * at.effort for name, at in known.items()}
+        self._perhaps = self._each * (self._effort - start.effort) * bool(varies)
+        self.scores: dict[str, Scores] = {}
+        self.failures: dict[str, str] = {}
+
+    def search(self) -> None:
+        """Find settings without each fold; they contend where any search found others than the start."""
+        expect, found = self._fits.bar.expect, dict[int, Calibrator]()
+        for fold in FOLDS if self._varies else ():
+            searches = self._effort * sum(_NEW[fold:])
+            expect(searches + sum(self._ahead.values()) + self._each + _EXPECTED * self._perhaps)
+            found[fold] = self._fits.searched(self._start, self._varies, fold)
+        if {*found.values()} - {self._start}:
+            self._contenders["found"], self._ahead["found"] = found, self._each * self._start.effort
+
+    def decide(self) -> Decision:
+        """Score all candidates, and search anew on all folds where what was found wins.
+
+        Raises:
+            DriftLensError: the start can't be calibrated with.
+        """
+        fits, is_open = self._fits, "found" in self._contenders
+        given = {name: fits.as_it_is(name) for name in _PLAIN if name == "merged" or self._has_base}
+        # What was found comes early: whether it may win decides what is left to do.
+        for name in sorted(self._contenders, key=lambda name: name not in ("start", "found")):
+            fits.bar.expect(sum(self._ahead.values()) + is_open * _EXPECTED * self._perhaps)
+            try:
+                given[name] = fits.scores(self._contenders[name])
+            except (DataError, NumericsError, SpecError) as error:
+                if name == "start":
+                    raise
+                self.failures[name] = error.message
+            self.scores = {at: given[at] for at in (*_PLAIN, *self._contenders) if at in given}
+            decision = decide(self.scores, _alike(self.known))
+            del self._ahead[name]
+            is_open = "found" in self._ahead or decision.name == "found"
+        if decision.name == "found":
+            fits.bar.expect(self._perhaps)
+            self.known["found"] = fits.searched(self._start, self._varies)
+        return decision
 
 
 def _alike(known: Mapping[str, Calibrator]) -> list[list[str]]:
@@ -166,24 +202,57 @@ class CrossFits:
         costs: of every calibration so far, in calibrations of all samples.
     """
 
-    def __init__(self, trials: Trials[NDArray[np.float64]], bar: _OneBar) -> None:
-        self._bar = bar
+    def __init__(
+        self,
+        study: Study,
+        sites: Mapping[int, Sequence[str]],
+        kept: Kept,
+        bar: _OneBar,
+        spill: Path,
+    ) -> None:
+        self.study, self.judge, self.bar = study, Judge(study), bar
         self.samples: dict[str, SampleSet] = {}
-        for task, at in trials.study.tasks.items():
+        for task, at in study.tasks.items():
             if at.calibration is None:
                 raise DataError(f"task {task} has no calibration samples")
             self.samples[task] = dataclasses.replace(at.calibration, labels=None)
         self.tried: list[dict[str, Any]] = []
         self.costs: list[float] = []
-        self._folds = {task: folds_of(len(at), task) for task, at in self.samples.items()}
-        self._trials, every = trials, [self._part({fold}) for fold in FOLDS]
-        self._parts = {task: [of[task] for of in every] for task in self.samples}
-        self._judges = [dataclasses.replace(trials, held_out=of) for of in every]
-        self._known: dict[tuple[str, frozenset[int]], Mapping[int, Mapping[str, Any]] | DriftLensError] = {}
+        folds = {task: folds_of(len(at), task) for task, at in self.samples.items()}
+        self._held_out = [
+            HeldOut(
+                study, {task: part_of(at, folds[task][fold]) for task, at in self.samples.items()}, self.judge
+            )
+            for fold in FOLDS
+        ]
+        self._trials = Trials(
+            study,
+            self.samples,
+            folds,
+            lambda update: updated_sites(study.pool.chain, sites, update),
+            bar,
+            PHASE,
+            spill,
+            begin=lambda fits: bar.begin(sum(map(_effort_of, fits))),
+        )
+        self._ledger = _FoldScores(study, kept, bar)
+        self._known: dict[tuple[str, frozenset[int]], Outcome[ByFold]] = {}
+
+    @property
+    def seconds(self) -> float:
+        """What it took so far, over all sittings."""
+        return self._ledger.seconds
 
     def as_it_is(self, model: str) -> Scores:
         """A model's scores on all samples."""
-        return _joined([judge.of(model) for judge in self._judges])
+
+        def measured(models: Sequence[str]) -> Iterator[tuple[str, Outcome[ByFold]]]:
+            for name in models:
+                yield name, Outcome({fold: self._held_out[fold].of(name) for fold in FOLDS})
+
+        ((_, outcome),) = contest([model], measured, self._ledger)
+        assert outcome.value is not None
+        return _joined([*outcome.value.values()])
 
     def scores(self, by_fold: Mapping[int, Calibrator], unseen: frozenset[int] = frozenset()) -> Scores:
         """On the samples of some folds, under the calibrator for each, fitted to the others but those `unseen`.
@@ -191,14 +260,16 @@ class CrossFits:
         Raises:
             DriftLensError: one of them can't be calibrated with.
         """
-        fits = {fold: (at, unseen | {fold}) for fold, at in by_fold.items()}
+        fits = {fold: Fit(at, EVERY - unseen - {fold}) for fold, at in by_fold.items()}
         self._fit([*fits.values()])
-        found = []
-        for fold, (at, out) in fits.items():
-            if isinstance(known := self._known[repr(at), out], DriftLensError):
-                raise known
-            found.append(known[fold])
-        return _joined(found)
+        scored = []
+        for fold, fit in fits.items():
+            outcome = self._known[_key(fit)]
+            if outcome.value is None:
+                assert outcome.error is not None
+                raise outcome.error
+            scored.append(outcome.value[fold])
+        return _joined(scored)
 
     def searched(self, start: Calibrator, varies: Sequence[str], fold: int | None = None) -> Calibrator:
         """What a search finds that doesn't see a fold: it scores on each fold beside it what it calibrates on the rest.
@@ -213,7 +284,7 @@ class CrossFits:
         deciding = FOLDS if fold is None else [(fold + step) % NUM_FOLDS for step in (1, -1)]
 
         def score(candidates: Sequence[Calibrator]) -> list[Scores]:
-            self._fit([(at, unseen | {other}) for at in candidates for other in deciding])
+            self._fit([Fit(at, EVERY - unseen - {other}) for at in candidates for other in deciding])
             return [scored(at) for at in candidates]
 
         def scored(at: Calibrator) -> Scores:
@@ -230,33 +301,62 @@ class CrossFits:
             self.tried.append(settings | {"fold": fold, "score": _finite(scores.mean)})
         return best
 
-    def _part(self, folds: Collection[int]) -> dict[str, SampleSet]:
-        return {
-            task: part_of(at, sorted(position for fold in folds for position in self._folds[task][fold]))
-            for task, at in self.samples.items()
-        }
+    def _fit(self, wanted: Sequence[Fit]) -> None:
+        """Calibrate on some folds each and score on the others; nothing twice."""
+        new = {_key(fit): fit for fit in wanted if _key(fit) not in self._known}
 
-    def _fit(self, wanted: Sequence[tuple[Calibrator, frozenset[int]]]) -> None:
-        """Calibrate with settings of one method, each without some folds, and score on these; nothing twice."""
-        new = {(repr(at), out): at for at, out in wanted if (repr(at), out) not in self._known}
-        if not new:
-            return
-        update, chain = next(iter(new.values())).update, self._trials.study.pool.chain
-        trials = dataclasses.replace(self._trials, sites=updated_sites(chain, self._trials.sites, update))
-        fits = [(at, EVERY - out) for (_, out), at in new.items()]
-        lanes = [Lane(at, folds) for at, folds in fits if isinstance(at, Layerwise)]
-        efforts = [at.effort * len(folds) / NUM_FOLDS for at, folds in fits]
+        def measured(fit: Fit) -> ByFold:
+            return {fold: self._held_out[fold].of(LANE) for fold in FOLDS if fold not in fit.parts}
 
-        def alone() -> Iterator[Tried[NDArray[np.float64]]]:
-            for (at, folds), effort in zip(fits, efforts, strict=True):
-                self._bar.begin(effort)
-                assert isinstance(at, ClosedForm)
-                yield trials.alone(self._part(folds), at, trials.sites)
+        def attempts(fits: Sequence[Fit]) -> Iterator[tuple[Fit, Outcome[ByFold]]]:
+            return self._trials.outcomes(fits, measured)
 
-        self._bar.begin(sum(efforts) if lanes else 0.0)
-        for key, tried in zip(new, trials.run(self._parts, lanes) if lanes else alone(), strict=True):
-            self._known[key] = tried.error or {fold: self._judges[fold].of(LANE) for fold in key[1]}
-            self.costs.append(1 - len(key[1]) / NUM_FOLDS)
+        for fit, outcome in contest(new.values(), attempts, self._ledger):
+            self._known[_key(fit)] = outcome
+            self.costs.append(len(fit.parts) / NUM_FOLDS)
+
+
+def _key(fit: Fit) -> tuple[str, frozenset[int]]:
+    return repr(fit.calibrator), fit.parts
+
+
+def _effort_of(fit: Fit) -> float:
+    return fit.calibrator.effort * len(fit.parts) / NUM_FOLDS
+
+
+class _FoldScores:
+    """The scores of fits, and of models as they are, in one folder; the first process writes it."""
+
+    def __init__(self, study: Study, kept: Kept, bar: _OneBar) -> None:
+        self._kept, self._tasks, self._team, self._bar = kept, [*study.tasks], study.team, bar
+        self._started = time.perf_counter() - study.team.once(lambda: kept.seconds)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._started
+
+    def read(self, candidate: Fit | str) -> Outcome[ByFold] | None:
+        tensors = self._team.once(lambda: self._kept.read(self._name(candidate)))
+        folds = sorted({int(name.partition("/")[0]) for name in tensors})
+        value = {fold: {task: tensors[f"{fold}/{task}"].numpy() for task in self._tasks} for fold in folds}
+        if value and isinstance(candidate, Fit):
+            self._bar.begin(_effort_of(candidate))  # counts as if it was done here
+        return Outcome(value) if value else None
+
+    def write(self, candidate: Fit | str, outcome: Outcome[ByFold]) -> None:
+        assert outcome.value is not None
+        if self._team.leads:
+            tensors = {
+                f"{fold}/{task}": torch.from_numpy(scores)
+                for fold, by_task in outcome.value.items()
+                for task, scores in by_task.items()
+            }
+            self._kept.write(self._name(candidate), tensors, self.seconds)
+
+    def _name(self, candidate: Fit | str) -> str:
+        return (
+            candidate if isinstance(candidate, str) else f"{candidate.calibrator!r} {sorted(candidate.parts)}"
+        )
 
 
 def _joined(by_fold: Sequence[Mapping[str, NDArray[np.float64]]]) -> Scores:

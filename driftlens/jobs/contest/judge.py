@@ -9,8 +9,10 @@ drift have no common mean, so relative drift is what counts for all tasks as soo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,11 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from driftlens.base.variants import expert_of
-from driftlens.calibration.automatic import Scores
 from driftlens.data.samples import SampleSet
 from driftlens.jobs.analyze.evaluation import final_features
 from driftlens.jobs.study.study import Study
 from driftlens.models.score_maps import ScoreMap
+
+T = TypeVar("T")
 
 LANE = "lane"
 """Name in the study's pool of the calibrated model at hand: the merged model with other weights."""
@@ -53,26 +56,55 @@ class Judge:
             return drift_scores(found, expert).cpu().numpy()
         return divergences(found, given, expert, wanted).cpu().numpy()
 
-    @torch.no_grad()
-    def scores(self, models: Iterable[str], samples: Mapping[str, SampleSet]) -> dict[str, Scores]:
-        """How each of these models does on samples by task; `Scores.compared_with` tells two of them apart.
-
-        Raises:
-            NumericsError: weights or features are NaN or infinite.
-        """
-        found: dict[str, dict[str, NDArray[np.float64]]] = {model: {} for model in models}
-        pool, pooling = self.study.pool, self.study.settings.pool
-        for task, at in samples.items():
-            expert = final_features(pool, expert_of(task), task, at, pooling)
-            for model, by_task in found.items():
-                features = final_features(pool, model, task, at, pooling)
-                by_task[task] = self(model, task, features, expert)
-        return {model: Scores(by_task) for model, by_task in found.items()}
-
     def _head(self, model: str, task: str) -> ScoreMap | None:
         at = self.study.tasks[task]
         own = at.own_heads.get("merged" if model == LANE else model, at.head)
         return self.study.pool.score_map(own, model)
+
+
+@dataclass(frozen=True)
+class HeldOut(Generic[T]):
+    """Samples on which models are measured that were made without them.
+
+    Attributes:
+        study: its pool has the models.
+        samples: by task.
+        measure: (model, task, its final features, the expert's) -> what is to be known; features are [n, d].
+        watch: (task, model) told before final features are taken; of the expert, by its own name.
+    """
+
+    study: Study
+    samples: Mapping[str, SampleSet]
+    measure: Callable[[str, str, Tensor, Tensor], T]
+    watch: Callable[[str, str], None] = lambda task, model: None
+
+    @torch.no_grad()
+    def of(self, model: str) -> dict[str, T]:
+        """What is measured of a model, by task.
+
+        Raises:
+            NumericsError: weights or features are NaN or infinite.
+        """
+
+        def measured(task: str) -> T:
+            expert = self.expert(task)
+            return self.measure(model, task, self._features(model, task), expert)
+
+        return self.study.team.each(list(self.samples), measured)
+
+    def expert(self, task: str) -> Tensor:
+        """The expert's final features, which are taken once."""
+        if task not in self._experts:
+            self._experts[task] = self._features(expert_of(task), task)
+        return self._experts[task]
+
+    @cached_property
+    def _experts(self) -> dict[str, Tensor]:
+        return {}
+
+    def _features(self, model: str, task: str) -> Tensor:
+        self.watch(task, model)
+        return final_features(self.study.pool, model, task, self.samples[task], self.study.settings.pool)
 
 
 def drift_scores(found: Tensor, expert: Tensor) -> Tensor:

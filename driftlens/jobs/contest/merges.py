@@ -2,78 +2,85 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from driftlens.base.access import Access
-from driftlens.base.errors import Cancelled, DataError, DriftLensError, SpecError
-from driftlens.base.files import PathLike, temporary_folder
+from driftlens.base.errors import Cancelled, DataError, DriftLensError, RunError, SpecError
+from driftlens.base.files import PathLike, from_json, require_free, temporary_folder, write_json_atomic
 from driftlens.base.intervals import Interval, mean_interval, mean_over_tasks
 from driftlens.base.progress import CancelToken, ProgressSink, Reporter
-from driftlens.base.settings import resolve
 from driftlens.base.variants import expert_of
 from driftlens.calibration.automatic import Scores, folds_of
+from driftlens.checkpoints.sources import StateSource
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.exactness import exact_products
-from driftlens.jobs.analyze.evaluation import final_features
 from driftlens.jobs.calibrate.variants import anchors, with_parameters
-from driftlens.jobs.contest.judge import LANE, Judge, drift_scores
+from driftlens.jobs.contest.contest import Candidate, Outcome, candidates, contest, one_by_one, require_any
+from driftlens.jobs.contest.judge import LANE, HeldOut, Judge, drift_scores
+from driftlens.jobs.study.kept import Kept
 from driftlens.jobs.study.merging import merged_source, save_merge
-from driftlens.jobs.study.opening import open_study
+from driftlens.jobs.study.opening import OpenModels, open_study
 from driftlens.jobs.study.reopening import reopened
 from driftlens.jobs.study.study import Study
 from driftlens.merging.method import merge_methods
 from driftlens.models.saving import require_target
+from driftlens.runs import layout
+from driftlens.runs.contents import remove_tree
+from driftlens.runs.manifest import ids_digest
 from driftlens.spec import RunSpec
 
 PHASE = "compare"
 SCALES = (0.0, 0.5, 0.75, 1.0, 1.25, 1.5)
 MEASURES = ("kl", "drift_rel")
 
-ByTask = dict[str, NDArray[np.float64]]
+Values = NDArray[np.float64]
+ByMeasure = Mapping[str, Mapping[str, Values]]
+"""One value per sample, by task and measure."""
 
 
-class Wanted(NamedTuple):
-    """A merge to compare: what it is called, its method, and the settings that are given."""
+def wanted_merges(given: Sequence[tuple[str, Mapping[str, object]]]) -> list[Candidate]:
+    """The merges asked for by method and settings, `all` being every method; as `candidates`."""
 
-    name: str
-    method: str
-    settings: Mapping[str, object]
+    def name_of(method: str, settings: Mapping[str, object]) -> str:
+        return " ".join([method, *(f"{key}={value}" for key, value in settings.items())])
+
+    def owner_of(method: str) -> Callable[..., Any]:
+        return merge_methods[method].function
+
+    return candidates(given, merge_methods, owner_of, name_of, kind="merge method")
 
 
-def wanted_merges(given: Sequence[tuple[str, Mapping[str, object]]]) -> list[Wanted]:
-    """The merges asked for by method and settings, `all` being every method; no file is opened.
+def require_place(out: PathLike) -> None:
+    """Refuse a folder for a comparison that holds something else than one that was stopped.
 
     Raises:
-        SpecError: no such method, a setting that it does not have, a value that is not allowed, or one merge twice.
+        RunError: a file is there, or a folder that is not empty.
     """
-    methods = sorted(merge_methods)
-    asked = [(at, own) for name, own in given for at in (methods if name == "all" and not own else (name,))]
-    found = {}
-    for method, settings in asked:
-        resolve(merge_methods[method].function, settings, f"merge method {method!r}")
-        name = " ".join([method, *(f"{key}={value}" for key, value in settings.items())])
-        if name in found:
-            raise SpecError(f"{name} is to be compared with itself", hint="Name every merge once.")
-        found[name] = Wanted(name, method, settings)
-    return list(found.values())
+    if not _Scores(Path(out)).is_begun:
+        require_free(out)
 
 
 @exact_products()
 def compare_merges(
     spec: RunSpec,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[Candidate],
     *,
-    keep: PathLike | None = None,
+    out: PathLike | None = None,
+    keep: bool = False,
+    write: Callable[[Mapping[str, Any], Path], object] = lambda found, folder: None,
     access: Access = Access(),
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
@@ -84,7 +91,18 @@ def compare_merges(
     on the fourth; otherwise on all. `behind` is by how much one is farther from the experts than the first, with an
     interval over the same samples that holds for all pairs together (Bonferroni); where that reaches 0 it is tied.
 
-    A merged model that the spec names is compared too, and so is the base; under `keep` every merge is saved.
+    A merged model that the spec names is compared too, and so is the base. What is measured is kept under `out` until
+    all is written there, so that the same comparison, once stopped, goes on.
+
+    Args:
+        spec: of the experts.
+        wanted: the merges.
+        out: a folder for which `require_place` holds; without, nothing is kept.
+        keep: save every merge there, too.
+        write: writes the comparison to `out`.
+        access: what may be used, and on which device.
+        on_progress: called with every `ProgressEvent`.
+        cancel: asked once per batch whether to stop.
 
     Returns:
         `score` (what ranks), `samples` (by task), `held_out`, and `merges`, best first; one that can't be made has a
@@ -92,68 +110,200 @@ def compare_merges(
 
     Raises:
         Cancelled: somebody asked to stop; what was kept is whole.
-        DriftLensError: as for `open_study`, a place to keep a merge at is taken, or none of the merges can be made; the
-            reason of the first.
+        RunError: the folder can't be written to, or holds another comparison that was stopped.
+        DriftLensError: as for `open_study`, or none of the merges can be made; the reason of the first.
     """
+    folder = None if out is None else Path(out)
     study, models = open_study(spec, access=access)
-    kept = {} if keep is None else {each.name: Path(keep, re.sub(r"[ /]", "_", each.name)) for each in wanted}
-    for place in kept.values():
-        require_target(models.architecture, place)
-    reporter = Reporter(on_progress, cancel)
-    held_out = any(merge_methods[merge.method].runs_models for merge in wanted)
-    shown, judged = _samples(study, held_out=held_out)
-    judge = Judge(study)
-    experts = {}
-    for task, samples in judged.items():
-        reporter.step(PHASE, 0, len(wanted), f"expert of {task}")
-        experts[task] = final_features(study.pool, expert_of(task), task, samples, study.settings.pool)
-    at, rows, scores = 0, [], dict[str, dict[str, ByTask]]()
+    compared = _Compared(
+        study, models, wanted, folder if keep else None, Reporter(on_progress, cancel), cancel
+    )
+    scores = _Scores(folder, _identity(spec, models, compared, study.pool.device.type), compared.places)
+    with torch.no_grad(), scores:
+        outcomes = compared.outcomes(scores)
+        found = {
+            "name": spec.name,
+            "score": compared.deciding,
+            "samples": {task: len(samples) for task, samples in compared.judged.items()},
+            "held_out": compared.held_out,
+            "merges": _ranked(wanted, outcomes, compared.deciding),
+        }
+        if folder is not None:
+            write(found, folder)
+    return found
 
-    def measure(name: str, model: str) -> None:
-        scores[name] = {measure: {} for measure in MEASURES}
-        for task, expert in experts.items():
-            reporter.step(PHASE, at, len(wanted), f"{name} on {task}")
-            found = final_features(study.pool, model, task, judged[task], study.settings.pool)
-            scores[name]["drift_rel"][task] = drift_scores(found, expert).cpu().numpy()
-            if not judge.bare:
-                scores[name]["kl"][task] = judge(model, task, found, expert)
 
-    with torch.no_grad(), temporary_folder() as folder:
-        for name in ("base", "merged"):
-            if name in study.pool:
-                rows.append(_row(name, "", {}))
-                measure(name, name)
-        errors = []
-        for at, merge in enumerate(wanted):
-            reporter.step(PHASE, at, len(wanted), merge.name)
-            row, began = _row(merge.name, merge.method, merge.settings), time.perf_counter()
-            rows.append(row)
-            try:
-                method, settings, seen = merge.method, merge.settings, study.blinded(shown)
-                where, stop = folder / "merged", Reporter(cancel=cancel)
-                source = merged_source(models, method, settings, seen, beside=where, reporter=stop)
-                if keep is not None:
-                    save_merge(models, method, settings, kept[merge.name], seen, source=source)
-                row["seconds"] = round(time.perf_counter() - began, 3)
-                study.pool.add(LANE, source)
-                measure(merge.name, LANE)
-            except Cancelled:
-                raise
-            except DriftLensError as error:
-                scores.pop(merge.name, None)
-                row["reason"] = error.message.replace(f"features of {LANE} ", f"features of {merge.name} ", 1)
-                errors.append(error)
-        if len(errors) == len(wanted):
-            raise errors[0]
-        reporter.step(PHASE, len(wanted), len(wanted))
-    deciding = "drift_rel" if judge.bare else "kl"
-    return {
-        "name": spec.name,
-        "score": deciding,
-        "samples": {task: len(samples) for task, samples in judged.items()},
-        "held_out": held_out,
-        "merges": _ranked(rows, scores, deciding),
-    }
+class _Compared:
+    """One comparison: the merges, and the samples on which they are judged.
+
+    Attributes:
+        shown: the samples that methods may read, by task.
+        judged: those that all are judged on.
+        held_out: whether these are others than those.
+        places: where merges are saved that are to be kept, by name.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        models: OpenModels,
+        wanted: Sequence[Candidate],
+        keep: Path | None,
+        reporter: Reporter,
+        cancel: CancelToken | None,
+    ) -> None:
+        self._study, self._models, self._wanted, self._reporter = study, models, wanted, reporter
+        self.places = {} if keep is None else {at.name: keep / re.sub(r"[ /]", "_", at.name) for at in wanted}
+        for place in self.places.values():
+            if not place.exists():
+                require_target(models.architecture, place)
+        self._quiet = Reporter(cancel=cancel)
+        self.held_out = any(merge_methods[merge.method].runs_models for merge in wanted)
+        self.shown, self.judged = _samples(study, held_out=self.held_out)
+        self._judge, self._done, self._name = Judge(study), 0, ""
+
+    @property
+    def deciding(self) -> str:
+        """The measure that ranks."""
+        return "drift_rel" if self._judge.bare else "kl"
+
+    def outcomes(self, scores: _Scores) -> dict[str, Outcome[ByMeasure]]:
+        """What became of the models that are there, and of every merge, by name.
+
+        Raises:
+            DriftLensError: none of the merges can be made; the reason of the first.
+        """
+        held_out = HeldOut(self._study, self.judged, self._measured, self._say)
+        pool = self._study.pool
+        there = [Candidate(name, "", {}) for name in ("base", "merged") if name in pool]
+
+        def as_it_is(models: Sequence[Candidate]) -> Iterator[tuple[Candidate, Outcome[ByMeasure]]]:
+            for model in models:
+                self._name = model.name
+                yield model, Outcome(held_out.of(model.name))
+
+        def merged(merge: Candidate) -> Outcome[ByMeasure]:
+            self._done, self._name = self._wanted.index(merge), merge.name
+            self._reporter.step(PHASE, self._done, len(self._wanted), merge.name)
+            source, seconds = self._made(merge, folder)
+            pool.add(LANE, source)
+            return Outcome(held_out.of(LANE), seconds)
+
+        with temporary_folder() as folder:
+            for task in self.judged:
+                held_out.expert(task)
+            known = {at.name: outcome for at, outcome in contest(there, as_it_is, scores)}
+            made = {at.name: outcome for at, outcome in contest(self._wanted, one_by_one(merged), scores)}
+        require_any(made[merge.name] for merge in self._wanted)
+        self._reporter.step(PHASE, len(self._wanted), len(self._wanted))
+        return known | {merge.name: made[merge.name] for merge in self._wanted}
+
+    def _made(self, merge: Candidate, folder: Path) -> tuple[StateSource, float]:
+        """A merge, saved where it is to be kept, and the seconds that took."""
+        began, seen = time.perf_counter(), self._study.blinded(self.shown)
+        made = merge.method, merge.settings
+        source = merged_source(self._models, *made, seen, beside=folder / "merged", reporter=self._quiet)
+        if (place := self.places.get(merge.name)) is not None:
+            remove_tree(place)  # of a sitting that was stopped before it was measured
+            save_merge(self._models, *made, place, seen, source=source)
+        return source, round(time.perf_counter() - began, 3)
+
+    def _measured(self, model: str, task: str, features: Tensor, expert: Tensor) -> dict[str, Values]:
+        values = {"drift_rel": drift_scores(features, expert).cpu().numpy()}
+        if not self._judge.bare:
+            values["kl"] = self._judge(model, task, features, expert)
+        return values
+
+    def _say(self, task: str, model: str) -> None:
+        label = f"expert of {task}" if model == expert_of(task) else f"{self._name} on {task}"
+        self._reporter.step(PHASE, self._done, len(self._wanted), label)
+
+
+class _Scores:
+    """What models of one comparison score, in a folder that is there from the first of them to the last.
+
+    As a context it takes that folder away at the end, unless the work was stopped or the disk is full.
+    """
+
+    def __init__(
+        self,
+        out: Path | None,
+        identity: Mapping[str, Any] | None = None,
+        places: Mapping[str, Path] | None = None,
+    ) -> None:
+        self._out, self._identity, self._places = out, identity, places or {}
+        self._folder = None if out is None else out / layout.SCRATCH
+        self._kept = None if self._folder is None else Kept(self._folder)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a comparison was begun there and not finished."""
+        return self._folder is not None and (self._folder / _BEGUN).is_file()
+
+    def __enter__(self) -> None:
+        if self._folder is None or not self.is_begun:
+            return
+        try:
+            begun = from_json((self._folder / _BEGUN).read_bytes())
+        except (OSError, ValueError):
+            begun = None
+        if begun != self._identity:
+            raise RunError(
+                f"{self._out} holds a comparison that was stopped, of other models, samples or settings",
+                hint="Choose another --out, or remove that folder first.",
+            )
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        stopped = error is not None and (
+            isinstance(error, Cancelled | RunError) or not isinstance(error, DriftLensError)
+        )
+        if self._folder is None or self._out is None or stopped:
+            return
+        remove_tree(self._folder)
+        with contextlib.suppress(OSError):  # there are files of the comparison
+            self._out.rmdir()
+
+    def read(self, candidate: Candidate) -> Outcome[ByMeasure] | None:
+        tensors = {} if self._kept is None or not self.is_begun else self._kept.read(candidate.name)
+        place = self._places.get(candidate.name)
+        if not tensors or (place is not None and not place.exists()):
+            return None
+        seconds, value = float(tensors.pop("seconds")), dict[str, dict[str, Values]]()
+        for name, tensor in tensors.items():
+            measure, _, task = name.partition("/")
+            value.setdefault(task, {})[measure] = tensor.numpy()
+        return Outcome(value, seconds)
+
+    def write(self, candidate: Candidate, outcome: Outcome[ByMeasure]) -> None:
+        if self._kept is None or self._folder is None:
+            return
+        if not self.is_begun:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_json_atomic(self._folder / _BEGUN, self._identity)
+        assert outcome.value is not None
+        tensors = {
+            f"{measure}/{task}": torch.from_numpy(values)
+            for task, by_measure in outcome.value.items()
+            for measure, values in by_measure.items()
+        }
+        self._kept.write(
+            candidate.name, tensors | {"seconds": torch.tensor(outcome.seconds, dtype=torch.float64)}
+        )
+
+
+_BEGUN = "comparison.json"
+
+
+def _identity(spec: RunSpec, models: OpenModels, compared: _Compared, device: str) -> dict[str, Any]:
+    """All that scores depend on, beside the merge, as plain values: files by size and time, not by their contents."""
+    files = {}
+    for name, source in models.stored.items():
+        place = Path(source.name)
+        parts = sorted(place.glob("*")) if place.is_dir() else [place]
+        files[name] = [[str(at), at.stat().st_size, at.stat().st_mtime_ns] for at in parts if at.is_file()]
+    samples = {task: ids_digest(of.identities) for task, of in compared.judged.items()}
+    known = {"spec": spec.model_dump(mode="json"), "files": files, "samples": samples, "device": device}
+    return dict(from_json(json.dumps(known)))  # as it will be read
 
 
 @torch.no_grad()
@@ -179,28 +329,23 @@ def scaled_layers(
     if not study.has_base:
         raise SpecError("scaling a layer takes a base to scale from, and the run has none")
     pool, reporter = study.pool, Reporter(on_progress, cancel)
-    rest, held = _samples(study, held_out=True, bare=True)
-    features = {
-        id(samples): {
-            task: final_features(pool, expert_of(task), task, at, study.settings.pool)
-            for task, at in samples.items()
-        }
-        for samples in (rest, held)
-    }
+    rest, held = (
+        HeldOut(
+            study,
+            samples,
+            lambda _model, _task, features, expert: drift_scores(features, expert).cpu().numpy(),
+        )
+        for samples in _samples(study, held_out=True, bare=True)
+    )
 
-    def drift(model: str, samples: Mapping[str, SampleSet]) -> Scores:
-        found = {}
-        for task, expert in features[id(samples)].items():
-            own = final_features(pool, model, task, samples[task], study.settings.pool)
-            found[task] = drift_scores(own, expert).cpu().numpy()
-        return Scores(found)
+    def drift(model: str, held_out: HeldOut[Values]) -> Scores:
+        return Scores(held_out.of(model))
 
     def scaled(index: int, scale: float) -> str:
         merged, base = pool.source("merged"), pool.source("base")
         keys = [(index, name) for name in pool.chain.layers[index - 1].parameters]
-        pool.add(
-            LANE, with_parameters(pool.chain, merged, base, anchors(pool.chain, merged, base, scale, keys))
-        )
+        parameters = anchors(pool.chain, merged, base, scale, keys)
+        pool.add(LANE, with_parameters(pool.chain, merged, base, parameters))
         return LANE
 
     before, start, rows = drift("merged", held), drift("merged", rest), []
@@ -212,7 +357,7 @@ def scaled_layers(
             "scale": best,
             "tried": SCALES,
             "drift_rel": before.mean,
-            "n": sum(map(len, held.values())),
+            "n": sum(map(len, held.samples.values())),
         }
         if best != 1:
             gain = drift(scaled(index, best), held).compared_with(before, among=len(layers))
@@ -244,33 +389,44 @@ def _samples(
     return shown, judged
 
 
-def _row(name: str, method: str, settings: Mapping[str, object]) -> dict[str, Any]:
-    return {"place": None, "merge": name, "method": method, "settings": dict(settings), "reason": ""}
-
-
 def _ranked(
-    rows: Sequence[dict[str, Any]], scores: Mapping[str, Mapping[str, ByTask]], deciding: str
+    wanted: Sequence[Candidate], outcomes: Mapping[str, Outcome[ByMeasure]], deciding: str
 ) -> list[dict[str, Any]]:
-    """The rows with their numbers, best first; those without come last."""
-    order = sorted(scores, key=lambda name: Scores(scores[name][deciding]).mean)
+    """A row for each that was compared with its numbers, best first; those that can't be made come last."""
+    given = {merge.name: merge for merge in wanted}
+    scores = {name: at.value for name, at in outcomes.items() if at.value is not None}
+    ranking = {name: Scores({task: of[deciding] for task, of in at.items()}) for name, at in scores.items()}
+    order = sorted(ranking, key=lambda name: ranking[name].mean)
     pairs = max(1, len(order) * (len(order) - 1) // 2)
-    best = Scores(scores[order[0]][deciding])
-    for row in rows:
-        if row["merge"] not in scores:
-            continue
-        own = scores[row["merge"]]
-        row["place"] = order.index(row["merge"]) + 1
-        for measure in MEASURES:
-            by_task = {task: _interval(values) for task, values in own[measure].items()}
-            row |= _ends(measure, mean_over_tasks([*by_task.values()]))
-            row.setdefault("by_task", {})[measure] = {
-                task: _ends("value", found) for task, found in by_task.items()
-            }
-        behind = best.compared_with(Scores(own[deciding]), among=pairs)
-        row |= _ends("behind", Interval(behind.advantage, behind.low, behind.high))
-        row["is_tied"] = row["place"] > 1 and not behind.is_clear
-        row["n"] = sum(map(len, own[deciding].values()))
+    rows = []
+    for name, outcome in outcomes.items():
+        merge = given.get(name, Candidate(name, "", {}))
+        row: dict[str, Any] = {"place": None, "merge": name, "method": merge.method}
+        row |= {"settings": dict(merge.settings), "reason": ""}
+        if name in given and outcome.error is None:
+            row["seconds"] = outcome.seconds
+        if outcome.error is not None:
+            reason = outcome.error.message
+            row["reason"] = reason.replace(f"features of {LANE} ", f"features of {name} ", 1)
+        if name in scores:
+            row["place"] = order.index(name) + 1
+            row |= _measures(scores[name])
+            behind = ranking[order[0]].compared_with(ranking[name], among=pairs)
+            row |= _ends("behind", Interval(behind.advantage, behind.low, behind.high))
+            row["is_tied"] = row["place"] > 1 and not behind.is_clear
+            row["n"] = sum(map(len, ranking[name].by_task.values()))
+        rows.append(row)
     return sorted(rows, key=lambda row: row["place"] or math.inf)
+
+
+def _measures(scores: ByMeasure) -> dict[str, Any]:
+    """Means over tasks with their intervals, and those by task."""
+    row: dict[str, Any] = {}
+    for measure in MEASURES:
+        by_task = {task: _interval(of[measure]) for task, of in scores.items() if measure in of}
+        row |= _ends(measure, mean_over_tasks([*by_task.values()]))
+        row.setdefault("by_task", {})[measure] = {task: _ends("value", at) for task, at in by_task.items()}
+    return row
 
 
 def _interval(values: NDArray[np.float64]) -> Interval:

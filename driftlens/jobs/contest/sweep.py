@@ -9,33 +9,39 @@ import json
 import pathlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from driftlens.base.access import Access
-from driftlens.base.errors import DataError, DriftLensError, NumericsError, SpecError
+from driftlens.base.errors import DataError, DriftLensError, SpecError
 from driftlens.base.files import PathLike
 from driftlens.base.metrics import METRICS
 from driftlens.base.progress import CancelToken, ProgressSink, Reporter
 from driftlens.base.settings import resolve
 from driftlens.base.team import ALONE
-from driftlens.calibration.calibrator import Calibrator, ClosedFormBase, calibrators
+from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.data.corruption import CLEAN, corrupt, corrupted, parse, written
 from driftlens.data.samples import SampleSet, part_of, shuffled
-from driftlens.engine.forward_order import Lane
-from driftlens.engine.problems import ClosedForm
+from driftlens.engine.problems import Layerwise
 from driftlens.engine.site_selection import select_sites
-from driftlens.engine.training import Trainer
 from driftlens.findings.swept import ABLATION, CONTROL, rho_control, scope, settings_of
 from driftlens.jobs.analyze.answers import metrics_of
 from driftlens.jobs.analyze.evaluation import final_drift, scores_of
 from driftlens.jobs.analyze.phases import all_of, deterministic_algorithms, suitable_threads, thumb
 from driftlens.jobs.calibrate.job import OpenCalibration, open_calibration
-from driftlens.jobs.calibrate.plan import DEFAULT_METHOD, CalibrationRequest, calibrator_of, method_called
-from driftlens.jobs.contest.judge import Judge
-from driftlens.jobs.contest.trials import Trials, Tried
+from driftlens.jobs.calibrate.plan import (
+    DEFAULT_METHOD,
+    CalibrationPlan,
+    CalibrationRequest,
+    calibrator_of,
+    method_called,
+)
+from driftlens.jobs.contest.contest import Outcome, contest
+from driftlens.jobs.contest.judge import LANE, HeldOut, Judge
+from driftlens.jobs.contest.trials import Fit, Trials
 from driftlens.jobs.study.opening import open_data, with_own_answers
 from driftlens.jobs.study.reopening import (
     Live,
@@ -53,6 +59,9 @@ from driftlens.spec import load_spec
 
 if TYPE_CHECKING:
     import pandas as pd
+
+Rows = Mapping[str, dict[str, Any]]
+"""What is measured of one model, by task, as columns of the sweep table."""
 
 PHASE = "sweep"
 MOST_DRAWS = 1000
@@ -118,6 +127,12 @@ class Setting:
         """The calibrator with these settings."""
         return calibrators[self.method](**json.loads(self.settings))
 
+    @property
+    def walks_with(self) -> tuple[str, ...]:
+        """Equal for settings that can be solved for in one walk; empty where it walks alone."""
+        calibrator = self.calibrator
+        return (self.corruption, *calibrator.update) if isinstance(calibrator, Layerwise) else ()
+
     def changed(self, values: Mapping[str, Any]) -> Setting:
         """The setting with some values changed; raises as `of` does."""
         found = self.values | dict(values)
@@ -168,7 +183,8 @@ def sweep(
         path: the run directory.
         request: what to vary.
         resume: leave out points that the run has already.
-        replace: take the run's earlier sweeps of the same factors out, once the first new point is measured.
+        replace: take the run's earlier sweeps of the same factors out, once the first new point is measured; with
+            `resume`, those that have other points.
         access: what may be used, and on which device.
         live: how the study of a run of live modules is made again.
         on_progress: called with every `ProgressEvent`.
@@ -180,8 +196,6 @@ def sweep(
         SingularGramError: some settings can't be solved for; all others were measured.
         DriftLensError: see the tree in `driftlens.base.errors`.
     """
-    import pandas as pd
-
     folder = pathlib.Path(path)
     _require_something(request)
     opened, around = _open(folder, request, access=access, live=live)
@@ -191,52 +205,36 @@ def sweep(
     settings = list(dict.fromkeys(itertools.chain(*sweeps.values())))
     for setting in settings:
         setting.calibrator.check(has_base=opened.study.has_base)
-    _numbered(sweeps, _divided(open_run(folder).sweeps(), sweeps, replace=replace)[0])
+    terms = _Terms(sweeps, resume=resume, replace=replace)
+    terms.points(open_run(folder).sweeps())
     team = opened.study.team
     team.once(lambda: require_same_samples(opened.manifest, opened.study))
     seeds = range(opened.study.seed, opened.study.seed + request.seeds)
     samples, tasks = _samples_by_seed(opened, seeds, access)
     if live is not None:
         samples[opened.study.seed] = {task: _as_drawn(at, opened) for task, at in opened.plan.samples.items()}
-    pictured = dict.fromkeys(setting.corruption for setting in settings)
+    corruptions = tuple(dict.fromkeys(setting.corruption for setting in settings))
     for at in samples[opened.study.seed].values():
-        for name in pictured:
+        for name in corruptions:
             corrupted(at, name, opened.study.seed)  # refused here where it can't be
     study = dataclasses.replace(opened.study, tasks=tasks)
     team.once(lambda: require_same_models(opened.manifest, study, Reporter(on_progress, cancel)))
-    scored = [task for task, at in tasks.items() if at.test is not None and metrics_of(study, task)]
-    plan, unsolved = opened.plan, dict[Setting, DriftLensError]()
-    chosen = {"sites": plan.patterns or None, "layers": plan.layers if request.control else None}
+    unsolved = dict[Setting, DriftLensError]()
     with writing(team, functools.partial(RunWriter.resume, folder)) as writer:
-        rows, outdated = _divided(team.once(lambda: open_run(folder).sweeps()), sweeps, replace=replace)
-        points = _numbered(sweeps, rows)
-        kept = rows if resume else rows[:0]
-        trials = Trials(
-            study,
-            plan.sites,
-            {task: at.diagnosis for task, at in tasks.items()},
-            functools.partial(_measured, study, accuracy=request.accuracy),
-            Reporter(all_of(writer.progress, on_progress), cancel),
-            PHASE,
-            spill=folder / layout.SCRATCH / PHASE,
-        )
+        reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+        points = terms.points(team.once(lambda: open_run(folder).sweeps()))
         (folder / layout.SCRATCH).mkdir(exist_ok=True)
-        if len(pictured) > 1:
-            _keep_pictures(writer, next(iter(samples[study.seed].values())), pictured, study.seed)
+        if len(corruptions) > 1:
+            _keep_pictures(writer, next(iter(samples[study.seed].values())), corruptions, study.seed)
+        visits = _Visits(study, opened.plan, request, settings, reporter, folder / layout.SCRATCH / PHASE)
         with deterministic_algorithms(study.settings.deterministic):
             for seed, drawn in samples.items():
-                phase, wanted = f"{PHASE}:{seed}", scored if request.accuracy else []
-                missing = [point for point in points if not _is_there(point, seed, tasks, wanted, kept)]
+                phase, ledger = f"{PHASE}:{seed}", _Points(writer, points, seed, tuple(tasks), visits.scored)
+                attempts = functools.partial(visits.attempts, drawn, seed)
                 with writer.phase(phase), suitable_threads(writer, phase, study):
-                    for setting, tried in _tried(trials, chosen, missing, drawn, seed):
-                        if tried.error is not None:
-                            unsolved.setdefault(setting, tried.error)
-                            continue
-                        if outdated:  # once: their rows go, and the others keep their exact values
-                            writer.drop("sweeps", "sweep", outdated)
-                            outdated = set()
-                        new = pd.DataFrame(_rows(missing, setting, seed, tried))
-                        writer.append("sweeps", new, replace=True)
+                    for setting, outcome in contest(settings, attempts, ledger):
+                        if outcome.error is not None:
+                            unsolved.setdefault(setting, outcome.error)
     if unsolved:
         raise _incomplete(unsolved)
     return open_run(folder)
@@ -338,47 +336,132 @@ def _measured(
     return row
 
 
-def _tried(
-    trials: Trials[dict[str, Any]],
-    chosen: Mapping[str, Any],
-    missing: Sequence[_Point],
-    drawn: Mapping[str, SampleSet],
-    seed: int,
-) -> Iterator[tuple[Setting, Tried[dict[str, Any]]]]:
-    """What became of every setting of the missing points, calibrated on samples that were drawn with this seed."""
-    chain = trials.study.pool.chain
-    together: dict[tuple[str, ...], list[tuple[Setting, ClosedFormBase]]] = {}
-    for setting in dict.fromkeys(point.setting for point in missing):
-        calibrator = setting.calibrator
-        if isinstance(calibrator, ClosedFormBase):
-            key = setting.corruption, *calibrator.update
-            together.setdefault(key, []).append((setting, calibrator))
-            continue
-        try:
-            few = {
-                task: part_of(corrupted(at, setting.corruption, seed), range(setting.n))
-                for task, at in drawn.items()
-            }
-            if isinstance(calibrator, Trainer):
-                tried = trials.trained(few, calibrator, seed)
-            else:
-                assert isinstance(calibrator, ClosedForm)
-                sites = select_sites(chain, **chosen, update=calibrator.update)
-                tried = trials.alone(few, calibrator, sites)
-        except (DataError, NumericsError) as error:
-            tried = Tried({}, error=error)
-        yield setting, tried
-    for (corruption, *update), found in together.items():
-        samples = {task: corrupted(at, corruption, seed) for task, at in drawn.items()}
-        cuts = sorted({setting.n for setting, _ in found})
-        parts = {
-            task: [part_of(at, range(low, high)) for low, high in zip([0, *cuts], cuts, strict=False)]
-            for task, at in samples.items()
+@dataclass(frozen=True)
+class _Visits:
+    """How the settings of a sweep are tried and measured.
+
+    Attributes:
+        study: tasks with the samples to measure on.
+        plan: of the calibration that sweeps vary around.
+        request: what to vary.
+        settings: all that are visited; which parts sums of samples are made of depends on them, and on nothing else.
+        reporter: told of every layer and setting; may cancel.
+        spill: folder for features beyond the budget.
+    """
+
+    study: Study
+    plan: CalibrationPlan
+    request: SweepRequest
+    settings: Sequence[Setting]
+    reporter: Reporter
+    spill: pathlib.Path
+
+    @property
+    def scored(self) -> tuple[str, ...]:
+        """The tasks whose test samples are scored too."""
+        tasks = self.study.tasks.items() if self.request.accuracy else ()
+        return tuple(task for task, at in tasks if at.test is not None and metrics_of(self.study, task))
+
+    def attempts(
+        self, drawn: Mapping[str, SampleSet], seed: int, settings: Sequence[Setting]
+    ) -> Iterator[tuple[Setting, Outcome[Rows]]]:
+        """Settings tried on calibration samples that were drawn with one seed."""
+        together: dict[tuple[str, ...], list[Setting]] = {}
+        for setting in settings:
+            if kind := setting.walks_with:
+                together.setdefault(kind, []).append(setting)
+        for group in (*([at] for at in settings if not at.walks_with), *together.values()):
+            trials, fits = self._trials(drawn, seed, group)
+            for fit, outcome in trials.outcomes([*fits], lambda _: self._held_out.of(LANE)):
+                yield fits[fit], outcome
+
+    @cached_property
+    def _held_out(self) -> HeldOut[dict[str, Any]]:
+        measure = functools.partial(_measured, self.study, accuracy=self.request.accuracy)
+        return HeldOut(self.study, {task: at.diagnosis for task, at in self.study.tasks.items()}, measure)
+
+    def _trials(
+        self, drawn: Mapping[str, SampleSet], seed: int, group: Sequence[Setting]
+    ) -> tuple[Trials, dict[Fit, Setting]]:
+        """Where settings are tried that walk together, or one that walks alone, and the fit of each."""
+        first = group[0]
+        samples = {task: corrupted(at, first.corruption, seed) for task, at in drawn.items()}
+        others = [at for at in self.settings if first.walks_with and at.walks_with == first.walks_with]
+        cuts = sorted({at.n for at in others or group})
+        positions = [range(low, high) for low, high in itertools.pairwise([0, *cuts])]
+        parts = dict.fromkeys(samples, positions)
+        trials = Trials(self.study, samples, parts, self._sites, self.reporter, PHASE, self.spill, seed)
+        return trials, {Fit(at.calibrator, frozenset(range(cuts.index(at.n) + 1))): at for at in group}
+
+    def _sites(self, update: Collection[str]) -> Mapping[int, Sequence[str]]:
+        layers = self.plan.layers if self.request.control else None
+        chain = self.study.pool.chain
+        return select_sites(chain, layers=layers, sites=self.plan.patterns or None, update=update)
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """The settings to visit by sweep, and what becomes of points that the run has already."""
+
+    sweeps: Mapping[str, Sequence[Setting]]
+    resume: bool
+    replace: bool
+
+    def points(self, rows: pd.DataFrame) -> _PointsOf:
+        """The settings as points beside the run's `rows`; raises as `sweep` where they would mix with others."""
+        outdated = {
+            name
+            for name, settings in self.sweeps.items()
+            if self.replace and not (self.resume and _are_all_among(rows[rows["sweep"] == name], settings))
         }
-        lanes = [Lane(calibrator, frozenset(range(cuts.index(at.n) + 1))) for at, calibrator in found]
-        sites = select_sites(chain, **chosen, update=update)
-        several = dataclasses.replace(trials, sites=sites).run(parts, lanes)
-        yield from zip((setting for setting, _ in found), several, strict=True)
+        stay = rows[~rows["sweep"].isin(outdated)]
+        gone = set(rows["sweep"]) & outdated
+        return _PointsOf(_numbered(self.sweeps, stay), stay if self.resume else stay[:0], gone)
+
+
+@dataclass(frozen=True)
+class _PointsOf:
+    """All points of a sweep, the rows that are left as they are, and sweeps that make room for the first new row."""
+
+    points: Sequence[_Point]
+    rows: pd.DataFrame
+    outdated: set[str]
+
+
+def _are_all_among(rows: pd.DataFrame, settings: Sequence[Setting]) -> bool:
+    """Whether a sweep has no other points than these, as one has that took another's place and was stopped."""
+    return {settings[0].stored(row) for row in rows.to_dict("records")} <= {*settings}
+
+
+@dataclass(frozen=True)
+class _Points:
+    """The run's sweep table as a ledger of one seed: a setting is finished where all its points have their rows."""
+
+    writer: RunWriter
+    known: _PointsOf
+    seed: int
+    tasks: tuple[str, ...]
+    scored: tuple[str, ...]
+
+    def read(self, setting: Setting) -> Outcome[Rows] | None:
+        return None if self._missing(setting) else Outcome({})
+
+    def write(self, setting: Setting, outcome: Outcome[Rows]) -> None:
+        import pandas as pd
+
+        if self.known.outdated:  # once: their rows go, and the others keep their exact values
+            self.writer.drop("sweeps", "sweep", self.known.outdated)
+            self.known.outdated.clear()
+        rows = pd.DataFrame(_rows(self._missing(setting), self.seed, outcome))
+        self.writer.append("sweeps", rows, replace=True)
+
+    def _missing(self, setting: Setting) -> list[_Point]:
+        return [
+            point
+            for point in self.known.points
+            if point.setting == setting
+            and not _is_there(point, self.seed, self.tasks, self.scored, self.known.rows)
+        ]
 
 
 def _keep_pictures(writer: RunWriter, samples: SampleSet, corruptions: Iterable[str], seed: int) -> None:
@@ -446,24 +529,17 @@ def _settings_of(
     return sweeps
 
 
-def _rows(
-    points: Sequence[_Point], setting: Setting, seed: int, tried: Tried[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Rows of every point that has the setting, by task."""
-    known = {"seed": seed, "seconds": tried.seconds, **dataclasses.asdict(setting)}
-    known |= {name: setting.values.get(name) for name in ("lam", "rho", "alpha")}
-    return [
-        {"sweep": point.sweep, "point": point.point, **known, **row}
-        for point in points
-        if point.setting == setting
-        for row in tried.by_task.values()
-    ]
-
-
-def _divided(rows: pd.DataFrame, sweeps: Collection[str], *, replace: bool) -> tuple[pd.DataFrame, set[str]]:
-    """The rows that stay, and the sweeps whose rows make room for new ones."""
-    is_outdated = rows["sweep"].isin(sweeps) & replace
-    return rows[~is_outdated], set(rows["sweep"][is_outdated])
+def _rows(points: Sequence[_Point], seed: int, outcome: Outcome[Rows]) -> list[dict[str, Any]]:
+    """Rows of points that share a setting, by task."""
+    assert outcome.value is not None
+    found = []
+    for point in points:
+        known = {"seed": seed, "seconds": outcome.seconds, **dataclasses.asdict(point.setting)}
+        known |= {name: point.setting.values.get(name) for name in ("lam", "rho", "alpha")}
+        found += [
+            {"sweep": point.sweep, "point": point.point, **known, **row} for row in outcome.value.values()
+        ]
+    return found
 
 
 def _numbered(sweeps: Mapping[str, Sequence[Setting]], rows: pd.DataFrame) -> list[_Point]:

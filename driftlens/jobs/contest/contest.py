@@ -1,0 +1,152 @@
+"""One contest: candidates are tried in turn or side by side, and each that is finished is kept before the next one.
+
+The arena, comparisons of merges, sweeps and `--auto` differ in what a candidate is, in how some of them are tried (an
+`Attempts`) and in where what became of them is kept (a `Ledger`); what was stopped goes on with those that are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
+from driftlens.base.settings import resolve
+from driftlens.base.team import ALONE, Team
+
+C = TypeVar("C")
+T = TypeVar("T")
+Asked = TypeVar("Asked", contravariant=True)
+Known = TypeVar("Known", covariant=True)
+
+
+class Candidate(NamedTuple):
+    """What was asked for by a method and settings over the published ones, and what it is called."""
+
+    name: str
+    method: str
+    settings: Mapping[str, object]
+
+
+def candidates(
+    given: Sequence[tuple[str, Mapping[str, object]]],
+    every: Iterable[str],
+    owner_of: Callable[[str], Callable[..., Any]],
+    name_of: Callable[[str, Mapping[str, object]], str],
+    *,
+    kind: str = "",
+) -> list[Candidate]:
+    """The candidates asked for by method and settings, `all` being every method; no file is opened.
+
+    Args:
+        given: methods with their settings.
+        every: name of a method.
+        owner_of: name of a method -> the class or function whose keywords are its settings.
+        name_of: (method, settings) -> what the candidate is called.
+        kind: of the methods, for messages.
+
+    Raises:
+        SpecError: no such method, a setting that it does not have, a value that is not allowed, or one candidate twice.
+    """
+    asked = [
+        (method, settings)
+        for name, settings in given
+        for method in (sorted(every) if name == "all" and not settings else (name,))
+    ]
+    by_name: dict[str, Candidate] = {}
+    for method, settings in asked:
+        resolve(owner_of(method), settings, f"{kind} {method!r}" if kind else method)
+        name = name_of(method, settings)
+        if name in by_name:
+            raise SpecError(f"{name} is asked for twice", hint="Name every candidate once.")
+        by_name[name] = Candidate(name, method, settings)
+    return list(by_name.values())
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[Known]):
+    """What became of one candidate.
+
+    Attributes:
+        value: what was measured of it; None where it failed.
+        seconds: that it took to make it.
+        error: why it can't be made.
+    """
+
+    value: Known | None = None
+    seconds: float = 0.0
+    error: DriftLensError | None = None
+
+
+Attempts = Callable[[Sequence[C]], Iterable[tuple[C, Outcome[T]]]]
+"""Tries some candidates, and gives each with what became of it as soon as that is known, in any order."""
+
+
+class Ledger(Protocol[Asked, T]):
+    """Where outcomes are kept beyond the end of the process."""
+
+    def read(self, candidate: Asked) -> Outcome[T] | None:
+        """What an earlier sitting has kept of a candidate; None where it is still to be tried."""
+        ...
+
+    def write(self, candidate: Asked, outcome: Outcome[T]) -> None:
+        """Keep what became of a candidate, whole or not at all.
+
+        Raises:
+            RunError: there is no room for it.
+        """
+        ...
+
+
+def contest(
+    entered: Iterable[C], attempts: Attempts[C, T], ledger: Ledger[C, T]
+) -> Iterator[tuple[C, Outcome[T]]]:
+    """Every candidate with what became of it: first those that are kept, then the others, each kept when it is known.
+
+    What failed is not kept: a later sitting tries it once more, for the reason may be gone.
+
+    Raises:
+        Cancelled: somebody asked to stop; what is finished is kept.
+        DriftLensError: what the attempts raise, beside what they give as the outcome of one candidate.
+    """
+    missing = []
+    for candidate in entered:
+        outcome = ledger.read(candidate)
+        if outcome is None:
+            missing.append(candidate)
+        else:
+            yield candidate, outcome
+    for candidate, outcome in attempts(missing) if missing else ():
+        if outcome.error is None:
+            ledger.write(candidate, outcome)
+        yield candidate, outcome
+
+
+def one_by_one(attempt: Callable[[C], Outcome[T]], team: Team = ALONE) -> Attempts[C, T]:
+    """Attempts at one candidate after the other, in which one that can't be made leaves the others alone."""
+
+    def attempts(entered: Sequence[C]) -> Iterator[tuple[C, Outcome[T]]]:
+        for candidate in entered:
+            outcome: Outcome[T]
+            try:
+                outcome = attempt(candidate)
+            except (Cancelled, RunError):  # the job's own trouble, which all candidates share
+                raise
+            except DriftLensError as error:
+                if not team.agrees(error):
+                    raise
+                outcome = Outcome(error=error)
+            yield candidate, outcome
+
+    return attempts
+
+
+def require_any(outcomes: Iterable[Outcome[Any]]) -> None:
+    """Refuse to go on where every candidate failed.
+
+    Raises:
+        DriftLensError: the reason of the first.
+    """
+    errors = [outcome.error for outcome in outcomes]
+    if errors and None not in errors:
+        raise next(error for error in errors if error is not None)

@@ -6,6 +6,7 @@ import pathlib
 import shlex
 
 from driftlens.base.errors import RunError
+from driftlens.base.files import from_json
 from driftlens.base.variants import calibrated, calibration_of
 from driftlens.runs.contents import LATER, is_phase_of
 from driftlens.runs.layout import STATUS, begun_calibration
@@ -90,13 +91,26 @@ def _begun(run: DriftRun) -> list[str]:
 
 def how_to_resume(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
     """What to do about a calibration that was begun and not finished, perhaps to take the place of one of its name."""
-    is_replacing = name in manifest.calibrations
+    is_replacing, is_chosen = name in manifest.calibrations, _is_chosen(folder / begun_calibration(name))
     if is_live(manifest):
-        both = f"name={name!r}, {'replace=True, ' * is_replacing}resume=True"
-        return f"`run.calibrate(..., {both})` with the same modules and settings goes on"
+        flags = [
+            f"name={name!r}",
+            *["replace=True"] * is_replacing,
+            *["auto=True"] * is_chosen,
+            "resume=True",
+        ]
+        return f"`run.calibrate(..., {', '.join(flags)})` with the same modules and settings goes on"
     command = f"driftlens calibrate {shlex.quote(str(folder))} --name {shlex.quote(name)}"
-    command += " --replace" * is_replacing
-    return f"`{command} --resume` with the same settings goes on, without --resume it begins afresh"
+    flags = [*["--replace"] * is_replacing, *["--auto"] * is_chosen, "--resume"]
+    return f"`{command} {' '.join(flags)}` with the same settings goes on, without --resume it begins afresh"
+
+
+def _is_chosen(begun: pathlib.Path) -> bool:
+    """Whether a calibration that was begun chooses its settings; False also where nobody can tell."""
+    try:
+        return bool(from_json(begun.read_bytes())["automatic"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def is_live(manifest: Manifest) -> bool:

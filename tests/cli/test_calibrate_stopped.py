@@ -18,6 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from driftlens.findings.listing import find_runs
+from driftlens.jobs.contest.trials import Trials
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from tests.cli.conftest import Result
@@ -171,3 +173,46 @@ def test_a_calibration_that_is_killed_again_and_again_ends_as_if_it_had_not_been
     assert files_of(folder).keys() == files_of(whole).keys()
     checked = run_cli("verify", folder)
     assert checked.code == 0 and "not listed" not in checked.out
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
+    world: World, tmp_path: pathlib.Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
+) -> None:
+    run = roomy_run(World(world.folder, TASKS[:1]), tmp_path, heads=None)
+    folder, whole = copied(run, tmp_path / "stopped"), copied(run, tmp_path / "whole")
+    flags = ("--auto", "--method", "featcal", "--layers", "2,3")
+    tried = folder / f"scratch/calibrate-{NAME}/tried"
+
+    def is_halfway(event: Event) -> bool:
+        return event["phase"] == "choose" and tried.is_dir() and len(list(tried.glob("*.safetensors"))) > 9
+
+    with calibrating(folder, is_halfway, *flags) as process:
+        process.send_signal(sent)
+        process.send_signal(signal.SIGCONT)
+        _, errors = process.communicate(timeout=300)
+    kept = [*tried.glob("*.safetensors")]
+    command = f"driftlens calibrate {folder} --name {NAME} --auto --resume"
+    if sent == signal.SIGTERM:
+        assert process.returncode == 130 and f"What was finished is kept: `{command}`" in errors
+    (left,) = find_runs(folder)[0].left
+    assert f"`{command}` with the same settings goes on" in left and len(kept) > 9
+
+    solved, attempts = [], Trials.outcomes
+
+    def counted(self: Trials, fits: Any, measure: Any) -> Iterator[Any]:
+        solved.extend(fits)
+        return attempts(self, fits, measure)
+
+    monkeypatch.setattr(Trials, "outcomes", counted)
+    quiet = ("--name", NAME, *flags, "--progress", "none")
+    assert run_cli("calibrate", folder, *quiet, "--resume").code == 0
+    missing = len(solved)
+    assert run_cli("calibrate", whole, *quiet).code == 0
+    assert len(solved) - missing == missing + len(kept), "what was finished was solved for again"
+    found, expected = (open_run(at).manifest.calibrations[NAME] for at in (folder, whole))
+    assert {**found.selection, "seconds": 0} == {**expected.selection, "seconds": 0}
+    weights = [load_file(at / f"calibrations/{NAME}/weights.safetensors") for at in (folder, whole)]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
+    same_rows(open_run(folder), open_run(whole))
+    assert not (folder / f"scratch/calibrate-{NAME}").exists() and find_runs(folder)[0].left == ()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -238,11 +239,27 @@ def test_a_comparison_stops_between_tasks_and_what_it_kept_is_whole(
             world.spec(), kept, out=out, keep=True, progress="none", on_progress=stop, cancel=token
         )
     there = kept[: kept.index(label.split()[0]) + 1] if label.split()[0] in kept else []
-    assert sorted(path.name for path in out.glob("*")) == there
+    assert sorted(path.name for path in out.glob("*") if path.name != "scratch") == there
     for name in there:
         (weights,) = (out / name).glob("*.safetensors")
         clip(load_file(weights))
     assert not list(tmp_path.rglob(".partial-*"))
+
+    if label == "expert of shapes":
+        assert not out.exists()
+        return
+    with pytest.raises(RunError, match="was stopped, of other models, samples or settings"):
+        dl.compare_merges(world.spec(name="other"), kept, out=out, progress="none")
+    again = list[str]()
+    table = dl.compare_merges(
+        world.spec(), kept, out=out, keep=True, progress="none", on_progress=lambda at: again.append(at.label)
+    )
+    measured = {name for name in said if " on " in name}
+    assert not measured & {*again}, "what was finished was measured again"
+    whole = dl.compare_merges(world.spec(), kept, progress="none")
+    numbers = [at.frame().drop(columns="seconds", errors="ignore") for at in (table, whole)]
+    pd.testing.assert_frame_equal(*numbers, check_exact=True)
+    assert not (out / "scratch").exists() and all((out / name).is_dir() for name in kept)
 
 
 @pytest.mark.slow
@@ -260,7 +277,7 @@ def test_ctrl_c_stops_a_comparison_and_leaves_nothing(
         process.send_signal(signal.SIGINT)
         _, written = process.communicate(timeout=300)
         assert process.returncode == 130 and "Traceback" not in written
-    assert [path.name for path in out.iterdir()] == ["average"]
+    assert sorted(path.name for path in out.iterdir()) == ["average", "scratch"]
     assert not list(tmp_path.rglob(".partial-*"))
 
 

@@ -26,7 +26,8 @@ from streamlit.column_config import ImageColumn, NumberColumn, TextColumn
 
 from driftlens.base.errors import DataError, DriftLensError
 from driftlens.base.variants import Part, title
-from driftlens.findings.reading import Sheet, is_measured, printable
+from driftlens.findings.reading import is_measured, printable
+from driftlens.findings.table import Table
 from driftlens.findings.verdict import Verdict, shareable
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
@@ -224,7 +225,7 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
     return st.dataframe(rows, key=key, alt=alt, **looks, **more)
 
 
-def show_sheet(sheet: Sheet, folded: Collection[str] = ()) -> None:
+def show_sheet(sheet: Table, folded: Collection[str] = ()) -> None:
     """A table that card, report and terminal have too, with what a reader must know of it below.
 
     Columns in `folded` are shown where the table's own menu asks for them.
@@ -236,16 +237,16 @@ def show_sheet(sheet: Sheet, folded: Collection[str] = ()) -> None:
     caption(sheet.notes())
 
 
-def sheet_table(sheet: Sheet) -> tuple[pd.DataFrame, dict[str, Any]]:
+def sheet_table(sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
     """A sheet's rows, with numbers that can be sorted as such, and how its columns are shown."""
-    numbers = sheet.frame()
-    rows, columns = pd.DataFrame(sheet.columns()), dict[str, Any]()
-    for head in rows:
-        kind = sheet.kinds[head]
-        if head.endswith(" low"):
-            columns[head] = TextColumn("95 % interval")
-        elif kind in _NUMBERS and f"{head} +-" not in sheet.kinds:  # a text beside its interval
-            factor, digits = _NUMBERS[kind]
+    numbers, (_, *texts) = sheet.frame(), sheet.texts()
+    names = [sheet.columns[shown.at[0]].name for shown in sheet.shown()]
+    rows, columns = pd.DataFrame(texts, columns=names), dict[str, Any]()
+    for head, shown in zip(names, sheet.shown(), strict=True):
+        if shown.head != head:
+            columns[head] = TextColumn(shown.head)
+        elif shown.kind in _NUMBERS and len(shown.at) == 1:  # else a text beside its interval
+            factor, digits = _NUMBERS[shown.kind]
             rows[head] = factor * numbers[head].astype(float)
             # Rounded here, as sentences are: a browser rounds what lies in the middle otherwise.
             if factor == 100:

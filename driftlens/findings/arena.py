@@ -10,7 +10,8 @@ from driftlens.base.errors import DataError
 from driftlens.base.variants import calibrated
 from driftlens.findings.features import COSINE, RELATIVE
 from driftlens.findings.measures import SCORE, common, mean, mean_change
-from driftlens.findings.reading import Kind, Sheet, is_measured
+from driftlens.findings.reading import Kind, is_measured
+from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain
 
@@ -59,7 +60,7 @@ def arena_sheet(
     failed: Mapping[str, str] | None = None,
     *,
     against: str | None = None,
-) -> Sheet:
+) -> Table:
     """The rows to be read, without columns in which nothing was measured; `failed` says why other repairs are missing.
 
     Other arguments and errors as for `arena_rows`.
@@ -87,7 +88,7 @@ def arena_sheet(
         "calibrating alone; memory is the process's peak by then, and energy that of all programs."
     ]
     said += [f"{name}: not made, as {reason}." for name, reason in (failed or {}).items()]
-    return Sheet("arena", f"Repairs of {run.name} beside each other", kinds, table, " ".join(said))
+    return Table.of("arena", f"Repairs of {run.name} beside each other", kinds, table, " ".join(said))
 
 
 def _cost(run: DriftRun, name: str) -> dict[str, Any]:

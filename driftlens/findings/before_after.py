@@ -21,7 +21,6 @@ from driftlens.findings.frame import Finding, Measure
 from driftlens.findings.measures import SCORE, change, common, level, mean, mean_change
 from driftlens.findings.reading import (
     Kind,
-    Sheet,
     brief,
     is_measured,
     percent_interval,
@@ -31,6 +30,7 @@ from driftlens.findings.reading import (
 )
 from driftlens.findings.scores import score_of
 from driftlens.findings.swept import rho_control
+from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
 
 _MOST_MOVES = 5
@@ -169,7 +169,7 @@ def score_change_note(rows: Sequence[Finding]) -> str:
     return text
 
 
-def calibration_sheets(run: DriftRun, name: str) -> list[Sheet]:
+def calibration_sheets(run: DriftRun, name: str) -> list[Table]:
     """The tables of a calibration, wherever it is told of; those without rows are left out.
 
     Errors as for `before_after`.
@@ -183,10 +183,10 @@ def calibration_sheets(run: DriftRun, name: str) -> list[Sheet]:
     return [sheet for sheet in sheets if sheet.rows]
 
 
-def _features(run: DriftRun, rows: pd.DataFrame, name: str) -> Sheet:
+def _features(run: DriftRun, rows: pd.DataFrame, name: str) -> Table:
     scored = ["accuracy", "low", "high", "n", "metric", "score"]
     kept = rows[rows["variant"] != "expert"].drop(columns=["variant", *scored])
-    return Sheet(
+    return Table.of(
         f"before-after-{name}",
         f"{title(calibrated(name))}: final feature of every model on every task",
         {
@@ -206,7 +206,7 @@ def _told(metrics: Iterable[str]) -> tuple[str, bool, list[str]]:
     return title_of(found), all(at.kind == "share" for at in found), says
 
 
-def _scores(rows: pd.DataFrame, name: str) -> Sheet:
+def _scores(rows: pd.DataFrame, name: str) -> Table:
     kept = rows[rows["score"].notna()]
     of, is_share, says = _told(kept["metric"])
     columns = ["task", "model", *(["metric"] if says else []), "score", "low", "high", "n"]
@@ -215,7 +215,7 @@ def _scores(rows: pd.DataFrame, name: str) -> Sheet:
     kinds |= dict.fromkeys(("score" if says else "accuracy", "95 % low", "95 % high"), kind)
     kinds["test samples"] = "count"
     interval = "Wilson's interval" if is_share else "95 % intervals"
-    return Sheet(
+    return Table.of(
         f"{'scores' if says else 'accuracies'}-{name}",
         f"{title(calibrated(name))}: {of} of every model on every task",
         kinds,
@@ -234,9 +234,9 @@ def _counted(run: DriftRun) -> str:
     return f"{low if low == high else f'{low} to {high}'} diagnosis samples per task"
 
 
-def _drifts(run: DriftRun, name: str) -> Sheet:
+def _drifts(run: DriftRun, name: str) -> Table:
     changes = final_drift_changes(run, name)
-    return Sheet(
+    return Table.of(
         f"drift-change-{name}",
         f"{title(calibrated(name))}: change of the final L2 drift against the merged model",
         {
@@ -252,12 +252,12 @@ def _parts(found: Interval) -> tuple[float, float, float]:
     return found.value, found.low, found.high
 
 
-def _changes(name: str, changes: Sequence[Finding]) -> Sheet:
+def _changes(name: str, changes: Sequence[Finding]) -> Table:
     measured = [row for row in changes if row.n]
     of, is_share, says = _told(row.about.name for row in measured)
     kind: Kind = "points" if is_share else "number"
     kinds: dict[str, Kind] = {"task": "text", **({"metric": "text"} if says else {}), "change": kind}
-    return Sheet(
+    return Table.of(
         f"{'score' if says else 'accuracy'}-change-{name}",
         f"{title(calibrated(name))}: change of {of} against the merged model{', in points' if is_share else ''}",
         {**kinds, "95 % low": kind, "95 % high": kind, "test samples": "count"},
@@ -269,7 +269,7 @@ def _changes(name: str, changes: Sequence[Finding]) -> Sheet:
     )
 
 
-def _answers(name: str, changes: Sequence[Finding]) -> Sheet:
+def _answers(name: str, changes: Sequence[Finding]) -> Table:
     rows: list[tuple[Any, ...]] = [
         (row.task, row.answered, at.n, at.gained, at.lost, at.difference, at.ci_low, at.ci_high, at.p_value)
         for row in changes
@@ -279,7 +279,7 @@ def _answers(name: str, changes: Sequence[Finding]) -> Sheet:
         mean = mean_over_tasks([Interval(*row[5:8]) for row in rows])
         sums = [sum(row[at] for row in rows) for at in (2, 3, 4)]
         rows.append((f"mean of {len(rows)}", rows[0][1], *sums, *_parts(mean), p_of(mean)))
-    return Sheet(
+    return Table.of(
         f"answers-changed-{name}",
         f"{title(calibrated(name))}: answers that changed on the samples whose answers are stored",
         {
@@ -293,13 +293,13 @@ def _answers(name: str, changes: Sequence[Finding]) -> Sheet:
     )
 
 
-def _moves(run: DriftRun, name: str) -> Sheet:
+def _moves(run: DriftRun, name: str) -> Table:
     """The solved modules whose weights moved furthest, relative to their norm, the furthest first."""
     rows = run.calibration(name)
     rows = rows[rows["weight_change"].notna()].sort_values("weight_change", ascending=False, kind="stable")
     before = rows["objective_before"].astype(float)
     rows = rows.assign(left=rows["objective_after"].astype(float) / before.where(before > 0))
-    return Sheet(
+    return Table.of(
         f"weight-moves-{name}",
         f"{title(calibrated(name))}: largest weight moves",
         {"module": "text", "layer": "count", "weight change": "share", "objective left": "share"},

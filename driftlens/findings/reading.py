@@ -1,16 +1,11 @@
-"""How numbers and tables read: the same digits in terminal, card, page and dashboard, none that was not measured."""
+"""How numbers read: the same digits in terminal, card, page and dashboard, none that was not measured."""
 
 from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
-from html import escape
 from typing import Any, Literal
-
-import pandas as pd
 
 from driftlens.base.intervals import Interval
 
@@ -21,79 +16,6 @@ NOT_MEASURED = "not measured"
 
 NO_VALUE = "–"
 """Stands in a table where nothing was measured; a line below the table says so."""
-
-OF_GAPS = "A dash: not measured."
-
-
-@dataclass(frozen=True, repr=False)
-class Sheet:
-    """A table to be read, unrounded.
-
-    Half of an interval stands under its number's heading with `+-` behind; an interval's two ends stand under headings
-    that end in `low` and `high`. Read out, each pair is one cell.
-
-    Attributes:
-        name: its name in files and anchors.
-        title: its heading.
-        kinds: headings, unique, and how their values are written, in order.
-        rows: one value per column each; None or NaN where nothing was measured.
-        note: what a reader must know about the rows.
-    """
-
-    name: str
-    title: str
-    kinds: Mapping[str, Kind]
-    rows: Sequence[Sequence[Any]]
-    note: str = ""
-
-    def frame(self) -> pd.DataFrame:
-        """The rows under their headings."""
-        return pd.DataFrame([list(row) for row in self.rows], columns=[*self.kinds])
-
-    def columns(self, *, plus_minus: str = "±", gap: str = NO_VALUE) -> dict[str, list[str]]:
-        """What a reader sees, by heading; of a pair, by the heading of its first."""
-        shown: dict[str, list[str]] = {}
-        for at, (head, kind) in enumerate(self.kinds.items()):
-            values = [row[at] for row in self.rows]
-            if head.endswith(" +-"):
-                halves = [
-                    f" {plus_minus} {_half(value, kind)}" if is_measured(value) else "" for value in values
-                ]
-                means = head.removesuffix(" +-")
-                shown[means] = [mean + half for mean, half in zip(shown[means], halves, strict=True)]
-                continue
-            texts = [written(value, kind, gap) for value in values]
-            if head.endswith(" high"):
-                lows = f"{head.removesuffix(' high')} low"
-                ends = zip(shown[lows], texts, strict=True)
-                shown[lows] = [
-                    low if low == gap else f"{low.removesuffix(' %')} to {high}" for low, high in ends
-                ]
-            else:
-                shown[head] = texts
-        return shown
-
-    def texts(self, *, plus_minus: str = "±", gap: str = NO_VALUE) -> list[list[str]]:
-        """The headings, then the rows as a reader sees them."""
-        shown = self.columns(plus_minus=plus_minus, gap=gap)
-        heads = ["95 % interval" if head.endswith(" low") else head for head in shown]
-        return [heads, *map(list, zip(*shown.values(), strict=True))]
-
-    def notes(self) -> str:
-        """The note, and what a dash means where there is one."""
-        has_gaps = any(not is_measured(cell) for row in self.rows for cell in row)
-        return " ".join(text for text in (self.note, OF_GAPS if has_gaps else "") if text)
-
-    def __repr__(self) -> str:
-        heads, *rows = self.texts()
-        table = pd.DataFrame(rows, columns=heads).to_string(index=False)
-        return "\n".join(map(printable, [self.title, *table.split("\n"), self.notes()]))
-
-    def _repr_html_(self) -> str:
-        """The table as a reader sees it, for notebooks."""
-        heads, *rows = self.texts()
-        table = pd.DataFrame(rows, columns=heads).to_html(index=False)
-        return f"<b>{escape(self.title)}</b>{table}<p>{escape(printable(self.notes()))}</p>"
 
 
 def is_measured(value: Any) -> bool:
@@ -158,6 +80,11 @@ def points(value: float) -> str:
     return f"{round(100 * value, 1) + 0.0:+.1f}" if is_measured(value) else ""
 
 
+def half(value: float, kind: Kind) -> str:
+    """Half of an interval, a length with two digits."""
+    return percent(value) if kind == "share" else f"{value:#.2g}".removesuffix(".")
+
+
 def points_interval(low: float, high: float) -> str:
     """Both ends of an interval in percentage points; empty where it was not measured."""
     return f"{points(low)} to {points(high)}" if is_measured(low) else ""
@@ -209,8 +136,3 @@ def printable(text: str) -> str:
     """
     plain_spaces = (" " if unicodedata.category(character) == "Zs" else character for character in text)
     return "".join(character if character.isprintable() else "\ufffd" for character in plain_spaces)
-
-
-def _half(value: float, kind: Kind) -> str:
-    """Half of an interval, a length with two digits."""
-    return percent(value) if kind == "share" else f"{value:#.2g}".removesuffix(".")

@@ -10,13 +10,14 @@ from driftlens.base.variants import part_of, title
 from driftlens.findings.features import COSINE, DRIFT, RELATIVE
 from driftlens.findings.frame import Measure
 from driftlens.findings.measures import SCORE, level
-from driftlens.findings.reading import Kind, Sheet
+from driftlens.findings.reading import Kind
 from driftlens.findings.scores import main_metrics
+from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain
 
 
-def summary_sheet(run: DriftRun) -> Sheet:
+def summary_sheet(run: DriftRun) -> Table:
     """A row per task, then their mean: what base, experts, merged and calibrated models score, and their final drift.
 
     Scores have 95 % intervals; a model that was not measured has no columns.
@@ -54,10 +55,10 @@ def summary_sheet(run: DriftRun) -> Sheet:
         n = max((cell.n for cell in cells), default=0) or None
         rows.append([name, metric.title, n, *ends, *(column[at].value for column in drifts.values())])
     note = "95 % intervals over samples. Drift is that of the final feature, against the expert's norm."
-    return Sheet("summary", f"{run.name} ({run.id})", kinds, rows, note)
+    return Table.of("summary", f"{run.name} ({run.id})", kinds, rows, note)
 
 
-def final_sheet(run: DriftRun) -> Sheet:
+def final_sheet(run: DriftRun) -> Table:
     """How far each variant's final features are from each task's expert, with intervals; the base's distance beside.
 
     Raises:
@@ -74,7 +75,7 @@ def final_sheet(run: DriftRun) -> Sheet:
             distance = plain(to_base[task, variant])
             halves = [*_with_half(drift), *_with_half(relative), distance, *_with_half(cosine)]
             rows.append((task, title(variant), *halves, drift.n))
-    return Sheet(
+    return Table.of(
         "final-drift",
         "Final feature against each task's expert",
         {

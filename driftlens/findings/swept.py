@@ -14,8 +14,9 @@ from driftlens.base.metrics import ACCURACY, METRICS
 from driftlens.base.variants import calibrated, title
 from driftlens.findings.features import COSINE, DRIFT, RELATIVE
 from driftlens.findings.frame import Finding, finding
-from driftlens.findings.reading import Kind, Sheet, setting_text
+from driftlens.findings.reading import Kind, setting_text
 from driftlens.findings.scores import main_metrics, measure_of
+from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain
 
@@ -131,7 +132,7 @@ def _rows_of_point(run: DriftRun, variant: str, point: pd.Series[Any]) -> Iterat
     yield finding(measure_of(metric), Interval(score, low, high, n), point["task"], variant)
 
 
-def ablation_sheets(run: DriftRun, name: str) -> list[Sheet]:
+def ablation_sheets(run: DriftRun, name: str) -> list[Table]:
     """The run's models, the method as it is, and with each of its parts taken away: a table per measure."""
     rows = run.sweeps()
     rows = rows[rows["sweep"] == name]
@@ -161,5 +162,5 @@ def ablation_sheets(run: DriftRun, name: str) -> list[Sheet]:
         if rows[measure].notna().any():
             file = f"ablation-{method}-{measure}".replace("_", "-")
             called = f"{method}, part by part: {heading}"
-            sheets.append(Sheet(file, called, {**kinds, "s": "number"}, found, note))
+            sheets.append(Table.of(file, called, {**kinds, "s": "number"}, found, note))
     return sheets

@@ -20,8 +20,9 @@ from driftlens.findings.checks import self_checks
 from driftlens.findings.features import RELATIVE
 from driftlens.findings.frame import Measure
 from driftlens.findings.measures import SCORE, change, common, level, mean, mean_change
-from driftlens.findings.reading import Kind, Sheet, is_measured, written
+from driftlens.findings.reading import Kind, is_measured, written
 from driftlens.findings.swept import rho_control
+from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun, remembered
 from driftlens.runs.standing import is_live
 from driftlens.runs.tables import plain
@@ -342,10 +343,10 @@ def _listed(names: Sequence[str], most: int = 2) -> str:
     return f"{', '.join(names[:most])}{more}"
 
 
-def task_sheet(run: DriftRun, found: Verdict) -> Sheet:
+def task_sheet(run: DriftRun, found: Verdict) -> Table:
     """A row per task and one for their mean: every model, a change, the drift that is left, the main source."""
     if not found.means:
-        return Sheet("tasks", "Task by task", {"task": "text"}, [])
+        return Table.of("tasks", "Task by task", {"task": "text"}, [])
     heads = {variant: title(variant) for variant in found.means}
     heads |= {variant: variant for variant in heads if [*heads.values()].count(heads[variant]) > 1}
     gap = next((gap for gap in found.gaps if gap.against == found.merged), next(iter(found.gaps), None))
@@ -375,7 +376,7 @@ def task_sheet(run: DriftRun, found: Verdict) -> Sheet:
         rows.append(row_of(f"mean of {len(found.tasks)}", found.means, gap.change if gap else None))
     table = [[row.get(head) for head in kinds] for row in rows]
     heading, note = f"Task by task: {found.measure.title}", _note_on_tasks(run, found, gap, last)
-    return Sheet("tasks", heading, kinds, table, note)
+    return Table.of("tasks", heading, kinds, table, note)
 
 
 def _note_on_tasks(run: DriftRun, found: Verdict, gap: Gap | None, last: str) -> str:
@@ -394,7 +395,7 @@ def _note_on_tasks(run: DriftRun, found: Verdict, gap: Gap | None, last: str) ->
     )
 
 
-def others_sheet(run: DriftRun, found: Verdict) -> Sheet:
+def others_sheet(run: DriftRun, found: Verdict) -> Table:
     """Means over tasks of what the verdict leaves out: anchors alone, controls, other calibrations, baselines."""
     is_drift = found.measure.role == RELATIVE.role
     rows = []
@@ -410,4 +411,4 @@ def others_sheet(run: DriftRun, found: Verdict) -> Sheet:
     what = "mean" if is_drift else f"mean {found.measure.title}"
     kind = found.measure.kind
     kinds = {"model": "text", what: kind, "95 % low": kind, "95 % high": kind, "relative drift": "share"}
-    return Sheet("others", "Other models, means over tasks", kinds, rows)
+    return Table.of("others", "Other models, means over tasks", kinds, rows)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from driftlens.calibration.calibrator import Calibrator
     from driftlens.findings.projection import Projection
-    from driftlens.findings.reading import Sheet
+    from driftlens.findings.table import Table
     from driftlens.jobs.preflight.outcome import Preflight
     from driftlens.jobs.study.reopening import Live
     from driftlens.spec import RunSpec
@@ -82,7 +82,7 @@ class Run(DriftRun):
         given = {"progress": "none", **settings, **options}
         return calibrate(self, name=name, modules=modules, data=data, **given)
 
-    def summary(self) -> Sheet:
+    def summary(self) -> Table:
         """Every task in a row: scores of base, expert, merged and calibrated models with intervals, and their drift.
 
         It shows itself as a table, in notebooks and as text; its `frame()` has the numbers, unrounded. Errors as for
@@ -379,7 +379,7 @@ def compare_merges(
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
     **options: Any,
-) -> Sheet:
+) -> Table:
     """Merges of a spec's experts ranked without labels by how near they are to them, as `merge --compare` does.
 
         dl.compare_merges("run.yaml", ["average", "ties", ("ties", {"scaling": 0.4})]).frame()
@@ -504,7 +504,7 @@ def arena(
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
     **options: Any,
-) -> Sheet:
+) -> Table:
     """Repair a run with several methods on the same samples, as `driftlens arena` does.
 
         dl.arena("runs/ta8", ["featcal", "residual", ("surgery", {"rank": 4})]).frame()

@@ -26,13 +26,14 @@ import driftlens
 from driftlens.base.errors import DataError, SpecError
 from driftlens.base.files import PathLike, atomic_path
 from driftlens.findings.checks import CheckReport, check, self_checks
+from driftlens.findings.table import Table
 from driftlens.runs.contents import attach
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.standing import current_state
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, ChartOptions, Drawn, charts
 from driftlens_reports.charts.words import overlap_notes
-from driftlens_reports.content import Figure, ReportContent, RunInfo, Section, Table, frame_table
+from driftlens_reports.content import Figure, ReportContent, RunInfo, Section, frame_table
 from driftlens_reports.formats.fragments import fragments
 from driftlens_reports.formats.page import interactive_page, light_page
 from driftlens_reports.formats.pull_request import markdown

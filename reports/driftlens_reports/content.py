@@ -6,58 +6,17 @@ its schema ships as `report.schema.json`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import pandas as pd
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
-from driftlens.findings.reading import Kind, Sheet, written
+from driftlens.findings.reading import Kind
+from driftlens.findings.table import UNITS, Column, Part, Table
 from driftlens.runs.tables import plain
 
 VERSION = "2.1"
 """Of the JSON format. Within a major version fields are only ever added."""
-
-Cell = str | int | float | bool | None
-"""One value at full precision; None where nothing was measured."""
-
-
-class Part(BaseModel):
-    """One part of a report: never changed, and without fields that its version does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", from_attributes=True)
-
-
-class Column(Part):
-    """One column of a table."""
-
-    name: str = Field(description="Heading, unique within the table.")
-    kind: Kind = Field(description="How its values are written where they are rounded for reading.")
-    unit: str = Field(
-        default="", description="Unit of its values as the run's tables have it; empty without."
-    )
-
-
-class Table(Part):
-    """Rows of values, unrounded."""
-
-    name: str = Field(description="Name of its own, for file names, anchors and labels.")
-    title: str
-    note: str = Field(default="", description="What a reader must know about the rows.")
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...] = Field(description="One value per column; null: not measured.")
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether any value was not measured."""
-        return any(cell is None for row in self.rows for cell in row)
-
-    def texts(self) -> list[list[str]]:
-        """The rows as a reader sees them, rounded as the columns' kinds say."""
-        return [
-            [written(cell, column.kind) for cell, column in zip(row, self.columns, strict=True)]
-            for row in self.rows
-        ]
 
 
 class Figure(Part):
@@ -203,53 +162,10 @@ class ReportContent(Part):
         return [figure for section in self.sections for figure in section.figures]
 
 
-_UNITS = {
-    **dict.fromkeys(("L2 drift", "L2 drift +-", "mean drift", "10 % quantile", "90 % quantile"), "feature"),
-    **dict.fromkeys(("mismatch", "propagation", "drift"), "feature"),
-    **dict.fromkeys(("score drift", "secant", "directional", "spectral", "certified"), "score"),
-    **dict.fromkeys(("relative drift", "of base distance", "drift / base distance", "amplification"), "1"),
-    **dict.fromkeys(
-        ("cosine", "cosine +-", "mean cosine", "cosine of task vectors", "cosine gain", "cka", "cross term"),
-        "1",
-    ),
-    **dict.fromkeys(("accuracy", "score", "value", "share of final drift"), "1"),
-    **dict.fromkeys(
-        ("n", "test n", "samples", "test samples", "calibration", "diagnosis", "test"), "samples"
-    ),
-    **{"seconds": "s", "peak memory (GiB)": "GiB", "peak GPU memory (GiB)": "GiB", "energy (Wh)": "Wh"},
-}
-"""Units of columns by heading, in the words of the run's schema; a heading means the same in every table."""
-
-
-def table(
-    name: str, title: str, kinds: Mapping[str, Kind], rows: Sequence[Sequence[object]], note: str = ""
-) -> Table:
-    """A table of these rows; what is missing or not finite becomes None.
-
-    Args:
-        name: its name in files and anchors.
-        title: its heading.
-        kinds: headings and how their values are written, in order.
-        rows: one value per column each.
-        note: what a reader must know about the rows.
-    """
-    heads = tuple(
-        Column(name=head, kind=kind, unit="1" if kind in ("share", "points") else _UNITS.get(head, ""))
-        for head, kind in kinds.items()
-    )
-    cells = tuple(tuple(plain(value) for value in row) for row in rows)
-    return Table(name=name, title=title, note=note, columns=heads, rows=cells)
-
-
-def sheet_table(sheet: Sheet) -> Table:
-    """A table that other places show too."""
-    return table(sheet.name, sheet.title, sheet.kinds, sheet.rows, sheet.note)
-
-
 def frame_table(name: str, title: str, frame: pd.DataFrame) -> Table:
     """Every row of a frame as a table, with the kind of each column read off its type."""
     columns = tuple(
-        Column(name=str(head), kind=_kind(frame[head]), unit=_UNITS.get(str(head), ""))
+        Column(name=str(head), kind=_kind(frame[head]), unit=UNITS.get(str(head), ""))
         for head in frame.columns
     )
     values = [[plain(value) for value in frame[head].tolist()] for head in frame.columns]

@@ -12,7 +12,8 @@ import pandas as pd
 
 from driftlens.base.errors import RunError
 from driftlens.base.files import atomic_path, from_json, write_json_atomic, write_text_atomic
-from driftlens.findings.reading import Kind, Sheet, printable
+from driftlens.findings.reading import Kind, printable
+from driftlens.findings.table import Table
 from driftlens.runs.layout import COMPARISON
 from driftlens_reports.charts import marks, theme, words
 from driftlens_reports.charts.chart import Drawn
@@ -25,7 +26,7 @@ def table_of(found: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame([{key: at for key, at in row.items() if key != "by_task"} for row in found["merges"]])
 
 
-def merges_sheet(found: Mapping[str, Any]) -> Sheet:
+def merges_sheet(found: Mapping[str, Any]) -> Table:
     """The ranking; its note says which of its differences are none, and why a merge is missing."""
     placed = [row for row in found["merges"] if row["place"]]
     heads = {key: name for key, name in NAMES.items() if any(row[key] is not None for row in placed)}
@@ -44,7 +45,7 @@ def merges_sheet(found: Mapping[str, Any]) -> Sheet:
     if tied:
         said.append(f"{', '.join(tied)}: not told apart from the first by these samples.")
     rows = [[row[key] for key in keys] for row in placed]
-    return Sheet("merges", f"Merges of {found['name']}", kinds, rows, " ".join(said))
+    return Table.of("merges", f"Merges of {found['name']}", kinds, rows, " ".join(said))
 
 
 def read_merges(folder: Path) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from driftlens.base.intervals import Interval, mean_over_tasks, over_draws, wils
 from driftlens.base.metrics import ATTACHED
 from driftlens.base.variants import calibrated
 from driftlens.findings.arena import arena_rows
-from driftlens.findings.reading import Kind, Sheet
+from driftlens.findings.reading import Kind
 from driftlens.findings.swept import ABLATION, ablation_sheets, with_scores
+from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain, plain_rows
 from driftlens.suites.protocols import PROTOCOLS
@@ -36,7 +37,7 @@ class Shown:
     """What a protocol measured beside what is printed: rows as plain values, and the same to be read."""
 
     rows: list[dict[str, Any]]
-    sheets: list[Sheet]
+    sheets: list[Table]
 
 
 def shown(
@@ -59,7 +60,7 @@ def shown(
         SpecError: the paper has no such table.
         DataError, RunError: a run lacks what its protocol measures, or can't be read.
     """
-    study, sheets = PROTOCOLS[protocol], list[Sheet]()
+    study, sheets = PROTOCOLS[protocol], list[Table]()
     lacks = [f"{repair}: not made, as {reason}." for repair, reason in (failed or {}).items()]
     title = f"{suite.title}, protocol {protocol}"
     if study.ablate:
@@ -221,7 +222,7 @@ def _made(run: DriftRun, names: Sequence[str] | None) -> list[str] | None:
     return None if names is None else [name for name in known if name in names]
 
 
-def _sheet(title: str, rows: Sequence[Mapping[str, Any]], about: str, lacks: Sequence[str] = ()) -> Sheet:
+def _sheet(title: str, rows: Sequence[Mapping[str, Any]], about: str, lacks: Sequence[str] = ()) -> Table:
     """The means of the rows."""
     means = [row for row in rows if row["task"] == MEAN]
     varies = any("varied" in row for row in means)
@@ -244,10 +245,10 @@ def _sheet(title: str, rows: Sequence[Mapping[str, Any]], about: str, lacks: Seq
             cells += [number, None if number is None else row["value"] - number]
         said += [f"{row['merger']} {row['model']}: {row['note']}".strip() for row in means if row["note"]]
     about = "measured and published" if "published" in kinds else "measured"
-    return Sheet("reproduced", f"{title}: {about}", kinds, table, " ".join([*said, *lacks]))
+    return Table.of("reproduced", f"{title}: {about}", kinds, table, " ".join([*said, *lacks]))
 
 
-def _excess_sheet(title: str, runs: Mapping[str, DriftRun]) -> Sheet:
+def _excess_sheet(title: str, runs: Mapping[str, DriftRun]) -> Table:
     kinds: dict[str, Kind] = {"merge": "text", "fitted on features of": "text", "layer": "count"}
     kinds |= {"lost share": "share", "largest at": "text", "its share": "share"}
     table: list[list[Any]] = []
@@ -262,10 +263,10 @@ def _excess_sheet(title: str, runs: Mapping[str, DriftRun]) -> Sheet:
         "J_dep(W_src) - J_dep(W_dep) against what the fit on deployed features gains over the merged weights, linear "
         "modules of a layer together; one draw of calibration samples. Above 100 % the fit is worse than none."
     )
-    return Sheet("excess", f"{title}: excess of fits on other features", kinds, table, said)
+    return Table.of("excess", f"{title}: excess of fits on other features", kinds, table, said)
 
 
-def _cost_sheet(title: str, rows: Sequence[Mapping[str, Any]], lacks: Sequence[str]) -> Sheet:
+def _cost_sheet(title: str, rows: Sequence[Mapping[str, Any]], lacks: Sequence[str]) -> Table:
     kinds: dict[str, Kind] = {"merge": "text", "model": "text", "cost": "text", "measured": "number"}
     kinds |= {"published": "number"} if any(row["published"] is not None for row in rows) else {}
     keys = ["merger", "model", "cost", "value", "published"][: len(kinds)]
@@ -274,7 +275,7 @@ def _cost_sheet(title: str, rows: Sequence[Mapping[str, Any]], lacks: Sequence[s
         "are those of another machine."
     )
     table = [[row[key] for key in keys] for row in rows]
-    return Sheet("costs", f"{title}: measured and published", kinds, table, " ".join([said, *lacks]))
+    return Table.of("costs", f"{title}: measured and published", kinds, table, " ".join([said, *lacks]))
 
 
 def _published(row: Mapping[str, Any], printed: Printed, column: str | None = None) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from driftlens.findings.measures import SCORE, level
 from driftlens.findings.projection import Projection
 from driftlens.findings.reading import (
     NOT_MEASURED,
-    Sheet,
     error,
     estimate,
     is_measured,
@@ -40,6 +39,7 @@ from driftlens.findings.reading import (
 from driftlens.findings.scores import main_metrics
 from driftlens.findings.summary import final_sheet
 from driftlens.findings.swept import ABLATION, ablation_sheets, settings_of
+from driftlens.findings.table import Table
 from driftlens.findings.verdict import others_sheet, task_sheet, verdict
 from driftlens.runs.equality import TOLERANCE, Equality
 from driftlens.runs.run import DriftRun
@@ -147,17 +147,16 @@ def _section(heading: str, lines: Sequence[str]) -> list[str]:
     return [heading, *(f"  {line}" for line in lines or [NOT_MEASURED])]
 
 
-def sheet_text(sheet: Sheet) -> str:
+def sheet_text(sheet: Table) -> str:
     """A table under its title, with its notes below."""
     return "\n".join(map(printable, _sheet_lines(sheet)))
 
 
-def _sheet_lines(sheet: Sheet) -> list[str]:
+def _sheet_lines(sheet: Table) -> list[str]:
     """Title, columns and notes of a table; a column of names starts at the left."""
-    header, *rows = sheet.texts(plus_minus="+-", gap="-")
-    names = [kind for kind in sheet.kinds.values() if kind == "text"]
-    notes = [sheet.notes()] if sheet.notes() else []
-    return [sheet.title, *aligned([header, *rows], num_names=len(names)), *notes]
+    names = [shown for shown in sheet.shown() if shown.kind == "text"]
+    rows = aligned(sheet.texts(plus_minus="+-", gap="-"), num_names=len(names))
+    return [*filter(None, [sheet.title, *rows, sheet.notes()])]
 
 
 def _score_sections(run: DriftRun) -> Iterator[tuple[str, list[str]]]:

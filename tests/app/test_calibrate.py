@@ -225,8 +225,10 @@ def test_the_tables_of_a_finished_calibration_are_those_of_card_and_report(
     (numbers,) = opened_drawers(app, "All numbers")
     frames = [frame.value for frame in numbers.dataframe]
     for sheet in sheets:
-        (shown,) = [frame for frame in frames if list(frame) == list(sheet.columns())]
-        for head, texts in sheet.columns().items():
+        names = [sheet.columns[column.at[0]].name for column in sheet.shown()]
+        _, *rows = sheet.texts()
+        (shown,) = [frame for frame in frames if list(frame) == names]
+        for head, *texts in zip(names, *rows, strict=True):
             if pd.api.types.is_numeric_dtype(shown[head]):
                 exact = sheet.frame()[head].astype(float)
                 is_percent = sheet.kinds[head] in ("share", "points")

@@ -250,7 +250,7 @@ def test_scores_of_other_metrics_are_in_no_mean_with_shares(tmp_path: pathlib.Pa
     found = verdict(run)
     assert found.tasks == ("match", "pick", "similar")
     rows = {row[0]: row for row in task_sheet(run, found).rows}
-    assert rows["words"][1:4] == [None, None, None] and rows["pick"][3] is not None
+    assert rows["words"][1:4] == (None, None, None) and rows["pick"][3] is not None
 
 
 def test_a_run_that_measured_nothing_says_so(tmp_path: pathlib.Path) -> None:

@@ -11,7 +11,8 @@ from streamlit.column_config import AreaChartColumn, ImageColumn, NumberColumn, 
 
 from driftlens.base.variants import title
 from driftlens.findings.checks import self_checks
-from driftlens.findings.reading import Sheet, is_measured, size
+from driftlens.findings.reading import is_measured, size
+from driftlens.findings.table import Table
 from driftlens.findings.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.run import DriftRun
 from driftlens_app.live import offer_attribution
@@ -116,7 +117,7 @@ def _task_table(run: DriftRun, found: Verdict) -> None:
     st.caption("Worst first. A click on a row chooses its task on every page.")
 
 
-def task_rows(run: DriftRun, found: Verdict, sheet: Sheet) -> tuple[pd.DataFrame, dict[str, Any]]:
+def task_rows(run: DriftRun, found: Verdict, sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
     """The verdict's table as the page shows it, the worst task first and the mean last, and how columns are shown."""
     numbers = sheet.frame()
     numbers, mean = numbers[: len(run.tasks)], numbers[len(run.tasks) :]

@@ -15,7 +15,8 @@ from driftlens.findings.before_after import (
     change_in_words,
     selection_sentences,
 )
-from driftlens.findings.reading import Sheet, estimate, size, written
+from driftlens.findings.reading import estimate, size, written
+from driftlens.findings.table import Table
 from driftlens.findings.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.layout import begun_calibration, calibration_folder, calibration_weights
 from driftlens.runs.run import DriftRun
@@ -265,7 +266,7 @@ def _arena(run: DriftRun, *, blocked: bool) -> None:
 
 
 @st.cache_data(max_entries=64, show_spinner=False, hash_funcs={DriftRun: key_of})
-def _sheets(run: DriftRun, name: str) -> list[Sheet]:
+def _sheets(run: DriftRun, name: str) -> list[Table]:
     return calibration_sheets(run, name)
 
 

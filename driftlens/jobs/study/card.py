@@ -19,7 +19,8 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import is_hub_id, library_folder, repository_of
 from driftlens.engine.training import Trainer
 from driftlens.findings.before_after import calibration_sheets, compared_variants, selection_sentences
-from driftlens.findings.reading import Sheet, printable, setting_text
+from driftlens.findings.reading import printable, setting_text
+from driftlens.findings.table import Table
 from driftlens.findings.verdict import shareable, task_sheet, verdict
 from driftlens.runs.contents import attach
 from driftlens.runs.layout import SPEC, calibration_attachments, calibration_folder
@@ -352,7 +353,7 @@ def _attached(run: DriftRun, name: str) -> Iterator[str]:
         yield _table(("Task", "Metric", "Model", "Score"), [tuple(map(escaped, row)) for row in cells])
 
 
-def _sheet(sheet: Sheet) -> str:
+def _sheet(sheet: Table) -> str:
     header, *rows = [[escaped(cell) for cell in row] for row in sheet.texts()]
     notes = [escaped(sheet.notes())] if sheet.notes() else []
     return "\n\n".join([f"### {escaped(sheet.title)}", _table(header, rows), *notes])

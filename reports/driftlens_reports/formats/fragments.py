@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from driftlens.findings.reading import p_value
+from driftlens.findings.reading import p_value, written
+from driftlens.findings.table import Cell, Column, Table
 from driftlens.runs import layout
-from driftlens_reports.content import Cell, Column, ReportContent, Table
+from driftlens_reports.content import ReportContent
 from driftlens_reports.paper import grid
 from driftlens_reports.paper.grid import to_latex
 
@@ -34,9 +35,7 @@ def fragments(content: ReportContent) -> dict[str, bytes]:
 
 
 def _fragment(content: ReportContent, table: Table) -> str:
-    notes = [f"Run {content.run.name} ({content.run.id}).", table.note, *content.stamps]
-    if table.has_gaps:
-        notes.append("A dash: not measured.")
+    notes = [f"Run {content.run.name} ({content.run.id}).", table.notes(), *content.stamps]
     parts = _parts(_grid(table))
     below = {len(parts): [note for note in notes if note]}
     return "".join(
@@ -73,8 +72,10 @@ def _grid(table: Table) -> grid.Grid:
 
 def _wraps(table: Table, shown: Sequence[int]) -> dict[int, float]:
     """Width in em of each column whose words go on in the next line; 0 for the others, and where all fits."""
-    texts = table.texts()
-    longest = {at: max(map(len, [table.columns[at].name, *(row[at] for row in texts)])) for at in shown}
+    longest = {}
+    for at in shown:
+        column = table.columns[at]
+        longest[at] = max(map(len, [column.name, *(written(row[at], column.kind) for row in table.rows)]))
     is_wide = sum(longest.values()) + _BETWEEN * len(longest) > _LINE
     return {
         at: _WRAPPED * _LETTER_EM

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from driftlens.findings.reading import written
+from driftlens.findings.table import Table
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.theme import palette
-from driftlens_reports.content import ReportContent, Table
+from driftlens_reports.content import ReportContent
 from driftlens_reports.paper.style import PAGE, PAGE_WIDTH, encode, sheet
 from driftlens_reports.sections.verdict import signed
 
@@ -175,9 +176,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.globals.update(zip=zip)
-    environment.filters.update(
-        anchor=_anchor, looks=_looks, prose=_prose, shown=_shown, signed=signed, written=written
-    )
+    environment.filters.update(anchor=_anchor, looks=_looks, prose=_prose, signed=signed, written=written)
     return environment
 
 
@@ -195,28 +194,14 @@ def _anchor(name: str) -> str:
 
 
 def _looks(table: Table) -> list[str]:
-    """Style classes of each column; empty for numbers."""
-    longest = [max(map(len, column), default=0) for column in zip(*table.texts(), strict=True)]
+    """Style classes of each column that is shown; empty for numbers."""
+    _, *texts = table.texts()
+    longest = [max(map(len, column), default=0) for column in zip(*texts, strict=True)]
+    columns = [*table.shown()]
     return [
-        ("text long" if letters > _LONG else "text") if column.kind == "text" else ""
-        for column, letters in zip(table.columns, longest or [0] * len(table.columns), strict=True)
+        ("text long" if letters > _LONG else "text") if shown.kind == "text" else ""
+        for shown, letters in zip(columns, longest or [0] * len(columns), strict=True)
     ]
-
-
-def _shown(table: Table) -> list[tuple[str, int, list[int]]]:
-    """Headings as a reader sees them, with their columns' places; both ends of an interval share a cell."""
-    names = [column.name for column in table.columns]
-    pairs = {at for at, name in enumerate(names[:-1]) if _is_pair(name, names[at + 1])}
-    return [
-        ("95 % interval", at, [at, at + 1]) if at in pairs else (name, at, [at])
-        for at, name in enumerate(names)
-        if at - 1 not in pairs
-    ]
-
-
-def _is_pair(low: str, high: str) -> bool:
-    stem = low.removesuffix(" low")
-    return stem != low and high == f"{stem} high"
 
 
 def _twins() -> dict[str, str]:

@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from driftlens.findings.reading import printable
-from driftlens_reports.content import ReportContent, Table
+from driftlens.findings.table import Table
+from driftlens_reports.content import ReportContent
 
 MOST_LINES = 30
 _MOST_STAMPS, _MOST_FAILED = 3, 5
@@ -24,7 +25,7 @@ _WORD_JOINER = "\u2060"
 def markdown(content: ReportContent) -> bytes:
     """The report as Markdown."""
     tables = {table.name: table for section in content.sections for table in section.tables}
-    judged = [row for name in ("checks", "self-checks") if name in tables for row in tables[name].texts()]
+    judged = [row for name in ("checks", "self-checks") if name in tables for row in tables[name].texts()[1:]]
     failed = [
         f"- **{status}**: {prose(check)}: {prose(reason)}"
         for wanted in ("fail", "warn")
@@ -41,20 +42,18 @@ def markdown(content: ReportContent) -> bytes:
     if (table := tables.get("tasks")) and table.rows:
         # Below stand the table's two first lines, the last line, and the empty ones between.
         room = MOST_LINES - sum(len(block) + 1 for block in blocks if block) - 4
-        rows = table.texts()
+        head, *rows = table.texts()
         kept = rows if len(rows) <= room else [*rows[: room - 1], rows[-1]]
-        blocks.append(_bars(table, kept))
+        blocks.append(_bars(table, [head, *kept]))
         about += [f"{len(rows) - len(kept)} more tasks in the other formats."] * (len(rows) > len(kept))
-        about.append(prose(table.note))
+        about.append(prose(table.notes()))
     blocks.append([f"<sub>{' '.join(about)}</sub>"])
     return ("\n\n".join("\n".join(block) for block in blocks if block) + "\n").encode()
 
 
 def _bars(table: Table, rows: Sequence[Sequence[str]]) -> list[str]:
-    head, *lines = [
-        f"| {' | '.join(map(escape, line))} |" for line in ([column.name for column in table.columns], *rows)
-    ]
-    ends = (":--" if column.kind == "text" else "--:" for column in table.columns)
+    head, *lines = [f"| {' | '.join(map(escape, line))} |" for line in rows]
+    ends = (":--" if shown.kind == "text" else "--:" for shown in table.shown())
     return [head, f"|{'|'.join(ends)}|", *lines]
 
 

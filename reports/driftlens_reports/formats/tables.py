@@ -58,17 +58,8 @@ def _run_tables(run: DriftRun, raw: bool) -> Iterator[tuple[str, pd.DataFrame, p
 
 
 def _report_tables(content: ReportContent) -> Iterator[tuple[str, pd.DataFrame, pd.DataFrame]]:
-    kinds = {"text": "object", "count": "Int64"}  # whole numbers stay whole where some are missing
     figures = [figure.data for figure in content.figures if figure.data is not None]
     for table in (*content.tables, *figures):
         prefix = "" if table.name.startswith("figure-") else "report-"
         units = [(column.name, column.unit) for column in table.columns]
-        rows = pd.DataFrame(
-            {
-                column.name: pd.Series(
-                    [row[at] for row in table.rows], dtype=kinds.get(column.kind, "float64")
-                )
-                for at, column in enumerate(table.columns)
-            }
-        )
-        yield f"{prefix}{table.name}", rows, pd.DataFrame(units, columns=["column", "unit"])
+        yield f"{prefix}{table.name}", table.frame(), pd.DataFrame(units, columns=["column", "unit"])

@@ -15,9 +15,10 @@ from driftlens.findings.features import COSINE
 from driftlens.findings.measures import level
 from driftlens.findings.reading import Kind, brief, counted, estimate, percent, setting_text
 from driftlens.findings.swept import ABLATION, ablation_sheets
+from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
 from driftlens_reports import facts
-from driftlens_reports.content import Figure, Table, sheet_table, table
+from driftlens_reports.content import Figure
 from driftlens_reports.facts import origin_sentence
 
 _ALWAYS = (
@@ -64,7 +65,7 @@ def accuracy_table(run: DriftRun) -> Table:
     notes = [f"{intervals}. Each expert is scored on its own task."]
     notes += [f"{name}: {metric.described}" for name, metric in others.items()]
     heading = f"{'Scores' if others else 'Accuracy'} on test samples"
-    return table("accuracy", heading, kinds, [*zip(*rows, strict=True)], " ".join(notes))
+    return Table.of("accuracy", heading, kinds, [*zip(*rows, strict=True)], " ".join(notes))
 
 
 def calibration_sentences(run: DriftRun) -> list[str]:
@@ -98,7 +99,7 @@ def calibration_tables(run: DriftRun) -> list[Table]:
     sheets += [sheet for name in found for sheet in before_after.calibration_sheets(run, name)]
     for sweep in run.sweeps()["sweep"].unique():
         sheets += ablation_sheets(run, sweep) if sweep.endswith(ABLATION) else []
-    return [table("calibration-settings", "Settings", kinds, rows), *map(sheet_table, sheets)]
+    return [Table.of("calibration-settings", "Settings", kinds, rows), *sheets]
 
 
 def caveat_sentences(run: DriftRun, figures: Sequence[Figure]) -> list[str]:

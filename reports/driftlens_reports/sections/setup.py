@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from driftlens.base.variants import title
 from driftlens.findings.reading import Kind
+from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
-from driftlens_reports.content import Table, table
 
 _UNKNOWN = "not recorded"
 _GIB = 2**30
@@ -39,7 +39,7 @@ def _models(run: DriftRun) -> Table:
         for name, info in run.manifest.models.items()
     ]
     kinds: dict[str, Kind] = {"model": "text", "variant": "text", "parameters": "count"}
-    return table("models", "Models", {**kinds, "digest (first 16)": "text", "source": "text"}, rows)
+    return Table.of("models", "Models", {**kinds, "digest (first 16)": "text", "source": "text"}, rows)
 
 
 def _samples(run: DriftRun) -> Table:
@@ -54,12 +54,12 @@ def _samples(run: DriftRun) -> Table:
         for task in run.tasks
     ]
     kinds: dict[str, Kind] = {"task": "text", "classes": "count", **dict.fromkeys(splits, "count")}
-    return table("samples", "Samples by task", kinds, rows)
+    return Table.of("samples", "Samples by task", kinds, rows)
 
 
 def _layers(run: DriftRun) -> Table:
     rows = [(layer.index, layer.role, layer.path) for layer in run.manifest.layers]
-    return table("layers", "Layers", {"layer": "count", "role": "text", "path": "text"}, rows)
+    return Table.of("layers", "Layers", {"layer": "count", "role": "text", "path": "text"}, rows)
 
 
 def environment_tables(run: DriftRun) -> list[Table]:
@@ -82,10 +82,10 @@ def environment_tables(run: DriftRun) -> list[Table]:
     }
     note = "Peak memory is that of the whole process up to the end of the phase."
     return [
-        table(
+        Table.of(
             "environment", "Software and machine", {"what": "text", "name": "text", "value": "text"}, values
         ),
-        table("resources", "Time, memory and energy", kinds, costs, note),
+        Table.of("resources", "Time, memory and energy", kinds, costs, note),
     ]
 
 
@@ -122,4 +122,4 @@ flipped |  | A decision that differs from the expert's.
 def glossary_table() -> Table:
     """The terms."""
     terms = [[part.strip() for part in line.split(" | ")] for line in _TERMS.strip().splitlines()]
-    return table("glossary", "Terms", {"term": "text", "symbol": "text", "meaning": "text"}, terms)
+    return Table.of("glossary", "Terms", {"term": "text", "symbol": "text", "meaning": "text"}, terms)

@@ -13,6 +13,7 @@ from driftlens.findings.frame import Measure
 from driftlens.findings.measures import common, level, mean, mean_change
 from driftlens.findings.reading import Kind
 from driftlens.findings.summary import final_sheet
+from driftlens.findings.table import Table
 from driftlens.findings.verdict import shareable, task_sheet, verdict
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain
@@ -21,10 +22,7 @@ from driftlens_reports.content import (
     Estimate,
     Gap,
     Outcome,
-    Table,
     Verdict,
-    sheet_table,
-    table,
 )
 
 _RELATIONS = {"<=": "≤", ">=": "≥"}
@@ -102,8 +100,8 @@ def verdict_of(run: DriftRun) -> Verdict:
 
 def verdict_tables(run: DriftRun, judged: Verdict) -> list[Table]:
     """A row per task, the means of the verdict, and the final drift of every task and variant."""
-    tasks = sheet_table(task_sheet(run, verdict(run)))
-    return [tasks, _means_table(judged), sheet_table(final_sheet(run))]
+    tasks = task_sheet(run, verdict(run))
+    return [tasks, _means_table(judged), final_sheet(run)]
 
 
 def outcome_of(report: CheckReport) -> Outcome:
@@ -125,7 +123,7 @@ def _means_table(verdict: Verdict) -> Table:
         )
         if at is not None
     ]
-    return table(
+    return Table.of(
         "verdict",
         "Means over tasks",
         {
@@ -188,4 +186,4 @@ def _check_table(name: str, heading: str, report: CheckReport, kind: Kind = "num
         **{"check": "text", "status": "text", "value": kind, "wanted": "text"},
         **{"margin": kind, "rows": "count", "where": "text", "reason": "text"},
     }
-    return table(name, heading, kinds, rows)
+    return Table.of(name, heading, kinds, rows)

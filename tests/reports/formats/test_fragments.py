@@ -10,10 +10,11 @@ import subprocess
 
 import pytest
 
+from driftlens.findings.table import Column, Table
 from driftlens.runs.run import open_run
 from driftlens.runs.writer import RunWriter
 from driftlens_reports.build import Report
-from driftlens_reports.content import Column, ReportContent, Table
+from driftlens_reports.content import ReportContent
 from driftlens_reports.formats.fragments import fragments
 from tests.records.full_run import Size, write_full_run
 

@@ -9,11 +9,12 @@ import pandas as pd
 import pytest
 
 from driftlens.base.errors import SpecError
+from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
-from driftlens_reports.content import ReportContent, Table
+from driftlens_reports.content import ReportContent
 from driftlens_reports.sections import findings
 from driftlens_reports.sections.outline import PRESETS, TITLES, outline
 from tests.records.full_run import write_full_run

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from driftlens.base.variants import calibrated
 from driftlens.findings.arena import arena_rows
 from driftlens.runs.run import DriftRun
-from driftlens_reports.charts import marks, theme, words
+from driftlens_reports.charts import marks, placing, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Brush
 
@@ -34,23 +34,14 @@ def _lacks(run: DriftRun, options: ChartOptions) -> str | None:
     return None
 
 
-def _beside(made: pd.DataFrame) -> dict[str, str]:
-    """Where each point's name stands: on the side that has room, above or below it where another point is near."""
+def _beside(made: pd.DataFrame) -> list[str]:
+    """Where each point's name stands, as `places` says of a panel whose axes begin at the lowest ends."""
     seconds = made["seconds"].clip(lower=1e-9).map(math.log)
-    spans = [float(of.max() - of.min()) or 1.0 for of in (seconds, made["score"])]
-    x, y = ((of - of.min()) / span for of, span in zip((seconds, made["score"]), spans, strict=True))
-    found = {}
-    for at, name in enumerate(made["model"]):
-        near = [
-            y.iloc[other] - y.iloc[at]
-            for other in range(len(made))
-            if other != at
-            and abs(x.iloc[other] - x.iloc[at]) < 0.25
-            and abs(y.iloc[other] - y.iloc[at]) < 0.06
-        ]
-        height = "middle" if not near else "bottom" if max(near) > 0 else "top"
-        found[str(name)] = f"{height} {'left' if x.iloc[at] > 0.6 else 'right'}"
-    return found
+    ends = {"x": seconds, "x_low": seconds, "x_high": seconds}
+    ends |= {"y": made["score"], "y_low": made["low"], "y_high": made["high"]}
+    crosses = pd.DataFrame(ends, dtype=float)
+    crosses = crosses - crosses.min()[["x"] * 3 + ["y_low"] * 3].fillna(crosses["y"].min()).to_numpy()
+    return placing.places([words.label(str(name)) for name in made["model"]], crosses)
 
 
 def _ticks(seconds: pd.Series[float]) -> list[float]:
@@ -82,8 +73,8 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _rows(run)
     is_made = rows["method"].notna()
     made = rows[is_made]
-    figure, brush, beside = go.Figure(), Brush(run.variants, options.dark), _beside(made)
-    for at, row in made.iterrows():
+    figure, brush = go.Figure(), Brush(run.variants, options.dark)
+    for (at, row), beside in zip(made.iterrows(), _beside(made), strict=True):
         of = made.loc[[at]]
         point = brush.line(
             calibrated(str(row["model"])),
@@ -93,7 +84,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
             marker_size=11,
             mode="markers+text",
             text=[words.label(str(row["model"]))],
-            textposition=beside[str(row["model"])],
+            textposition=beside,
             textfont=marks.ink(dark=options.dark),
             showlegend=False,
             hovertemplate="%{text}<br>%{y:.1%}, %{x:.3g} s",

@@ -324,7 +324,7 @@ def adjoint(run: DriftRun, options: ChartOptions) -> Drawn:
     tasks = words.counted(rows["task"].nunique(), "task")
     return Drawn(
         grid.figure,
-        alt=f"Parts by layer. Largest cost: {_worst_in_words(run, means, targets)}.",
+        alt=f"Parts by layer. Largest cost: {_worst_in_words(run, means, targets[0])}.",
         data=pd.concat([rows, means], ignore_index=True)[["task", "variant", "target", "place", "n", _MEAN]],
         notes=(f"{counts} per task, over {tasks}.", *words.overlap_notes(run)),
     )
@@ -334,13 +334,10 @@ def _spots(rows: pd.DataFrame, last: int) -> list[int]:
     return [last + 1 if place == REST else int(place) for place in rows["place"]]
 
 
-def _worst_in_words(run: DriftRun, means: pd.DataFrame, targets: list[str]) -> str:
+def _worst_in_words(run: DriftRun, means: pd.DataFrame, target: str) -> str:
     """The layer with the largest part of the loss, or the most negative one of the margin, of each variant."""
-    parts = []
-    layers = means[(means["place"] != REST) & (means["target"] == targets[0])]
-    unit = "nat of loss" if targets[0] == "loss" else "score units of margin"
-    for variant, rows in layers.groupby("variant", sort=False):
-        at = rows[_MEAN].idxmax() if targets[0] == "loss" else rows[_MEAN].idxmin()
-        name = run.layer_name(int(rows.at[at, "place"]))
-        parts.append((variant, f"{name}, {number(rows.at[at, _MEAN])} {unit}"))
-    return words.by_variant(parts)
+    layers = means[(means["place"] != REST) & (means["target"] == target)]
+    unit, end = ("nat of loss", "high") if target == "loss" else ("score units of margin", "low")
+    return words.spans(
+        layers, _MEAN, lambda row: f"{run.layer_name(int(row['place']))}, {number(row[_MEAN])} {unit}", end
+    )

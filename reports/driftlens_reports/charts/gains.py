@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -26,14 +24,7 @@ _AXES, _ENDS = (("x", _COSINE), ("y", _ACCURACY)), ("", " low", " high")
 
 def _extremes_in_words(rows: pd.DataFrame, column: str) -> str:
     """The smallest and the largest value of each variant, with their tasks."""
-
-    def write(row: pd.Series[Any]) -> str:
-        return f"{row[column]:+#.3g} ({row['task']})"
-
-    groups = rows.groupby("variant", sort=False)
-    return words.by_variant(
-        (name, words.span(own, column, write) if len(own) > 1 else write(own.iloc[0])) for name, own in groups
-    )
+    return words.spans(rows, column, lambda row: f"{row[column]:+#.3g} ({row['task']})")
 
 
 def _paired(run: DriftRun, options: ChartOptions) -> pd.DataFrame:

@@ -292,7 +292,8 @@ def over_seeds(rows: pd.DataFrame, setting: str, measure: str, tasks: int = 1) -
     is_whole = by_seed[measure].count() == tasks
     seeds = by_seed[measure].mean().where(is_whole).groupby(level=0)
     spread = pd.DataFrame({"mean": seeds.mean(), "std over seeds": seeds.std(), "seeds": seeds.count()})
-    ends = pd.DataFrame([vars(over_draws(values.to_numpy())) for _, values in seeds], spread.index)
+    intervals = [vars(over_draws(values.to_numpy())) for _, values in seeds]
+    ends = pd.DataFrame(intervals, spread.index, columns=["low", "high"])
     n_test = by_seed["n_test"].min().where(is_whole).groupby(level=0).min()
     return spread.assign(low=ends["low"], high=ends["high"], n_test=n_test).reset_index()
 

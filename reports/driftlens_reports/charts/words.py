@@ -7,7 +7,7 @@ import functools
 import html
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
@@ -17,6 +17,10 @@ from driftlens.runs.run import DriftRun
 
 LONGEST, LONGEST_OF_TWO = 26, 14
 """Characters of a name that a figure shows, alone or beside another one; hover texts show all of it."""
+
+Tell = Callable[["pd.Series[Any]"], str]
+"""Writes a row."""
+Ends = Literal["low", "high", "both"]
 
 _NAMES: ContextVar[Mapping[str, str]] = ContextVar("display names of tasks and variants")
 
@@ -79,21 +83,22 @@ def by_variant(texts: Iterable[tuple[object, str]]) -> str:
     return joined([f"{title(str(variant))} {text}" for variant, text in texts])
 
 
+def span(rows: pd.DataFrame, column: str, tell: Tell, ends: Ends = "both") -> str:
+    """The rows with the smallest and the largest value in words, `a to b`; one of them where that is all."""
+    values = rows[column].astype(float)
+    found = {"low": [values.idxmin()], "high": [values.idxmax()], "both": [values.idxmin(), values.idxmax()]}
+    return " to ".join(tell(rows.loc[at]) for at in dict.fromkeys(found[ends]))
+
+
+def spans(rows: pd.DataFrame, column: str, tell: Tell, ends: Ends = "both") -> str:
+    """The same of each variant that has a number."""
+    groups = rows[rows[column].notna()].groupby("variant", sort=False)
+    return by_variant((variant, span(part, column, tell, ends)) for variant, part in groups)
+
+
 def worst_tasks(rows: pd.DataFrame, column: str, write: Callable[[float], str]) -> str:
     """The largest value of each variant, with its task."""
-    worst = rows.loc[rows.groupby("variant", sort=False)[column].idxmax()].to_dict("records")
-    return by_variant((row["variant"], f"{write(row[column])} ({row['task']})") for row in worst)
-
-
-def span(rows: pd.DataFrame, column: str, write: Callable[[pd.Series[Any]], str]) -> str:
-    """The rows with the smallest and the largest value in words, `a to b`."""
-    return " to ".join(write(rows.loc[at]) for at in (rows[column].idxmin(), rows[column].idxmax()))
-
-
-def spans(rows: pd.DataFrame, column: str, write: Callable[[pd.Series[Any]], str]) -> str:
-    """The same of each variant."""
-    groups = rows.groupby("variant", sort=False)
-    return by_variant((variant, span(own, column, write)) for variant, own in groups)
+    return spans(rows, column, lambda row: f"{write(row[column])} ({row['task']})", "high")
 
 
 def short(value: float) -> str:
@@ -152,12 +157,12 @@ def peak_sentence(
     rows: pd.DataFrame, column: str, *, lowest: bool = False, write: Callable[[float], str] = number
 ) -> str:
     """The highest (or lowest) value of each variant in words, with the task and layer where it is."""
-    parts = []
-    for variant, part in rows[rows[column].notna()].groupby("variant", sort=False):
-        values = part[column].astype(float)
-        row = part.loc[values.idxmin() if lowest else values.idxmax()]
-        parts.append((variant, f"{write(float(row[column]))} ({row['task']}, {row['where']})"))
-    return f"{'Lowest' if lowest else 'Highest'}: {by_variant(parts)}."
+
+    def tell(row: pd.Series[Any]) -> str:
+        return f"{write(float(row[column]))} ({row['task']}, {row['where']})"
+
+    ends: Ends = "low" if lowest else "high"
+    return f"{'Lowest' if lowest else 'Highest'}: {spans(rows, column, tell, ends)}."
 
 
 def gap_notes(run: DriftRun, rows: pd.DataFrame, column: str) -> list[str]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pandas as pd
 import plotly.graph_objects as go
 
 from driftlens.base import variants
-from driftlens.base.intervals import student
+from driftlens.base.intervals import Interval
 from driftlens.base.metrics import title_of
 from driftlens.base.variants import part_of
+from driftlens.findings.before_after import score_change_note
+from driftlens.findings.features import drift_changes
+from driftlens.findings.frame import Finding
 from driftlens.findings.measures import SCORE, change
 from driftlens.findings.scores import main_metrics
 from driftlens.runs.run import DriftRun
@@ -125,38 +130,36 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     )
 
 
-def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """One row per task and variant that has both gains."""
-    cosines = _cosine_gains(_paired(run, options))
-    accuracies = _accuracy_gains(run, options.baseline, cosines)
-    rows = cosines.merge(accuracies, on=["task", "variant"], how="inner")
-    return picking.ordered(rows, picking.chosen_tasks(run, options), list(run.variants))
+def _changes(run: DriftRun, options: ChartOptions) -> list[tuple[Interval, Finding]]:
+    """Gain in cosine at the options' layer and in score, of each task and variant that has both."""
+    both = []
+    for task, variant in _paired(run, options)[["task", "variant"]].drop_duplicates().itertuples(index=False):
+        pair = options.baseline, variant
+        score = change(run, SCORE, task, pair)
+        if score.about.kind == "share" and score.n:  # whatever the share of right answers is called
+            changes = drift_changes(run, run, task, pair, column="cos", layer=options.layer)
+            both += [(cosine.difference, score) for cosine in changes.values()]
+    return both
 
 
-def _cosine_gains(paired: pd.DataFrame) -> pd.DataFrame:
-    """Mean gain over samples, paired, with Student's 95 % interval."""
-    gains = (paired["cosine"] - paired["baseline cosine"]).astype(float)
-    gain = gains.groupby([paired["task"], paired["variant"]], sort=False)
-    mean, counts = gain.mean(), gain.size()
-    error = (counts - 1).map(student) * gain.std(ddof=1) / np.sqrt(counts)
-    ends = {f"{_COSINE} low": mean - error, f"{_COSINE} high": mean + error}
-    return pd.DataFrame({"n": counts, _COSINE: mean, **ends}).reset_index()
+def _rows(run: DriftRun, changes: Sequence[tuple[Interval, Finding]]) -> pd.DataFrame:
+    """One row per task and variant, gains in score in percentage points."""
+    rows = [
+        (score.task, score.variant, *_numbers(cosine), *_numbers(score.scaled(100)))
+        for cosine, score in changes
+    ]
+    cosines, scores = ([f"{name}{end}" for end in _ENDS] for name in (_COSINE, _ACCURACY))
+    table = pd.DataFrame(rows, columns=["task", "variant", "n", *cosines, "test n", *scores])
+    return picking.ordered(table, run.tasks, run.variants)
 
 
-def _accuracy_gains(run: DriftRun, baseline: str, rows: pd.DataFrame) -> pd.DataFrame:
-    """Gains of shares of right answers, whatever they are called, in percentage points, by task and variant."""
-    found = []
-    for task, variant in rows[["task", "variant"]].itertuples(index=False):
-        gain = change(run, SCORE, task, (baseline, variant))
-        if gain.about.kind == "share" and gain.n:
-            found.append((task, variant, gain.n, *(100 * end for end in (gain.value, gain.low, gain.high))))
-    names = (_ACCURACY, f"{_ACCURACY} low", f"{_ACCURACY} high")
-    return pd.DataFrame(found, columns=["task", "variant", "test n", *names])
+def _numbers(gain: Interval) -> tuple[float, ...]:
+    return gain.n, gain.value, gain.low, gain.high
 
 
 def _no_gains(run: DriftRun, options: ChartOptions) -> str | None:
     lacking = _no_pairs(run, options)
-    if lacking is None and not len(_rows(run, options)):
+    if lacking is None and not _changes(run, options):
         return picking.absent("accuracy", ["value"])
     return lacking
 
@@ -178,7 +181,8 @@ def _no_gains(run: DriftRun, options: ChartOptions) -> str | None:
 )
 def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     """One cloud of labelled points per variant, with lines at no gain."""
-    rows = _rows(run, options)
+    changes = _changes(run, options)
+    rows, shown = _rows(run, changes), [replace(score, answered="") for _, score in changes]
     metrics = main_metrics(run)
     of = title_of(metrics[task] for task in rows["task"])
     figure = go.Figure()
@@ -224,8 +228,7 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
         notes=(
             f"{words.ranged(rows['n'], 'diagnosis sample')} "
             f"and {words.ranged(rows['test n'], 'test sample')} per task.",
-            "Bars: Student's 95 % interval of the mean gain in cosine; that of the other gain is from the two "
-            "counts alone (wider than it need be, as both answered the same samples).",
+            f"Bars: 95 % intervals, of the gain in cosine by Student's t. {score_change_note(shown)}",
             *words.overlap_notes(run),
         ),
     )

@@ -11,13 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from driftlens.base.intervals import Interval, mean_over_tasks, unpaired_difference
+from driftlens.findings.measures import SCORE, change
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts.arena import _ticks
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.gains import NO_RIVAL
 from driftlens_reports.charts.per_task import AVERAGE
 from driftlens_reports.charts.placing import places
-from tests.records.full_run import write_full_run
+from tests.records.full_run import Size, write_full_run
 from tests.reports.charts.recording import finite
 
 CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
@@ -157,8 +158,16 @@ def test_the_axis_of_seconds_writes_whole_numbers() -> None:
     assert _ticks(pd.Series([0.0])) == [] and 100_000 in _ticks(pd.Series([2.0, 150_000.0]))
 
 
-def test_gains_say_that_cosine_explains_nothing() -> None:
-    assert "not an explanation of accuracy" in charts["gains"].hint
+def test_gains_say_of_their_intervals_whether_they_are_paired(full: DriftRun, tmp_path: pathlib.Path) -> None:
+    # As many test samples as diagnosis samples: then single answers of all of them are stored.
+    paired = open_run(write_full_run(tmp_path / "run", tasks=["cars"], size=Size(tests=24)))
+    for run, says in ((paired, "count the answers that changed"), (full, "wider than it need be")):
+        drawn = charts["gains"].draw(run)
+        assert any(says in note for note in drawn.notes)
+        for row in drawn.data.to_dict("records"):
+            gain = change(run, SCORE, row["task"], ("merged", row["variant"]))
+            assert gain.paired == (run is paired)
+            assert row["accuracy gain (points) low"] == 100 * gain.low
 
 
 @pytest.mark.parametrize("name", ["gains", "sample-cosine"])

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import driftlens as dl
-from driftlens.base.errors import Cancelled, RunError
+from driftlens.base.errors import Cancelled, RunError, SpecError
 from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.runs.run import DriftRun
 from tests.cli.conftest import Result
@@ -248,7 +248,7 @@ def test_a_comparison_stops_between_tasks_and_what_it_kept_is_whole(
     if label == "expert of shapes":
         assert not out.exists()
         return
-    with pytest.raises(RunError, match="was stopped, of other models, samples or settings"):
+    with pytest.raises(SpecError, match=r"the interrupted comparison had another spec\.name"):
         dl.compare_merges(world.spec(name="other"), kept, out=out, progress="none")
     again = list[str]()
     table = dl.compare_merges(

@@ -12,7 +12,7 @@ def test_the_file_is_there_from_the_beginning_to_the_end(tmp_path: pathlib.Path)
     file = tmp_path / begun_calibration("mine")
     scratch = CalibrationScratch(tmp_path, "mine")
     assert not file.exists() and not scratch.is_there
-    scratch.begin({"lam": 0.5}, resume=False)
+    scratch.begin({"lam": 0.5})
     assert file.is_file() and scratch.is_there
     assert not (tmp_path / begun_calibration("other")).exists()
     scratch.remove()

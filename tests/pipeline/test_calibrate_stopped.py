@@ -76,7 +76,7 @@ def test_a_run_that_goes_away_ends_its_calibration(
 def test_nothing_of_the_scratch_folder_comes_back(tmp_path: pathlib.Path) -> None:
     scratch = CalibrationScratch(tmp_path / "run", NAME)
     (tmp_path / "run").mkdir()
-    scratch.begin({}, resume=False)
+    scratch.begin({})
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(RunError, match="was removed"):
         scratch.keep(CalibratedLayer(2, {}, (), {}), 1.0)

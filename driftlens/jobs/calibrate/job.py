@@ -200,7 +200,7 @@ class Terms:
         if self.resume:
             identity = plan.identity(opened.manifest, opened.study) | {"automatic": self.is_chosen}
             scratch = CalibrationScratch(opened.folder, plan.name)
-            scratch.require_same(identity, asked=plan.asked if self.is_chosen else {})
+            scratch.require_begun(identity, asked=plan.asked if self.is_chosen else {})
 
     def require_free_name(self, plan: CalibrationPlan, manifest: Manifest) -> None:
         """Refuse a name that a finished calibration has, unless that is to be replaced or is the very same.
@@ -278,10 +278,7 @@ def _calibrate(
         plan = _chosen(writer, opened, scratch, reporter, choose)
     identity = plan.identity(opened.manifest, study)
 
-    def begin() -> None:  # every process opens what is solved for itself
-        scratch.begin(identity | {"selection": dict(plan.selection)}, resume=resume or choose is not None)
-
-    team.once(begin)
+    team.once(lambda: scratch.go_on(identity | {"selection": dict(plan.selection)}))
     if replaces:
         _solve_and_make_room(writer, study, plan, scratch, reporter)
     solved = scratch.solved()
@@ -327,7 +324,7 @@ def _chosen(
     """The plan with what is chosen; what is tried on the way is kept, and so is the choice."""
     plan, study, team = opened.plan, opened.study, opened.study.team
     phase, identity = f"{plan.phase}:choose", plan.identity(opened.manifest, study) | {"automatic": True}
-    team.once(lambda: scratch.begin(identity | {"selection": {}}, resume=True, asked=plan.asked))
+    team.once(lambda: scratch.go_on(identity | {"selection": {}}, asked=plan.asked))
     begun = team.once(lambda: scratch.begun)
     with writer.phase(phase), suitable_threads(writer, phase, study):
         plan = plan.chosen(choose, study, reporter, begun, scratch.tried)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,11 @@ from driftlens.engine.site_selection import updated_sites
 from driftlens.engine.training import Trainer
 from driftlens.jobs.calibrate.plan import Choice as Chooser
 from driftlens.jobs.calibrate.plan import method_called, plain_settings, preset_of
-from driftlens.jobs.contest.contest import Outcome, contest
+from driftlens.jobs.contest.contest import KeptScores, Outcome, Scored, contest
 from driftlens.jobs.contest.judge import LANE, HeldOut, Judge
 from driftlens.jobs.contest.trials import Fit, Trials
 from driftlens.jobs.study.kept import Kept
 from driftlens.jobs.study.study import Study
-
-ByFold = Mapping[int, Mapping[str, NDArray[np.float64]]]
-"""Scores of held-out samples, by fold and task."""
 
 PHASE = "choose"
 FOLDS = range(NUM_FOLDS)
@@ -235,8 +231,8 @@ class CrossFits:
             spill,
             begin=lambda fits: bar.begin(sum(map(_effort_of, fits))),
         )
-        self._ledger = _FoldScores(study, kept, bar)
-        self._known: dict[tuple[str, frozenset[int]], Outcome[ByFold]] = {}
+        self._ledger = KeptScores(kept, _name_of, study.team)
+        self._known: dict[str, Outcome[Scored]] = {}
 
     @property
     def seconds(self) -> float:
@@ -246,9 +242,9 @@ class CrossFits:
     def as_it_is(self, model: str) -> Scores:
         """A model's scores on all samples."""
 
-        def measured(models: Sequence[str]) -> Iterator[tuple[str, Outcome[ByFold]]]:
+        def measured(models: Sequence[str]) -> Iterator[tuple[str, Outcome[Scored]]]:
             for name in models:
-                yield name, Outcome({fold: self._held_out[fold].of(name) for fold in FOLDS})
+                yield name, Outcome({str(fold): self._held_out[fold].of(name) for fold in FOLDS})
 
         ((_, outcome),) = contest([model], measured, self._ledger)
         assert outcome.value is not None
@@ -264,11 +260,11 @@ class CrossFits:
         self._fit([*fits.values()])
         scored = []
         for fold, fit in fits.items():
-            outcome = self._known[_key(fit)]
+            outcome = self._known[_name_of(fit)]
             if outcome.value is None:
                 assert outcome.error is not None
                 raise outcome.error
-            scored.append(outcome.value[fold])
+            scored.append(outcome.value[str(fold)])
         return _joined(scored)
 
     def searched(self, start: Calibrator, varies: Sequence[str], fold: int | None = None) -> Calibrator:
@@ -303,60 +299,32 @@ class CrossFits:
 
     def _fit(self, wanted: Sequence[Fit]) -> None:
         """Calibrate on some folds each and score on the others; nothing twice."""
-        new = {_key(fit): fit for fit in wanted if _key(fit) not in self._known}
+        new = {name: fit for fit in wanted if (name := _name_of(fit)) not in self._known}
+        tried: list[Fit] = []
 
-        def measured(fit: Fit) -> ByFold:
-            return {fold: self._held_out[fold].of(LANE) for fold in FOLDS if fold not in fit.parts}
-
-        def attempts(fits: Sequence[Fit]) -> Iterator[tuple[Fit, Outcome[ByFold]]]:
+        def attempts(fits: Sequence[Fit]) -> Iterator[tuple[Fit, Outcome[Scored]]]:
+            tried.extend(fits)
             return self._trials.outcomes(fits, measured)
 
+        def measured(fit: Fit) -> Scored:
+            return {str(fold): self._held_out[fold].of(LANE) for fold in FOLDS if fold not in fit.parts}
+
         for fit, outcome in contest(new.values(), attempts, self._ledger):
-            self._known[_key(fit)] = outcome
+            if fit not in tried:
+                self.bar.begin(
+                    _effort_of(fit)
+                )  # what an earlier sitting has kept counts as if it was done here
+            self._known[_name_of(fit)] = outcome
             self.costs.append(len(fit.parts) / NUM_FOLDS)
 
 
-def _key(fit: Fit) -> tuple[str, frozenset[int]]:
-    return repr(fit.calibrator), fit.parts
+def _name_of(candidate: Fit | str) -> str:
+    """What is kept of a fit, or of a model as it is, goes by this."""
+    return candidate if isinstance(candidate, str) else f"{candidate.calibrator!r} {sorted(candidate.parts)}"
 
 
 def _effort_of(fit: Fit) -> float:
     return fit.calibrator.effort * len(fit.parts) / NUM_FOLDS
-
-
-class _FoldScores:
-    """The scores of fits, and of models as they are, in one folder; the first process writes it."""
-
-    def __init__(self, study: Study, kept: Kept, bar: _OneBar) -> None:
-        self._kept, self._tasks, self._team, self._bar = kept, [*study.tasks], study.team, bar
-        self._started = time.perf_counter() - study.team.once(lambda: kept.seconds)
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._started
-
-    def read(self, candidate: Fit | str) -> Outcome[ByFold] | None:
-        tensors = self._team.once(lambda: self._kept.read(self._name(candidate)))
-        folds = sorted({int(name.partition("/")[0]) for name in tensors})
-        value = {fold: {task: tensors[f"{fold}/{task}"].numpy() for task in self._tasks} for fold in folds}
-        if value and isinstance(candidate, Fit):
-            self._bar.begin(_effort_of(candidate))  # counts as if it was done here
-        return Outcome(value) if value else None
-
-    def write(self, candidate: Fit | str, outcome: Outcome[ByFold]) -> None:
-        assert outcome.value is not None
-        if self._team.leads:
-            tensors = {
-                f"{fold}/{task}": torch.from_numpy(scores)
-                for fold, by_task in outcome.value.items()
-                for task, scores in by_task.items()
-            }
-            self._kept.write(self._name(candidate), tensors, self.seconds)
-
-    def _name(self, candidate: Fit | str) -> str:
-        return (
-            candidate if isinstance(candidate, str) else f"{candidate.calibrator!r} {sorted(candidate.parts)}"
-        )
 
 
 def _joined(by_fold: Sequence[Mapping[str, NDArray[np.float64]]]) -> Scores:

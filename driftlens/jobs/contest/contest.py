@@ -6,13 +6,20 @@ The arena, comparisons of merges, sweeps and `--auto` differ in what a candidate
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.base.settings import resolve
 from driftlens.base.team import ALONE, Team
+from driftlens.jobs.study.kept import Kept
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -96,6 +103,49 @@ class Ledger(Protocol[Asked, T]):
             RunError: there is no room for it.
         """
         ...
+
+
+Scored = Mapping[str, Mapping[str, NDArray[np.float64]]]
+"""Numbers of one candidate by two names, for example a fold and a task; one per sample."""
+
+
+class KeptScores(Generic[Asked]):
+    """A `Ledger` of numbers in a folder, which the first process writes; a candidate is known again by a name."""
+
+    def __init__(self, kept: Kept, name_of: Callable[[Asked], str], team: Team = ALONE) -> None:
+        self._kept, self._name_of, self._team = kept, name_of, team
+        self._started = time.perf_counter() - team.once(lambda: kept.seconds)
+
+    @property
+    def seconds(self) -> float:
+        """What the work took until now, over all sittings."""
+        return time.perf_counter() - self._started
+
+    def read(self, candidate: Asked) -> Outcome[Scored] | None:
+        """As of a `Ledger`."""
+        tensors = self._team.once(lambda: self._kept.read(self._name_of(candidate)))
+        if not tensors:
+            return None
+        value, seconds = dict[str, dict[str, NDArray[np.float64]]](), float(tensors.pop(_SECONDS))
+        for name, tensor in tensors.items():
+            outer, inner = json.loads(name)
+            value.setdefault(outer, {})[inner] = tensor.numpy()
+        return Outcome(value, seconds)
+
+    def write(self, candidate: Asked, outcome: Outcome[Scored]) -> None:
+        """As of a `Ledger`."""
+        assert outcome.value is not None
+        if self._team.leads:
+            tensors = {
+                json.dumps([outer, inner]): torch.from_numpy(numbers)
+                for outer, by_name in outcome.value.items()
+                for inner, numbers in by_name.items()
+            }
+            tensors[_SECONDS] = torch.tensor(outcome.seconds, dtype=torch.float64)
+            self._kept.write(self._name_of(candidate), tensors, self.seconds)
+
+
+_SECONDS = "seconds"
 
 
 def contest(

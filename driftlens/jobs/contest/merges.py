@@ -19,7 +19,7 @@ from torch import Tensor
 
 from driftlens.base.access import Access
 from driftlens.base.errors import Cancelled, DataError, DriftLensError, RunError, SpecError
-from driftlens.base.files import PathLike, from_json, require_free, temporary_folder, write_json_atomic
+from driftlens.base.files import PathLike, from_json, require_free, temporary_folder
 from driftlens.base.intervals import Interval, mean_interval, mean_over_tasks
 from driftlens.base.progress import CancelToken, ProgressSink, Reporter
 from driftlens.base.variants import expert_of
@@ -28,9 +28,18 @@ from driftlens.checkpoints.sources import StateSource
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.exactness import exact_products
 from driftlens.jobs.calibrate.variants import anchors, with_parameters
-from driftlens.jobs.contest.contest import Candidate, Outcome, candidates, contest, one_by_one, require_any
+from driftlens.jobs.contest.contest import (
+    Candidate,
+    KeptScores,
+    Outcome,
+    Scored,
+    candidates,
+    contest,
+    one_by_one,
+    require_any,
+)
 from driftlens.jobs.contest.judge import LANE, HeldOut, Judge, drift_scores
-from driftlens.jobs.study.kept import Kept
+from driftlens.jobs.study.kept import Begun, Kept
 from driftlens.jobs.study.merging import merged_source, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_study
 from driftlens.jobs.study.reopening import reopened
@@ -47,8 +56,6 @@ SCALES = (0.0, 0.5, 0.75, 1.0, 1.25, 1.5)
 MEASURES = ("kl", "drift_rel")
 
 Values = NDArray[np.float64]
-ByMeasure = Mapping[str, Mapping[str, Values]]
-"""One value per sample, by task and measure."""
 
 
 def wanted_merges(given: Sequence[tuple[str, Mapping[str, object]]]) -> list[Candidate]:
@@ -69,7 +76,7 @@ def require_place(out: PathLike) -> None:
     Raises:
         RunError: a file is there, or a folder that is not empty.
     """
-    if not _Scores(Path(out)).is_begun:
+    if not _Comparison(Path(out)).is_there:
         require_free(out)
 
 
@@ -110,26 +117,26 @@ def compare_merges(
 
     Raises:
         Cancelled: somebody asked to stop; what was kept is whole.
-        RunError: the folder can't be written to, or holds another comparison that was stopped.
+        RunError: the folder can't be written to.
+        SpecError: another comparison was stopped there.
         DriftLensError: as for `open_study`, or none of the merges can be made; the reason of the first.
     """
-    folder = None if out is None else Path(out)
     study, models = open_study(spec, access=access)
+    place = None if out is None else Path(out)
     compared = _Compared(
-        study, models, wanted, folder if keep else None, Reporter(on_progress, cancel), cancel
+        study, models, wanted, place if keep else None, Reporter(on_progress, cancel), cancel
     )
-    scores = _Scores(folder, _identity(spec, models, compared, study.pool.device.type), compared.places)
-    with torch.no_grad(), scores:
-        outcomes = compared.outcomes(scores)
+    with torch.no_grad(), _keeping(place, _identity(spec, study, models, compared.judged)) as kept:
+        outcomes = compared.outcomes(kept)
         found = {
             "name": spec.name,
             "score": compared.deciding,
             "samples": {task: len(samples) for task, samples in compared.judged.items()},
             "held_out": compared.held_out,
-            "merges": _ranked(wanted, outcomes, compared.deciding),
+            "merges": _ranked(outcomes, compared.deciding),
         }
-        if folder is not None:
-            write(found, folder)
+        if place is not None:
+            write(found, place)
     return found
 
 
@@ -140,7 +147,6 @@ class _Compared:
         shown: the samples that methods may read, by task.
         judged: those that all are judged on.
         held_out: whether these are others than those.
-        places: where merges are saved that are to be kept, by name.
     """
 
     def __init__(
@@ -153,8 +159,10 @@ class _Compared:
         cancel: CancelToken | None,
     ) -> None:
         self._study, self._models, self._wanted, self._reporter = study, models, wanted, reporter
-        self.places = {} if keep is None else {at.name: keep / re.sub(r"[ /]", "_", at.name) for at in wanted}
-        for place in self.places.values():
+        self._places = (
+            {} if keep is None else {at.name: keep / re.sub(r"[ /]", "_", at.name) for at in wanted}
+        )
+        for place in self._places.values():
             if not place.exists():
                 require_target(models.architecture, place)
         self._quiet = Reporter(cancel=cancel)
@@ -167,43 +175,46 @@ class _Compared:
         """The measure that ranks."""
         return "drift_rel" if self._judge.bare else "kl"
 
-    def outcomes(self, scores: _Scores) -> dict[str, Outcome[ByMeasure]]:
-        """What became of the models that are there, and of every merge, by name.
+    def outcomes(self, kept: Kept) -> list[tuple[Candidate, Outcome[Scored]]]:
+        """What became of the models that are there, which have no method, and of every merge, in their order.
 
         Raises:
             DriftLensError: none of the merges can be made; the reason of the first.
         """
         held_out = HeldOut(self._study, self.judged, self._measured, self._say)
-        pool = self._study.pool
-        there = [Candidate(name, "", {}) for name in ("base", "merged") if name in pool]
+        there = [Candidate(name, "", {}) for name in ("base", "merged") if name in self._study.pool]
 
-        def as_it_is(models: Sequence[Candidate]) -> Iterator[tuple[Candidate, Outcome[ByMeasure]]]:
-            for model in models:
-                self._name = model.name
-                yield model, Outcome(held_out.of(model.name))
-
-        def merged(merge: Candidate) -> Outcome[ByMeasure]:
-            self._done, self._name = self._wanted.index(merge), merge.name
-            self._reporter.step(PHASE, self._done, len(self._wanted), merge.name)
-            source, seconds = self._made(merge, folder)
-            pool.add(LANE, source)
+        def attempt(candidate: Candidate) -> Outcome[Scored]:
+            self._name = candidate.name
+            if not candidate.method:
+                return Outcome(held_out.of(candidate.name))
+            self._done = self._wanted.index(candidate)
+            self._reporter.step(PHASE, self._done, len(self._wanted), candidate.name)
+            source, seconds = self._made(candidate, folder)
+            self._study.pool.add(LANE, source)
             return Outcome(held_out.of(LANE), seconds)
 
+        for name, place in self._places.items():
+            if not place.exists():
+                kept.forget(name)
         with temporary_folder() as folder:
             for task in self.judged:
                 held_out.expert(task)
-            known = {at.name: outcome for at, outcome in contest(there, as_it_is, scores)}
-            made = {at.name: outcome for at, outcome in contest(self._wanted, one_by_one(merged), scores)}
-        require_any(made[merge.name] for merge in self._wanted)
+            ledger = KeptScores[Candidate](kept, lambda candidate: candidate.name)
+            met = {
+                at.name: outcome
+                for at, outcome in contest([*there, *self._wanted], one_by_one(attempt), ledger)
+            }
+        require_any(met[merge.name] for merge in self._wanted)
         self._reporter.step(PHASE, len(self._wanted), len(self._wanted))
-        return known | {merge.name: made[merge.name] for merge in self._wanted}
+        return [(candidate, met[candidate.name]) for candidate in (*there, *self._wanted)]
 
     def _made(self, merge: Candidate, folder: Path) -> tuple[StateSource, float]:
         """A merge, saved where it is to be kept, and the seconds that took."""
         began, seen = time.perf_counter(), self._study.blinded(self.shown)
         made = merge.method, merge.settings
         source = merged_source(self._models, *made, seen, beside=folder / "merged", reporter=self._quiet)
-        if (place := self.places.get(merge.name)) is not None:
+        if (place := self._places.get(merge.name)) is not None:
             remove_tree(place)  # of a sitting that was stopped before it was measured
             save_merge(self._models, *made, place, seen, source=source)
         return source, round(time.perf_counter() - began, 3)
@@ -219,91 +230,56 @@ class _Compared:
         self._reporter.step(PHASE, self._done, len(self._wanted), label)
 
 
-class _Scores:
-    """What models of one comparison score, in a folder that is there from the first of them to the last.
+class _Comparison(Begun):
+    what = "comparison"
+    afresh = "choose another --out"
 
-    As a context it takes that folder away at the end, unless the work was stopped or the disk is full.
+    def __init__(self, out: Path) -> None:
+        super().__init__(out / layout.SCRATCH / "comparison.json")
+
+
+@contextlib.contextmanager
+def _keeping(out: Path | None, identity: Mapping[str, Any]) -> Iterator[Kept]:
+    """Where scores are kept: under `out` until all is done or can't be, or for the length of the block.
+
+    Raises:
+        SpecError: another comparison was stopped there.
     """
-
-    def __init__(
-        self,
-        out: Path | None,
-        identity: Mapping[str, Any] | None = None,
-        places: Mapping[str, Path] | None = None,
-    ) -> None:
-        self._out, self._identity, self._places = out, identity, places or {}
-        self._folder = None if out is None else out / layout.SCRATCH
-        self._kept = None if self._folder is None else Kept(self._folder)
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether a comparison was begun there and not finished."""
-        return self._folder is not None and (self._folder / _BEGUN).is_file()
-
-    def __enter__(self) -> None:
-        if self._folder is None or not self.is_begun:
-            return
-        try:
-            begun = from_json((self._folder / _BEGUN).read_bytes())
-        except (OSError, ValueError):
-            begun = None
-        if begun != self._identity:
-            raise RunError(
-                f"{self._out} holds a comparison that was stopped, of other models, samples or settings",
-                hint="Choose another --out, or remove that folder first.",
-            )
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        stopped = error is not None and (
-            isinstance(error, Cancelled | RunError) or not isinstance(error, DriftLensError)
-        )
-        if self._folder is None or self._out is None or stopped:
-            return
-        remove_tree(self._folder)
-        with contextlib.suppress(OSError):  # there are files of the comparison
-            self._out.rmdir()
-
-    def read(self, candidate: Candidate) -> Outcome[ByMeasure] | None:
-        tensors = {} if self._kept is None or not self.is_begun else self._kept.read(candidate.name)
-        place = self._places.get(candidate.name)
-        if not tensors or (place is not None and not place.exists()):
-            return None
-        seconds, value = float(tensors.pop("seconds")), dict[str, dict[str, Values]]()
-        for name, tensor in tensors.items():
-            measure, _, task = name.partition("/")
-            value.setdefault(task, {})[measure] = tensor.numpy()
-        return Outcome(value, seconds)
-
-    def write(self, candidate: Candidate, outcome: Outcome[ByMeasure]) -> None:
-        if self._kept is None or self._folder is None:
-            return
-        if not self.is_begun:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_json_atomic(self._folder / _BEGUN, self._identity)
-        assert outcome.value is not None
-        tensors = {
-            f"{measure}/{task}": torch.from_numpy(values)
-            for task, by_measure in outcome.value.items()
-            for measure, values in by_measure.items()
-        }
-        self._kept.write(
-            candidate.name, tensors | {"seconds": torch.tensor(outcome.seconds, dtype=torch.float64)}
-        )
+    if out is None:
+        with temporary_folder() as folder:
+            yield Kept(folder / "scores")
+        return
+    begun, stopped = _Comparison(out), False
+    if begun.is_there:
+        begun.require_same(begun.begun, identity)
+    else:
+        begun.begin(identity)
+    kept = begun.kept("scores")
+    try:
+        yield kept
+    except BaseException as error:
+        of_the_job = not isinstance(error, DriftLensError) or isinstance(error, Cancelled | RunError)
+        stopped = of_the_job and bool(kept)
+        raise
+    finally:
+        if not stopped:
+            begun.remove()
+            with contextlib.suppress(OSError):  # there are files of the comparison
+                out.rmdir()
 
 
-_BEGUN = "comparison.json"
-
-
-def _identity(spec: RunSpec, models: OpenModels, compared: _Compared, device: str) -> dict[str, Any]:
+def _identity(
+    spec: RunSpec, study: Study, models: OpenModels, judged: Mapping[str, SampleSet]
+) -> dict[str, Any]:
     """All that scores depend on, beside the merge, as plain values: files by size and time, not by their contents."""
     files = {}
     for name, source in models.stored.items():
         place = Path(source.name)
         parts = sorted(place.glob("*")) if place.is_dir() else [place]
         files[name] = [[str(at), at.stat().st_size, at.stat().st_mtime_ns] for at in parts if at.is_file()]
-    samples = {task: ids_digest(of.identities) for task, of in compared.judged.items()}
-    known = {"spec": spec.model_dump(mode="json"), "files": files, "samples": samples, "device": device}
-    return dict(from_json(json.dumps(known)))  # as it will be read
+    samples = {task: ids_digest(of.identities) for task, of in judged.items()}
+    known = {"spec": spec.model_dump(mode="json"), "files": files, "samples": samples}
+    return dict(from_json(json.dumps(known | {"device": study.pool.device.type})))  # as it will be read
 
 
 @torch.no_grad()
@@ -389,37 +365,37 @@ def _samples(
     return shown, judged
 
 
-def _ranked(
-    wanted: Sequence[Candidate], outcomes: Mapping[str, Outcome[ByMeasure]], deciding: str
-) -> list[dict[str, Any]]:
+def _ranked(met: Sequence[tuple[Candidate, Outcome[Scored]]], deciding: str) -> list[dict[str, Any]]:
     """A row for each that was compared with its numbers, best first; those that can't be made come last."""
-    given = {merge.name: merge for merge in wanted}
-    scores = {name: at.value for name, at in outcomes.items() if at.value is not None}
-    ranking = {name: Scores({task: of[deciding] for task, of in at.items()}) for name, at in scores.items()}
+    ranking = {
+        merge.name: Scores({task: of[deciding] for task, of in outcome.value.items()})
+        for merge, outcome in met
+        if outcome.value is not None
+    }
     order = sorted(ranking, key=lambda name: ranking[name].mean)
     pairs = max(1, len(order) * (len(order) - 1) // 2)
     rows = []
-    for name, outcome in outcomes.items():
-        merge = given.get(name, Candidate(name, "", {}))
-        row: dict[str, Any] = {"place": None, "merge": name, "method": merge.method}
+    for merge, outcome in met:
+        row: dict[str, Any] = {"place": None, "merge": merge.name, "method": merge.method}
         row |= {"settings": dict(merge.settings), "reason": ""}
-        if name in given and outcome.error is None:
-            row["seconds"] = outcome.seconds
         if outcome.error is not None:
             reason = outcome.error.message
-            row["reason"] = reason.replace(f"features of {LANE} ", f"features of {name} ", 1)
-        if name in scores:
-            row["place"] = order.index(name) + 1
-            row |= _measures(scores[name])
-            behind = ranking[order[0]].compared_with(ranking[name], among=pairs)
+            row["reason"] = reason.replace(f"features of {LANE} ", f"features of {merge.name} ", 1)
+        elif merge.method:
+            row["seconds"] = outcome.seconds
+        if outcome.value is not None:
+            own = ranking[merge.name]
+            row["place"] = order.index(merge.name) + 1
+            row |= _measures(outcome.value)
+            behind = ranking[order[0]].compared_with(own, among=pairs)
             row |= _ends("behind", Interval(behind.advantage, behind.low, behind.high))
             row["is_tied"] = row["place"] > 1 and not behind.is_clear
-            row["n"] = sum(map(len, ranking[name].by_task.values()))
+            row["n"] = sum(map(len, own.by_task.values()))
         rows.append(row)
     return sorted(rows, key=lambda row: row["place"] or math.inf)
 
 
-def _measures(scores: ByMeasure) -> dict[str, Any]:
+def _measures(scores: Scored) -> dict[str, Any]:
     """Means over tasks with their intervals, and those by task."""
     row: dict[str, Any] = {}
     for measure in MEASURES:

@@ -18,7 +18,8 @@ from benchmarks.reference_calibration import calibrate as reference
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.engine.forward_order import calibrate
+from driftlens.engine.calibrating import Ground
+from driftlens.engine.forward_order import Given
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.site_selection import select_sites
@@ -115,8 +116,8 @@ def _calibrated(
         device=first.device,
         dtype=torch.float32,
     )
-    samples = {task: lambda x=x: _batches(x) for task, x in pixels.items()}
-    return list(calibrate(pool, samples, FeatCal(), sites=select_sites(chain), objectives=objectives))
+    samples = {task: [Given(lambda x=x: _batches(x))] for task, x in pixels.items()}
+    return list(FeatCal().calibrate(Ground(pool, samples, select_sites(chain), objectives=objectives)))
 
 
 def _batches(pixels: Tensor) -> list[Batch]:

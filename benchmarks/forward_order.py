@@ -15,7 +15,7 @@ from torch import Tensor
 from driftlens.base.progress import Reporter
 from driftlens.base.variants import expert_of
 from driftlens.calibration.featcal import PRESETS, FeatCal
-from driftlens.engine.forward_order import calibrate
+from driftlens.engine.calibrating import Ground
 from driftlens.engine.site_selection import select_sites
 from driftlens.jobs.analyze.evaluation import accuracies, final_drift, final_features
 from driftlens.jobs.calibrate.variants import with_parameters
@@ -48,9 +48,9 @@ def main() -> None:
 
 
 def _calibrated(study: Study, calibrator: FeatCal, sites: Mapping[int, Collection[str]]) -> Updates:
-    samples = {task: at.calibration.batches for task, at in study.tasks.items() if at.calibration}
+    samples = {task: [at.calibration] for task, at in study.tasks.items() if at.calibration}
     with torch.no_grad():
-        layers = calibrate(study.pool, samples, calibrator, sites=sites)
+        layers = calibrator.calibrate(Ground(study.pool, samples, sites))
         return {(found.layer, name): value for found in layers for name, value in found.updates.items()}
 
 

@@ -16,7 +16,8 @@ from benchmarks.calibration import BLOCKS, _batches, _models
 from driftlens.base.team import joined
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.sources import module_source
-from driftlens.engine.forward_order import calibrate
+from driftlens.engine.calibrating import Ground
+from driftlens.engine.forward_order import Given
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
 from driftlens.models.chain import adapters
@@ -58,11 +59,11 @@ def main() -> None:
     chain = adapters["open_clip_vit"].chain(models["merged"])
     sources = {name: module_source(module, name) for name, module in models.items()}
     pool = ModelPool(chain, models["merged"], sources, device=torch.device("cpu"), dtype=torch.float32)
-    samples = {task: lambda x=x: _batches(x) for task, x in pixels.items()}
+    samples = {task: [Given(lambda x=x: _batches(x))] for task, x in pixels.items()}
     with joined() as team:
         team.meet()
         wall, processor = time.perf_counter(), time.process_time()
-        for _ in calibrate(pool, samples, FeatCal(), sites=select_sites(chain), team=team):
+        for _ in FeatCal().calibrate(Ground(pool, samples, select_sites(chain), team=team)):
             pass
         found = {"wall": time.perf_counter() - wall, "processor": time.process_time() - processor}
         (Path(sys.argv[1]) / f"{team.rank}.json").write_text(json.dumps(found))

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.calibration import _models
+from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.engine.forward_order import calibrate
+from driftlens.engine.calibrating import Ground
+from driftlens.engine.forward_order import Given
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.problems import ClosedForm
 from driftlens.engine.site_selection import select_sites
 from driftlens.models.chain import adapters
 from driftlens.models.saving import fused
@@ -46,7 +47,7 @@ class Data:
     head: Tensor
 
 
-def run(device: str, draws: int = DRAWS, methods: Sequence[ClosedForm] = (FeatCal(), ResidualCal())) -> str:
+def run(device: str, draws: int = DRAWS, methods: Sequence[Calibrator] = (FeatCal(), ResidualCal())) -> str:
     """A line per method on real images, and one per shape: time and memory over FeatCal's."""
     where = torch.device(device)
     lines = _real(where, draws, methods) if REAL.is_dir() else [f"residual: {REAL} is not there"]
@@ -99,10 +100,10 @@ SHAPES: dict[str, Callable[[torch.device], _Shape]] = {
     "shape of shared/real, 4 x 64": _small,
     "ViT-B/32, 8 x 16": _wide,
 }
-METHODS: dict[str, Callable[[], ClosedForm]] = {"featcal": FeatCal, "residual": ResidualCal}
+METHODS: dict[str, Callable[[], Calibrator]] = {"featcal": FeatCal, "residual": ResidualCal}
 
 
-def _real(device: torch.device, draws: int, methods: Sequence[ClosedForm]) -> list[str]:
+def _real(device: torch.device, draws: int, methods: Sequence[Calibrator]) -> list[str]:
     from transformers import CLIPVisionModelWithProjection
 
     names = {"base": "base"} | {f"expert:{task}": task for task in TASKS}
@@ -131,15 +132,15 @@ def _real(device: torch.device, draws: int, methods: Sequence[ClosedForm]) -> li
 
 
 def _calibrated(
-    models: dict[str, nn.Module], adapter: str, pixels: dict[str, Tensor], method: ClosedForm
+    models: dict[str, nn.Module], adapter: str, pixels: dict[str, Tensor], method: Calibrator
 ) -> tuple[nn.Module, float]:
     merged = models["merged"]
     chain, device = adapters[adapter].chain(merged), next(merged.parameters()).device
     sources = {name: module_source(module, name) for name, module in models.items()}
     pool = ModelPool(chain, merged, sources, device=device, dtype=torch.float32)
-    samples = {task: lambda x=x: _batches(x) for task, x in pixels.items()}
+    samples = {task: [Given(lambda x=x: _batches(x))] for task, x in pixels.items()}
     started = time.process_time()
-    layers = list(calibrate(pool, samples, method, sites=select_sites(chain, update=method.update)))
+    layers = list(method.calibrate(Ground(pool, samples, select_sites(chain, update=method.update))))
     seconds = time.process_time() - started
     updates = {(layer.layer, name): value for layer in layers for name, value in layer.updates.items()}
     model = copy.deepcopy(merged)

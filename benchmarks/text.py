@@ -14,7 +14,8 @@ from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
 from driftlens.diagnostics.drift import drift_columns
-from driftlens.engine.forward_order import calibrate
+from driftlens.engine.calibrating import Ground
+from driftlens.engine.forward_order import Given
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.site_selection import select_sites
@@ -96,10 +97,10 @@ def _featcal(device: torch.device) -> str:
     found: dict[str, Any] = {}
 
     def ours() -> None:
-        read = {task: lambda batches=batches: batches for task, batches in samples.items()}
+        read = {task: [Given(lambda batches=batches: batches)] for task, batches in samples.items()}
         calibrator = FeatCal(**PRESETS["flan-t5"])
         sites = select_sites(pool.chain, update=calibrator.update)
-        found["ours"] = list(calibrate(pool, read, calibrator, sites=sites, objectives=False))
+        found["ours"] = list(calibrator.calibrate(Ground(pool, read, sites, objectives=False)))
 
     def theirs() -> None:
         found["theirs"] = reference(models, samples, **PRESETS["flan-t5"])

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from driftlens.calibration import solves
 from driftlens.calibration.featcal import FeatCal
 from driftlens.diagnostics import attribution, drift, output, task_vectors
-from driftlens.engine import forward_order, layer_sums, walk
+from driftlens.engine import layer_sums, snapshot, walk
 from driftlens.engine import pool as pool_module
 from driftlens.engine.pool import ModelPool
 from driftlens.linalg import fixed_weights, gram, state
@@ -366,24 +366,24 @@ def tasks_not_balanced(patch: Patch) -> None:
 
 
 def stale_features(patch: Patch) -> None:
-    original = forward_order.SnapshotWalk.advance
+    original = snapshot.SnapshotWalk.advance
 
     def stale(self, layer, merged, found):  # type: ignore[no-untyped-def]
         return original(self, layer, merged, [({}, reports) for _, reports in found])
 
-    patch.setattr(forward_order.SnapshotWalk, "advance", stale)
+    patch.setattr(snapshot.SnapshotWalk, "advance", stale)
 
 
 def expert_path_replaced(patch: Patch) -> None:
-    original = forward_order.SnapshotWalk.advance
+    original = snapshot.SnapshotWalk.advance
 
     def mixed(self, layer, merged, found):  # type: ignore[no-untyped-def]
         drift = original(self, layer, merged, found)
-        for batch in (batch for batches in self.waiting.values() for batch in batches):
+        for batch in self.passage.all_waiting:
             batch.put("expert", batch.get("merged"))
         return drift
 
-    patch.setattr(forward_order.SnapshotWalk, "advance", mixed)
+    patch.setattr(snapshot.SnapshotWalk, "advance", mixed)
 
 
 def target_of_the_expert_alone(patch: Patch) -> None:

@@ -1,26 +1,23 @@
 """What calibrators are made of, and the registry that finds them: one file each in this package.
 
 A calibrator owns its settings: the parameters of its constructor, with types, defaults, bounds and help in their
-annotations (see `driftlens.base.settings`). Spec, command line, dashboard and model card ask for them there. It is
-`Layerwise` or `Stepwise`, which solve from moments, `Weightwise`, which solves from weights, `Trained`, which learns
-attachments from features, or a `WeightTrainer`, which learns weights from them.
+annotations (see `driftlens.base.settings`). Spec, command line, dashboard and model card ask for them there. Its class
+says how it is solved for or trained (`calibrated`), and what it needs for that; nobody else asks of which kind it is.
 """
 
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
-
-from torch import Tensor
 
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.registry import Registry
 from driftlens.base.settings import settings_of
-from driftlens.engine.pool import Attachment
-from driftlens.engine.problems import Layerwise
-from driftlens.engine.training import Trainer
+from driftlens.engine.calibrating import Ground
+from driftlens.engine.problems import CalibratedLayer, Layerwise
+from driftlens.engine.snapshot import Lane, from_snapshots
+from driftlens.engine.training import AttachmentTrainer
 
 
 class Calibrator:
@@ -37,6 +34,7 @@ class Calibrator:
         ablations: settings that each take one part of the method away, for `sweep --ablate`.
         update: kinds of parameters that it changes; none where it only attaches.
         needs_task_id: whether it has another model for every task, so that the task of an input must be known.
+        takes_sites: whether a user may say which modules it solves for.
     """
 
     title: ClassVar[str] = ""
@@ -48,6 +46,7 @@ class Calibrator:
     effort: ClassVar[float] = 1.0
     ablations: ClassVar[Sequence[Mapping[str, Any]]] = ()
     needs_task_id: ClassVar[bool] = False
+    takes_sites: ClassVar[bool] = True
     update: Sequence[str] = ()
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
@@ -75,6 +74,46 @@ class Calibrator:
     def steps_from(self, name: str, *, has_base: bool = True) -> Sequence[Any]:
         """Values of a setting that are tried beside its own; none where it changes nothing or may not be changed."""
         return ()
+
+    def calibrate(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """What is calibrated, layer by layer in forward order, or task by task where every task has maps of its own.
+
+        Raises:
+            SpecError: a setting makes no sense, or a task has no expert in the pool.
+            DataError: a task has no samples, or too few.
+            NumericsError: weights or features are NaN or infinite; names layer, task and sample.
+            SingularGramError: a site can't be solved for as asked; names it.
+        """
+        self.check(has_base=ground.base is not None)
+        return self.calibrated(ground)
+
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """The same of settings that were checked; a subclass says how."""
+        raise NotImplementedError(f"{type(self).__name__} doesn't say how it calibrates")
+
+    def lane(self, parts: frozenset[int] = frozenset({0})) -> Lane | None:
+        """Its lane beside other calibrations on these parts of the samples; None where it walks alone."""
+        return None
+
+    def boundaries(self, num_layers: int) -> Sequence[int]:
+        """Layers that it changes, or attaches something to, whatever sites are chosen."""
+        return ()
+
+    def require_samples(self, count: int, task: str) -> None:
+        """Refuse too few samples of a task.
+
+        Raises:
+            DataError: says how many it takes.
+        """
+
+    @property
+    def anchor_reach(self) -> float:
+        """The model that solves are pulled towards is base + this * (merged - base); 1 where that is the merged one."""
+        return 1.0
+
+    def at_merged(self) -> Self | None:
+        """The same calibration, pulled towards the merged model itself; None where there is no other choice."""
+        return None
 
     @classmethod
     def leaves(cls) -> str:
@@ -109,19 +148,22 @@ class ClosedFormBase(Calibrator, Layerwise):
 
     update: Sequence[str] = ("linear", "bias", "norm")
 
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """All sites of a layer are solved from one snapshot of its features."""
+        return from_snapshots(ground, self)
 
-class Trained(Calibrator, Trainer):
+    def lane(self, parts: frozenset[int] = frozenset({0})) -> Lane:
+        """The same moments serve many of them."""
+        return Lane(self, parts)
+
+
+class Trained(AttachmentTrainer, Calibrator):
     """A calibrator that learns a map of features per task and boundary; the weights stay as they are.
 
     A subclass adds `added` and `attachment`, and `train` of a `LayerTrainer` or `train_jointly` of a `JointTrainer`.
     """
 
     needs_task_id = True
-
-    @classmethod
-    @abstractmethod
-    def attachment(cls, tensors: Mapping[str, Tensor], site: str = "") -> Attachment:
-        """The map that these tensors make up, as `Attachment.tensors` gave them; of the output of a site, if any."""
 
 
 def over_preset(method: str, preset: str | None, settings: Mapping[str, object]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from driftlens.models.chain import Slot
 
 
 @calibrators.register("distill")
-class Distill(Calibrator, Descent, WeightTrainer):
+class Distill(WeightTrainer, Descent, Calibrator):
     """One model for all tasks, by the mean |difference| of its final features to those of the task's own expert.
 
     The reference for what gradients reach on the samples that closed forms are given: every parameter is trained, on

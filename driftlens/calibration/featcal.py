@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -135,6 +135,15 @@ class FeatCal(ClosedFormBase):
             values = [self.lam / 5, self.lam * 5] if name == "lam" else [self.rho - 1, self.rho + 1]
         now = getattr(self, name)
         return [round(value, 12) for value in values if value != now and (name != "rho" or value > 0)]
+
+    @property
+    def anchor_reach(self) -> float:
+        """rho (Eq. 11)."""
+        return 1.0 if self.anchor == "none" else self.rho
+
+    def at_merged(self) -> Self:
+        """The same at rho 1."""
+        return self.changed(rho=1)
 
     @property
     def moments_key(self) -> Hashable:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 import torch
 
-from driftlens.base.errors import SingularGramError, SpecError
+from driftlens.base.errors import DataError, SingularGramError, SpecError
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.solves import relative_change
-from driftlens.engine.problems import SiteReport, SiteUpdate, StepProblem, Stepwise
+from driftlens.engine.calibrating import Ground
+from driftlens.engine.problems import CalibratedLayer, SiteReport, SiteUpdate, StepProblem, Stepwise
+from driftlens.engine.steps import step_by_step
 from driftlens.linalg.joint_ridge import BIAS_INPUT, Ridges, choose_ridges, solve_joint, total
 
 
@@ -91,6 +93,22 @@ class ResidualCal(Calibrator, Stepwise):
         """Parts that the samples fall into; 1 where nothing is held out."""
         return self.folds if self.cv == "on" else 1
 
+    def require_samples(self, count: int, task: str) -> None:
+        """Refuse fewer samples than folds.
+
+        Raises:
+            DataError: there are.
+        """
+        if count < self.num_folds:
+            raise DataError(
+                f"task {task} has {count} calibration samples, which {self.num_folds} folds can't share",
+                hint=f"Bring more samples, or set folds to at most {count}; cv=off needs one sample.",
+            )
+
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """Layers are solved in several steps."""
+        return step_by_step(ground, self)
+
     def solve(self, problem: StepProblem) -> list[SiteUpdate]:
         """New weights and biases of sites that share a Gram matrix, and with it their ridges and share.
 
@@ -113,12 +131,12 @@ class ResidualCal(Calibrator, Stepwise):
         for site in problem.sites:
             weight = merged[f"{site.name}.weight"].to(change)
             stop = start + len(weight)
-            mine = change[start:stop]
-            parameters = {f"{site.name}.weight": weight + mine[:, : weight.shape[1]]}
+            of_site = change[start:stop]
+            parameters = {f"{site.name}.weight": weight + of_site[:, : weight.shape[1]]}
             if problem.has_bias:
                 bias = merged[f"{site.name}.bias"].to(change)
-                parameters[f"{site.name}.bias"] = bias + BIAS_INPUT * mine[:, -1]
-            part = len(mine) / len(change)
+                parameters[f"{site.name}.bias"] = bias + BIAS_INPUT * of_site[:, -1]
+            part = len(of_site) / len(change)
             updates.append(
                 SiteUpdate(
                     parameters,
@@ -126,7 +144,7 @@ class ResidualCal(Calibrator, Stepwise):
                         site=site.name,
                         kind=site.kind,
                         lam=ridges.local,
-                        objective_before=share * len(mine),
+                        objective_before=share * len(of_site),
                         objective_after=None if ridges.held_out is None else ridges.held_out * part,
                         weight_change=relative_change(
                             parameters[f"{site.name}.weight"], torch.as_tensor(merged[f"{site.name}.weight"])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from driftlens.base.team import Team
+from driftlens.engine.pool import Attachment
 from driftlens.linalg.gram import GramPool, GramSum, add_scaled
 from driftlens.linalg.joint_ridge import JointMoments
 from driftlens.linalg.norm_affine import NormMoments
@@ -425,7 +426,7 @@ class Weightwise(ClosedForm):
 
 @dataclass(frozen=True)
 class CalibratedLayer:
-    """One layer, calibrated.
+    """One layer, calibrated, or a part of it.
 
     Attributes:
         layer: its index; 1 is the stem.
@@ -435,10 +436,12 @@ class CalibratedLayer:
         drift_l2_mean: by task, the mean over samples of the norm of the pooled drift that leaves the calibrated layer;
             empty for the last layer walked, which is not run again.
         seconds: its own work, and an equal share of what it had in common with calibrations beside it.
+        attachments: what is attached behind or in the layer, by task.
     """
 
     layer: int
-    updates: Mapping[str, Tensor]
-    reports: Sequence[SiteReport]
+    updates: Mapping[str, Tensor] = field(default_factory=dict)
+    reports: Sequence[SiteReport] = ()
     drift_l2_mean: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    attachments: Mapping[str, Attachment] = field(default_factory=dict)

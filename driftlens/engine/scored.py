@@ -10,7 +10,7 @@ from torch import Tensor
 from driftlens.checkpoints.sources import TensorHeader
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.walk import on_device
+from driftlens.engine.waiting import on_device
 from driftlens.models.chain import Pool
 from driftlens.models.score_maps import LmHead, ScoreMap
 

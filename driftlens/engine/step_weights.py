@@ -8,8 +8,10 @@ those beyond the store's budget on disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from driftlens.base.errors import NumericsError
 from driftlens.base.team import Team
 from driftlens.base.variants import expert_of
-from driftlens.engine.pool import ModelPool
+from driftlens.engine.forward_order import OnStep, Passage, forward_order
 from driftlens.engine.site_rows import row_weights
 from driftlens.engine.waiting import WaitingBatch
 from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInputs, Site, State
@@ -153,11 +155,35 @@ def row_counts(
     return y.new_ones(y.shape[:-1].numel()) if found is None else found
 
 
+@dataclass(frozen=True)
+class _Recording:
+    """Takes an expert through layers, and lets what is at every boundary wait for the way back."""
+
+    passage: Passage
+    task: str
+    first: int
+    start: str
+    on_step: OnStep
+
+    def visit(self, layer: Layer) -> Iterator[None]:
+        expert = self.passage.pool.layer_map(expert_of(self.task), layer, self.task)
+        last = self.passage.pool.chain.layers[-1].index
+        crossing = self.passage.crossing(layer, self.task, tell=partial(self.on_step, last, self.task))
+        for batch in crossing:
+            entered = self.start if layer.index == self.first else _recorded(layer.index - 1)
+            crossing.take(batch, _recorded(layer.index), expert, named="the expert", entered=entered)
+        yield None
+
+
+def _recorded(boundary: int) -> str:
+    return f"passed-{boundary}"
+
+
 class ExpertGradients:
     """Token weights of one task at every chosen group, by backward passes of its expert.
 
     Args:
-        pool: holds the expert.
+        passage: the task's samples, read before.
         pooling: how one vector per sample is taken of the final features.
         chosen: layer index -> its groups.
         metric: whether the second moment of the gradients is wanted, too.
@@ -167,72 +193,65 @@ class ExpertGradients:
 
     def __init__(
         self,
-        pool: ModelPool,
+        passage: Passage,
         pooling: Pool,
         chosen: Mapping[int, Sequence[Group]],
         *,
         metric: bool,
         on_step: Callable[[int, str], None],
     ) -> None:
-        self._pool = pool
+        self._passage = passage
+        self._pool = passage.pool
         self._pooling = pooling
         self._chosen = chosen
         self._metric = metric
         self._on_step = on_step
 
     def weigh(
-        self, task: str, batches: Sequence[WaitingBatch], draws: Sequence[Callable[[int], Tensor]], start: str
+        self, task: str, draws: Callable[[WaitingBatch], Callable[[int], Tensor]], start: str
     ) -> dict[Key, Weighable]:
         """What token weights are made of.
 
         Args:
             task: whose expert.
-            batches: where the model `start` has the expert's features at the first chosen layer.
-            draws: per batch, width of the final feature -> the random directions, [passes, n, width].
-            start: the name.
+            draws: batch -> width of the final feature -> the random directions, [passes, n, width].
+            start: under which name the expert's features wait before the first chosen layer.
         """
-        first = min(self._chosen)
-        layers = self._pool.chain.layers[first - 1 :]
-        boundary = {first - 1: start}
-        for layer in layers[:-1]:
-            parameters = self._pool.parameters(expert_of(task), layer)
-            boundary[layer.index] = f"passed-{layer.index}"
-            for batch in batches:
-                self._on_step(layers[-1].index, task)
-                out = layer.call(parameters, batch.get(boundary[layer.index - 1]), batch.side)
-                batch.put(boundary[layer.index], out)
-        found: dict[Key, Weighable] = {}
+        layers = self._pool.chain.layers[min(self._chosen) - 1 :]
+        recording = _Recording(self._passage, task, layers[0].index, start, self._on_step)
+        deque(forward_order(recording, layers[:-1]), maxlen=0)
+        weighable: dict[Key, Weighable] = {}
         for layer in reversed(layers):
             parameters = self._pool.parameters(expert_of(task), layer)
+            entered = start if layer is layers[0] else _recorded(layer.index - 1)
             groups = self._chosen.get(layer.index, ())
             counts: list[list[Tensor]] = [[] for _ in groups]
             energies: list[list[Tensor]] = [[] for _ in groups]
             metrics = [torch.zeros(()) for _ in groups]
-            for batch, draw in zip(batches, draws, strict=True):
-                self._on_step(layer.index, task)
-                seen = self._back(layer, parameters, batch, boundary[layer.index - 1], draw)
+            for batch in self._passage.batches(layer, task, tell=partial(self._on_step, layer.index, task)):
+                seen = self._back(layer, parameters, batch, entered, draws(batch))
                 for at, group in enumerate(groups):
                     y, gradients = seen[at]
-                    state = batch.get(boundary[layer.index - 1])
+                    state = batch.get(entered)
                     count = row_counts(self._pool.chain, layer, group.sites[0], y, state, batch.side)
                     counts[at].append(count)
                     rows = [g.reshape(-1, g.shape[-1]) for g in gradients]
                     energies[at].append(sum((g.square().sum(1) for g in rows), count * 0) / len(rows))
                     for g in rows if self._metric else ():
                         metrics[at] = metrics[at].to(g) + (g * count[:, None]).mT @ g
-                if layer.index - 1 != first - 1:
-                    batch.put(boundary[layer.index - 1], {})
+                if entered != start:
+                    batch.drop(entered)
             for at in range(len(groups)):
                 if not bool(torch.isfinite(torch.cat(energies[at])).all()):
                     raise NumericsError(
                         f"gradients of the expert of {task!r} are NaN or infinite at layer {layer.index}",
                         hint="In a half-precision dtype, try compute.dtype: float32; or set weights to uniform.",
                     )
-                found[layer.index, at] = Weighable(counts[at], energies[at], metrics[at])
-        for batch in batches:
+                weighable[layer.index, at] = Weighable(counts[at], energies[at], metrics[at])
+        for batch in self._passage.waiting[task, 0]:
             for number in range(NUM_PASSES):
-                batch.put(f"back-{number}", {})
-        return found
+                batch.drop(f"back-{number}")
+        return weighable
 
     def _back(
         self,
@@ -285,9 +304,9 @@ class ExpertGradients:
             ]
             batch.put(f"back-{number}", dict(zip(state, full, strict=False)))
             gradients.append(full[len(leaves) :])
-        found, start = [], 0
+        of_groups, start = [], 0
         for group in groups:
-            mine = slice(start, start + len(group.sites))
-            found.append((sites[start].detach(), [torch.cat(g[mine], dim=-1) for g in gradients]))
-            start = mine.stop
-        return found
+            places = slice(start, start + len(group.sites))
+            of_groups.append((sites[start].detach(), [torch.cat(g[places], dim=-1) for g in gradients]))
+            start = places.stop
+        return of_groups

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,8 +20,14 @@ from torch import Tensor
 
 from driftlens.base.errors import DataError
 from driftlens.base.variants import expert_of
-from driftlens.data.samples import Batch
-from driftlens.engine.carried import EXPERT, TRUNK, CalibrationWalk, Part, in_words, solved_by_all
+from driftlens.engine.calibrating import (
+    EXPERT,
+    TRUNK,
+    CalibrationWalk,
+    Ground,
+    in_words,
+    solved_by_all,
+)
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.layer_sums import require_rule, solve_layer, stacked
 from driftlens.engine.problems import CalibratedLayer, SiteReport, StepProblem, Stepwise
@@ -39,7 +45,6 @@ from driftlens.engine.step_weights import (
     weighed,
 )
 from driftlens.engine.waiting import WaitingBatch
-from driftlens.engine.walk import FiniteWatch
 from driftlens.linalg.joint_ridge import BIAS_INPUT, JointSums
 from driftlens.models.chain import Layer, Parameters, SideInputs, State
 
@@ -73,49 +78,44 @@ class _Sums:
         scale = 1 / float(torch.stack(norms).mean()) if sum(norms) > 0 else 1.0
         return StepProblem(
             group.sites,
-            [of.moments(scale) for of in self.folds],
-            [(metric, of.moments(scale)) for metric, of in (self.tasks[task] for task in sorted(self.tasks))],
+            [sums.moments(scale) for sums in self.folds],
+            [
+                (metric, sums.moments(scale))
+                for metric, sums in (self.tasks[task] for task in sorted(self.tasks))
+            ],
             group.has_bias,
             {name: value for name, value in merged.items() if name.rpartition(".")[0] in group.names},
             scale * sum(self.factors[task] for task in sorted(self.factors)),
         )
 
 
-@dataclass
-class _Noted:
-    """The samples of a task that this process has; reading them notes their digests, batch by batch."""
+def step_by_step(ground: Ground, calibrator: Stepwise) -> Iterator[CalibratedLayer]:
+    """Calibrated layers in forward order, each solved in several steps.
 
-    part: Part
-    digests: list[tuple[str, ...]] = field(default_factory=list)
-
-    @property
-    def ids(self) -> Sequence[str]:
-        return self.part.ids
-
-    def batches(self) -> Iterator[Batch]:
-        for batch in self.part.batches():
-            self.digests.append(batch.digests)
-            yield batch
+    Raises:
+        DataError: a task has no samples, or fewer different ones than there are folds.
+        NumericsError: weights or features are NaN or infinite; names layer, task and sample.
+        SingularGramError: a site can't be solved for as asked; names it.
+    """
+    return (layer for [layer] in StepWalk(ground, calibrator).walked())
 
 
-@dataclass
 class StepWalk(CalibrationWalk):
     """Solves the sites of a layer step by step, in one lane.
 
     Every expert runs once per layer: what its sites give waits beside the features until the layer is solved.
     """
 
-    calibrator: Stepwise
-    groups: dict[int, list[Group]] = field(default_factory=dict, init=False)
-    seen: dict[str, dict[Key, Weighable]] = field(default_factory=dict, init=False)
-    weighted: dict[str, dict[Key, Weighted]] = field(default_factory=dict, init=False)
-    energies: dict[str, dict[Key, float]] = field(default_factory=dict, init=False)
-    folds: dict[str, dict[str, int]] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.noted = {task: _Noted(part) for task, [part] in self.parts.items()}
-        self.parts = {task: [noted] for task, noted in self.noted.items()}
+    def __init__(self, ground: Ground, calibrator: Stepwise) -> None:
+        super().__init__(ground)
+        self.calibrator = calibrator
+        self.groups: dict[int, list[Group]] = {}
+        self.seen: dict[str, dict[Key, Weighable]] = {}
+        self.weighted: dict[str, dict[Key, Weighted]] = {}
+        self.energies: dict[str, dict[Key, float]] = {}
+        self.folds: dict[str, dict[str, int]] = {}
+        self.digests: dict[WaitingBatch, tuple[str, ...]] = {}
+        self.passage.on_read = lambda batch, waiting: self.digests.update({waiting: batch.digests})
 
     @torch.no_grad()
     @exact_products()
@@ -128,7 +128,7 @@ class StepWalk(CalibrationWalk):
         merged, updates = dict(student), dict[str, Tensor]()
         reports: list[SiteReport] = []
         streams = self._run_all_experts(layer, student, needs_output=not is_last)
-        stored_as = self.base or "merged"
+        stored_as = self.ground.base or "merged"
         numbered = list(enumerate(groups))
         for step in [numbered] if self.calibrator.order == "block" else [[one] for one in numbered]:
             owners = self.team.balanced([1.0] * len(step))
@@ -142,16 +142,15 @@ class StepWalk(CalibrationWalk):
             solve = partial(
                 solve_layer, self.pool, layer, problems, self.calibrator.solve, stored_as=stored_as
             )
-            [(found, said)] = solved_by_all(self.team, merged, lambda solve=solve: [solve()])  # type: ignore[misc]
+            [(solved, of_step)] = solved_by_all(self.team, merged, lambda solve=solve: [solve()])  # type: ignore[misc]
             order = [site_path(layer, site) for _, group in step for site in group.sites]
-            said.sort(key=lambda report, order=order: order.index(report.site))  # type: ignore[misc]
+            of_step.sort(key=lambda report, order=order: order.index(report.site))  # type: ignore[misc]
             self.grams.take_back()
-            student |= found
-            updates |= found
-            reports += said
-        for batches in self.waiting.values():
-            for batch in batches:
-                batch.put(_WANTED, {})
+            student |= solved
+            updates |= solved
+            reports += of_step
+        for batch in self.passage.all_waiting:
+            batch.drop(_WANTED)
         drift = {} if is_last else self.advance(layer, merged, [(updates, reports)])
         return [CalibratedLayer(layer.index, updates, reports, drift, time.perf_counter() - started)]
 
@@ -181,8 +180,11 @@ class StepWalk(CalibrationWalk):
         """The digests of this process's samples, which all wait before the layer then, by task."""
         step = -self._num_early_steps or first.index
         for task in self.parts:
-            deque(self.batches(first, task, 0, tell=partial(self.on_step, step, task)), maxlen=0)
-        return {task: {one for of in noted.digests for one in of} for task, noted in self.noted.items()}
+            deque(self.passage.batches(first, task, tell=partial(self.tell, step, task)), maxlen=0)
+        return {
+            task: {digest for batch in batches for digest in self.digests[batch]}
+            for (task, _), batches in self.passage.waiting.items()
+        }
 
     def _all_folds(self, digests: Sequence[Mapping[str, set[str]]]) -> dict[str, dict[str, int]]:
         """By task the fold of every sample, by what processes have: equal samples in one, whatever their order.
@@ -192,30 +194,35 @@ class StepWalk(CalibrationWalk):
         """
         folds, num_folds = dict[str, dict[str, int]](), self.calibrator.num_folds
         for task in self.tasks:
-            found = sorted(set[str]().union(*(of.get(task, set()) for of in digests)))
-            if len(found) < num_folds:
+            different = sorted(set[str]().union(*(by_task.get(task, set()) for by_task in digests)))
+            if len(different) < num_folds:
                 raise DataError(
-                    f"task {task!r} has {len(found)} different calibration samples, which {num_folds} folds can't "
+                    f"task {task!r} has {len(different)} different calibration samples, which {num_folds} folds can't "
                     "share",
-                    hint=f"Bring more samples, or set folds to at most {len(found)}; cv=off needs one sample.",
+                    hint=f"Bring more samples, or set folds to at most {len(different)}; cv=off needs one sample.",
                     task=task,
                 )
-            folds[task] = {digest: at % num_folds for at, digest in enumerate(found)}
+            folds[task] = {digest: place % num_folds for place, digest in enumerate(different)}
         return folds
 
     def _weigh(self, first: Layer) -> None:
         """Look at the gradients of this process's samples, task by task."""
         last, num_tasks, num_steps = len(self.pool.chain.layers), len(self.parts), self._num_early_steps
-        for at, task in enumerate(self.parts):
+        for number, task in enumerate(self.parts):
 
-            def tell(layer: int, task: str, at: int = at) -> None:
-                self.on_step(int(num_steps * (at + 1 - layer / last) / num_tasks) - num_steps, task)
+            def tell(layer: int, task: str, number: int = number) -> None:
+                self.tell(int(num_steps * (number + 1 - layer / last) / num_tasks) - num_steps, task)
 
-            metric = self.calibrator.mu > 0
-            gradients = ExpertGradients(self.pool, self.pooling, self.groups, metric=metric, on_step=tell)
-            batches = list(self.batches(first, task, 0, tell=partial(tell, last, task)))
-            draws = [partial(self._draw, digests) for digests in self.noted[task].digests]
-            self.seen[task] = gradients.weigh(task, batches, draws, EXPERT)
+            gradients = ExpertGradients(
+                self.passage,
+                self.ground.pooling or self.pool.chain.modality.pool,
+                self.groups,
+                metric=self.calibrator.mu > 0,
+                on_step=tell,
+            )
+            self.seen[task] = gradients.weigh(
+                task, lambda batch: partial(self._draw, self.digests[batch]), EXPERT
+            )
 
     def _draw(self, digests: Sequence[str], width: int) -> Tensor:
         """Random directions for every sample of a batch, the same wherever it stands."""
@@ -230,7 +237,7 @@ class StepWalk(CalibrationWalk):
         ran = self.team.together(partial(self._run_experts, layer, student, needs_output=needs_output))
         if self.calibrator.weights == "uniform":
             self._know_weights()
-        _, streams = min((found for found in ran if found is not None), key=lambda found: found[0])
+        _, streams = min((first for first in ran if first is not None), key=lambda first: first[0])
         return streams
 
     def _run_experts(
@@ -243,31 +250,50 @@ class StepWalk(CalibrationWalk):
         """
         groups, streams = self.groups[layer.index], None
         names = [site.name for group in groups for site in group.sites]
-        for task, [part] in self.parts.items():
+        for task in self.parts:
             expert = self.expert(layer, task)
-            watch = FiniteWatch(layer, task, part.ids)
             counts: list[list[Tensor]] = [[] for _ in groups]
-            for batch in self.batches(layer, task, 0):
-                state, side = batch.get(EXPERT), batch.side
+            crossing = self.passage.crossing(layer, task, waits=True)
+            for batch in crossing:
                 if streams is None:
                     repairs = self.calibrator.residual > 0
-                    streams = added_to(layer, student, batch.get(TRUNK), side, names) if repairs else {}
-                tapped = {*streams.values()} - {_ENTERED}
-                seen, out = rows_and_output(layer, expert, state, side, tapped, names, stops=not needs_output)
-                for group, mine in zip(groups, counts, strict=True):
-                    y = seen.outputs[group.names[0]]
-                    mine.append(row_counts(self.pool.chain, layer, group.sites[0], y, state, side))
-                wanted = dict(seen.outputs)
-                for name, stream in streams.items():
-                    wanted[name] = wanted[name] + _stream(layer, stream, state, seen.inputs)
-                batch.put(_WANTED, wanted)
+                    state = batch.get(TRUNK)
+                    streams = added_to(layer, student, state, batch.side, names) if repairs else {}
+                hear = partial(
+                    self._hear, layer, expert, batch, streams, counts, names=names, stops=not needs_output
+                )
                 if needs_output:
-                    watch.see(in_words(EXPERT), out[layer.stream])
-                    batch.put(EXPERT, out)
-            watch.check()
+                    crossing.take(batch, EXPERT, hear, named=in_words(EXPERT))
+                else:
+                    hear(batch.get(EXPERT), batch.side)
             if self.calibrator.weights == "uniform":
-                self.seen[task] = {(layer.index, at): Weighable(found) for at, found in enumerate(counts)}
+                self.seen[task] = {(layer.index, at): Weighable(rows) for at, rows in enumerate(counts)}
         return next(((task, streams or {}) for task in self.parts), None)
+
+    def _hear(
+        self,
+        layer: Layer,
+        expert: Parameters,
+        batch: WaitingBatch,
+        streams: Mapping[str, str],
+        counts: Sequence[list[Tensor]],
+        state: State,
+        side: SideInputs,
+        *,
+        names: Sequence[str],
+        stops: bool,
+    ) -> State:
+        """The expert's layer on a batch; what its sites give waits, and how much their rows count is added."""
+        tapped = {*streams.values()} - {_ENTERED}
+        seen, left = rows_and_output(layer, expert, state, side, tapped, names, stops=stops)
+        for group, rows in zip(self.groups[layer.index], counts, strict=True):
+            y = seen.outputs[group.names[0]]
+            rows.append(row_counts(self.pool.chain, layer, group.sites[0], y, state, side))
+        wanted = dict(seen.outputs)
+        for name, stream in streams.items():
+            wanted[name] = wanted[name] + _stream(layer, stream, state, seen.inputs)
+        batch.put(_WANTED, wanted)
+        return left
 
     def _sums(
         self,
@@ -280,79 +306,81 @@ class StepWalk(CalibrationWalk):
     ) -> _Sums:
         """Moments of one group of all that this process has of tasks; sizes of those of which it is the first."""
         dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
-        own = _affine(merged, group)
-        outputs, inputs = own.shape
+        merged_map = _affine(merged, group)
+        outputs, inputs = merged_map.shape
         lend = partial(self.grams.lend, inputs, device=self.pool.device)
         # Products of float32 rows are no better than float32, and few of them are summed up.
-        folds = [JointSums(lend(dtype=own.dtype), outputs) for _ in range(self.calibrator.num_folds)]
-        product, task_gram = lend(dtype=own.dtype), lend(dtype=own.dtype)
-        weights = {task: mine[layer.index, at] for task, mine in self.weighted.items()}
-        energies = [
-            of[layer.index, at] for of in (self.energies[task] for task in self.tasks if self.energies)
-        ]
-        energy = sum(energies) / len(self.tasks)
-        found = _Sums(folds, {}, {}, {})
-        some: list[_Rows] = [[] for _ in folds]
+        folds = [JointSums(lend(dtype=merged_map.dtype), outputs) for _ in range(self.calibrator.num_folds)]
+        product, task_gram = lend(dtype=merged_map.dtype), lend(dtype=merged_map.dtype)
+        weights = {task: by_key[layer.index, at] for task, by_key in self.weighted.items()}
+        energy = sum(self.energies[task][layer.index, at] for task in self.tasks if self.energies) / len(
+            self.tasks
+        )
+        sums = _Sums(folds, {}, {}, {})
+        pending: list[_Rows] = [[] for _ in folds]
         for task, weighted in weights.items():
-            theirs = _affine(self.pool.parameters(expert_of(task), layer), group)
-            maps = torch.cat([theirs - own, theirs])
+            expert_map = _affine(self.pool.parameters(expert_of(task), layer), group)
+            maps = torch.cat([expert_map - merged_map, expert_map])
             factor = max(weighted.energy / energy, _LEAST) if energy > 0 else 1.0
             ranks = self.divided.get(task, [self.team.rank])
             is_first = self.team.rank == ranks[0]
             task_gram.clear()
+            task_sums: list[JointSums] = []
             if self.calibrator.mu:
-                metric = self._metric(weighted, own.to(dtype), is_first=is_first)
-                found.tasks[task] = metric, JointSums(lend(dtype=dtype), outputs)
-            mine = [found.tasks[task][1]] if self.calibrator.mu else []
+                metric = self._metric(weighted, merged_map.to(dtype), is_first=is_first)
+                task_sums = [JointSums(lend(dtype=dtype), outputs)]
+                sums.tasks[task] = metric, task_sums[0]
             for x, wanted, root, sizes in self._by_fold(layer, student, group, streams, task, weighted):
                 root = root * factor**0.5
                 x, wanted = x * root, wanted * root
                 targets = x @ maps.mT
                 upstream = targets[:, outputs:]
                 torch.sub(wanted, upstream, out=upstream)
-                if len(x) + sum(len(rows) for kept in some for rows, _ in kept) > _AT_ONCE:
-                    _take_in(some, folds)
+                if len(x) + sum(len(rows) for kept in pending for rows, _ in kept) > _AT_ONCE:
+                    _take_in(pending, folds)
                 parts = (part.split_with_sizes(sizes) for part in (x, targets))
-                for fold, kept, rows, wished in zip(folds, some, *parts, strict=True):
+                for fold, kept, rows, wished in zip(folds, pending, *parts, strict=True):
                     kept.append((rows, wished))
                     product.clear()
                     product.add_rows(rows)
-                    for of in (fold, *mine):
-                        of.add_gram(product)
+                    for part in (fold, *task_sums):
+                        part.add_gram(product)
                     task_gram.add(product, 1.0)
-            if mine:
-                _take_in(some, folds, *mine)
+            if task_sums:
+                _take_in(pending, folds, *task_sums)
             if not is_first:
                 self.team.add(task_gram.tiles(), of=self.team.rank, to=ranks[0])
                 continue
             for rank in ranks[1:]:
                 self.team.add(task_gram.tiles(), of=rank, to=self.team.rank)
             width = inputs - group.has_bias
-            found.norms[task] = torch.linalg.matrix_norm(task_gram.full()[:width, :width]) / factor
-            found.factors[task] = factor
-        _take_in(some, folds)
-        return found
+            sums.norms[task] = torch.linalg.matrix_norm(task_gram.full()[:width, :width]) / factor
+            sums.factors[task] = factor
+        _take_in(pending, folds)
+        return sums
 
     def _join(self, sums: _Sums, to: int, merged: Parameters, group: Group) -> None:
         """Bring the moments of all processes to one of them."""
         if self.team.size == 1:
             return
-        told = self.team.gather({task: (float(sums.norms[task]), sums.factors[task]) for task in sums.norms})
-        told_by = {task: pair for of in told for task, pair in of.items()}
-        own = _affine(merged, group)
-        sums.norms = {task: own.new_tensor(told_by[task][0]) for task in self.tasks}
-        sums.factors = {task: told_by[task][1] for task in self.tasks}
-        for of in sums.folds:
-            self.team.sum(of.tensors, to=to)
+        by_rank = self.team.gather(
+            {task: (float(sums.norms[task]), sums.factors[task]) for task in sums.norms}
+        )
+        sizes = {task: pair for by_task in by_rank for task, pair in by_task.items()}
+        like = _affine(merged, group)
+        sums.norms = {task: like.new_tensor(sizes[task][0]) for task in self.tasks}
+        sums.factors = {task: sizes[task][1] for task in self.tasks}
+        for fold in sums.folds:
+            self.team.sum(fold.tensors, to=to)
         dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
-        outputs, inputs = own.shape
+        outputs, inputs = like.shape
         for task in self.tasks if self.calibrator.mu else ():
-            metric, of = sums.tasks.get(task) or (
-                own.new_zeros(outputs, outputs, dtype=dtype),
-                JointSums(self.grams.lend(inputs, dtype, own.device), outputs),
+            metric, task_sums = sums.tasks.get(task) or (
+                like.new_zeros(outputs, outputs, dtype=dtype),
+                JointSums(self.grams.lend(inputs, dtype, like.device), outputs),
             )
-            self.team.sum([metric, *of.tensors], to=to)
-            sums.tasks[task] = metric, of
+            self.team.sum([metric, *task_sums.tensors], to=to)
+            sums.tasks[task] = metric, task_sums
 
     def _by_fold(
         self,
@@ -365,19 +393,19 @@ class StepWalk(CalibrationWalk):
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, list[int]]]:
         """Some batches at a time, x~ [T, k], y1 [T, o], roots of weights [T, 1], fold by fold, and rows per fold."""
         some: list[tuple[Tensor, ...]] = []
-        fold_of = self.folds[task]
-        folds = [[fold_of[digest] for digest in digests] for digests in self.noted[task].digests]
-        of_batches = zip(self.batches(layer, task, 0), weighted.rows, folds, strict=True)
-        for number, (batch, count, fold) in enumerate(of_batches, start=1):
+        fold_of, num_batches = self.folds[task], len(weighted.rows)
+        batches = zip(self.passage.batches(layer, task), weighted.rows, strict=True)
+        for number, (batch, count) in enumerate(batches, start=1):
+            of_samples = [fold_of[digest] for digest in self.digests[batch]]
             x, wanted = self._rows(layer, student, group, streams, batch)
             # On the CPU, where their number per fold is known without waiting for a device.
-            of = torch.tensor(fold).repeat_interleave(len(x) // len(fold))
-            some.append((x, wanted, count.sqrt()[:, None], of))
-            if number == len(folds) or sum(len(x) for x, *_ in some) >= _AT_ONCE:
-                *rows, of = (torch.cat(parts) for parts in zip(*some, strict=True))
-                order = of.argsort(stable=True).to(x.device)
+            fold = torch.tensor(of_samples).repeat_interleave(len(x) // len(of_samples))
+            some.append((x, wanted, count.sqrt()[:, None], fold))
+            if number == num_batches or sum(len(x) for x, *_ in some) >= _AT_ONCE:
+                *rows, fold = (torch.cat(parts) for parts in zip(*some, strict=True))
+                order = fold.argsort(stable=True).to(x.device)
                 x, wanted, root = (part[order] for part in rows)
-                yield x, wanted, root, of.bincount(minlength=self.calibrator.num_folds).tolist()
+                yield x, wanted, root, fold.bincount(minlength=self.calibrator.num_folds).tolist()
                 some = []
 
     def _rows(
@@ -408,11 +436,11 @@ class StepWalk(CalibrationWalk):
 
 def _take_in(some: Sequence[_Rows], folds: Sequence[JointSums], *every: JointSums) -> None:
     """Add the rows of each fold to its sums, and of all folds to others, in one product; none of them is kept."""
-    for of, kept in zip(folds, some, strict=True):
+    for fold, kept in zip(folds, some, strict=True):
         if kept:
             x, targets = (torch.cat(rows) for rows in zip(*kept, strict=True))
-            for into in (of, *every):
-                into.add(x, targets)
+            for sums in (fold, *every):
+                sums.add(x, targets)
             kept.clear()
 
 

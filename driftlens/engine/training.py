@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,12 @@ from torch import Tensor
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.base.variants import expert_of
 from driftlens.data.samples import Batch
-from driftlens.engine.carried import Parts
+from driftlens.engine.calibrating import Ground, Memory, Step
+from driftlens.engine.forward_order import Passage, forward_order
 from driftlens.engine.pool import Attachment, LayerMap, ModelPool, attachment_tensors, attachments_from
+from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.steps import added_to
-from driftlens.engine.waiting import FeatureStore, WaitingBatch, read_batches
-from driftlens.engine.walk import FiniteWatch, on_device
+from driftlens.engine.waiting import WaitingBatch, on_device
 from driftlens.models.chain import Layer, Slot
 
 OnEpoch = Callable[[int, int, float], None]
@@ -31,22 +32,6 @@ OnEpoch = Callable[[int, int, float], None]
 
 _EXPERT, _MERGED = "expert", "merged"
 _INPUTS = "inputs"
-
-
-class Memory(Protocol):
-    """Keeps tensors by name, whole or as they were before, also where the process is killed."""
-
-    def read(self, name: str) -> dict[str, Tensor]:
-        """What was kept; nothing where nothing was."""
-        ...
-
-    def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep these in the place of what was kept under that name.
-
-        Raises:
-            RunError: there is no room for them.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -147,15 +132,15 @@ class FrozenWalk:
         Raises:
             IncompatibleModelsError: there are no tokens: channels come before space, as in convolutions.
         """
-        found: dict[int, list[tuple[Tensor, Tensor]]] = {index: [] for index in self.widths}
+        compared: dict[int, list[tuple[Tensor, Tensor]]] = {index: [] for index in self.widths}
         begin = 0
         for batch, waiting in self._batches:
             places = torch.arange(begin, begin + batch.stop - batch.start)
             begin += len(places)
-            own = torch.isin(places, chosen).nonzero()[:, 0]
-            if not len(own):
+            rows = torch.isin(places, chosen).nonzero()[:, 0]
+            if not len(rows):
                 continue
-            inputs = replace(batch, inputs=_inputs(batch, waiting)).inputs_of(own)
+            inputs = replace(batch, inputs=_inputs(batch, waiting)).inputs_of(rows)
             state, side = self.pool.chain.start(on_device(inputs, self.pool.device, self.pool.dtype))
             for layer_map in self.maps:
                 layer = layer_map.layer
@@ -163,18 +148,18 @@ class FrozenWalk:
                 state = _with(layer_map, attachment, weights)(state, side)
                 if attachment is not None:
                     _require_tokens(layer, state[layer.stream])
-                if layer.index in found:
+                if layer.index in compared:
                     merged, mask = state[layer.stream], side.mask(layer.stream)
                     wanted = waiting.get(str(layer.index))[layer.stream]
-                    wanted = wanted[own.to(wanted.device)]
+                    wanted = wanted[rows.to(wanted.device)]
                     pair = (
                         (_token_rows(merged, mask), _token_rows(wanted, mask))
                         if self.of_tokens
                         else (_token_means(merged, mask), wanted)
                     )
-                    found[layer.index].append(pair)
-        joined = {index: zip(*pairs, strict=True) for index, pairs in found.items()}
-        return {index: (torch.cat(own), torch.cat(wanted)) for index, (own, wanted) in joined.items()}
+                    compared[layer.index].append(pair)
+        joined = {index: zip(*pairs, strict=True) for index, pairs in compared.items()}
+        return {index: (torch.cat(merged), torch.cat(wanted)) for index, (merged, wanted) in joined.items()}
 
     @torch.no_grad()
     def joined(self) -> dict[int, tuple[str, int]]:
@@ -185,7 +170,7 @@ class FrozenWalk:
         Raises:
             IncompatibleModelsError: a block has no such site.
         """
-        found = {}
+        sites = {}
         batch, waiting = self._batches[0]
         inputs = replace(batch, inputs=_inputs(batch, waiting)).inputs_of(torch.arange(1))
         state, side = self.pool.chain.start(on_device(inputs, self.pool.device, self.pool.dtype))
@@ -200,36 +185,36 @@ class FrozenWalk:
                         f"in {layer.path} no linear module's output is added to what entered it as it is",
                         hint="Choose a method that attaches behind layers, such as surgery_v2.",
                     )
-                found[layer.index] = site, len(layer_map.parameters[f"{site}.weight"])
+                sites[layer.index] = site, len(layer_map.parameters[f"{site}.weight"])
             state = layer_map(state, side)
-        return found
+        return sites
 
     def leaves(self) -> dict[Slot, Tensor]:
         """Copies of the merged model's parameters, each to be trained; what is saved beside parameters is left out."""
         trainable = self.pool.parameter_names
-        found = {}
+        leaves = {}
         for layer_map in self.maps:
             for slot in self.pool.chain.owned(layer_map.layer).values():
                 if slot.key in trainable:
                     stored = self.pool.stored(_MERGED, slot)
-                    found[slot] = stored.to(self.pool.device, self.pool.dtype, copy=True).requires_grad_()
-        return found
+                    leaves[slot] = stored.to(self.pool.device, self.pool.dtype, copy=True).requires_grad_()
+        return leaves
 
 
 def _with(
     layer_map: LayerMap, attachment: Attachment | None, weights: Mapping[Slot, Tensor] | None
 ) -> LayerMap:
     slots = layer_map.layer.parameters.items() if weights else ()
-    own = {name: weights[slot] for name, slot in slots if weights and slot in weights}
-    return replace(layer_map, attachment=attachment, parameters={**layer_map.parameters, **own})
+    new = {name: weights[slot] for name, slot in slots if weights and slot in weights}
+    return replace(layer_map, attachment=attachment, parameters={**layer_map.parameters, **new})
 
 
 def _inputs(batch: Batch, waiting: WaitingBatch) -> Any:
     """Raw inputs of a batch, wherever they wait."""
     if batch.inputs is not None:
         return batch.inputs
-    found = waiting.get(_INPUTS)
-    return found.get(_INPUTS, found)
+    inputs = waiting.get(_INPUTS)
+    return inputs.get(_INPUTS, inputs)
 
 
 def _require_tokens(layer: Layer, features: Tensor) -> None:
@@ -257,8 +242,14 @@ def _token_rows(features: Tensor, mask: Tensor | None) -> Tensor:
     return features[mask.bool()] if mask is not None and is_masked else features.flatten(0, -2)
 
 
-class Trainer:
-    """What learns: a map at every boundary by itself, all maps of a task, or the weights; see the subclasses."""
+class Trainer(ABC):
+    """What learns: a map at every boundary by itself, all maps of a task, or the weights; see the subclasses.
+
+    Attributes:
+        takes_sites: a training changes layers of its own choice.
+    """
+
+    takes_sites: ClassVar[bool] = False
 
     def boundaries(self, num_layers: int) -> Sequence[int]:
         """The layers that are changed, or behind or in which something is attached."""
@@ -268,8 +259,80 @@ class Trainer:
         """The boundaries at which the expert's features are wanted; boundary l is what leaves layer l."""
         return self.boundaries(num_layers)
 
+    @abstractmethod
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """What is learnt: attachments task after task, in forward order, or new parameters layer by layer.
 
-class LayerTrainer(Trainer, ABC):
+        Raises:
+            NumericsError: weights or features are NaN or infinite.
+        """
+
+
+class AttachmentTrainer(Trainer):
+    """Learns what is attached for every task, from the samples of that task alone."""
+
+    @classmethod
+    @abstractmethod
+    def attachment(cls, tensors: Mapping[str, Tensor], site: str = "") -> Attachment:
+        """The map that these tensors make up, as `Attachment.tensors` gave them; of the output of a site, if any."""
+
+    @abstractmethod
+    def maps(
+        self, passage: Passage, task: str, course: Callable[[int], Course]
+    ) -> Iterator[tuple[int, Attachment]]:
+        """Layer and what is attached behind or in it, for one task; `course` is that of a boundary's training."""
+
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """See `Trainer`; every task is learnt by one process. A later boundary has passed what was attached before."""
+        team = ground.team
+        owners = team.owners(ground.tasks)
+        tasks = [task for task in ground.tasks if owners[task] == team.rank]
+        steps = _Steps(ground, len(tasks) * len(self.boundaries(len(ground.pool.chain.layers))))
+        learnt: dict[tuple[str, int], Attachment] = {}
+
+        def learn() -> Iterator[CalibratedLayer]:
+            for task in tasks:
+                for boundary, attachment in self._of_task(ground, task, steps):
+                    learnt[task, boundary] = attachment
+                    steps.done += 1
+                    yield CalibratedLayer(boundary, attachments={task: attachment})
+
+        def tensors() -> dict[str, Tensor]:
+            deque(learn(), maxlen=0)
+            return attachment_tensors(learnt)
+
+        if team.size == 1:
+            yield from learn()
+        else:
+            for of_rank in team.together(tensors):
+                for (task, boundary), attachment in attachments_from(
+                    of_rank.items(), self.attachment
+                ).items():
+                    yield CalibratedLayer(boundary, attachments={task: attachment})
+        ground.on_step(Step(0, "", steps.total, steps.total, ""))
+
+    def _of_task(self, ground: Ground, task: str, steps: _Steps) -> Iterator[tuple[int, Attachment]]:
+        memory = ground.memory
+        if finished := {} if memory is None else memory.read(f"finished {task}"):
+            for (_, boundary), attachment in attachments_from(finished.items(), self.attachment).items():
+                yield boundary, attachment
+            return
+
+        def course(boundary: int) -> Course:
+            name = f"{boundary} {task}"
+            generator = torch.Generator().manual_seed(ground.seed + zlib.crc32(name.encode()))
+            return Course(generator, steps.epoch, name, memory)
+
+        with ground.store() as store:
+            passage = Passage(ground.pool, {task: ground.parts[task]}, (_EXPERT, _MERGED), store, steps.batch)
+            learnt = {(task, boundary): each for boundary, each in self.maps(passage, task, course)}
+        if memory is not None:
+            memory.write(f"finished {task}", attachment_tensors(learnt))
+        for (_, boundary), attachment in learnt.items():
+            yield boundary, attachment
+
+
+class LayerTrainer(AttachmentTrainer):
     """Learns every boundary's map by itself, in forward order, from features that no longer change."""
 
     @abstractmethod
@@ -281,8 +344,16 @@ class LayerTrainer(Trainer, ABC):
             course: what it draws from, and is to tell of each epoch.
         """
 
+    def maps(
+        self, passage: Passage, task: str, course: Callable[[int], Course]
+    ) -> Iterator[tuple[int, Attachment]]:
+        """See above; each is learnt from features that have passed those before it."""
+        layers = passage.pool.chain.layers
+        wanted = frozenset(self.boundaries(len(layers)))
+        return forward_order(_EachBoundary(self, passage, task, wanted, course), layers[: max(wanted)])
 
-class JointTrainer(Trainer, ABC):
+
+class JointTrainer(AttachmentTrainer):
     """Learns the maps of all boundaries together, through the layers between them.
 
     Attributes:
@@ -295,190 +366,164 @@ class JointTrainer(Trainer, ABC):
     def train_jointly(self, walk: FrozenWalk, course: Course) -> Mapping[int, Attachment]:
         """The maps of one task by the layer that they belong to; `course` as for `LayerTrainer.train`."""
 
+    def maps(
+        self, passage: Passage, task: str, course: Callable[[int], Course]
+    ) -> Iterator[tuple[int, Attachment]]:
+        """See above."""
+        targets = self.targets(len(passage.pool.chain.layers))
+        walk = frozen_walk(passage, task, targets, of_tokens=self.of_tokens)
+        with torch.enable_grad():
+            yield from self.train_jointly(walk, course(max(targets))).items()
 
-class WeightTrainer(Trainer, ABC):
+
+class WeightTrainer(Trainer):
     """Learns weights from the samples of all tasks; nothing is attached."""
 
     @abstractmethod
     def train_weights(self, walks: Sequence[FrozenWalk], course: Course) -> Mapping[Slot, Tensor]:
         """New parameters by where they lie; `course` as for `LayerTrainer.train`."""
 
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """See `Trainer`; one process learns them, and the budget is for the features of all tasks together."""
+        for index, updates in ground.team.once(lambda: self._learnt(ground)).items():
+            yield CalibratedLayer(index, updates)
 
-def train_attachments(
-    pool: ModelPool,
-    parts: Parts,
-    trainer: LayerTrainer | JointTrainer,
-    *,
-    seed: int = 0,
-    feature_budget: int = 2 * 2**30,
-    spill: Path | None = None,
-    memory: Memory | None = None,
-    make: Callable[[Mapping[str, Tensor], str], Attachment] | None = None,
-    on_step: Callable[[int, str], None],
-    on_epoch: OnEpoch,
-) -> Iterator[tuple[str, int, Attachment]]:
-    """Task, boundary and what is attached there, task after task, in forward order.
-
-    Nothing of the pool is modified. A later boundary's features have passed what was attached before it.
-
-    Args:
-        pool: merged model and one expert per task.
-        parts: calibration samples by task.
-        trainer: learns each map.
-        seed: every task and boundary draws from a generator of its own.
-        feature_budget: bytes of waiting features of one task that may stay in memory.
-        spill: folder for features beyond the budget; None keeps all in memory.
-        memory: keeps what is finished, and how far the rest is; what it has is not trained again.
-        make: puts attachments that were kept together again; needed with `memory`.
-        on_step: called with layer index and task before every batch; it may raise, `Cancelled` for instance.
-        on_epoch: told of each epoch.
-
-    Raises:
-        NumericsError: weights or features are NaN or infinite.
-    """
-    last = max(trainer.targets(len(pool.chain.layers)))
-    for task in sorted(parts):
-        finished = {} if memory is None or make is None else memory.read(f"finished {task}")
-        if finished and make is not None:
-            for (_, boundary), attachment in attachments_from(finished.items(), make).items():
-                yield task, boundary, attachment
-            continue
-
-        def course(boundary: int, task: str = task) -> Course:
-            name = f"{boundary} {task}"
-            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
-            return Course(generator, on_epoch, name, memory)
-
-        found: dict[tuple[str, int], Attachment] = {}
-        with FeatureStore(feature_budget, spill) as store:
-            if isinstance(trainer, JointTrainer):
-                walk = _frozen_walk(pool, parts, task, trainer, store, on_step)
-                with torch.enable_grad():
-                    found = {
-                        (task, at): each for at, each in trainer.train_jointly(walk, course(last)).items()
-                    }
-            else:
-                for at, each in _layer_by_layer(pool, parts, task, trainer, store, on_step, course):
-                    found[task, at] = each
-        if memory is not None:
-            memory.write(f"finished {task}", attachment_tensors(found))
-        for (_, boundary), attachment in found.items():
-            yield task, boundary, attachment
-
-
-def _layer_by_layer(
-    pool: ModelPool,
-    parts: Parts,
-    task: str,
-    trainer: LayerTrainer,
-    store: FeatureStore,
-    on_step: Callable[[int, str], None],
-    course: Callable[[int], Course],
-) -> Iterator[tuple[int, Attachment]]:
-    """Boundary and map, each learnt from features that have passed those before it."""
-    wanted = frozenset(trainer.boundaries(len(pool.chain.layers)))
-    batches = (batch for part in parts[task] for batch in part.batches())
-    waiting = list(read_batches(pool, batches, store, "train", (_EXPERT, _MERGED)))
-    ids = [sample for part in parts[task] for sample in part.ids]
-    for layer in pool.chain.layers[: max(wanted)]:
-        maps = {
-            _EXPERT: pool.layer_map(expert_of(task), layer, task),
-            _MERGED: pool.layer_map(_MERGED, layer, task),
-        }
-        watch = FiniteWatch(layer, task, ids)
-        for batch in waiting:
-            on_step(layer.index, task)
-            _advance(batch, maps, watch)
-        watch.check()
-        if layer.index in wanted:
-            features = _gathered(waiting, layer, task)
+    def _learnt(self, ground: Ground) -> dict[int, dict[str, Tensor]]:
+        chain, steps = ground.pool.chain, _Steps(ground, 0)
+        parts = {task: ground.parts[task] for task in ground.tasks}
+        with ground.store() as store:
+            passage = Passage(ground.pool, parts, (_EXPERT,), store, steps.batch)
+            walks: list[FrozenWalk] = []
+            for task in parts:
+                maps = walks[0].maps if walks else None  # the weights are the same for every task
+                walks.append(
+                    frozen_walk(passage, task, self.targets(len(chain.layers)), of_tokens=True, maps=maps)
+                )
+            generator = torch.Generator().manual_seed(ground.seed)
             with torch.enable_grad():
-                attachment = trainer.train(features, course(layer.index))
-            _attach(waiting, layer, attachment)
+                course = Course(generator, steps.epoch, "weights", ground.memory)
+                weights = self.train_weights(walks, course)
+        owned = {layer.index: chain.owned(layer) for layer in chain.layers}
+        return {
+            index: {name: weights[slot] for name, slot in slots.items() if slot in weights}
+            for index, slots in owned.items()
+        }
+
+
+@dataclass
+class _Steps:
+    """Tells of a training: of `total` maps, or where there are none of its epochs."""
+
+    ground: Ground
+    total: int
+    done: int = 0
+    layer: int = 0
+    task: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"layer {self.layer}, task {self.task}"
+
+    def batch(self, layer: int, task: str) -> None:
+        self.layer, self.task = layer, task
+        self.ground.on_step(Step(layer, task, self.done, self.total or 1, self.label))
+
+    def epoch(self, number: int, count: int, loss: float) -> None:
+        done, total = (self.done, self.total) if self.total > 1 else (number, count)
+        label = f"{self.label}: step {number} of {count}"
+        self.ground.on_step(Step(self.layer, self.task, done, total, label, loss))
+
+
+@dataclass(frozen=True)
+class _EachBoundary:
+    """Takes merged model and expert through every layer; where a map is wanted, it is learnt and put behind."""
+
+    trainer: LayerTrainer
+    passage: Passage
+    task: str
+    wanted: frozenset[int]
+    course: Callable[[int], Course]
+
+    def visit(self, layer: Layer) -> Iterator[tuple[int, Attachment]]:
+        with torch.no_grad():
+            self._take(layer)
+        if layer.index in self.wanted:
+            features = _gathered(self.passage.waiting[self.task, 0], layer, self.task)
+            with torch.enable_grad():
+                attachment = self.trainer.train(features, self.course(layer.index))
+            with torch.no_grad():
+                for batch in self.passage.all_waiting:
+                    state = batch.get(_MERGED)
+                    batch.put(_MERGED, {**state, layer.stream: attachment(state[layer.stream])})
             yield layer.index, attachment
 
-
-def train_weights(
-    pool: ModelPool,
-    parts: Parts,
-    trainer: WeightTrainer,
-    *,
-    seed: int = 0,
-    feature_budget: int = 2 * 2**30,
-    spill: Path | None = None,
-    memory: Memory | None = None,
-    on_step: Callable[[int, str], None],
-    on_epoch: OnEpoch,
-) -> dict[int, dict[str, Tensor]]:
-    """New parameters by layer and name of the layer's own; arguments and errors as for `train_attachments`.
-
-    The budget is for the features of all tasks together, as the weights serve them all.
-    """
-    chain = pool.chain
-    with FeatureStore(feature_budget, spill) as store:
-        walks: list[FrozenWalk] = []
-        for task in sorted(parts):
-            maps = walks[0].maps if walks else None  # the weights are the same for every task
-            walks.append(_frozen_walk(pool, parts, task, trainer, store, on_step, maps))
-        generator = torch.Generator().manual_seed(seed)
-        with torch.enable_grad():
-            found = trainer.train_weights(walks, Course(generator, on_epoch, "weights", memory))
-    own = {layer.index: chain.owned(layer) for layer in chain.layers}
-    return {
-        index: {name: found[slot] for name, slot in slots.items() if slot in found}
-        for index, slots in own.items()
-    }
+    def _take(self, layer: Layer) -> None:
+        pool = self.passage.pool
+        maps = {
+            _EXPERT: pool.layer_map(expert_of(self.task), layer, self.task),
+            _MERGED: pool.layer_map(_MERGED, layer, self.task),
+        }
+        crossing = self.passage.crossing(layer, self.task)
+        for batch in crossing:
+            for model, layer_map in maps.items():
+                crossing.take(batch, model, layer_map, named=f"the {model} model")
 
 
 @torch.no_grad()
-def _frozen_walk(
-    pool: ModelPool,
-    parts: Parts,
+def frozen_walk(
+    passage: Passage,
     task: str,
-    trainer: JointTrainer | WeightTrainer,
-    store: FeatureStore,
-    on_step: Callable[[int, str], None],
+    targets: Sequence[int],
+    *,
+    of_tokens: bool,
     maps: Sequence[LayerMap] | None = None,
 ) -> FrozenWalk:
-    """The merged model's layers up to the last boundary, and what the expert has at each; inputs wait, too."""
-    wanted = sorted(trainer.targets(len(pool.chain.layers)))
-    of_tokens = isinstance(trainer, WeightTrainer) or trainer.of_tokens
-    ids = [sample for part in parts[task] for sample in part.ids]
-    batches = []
-    for number, batch in enumerate(batch for part in parts[task] for batch in part.batches()):
-        # A file's name has to be a task's own, whatever the task is called.
-        name = f"train-{number}-{zlib.crc32(task.encode()):08x}"
-        [waiting] = read_batches(pool, [batch], store, name, (_EXPERT,))
+    """The merged model's layers up to the last target, and what the expert has at each; inputs wait, too.
+
+    `maps` are these layers, where they are known.
+    """
+    batches: list[tuple[Batch, WaitingBatch]] = []
+
+    def keep(batch: Batch, waiting: WaitingBatch) -> None:
         inputs = batch.inputs if isinstance(batch.inputs, Mapping) else {_INPUTS: batch.inputs}
         if all(isinstance(value, Tensor) for value in inputs.values()):
             waiting.put(_INPUTS, dict(inputs))
             batch = replace(batch, inputs=None)
         batches.append((batch, waiting))
-    layers, widths = pool.chain.layers[: wanted[-1]], {}
-    for layer in layers:
-        layer_map, watch = pool.layer_map(expert_of(task), layer, task), FiniteWatch(layer, task, ids)
-        for _, waiting in batches:
-            on_step(layer.index, task)
-            state = layer_map(waiting.get(_EXPERT), waiting.side)
-            features = state[layer.stream]
-            watch.see("the expert model", features)
-            waiting.put(_EXPERT, {} if layer is layers[-1] else state)
-            if layer.index in wanted:
+
+    passage.on_read = keep
+    layers, kept = passage.pool.chain.layers[: max(targets)], _Targets(passage, task, targets, of_tokens)
+    deque(forward_order(kept, layers), maxlen=0)
+    maps = maps or [passage.pool.layer_map(_MERGED, layer, task) for layer in layers]
+    count = sum(batch.stop - batch.start for batch, _ in batches)
+    return FrozenWalk(task, count, maps, kept.widths, passage.pool, of_tokens, batches)
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """Takes the expert through every layer, and keeps what a training compares with; `widths` by boundary."""
+
+    passage: Passage
+    task: str
+    targets: Sequence[int]
+    of_tokens: bool
+    widths: dict[int, int] = field(default_factory=dict)
+
+    def visit(self, layer: Layer) -> Iterator[None]:
+        layer_map = self.passage.pool.layer_map(expert_of(self.task), layer, self.task)
+        crossing = self.passage.crossing(layer, self.task)
+        for batch in crossing:
+            state = crossing.take(batch, _EXPERT, layer_map, named="the expert model")
+            if layer.index == max(self.targets):
+                batch.drop(_EXPERT)
+            if layer.index in self.targets:
+                features = state[layer.stream]
                 _require_tokens(layer, features)
-                kept = features if of_tokens else _token_means(features, waiting.side.mask(layer.stream))
-                waiting.put(str(layer.index), {layer.stream: kept})
-                widths[layer.index] = features.shape[-1]
-        watch.check()
-    maps = maps or [pool.layer_map(_MERGED, layer, task) for layer in layers]
-    return FrozenWalk(task, len(ids), maps, widths, pool, of_tokens, batches)
-
-
-@torch.no_grad()
-def _advance(batch: WaitingBatch, maps: dict[str, LayerMap], watch: FiniteWatch) -> None:
-    for model, layer_map in maps.items():
-        out = layer_map(batch.get(model), batch.side)
-        watch.see(f"the {model} model", out[layer_map.layer.stream])
-        batch.put(model, out)
+                mask = batch.side.mask(layer.stream)
+                kept = features if self.of_tokens else _token_means(features, mask)
+                batch.put(str(layer.index), {layer.stream: kept})
+                self.widths[layer.index] = features.shape[-1]
+        yield None
 
 
 def _gathered(waiting: Sequence[WaitingBatch], layer: Layer, task: str) -> BoundaryFeatures:
@@ -488,15 +533,13 @@ def _gathered(waiting: Sequence[WaitingBatch], layer: Layer, task: str) -> Bound
     mask = None
     if states[0][0].dim() == 3:
         longest = max(merged.shape[1] for merged, _ in states)
-        if any(found is not None for found in masks) or any(
-            merged.shape[1] < longest for merged, _ in states
-        ):
-            mask = torch.cat(
-                [
-                    _padded(merged.new_ones(merged.shape[:2]) if found is None else found, longest)
-                    for (merged, _), found in zip(states, masks, strict=True)
-                ]
-            ).bool()
+        is_padded = any(merged.shape[1] < longest for merged, _ in states)
+        if is_padded or any(given is not None for given in masks):
+            tokens = (
+                merged.new_ones(merged.shape[:2]) if given is None else given
+                for (merged, _), given in zip(states, masks, strict=True)
+            )
+            mask = torch.cat([_padded(counts, longest) for counts in tokens]).bool()
         states = [(_padded(merged, longest), _padded(expert, longest)) for merged, expert in states]
     merged, expert = (torch.cat(parts) for parts in zip(*states, strict=True))
     return BoundaryFeatures(layer, task, merged, expert, mask)
@@ -507,10 +550,3 @@ def _padded(tokens: Tensor, length: int) -> Tensor:
     return torch.cat(
         [tokens, tokens.new_zeros(len(tokens), length - tokens.shape[1], *tokens.shape[2:])], dim=1
     )
-
-
-@torch.no_grad()
-def _attach(waiting: Sequence[WaitingBatch], layer: Layer, attachment: Attachment) -> None:
-    for batch in waiting:
-        state = batch.get(_MERGED)
-        batch.put(_MERGED, {**state, layer.stream: attachment(state[layer.stream])})

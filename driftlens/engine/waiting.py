@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from driftlens.base.errors import RunError
-from driftlens.data.samples import Batch
-from driftlens.engine.pool import ModelPool
-from driftlens.engine.walk import on_device
+from driftlens.engine.pool import moved
 from driftlens.models.chain import SideInputs, State
 
 
@@ -26,7 +25,7 @@ class FeatureStore:
         folder: where the rest goes, made on first use in one that is there; None keeps everything in memory.
     """
 
-    def __init__(self, budget: int, folder: Path | None) -> None:
+    def __init__(self, budget: int = 0, folder: Path | None = None) -> None:
         self._budget = budget
         self._folder = folder
         self._held = 0
@@ -64,9 +63,8 @@ class FeatureStore:
         file = self._folder / f"{name}.safetensors"
         try:
             if not self._folder.exists():
-                self._folder.mkdir(
-                    exist_ok=True
-                )  # not its parents: a run that was removed meanwhile must not come back
+                # Not its parents: a run that was removed meanwhile must not come back.
+                self._folder.mkdir(exist_ok=True)
                 self._made_folder = True
             # A new file, not new content: tensors that were read from the old one may still look into it.
             file.unlink(missing_ok=True)
@@ -93,10 +91,14 @@ class WaitingBatch:
         store: where its states are held.
         name: of its files, unlike any other's.
         side: what every layer needs beside the state; the same for every model.
+        start: position of its first sample.
+        stop: position behind its last one.
     """
 
-    def __init__(self, store: FeatureStore, name: str, side: SideInputs) -> None:
+    def __init__(self, store: FeatureStore, name: str, side: SideInputs, start: int, stop: int) -> None:
         self.side = side
+        self.start = start
+        self.stop = stop
         self._store = store
         self._name = name
         self._states: dict[str, State | _OnDisk] = {}
@@ -124,38 +126,35 @@ class WaitingBatch:
             file = self._store.write(f"{self._name}-{model}", state)
             self._states[model] = _OnDisk(file, {key: value.device for key, value in state.items()})
 
+    def drop(self, model: str) -> None:
+        """Let go of a state that nobody asks for again."""
+        self.put(model, {})
+
     def get(self, model: str) -> State:
         """The model's state at this boundary."""
-        found = self._states[model]
-        if isinstance(found, dict):
-            return found
+        held = self._states[model]
+        if isinstance(held, dict):
+            return held
         from safetensors.torch import load_file
 
-        return {key: value.to(found.devices[key]) for key, value in load_file(found.file).items()}
+        return {key: value.to(held.devices[key]) for key, value in load_file(held.file).items()}
 
 
-def read_batches(
-    pool: ModelPool,
-    batches: Iterable[Batch],
-    store: FeatureStore,
-    name: str,
-    models: Iterable[str],
-    *,
-    waits: bool = True,
-) -> Iterator[WaitingBatch]:
-    """Batches at boundary 0, each read when asked for; all models start from the same inputs.
+def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
+    """Raw inputs moved to `device`; floating tensors are cast, lists become tuples, mappings of any kind dicts."""
+    if isinstance(inputs, Tensor):
+        return moved(inputs, device, dtype if inputs.is_floating_point() else None)
+    if isinstance(inputs, Mapping):
+        return {name: on_device(value, device, dtype) for name, value in inputs.items()}
+    if isinstance(inputs, list | tuple):
+        return tuple(on_device(value, device, dtype) for value in inputs)
+    return inputs
 
-    Args:
-        pool: says where and how they are computed with.
-        batches: the samples.
-        store: where their states are held.
-        name: begins the names of their files.
-        models: whose features they will be.
-        waits: whether the raw inputs will be asked for again after their first use.
-    """
-    for number, batch in enumerate(batches):
-        state, side = pool.chain.start(on_device(batch.inputs, pool.device, pool.dtype))
-        waiting = WaitingBatch(store, f"{name}-{number}", side)
-        for model in models:
-            (waiting.put if waits else waiting.lend)(model, state)
-        yield waiting
+
+def input_bytes(inputs: object) -> int:
+    """Bytes of raw inputs, as `on_device` takes them."""
+    if isinstance(inputs, Tensor):
+        return inputs.nbytes
+    if isinstance(inputs, Mapping):
+        return sum(input_bytes(value) for value in inputs.values())
+    return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0

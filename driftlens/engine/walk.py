@@ -1,7 +1,7 @@
 """The walk: models side by side over the same samples, one layer at a time; also one model alone.
 
 Per layer and batch, the expert's layer runs on the expert's features, and each variant's layer on its own features and
-on the other model's (the crossed output). Only the features of one boundary wait at any time.
+on the other model's (the crossed output).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.errors import NumericsError
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.engine.pool import ModelPool, moved
+from driftlens.engine.forward_order import Given, Passage, forward_order
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.waiting import on_device
 from driftlens.linalg.state import subtract
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import Layer, Pool, SideInputs, State
@@ -101,47 +102,59 @@ def walk(
     Raises:
         NumericsError: weights or features are NaN or infinite; names the layer, the task and the first sample.
     """
-    expert = pool.expert(task)
-    models = [expert, *variants]
-    waiting: list[_Waiting] = []
-    for layer in pool.chain.layers:
-        maps = {model: pool.layer_map(model, layer, task) for model in models}
+    variants = list(variants)
+    passage = Passage(
+        pool, {task: [Given(lambda: batches, ids)]}, [pool.expert(task), *variants], is_full=False
+    )
+    return forward_order(_SideBySide(passage, task, variants, reference), pool.chain.layers)
+
+
+@dataclass(frozen=True)
+class _SideBySide:
+    """Sees every layer as the expert and the variants have it."""
+
+    passage: Passage
+    task: str
+    variants: Sequence[str]
+    reference: Reference
+
+    def visit(self, layer: Layer) -> Iterator[LayerView]:
+        pool, models = self.passage.pool, self.passage.models
+        expert = models[0]
+        maps = {model: pool.layer_map(model, layer, self.task) for model in models}
         pool.expect(models, layer.index + 1)
-        source = _at_start(pool, models, batches) if layer.index == 1 else waiting
-        carried: list[_Waiting] = []
-        watch = FiniteWatch(layer, task, ids)
-        for at in source:
-            out = {expert: maps[expert](at.states[expert], at.side)}
-            for variant in variants:
+        crossing = self.passage.crossing(layer, self.task)
+        for batch in crossing:
+            entered = {model: batch.get(model) for model in models}
+            left = {expert: crossing.take(batch, expert, maps[expert])}
+            for variant in self.variants:
                 if variant != expert:
-                    out[variant] = maps[variant](at.states[variant], at.side)
-                crossing = expert if reference == "expert" else variant
-                mapped = variant if reference == "expert" else expert
-                crossed_layer = maps[mapped].at(at.side)
+                    left[variant] = crossing.take(batch, variant, maps[variant])
+                is_forth = self.reference == "expert"
+                crossed_layer = maps[variant if is_forth else expert].at(batch.side)
                 # Models agree at boundary 0, so the stem's crossed output is already known.
-                crossed = out[mapped] if layer.index == 1 else crossed_layer(at.states[crossing])
+                crossed = (
+                    left[variant if is_forth else expert]
+                    if layer.index == 1
+                    else crossed_layer(entered[expert if is_forth else variant])
+                )
                 yield LayerView(
                     layer=layer,
-                    task=task,
+                    task=self.task,
                     variant=variant,
-                    reference=reference,
-                    start=at.start,
-                    stop=at.stop,
-                    merged_in=at.states[variant],
-                    expert_in=at.states[expert],
-                    merged_out=out[variant],
-                    expert_out=out[expert],
+                    reference=self.reference,
+                    start=batch.start,
+                    stop=batch.stop,
+                    merged_in=entered[variant],
+                    expert_in=entered[expert],
+                    merged_out=left[variant],
+                    expert_out=left[expert],
                     crossed_out=crossed,
-                    side=at.side,
+                    side=batch.side,
                     crossed_layer=crossed_layer,
                 )
-            for model, state in out.items():
-                watch.see(model, state[layer.stream], at.start)
-            at.states.clear()  # consumed: the next boundary's features take their place
-            carried.append(_Waiting(at.start, at.stop, out, at.side))
-        watch.check()
-        waiting = carried
-        maps.clear()  # before the next layer is read: both would be alive
+            entered.clear()  # before the next batch is taken: both would be alive
+        maps.clear()  # before the next layer is read
 
 
 def layer_states(
@@ -154,20 +167,23 @@ def layer_states(
     Raises:
         NumericsError: weights or features are NaN or infinite.
     """
-    waiting: list[_Waiting] = []
-    for layer in pool.chain.layers:
-        layer_map = pool.layer_map(model, layer, task)
-        pool.expect([model], layer.index + 1)
-        source = _at_start(pool, [model], batches) if layer.index == 1 else waiting
-        waiting = [
-            _Waiting(at.start, at.stop, {model: layer_map(at.states[model], at.side)}, at.side)
-            for at in source
-        ]
-        watch = FiniteWatch(layer, task)
-        for at in waiting:
-            watch.see(model, at.states[model][layer.stream], at.start)
-        watch.check()
-        yield layer, [(at.start, at.states[model], at.side) for at in waiting]
+    passage = Passage(pool, {task: [Given(lambda: batches)]}, [model], is_full=False)
+    return forward_order(_Alone(passage, task, model), pool.chain.layers)
+
+
+@dataclass(frozen=True)
+class _Alone:
+    passage: Passage
+    task: str
+    model: str
+
+    def visit(self, layer: Layer) -> Iterator[tuple[Layer, list[tuple[int, State, SideInputs]]]]:
+        layer_map = self.passage.pool.layer_map(self.model, layer, self.task)
+        self.passage.pool.expect([self.model], layer.index + 1)
+        crossing = self.passage.crossing(layer, self.task)
+        for batch in crossing:
+            crossing.take(batch, self.model, layer_map)
+        yield layer, [(batch.start, batch.get(self.model), batch.side) for batch in self.passage.all_waiting]
 
 
 def forward(
@@ -184,87 +200,6 @@ def forward(
         if layer.role == "head":
             for start, state, side in states:
                 yield start, state[layer.stream] if pooling is None else layer.vectors(state, side, pooling)
-
-
-class FiniteWatch:
-    """Remembers the streams of one task and layer as one number per sample, and looks at them all at once.
-
-    Args:
-        layer: whose output is watched.
-        task: whose samples they are.
-        ids: names of the samples, where they are known.
-    """
-
-    def __init__(self, layer: Layer, task: str, ids: Sequence[str] = ()) -> None:
-        self._layer = layer
-        self._task = task
-        self._ids = ids
-        self._first = 0
-        self._totals: dict[str, list[Tensor]] = {}
-
-    def see(self, model: str, stream: Tensor, start: int = 0) -> None:
-        """Remember the next batch of a model's features, [n, ...]; `start` is its first sample's position."""
-        if model not in self._totals:
-            self._first = start
-        # A sum is NaN or infinite as soon as one entry is, and is cheaper than looking at each.
-        self._totals.setdefault(model, []).append(stream.flatten(1).sum(dim=1, dtype=torch.float64))
-
-    def check(self) -> None:
-        """Refuse what was seen.
-
-        Raises:
-            NumericsError: some entry is NaN or infinite; names the layer, the task and the first sample.
-        """
-        for model, totals in self._totals.items():
-            bad = (~torch.isfinite(torch.cat(totals))).nonzero()
-            if len(bad):
-                row = self._first + int(bad[0])
-                sample = self._ids[row] if row < len(self._ids) else str(row)
-                raise NumericsError(
-                    f"features of {model} are NaN or infinite after layer {self._layer.index} "
-                    f"({self._layer.path}), task {self._task!r}, first in sample {sample!r}",
-                    hint="Look at that input and at the layer's weights; "
-                    "in a half-precision dtype, try compute.dtype: float32.",
-                    layer=self._layer.index,
-                    task=self._task,
-                    sample=sample,
-                )
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    """The features of one batch at one boundary, by model."""
-
-    start: int
-    stop: int
-    states: dict[str, State]
-    side: SideInputs
-
-
-def _at_start(pool: ModelPool, models: Sequence[str], batches: Iterable[Batch]) -> Iterator[_Waiting]:
-    for batch in batches:
-        state, side = pool.chain.start(on_device(batch.inputs, pool.device, pool.dtype))
-        yield _Waiting(batch.start, batch.stop, dict.fromkeys(models, state), side)
-
-
-def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
-    """Raw inputs moved to `device`; floating tensors are cast, lists become tuples, mappings of any kind dicts."""
-    if isinstance(inputs, Tensor):
-        return moved(inputs, device, dtype if inputs.is_floating_point() else None)
-    if isinstance(inputs, Mapping):
-        return {name: on_device(value, device, dtype) for name, value in inputs.items()}
-    if isinstance(inputs, list | tuple):
-        return tuple(on_device(value, device, dtype) for value in inputs)
-    return inputs
-
-
-def input_bytes(inputs: object) -> int:
-    """Bytes of raw inputs, as `on_device` takes them."""
-    if isinstance(inputs, Tensor):
-        return inputs.nbytes
-    if isinstance(inputs, Mapping):
-        return sum(input_bytes(value) for value in inputs.values())
-    return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
 
 
 def waiting_bytes(pool: ModelPool, model: str, inputs: object, num_models: int = 1) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 
 from driftlens.base.settings import settings_of
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.engine.training import Trainer
 from driftlens.jobs.contest.automatic import BEST
 from driftlens.merging.method import READS, merge_methods
 from driftlens.models.architecture import loaders
@@ -28,7 +27,7 @@ def catalog() -> dict[str, dict[str, Any]]:
             name: {
                 "title": kind.title or name,
                 "source": kind.source,
-                "kind": "trained" if issubclass(kind, Trainer) else "closed form",
+                "kind": "closed form" if kind.takes_sites else "trained",
                 "needs_task_id": kind.needs_task_id,
                 "leaves": kind.leaves(),
                 "effort": kind.effort,

@@ -11,9 +11,10 @@ from torch import nn
 
 from driftlens.base.progress import CancelToken, ProgressSink, Reporter
 from driftlens.calibration import featcal, residual
+from driftlens.calibration.calibrator import Calibrator
+from driftlens.engine.calibrating import Ground
 from driftlens.engine.exactness import exact_products
-from driftlens.engine.forward_order import calibrate
-from driftlens.engine.problems import ClosedForm, SiteReport
+from driftlens.engine.problems import SiteReport
 from driftlens.engine.site_selection import coverage, select_sites, tied_sites
 from driftlens.jobs.analyze.diagnosis import check_closure
 from driftlens.jobs.analyze.live import live_study
@@ -23,7 +24,7 @@ from driftlens.models.frames import Mask
 from driftlens.models.saving import fused
 
 
-class Fitting(ClosedForm):
+class Fitting(Calibrator):
     """Adds `fit` to a calibrator.
 
     Attributes:
@@ -107,21 +108,15 @@ class Fitting(ClosedForm):
         check_closure(study)
         updates: dict[ParameterKey, torch.Tensor] = {}
         reports: list[tuple[int, SiteReport]] = []
-        for layer in calibrate(
+        ground = Ground(
             study.pool,
-            {
-                task: (at_hand.calibration or at_hand.diagnosis).batches
-                for task, at_hand in study.tasks.items()
-            },
-            self,
+            {task: [at_hand.calibration or at_hand.diagnosis] for task, at_hand in study.tasks.items()},
+            chosen,
             base="base" if base is not None else None,
-            sites=chosen,
             feature_budget=study.settings.feature_budget,
-            spill=None,
-            on_step=lambda layer, task: reporter.step(
-                "calibrate", max(0, layer - 1), max(chosen), f"layer {layer}, task {task}"
-            ),
-        ):
+            on_step=lambda now: reporter.step("calibrate", now.done, now.total, now.label),
+        )
+        for layer in self.calibrate(ground):
             updates |= {(layer.layer, name): value for name, value in layer.updates.items()}
             reports += [(layer.layer, report) for report in layer.reports]
         reporter.step("calibrate", max(chosen), max(chosen))

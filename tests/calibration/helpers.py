@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from driftlens.calibration.calibrator import Calibrator
 from driftlens.data.samples import Batch
-from driftlens.engine.forward_order import calibrate
+from driftlens.engine.calibrating import Ground
+from driftlens.engine.forward_order import Given
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.problems import CalibratedLayer, ClosedForm
+from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.site_selection import select_sites
 from tests.zoo.cases import family
 from tests.zoo.solvable import WORLDS, World
@@ -34,8 +36,14 @@ class Subject:
         """All samples in batches of one size."""
         return batched(self.inputs, size or self.n)
 
-    def samples(self, size: int | None = None) -> dict[str, Callable[[], Iterable[Batch]]]:
-        return {task: lambda: self.batches(size) for task in TASKS}
+    def samples(self, size: int | None = None) -> dict[str, list[Given]]:
+        return {task: given(self.batches(size)) for task in TASKS}
+
+
+def given(batches: Iterable[Batch]) -> list[Given]:
+    """The one part of a task that these batches are."""
+    known = list(batches)
+    return [Given(lambda: known)]
 
 
 def batched(inputs: Any, size: int) -> list[Batch]:
@@ -54,19 +62,18 @@ def subject(name: str = "open_clip_vit", n: int = 4, device: str | torch.device 
     return Subject(world, models.pool, models.modules, models.batches[0].inputs, n)
 
 
-def layers_of(models: Subject, calibrator: ClosedForm, **options: Any) -> list[CalibratedLayer]:
-    """Calibrated layers of all default sites; `options` are those of `calibrate` and replace what is said here."""
-    update = getattr(calibrator, "update", ("linear", "bias", "norm"))
-    arguments: dict[str, Any] = {
-        "samples": models.samples(),
-        "sites": select_sites(models.pool.chain, update=update),
-        **options,
-    }
-    pool = arguments.pop("pool", models.pool)
-    return list(calibrate(pool, arguments.pop("samples"), calibrator, **arguments))
+def ground(models: Subject, update: Sequence[str] = ("linear", "bias", "norm"), **options: Any) -> Ground:
+    """All default sites of a subject, on all its samples; `options` replace what is said here."""
+    sites = select_sites(models.pool.chain, update=update)
+    return Ground(**{"pool": models.pool, "parts": models.samples(), "sites": sites, **options})
 
 
-def calibrated(models: Subject, calibrator: ClosedForm, **options: Any) -> dict[tuple[int, str], Tensor]:
+def layers_of(models: Subject, calibrator: Calibrator, **options: Any) -> list[CalibratedLayer]:
+    """Calibrated layers; `options` as for `ground`."""
+    return list(calibrator.calibrate(ground(models, calibrator.update, **options)))
+
+
+def calibrated(models: Subject, calibrator: Calibrator, **options: Any) -> dict[tuple[int, str], Tensor]:
     """New parameters by layer and name."""
     return updates_of(layers_of(models, calibrator, **options))
 

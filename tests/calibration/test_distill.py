@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from driftlens.calibration.distill import Distill
+from driftlens.engine.calibrating import Step
 from tests.calibration.helpers import TASKS, subject
 from tests.calibration.training import final_features, learnt
 
@@ -51,11 +52,7 @@ def test_more_steps_bring_features_nearer_to_every_expert() -> None:
         )
     least = float((one - other).abs().sum() / max(one.abs().sum(), other.abs().sum()) / 2)
     for steps in (1, 60):
-        told: list[float] = []
-        learnt(
-            models,
-            Distill(steps=steps, batch=8, lr=1e-3),
-            on_epoch=lambda step, of, loss, told=told: told.append(loss),
-        )
-        losses.append(told[-1])
+        told: list[Step] = []
+        learnt(models, Distill(steps=steps, batch=8, lr=1e-3), on_step=told.append)
+        losses.append(told[-1].loss)
     assert least < losses[1] < least + 0.5 * (losses[0] - least)

@@ -14,11 +14,21 @@ from driftlens.base.errors import Cancelled, DataError, NumericsError, SingularG
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.sources import TensorsSource
 from driftlens.data.samples import Batch
-from driftlens.engine.forward_order import calibrate
+from driftlens.engine.calibrating import Step
+from driftlens.engine.forward_order import Given
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
 from driftlens.linalg.gram import GramSum
-from tests.calibration.helpers import Subject, batched, calibrated, layers_of, subject, updates_of
+from tests.calibration.helpers import (
+    Subject,
+    batched,
+    calibrated,
+    given,
+    ground,
+    layers_of,
+    subject,
+    updates_of,
+)
 from tests.zoo.cases import pool_of
 
 Parameters = dict[tuple[int, str], Tensor]
@@ -45,12 +55,12 @@ def largest_difference(left: Parameters, right: Parameters) -> float:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_batch_size_does_not_matter(models: Subject, plain: Parameters, size: int) -> None:
-    assert largest_difference(calibrated(models, FeatCal(), samples=models.samples(size)), plain) < 1e-10
+    assert largest_difference(calibrated(models, FeatCal(), parts=models.samples(size)), plain) < 1e-10
 
 
 def test_the_order_of_tasks_does_not_matter(models: Subject, plain: Parameters) -> None:
     backwards = dict(reversed(models.samples().items()))
-    assert largest_difference(calibrated(models, FeatCal(), samples=backwards), plain) == 0
+    assert largest_difference(calibrated(models, FeatCal(), parts=backwards), plain) == 0
 
 
 def test_the_names_and_so_the_summation_order_of_tasks_do_not_matter(
@@ -66,14 +76,14 @@ def test_the_names_and_so_the_summation_order_of_tasks_do_not_matter(
 
 def test_the_order_of_samples_does_not_matter(models: Subject, plain: Parameters) -> None:
     shuffled = models.inputs[torch.tensor([2, 0, 3, 1])]
-    samples = {task: lambda: batched(shuffled, 4) for task in "ab"}
-    assert largest_difference(calibrated(models, FeatCal(), samples=samples), plain) < 1e-10
+    parts = {task: given(batched(shuffled, 4)) for task in "ab"}
+    assert largest_difference(calibrated(models, FeatCal(), parts=parts), plain) < 1e-10
 
 
 def test_samples_given_twice_change_nothing(models: Subject, plain: Parameters) -> None:
     twice = torch.cat([models.inputs, models.inputs])
-    samples: dict[str, Any] = {"a": lambda: batched(twice, 4), "b": lambda: models.batches()}
-    assert largest_difference(calibrated(models, FeatCal(), samples=samples), plain) < 1e-10
+    parts = {"a": given(batched(twice, 4)), "b": given(models.batches())}
+    assert largest_difference(calibrated(models, FeatCal(), parts=parts), plain) < 1e-10
 
 
 @pytest.mark.parametrize("name", ["open_clip_vit", "sequential", "encoder_decoder"])
@@ -81,7 +91,7 @@ def test_features_on_disk_give_bitwise_the_same(name: str, tmp_path: Path) -> No
     """In `sequential` a site reads a block's input itself, which lies in the file that the output replaces."""
     models, seen = subject(name), set()
 
-    def watch(layer: int, task: str) -> None:
+    def watch(now: Step) -> None:
         seen.update(file.name for file in (tmp_path / "spill").glob("*"))
 
     spilled = calibrated(models, FeatCal(), feature_budget=1, spill=tmp_path / "spill", on_step=watch)
@@ -99,7 +109,7 @@ def test_features_within_the_budget_stay_in_memory(models: Subject, tmp_path: Pa
         FeatCal(),
         feature_budget=3 * state,
         spill=tmp_path / "spill",
-        on_step=lambda layer, task: counts.add(len([*(tmp_path / "spill").glob("*")]) if layer > 2 else 1),
+        on_step=lambda now: counts.add(len([*(tmp_path / "spill").glob("*")]) if now.layer > 2 else 1),
     )
     assert counts == {1}
 
@@ -117,7 +127,7 @@ def test_keys_and_values_of_all_blocks_share_one_gram_matrix_per_task(
 
     monkeypatch.setattr(GramSum, "add_rows", counted)
     models = subject("t5")
-    calibrated(models, FeatCal(), samples=models.samples(size))
+    calibrated(models, FeatCal(), parts=models.samples(size))
     linear = [(at, site) for at in models.pool.chain.blocks for site in at.sites if site.kind == "linear"]
     own = {(at.index, site.input) for at, site in linear if site.stream in ("", at.stream)}
     across = {(at.index, site.input) for at, site in linear} - own
@@ -196,14 +206,8 @@ def test_a_process_that_multiplies_fast_gets_its_setting_back(models: Subject) -
     torch.set_float32_matmul_precision("high")
     try:
         within = []
-        layers = calibrate(
-            models.pool,
-            models.samples(),
-            FeatCal(),
-            sites=select_sites(models.pool.chain),
-            on_step=lambda layer, task: within.append(torch.get_float32_matmul_precision()),
-        )
-        for _ in layers:
+        on = ground(models, on_step=lambda now: within.append(torch.get_float32_matmul_precision()))
+        for _ in FeatCal().calibrate(on):
             assert torch.get_float32_matmul_precision() == "high"
         assert set(within) == {"highest"}
     finally:
@@ -250,16 +254,15 @@ def test_passes_stop_as_soon_as_nobody_needs_the_rest(models: Subject) -> None:
 def test_a_calibration_goes_on_bitwise_where_it_was_interrupted(models: Subject, plain: Parameters) -> None:
     finished: dict[int, dict[str, Tensor]] = {}
 
-    def cancel(layer: int, task: str) -> None:
-        if layer == 4:
+    def cancel(now: Step) -> None:
+        if now.layer == 4:
             raise Cancelled("stop")
 
-    arguments: Any = {"sites": select_sites(models.pool.chain)}
     with pytest.raises(Cancelled):
-        for layer in calibrate(models.pool, models.samples(), FeatCal(), on_step=cancel, **arguments):
+        for layer in FeatCal().calibrate(ground(models, on_step=cancel)):
             finished[layer.layer] = dict(layer.updates)
     assert list(finished) == [2, 3]
-    rest = calibrate(models.pool, models.samples(), FeatCal(), done=finished, **arguments)
+    rest = FeatCal().calibrate(ground(models, done=finished))
     resumed = {(index, name): v for index, new in finished.items() for name, v in new.items()}
     resumed |= updates_of(rest)
     assert largest_difference(resumed, plain) == 0
@@ -269,20 +272,12 @@ def test_a_calibration_goes_on_bitwise_where_it_was_interrupted(models: Subject,
 def test_nothing_is_left_on_disk_by_a_walk_that_does_not_finish(
     models: Subject, tmp_path: Path, how: str
 ) -> None:
-    def cancel(layer: int, task: str) -> None:
-        if how == "cancelled" and layer == 3:
+    def cancel(now: Step) -> None:
+        if how == "cancelled" and now.layer == 3:
             raise Cancelled("stop")
 
     folder = tmp_path / "spill"
-    layers = calibrate(
-        models.pool,
-        models.samples(),
-        FeatCal(),
-        sites=select_sites(models.pool.chain),
-        feature_budget=1,
-        spill=folder,
-        on_step=cancel,
-    )
+    layers: Any = FeatCal().calibrate(ground(models, feature_budget=1, spill=folder, on_step=cancel))
     next(layers)
     assert list(folder.iterdir())
     if how == "cancelled":
@@ -298,24 +293,25 @@ def test_nothing_is_left_on_disk_by_a_walk_that_does_not_finish(
 
 def test_a_task_without_samples_is_refused_by_name(models: Subject) -> None:
     with pytest.raises(DataError, match="'b' has no calibration samples"):
-        calibrated(models, FeatCal(), samples={"a": lambda: models.batches(), "b": lambda: []})
+        calibrated(models, FeatCal(), parts={"a": given(models.batches()), "b": given([])})
     with pytest.raises(DataError, match="no task"):
-        calibrated(models, FeatCal(), samples={})
+        calibrated(models, FeatCal(), parts={})
 
 
 def test_a_task_without_an_expert_is_refused_by_name(models: Subject) -> None:
     with pytest.raises(SpecError, match="no expert of c"):
-        calibrated(models, FeatCal(), samples={"c": lambda: models.batches()})
+        calibrated(models, FeatCal(), parts={"c": given(models.batches())})
 
 
 def test_features_that_are_not_finite_are_refused_with_layer_task_and_sample(models: Subject) -> None:
     inputs = models.inputs.clone()
     inputs[2, 0, 0, 0] = float("nan")
-    samples: dict[str, Any] = {"a": lambda: models.batches(), "b": lambda: batched(inputs, 3)}
+    ids = ["zero.png", "one.png", "two.png"]
+    parts = {"a": given(models.batches()), "b": [Given(lambda: batched(inputs, 3), ids)]}
     with pytest.raises(
         NumericsError, match=r"layer 1 \(conv1\), task 'b', first in sample 'two.png'"
     ) as caught:
-        calibrated(models, FeatCal(), samples=samples, ids={"b": ["zero.png", "one.png", "two.png"]})
+        calibrated(models, FeatCal(), parts=parts)
     assert caught.value.context["task"] == "b" and caught.value.context["layer"] == 1
 
 
@@ -326,7 +322,7 @@ def test_fewer_rows_than_inputs_without_a_ridge_are_refused_with_the_sites(model
         layers_of(
             models,
             FeatCal(lam=0.0),
-            samples={"a": lambda: [Batch(0, 1, models.inputs[:1])]},
+            parts={"a": given([Batch(0, 1, models.inputs[:1])])},
             sites={2: ("mlp.c_proj",)},
         )
     assert "more samples" in caught.value.hint and caught.value.context["smallest_eigenvalue"] < 1e-12
@@ -336,10 +332,11 @@ def test_bad_settings_are_refused_before_anything_is_read(models: Subject) -> No
     def never() -> list[Batch]:
         raise AssertionError("samples were read")
 
+    parts = {"a": [Given(never)]}
     with pytest.raises(SpecError, match="alpha is 2"):
-        calibrate(models.pool, {"a": never}, FeatCal(alpha=2), sites={2: ("mlp.c_fc",)})
+        FeatCal(alpha=2).calibrate(ground(models, parts=parts))
     with pytest.raises(SpecError, match="there is no base"):
-        calibrate(models.pool, {"a": never}, FeatCal(), sites={2: ("mlp.c_fc",)}, base=None)
+        FeatCal().calibrate(ground(models, parts=parts, base=None))
 
 
 def test_token_weights_the_architecture_does_not_know_are_refused() -> None:

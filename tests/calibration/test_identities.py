@@ -18,7 +18,7 @@ from driftlens.engine.walk import walk
 from driftlens.linalg.ridge import solve_ridge
 from driftlens.linalg.state import norm, subtract
 from driftlens.models.saving import fused
-from tests.calibration.helpers import Subject, batched, calibrated, layers_of, subject, updates_of
+from tests.calibration.helpers import Subject, batched, calibrated, given, layers_of, subject, updates_of
 from tests.zoo.cases import perturbed, pool_of
 from tests.zoo.solvable import WORLDS
 
@@ -84,7 +84,7 @@ def test_keys_and_values_of_every_decoder_block_see_one_gram_of_the_encoders_tok
     padded["input_ids"][models.inputs["attention_mask"] == 0] = 7
     for inputs in (models.inputs, padded):
         spy = Spy(lam=1e-5, alpha=0.6)
-        layers_of(models, spy, samples={task: lambda given=inputs: batched(given, 3) for task in ("a", "b")})
+        layers_of(models, spy, parts={task: given(batched(inputs, 3)) for task in ("a", "b")})
         found += [
             problem.moments.gram
             for problem in spy.problems
@@ -142,7 +142,7 @@ def test_without_an_anchor_full_rank_data_give_the_only_expert_back() -> None:
         models,
         settings,
         pool=pool_of(models.world.case, modules),
-        samples={"a": lambda: models.batches()},
+        parts={"a": given(models.batches())},
         base=None,
     )
     for (index, name), value in found.items():
@@ -155,9 +155,7 @@ def test_without_an_anchor_full_rank_data_give_the_only_expert_back() -> None:
 def test_a_merged_model_that_is_the_only_expert_is_a_fixed_point(name: str, base: str | None) -> None:
     models = subject(name)
     pool = pool_of(models.world.case, {**models.modules, "expert:a": models.modules["merged"]})
-    layers = layers_of(
-        models, FeatCal(rho=1.0), pool=pool, samples={"a": lambda: models.batches()}, base=base
-    )
+    layers = layers_of(models, FeatCal(rho=1.0), pool=pool, parts={"a": given(models.batches())}, base=base)
     for layer in layers:
         merged = pool.parameters("merged", pool.chain.layers[layer.layer - 1])
         for key, value in layer.updates.items():

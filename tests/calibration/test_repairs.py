@@ -17,10 +17,11 @@ from driftlens.calibration.react import ReACT
 from driftlens.calibration.surgery import LowRank, Surgery
 from driftlens.calibration.surgery_v2 import SurgeryV2
 from driftlens.calibration.svc import SVC, stretched
-from driftlens.engine.training import BoundaryFeatures, Course, train_attachments
+from driftlens.engine.calibrating import Step
+from driftlens.engine.training import BoundaryFeatures, Course
 from driftlens.models.chain import Layer
 from tests.calibration.helpers import TASKS, subject
-from tests.calibration.training import Samples, quiet, trained
+from tests.calibration.training import quiet, trained
 
 LAYER = Layer(3, "head", "head", {}, lambda parameters, state, side, tap=None: state)
 WIDTH, COUNT = 6, 40
@@ -250,16 +251,10 @@ def test_surgery_v2_is_what_plain_modules_learn_in_the_model(name: str) -> None:
 def test_surgery_v2_starts_at_the_merged_model_and_comes_nearer() -> None:
     models, losses = subject(n=4), []
     for trainer in (SurgeryV2(steps=1, lr=1e-12, batch=4), SurgeryV2(rank=8, steps=150, batch=4, lr=1e-2)):
-        parts = {"a": [Samples(models)]}
-        told: list[float] = []
-        for _, _, found in train_attachments(
-            models.pool,
-            parts,
-            trainer,
-            on_step=lambda *_: None,
-            on_epoch=lambda step, of, loss, told=told: told.append(loss),
-        ):
+        parts = {"a": models.samples(2)["a"]}
+        steps: list[Step] = []
+        for found in trained(models, trainer, parts=parts, on_step=steps.append).values():
             if trainer.steps == 1:
                 torch.testing.assert_close(found.up, 0 * found.up, rtol=0, atol=1e-9)
-        losses.append(told[-1])
+        losses.append([step.loss for step in steps if step.loss is not None][-1])
     assert losses[1] < 0.7 * losses[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from driftlens.base.errors import DataError, NumericsError
 from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.sources import TensorsSource
 from driftlens.data.samples import Batch
+from driftlens.engine.forward_order import Given
 from driftlens.engine.step_weights import ExpertGradients, groups_of
 from driftlens.engine.steps import added_to
 from driftlens.linalg.joint_ridge import WIDEST, JointMoments, Ridges, choose_ridges, solve_joint, total
@@ -150,12 +151,10 @@ def test_order_of_tasks_and_samples_and_size_of_batches_change_nothing() -> None
     models = subject(n=5)
     turned = part(models.inputs, torch.tensor([3, 0, 4, 1, 2]))
 
-    def shuffled() -> Iterable[Batch]:
-        return [Batch(0, 2, part(turned, slice(0, 2))), Batch(2, 5, part(turned, slice(2, 5)))]
-
-    other: dict[str, Callable[[], Iterable[Batch]]] = dict.fromkeys(reversed(TASKS), shuffled)
+    shuffled = [Batch(0, 2, part(turned, slice(0, 2))), Batch(2, 5, part(turned, slice(2, 5)))]
+    other = {task: [Given(lambda: shuffled)] for task in reversed(TASKS)}
     for settings in (SMALL, ResidualCal(folds=2, mu=0.5)):
-        one, two = calibrated(models, settings), calibrated(models, settings, samples=other)
+        one, two = calibrated(models, settings), calibrated(models, settings, parts=other)
         for key, value in one.items():
             torch.testing.assert_close(two[key], value, rtol=1e-7, atol=1e-9)
 

@@ -32,7 +32,7 @@ def result(method: Any, memory: Memory | None) -> dict[str, torch.Tensor]:
     if isinstance(method, Distill):
         found = learnt(models, method, memory=memory)
         return {f"{layer}.{name}": value for layer, of in found.items() for name, value in of.items()}
-    return attachment_tensors(trained(models, method, memory=memory, make=method.attachment))
+    return attachment_tensors(trained(models, method, memory=memory))
 
 
 @pytest.mark.parametrize("stop", [1, 3, 7, 8, 12])

@@ -15,9 +15,7 @@ from driftlens.calibration.react import ReACT
 from driftlens.calibration.surgery import Surgery
 from driftlens.calibration.surgery_v2 import SurgeryV2
 from driftlens.data.samples import Batch
-from driftlens.engine.training import train_attachments, train_weights
-from tests.calibration.helpers import TASKS, Subject, subject
-from tests.calibration.training import quiet
+from tests.calibration.helpers import TASKS, Subject, given, ground, subject
 
 HALF = 6
 METHODS = [
@@ -30,42 +28,21 @@ METHODS = [
 ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Half:
-    """Half of the samples, which are one task's own."""
-
-    models: Subject
-    first: int
-
-    @property
-    def inputs(self) -> torch.Tensor:
-        return self.models.inputs[self.first : self.first + HALF]
-
-    @property
-    def ids(self) -> list[str]:
-        return [str(at) for at in range(HALF)]
-
-    def batches(self) -> list[Batch]:
-        return [Batch(0, HALF, self.inputs)]
-
-
-def remaining(models: Subject, method: Any, told: dict[str, str]) -> float:
+def remaining(models: Subject, method: Any, shown: dict[str, str]) -> float:
     """Of the repaired model, the mean distance to each task's own expert on its own samples.
 
-    `told` says whose samples the repair takes for a task's.
+    Half of the samples are one task's; `shown` says whose the repair takes for a task's.
     """
-    own = {task: Half(models, at * HALF) for at, task in enumerate(TASKS)}
-    parts = {task: [own[told[task]]] for task in TASKS}
-    given: dict[str, Any] = {"on_step": lambda *_: None, "on_epoch": quiet}
-    pool, maps, weights = models.pool, {}, {}
-    if isinstance(method, Distill):
-        weights = train_weights(pool, parts, method, **given)
-    else:
-        maps = {(task, at): found for task, at, found in train_attachments(pool, parts, method, **given)}
+    halves = dict(zip(TASKS, models.inputs.split(HALF), strict=True))
+    parts = {task: given([Batch(0, HALF, halves[shown[task]])]) for task in TASKS}
+    pool = models.pool
+    layers = list(method.calibrate(ground(models, parts=parts, sites={})))
+    maps = {(task, at.layer): each for at in layers for task, each in at.attachments.items()}
+    weights = {at.layer: at.updates for at in layers}
     total = 0.0
     with torch.no_grad():
-        for task, half in own.items():
-            start, side = pool.chain.start(half.inputs)
+        for task, half in halves.items():
+            start, side = pool.chain.start(half)
             ends = []
             for variant in ("merged", f"expert:{task}"):
                 state = start

@@ -2,59 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from driftlens.data.samples import Batch
-from driftlens.engine.training import (
-    JointTrainer,
-    LayerTrainer,
-    WeightTrainer,
-    train_attachments,
-    train_weights,
-)
-from tests.calibration.helpers import TASKS, Subject
-
-
-@dataclasses.dataclass(frozen=True)
-class Samples:
-    """All samples of a task, in batches of two."""
-
-    models: Subject
-
-    @property
-    def ids(self) -> list[str]:
-        return [str(at) for at in range(self.models.n)]
-
-    def batches(self) -> list[Batch]:
-        return self.models.batches(2)
+from tests.calibration.helpers import Subject, ground
 
 
 def quiet(epoch: int, total: int, loss: float) -> None:
     assert epoch <= total and torch.tensor(loss).isfinite()
 
 
-def parts(models: Subject) -> dict[str, list[Samples]]:
-    return {task: [Samples(models)] for task in TASKS}
+def trained(models: Subject, method: Any, **options: Any) -> dict[tuple[str, int], Any]:
+    """What is attached, by task and boundary, by training on batches of two."""
+    on = ground(models, **{"parts": models.samples(2), "sites": {}, **options})
+    return {(task, at.layer): each for at in method.calibrate(on) for task, each in at.attachments.items()}
 
 
-def trained(
-    models: Subject, method: LayerTrainer | JointTrainer, **options: Any
-) -> dict[tuple[str, int], Any]:
-    """What is attached, by task and boundary."""
-    given = {"on_step": lambda *_: None, "on_epoch": quiet} | options
-    found = train_attachments(models.pool, parts(models), method, **given)
-    return {(task, boundary): each for task, boundary, each in found}
-
-
-def learnt(models: Subject, method: WeightTrainer, **options: Any) -> dict[int, dict[str, Tensor]]:
+def learnt(models: Subject, method: Any, **options: Any) -> dict[int, dict[str, Tensor]]:
     """New parameters, by layer and name."""
-    given = {"on_step": lambda *_: None, "on_epoch": quiet} | options
-    return train_weights(models.pool, parts(models), method, **given)
+    on = ground(models, **{"parts": models.samples(2), "sites": {}, **options})
+    return {at.layer: dict(at.updates) for at in method.calibrate(on)}
 
 
 class Memory:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from driftlens.base.errors import NumericsError
+from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.sources import TensorsSource, module_source
-from driftlens.engine.problems import ClosedForm
 from driftlens.engine.read_ahead import ReadAhead
 from driftlens.engine.walk import walk
 from tests.calibration.helpers import layers_of, subject, updates_of
@@ -86,7 +86,7 @@ def test_a_walk_reads_the_next_layer_while_one_is_computed(current: Stream) -> N
     "calibrator", [FeatCal(), ResidualCal(weights="uniform")], ids=["featcal", "residual"]
 )
 def test_a_calibration_reads_the_next_expert_while_one_is_computed(
-    current: Stream, calibrator: ClosedForm
+    current: Stream, calibrator: Calibrator
 ) -> None:
     plain, ahead = subject("open_clip_vit"), subject("open_clip_vit")
     reader = ahead.pool._ahead = Counted()

@@ -21,9 +21,9 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import FeatCal
 from driftlens.data.corruption import corrupt
 from driftlens.data.samples import part_of
-from driftlens.engine.forward_order import Lane, calibrate_side_by_side
-from driftlens.engine.forward_order import calibrate as calibrate_layers
+from driftlens.engine.calibrating import Ground
 from driftlens.engine.site_selection import select_sites
+from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.findings.before_after import before_after
 from driftlens.findings.swept import ablation_sheets, rho_control
 from driftlens.jobs.calibrate import plan
@@ -66,7 +66,7 @@ def side_by_side(
     study: Study, parts: Any, lanes: list[Lane], sites: Any, **options: Any
 ) -> list[tuple[dict[tuple[int, str], torch.Tensor], float]]:
     """Updates and seconds of every lane."""
-    layers = list(calibrate_side_by_side(study.pool, parts, lanes, sites=sites, **options))
+    layers = list(calibrate_side_by_side(Ground(study.pool, parts, sites, **options), lanes))
     return [
         (
             {(layer.layer, name): value for layer in mine for name, value in layer.updates.items()},
@@ -102,11 +102,12 @@ def test_lanes_that_walk_together_solve_what_each_solves_alone(
         chosen = [position for part in sorted(read) for position in positions[part]]
         alone = {
             (layer.layer, name): value
-            for layer in calibrate_layers(
-                study.pool,
-                {task: part_of(drawn, chosen).batches for task, drawn in samples.items() if drawn},
-                calibrator,
-                sites=sites,
+            for layer in calibrator.calibrate(
+                Ground(
+                    study.pool,
+                    {task: [part_of(drawn, chosen)] for task, drawn in samples.items() if drawn},
+                    sites,
+                )
             )
             for name, value in layer.updates.items()
         }
@@ -208,7 +209,7 @@ def test_a_method_without_rho_has_no_control(folder: pathlib.Path) -> None:
     asked = request(
         method=next(name for name in calibrators if "rho" not in calibrators[name]().get_params())
     )
-    with pytest.raises(SpecError, match="has no rho, so there is no control at rho 1"):
+    with pytest.raises(SpecError, match="towards no other model than the merged one, so there is no control"):
         calibrate(folder, dataclasses.replace(asked, control=True))
     assert NAME not in open_run(folder).manifest.calibrations
 

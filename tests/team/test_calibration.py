@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from driftlens.base.errors import NumericsError, SingularGramError, SpecError
 from driftlens.base.team import Team
-from driftlens.calibration.calibrator import calibrators
+from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.data.samples import Batch
-from driftlens.engine.forward_order import Lane, calibrate, calibrate_side_by_side
-from driftlens.engine.problems import CalibratedLayer, ClosedForm, LinearFold
+from driftlens.engine.calibrating import Ground, Step
+from driftlens.engine.forward_order import Given
+from driftlens.engine.problems import CalibratedLayer, LinearFold
 from driftlens.engine.site_selection import select_sites
+from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.jobs.preflight.costs import LayerCost
 from driftlens.jobs.preflight.solving import solving
 from driftlens.linalg.gram import GramPool
@@ -28,7 +30,7 @@ from tests.zoo.cases import Case, perturbed, pool_of
 from tests.zoo.solvable import WORLDS
 
 TASKS = ("a", "b", "c")
-Samples = Mapping[str, Callable[[], Iterable[Batch]]]
+Samples = Mapping[str, Sequence[Given]]
 
 
 def models(case: Case) -> dict[str, nn.Module]:
@@ -52,7 +54,7 @@ def samples(case: Case) -> Samples:
             Batch(start, start + size, case.inputs(generator, size))
             for start, size in zip(starts, sizes, strict=True)
         ]
-    return {task: lambda task=task: found[task] for task in TASKS}  # type: ignore[misc]
+    return {task: [Given(lambda task=task: found[task])] for task in TASKS}  # type: ignore[misc]
 
 
 def compared(one: list[CalibratedLayer], many: list[list[CalibratedLayer]], tolerance: float) -> None:
@@ -90,7 +92,7 @@ def compared(one: list[CalibratedLayer], many: list[list[CalibratedLayer]], tole
     ids=["featcal", "streams", "residual", "metric", "uniform", "weights-alone"],
 )
 @pytest.mark.parametrize("size", [2, 4])  # 4: one has nothing to do
-def test_several_processes_find_what_one_finds(world: str, calibrator: ClosedForm, size: int) -> None:
+def test_several_processes_find_what_one_finds(world: str, calibrator: Calibrator, size: int) -> None:
     case = WORLDS[world].case
 
     # Modules are hooked while they run, so every thread has its own.
@@ -99,7 +101,7 @@ def test_several_processes_find_what_one_finds(world: str, calibrator: ClosedFor
     def walk(team: Team) -> list[CalibratedLayer]:
         pool = pools[team.rank]
         sites = select_sites(pool.chain, update=calibrator.update)
-        return list(calibrate(pool, samples(case), calibrator, sites=sites, team=team))
+        return list(calibrator.calibrate(Ground(pool, samples(case), sites, team=team)))
 
     one, many = walk(Team()), teamed(size, walk)
     assert any(layer.updates for layer in one)
@@ -126,7 +128,7 @@ def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.Monke
         monkeypatch.setattr(Team, name, spied(name))
     calibrator = FeatCal(update=["linear"])
     teamed(
-        2, lambda team: list(calibrate(pools[team.rank], samples(case), calibrator, sites=sites, team=team))
+        2, lambda team: list(calibrator.calibrate(Ground(pools[team.rank], samples(case), sites, team=team)))
     )
 
     cost = LayerCost(operations=0, parameter_bytes=48, state_bytes=4, width=1)
@@ -151,7 +153,7 @@ def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.Monke
 )
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_batches_of_a_task_are_shared_where_tasks_are_too_few(
-    world: str, calibrator: ClosedForm, size: int
+    world: str, calibrator: Calibrator, size: int
 ) -> None:
     case = WORLDS[world].case
     pools = [pool_of(case, models(case)) for _ in range(size)]
@@ -172,14 +174,16 @@ def test_batches_of_a_task_are_shared_where_tasks_are_too_few(
 
     def walk(team: Team) -> list[CalibratedLayer]:
         pool = pools[team.rank]
-        options: dict[str, Any] = {
-            "ids": {task: [f"{task}{at}" for at in range(count)] for task, count in counts.items()},
-            "batch_sizes": dict.fromkeys(TASKS, 2),
-            "on_step": lambda layer, task: seen.append((team.rank, task, layer)),
+        parts = {
+            task: [Given(lambda task=task: given[task], [f"{task}{at}" for at in range(count)], 2)]  # type: ignore[misc]
+            for task, count in counts.items()
         }
-        read = {task: lambda task=task: given[task] for task in TASKS}
         sites = select_sites(pool.chain, update=calibrator.update)
-        return list(calibrate(pool, read, calibrator, sites=sites, team=team, **options))
+
+        def hear(now: Step) -> None:
+            seen.append((team.rank, now.task, now.layer))
+
+        return list(calibrator.calibrate(Ground(pool, parts, sites, team=team, on_step=hear)))
 
     one = walk(Team())
     seen.clear()
@@ -196,9 +200,9 @@ def test_layers_done_before_are_passed_by_all() -> None:
     case = WORLDS["open_clip_vit"].case
     pool, given = pool_of(case, models(case)), samples(case)
     sites = select_sites(pool.chain)
-    one = list(calibrate(pool, given, FeatCal(), sites=sites))
+    one = list(FeatCal().calibrate(Ground(pool, given, sites)))
     done = {layer.layer: layer.updates for layer in one[:2]}
-    many = teamed(2, lambda team: list(calibrate(pool, given, FeatCal(), sites=sites, done=done, team=team)))
+    many = teamed(2, lambda team: list(FeatCal().calibrate(Ground(pool, given, sites, done=done, team=team))))
     compared(one[2:], many, 1e-9)
 
 
@@ -209,8 +213,7 @@ def test_many_calibrations_side_by_side_are_divided_too() -> None:
     lanes = [Lane(FeatCal(lam=lam, alpha=alpha)) for lam, alpha in ((0.05, 0.3), (0.5, 0.3), (0.05, 0.6))]
 
     def walk(team: Team) -> list[list[CalibratedLayer]]:
-        parts = {task: [_Part(read)] for task, read in given.items()}
-        return list(calibrate_side_by_side(pool, parts, lanes, sites=sites, objectives=True, team=team))
+        return list(calibrate_side_by_side(Ground(pool, given, sites, team=team), lanes))
 
     one = walk(Team())
     for layers in teamed(3, walk):
@@ -218,22 +221,15 @@ def test_many_calibrations_side_by_side_are_divided_too() -> None:
             compared([of[lane] for of in one], [[of[lane] for of in layers]], 1e-9)
 
 
-class _Part:
-    ids = ()
-
-    def __init__(self, batches: Callable[[], Iterable[Batch]]) -> None:
-        self.batches = batches
-
-
 @pytest.mark.parametrize("spoiled", TASKS)
 def test_what_one_process_finds_wrong_all_report(spoiled: str) -> None:
     case = WORLDS["open_clip_vit"].case
     pool, given = pool_of(case, models(case)), samples(case)
-    given = {**given, spoiled: lambda: [Batch(0, 2, torch.full((2, 3, 16, 16), torch.nan))]}
+    given = {**given, spoiled: [Given(lambda: [Batch(0, 2, torch.full((2, 3, 16, 16), torch.nan))])]}
 
     def walk(team: Team) -> str:
         with pytest.raises(NumericsError) as caught:
-            list(calibrate(pool, given, FeatCal(), sites=select_sites(pool.chain), team=team))
+            list(FeatCal().calibrate(Ground(pool, given, select_sites(pool.chain), team=team)))
         assert team.agrees(caught.value)
         return caught.value.message
 
@@ -244,12 +240,12 @@ def test_what_one_process_finds_wrong_all_report(spoiled: str) -> None:
 def test_a_system_that_one_process_cannot_solve_is_refused_by_all() -> None:
     case = WORLDS["open_clip_vit"].case
     pool, few = pool_of(case, models(case)), torch.randn(1, 3, 16, 16, dtype=torch.float64)
-    given = {task: lambda: [Batch(0, 1, few)] for task in TASKS}
+    given = {task: [Given(lambda: [Batch(0, 1, few)])] for task in TASKS}
 
     def walk(team: Team) -> str:
         with pytest.raises(SingularGramError) as caught:
             sites = select_sites(pool.chain)
-            list(calibrate(pool, given, FeatCal(anchor="none"), sites=sites, team=team))
+            list(FeatCal(anchor="none").calibrate(Ground(pool, given, sites, team=team)))
         assert team.agrees(caught.value)
         return caught.value.message
 
@@ -273,11 +269,11 @@ def test_a_fold_that_cannot_be_added_up_is_refused() -> None:
     case = WORLDS["open_clip_vit"].case
     pool, given = pool_of(case, models(case)), samples(case)
     sites = select_sites(pool.chain)
-    assert list(calibrate(pool, given, _Plugin(), sites=sites))
+    assert list(_Plugin().calibrate(Ground(pool, given, sites)))
 
     def walk(team: Team) -> list[Tensor]:
         with pytest.raises(SpecError, match="Calibrate in one process"):
-            list(calibrate(pool, given, _Plugin(), sites=sites, team=team))
+            list(_Plugin().calibrate(Ground(pool, given, sites, team=team)))
         return []
 
     teamed(2, walk)

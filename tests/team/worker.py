@@ -9,7 +9,7 @@ from typing import Any
 import driftlens.jobs.analyze.evaluation as evaluation
 from driftlens.base.errors import DataError
 from driftlens.cli import main
-from driftlens.engine.forward_order import SnapshotWalk
+from driftlens.engine.snapshot import SnapshotWalk
 
 LAYER = 3
 

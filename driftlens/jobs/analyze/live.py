@@ -31,7 +31,7 @@ from driftlens.data.sources import Split
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.walk import on_device
+from driftlens.engine.waiting import on_device
 from driftlens.jobs.analyze.phases import all_of, describe, run_phases
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
 from driftlens.models.architecture import Architecture, architecture_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +15,6 @@ from driftlens.base.files import PathLike
 from driftlens.base.progress import CancelToken, ProgressSink, Reporter
 from driftlens.engine.pool import attachment_tensors
 from driftlens.engine.site_selection import coverage
-from driftlens.engine.training import Trainer
 from driftlens.jobs.analyze.diagnosis import require_closed
 from driftlens.jobs.analyze.evaluation import first_look
 from driftlens.jobs.analyze.phases import (
@@ -35,9 +34,9 @@ from driftlens.jobs.calibrate.plan import (
     plan_calibration,
     untouched_but_moved,
 )
-from driftlens.jobs.calibrate.scratch import CalibrationScratch, SolvedLayer
+from driftlens.jobs.calibrate.scratch import CalibrationScratch
 from driftlens.jobs.calibrate.variants import save_for_others, save_variants
-from driftlens.jobs.calibrate.walk import Solution, calibration_info, record_solution, solve, train
+from driftlens.jobs.calibrate.walk import calibration_info, record_solution, solve
 from driftlens.jobs.study.card import model_card
 from driftlens.jobs.study.opening import OpenModels
 from driftlens.jobs.study.reopening import (
@@ -281,12 +280,11 @@ def _calibrate(
     team.once(lambda: scratch.go_on(identity | {"selection": dict(plan.selection)}))
     if replaces:
         _solve_and_make_room(writer, study, plan, scratch, reporter)
-    solved = scratch.solved()
     notices = team.once(lambda: _notices(plan, study, opened.manifest))
     writer.begin_variants(plan.variants)
 
     def work() -> None:
-        solution = _solved(writer, study, plan, scratch, solved, reporter)
+        solution = solve(writer, study, plan, scratch, reporter)
 
         def save() -> None:
             info = calibration_info(plan, scratch.seconds, notices)
@@ -339,7 +337,7 @@ def _solve_and_make_room(
 ) -> None:
     """Only when all layers are solved does the calibration that has the name make room."""
     try:
-        _solved(writer, study, plan, scratch, scratch.solved(), reporter)
+        solve(writer, study, plan, scratch, reporter)
     except DriftLensError as error:
         if study.team.leads and not isinstance(error, Cancelled | RunError):
             scratch.remove()  # what has the name stays, and going on would fail once more
@@ -350,20 +348,6 @@ def _solve_and_make_room(
             writer.remove_calibration(plan.name)
 
     lead(study.team, writer, make_room)
-
-
-def _solved(
-    writer: RunWriter,
-    study: Study,
-    plan: CalibrationPlan,
-    scratch: CalibrationScratch,
-    solved: Mapping[int, SolvedLayer],
-    reporter: Reporter,
-) -> Solution:
-    """What is solved for or trained; what earlier sittings have reached is not done again."""
-    if isinstance(plan.calibrator, Trainer):
-        return train(study, plan, scratch, reporter)
-    return solve(writer, study, plan, scratch, solved, reporter)
 
 
 def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[str]:
@@ -395,15 +379,15 @@ def _anchor(plan: CalibrationPlan, manifest: Manifest) -> list[str]:
     """What the anchor is where it is not the merged model, by the method that merged it."""
     if not plan.control:
         return []
-    rho, merge = float(plan.hyperparameters["rho"]), manifest.merge or {}
-    text = f"at rho {rho:g} the anchor is base + {rho:g} (merged - base)"
+    reach, merge = plan.calibrator.anchor_reach, manifest.merge or {}
+    text = f"the anchor is base + {reach:g} (merged - base)"
     scaling = merge.get("parameters", {}).get("scaling")
     name = str(merge.get("method"))
     laws = merge_methods[name].laws if name in merge_methods else frozenset()
     if isinstance(scaling, int | float) and {"affine_in_scaling", "zero_scaling_is_base"} <= laws:
-        text += f": {merge['title']} with scaling {rho * scaling:g} in place of {scaling:g}"
+        text += f": {merge['title']} with scaling {reach * scaling:g} in place of {scaling:g}"
     elif merge:
-        text += f": {rho:g} times the step that {merge['title']} makes from the base"
+        text += f": {reach:g} times the step that {merge['title']} makes from the base"
     return [f"{text}; {plan.control} measures it alone"]
 
 

@@ -17,9 +17,7 @@ from driftlens.base.variants import calibrated, control_of, expert_of, task_of
 from driftlens.calibration.calibrator import Calibrator, calibrators, over_preset, require_task_id
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.problems import Stepwise
 from driftlens.engine.site_selection import select_sites, updated_sites
-from driftlens.engine.training import Trainer
 from driftlens.jobs.study.kept import Kept
 from driftlens.jobs.study.study import Study
 from driftlens.models.chain import Layer
@@ -85,7 +83,7 @@ class CalibrationPlan:
 
     def settled(self, calibrator: Calibrator, study: Study) -> CalibrationPlan:
         """The plan with this calibrator, and the control that its anchor wants."""
-        control = control_of(self.name) if study.has_base and anchor_moves(calibrator) else ""
+        control = control_of(self.name) if study.has_base and calibrator.anchor_reach != 1 else ""
         return dataclasses.replace(self, calibrator=calibrator, control=control)
 
     def chosen(
@@ -219,26 +217,28 @@ def plan_calibration(
     section = None if spec is None else spec.calibration
     calibrator = calibrator_of(request, section)
     calibrator.check(has_base=study.has_base)
-    method, is_trained = method_of(request, section), isinstance(calibrator, Trainer)
+    method, chooses_itself = method_of(request, section), not calibrator.takes_sites
     if spec is not None:
         require_task_id(spec.task_id, method)
     samples = {
         task: _beginning(at_hand.calibration, request.samples, task) for task, at_hand in study.tasks.items()
     }
-    _require_enough(samples, calibrator)
+    for task, drawn in samples.items():
+        calibrator.require_samples(len(drawn), task)
     if request.control:
         _require_control(samples, calibrator, method)
     patterns = request.sites
-    if patterns is None and section is not None and (section.method == method or not is_trained):
+    if patterns is None and section is not None and (section.method == method or not chooses_itself):
         patterns = section.sites
     layers = request.layers if request.top_layers is None else _top_layers(run, request.top_layers)
-    if is_trained and (layers is not None or patterns is not None):
+    if chooses_itself and (layers is not None or patterns is not None):
         raise SpecError(
             f"{method} was given {'sites' if layers is None else 'layers'}, and it is trained in layers of its own",
             hint="Leave them out, or choose a method that solves for modules, for example featcal.",
         )
     chain = study.pool.chain
-    sites = {} if is_trained else select_sites(chain, layers=layers, sites=patterns, update=calibrator.update)
+    update = calibrator.update
+    sites = {} if chooses_itself else select_sites(chain, layers=layers, sites=patterns, update=update)
     control = control_of(request.name)
     if control in study.variants:
         raise SpecError(
@@ -254,24 +254,17 @@ def plan_calibration(
         control,
         patterns=tuple(patterns or ()),
         seed=study.seed,
-        boundaries=calibrator.boundaries(len(chain.layers)) if isinstance(calibrator, Trainer) else (),
+        boundaries=calibrator.boundaries(len(chain.layers)),
     )
     return plan.settled(calibrator, study)
 
 
-def _require_enough(samples: Mapping[str, SampleSet], calibrator: Calibrator) -> None:
-    for task, of in samples.items():
-        if isinstance(calibrator, Stepwise) and len(of) < calibrator.num_folds:
-            raise DataError(
-                f"task {task} has {len(of)} calibration samples, which {calibrator.num_folds} folds can't share",
-                hint=f"Bring more samples, or set folds to at most {len(of)}; cv=off needs one sample.",
-            )
-
-
 def _require_control(samples: Mapping[str, SampleSet], calibrator: Calibrator, method: str) -> None:
-    """Refuse what can't be calibrated at rho 1 once more."""
-    if "rho" not in calibrator.get_params():
-        raise SpecError(f"{method} has no rho, so there is no control at rho 1")
+    """Refuse what can't be calibrated once more, pulled towards the merged model itself."""
+    if calibrator.at_merged() is None:
+        raise SpecError(
+            f"{method} is pulled towards no other model than the merged one, so there is no control without that"
+        )
     if len(counts := {len(of) for of in samples.values()}) > 1:
         raise SpecError(
             f"a control takes equally many samples of every task, and there are {min(counts)} to {max(counts)}",
@@ -290,12 +283,6 @@ def preset_of(calibrator: Calibrator) -> str:
     settings, kind = calibrator.get_params(), type(calibrator)
     # What a preset leaves out has to be the calibrator's default, too.
     return next((name for name in kind.presets if kind(**kind.presets[name]).get_params() == settings), "")
-
-
-def anchor_moves(calibrator: Calibrator) -> bool:
-    """Whether the anchor is another model than the merged one."""
-    parameters = calibrator.get_params()
-    return parameters.get("anchor") != "none" and parameters.get("rho", 1) != 1
 
 
 def _beginning(samples: SampleSet | None, count: int | None, task: str) -> SampleSet:
@@ -384,12 +371,12 @@ class CalibrationRequest:
         name: of the calibration; its variant is `calibrated:NAME`.
         method: a registered calibrator.
         preset: name of a published setting.
-        parameters: hyperparameters over the preset's, for example `lam`, `rho`, `alpha`.
+        parameters: hyperparameters over the preset's.
         samples: calibration samples per task; those the spec draws if left out.
         layers: patterns on module paths, or layer indices, to calibrate instead of all blocks.
         sites: patterns on site paths to calibrate instead of the linear and norm modules.
         top_layers: only so many layers, those that the run's own attribution finds most of the final drift in.
-        control: whether the same is to be measured at rho 1 behind it, which needs a method with rho.
+        control: whether the same is to be measured pulled towards the merged model itself behind it.
 
     Raises:
         SpecError: the name can't be one, or a count is not positive.

@@ -70,8 +70,8 @@ def save_variants(
     for variant, relative in plan.weights.items():
         parameters: Mapping[ParameterKey, Tensor] = solution.updates
         if variant == plan.control:
-            rho = float(plan.hyperparameters["rho"])
-            parameters = anchors(pool.chain, merged, pool.source("base"), rho, solution.updates)
+            base, reach = pool.source("base"), plan.calibrator.anchor_reach
+            parameters = anchors(pool.chain, merged, base, reach, solution.updates)
         source = with_parameters(pool.chain, merged, study.like, parameters)
         with writer.file(relative) as path:
             save_model(
@@ -111,17 +111,17 @@ def with_parameters(
 
 
 def anchors(
-    chain: LayerChain, merged: StateSource, base: StateSource, rho: float, keys: Collection[ParameterKey]
+    chain: LayerChain, merged: StateSource, base: StateSource, reach: float, keys: Collection[ParameterKey]
 ) -> OnDemand[ParameterKey]:
-    """rho * merged + (1 - rho) * base (Eq. 11) for the given parameters, in float64.
+    """base + reach * (merged - base) (Eq. 11) for the given parameters, in float64.
 
-    With these in place of the solution a calibration becomes its own control: what lambda = infinity would give.
+    With these in place of the solution a calibration becomes its own control: what an infinite pull would give.
     """
 
     def anchor(key: ParameterKey) -> Tensor:
         slot = chain.layers[key[0] - 1].parameters[key[1]]
         start, end = (source.read(slot.key, slot.rows).double() for source in (base, merged))
-        return slot.own(rho * end + (1 - rho) * start)
+        return slot.own(reach * end + (1 - reach) * start)
 
     return OnDemand(keys, anchor)
 

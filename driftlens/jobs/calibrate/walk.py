@@ -1,30 +1,21 @@
-"""The solving walk of one calibration: layer after layer, kept on disk and reported as it goes."""
+"""What one calibration solves for or trains: layer after layer, kept on disk and reported as it goes."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from driftlens.base.progress import LayerSteps, Reporter
-from driftlens.calibration.calibrator import Trained
+from driftlens.base.progress import Reporter
 from driftlens.checkpoints.sources import OnDemand
-from driftlens.engine.forward_order import calibrate
-from driftlens.engine.pool import Attachment, attachment_tensors, attachments_from
-from driftlens.engine.problems import CalibratedLayer, ClosedForm, SiteReport
-from driftlens.engine.training import (
-    JointTrainer,
-    LayerTrainer,
-    WeightTrainer,
-    train_attachments,
-    train_weights,
-)
+from driftlens.engine.calibrating import Ground, Step
+from driftlens.engine.pool import Attachment
+from driftlens.engine.problems import SiteReport
 from driftlens.jobs.calibrate.plan import CalibrationPlan
 from driftlens.jobs.calibrate.scratch import CalibrationScratch, SolvedLayer
 from driftlens.jobs.study.study import Study
@@ -64,117 +55,53 @@ class Solution:
 
 @torch.no_grad()
 def solve(
-    writer: RunWriter,
-    study: Study,
-    plan: CalibrationPlan,
-    scratch: CalibrationScratch,
-    solved: Mapping[int, SolvedLayer],
-    reporter: Reporter,
+    writer: RunWriter, study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, reporter: Reporter
 ) -> Solution:
-    """All layers of a plan, in forward order; each is kept in `scratch` as soon as it is solved.
+    """What a plan solves for or trains, in forward order; all of it is kept in `scratch` as soon as it is there.
 
-    Layers that an earlier sitting `solved` are applied and not solved again.
+    What earlier sittings have reached is not done again.
 
     Raises:
         NumericsError: weights or features are NaN or infinite, or a system can't be solved as asked.
         Cancelled: somebody asked to stop; what was solved is kept.
     """
-    assert isinstance(plan.calibrator, ClosedForm)
-    solution, started = Solution(dict(solved)), time.monotonic() - scratch.seconds
-    last = max(plan.sites, default=0)
-    steps = LayerSteps(last)
+    solution, started = Solution(scratch.solved()), time.monotonic() - scratch.seconds
     metrics: dict[str, float] = {}  # of the last finished layer: enough to draw a curve while it runs
 
-    def step(layer: int, task: str) -> None:
-        what = f"layer {layer} of {last}" if layer > 0 else "weighing tokens"
-        reporter.step(PHASE, steps.at(layer), steps.total, f"{what}, task {task}", **metrics)
+    def step(now: Step) -> None:
+        scratch.took(time.monotonic() - started)
+        reporter.step(
+            PHASE, now.done, now.total, now.label, **(metrics if now.loss is None else {"loss": now.loss})
+        )
 
-    for layer in calibrate(
+    ground = Ground(
         study.pool,
-        {task: samples.batches for task, samples in plan.samples.items()},
-        plan.calibrator,
+        {task: [samples] for task, samples in plan.samples.items()},
+        plan.sites,
         base="base" if study.has_base else None,
-        sites=plan.sites,
+        done={index: earlier.updates for index, earlier in solution.layers.items()},
         feature_budget=study.settings.feature_budget,
         spill=scratch.spill,
-        done={index: earlier.updates for index, earlier in solved.items()},
         on_step=step,
-        ids={task: samples.ids for task, samples in plan.samples.items()},
         pooling=study.settings.pool,
         team=study.team,
-        batch_sizes={task: samples.batch_size for task, samples in plan.samples.items()},
-    ):
-        if study.team.leads:
+        seed=plan.seed,
+        memory=scratch,
+    )
+    for layer in plan.calibrator.calibrate(ground):
+        solution.attachments |= {(task, layer.layer): each for task, each in layer.attachments.items()}
+        if study.team.leads and (layer.updates or layer.reports):
             solution.layers[layer.layer] = scratch.keep(layer, time.monotonic() - started)
-        drifts = layer.drift_l2_mean.values()
-        metrics |= {
-            "layer": layer.layer,
-            "drift_l2_mean": sum(drifts) / len(drifts) if drifts else math.nan,
-            "objective_before": _total(report.objective_before for report in layer.reports),
-            "objective_after": _total(report.objective_after for report in layer.reports),
-        }
-        writer.event("layer", phase=PHASE, name=plan.name, **metrics)
-        reporter.step(
-            PHASE, steps.at(layer.layer + 1), steps.total, f"layer {layer.layer} of {last}", **metrics
-        )
-    return solution
-
-
-def train(study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, reporter: Reporter) -> Solution:
-    """What a trained calibrator attaches, task after task, or the weights that it learns; else as `solve`.
-
-    Tasks are divided among the processes; weights, which serve all tasks, are learnt by the first one. A training that
-    is stopped keeps how far it is in `scratch`, and goes on from there.
-    """
-    trainer: object = plan.calibrator
-    team, label, started = study.team, "", time.monotonic() - scratch.seconds
-    mine = sorted(task for task in plan.samples if study.owner(task) == team.rank)
-    places = 1 if isinstance(trainer, WeightTrainer) else len(mine) * len(plan.boundaries)
-    made: dict[tuple[str, int], Attachment] = {}
-
-    def step(layer: int, task: str) -> None:
-        nonlocal label
-        label = f"layer {layer}, task {task}"
-        reporter.step(PHASE, len(made), places, label)
-
-    def epoch(number: int, total: int, loss: float) -> None:
-        scratch.took(time.monotonic() - started)
-        done, of = (number, total) if places == 1 else (len(made), places)
-        reporter.step(PHASE, done, of, f"{label}: step {number} of {total}", loss=loss)
-
-    given: dict[str, Any] = {
-        "seed": plan.seed,
-        "feature_budget": study.settings.feature_budget,
-        "spill": scratch.spill,
-        "memory": scratch,
-        "on_step": step,
-        "on_epoch": epoch,
-    }
-    if isinstance(trainer, WeightTrainer):
-
-        def learn() -> None:
-            parts = {task: [samples] for task, samples in plan.samples.items()}
-            for layer, updates in train_weights(study.pool, parts, trainer, **given).items():
-                if updates:
-                    scratch.keep(CalibratedLayer(layer, updates, [], {}, 0.0), time.monotonic() - started)
-
-        team.once(learn)
-        solution = Solution(scratch.solved())
-    else:
-        assert isinstance(trainer, LayerTrainer | JointTrainer) and isinstance(plan.calibrator, Trained)
-        given["make"] = make = plan.calibrator.attachment
-
-        def attach() -> dict[str, Tensor]:
-            own = {task: [plan.samples[task]] for task in mine}
-            for task, boundary, attachment in train_attachments(study.pool, own, trainer, **given):
-                made[task, boundary] = attachment
-            return attachment_tensors(made) if team.size > 1 else {}
-
-        for tensors in team.together(attach):
-            made |= attachments_from(tensors.items(), make)
-        solution = Solution(attachments=made)
+        if layer.reports:
+            drifts = layer.drift_l2_mean.values()
+            metrics |= {
+                "layer": layer.layer,
+                "drift_l2_mean": sum(drifts) / len(drifts) if drifts else math.nan,
+                "objective_before": _total(report.objective_before for report in layer.reports),
+                "objective_after": _total(report.objective_after for report in layer.reports),
+            }
+            writer.event("layer", phase=PHASE, name=plan.name, **metrics)
     scratch.took(time.monotonic() - started)
-    reporter.step(PHASE, places, places)
     return solution
 
 

@@ -26,7 +26,6 @@ from driftlens.calibration.automatic import LEVEL, NUM_FOLDS, Decision, Scores, 
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.site_selection import updated_sites
-from driftlens.engine.training import Trainer
 from driftlens.jobs.calibrate.plan import Choice as Chooser
 from driftlens.jobs.calibrate.plan import method_called, plain_settings, preset_of
 from driftlens.jobs.contest.contest import KeptScores, Outcome, Scored, contest
@@ -368,8 +367,8 @@ def _free(start: Calibrator, *, has_base: bool, others: bool) -> list[str]:
     """The settings that are searched, in this order; none where the calibrator only declares candidates."""
     known = start.get_params()
     free = [name for name in start.searched if name in known and start.steps_from(name, has_base=has_base)]
-    if isinstance(start, Trainer) or not (free or others or start.candidates):
-        missing = "closed form" if isinstance(start, Trainer) else "setting"
+    if not start.takes_sites or not (free or others or start.candidates):
+        missing = "setting" if start.takes_sites else "closed form"
         raise SpecError(f"{type(start).__name__} has no {missing} to choose", hint="Leave out --auto.")
     return free
 

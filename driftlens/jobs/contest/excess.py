@@ -22,8 +22,9 @@ from driftlens.base.access import Access
 from driftlens.base.files import PathLike
 from driftlens.base.progress import CancelToken, ProgressSink, Reporter
 from driftlens.calibration.featcal import FeatCal
-from driftlens.engine.forward_order import Lane, calibrate_side_by_side
+from driftlens.engine.calibrating import Ground
 from driftlens.engine.problems import LinearProblem, Problem, SiteUpdate
+from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.jobs.analyze.phases import all_of, deterministic_algorithms, suitable_threads
 from driftlens.jobs.calibrate.job import open_calibration
 from driftlens.jobs.calibrate.plan import CalibrationRequest
@@ -125,18 +126,17 @@ def measure_excess(
             suitable_threads(writer, PHASE, study),
             torch.no_grad(),
         ):
-            for layers in calibrate_side_by_side(
+            ground = Ground(
                 study.pool,
                 {task: [samples] for task, samples in plan.samples.items()},
-                lanes,
+                plan.sites,
                 base="base" if study.has_base else None,
-                sites=plan.sites,
+                objectives=False,
                 feature_budget=study.settings.feature_budget,
                 spill=folder / layout.SCRATCH / PHASE,
-                on_step=lambda at, task: reporter.step(
-                    PHASE, max(0, at - 1), last, f"layer {at} of {last}, task {task}"
-                ),
-            ):
+                on_step=lambda now: reporter.step(PHASE, now.done, now.total, now.label),
+            )
+            for layers in calibrate_side_by_side(ground, lanes):
                 known = {"layer": layers[0].layer, "seed": study.seed, "n": min(plan.counts.values())}
                 rows += [{**known, **row} for row in layer.rows]
                 layer.rows, layer.deployed = [], {}

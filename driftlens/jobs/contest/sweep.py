@@ -25,7 +25,6 @@ from driftlens.base.team import ALONE
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.data.corruption import CLEAN, corrupt, corrupted, parse, written
 from driftlens.data.samples import SampleSet, part_of, shuffled
-from driftlens.engine.problems import Layerwise
 from driftlens.engine.site_selection import select_sites
 from driftlens.findings.swept import ABLATION, CONTROL, rho_control, scope, settings_of
 from driftlens.jobs.analyze.answers import metrics_of
@@ -131,7 +130,7 @@ class Setting:
     def walks_with(self) -> tuple[str, ...]:
         """Equal for settings that can be solved for in one walk; empty where it walks alone."""
         calibrator = self.calibrator
-        return (self.corruption, *calibrator.update) if isinstance(calibrator, Layerwise) else ()
+        return (self.corruption, *calibrator.update) if calibrator.lane() is not None else ()
 
     def changed(self, values: Mapping[str, Any]) -> Setting:
         """The setting with some values changed; raises as `of` does."""
@@ -241,9 +240,10 @@ def sweep(
 
 
 def control(path: PathLike, name: str, **how: Any) -> DriftRun:
-    """The run with what a calibration reaches at rho 1, measured unless it is there; otherwise as `sweep`."""
+    """The run with what a calibration reaches pulled towards the merged model, measured unless it is there; otherwise as `sweep`."""
     run = open_run(path)
-    if run.manifest.calibrations[name].settings.get("rho", 1) == 1 or rho_control(run, name):
+    made = run.manifest.calibrations[name]
+    if calibrators[made.method](**made.settings).anchor_reach == 1 or rho_control(run, name):
         return run
     return sweep(path, SweepRequest({}, control=name), **how)
 
@@ -525,7 +525,10 @@ def _settings_of(
             raise SpecError(f"{start.method} declares no ablations", hint="Name what to vary with --param.")
     if request.control:
         called = ":".join(filter(None, [scope(open_run(folder), request.control), CONTROL]))
-        sweeps[around[0].named(called)] = [around[0].changed({"rho": 1.0})]
+        unpulled = around[0].calibrator.at_merged()
+        sweeps[around[0].named(called)] = [
+            around[0].changed({} if unpulled is None else unpulled.get_params())
+        ]
     return sweeps
 
 

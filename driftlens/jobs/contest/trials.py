@@ -7,30 +7,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from driftlens.base.errors import DataError, NumericsError, SingularGramError
-from driftlens.base.progress import LayerSteps, Reporter
+from driftlens.base.progress import Reporter
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.data.samples import SampleSet, part_of
-from driftlens.engine.carried import Parts
-from driftlens.engine.forward_order import Lane, calibrate, calibrate_side_by_side
+from driftlens.engine.calibrating import Ground, Step
+from driftlens.engine.forward_order import Parts
 from driftlens.engine.pool import Attachment
-from driftlens.engine.problems import ClosedForm, Layerwise
-from driftlens.engine.training import (
-    JointTrainer,
-    LayerTrainer,
-    Trainer,
-    WeightTrainer,
-    train_attachments,
-    train_weights,
-)
+from driftlens.engine.snapshot import calibrate_side_by_side
 from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.contest.contest import Outcome
 from driftlens.jobs.contest.judge import LANE
@@ -86,7 +78,7 @@ class Trials:
         """
         together: dict[tuple[str, ...], list[Fit]] = {}
         for fit in fits:
-            if isinstance(fit.calibrator, Layerwise):
+            if fit.calibrator.lane() is not None:
                 together.setdefault(tuple(fit.calibrator.update), []).append(fit)
                 continue
             self.begin([fit])
@@ -130,63 +122,41 @@ class Trials:
 
     def _walked_alone(self, fit: Fit) -> float:
         """The seconds that a fit took; the study's pool has its model then."""
-        if isinstance(fit.calibrator, Trainer):
-            return self._trained(self._samples_of(fit), fit.calibrator)
-        assert isinstance(fit.calibrator, ClosedForm)
-        return self._solved(self._samples_of(fit), fit.calibrator, self.sites(fit.calibrator.update))
-
-    def _trained(self, samples: Mapping[str, SampleSet], trainer: Trainer) -> float:
-        pool, started = self.study.pool, time.perf_counter()
-        total = len(samples) * len(trainer.boundaries(len(pool.chain.layers)))
+        pool, updates = self.study.pool, dict[ParameterKey, Tensor]()
         attached: dict[tuple[str, int], Attachment] = {}
-        parts = {task: [at] for task, at in samples.items()}
-        given: dict[str, Any] = {
-            "seed": self.seed,
-            "feature_budget": self.study.settings.feature_budget,
-            "spill": self.spill,
-            "on_step": lambda layer, task: self.reporter.step(
-                self.phase, len(attached), total, f"layer {layer}, task {task}"
-            ),
-            "on_epoch": lambda epoch, of, loss: self.reporter.step(
-                self.phase, len(attached), total, f"epoch {epoch} of {of}", loss=loss
-            ),
-        }
-        source = pool.source("merged")
-        if isinstance(trainer, WeightTrainer):
-            layers = train_weights(pool, parts, trainer, **given)
-            updates = {(index, name): value for index, of in layers.items() for name, value in of.items()}
+        sites = self.sites(fit.calibrator.update) if fit.calibrator.takes_sites else {}
+        parts, started = (
+            {task: [samples] for task, samples in self._samples_of(fit).items()},
+            time.perf_counter(),
+        )
+        for layer in fit.calibrator.calibrate(self._ground(parts, sites)):
+            updates |= {(layer.layer, name): value for name, value in layer.updates.items()}
+            attached |= {(task, layer.layer): each for task, each in layer.attachments.items()}
+        seconds, source = time.perf_counter() - started, pool.source("merged")
+        if updates:
             source = with_parameters(pool.chain, source, self.study.like, updates)
-        else:
-            assert isinstance(trainer, LayerTrainer | JointTrainer)
-            for task, boundary, attachment in train_attachments(pool, parts, trainer, **given):
-                attached[task, boundary] = attachment
-        seconds = time.perf_counter() - started
         pool.add(LANE, source, attached)
         return seconds
 
-    def _solved(self, samples: Mapping[str, SampleSet], calibrator: ClosedForm, sites: Sites) -> float:
-        pool, last, updates = self.study.pool, max(sites, default=0), dict[ParameterKey, Tensor]()
-        seconds, steps = 0.0, LayerSteps(last)
-        for layer in calibrate(
-            pool,
-            {task: at.batches for task, at in samples.items()},
-            calibrator,
+    def _ground(self, parts: Parts, sites: Sites) -> Ground:
+        def step(now: Step) -> None:
+            metrics = {} if now.loss is None else {"loss": now.loss}
+            self.reporter.step(self.phase, now.done, now.total, now.label, **metrics)
+
+        settings = self.study.settings
+        return Ground(
+            self.study.pool,
+            parts,
+            sites,
             base="base" if self.study.has_base else None,
-            ids={task: at.ids for task, at in samples.items()},
             objectives=False,
-            sites=sites,
-            feature_budget=self.study.settings.feature_budget,
+            feature_budget=settings.feature_budget,
             spill=self.spill,
-            pooling=self.study.settings.pool,
+            pooling=settings.pool,
             team=self.study.team,
-            on_step=lambda layer, task: self.reporter.step(
-                self.phase, steps.at(layer), steps.total, f"layer {max(0, layer)} of {last}, task {task}"
-            ),
-        ):
-            updates |= {(layer.layer, name): value for name, value in layer.updates.items()}
-            seconds += layer.seconds
-        pool.add(LANE, with_parameters(pool.chain, pool.source("merged"), self.study.like, updates))
-        return seconds
+            seed=self.seed,
+            on_step=step,
+        )
 
     def _walked_together(self, fits: Sequence[Fit], sites: Sites) -> Iterator[float]:
         """The seconds that each fit took, while the study's pool has its model.
@@ -200,22 +170,16 @@ class Trials:
         total = num_groups * last + len(fits)
         for group, first in enumerate(range(0, len(fits), size)):
             done = group * last + first
-            lanes = [Lane(fit.calibrator, fit.parts) for fit in fits[first : first + size]]  # type: ignore[arg-type]
+            walking = (fit.calibrator.lane(fit.parts) for fit in fits[first : first + size])
+            lanes = [lane for lane in walking if lane is not None]
             updates: list[dict[ParameterKey, Tensor]] = [{} for _ in lanes]
             seconds = [0.0] * len(lanes)
-            for layers in calibrate_side_by_side(
-                pool,
-                self._sample_parts,
-                lanes,
-                sites=sites,
-                base="base" if self.study.has_base else None,
-                feature_budget=budget,
-                spill=self.spill,
-                team=self.study.team,
-                on_step=lambda layer, task, done=done: self.reporter.step(  # type: ignore[misc]
-                    self.phase, done + max(0, layer - 1), total, f"layer {layer} of {last}, task {task}"
-                ),
-            ):
+
+            def step(now: Step, done: int = done) -> None:
+                self.reporter.step(self.phase, done + now.done, total, now.label)
+
+            ground = replace(self._ground(self._sample_parts, sites), on_step=step)
+            for layers in calibrate_side_by_side(ground, lanes):
                 for index, layer in enumerate(layers):
                     updates[index] |= {(layer.layer, name): value for name, value in layer.updates.items()}
                     seconds[index] += layer.seconds

@@ -20,11 +20,10 @@ from driftlens.calibration.calibrator import Calibrator
 from driftlens.data.samples import few_of
 from driftlens.data.task_data import TaskData
 from driftlens.engine.site_selection import coverage, select_sites
-from driftlens.engine.training import Trainer
 from driftlens.findings.reading import estimate as with_interval
 from driftlens.jobs.analyze.evaluation import scores_of
 from driftlens.jobs.analyze.phases import suitable_threads
-from driftlens.jobs.calibrate.plan import CalibrationRequest, anchor_moves, calibrator_of
+from driftlens.jobs.calibrate.plan import CalibrationRequest, calibrator_of
 from driftlens.jobs.preflight.costs import LayerCost, estimate, layer_costs
 from driftlens.jobs.preflight.load import Load, load_of, merge_cost, merge_passes
 from driftlens.jobs.preflight.models import check_models
@@ -208,7 +207,7 @@ def _check_sites(spec: RunSpec, models: OpenModels, checks: Preflight) -> None:
 def _solved_sites(spec: RunSpec, chain: LayerChain) -> tuple[Calibrator, Mapping[int, tuple[str, ...]]]:
     """What a calibration by the spec, or by default, solves for; no sites where its method trains something."""
     calibrator = calibrator_of(CalibrationRequest("preflight"), spec.calibration)
-    if isinstance(calibrator, Trainer):
+    if not calibrator.takes_sites:
         return calibrator, {}
     patterns = None if spec.calibration is None else spec.calibration.sites
     return calibrator, select_sites(chain, sites=patterns, update=calibrator.update)
@@ -237,7 +236,7 @@ def _processes(
         sum(header.nbytes for header in source.headers.values()) for source in models.sources.values()
     )
     walk = _walk(models, load, sites, counts) if sites and all(counts.values()) else None
-    has_control = spec.base is not None and anchor_moves(calibrator)
+    has_control = spec.base is not None and calibrator.anchor_reach != 1
     return plan_processes(
         number,
         per_machine,

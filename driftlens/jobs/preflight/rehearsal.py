@@ -55,7 +55,7 @@ def rehearse(
         titles, effort = found
         checks.ok("candidates", "; ".join(titles))
         checks.ok("choosing", f"takes about as long as {effort:.0f} calibrations by FeatCal, at most")
-    if request.control and plan.calibrator.get_params()["rho"] != 1:
+    if request.control and plan.calibrator.anchor_reach != 1:
         checks.ok("rho 1", "the same calibration is solved for once more")
         effort += 1
     checks.cost = _cost(opened, effort)

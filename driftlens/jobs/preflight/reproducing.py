@@ -68,7 +68,7 @@ def trials_of(study: Protocol, suite: Suite, spec: RunSpec) -> Iterator[Trial]:
             yield Trial(3, count, kind.effort)
         elif study.vary is None:
             request = CalibrationRequest("plan", method=method, parameters=settings)
-            has_control = calibrator_of(request, spec.calibration).get_params().get("rho", 1) != 1
+            has_control = calibrator_of(request, spec.calibration).anchor_reach != 1
             yield Trial(1, count, kind.effort, 1 + has_control, study.traces)
         elif study.ablate:
             yield Trial(study.seeds * (1 + len(kind.ablations)), count, kind.effort)

@@ -17,7 +17,6 @@ from driftlens.base.metrics import ACCURACY, ATTACHED, metric_called
 from driftlens.base.variants import calibrated, part_of, task_of, title
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import is_hub_id, library_folder, repository_of
-from driftlens.engine.training import Trainer
 from driftlens.findings.before_after import calibration_sheets, compared_variants, selection_sentences
 from driftlens.findings.reading import printable, setting_text
 from driftlens.findings.table import Table
@@ -55,7 +54,7 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     manifest = run.manifest
     tasks = ", ".join(escaped(task) for task in run.tasks)
     method = manifest.calibrations[name].method
-    is_trained = method in calibrators and issubclass(calibrators[method], Trainer)
+    is_trained = method in calibrators and not calibrators[method].takes_sites
     text = f"One model merged from {len(run.tasks)} experts ({tasks}) "
     if attached := manifest.calibrations[name].attached:
         text += (

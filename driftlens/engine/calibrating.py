@@ -1,0 +1,357 @@
+"""What all calibrations walk on, and what those have in common that solve for weights, layer by layer.
+
+Alive at a time: one layer of the expert at hand, the merged model and the base, what is summed up of one layer, and the
+features that wait, those beyond a budget on disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from driftlens.base.errors import DataError, SpecError
+from driftlens.base.progress import LayerSteps
+from driftlens.base.team import ALONE, Team
+from driftlens.base.variants import expert_of
+from driftlens.engine.exactness import exact_products
+from driftlens.engine.forward_order import Given, Part, Parts, Passage, forward_order
+from driftlens.engine.pool import LayerMap, ModelPool
+from driftlens.engine.problems import CalibratedLayer, SiteReport
+from driftlens.engine.waiting import FeatureStore
+from driftlens.linalg.gram import GramPool
+from driftlens.models.chain import Layer, Parameters, Pool
+
+EXPERT, TRUNK = "expert", "merged"
+FEATURE_BUDGET = 2 * 2**30
+"""Bytes of waiting features that stay in memory where nobody says otherwise."""
+
+Solved = tuple[dict[str, Tensor], list[SiteReport]]
+"""A layer's new parameters by its own names, and a report per site."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a calibration is at: told before every batch, and now and then while something is trained.
+
+    Attributes:
+        layer: its index; 0 or less while samples are weighed beforehand.
+        task: whose samples; empty where a layer is finished.
+        done: of the steps.
+        total: of steps, as far as is known.
+        label: the same in words.
+        loss: of what is trained.
+    """
+
+    layer: int
+    task: str
+    done: int
+    total: int
+    label: str
+    loss: float | None = None
+
+
+class Memory(Protocol):
+    """Keeps tensors by name, whole or as they were before, also where the process is killed."""
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """What was kept; nothing where nothing was."""
+        ...
+
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep these in the place of what was kept under that name.
+
+        Raises:
+            RunError: there is no room for them.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a calibration walks on, whatever the calibrator; nothing of it is modified.
+
+    Attributes:
+        pool: base, merged model and one expert per task.
+        parts: calibration samples by task. Tasks are taken in the order of their names. Where there is one part of
+            each, of known ids and batch size, processes may share the batches of a task.
+        sites: layer index -> names of its sites, see `select_sites`; none for what is trained.
+        base: the pool's name of the base, or None without one.
+        done: layers calibrated before an interruption -> their updates, which are applied and not recomputed.
+        feature_budget: bytes of waiting features that may stay in memory.
+        spill: folder for features beyond the budget, emptied again whatever happens; None keeps all in memory.
+        on_step: told of every step; it may raise, `Cancelled` for instance.
+        pooling: how one vector per sample is taken for `drift_l2_mean`; None takes what suits the modality.
+        team: processes that do the same at the same time, each with samples of its own; all get all layers.
+        objectives: whether reports hold the objectives of linear sites; on CPUs they cost about a tenth of the time.
+        seed: every task and boundary that is trained draws from a generator of its own.
+        memory: keeps how far a training is; what it has is not trained again.
+        only: walk through these layers alone, whose cost is asked for; None walks through all.
+    """
+
+    pool: ModelPool
+    parts: Parts
+    sites: Mapping[int, Collection[str]] = field(default_factory=dict)
+    base: str | None = "base"
+    done: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    feature_budget: int = FEATURE_BUDGET
+    spill: Path | None = None
+    on_step: Callable[[Step], None] = lambda step: None
+    pooling: Pool | None = None
+    team: Team = ALONE
+    objectives: bool = True
+    seed: int = 0
+    memory: Memory | None = None
+    only: Collection[int] | None = None
+
+    @property
+    def tasks(self) -> list[str]:
+        """Of all processes, in the order in which they are taken."""
+        return sorted(self.parts)
+
+    def store(self) -> FeatureStore:
+        """An empty one for the features that wait."""
+        return FeatureStore(self.feature_budget, self.spill)
+
+    def layers(self, last: int) -> list[Layer]:
+        """Those to walk through, up to the last one that is wanted."""
+        there = self.pool.chain.layers[:last]
+        return [layer for layer in there if self.only is None or layer.index in self.only]
+
+    def require_tasks(self) -> None:
+        """Refuse tasks without an expert.
+
+        Raises:
+            DataError: there is no task.
+            SpecError: one has no expert in the pool.
+        """
+        if not self.parts:
+            raise DataError(
+                "there is no task to calibrate on", hint="Give the calibration samples of a task."
+            )
+        missing = [task for task in self.tasks if expert_of(task) not in self.pool]
+        if missing:
+            raise SpecError(
+                f"there is no expert of {', '.join(missing)}",
+                hint=f"The models are {', '.join(self.pool.names)}.",
+            )
+
+    def shares(self) -> tuple[dict[str, Sequence[Part]], dict[str, list[int]]]:
+        """This process's samples by task, and the ranks of those that share a task, where several do."""
+        sizes = {task: getattr(self.parts[task][0], "batch_size", 0) for task in self.tasks}
+        known = {task: len(self.parts[task][0].ids) for task, size in sizes.items() if size}
+        is_whole = all(len(parts) == 1 for parts in self.parts.values())
+        if self.team.size == 1 or not is_whole or len(known) < len(sizes) or not all(known.values()):
+            weights = {
+                task: float(sum(len(part.ids) for part in parts)) for task, parts in self.parts.items()
+            }
+            owners = self.team.owners(self.tasks, weights if all(weights.values()) else None)
+            return {task: self.parts[task] for task in self.tasks if owners[task] == self.team.rank}, {}
+        own: dict[str, Sequence[Part]] = {}
+        ranks: dict[str, list[int]] = {}
+        for task, runs in self.team.shares(
+            {task: -(-known[task] // sizes[task]) for task in self.tasks}
+        ).items():
+            for rank, first, behind in runs:
+                if rank == self.team.rank:
+                    own[task] = [_batches_of(self.parts[task][0], first, behind)]
+            if len(runs) > 1:
+                ranks[task] = [rank for rank, *_ in runs]
+        return own, ranks
+
+
+def _batches_of(part: Part, first: int, behind: int) -> Part:
+    """Some batches of a part; those before them are read, too, for a part may be able to do no other."""
+    return Given(lambda: itertools.islice(part.batches(), first, behind), part.ids)
+
+
+class Branch:
+    """Lanes that still have the merged model's features in common: which parts of the samples each may read."""
+
+    def __init__(self, name: str, lanes: Mapping[int, frozenset[int]]) -> None:
+        self.name = name
+        self.lanes = lanes
+        self.parts = frozenset[int]().union(*lanes.values())
+
+
+@dataclass
+class CalibrationWalk(ABC):
+    """Calibrates every layer that has chosen sites, in forward order, and takes the features through the others.
+
+    `lanes` says of every calibration which parts of the samples it may read; a subclass adds `calibrate`. `parts` holds
+    the samples of this process, and `divided` the ranks of those that share a task, of which the first holds its sums
+    in the end.
+    """
+
+    ground: Ground
+    lanes: Sequence[frozenset[int]] = (frozenset({0}),)
+    grams: GramPool = field(default_factory=GramPool, init=False)
+
+    def __post_init__(self) -> None:
+        self.ground.require_tasks()
+        self.pool, self.team, self.tasks = self.ground.pool, self.ground.team, self.ground.tasks
+        self.parts, self.divided = self.ground.shares()
+        self.sites = {
+            index: names
+            for index, names in self.ground.sites.items()
+            if names and index not in self.ground.done
+        }
+        self.last = max(self.sites, default=0)
+        self.steps = LayerSteps(self.last)
+        self.passage = Passage(
+            self.pool,
+            self.parts,
+            (EXPERT, TRUNK),
+            self.ground.store(),
+            self.tell,
+            file_prefix=f"{self.team.rank}-",
+        )
+        self.branches = [Branch(TRUNK, dict(enumerate(self.lanes)))]
+        self.seconds = [0.0] * len(self.lanes)
+
+    def walked(self) -> Iterator[list[CalibratedLayer]]:
+        """Calibrated layers of all lanes; the walk ends behind the last one with chosen sites."""
+        with self.passage.store:
+            yield from forward_order(self, self.ground.layers(self.last))
+
+    def visit(self, layer: Layer) -> Iterator[list[CalibratedLayer]]:
+        """The layer, calibrated, if it is to be."""
+        if layer.index in self.sites:
+            yield self.calibrate(layer, self.sites[layer.index], is_last=layer.index == self.last)
+            done, label = self.steps.at(layer.index + 1), f"layer {layer.index} of {self.last}"
+            self.ground.on_step(Step(layer.index, "", done, self.steps.total, label))
+        else:
+            passed = partial(self.pass_through, layer, self.ground.done.get(layer.index, {}))
+            self.team.together(passed)
+
+    @abstractmethod
+    def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> list[CalibratedLayer]:
+        """Solve the sites of one layer; unless it is the last one, take all features to the next boundary."""
+
+    def tell(self, layer: int, task: str) -> None:
+        """Say what is at hand; up to 0, how many steps are left of those before the first layer."""
+        doing = f"layer {layer} of {self.last}" if layer > 0 else "weighing tokens"
+        done = self.steps.at(layer)
+        self.ground.on_step(Step(layer, task, done, self.steps.total, f"{doing}, task {task}"))
+
+    @torch.no_grad()
+    @exact_products()
+    def pass_through(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
+        """Take all features to the next boundary, the merged model's through the parameters in `done`."""
+        merged = self.pool.parameters("merged", layer)
+        merged |= {name: value.to(merged[name]) for name, value in done.items()}
+        for task in self.parts:
+            maps = {EXPERT: LayerMap(layer, self.expert(layer, task))}
+            maps |= {branch.name: LayerMap(layer, merged) for branch in self.branches}
+            for part in range(len(self.parts[task])):
+                readers = [EXPERT, *(branch.name for branch in self.branches if part in branch.parts)]
+                crossing = self.passage.crossing(layer, task, part)
+                for batch in crossing:
+                    for model in readers:
+                        crossing.take(batch, model, maps[model], named=in_words(model))
+
+    def expert(self, layer: Layer, task: str) -> Parameters:
+        """The parameters of a task's expert. The next one is expected: the next task's, or the next layer's first."""
+        parameters, tasks = self.pool.parameters(expert_of(task), layer), [*self.parts]
+        layers_on, place = divmod(tasks.index(task) + 1, len(tasks))
+        if layer.index + layers_on <= self.last:
+            self.pool.expect([expert_of(tasks[place])], layer.index + layers_on)
+        return parameters
+
+    def advance(self, layer: Layer, merged: Parameters, solved: Sequence[Solved]) -> dict[str, float]:
+        """Take every lane's features through its calibrated layer; the mean drift behind it, by task."""
+        splits = len(self.branches) < len(self.lanes)
+        if splits:  # from here on every lane is on its own
+            self.branches = [Branch(f"{index}", {index: parts}) for index, parts in enumerate(self.lanes)]
+        maps = [LayerMap(layer, {**merged, **updates}) for updates, _ in solved]
+        by_rank = self.team.together(partial(self._advanced, layer, maps, splits=splits))
+        sizes = {task: [size for drift in by_rank for size in drift.get(task, [])] for task in self.tasks}
+        return {
+            task: float(torch.tensor(drift, dtype=torch.float64).mean())
+            for task, drift in sizes.items()
+            if drift
+        }
+
+    def _advanced(self, layer: Layer, maps: Sequence[LayerMap], *, splits: bool) -> dict[str, list[float]]:
+        """Sizes of the drift behind the layer of this process's samples, one by one, where a lane is alone."""
+        drift: dict[str, list[Tensor]] = {task: [] for task in self.parts}
+        pooling = self.ground.pooling or self.pool.chain.modality.pool
+        for task, part in self.passage.waiting:
+            # One step for every lane, as each takes as long.
+            crossing = self.passage.crossing(layer, task, part, tell=lambda: None)
+            for batch in crossing:
+                for branch in self.branches:
+                    if part not in branch.parts:
+                        continue
+                    self.tell(layer.index, task)
+                    with self.shared(branch.lanes):
+                        [lane] = branch.lanes
+                        entered, named = (
+                            TRUNK if splits else branch.name,
+                            in_words(branch.name, calibrated=True),
+                        )
+                        left = crossing.take(batch, branch.name, maps[lane], named=named, entered=entered)
+                        if len(self.lanes) == 1:
+                            states = left, batch.get(EXPERT)
+                            calibrated, expert = (layer.vectors(at, batch.side, pooling) for at in states)
+                            drift[task].append(
+                                torch.linalg.vector_norm((calibrated - expert).double(), dim=1)
+                            )
+                if splits:
+                    batch.drop(TRUNK)
+        return {task: torch.cat(sizes).tolist() for task, sizes in drift.items() if sizes}
+
+    @contextmanager
+    def shared(self, lanes: Collection[int]) -> Iterator[None]:
+        """Work whose time these lanes have in common."""
+        started = time.perf_counter()
+        yield
+        share = (time.perf_counter() - started) / len(lanes)
+        for index in lanes:
+            self.seconds[index] += share
+
+
+def solved_by_all(team: Team, merged: Parameters, work: Callable[[], list[Solved]]) -> list[Solved]:
+    """What the processes solve, each some sites of every lane, for all of them.
+
+    Args:
+        team: the processes.
+        merged: the layer's parameters, whose shapes solutions have.
+        work: solves what this process has; an error in one is raised by all.
+    """
+    if team.size == 1:
+        return work()
+    solved_here: list[Solved] = []
+
+    def names_and_reports() -> list[tuple[list[str], list[SiteReport]]]:
+        solved_here.extend(work())
+        return [([*updates], reports) for updates, reports in solved_here]
+
+    solved: list[Solved] = []
+    for rank, lanes in enumerate(team.together(names_and_reports)):
+        solved = solved or [({}, []) for _ in lanes]
+        by_lane = (
+            [updates for updates, _ in solved_here]
+            if rank == team.rank
+            else [{name: torch.empty_like(merged[name]) for name in names} for names, _ in lanes]
+        )
+        team.share([value for updates in by_lane for value in updates.values()], of=rank)
+        for (updates, reports), new_updates, (_, new_reports) in zip(solved, by_lane, lanes, strict=True):
+            updates |= new_updates
+            reports += new_reports
+    return solved
+
+
+def in_words(model: str, *, calibrated: bool = False) -> str:
+    """What messages call the model whose features they are about."""
+    plain = {EXPERT: "the expert", TRUNK: "the calibrated model" if calibrated else "the merged model"}
+    return plain.get(model, f"calibrated model {model}")

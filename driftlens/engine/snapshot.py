@@ -1,0 +1,243 @@
+"""Calibrations that solve all sites of a layer from one snapshot of its features, many side by side.
+
+Per layer (Algorithm 1 of FeatCal, arXiv:2605.13030): the features of every task go through the expert's layer and the
+merged model's, and the inputs of the sites are summed up; all sites of the layer are solved from this one snapshot; the
+layer with its new parameters is run once more, and what leaves it waits at the next boundary. The expert's features
+never meet the merged model's.
+
+Many calibrations walk side by side, each in a lane of its own; one alone is the plain case. Every layer's weights are
+read once, and the expert's features belong to all lanes. Until the first calibrated layer there is one merged model, so
+its features and, for calibrations that want the same of the same samples, the moments of that layer are shared too;
+from there on every lane carries features of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from driftlens.engine.calibrating import EXPERT, CalibrationWalk, Ground, Solved, in_words, solved_by_all
+from driftlens.engine.exactness import exact_products
+from driftlens.engine.layer_sums import LayerSums, solve_layer
+from driftlens.engine.problems import CalibratedLayer, InputSums, Layerwise, Problem
+from driftlens.engine.site_rows import SiteRows, rows_and_output
+from driftlens.engine.site_selection import site_path
+from driftlens.engine.waiting import WaitingBatch
+from driftlens.models.chain import Layer, Parameters, SideInputs, State
+
+_MANY = 1 << 40
+"""Batches of a task: so many that their number makes no difference."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One calibration among many.
+
+    Attributes:
+        calibrator: its settings and closed forms.
+        parts: numbers of the parts of the samples that it may read.
+    """
+
+    calibrator: Layerwise
+    parts: frozenset[int] = frozenset({0})
+
+    @property
+    def moments_key(self) -> Hashable:
+        """Lanes with equal keys have equal moments, as long as they have equal features."""
+        return self.calibrator.moments_key, self.calibrator.inputs, self.parts
+
+
+def calibrate_side_by_side(ground: Ground, lanes: Sequence[Lane]) -> Iterator[list[CalibratedLayer]]:
+    """The same layer calibrated in every lane, in the order of the lanes, layer after layer.
+
+    Args:
+        ground: what they walk on; an empty part is allowed, a lane without any sample of a task is not. Only a lane
+            alone can have layers that are done, and tells the drift behind every layer.
+        lanes: the calibrations; they update the same kinds of parameters.
+
+    Raises:
+        DataError: a task has no samples.
+        NumericsError: weights or features are NaN or infinite; names layer, task and sample.
+        SingularGramError: a site can't be solved for as asked; names it.
+    """
+    return SnapshotWalk(ground, [lane.parts for lane in lanes], lanes).walked()
+
+
+def from_snapshots(ground: Ground, calibrator: Layerwise) -> Iterator[CalibratedLayer]:
+    """The same of one calibration."""
+    return (layer for [layer] in calibrate_side_by_side(ground, [Lane(calibrator)]))
+
+
+@dataclass
+class SnapshotWalk(CalibrationWalk):
+    """Solves all sites of a layer from one snapshot of its features, in many lanes side by side.
+
+    `calibrations` are those of the lanes, in their order; `sums` holds, by branch, the moments of the layer at hand,
+    once for all lanes that want the same ones; `kept` what is summed up of features that later layers read, too.
+    """
+
+    calibrations: Sequence[Lane] = ()
+    sums: dict[str, dict[Hashable, LayerSums]] = field(default_factory=dict, init=False)
+    kept: dict[Hashable, dict[Hashable, InputSums]] = field(default_factory=dict, init=False)
+
+    @torch.no_grad()
+    @exact_products()
+    def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> list[CalibratedLayer]:
+        """Solve the sites of one layer; unless it is the last one, take all features to the next boundary."""
+        self.seconds = [0.0] * len(self.lanes)
+        merged = self.pool.parameters("merged", layer)
+        chain, objectives = self.pool.chain, self.ground.objectives
+        sums = partial(LayerSums, chain, layer, names, objectives=objectives, grams=self.grams)
+        # Features of other streams stay as they are until one of their own layers runs.
+        others = sum(earlier.stream != layer.stream for earlier in chain.layers[: layer.index])
+        for branch in self.branches:
+            wanted = {
+                self.calibrations[index].moments_key: self.calibrations[index] for index in branch.lanes
+            }
+            self.sums[branch.name] = {
+                key: sums(lane.calibrator, kept=self.kept.setdefault((branch.name, key, others), {}))
+                for key, lane in wanted.items()
+            }
+        summed = partial(self._sum_up_all, layer, merged, needs_output=not is_last)
+        self.team.together(partial(self.team.final, summed) if self.divided else summed)
+        solved = self._solve(layer, merged)
+        self.grams.take_back()
+        drift = {} if is_last else self._advance(layer, merged, solved)
+        return [
+            CalibratedLayer(layer.index, updates, reports, drift, seconds)
+            for (updates, reports), seconds in zip(solved, self.seconds, strict=True)
+        ]
+
+    def _sum_up_all(self, layer: Layer, merged: Parameters, *, needs_output: bool) -> None:
+        for task in self.parts:
+            self._sum_up(layer, merged, task, needs_output=needs_output)
+
+    def _advance(self, layer: Layer, merged: Parameters, solved: Sequence[Solved]) -> dict[str, float]:
+        """As `advance`, but lanes that are fed another model's features walk on through the merged model."""
+        is_deployed = [lane.calibrator.inputs == "deployed" for lane in self.calibrations]
+        walked = [
+            (updates if goes_on else {}, reports)
+            for (updates, reports), goes_on in zip(solved, is_deployed, strict=True)
+        ]
+        drift = self.advance(layer, merged, walked)
+        return drift if all(is_deployed) else {}
+
+    def pass_through(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
+        """See above; what is done changes no features that come from elsewhere."""
+        is_deployed = all(lane.calibrator.inputs == "deployed" for lane in self.calibrations)
+        super().pass_through(layer, done if is_deployed else {})
+
+    def _sum_up(self, layer: Layer, merged: Parameters, task: str, *, needs_output: bool) -> None:
+        """Take the task's expert through the layer, and add what its sites see to the sums of every branch."""
+        expert = self.expert(layer, task)
+        every = [sums for by_key in self.sums.values() for sums in by_key.values()]
+        inputs = {site for sums in every for site in sums.expert_inputs}
+        outputs = {site for sums in every for site in sums.expert_outputs}
+        entered, seen = State(), SiteRows()
+
+        def heard(state: State, side: SideInputs) -> State:
+            nonlocal entered, seen
+            entered = state
+            seen, left = rows_and_output(layer, expert, state, side, inputs, outputs, stops=not needs_output)
+            return left
+
+        for part in range(len(self.parts[task])):
+            crossing = self.passage.crossing(layer, task, part, waits=True)
+            for batch in crossing:
+                with self.shared(range(len(self.lanes))):
+                    if needs_output:
+                        crossing.take(batch, EXPERT, heard, named=in_words(EXPERT))
+                    else:
+                        heard(batch.get(EXPERT), batch.side)
+                self._add(layer, batch, part, merged, expert, entered, seen, task)
+        ranks = self.divided.get(task, [self.team.rank])
+        for sums in every:
+            sums.bring(self.team, ranks)
+            if self.team.rank == ranks[0]:
+                sums.end_task(expert)
+
+    def _add(
+        self,
+        layer: Layer,
+        batch: WaitingBatch,
+        part: int,
+        merged: Parameters,
+        expert: Parameters,
+        expert_state: State,
+        seen: SiteRows,
+        task: str,
+    ) -> None:
+        # What depends on it, processes that share a task must decide alike.
+        num_batches = _MANY if task in self.divided else len(self.passage.waiting.get((task, part), ()))
+        for branch in self.branches:
+            lanes = [self.calibrations[index] for index, parts in branch.lanes.items() if part in parts]
+            readers: dict[bool, list[LayerSums]] = {}
+            for key, inputs in {lane.moments_key: lane.calibrator.inputs for lane in lanes}.items():
+                readers.setdefault(inputs == "expert", []).append(self.sums[branch.name][key])
+            for reads_expert, all_sums in readers.items():
+                with self.shared(branch.lanes):
+                    state = expert_state if reads_expert else batch.get(branch.name)
+                    read = {site for sums in all_sums for site in sums.merged_inputs}
+                    rows, _ = rows_and_output(layer, merged, state, batch.side, read, stops=True)
+                    for sums in all_sums:
+                        sums.add(rows, seen, state, batch.side, expert, num_batches, task)
+
+    def _solve(self, layer: Layer, merged: Parameters) -> list[Solved]:
+        """New parameters and reports of the layer, lane by lane; every problem is solved by one process."""
+        base = None if self.ground.base is None else self.pool.parameters(self.ground.base, layer)
+        jobs = [
+            (branch, key, part)
+            for branch in self.branches
+            for key, sums in self.sums.pop(branch.name).items()
+            for part in sums.parts
+        ]
+        owners = self.team.balanced([part.cost(merged) for *_, part in jobs])
+        rank = self.team.rank
+        held = [task for task in self.parts if self.divided.get(task, [rank])[0] == rank]
+        places = [list(self.tasks).index(task) for task in held]
+        problems: dict[tuple[str, Hashable], list[Problem]] = {}
+        order: dict[tuple[str, Hashable], list[str]] = {}
+        for (branch, key, part), owner in zip(jobs, owners, strict=True):
+            order.setdefault((branch.name, key), []).extend(site_path(layer, site) for site in part.sites)
+            with self.shared(branch.lanes):
+                part.join(self.team, owner, merged, places, len(self.tasks))
+                left = problems.setdefault((branch.name, key), [])
+                if owner == self.team.rank:
+                    left.append(part.problem(merged, base))
+        solved = solved_by_all(self.team, merged, partial(self._solved, layer, problems))
+        lanes = {
+            index: order[branch.name, self.calibrations[index].moments_key]
+            for branch in self.branches
+            for index in branch.lanes
+        }
+        for index, (_, reports) in enumerate(solved):
+            reports.sort(key=lambda report, paths=lanes[index]: paths.index(report.site))  # type: ignore[misc]
+        return solved
+
+    def _solved(self, layer: Layer, problems: dict[tuple[str, Hashable], list[Problem]]) -> list[Solved]:
+        """The same of the problems that this process has."""
+        solved: dict[int, Solved] = {}
+        for branch in self.branches:
+            keys = [self.calibrations[index].moments_key for index in branch.lanes]
+            for place, index in enumerate(branch.lanes):
+                lane, left = self.calibrations[index], problems[branch.name, keys[place]]
+                wanted_again = keys[place] in keys[place + 1 :]
+                with self.shared([index]):
+                    solved[index] = solve_layer(
+                        self.pool,
+                        layer,
+                        left if wanted_again else _taken_out(left),
+                        lane.calibrator.solve,
+                        stored_as=self.ground.base or "merged",
+                    )
+        return [solved[index] for index in range(len(self.lanes))]
+
+
+def _taken_out(items: list[Problem]) -> Iterator[Problem]:
+    """One after the other, none of which is kept: what a solved problem holds makes room for the next one."""
+    while items:
+        yield items.pop(0)

@@ -206,7 +206,12 @@ def test_a_process_that_multiplies_fast_gets_its_setting_back(models: Subject) -
     torch.set_float32_matmul_precision("high")
     try:
         within = []
-        on = ground(models, on_step=lambda now: within.append(torch.get_float32_matmul_precision()))
+
+        def look(now: Step) -> None:
+            if now.task:  # else a layer is finished
+                within.append(torch.get_float32_matmul_precision())
+
+        on = ground(models, on_step=look)
         for _ in FeatCal().calibrate(on):
             assert torch.get_float32_matmul_precision() == "high"
         assert set(within) == {"highest"}

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import BatchEncoding, BatchFeature, ViTConfig, ViTModel
 
-from driftlens.engine.walk import capture, input_bytes, on_device
+from driftlens.engine.waiting import input_bytes, on_device
+from driftlens.engine.walk import capture
 
 CPU = torch.device("cpu")
 HOLDERS = [dict, UserDict, MappingProxyType, BatchEncoding, BatchFeature]

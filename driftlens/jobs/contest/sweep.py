@@ -240,7 +240,7 @@ def sweep(
 
 
 def control(path: PathLike, name: str, **how: Any) -> DriftRun:
-    """The run with what a calibration reaches pulled towards the merged model, measured unless it is there; otherwise as `sweep`."""
+    """The run with what a calibration reaches pulled towards the merged model, unless it is there; else as `sweep`."""
     run = open_run(path)
     made = run.manifest.calibrations[name]
     if calibrators[made.method](**made.settings).anchor_reach == 1 or rho_control(run, name):

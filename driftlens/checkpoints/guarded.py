@@ -248,17 +248,15 @@ def _patterns() -> Callable[..., list[int | None]]:
 
 def _pickles() -> Callable[..., None]:
     """Pickled checkpoints, read by our own machine: whoever needs one reads it again, now that this is known to end."""
-    if sys.modules.get("torch", sys) is None:
-        del sys.modules["torch"]
-    from driftlens.base.errors import CheckpointError
-    from driftlens.checkpoints.pickles import Pickled
+    from driftlens.checkpoints.pickles import Unpickled
 
     def can_be_read(path: str) -> None:
         try:
-            Pickled(Path(path))
-        except CheckpointError as error:  # it is said again to whom it concerns
-            if isinstance(error.__cause__, MemoryError | TimeoutError):
-                raise error.__cause__ from None
+            Unpickled(Path(path))
+        except (MemoryError, TimeoutError):
+            raise
+        except Exception:  # it is said again to whom it concerns
+            return
 
     return can_be_read
 

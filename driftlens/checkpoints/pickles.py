@@ -3,7 +3,7 @@
 A pickle is a program for a small stack machine. The one here knows numbers, text, lists, mappings and the calls that
 rebuild tensors; it imports nothing, and nothing it puts on its stack can be called. An object of a class it doesn't
 know becomes an `Inert` of that name which holds the object's state; a call of anything else is refused by name. Read
-are PyTorch's archives (zip), its format before 1.6, and plain pickles of modules.
+are PyTorch's archives (zip), its format before 1.6, and plain pickles of modules. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ import math
 import mmap
 import pathlib
 import pickletools
+import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from driftlens.base.errors import CheckpointError
-from driftlens.checkpoints.refusals import NESTS, by_hand, refuse_pointer, refuse_torchscript
-from driftlens.checkpoints.sources import TensorHeader, require_key
+from driftlens.checkpoints.refusals import NESTS
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 """What PyTorch's format before 1.6 begins with."""
@@ -33,19 +30,33 @@ LONGEST_NAME = 1_000
 _MOST_AXES, _MOST_NUMBER = 64, 1 << 63
 """As torch has them."""
 
-_STORAGES = {
-    "torch.storage.UntypedStorage": torch.uint8,
-    "torch.DoubleStorage": torch.float64,
-    "torch.FloatStorage": torch.float32,
-    "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16,
-    "torch.LongStorage": torch.int64,
-    "torch.IntStorage": torch.int32,
-    "torch.ShortStorage": torch.int16,
-    "torch.CharStorage": torch.int8,
-    "torch.ByteStorage": torch.uint8,
-    "torch.BoolStorage": torch.bool,
+BYTES = {
+    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8, "BOOL": 1},
+    **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1},
 }
+"""Of one number, by the names that safetensors files have for their types."""
+_STORAGES = {
+    "torch.storage.UntypedStorage": "U8",
+    "torch.DoubleStorage": "F64",
+    "torch.FloatStorage": "F32",
+    "torch.HalfStorage": "F16",
+    "torch.BFloat16Storage": "BF16",
+    "torch.ComplexFloatStorage": "C64",
+    "torch.LongStorage": "I64",
+    "torch.IntStorage": "I32",
+    "torch.ShortStorage": "I16",
+    "torch.CharStorage": "I8",
+    "torch.ByteStorage": "U8",
+    "torch.BoolStorage": "BOOL",
+}
+_WITHOUT_STORAGE = {
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+    "torch.uint64": "U64",
+    "torch.uint32": "U32",
+    "torch.uint16": "U16",
+}
+"""Types of number that PyTorch writes as bytes, and says beside them what they are."""
 _INERT_CALLS = frozenset(
     """torch.device torchvision.transforms.functional.InterpolationMode numpy.dtype numpy.core.multiarray.scalar
     numpy._core.multiarray.scalar numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct
@@ -88,11 +99,11 @@ class Inert:
 
 @dataclass(frozen=True)
 class Storage:
-    """A run of numbers in the file; `load` reads its bytes."""
+    """A run of numbers in the file: their type, how many, and the memory that they are mapped into with their place."""
 
-    dtype: torch.dtype
+    kind: str
     count: int
-    load: Callable[[], bytes] = field(repr=False)
+    place: Callable[[], tuple[mmap.mmap, int]] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -104,69 +115,26 @@ class Stored:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def read(self) -> Tensor:
-        """The tensor itself."""
-        if 0 in self.shape:
-            return torch.empty(self.shape, dtype=self.storage.dtype)
-        numbers = torch.frombuffer(bytearray(self.storage.load()), dtype=self.storage.dtype)
-        return numbers.as_strided(self.shape, self.stride, self.offset)
 
+class Unpickled:
+    """What a file holds; nothing of it is checked against its size.
 
-class Pickled:
-    """The tensors of a pickled checkpoint as a source of weights, and the modules they were found in.
+    A pickle may ask for any number of steps and any memory, so a process with limits goes first: `torch_files`.
 
     Attributes:
-        name: the path.
-        headers: every key with shape and dtype.
         top: what was pickled: an `Inert` for an object, or a mapping.
+        tensors: those of the state dict in it, by name.
         modules: the modules by their path, for a pickled module; the module itself is at "".
 
-    A pickle may ask for any number of steps, so from elsewhere it is opened by `weight_files.open_pickled`.
-
     Raises:
-        CheckpointError: the file is damaged, uses anything that is no part of weights, or holds none.
+        CheckpointError: the file uses anything that is no part of weights.
+        Exception: whatever a damaged file provokes.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
-        self.name = str(path)
         self.modules: dict[str, Inert] = {}
-        refuse_pointer(path)
-        refuse_torchscript(path)
-        try:
-            self.top = _unpickled(path)
-            self._tensors: dict[str, Stored] = dict(self._weights(self.top))
-            self.headers: Mapping[str, TensorHeader] = {
-                key: TensorHeader(value.shape, value.storage.dtype) for key, value in self._tensors.items()
-            }
-            self._require_weights(path.stat().st_size)
-        except CheckpointError as error:
-            hint = error.hint or by_hand(path)
-            raise CheckpointError(
-                f"{path}: {error.message}", hint=hint, source=self.name, **error.context
-            ) from error
-        except Exception as error:  # whatever a hostile or broken file provokes, none of it is a tensor
-            raise CheckpointError(
-                f"{path} is not a complete PyTorch checkpoint ({type(error).__name__}: {error})",
-                hint="Copy or download it again, if it was cut short on the way.",
-                source=self.name,
-            ) from error
-
-    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows [start, stop) of it.
-
-        Raises:
-            CheckpointError: there is no such key, or the file can't be read any more.
-        """
-        require_key(self, key)
-        try:
-            tensor = self._tensors[key].read()
-        except Exception as error:  # a checksum that differs, a file that changed meanwhile
-            raise CheckpointError(
-                f"{self.name}: {key!r} can't be read: {error}",
-                hint="Copy or download it again; it was cut short or changed on the way.",
-                source=self.name,
-            ) from error
-        return tensor if rows is None else tensor[slice(*rows)]
+        self.top = _unpickled(path)
+        self.tensors = dict(self._weights(self.top))
 
     def _weights(self, top: Any) -> Iterator[tuple[str, Stored]]:
         """The state dict in what was unpickled: a module's, or a mapping, itself or within a training checkpoint."""
@@ -210,24 +178,6 @@ class Pickled:
             if isinstance(child, Inert):
                 yield from self._walked(child, f"{prefix}{name}.")
 
-    def _require_weights(self, size: int) -> None:
-        if not self.headers:
-            found = (
-                f"an object {self.top.kind}"
-                if isinstance(self.top, Inert)
-                else f"a {type(self.top).__name__}"
-            )
-            raise CheckpointError(
-                f"it holds {found} without tensors where modules and state dicts keep them",
-                hint="Save `model.state_dict()`, best as safetensors.",
-            )
-        total = sum(header.nbytes for header in self.headers.values())
-        if total > 4 * size:  # tied weights are written separately, a few times over at most
-            raise CheckpointError(
-                f"it has {size:,} bytes, but its tensors would take {total:,}",
-                hint="Don't use this file: it is made to fill a disk.",
-            )
-
 
 def _named_in(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
@@ -236,54 +186,53 @@ def _named_in(value: Any) -> Iterator[tuple[str, Any]]:
 
 # --- the three kinds of file
 
-FindStorage = Callable[[torch.dtype, str, int], Storage]
+FindStorage = Callable[[str, str, int], Storage]
 
 
 def _unpickled(path: pathlib.Path) -> Any:
     """What was pickled into `path`, its tensors still in the file."""
     with path.open("rb") as file:
-        if file.read(2) == b"PK":
-            return _from_zip(path)
-        # Mapped: what a pickle claims to hold is read only as far as the file goes.
-        return _from_stream(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        # Mapped: what a pickle claims to hold is read only as far as the file goes; what is written stays in memory.
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return _from_zip(path, content) if content[:2] == b"PK" else _from_stream(content)
 
 
-def _from_zip(path: pathlib.Path) -> Any:
+def _from_zip(path: pathlib.Path, content: mmap.mmap) -> Any:
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         (main,) = (name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1)
         prefix = main.removesuffix("data.pkl")
         if f"{prefix}byteorder" in entries and archive.read(f"{prefix}byteorder") != b"little":
             raise CheckpointError("its numbers are big-endian", hint="Save it again where they are not.")
-        content = archive.read(main)
+        program = archive.read(main)
 
-    def storage(dtype: torch.dtype, key: str, count: int) -> Storage:
+    def storage(kind: str, key: str, count: int) -> Storage:
         entry = entries.get(f"{prefix}data/{key}")
-        if entry is None or entry.file_size != count * dtype.itemsize:
-            found = "none" if entry is None else f"{entry.file_size:,}"
+        if entry is None or entry.file_size != count * BYTES[kind]:
+            held = "none" if entry is None else f"{entry.file_size:,}"
             raise CheckpointError(
-                f"storage {key[:40]!r} should have {count * dtype.itemsize:,} bytes, the archive holds {found}",
+                f"storage {key[:40]!r} should have {count * BYTES[kind]:,} bytes, the archive holds {held}",
                 hint="Copy or download it again, if it was cut short on the way.",
             )
+        # An entry's own header says once more how long its name is, and what else stands before its bytes.
+        name, extra = struct.unpack_from("<HH", content, entry.header_offset + 26)
+        start = entry.header_offset + 30 + name + extra
+        if start + entry.file_size > len(content):
+            raise EOFError("there are no numbers for some tensors")
+        return Storage(kind, count, lambda: (content, start))
 
-        def load() -> bytes:
-            with zipfile.ZipFile(path) as again:
-                return again.read(f"{prefix}data/{key}")
-
-        return Storage(dtype, count, load)
-
-    return _Machine(storage).run(io.BytesIO(content))
+    return _Machine(storage).run(io.BytesIO(program))
 
 
 def _from_stream(stream: mmap.mmap, *, nested: bool = False) -> Any:
     """What is in a file of PyTorch before 1.6, or in a plain pickle."""
-    sizes: dict[str, tuple[torch.dtype, int]] = {}
+    sizes: dict[str, tuple[str, int]] = {}
     places: dict[str, int] = {}
 
-    def storage(dtype: torch.dtype, key: str, count: int) -> Storage:
-        if sizes.setdefault(key, (dtype, count)) != (dtype, count):
+    def storage(kind: str, key: str, count: int) -> Storage:
+        if sizes.setdefault(key, (kind, count)) != (kind, count):
             raise CheckpointError("a storage is said to be of two kinds", hint="Don't use this file.")
-        return Storage(dtype, count, lambda: stream[places[key] : places[key] + count * dtype.itemsize])
+        return Storage(kind, count, lambda: (stream, places[key]))
 
     first = _Machine(storage, nested=nested).run(stream)
     if first != _MAGIC and not sizes:
@@ -294,11 +243,11 @@ def _from_stream(stream: mmap.mmap, *, nested: bool = False) -> Any:
     for key in keys:
         if not isinstance(key, str):
             raise TypeError("the key of a storage is no text")
-        dtype, count = sizes[key]
+        kind, count = sizes[key]
         places[key] = stream.tell() + 8
         if int.from_bytes(stream.read(8), "little") != count:
             raise CheckpointError("a storage is not as long as it should be", hint="Copy the file again.")
-        stream.seek(places[key] + count * dtype.itemsize)  # refused beyond the end
+        stream.seek(places[key] + count * BYTES[kind])  # refused beyond the end
     if sizes.keys() != places.keys():
         raise EOFError("there are no numbers for some tensors")
     return top
@@ -416,6 +365,10 @@ class _Machine:
         match what.name:
             case "torch._utils._rebuild_tensor" | "torch._utils._rebuild_tensor_v2":
                 return _stored(*given[:4])
+            case "torch._utils._rebuild_tensor_v3":
+                return _stored(_of_kind(given[0], given[6]), *given[1:4])
+            case "torch.serialization._get_layout":
+                raise CheckpointError("it holds a sparse tensor", hint="Save it dense.")
             case "torch._utils._rebuild_parameter" | "torch._utils._rebuild_parameter_with_state":
                 return given[0]
             case "torch._tensor._rebuild_from_type_v2":
@@ -508,6 +461,16 @@ def _mapped(content: bytes) -> mmap.mmap:
     memory.write(content)
     memory.seek(0)
     return memory
+
+
+def _of_kind(storage: Any, dtype: Any) -> Storage:
+    """The storage, whose bytes are numbers of another type."""
+    if not isinstance(storage, Storage) or storage.kind != "U8" or not isinstance(dtype, Global):
+        raise TypeError("the bytes of a tensor are none")
+    if dtype.name not in _WITHOUT_STORAGE:
+        raise CheckpointError(f"it holds numbers of the type {dtype.name}", hint="Save them as float32.")
+    kind = _WITHOUT_STORAGE[dtype.name]
+    return Storage(kind, storage.count // BYTES[kind], storage.place)
 
 
 def _stored(storage: Any, offset: Any, size: Any, stride: Any) -> Stored:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-import re
 import shlex
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
@@ -211,19 +210,19 @@ def refuse_pointer(path: pathlib.Path) -> None:
         )
 
 
-def refuse_torchscript(path: pathlib.Path) -> bool:
-    """Refuse a TorchScript archive, and one whose parts unfold; tells whether the file is a zip file at all.
+def refuse_torchscript(path: pathlib.Path) -> None:
+    """Refuse a TorchScript archive, and one whose parts unfold.
 
     Raises:
         CheckpointError: it is one of these, or a damaged zip file.
     """
     try:
         if not zipfile.is_zipfile(path):
-            return False
+            return
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except Exception as error:  # damaged archives have many: names that are no text, unknown versions
-        raise unreadable(path, error, convertible=False) from error
+        raise damaged(path, error) from error
     names = [entry.filename for entry in entries]
     if any(name.endswith("/constants.pkl") for name in names) and any("/code/" in name for name in names):
         raise CheckpointError(
@@ -237,23 +236,13 @@ def refuse_torchscript(path: pathlib.Path) -> bool:
         raise CheckpointError(
             f"{path}: its part {packed.filename} is compressed", hint="Don't use this file.", source=str(path)
         )
-    return True
 
 
-def unreadable(path: pathlib.Path, error: Exception, *, convertible: bool = True) -> CheckpointError:
-    """The error for a PyTorch file whose reading failed: it holds more than tensors, or is damaged."""
-    found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    if found:
-        return CheckpointError(
-            f"{path} holds {found[1]}, not only tensors; reading that would run code from the file",
-            hint=conversion(path),
-            source=str(path),
-            found=found[1],
-        )
-    again = "Copy or download it again, if it was cut short on the way."
+def damaged(path: pathlib.Path, error: Exception) -> CheckpointError:
+    """The error for a file of PyTorch's whose reading failed."""
     return CheckpointError(
-        f"{path} is not a complete PyTorch checkpoint ({type(error).__name__})",
-        hint=f"{again} {conversion(path)}" if convertible else again,
+        f"{path} is not a complete PyTorch checkpoint ({type(error).__name__}: {error})",
+        hint="Copy or download it again, if it was cut short on the way.",
         source=str(path),
     )
 

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-import re
-import warnings
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from driftlens.base.errors import CheckpointError
 from driftlens.base.files import from_json, plain_file
-from driftlens.checkpoints.guarded import MOST_MEMORY, guarded
-from driftlens.checkpoints.pickles import Pickled
-from driftlens.checkpoints.refusals import NESTS, conversion, refuse_pointer, refuse_torchscript, unreadable
-from driftlens.checkpoints.sources import Composed, SafetensorsSource, StateSource, TensorsSource, renamed
+from driftlens.checkpoints.refusals import conversion, refuse_pointer
+from driftlens.checkpoints.sources import Composed, SafetensorsSource, StateSource
+from driftlens.checkpoints.torch_files import open_torch_file
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -27,13 +20,6 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 """Names under which weights are looked for in a folder, best first."""
-
-
-SECONDS, MEMORY_PER_BYTE = 10.0, 2
-"""That a try may take of the processor, and beside what all may.
-
-A hundred thousand tensors take five seconds, and of an old file all is mapped into memory.
-"""
 
 
 def open_folder(folder: pathlib.Path) -> StateSource:
@@ -127,115 +113,3 @@ def _weight_map(index: pathlib.Path) -> Mapping[str, str]:
             source=str(index),
         )
     return shards
-
-
-def open_torch_file(path: pathlib.Path) -> StateSource:
-    """The tensors of a PyTorch checkpoint, mapped into memory and read when they are asked for.
-
-    Training checkpoints that keep the weights under `state_dict`, `model` or `model_state_dict` are looked
-    into, and the prefix `module.` of distributed training is taken off. Files in PyTorch's format before 1.6
-    can't be mapped; they are read whole.
-
-    Raises:
-        CheckpointError: the file holds code or objects other than tensors, is TorchScript, truncated or
-            empty.
-    """
-    zipped = refuse_torchscript(path)
-    if torch_version() < SAFE_TORCH:
-        return _read_by_ourselves(path)
-    weights = _weights(path, _load(path, mapped=zipped))
-    return TensorsSource(str(path), _without_prefix(weights, "module."))
-
-
-SAFE_TORCH = (2, 10)
-"""From here on `weights_only` withstands hostile files (CVE-2026-24747); older ones are not let at any."""
-
-
-def torch_version() -> tuple[int, ...]:
-    """Of torch, the first two numbers."""
-    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
-
-
-def open_pickled(path: pathlib.Path) -> Pickled:
-    """What is in a pickled checkpoint, once a process apart has read it, as a pickle may ask for any number of steps.
-
-    Raises:
-        CheckpointError: as `Pickled`, or it takes more time or memory than any of weights.
-    """
-    refuse_pointer(path)
-    memory = MOST_MEMORY + MEMORY_PER_BYTE * path.stat().st_size
-    try:
-        guarded("pickle", str(path), seconds=SECONDS, memory=memory)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path}: its pickle does more than any of weights: {error}",
-            hint="Don't use this file: it is made to exhaust whoever reads it.",
-            source=str(path),
-        ) from error
-    return Pickled(path)
-
-
-def _read_by_ourselves(path: pathlib.Path) -> StateSource:
-    """The same tensors by the machine of `driftlens convert`, which builds nothing else.
-
-    Raises:
-        CheckpointError: as `open_torch_file`.
-    """
-    pickled = open_pickled(path)
-    if pickled.modules:
-        raise CheckpointError(
-            f"{path} holds modules, not only tensors", hint=conversion(path), source=str(path)
-        )
-    prefix = "module." if all(key.startswith("module.") for key in pickled.headers) else ""
-    return renamed(pickled, {key.removeprefix(prefix): key for key in pickled.headers})
-
-
-def _load(path: pathlib.Path, *, mapped: bool) -> object:
-    try:
-        with warnings.catch_warnings():
-            # Remarks on pickle protocols and sparse tensors; what matters of them is decided below.
-            warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:  # whatever a hostile or broken file provokes, none of it is a tensor
-        raise unreadable(path, error) from error
-
-
-def _weights(path: pathlib.Path, loaded: object) -> Mapping[str, Tensor]:
-    """The state dict in what was loaded, whether it is that itself or a training checkpoint around it."""
-    state: Any = loaded
-    if isinstance(loaded, dict):
-        state = next((loaded[key] for key in NESTS if isinstance(loaded.get(key), dict)), loaded)
-    if not isinstance(state, dict):
-        raise CheckpointError(
-            f"{path} holds a {type(state).__name__}, a state dict is wanted",
-            hint="Save `model.state_dict()`, best as safetensors.",
-            source=str(path),
-        )
-    if not state:
-        raise CheckpointError(
-            f"{path} holds an empty state dict", hint="Save the model again.", source=str(path)
-        )
-    for key, value in state.items():
-        _require_plain_tensor(path, key, value)
-    return state
-
-
-def _require_plain_tensor(path: pathlib.Path, key: object, value: object) -> None:
-    if isinstance(key, str) and isinstance(value, Tensor):
-        if value.layout == torch.strided and not value.is_quantized:
-            return
-        found = "a quantised tensor" if value.is_quantized else "a sparse tensor"
-    else:
-        found = f"of type {type(value).__name__}"
-    raise CheckpointError(
-        f"{path}: {key!r} is {found}, an ordinary tensor is wanted",
-        hint=f"Save the weights alone, as a flat state dict or under one of {', '.join(NESTS)}.",
-        source=str(path),
-        key=key,
-    )
-
-
-def _without_prefix(tensors: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
-    if not all(key.startswith(prefix) for key in tensors):
-        return tensors
-    return {key.removeprefix(prefix): value for key, value in tensors.items()}

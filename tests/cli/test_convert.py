@@ -370,5 +370,5 @@ def test_a_damaged_archive_is_not_sent_to_the_command_that_refuses_it(
     place = content.rindex(b"PK\x01\x02")
     path.write_bytes(content[:place] + b"PK__" + content[place + 4 :])
     result = run_cli("convert", path)
-    assert result.code == 4 and "is not a complete PyTorch checkpoint (BadZipFile)" in result.message
+    assert result.code == 4 and "is not a complete PyTorch checkpoint (BadZipFile: " in result.message
     assert "Copy or download it again" in result.hint and "driftlens convert" not in result.hint

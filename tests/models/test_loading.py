@@ -25,7 +25,6 @@ from driftlens.checkpoints.loading import (
     read_config,
 )
 from driftlens.checkpoints.sources import StateSource, check_finite, content_digest, module_source, renamed
-from driftlens.checkpoints.weight_files import SAFE_TORCH, torch_version
 from driftlens.cli import main
 from tests.models.writing import Weights, write_mergekit
 
@@ -125,7 +124,7 @@ def test_what_is_read_is_what_was_saved(form: str, weights: Weights, tmp_path: p
 
 @pytest.mark.parametrize("nest", [None, "state_dict"])
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_before_torch_withstood_hostile_files_its_own_reader_is_not_let_at_them(
+def test_the_reader_of_torch_itself_is_let_at_no_file(
     weights: Weights, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, prefix: str, nest: str | None
 ) -> None:
     path = tmp_path / "w.pt"
@@ -136,13 +135,9 @@ def test_before_torch_withstood_hostile_files_its_own_reader_is_not_let_at_them(
         raise AssertionError("torch has read it")
 
     monkeypatch.setattr(torch, "load", load)
-    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     source = open_checkpoint(path)
     assert list(source.headers) == list(weights)
     assert all(torch.equal(source.read(key), value) for key, value in weights.items())
-    monkeypatch.setattr(torch, "__version__", "2.10.0a0+git1")
-    with pytest.raises(CheckpointError):
-        open_checkpoint(path)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -257,14 +252,7 @@ def test_code_in_a_file_is_refused_and_not_run(save: Callable[..., None], tmp_pa
         open_checkpoint(path)
     assert not mark.exists()
     assert "convert it" in refusal.value.hint
-    if save is not save_pickled:
-        assert refusal.value.context["found"] == "posix.mkdir"
-
-
-by_torch_itself = pytest.mark.skipif(
-    torch_version() < SAFE_TORCH,
-    reason="an older torch is not let at files; `convert` reads them, in other words",
-)
+    assert refusal.value.context["found"] == "posix.mkdir"
 
 
 def pickled_model(weights: Weights) -> nn.Module:
@@ -273,18 +261,11 @@ def pickled_model(weights: Weights) -> nn.Module:
     return module
 
 
-@by_torch_itself
-@pytest.mark.parametrize(
-    "wrap",
-    [pickled_model, lambda weights: {"state_dict": weights, "options": pathlib.PurePosixPath("x")}],
-    ids=["model", "training_checkpoint"],
-)
 def test_the_command_in_the_hint_converts_the_file(
-    wrap: Callable[[Weights], object],
     tmp_path: pathlib.Path,
     weights: Weights,
 ) -> None:
-    torch.save(wrap(weights), tmp_path / "it's $w.pt")
+    torch.save(pickled_model(weights), tmp_path / "it's $w.pt")
     with pytest.raises(CheckpointError) as refusal:
         open_checkpoint(tmp_path / "it's $w.pt")
     command = shlex.split(refusal.value.hint.splitlines()[-1])
@@ -296,7 +277,6 @@ def test_the_command_in_the_hint_converts_the_file(
     assert all(torch.equal(converted.read(key), value) for key, value in weights.items())
 
 
-@by_torch_itself
 def test_a_whole_pickled_model_is_refused_by_its_class(tmp_path: pathlib.Path) -> None:
     torch.save(nn.Linear(2, 2), tmp_path / "model.pth")
     with pytest.raises(CheckpointError, match=r"holds torch\.nn\.modules\.linear\.Linear, not only tensors"):
@@ -345,18 +325,16 @@ def test_a_git_lfs_pointer_is_refused_with_the_remedy(name: str, tmp_path: pathl
         open_checkpoint(tmp_path / name)
 
 
-@by_torch_itself
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({}, "empty state dict"),
-        ({"state_dict": {}}, "empty state dict"),
-        ([torch.zeros(2)], "holds a list"),
-        ({"a": torch.zeros(2), "b": 3}, "'b' is of type int"),
-        ({"a": {"b": torch.zeros(2)}}, "'a' is of type dict"),
-        ({"a": torch.eye(2).to_sparse()}, "'a' is a sparse tensor"),
+        ({}, "holds a dict without tensors"),
+        ({"state_dict": {}}, "holds a dict without tensors"),
+        ([torch.zeros(2)], "holds a list without tensors"),
+        ({"a": {"b": torch.zeros(2)}}, "'a' holds weights too"),
+        ({"a": torch.eye(2).to_sparse()}, "holds a sparse tensor"),
     ],
-    ids=["empty", "empty_nested", "list", "number", "nested", "sparse"],
+    ids=["empty", "empty_nested", "list", "nested", "sparse"],
 )
 def test_what_is_not_a_state_dict_is_refused(content: object, message: str, tmp_path: pathlib.Path) -> None:
     torch.save(content, tmp_path / "w.pt")

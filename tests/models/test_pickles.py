@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.base.errors import CheckpointError
-from driftlens.checkpoints import weight_files
+from driftlens.checkpoints import torch_files
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.pickles import Inert, Pickled
-from driftlens.checkpoints.weight_files import open_pickled
+from driftlens.checkpoints.pickles import Inert, Unpickled
+from driftlens.checkpoints.torch_files import open_pickled
 from tests.models.hostile import (
     Calls,
     float_storage,
@@ -98,7 +98,7 @@ def test_a_pickled_module_gives_its_state_dict_without_its_code(
         FORMS[form](module, path)
     del sys.modules["src.modeling"]
     before = set(sys.modules)
-    source = Pickled(path)
+    source = open_pickled(path)
     assert set(sys.modules) == before, "nothing is imported"
     expected = module.state_dict()
     assert list(source.headers) == list(expected)
@@ -133,7 +133,7 @@ def test_state_dicts_are_found_wherever_checkpoints_keep_them(
     }
     path = tmp_path / "w.ckpt"
     FORMS[form](wrap(state), path)
-    source = Pickled(path)
+    source = open_pickled(path)
     assert set(source.headers) == set(state)
     assert all(torch.equal(source.read(key), value) for key, value in state.items())
 
@@ -158,11 +158,11 @@ def test_weights_that_would_be_left_out_are_refused_by_name(
     state, path = {"a": torch.randn(2, 3)}, tmp_path / "w.pt"
     torch.save({"lr": 0.1, "net": wrap(state), "best_acc": torch.tensor(0.9)}, path)
     with pytest.raises(CheckpointError, match="its entry 'net' holds weights too") as refusal:
-        Pickled(path)
+        open_pickled(path)
     assert "under one of state_dict" in refusal.value.hint
     optimizer = {"state": {0: {"momentum_buffer": torch.ones(2, 3)}}, "param_groups": [{"params": [0]}]}
     torch.save({**state, "optimizer": optimizer, "loss": nn.MSELoss()}, path)
-    assert set(Pickled(path).headers) == {"a"}
+    assert set(open_pickled(path).headers) == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_nothing_that_a_file_calls_is_called(wrap: Callable[[bytes], bytes], tmp
         canary.unlink()
         path.write_bytes(wrap(content))
         with pytest.raises(CheckpointError, match=r"trap\.pt") as refusal:
-            Pickled(path)
+            open_pickled(path)
         assert not canary.exists(), name
         assert "which is no part of weights" in refusal.value.message, name
         owner = refusal.value.context["found"].split(".")[0]
@@ -188,11 +188,11 @@ def test_nothing_that_a_file_calls_is_called(wrap: Callable[[bytes], bytes], tmp
 
 def test_calls_of_other_packages_are_refused_by_name_too(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "trap.pt"
-    for function in (torch.load, torch.hub.load, Pickled, getattr):
+    for function in (torch.load, torch.hub.load, Unpickled, getattr):
         path.write_bytes(pickle.dumps({"w": Calls(function, str(tmp_path / "other.pt"))}))
         name = f"{function.__module__}.{function.__qualname__}"
         with pytest.raises(CheckpointError, match=f"it uses {name}, which is no part of weights"):
-            Pickled(path)
+            open_pickled(path)
 
 
 FOUR = {"data/0": bytes(16)}
@@ -218,10 +218,10 @@ def test_storages_that_do_not_hold_the_tensor_are_refused(
 ) -> None:
     path = tmp_path / "w.pt"
     path.write_bytes(in_archive(tensor_pickle(fine=rebuilt(float_storage(), 0, (4,), (1,))), records))
-    assert torch.equal(Pickled(path).read("fine"), torch.zeros(4))
+    assert torch.equal(open_pickled(path).read("fine"), torch.zeros(4))
     path.write_bytes(in_archive(tensor_pickle(odd=tensor), records))
     with pytest.raises(CheckpointError, match=words):
-        Pickled(path)
+        open_pickled(path)
 
 
 _DEEP = b"K\x01\x85" + b"q\x00h\x00\x86" * 20
@@ -278,7 +278,7 @@ def test_files_made_to_exhaust_a_machine_are_refused(tmp_path: pathlib.Path) -> 
     for name, (content, words) in cases.items():
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=words):
-            Pickled(path)
+            open_pickled(path)
             pytest.fail(name)
 
 
@@ -290,7 +290,7 @@ def _repeated(called: bytes, given: bytes, opcode: bytes) -> bytes:
 def test_what_unfolds_without_end_is_stopped_elsewhere(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_files, "SECONDS", 0.5)
+    monkeypatch.setattr(torch_files, "SECONDS", 0.5)
     path, names = tmp_path / "bomb.pt", dict.fromkeys(map(str, range(50)))
     items = b"N" * 400_000
     cases = {
@@ -338,7 +338,7 @@ def test_a_file_cut_short_or_changed_is_refused_and_never_run(form: str, tmp_pat
     for damaged in (*cut, *changed):
         path.write_bytes(damaged)
         try:
-            source = Pickled(path)
+            source = open_pickled(path)
             tensors = {key: source.read(key) for key in source.headers}
         except CheckpointError as error:
             assert str(path) in error.message and error.hint
@@ -355,7 +355,31 @@ def test_what_holds_no_weights_is_refused(tmp_path: pathlib.Path) -> None:
     ):
         path.write_bytes(pickle.dumps(content))
         with pytest.raises(CheckpointError, match=words):
-            Pickled(path)
+            open_pickled(path)
     path.write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(CheckpointError, match="Git LFS pointer"):
-        Pickled(path)
+        open_pickled(path)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.uint16, torch.uint64, torch.bool],
+    ids=str,
+)
+def test_every_type_of_number_is_read(dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
+    state = {"a": torch.tensor([0, 1, 2, 0, 5, 1]).to(dtype).reshape(2, 3), "b": torch.ones(1).to(dtype)}
+    torch.save(state, tmp_path / "w.pt")
+    source = open_checkpoint(tmp_path / "w.pt")
+    for key, value in state.items():
+        read = source.read(key)
+        assert (read.dtype, read.shape) == (value.dtype, value.shape)
+        assert torch.equal(read.view(torch.uint8), value.view(torch.uint8))
+    assert torch.equal(source.read("a", (1, 2)).view(torch.uint8), state["a"][1:2].view(torch.uint8))
+
+
+def test_what_is_read_is_mapped_and_writing_to_it_leaves_the_file(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "w.pt"
+    torch.save({"a": torch.arange(6.0)}, path)
+    before, source = path.read_bytes(), open_checkpoint(path)
+    source.read("a").zero_()
+    assert path.read_bytes() == before and torch.equal(open_checkpoint(path).read("a"), torch.arange(6.0))

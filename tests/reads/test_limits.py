@@ -13,7 +13,7 @@ from PIL import Image
 
 import driftlens.cli as cli
 from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.checkpoints import guarded, loading, pickles, tokenizer_files, weight_files
+from driftlens.checkpoints import guarded, loading, pickles, tokenizer_files, torch_files
 from driftlens.checkpoints.loading import read_config
 from driftlens.data import webdataset
 from driftlens.data.image_folder import read_image
@@ -95,9 +95,9 @@ LIMITS: dict[str, tuple[str, str]] = {
         f"files; texts that grow {tokenizer_files.MOST_GROWTH} times",
         "models/test_tokenizer_files.py::test_what_would_exhaust_a_machine_is_refused_before_it_is_built",
     ),
-    "pickle in `convert`": (
-        f"{weight_files.SECONDS:g} seconds of the processor, {guarded.MOST_MEMORY >> 20} MiB and "
-        f"{weight_files.MEMORY_PER_BYTE} times its bytes, names of {pickles.LONGEST_NAME:,} characters; tensors of "
+    "pickle in a PyTorch file": (
+        f"{torch_files.SECONDS:g} seconds of the processor, {guarded.MOST_MEMORY >> 20} MiB and "
+        f"{torch_files.MEMORY_PER_BYTE} times its bytes, names of {pickles.LONGEST_NAME:,} characters; tensors of "
         "four times the file's bytes",
         "models/test_pickles.py::test_what_unfolds_without_end_is_stopped_elsewhere",
     ),

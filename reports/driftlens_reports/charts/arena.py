@@ -46,10 +46,10 @@ def _beside(made: pd.DataFrame) -> list[str]:
 
 def _ticks(seconds: pd.Series[float]) -> list[float]:
     """1, 2 and 5 of every power of ten around the values; plotly itself writes 20 as 2."""
-    found = seconds[seconds > 0]
-    if found.empty:
+    positive = seconds[seconds > 0]
+    if positive.empty:
         return []
-    first, last = (math.floor(math.log10(end)) for end in (found.min(), found.max()))
+    first, last = (math.floor(math.log10(end)) for end in (positive.min(), positive.max()))
     digits = (1, 2, 5) if last - first < 3 else (1,)
     return [float(f"{digit}e{power}") for power in range(first - 1, last + 2) for digit in digits]
 
@@ -105,12 +105,12 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     ticks = {"tickvals": at, "ticktext": [f"{second:,.10g}" for second in at]}
     figure.update_xaxes(title_text="seconds of calibrating", type="log", **ticks)
     figure.update_yaxes(title_text="mean score over tasks", tickformat=theme.TICK_SHARE)
-    told = words.joined(
+    scores = words.joined(
         [f"{name} {score:.1%}" for name, score in zip(rows["model"], rows["score"], strict=True)]
     )
     return Drawn(
         figure,
-        alt=f"Mean score: {told}. Calibrating took {made['seconds'].min():.3g} to {made['seconds'].max():.3g} s.",
+        alt=f"Mean score: {scores}. Calibrating took {made['seconds'].min():.3g} to {made['seconds'].max():.3g} s.",
         data=rows,
         notes=(f"{int(rows['n'].max())} test samples; one draw of calibration samples.",),
     )

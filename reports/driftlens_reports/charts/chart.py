@@ -162,9 +162,9 @@ class Chart:
             return self.lacks(run, options)
         if self.rows is None:
             return lacking(run, options, *self.needs)
-        found = self.rows(run, options)
-        needed = [name for name in self.needs[1] if name in found]
-        if len(found) and (not needed or found[needed].notna().any(axis=None)):
+        drawable = self.rows(run, options)
+        needed = [name for name in self.needs[1] if name in drawable]
+        if len(drawable) and (not needed or drawable[needed].notna().any(axis=None)):
             return None
         reason = "" if self.also else lacking(run, options, *self.needs)
         return reason or absent(*self.needs, also=self.also)
@@ -199,9 +199,9 @@ def chart(name: str, **declared: Any) -> Callable[[Render], Render]:
     return file
 
 
-def by_rank(found: Iterable[Chart]) -> list[Chart]:
+def by_rank(entries: Iterable[Chart]) -> list[Chart]:
     """Charts in the order in which a reader meets them."""
-    return sorted(found, key=lambda entry: (entry.rank, entry.name))
+    return sorted(entries, key=lambda entry: (entry.rank, entry.name))
 
 
 def parts_of(page: str) -> dict[str, list[str]]:

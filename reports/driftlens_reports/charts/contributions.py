@@ -103,12 +103,12 @@ def stacked(rows: pd.DataFrame) -> pd.DataFrame:
     The remainder is a row of its own behind the head, with role `remainder` and no layer.
     """
     stacks = []
-    for _, own in rows.groupby(["task", "variant"], sort=False):
-        heads = own[own["remainder_share"].notna()]
-        remainder = heads.drop(columns=with_ends(own, CONTRIBUTED)).assign(
+    for _, layers in rows.groupby(["task", "variant"], sort=False):
+        heads = layers[layers["remainder_share"].notna()]
+        remainder = heads.drop(columns=with_ends(layers, CONTRIBUTED)).assign(
             **{CONTRIBUTED: heads["remainder_share"], "role": REST, "path": "", "layer": pd.NA}
         )
-        parts = [part for part in (own[own[CONTRIBUTED].notna()], remainder) if len(part)]
+        parts = [part for part in (layers[layers[CONTRIBUTED].notna()], remainder) if len(part)]
         segments = pd.concat(parts or [remainder])
         values = segments[CONTRIBUTED].astype(float)
         stacks.append(segments.assign(start=values.groupby(values < 0).cumsum() - values))

@@ -158,9 +158,9 @@ def next_token_divergence(run: DriftRun, options: ChartOptions) -> Drawn:
     ends = spread(samples, "token_kl")
     rows = means.merge(ends, on=["task", "variant"]).rename(columns={"mean": column, "size": "n"})
     title, said = "mean KL divergence of the next token (nat)", "10 % to 90 % quantiles over samples"
-    told = words.worst_tasks(rows, column, number)
+    worst = words.worst_tasks(rows, column, number)
     figure = task_figure(run, rows, column, title, interval=said, dark=options.dark)
-    alt = f"Mean divergence of the next token in nats, worst task of each variant: {told}."
+    alt = f"Mean divergence of the next token in nats, worst task of each variant: {worst}."
     return Drawn(
         figure, alt, rows, (f"Whiskers: {said}.", *words.table_notes(run, samples, over_tasks=False))
     )
@@ -192,7 +192,7 @@ def flips(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _histogram(samples)
 
     def bars(part: pd.DataFrame, outcome: str) -> dict[str, Any]:
-        told = zip(part["from"], part["to"], part[_FLIPPED], part[_FLIPPED] + part[_KEPT], strict=True)
+        counts = zip(part["from"], part["to"], part[_FLIPPED], part[_FLIPPED] + part[_KEPT], strict=True)
         return {
             "x": part["middle"].tolist(),
             "y": part[outcome].tolist(),
@@ -200,7 +200,7 @@ def flips(run: DriftRun, options: ChartOptions) -> Drawn:
             "text": [
                 f"margin {number(low)} to {number(high)}<br>"
                 f"{flipped} of {words.counted(count, 'sample')} flipped"
-                for low, high, flipped, count in told
+                for low, high, flipped, count in counts
             ],
             "textposition": "none",
             "hovertemplate": f"%{{text}}<extra>{outcome}</extra>",
@@ -221,15 +221,15 @@ def _histogram(samples: pd.DataFrame) -> pd.DataFrame:
     """Kept and flipped samples by variant and margin, in bins of one width that start at 0."""
     top = float(samples["margin"].max()) or 1.0
     edges = np.linspace(0, top, _BINS + 1)
-    found = []
+    bins = []
     for variant, part in samples.groupby("variant", sort=False):
         counts = {
             outcome: np.histogram(part.loc[part["flipped"] == flips, "margin"], edges)[0]
             for outcome, flips in ((_KEPT, False), (_FLIPPED, True))
         }
         ends = {"from": edges[:-1], "to": edges[1:], "middle": (edges[:-1] + edges[1:]) / 2}
-        found.append(pd.DataFrame({"variant": variant, **ends, **counts, _SHARE: part["flipped"].mean()}))
-    return pd.concat(found, ignore_index=True)
+        bins.append(pd.DataFrame({"variant": variant, **ends, **counts, _SHARE: part["flipped"].mean()}))
+    return pd.concat(bins, ignore_index=True)
 
 
 def reliability(confidence: NDArray[np.float64], is_right: NDArray[np.bool_]) -> pd.DataFrame:
@@ -269,15 +269,15 @@ def _believed(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 def _reliabilities(samples: pd.DataFrame) -> pd.DataFrame:
     """The bins of the expert and of every variant, with each network's calibration error."""
     # Every variant's rows repeat what the expert said of the same samples.
-    own = samples.drop_duplicates(["task", "sample_id"])
-    told = {"expert": (own, "expert_pred", "confidence_expert")}
-    told |= {name: (part, "pred", "confidence") for name, part in samples.groupby("variant", sort=False)}
-    found = []
-    for variant, (rows, answer, confidence) in told.items():
+    once = samples.drop_duplicates(["task", "sample_id"])
+    networks = {"expert": (once, "expert_pred", "confidence_expert")}
+    networks |= {name: (part, "pred", "confidence") for name, part in samples.groupby("variant", sort=False)}
+    diagrams = []
+    for variant, (rows, answer, confidence) in networks.items():
         is_right = (rows[answer] == rows["label"]).to_numpy(dtype=bool)
         bins = reliability(rows[confidence].to_numpy(dtype=float), is_right)
-        found.append(bins.assign(variant=variant, **{_ERROR: expected_calibration_error(bins)}))
-    return pd.concat(found, ignore_index=True)
+        diagrams.append(bins.assign(variant=variant, **{_ERROR: expected_calibration_error(bins)}))
+    return pd.concat(diagrams, ignore_index=True)
 
 
 @chart(
@@ -329,13 +329,13 @@ def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
     figure.update_yaxes(range=reach, tickformat=theme.TICK_SHARE, title_text="accuracy in the bin (%)", col=1)
     figure.update_yaxes(title_text="samples (count)", rangemode="tozero", col=2)
     errors = rows.drop_duplicates("variant")
-    told = words.by_variant(zip(errors["variant"], errors[_ERROR].map(number), strict=True))
+    errors_said = words.by_variant(zip(errors["variant"], errors[_ERROR].map(number), strict=True))
     return Drawn(
         figure,
-        alt=f"Reliability diagram. Expected calibration error: {told}.",
+        alt=f"Reliability diagram. Expected calibration error: {errors_said}.",
         data=rows[["variant", *(name for name in rows if name != "variant")]],
         notes=(
-            f"Expected calibration error over {CONFIDENCE_BINS} bins of equal width: {told}.",
+            f"Expected calibration error over {CONFIDENCE_BINS} bins of equal width: {errors_said}.",
             *words.table_notes(run, samples),
         ),
     )

@@ -160,12 +160,12 @@ def _task_cells(
         places[layers[-1] + 1] = beyond
     texts = pd.DataFrame([[f"{words.literal(task)}, {place}" for place in places.values()] for task in tasks])
     said = marks.interval_texts(rows, f"{column} low", f"{column} high")
-    for variant, own in rows.assign(interval=said).groupby("variant", sort=False):
-        table = own.pivot(index="task", columns="layer", values=[column, "interval"]).reindex(tasks)
+    for variant, part in rows.assign(interval=said).groupby("variant", sort=False):
+        table = part.pivot(index="task", columns="layer", values=[column, "interval"]).reindex(tasks)
         values = table[column].reindex(columns=list(places))
         more = table["interval"].fillna("").reindex(columns=list(places), fill_value="")
         if beyond:
-            values[layers[-1] + 1] = own.groupby("task")[beyond].max()
+            values[layers[-1] + 1] = part.groupby("task")[beyond].max()
         cells.append(Cells(words.shown(str(variant)), values, texts, more=more if any(said) else None))
     return draw_cells(run, cells, [shades], y_title="task (name)", beyond=beyond, dark=dark)
 
@@ -338,8 +338,8 @@ def calibration_log(run: DriftRun, options: ChartOptions) -> Drawn:
         top = max(least, rows[measure].astype(float).max()) or 1.0
         colours = theme.palette(options.dark).sequential
         scales.append(Scale(title, 0.0, top, colours, lambda value: f"{value:.2g}", theme.NUMBER))
-        for name, own in rows.groupby("name", sort=False):
-            table = own.pivot(index="site in block", columns="layer", values=[measure, "text"]).reindex(sites)
+        for name, log in rows.groupby("name", sort=False):
+            table = log.pivot(index="site in block", columns="layer", values=[measure, "text"]).reindex(sites)
             texts, above = table["text"].fillna(""), f"{words.label(str(name))}: {title}"
             cells.append(Cells(above, table[measure], texts, f"{title} ", scale=len(scales) - 1))
     kept = [

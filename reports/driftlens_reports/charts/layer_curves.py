@@ -108,9 +108,9 @@ def draw_curves(
     )
     opacity = min(0.14, 0.5 / max(1, len(shown)))  # the more bands lie over one another, the less
     brush = Brush(variants or run.variants, dark)
-    for (task, _), own in rows.groupby(["task", "variant"], sort=False):
+    for (task, _), line in rows.groupby(["task", "variant"], sort=False):
         for column, (kind, at) in enumerate(parts):
-            kept = own if at == "whole" else own[(own["layer"] == last) == (at == "head")]
+            kept = line if at == "whole" else line[(line["layer"] == last) == (at == "head")]
             grid.add(tasks.index(task) * len(parts) + column, *kind.traces(kept, brush, opacity=opacity))
     for border in panels.borders(rows):
         grid.add_line("x", border)

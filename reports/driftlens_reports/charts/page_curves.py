@@ -112,13 +112,13 @@ def _over_tasks(
     return figure, means
 
 
-def running_curve(run: DriftRun, name: str, found: Mapping[int, float], *, dark: bool) -> Drawn:
+def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark: bool) -> Drawn:
     """Mean drift by layer: one line for the merged model, one for the calibration as far as it has come.
 
     Args:
         run: the run that is being calibrated.
         name: of the calibration; the run need not have it yet.
-        found: the calibrated model's mean drift behind each finished layer, by layer index.
+        drifts: the calibrated model's mean drift behind each finished layer, by layer index.
         dark: which theme.
 
     Raises:
@@ -126,7 +126,7 @@ def running_curve(run: DriftRun, name: str, found: Mapping[int, float], *, dark:
     """
     measured, variant = run.layers(), calibrated(name)
     merged = measured[measured["variant"] == "merged"].groupby("layer")["drift_l2_mean"].mean()
-    lines = {"merged": merged, variant: pd.Series(found, dtype=float).sort_index()}
+    lines = {"merged": merged, variant: pd.Series(drifts, dtype=float).sort_index()}
     rows = pd.concat([line.rename_axis("layer").rename(_MEAN) for line in lines.values()], keys=lines)
     rows = _placed(run, rows.rename_axis(["variant", "layer"]).reset_index())
     rows = rows.fillna({"role": "layer", "path": ""}).assign(task="mean over tasks")
@@ -137,11 +137,11 @@ def running_curve(run: DriftRun, name: str, found: Mapping[int, float], *, dark:
     figure = draw_curves(run, rows, kind, dark=dark, variants=known, titles=[""])
     figure.layout.uirevision = f"{run.id} running {name}"
     said = "No layer is calibrated yet."
-    if found:
-        layer = max(found)
+    if drifts:
+        layer = max(drifts)
         before = f", merged {number(float(merged[layer]))}" if layer in merged else ""
-        done = f"{counted(len(found), 'layer')} of {len(run.manifest.layers)}"
-        said = f"{done} so far; at {run.layer_name(layer)}: calibrated {number(found[layer])}{before}."
+        done = f"{counted(len(drifts), 'layer')} of {len(run.manifest.layers)}"
+        said = f"{done} so far; at {run.layer_name(layer)}: calibrated {number(drifts[layer])}{before}."
     return Drawn(
         figure,
         alt=f"Mean drift by layer while the calibration runs. {said}",
@@ -203,11 +203,11 @@ def sample_curves(run: DriftRun, task: str, sample_id: str, options: ChartOption
     )
 
 
-def change_curves(found: Comparison, *, dark: bool) -> Drawn:
+def change_curves(comparison: Comparison, *, dark: bool) -> Drawn:
     """Change of mean drift by layer, after minus before: one panel per task, one line per compared pair."""
-    run = found.after
+    run = comparison.after
     # The compared layers as rows of a layer table, each pair under the name of the variant after.
-    rows = found.layers.rename(columns={"after": "variant", "drift_change": _CHANGE})
+    rows = comparison.layers.rename(columns={"after": "variant", "drift_change": _CHANGE})
     roles = {entry.index: entry.role for entry in run.manifest.layers}
     rows = rows.assign(role=rows["layer"].map(roles))
     kind = Curves(_CHANGE, "change of L2 drift (feature units)", {"tickformat": TICK_NUMBER}, line=0.0)
@@ -219,10 +219,10 @@ def change_curves(found: Comparison, *, dark: bool) -> Drawn:
             f"At the last layer it falls in {fewer} of {len(change)} comparisons; the mean change is {mean}."
         )
     figure = draw_curves(run, rows, kind, dark=dark)
-    figure.layout.uirevision = f"{found.before.id} {found.after.id} {found.pairs}"
+    figure.layout.uirevision = f"{comparison.before.id} {comparison.after.id} {comparison.pairs}"
     return Drawn(
         figure,
         alt=f"Change of mean drift by layer. {said}",
-        data=found.layers,
+        data=comparison.layers,
         notes=("Mean over diagnosis samples, after minus before: below zero is an improvement.",),
     )

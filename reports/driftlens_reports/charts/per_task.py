@@ -37,12 +37,12 @@ def with_average(
     if len(tasks) < 2:
         return rows
     means = []
-    for variant, own in rows.groupby("variant", sort=False):
-        mean = {column: float(own[column].mean()) if own[column].count() == len(tasks) else None}
+    for variant, part in rows.groupby("variant", sort=False):
+        mean = {column: float(part[column].mean()) if part[column].count() == len(tasks) else None}
         if has_intervals and mean[column] is not None:
-            ends = own[[column, "low", "high"]].astype(float).to_numpy()
-            found = mean_over_tasks([Interval(*row) for row in ends])
-            mean |= {"low": found.low, "high": found.high}
+            ends = part[[column, "low", "high"]].astype(float).to_numpy()
+            over_tasks = mean_over_tasks([Interval(*row) for row in ends])
+            mean |= {"low": over_tasks.low, "high": over_tasks.high}
         means.append({"task": AVERAGE, "variant": variant, **mean})
     added = pd.DataFrame(means)
     kinds = {name: rows[name].dtype for name in added if name not in ("task", "variant")}
@@ -66,23 +66,23 @@ def task_figure(
     """
     figure, brush = go.Figure(), Brush(run.variants, dark)
     write, form = (percent, theme.SHARE) if as_bars else (number, theme.NUMBER)
-    for name, own in rows.groupby("variant", sort=False):
+    for name, of_variant in rows.groupby("variant", sort=False):
         # Apart by whether they have whiskers: plotly draws a missing one as one of no length.
-        has = own["low"].notna() if "low" in own else pd.Series(False, index=own.index)
-        for part in (part for part in (own[has], own[~has]) if len(part)):
+        has = of_variant["low"].notna() if "low" in of_variant else pd.Series(False, index=of_variant.index)
+        for part in (part for part in (of_variant[has], of_variant[~has]) if len(part)):
             tasks = [words.literal(str(task)) for task in part["task"]]
             ends = (part["low"], part["high"]) if has[part.index[0]] else None
-            told: dict[str, Any] = {
+            hover: dict[str, Any] = {
                 "offsetgroup": str(name),
                 "text": tasks,
                 "customdata": marks.interval_texts(part, "low", "high", interval, write),
                 "hovertemplate": f"%{{text}}<br>{column} %{{y:{form}}}%{{customdata}}",
             }
             if as_bars:
-                trace = brush.bars(str(name), tasks, part[column], ends, **told)
+                trace = brush.bars(str(name), tasks, part[column], ends, **hover)
             else:
                 trace = brush.line(
-                    str(name), tasks, part[column], ends, mode="markers", marker_size=9, **told
+                    str(name), tasks, part[column], ends, mode="markers", marker_size=9, **hover
                 )
             figure.add_trace(trace)
     figure.update_layout(scattermode="group", scattergap=0.4, barmode="group", bargap=0.25, bargroupgap=0.08)
@@ -103,8 +103,8 @@ def averages_in_words(rows: pd.DataFrame, column: str, *, has_intervals: bool = 
     Where `low` and `high` are ends of 95 % intervals, they stand in parentheses behind it.
     """
     last = rows[rows["task"] == (AVERAGE if (rows["task"] == AVERAGE).any() else rows["task"].iloc[0])]
-    found = last[[column, *(["low", "high"] if has_intervals else [])]].astype(float).to_numpy().tolist()
-    texts = [estimate(Interval(*row), "number") for row in found]
+    means = last[[column, *(["low", "high"] if has_intervals else [])]].astype(float).to_numpy().tolist()
+    texts = [estimate(Interval(*row), "number") for row in means]
     return words.by_variant(zip(last["variant"], texts, strict=True))
 
 
@@ -275,8 +275,8 @@ def task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
 def _cosines(rows: pd.DataFrame, tasks: Sequence[str]) -> pd.DataFrame:
     """Mean cosines with Student's intervals, which the figure's whiskers over samples are not."""
     columns = rows[["cos_mean", "cos_std", "n"]].astype(float).fillna({"n": 0}).to_numpy().tolist()
-    found = [mean_interval(mean, std, int(n)) for mean, std, n in columns]
-    ends = {"low": [at.low for at in found], "high": [at.high for at in found]}
+    intervals = [mean_interval(mean, std, int(n)) for mean, std, n in columns]
+    ends = {"low": [at.low for at in intervals], "high": [at.high for at in intervals]}
     return with_average(rows.assign(**ends), "cos_mean", tasks, has_intervals=True)
 
 
@@ -373,9 +373,11 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     """Two panels on one axis of cosines."""
     params = _params(run, options)
     index = {layer.path: layer.index for layer in run.manifest.layers}
-    own, modules = (params[params["scope"] == scope] for scope in ("layer", "module"))
-    own = own.assign(layer=own["path"].map(index)).dropna(subset="layer").astype({"layer": int})
-    layers = _summary(picking.chosen(run, options, own), "layer")
+    by_layer, modules = (params[params["scope"] == scope] for scope in ("layer", "module"))
+    by_layer = (
+        by_layer.assign(layer=by_layer["path"].map(index)).dropna(subset="layer").astype({"layer": int})
+    )
+    layers = _summary(picking.chosen(run, options, by_layer), "layer")
     named = params[params["scope"] == "group"]
     if len(named):
         inside = named["path"]

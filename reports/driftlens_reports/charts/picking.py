@@ -97,9 +97,9 @@ def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -
         names = places.get(column.name)
         return column if names is None else pd.Series(names.get_indexer(column), index=column.index)
 
-    found = rows[rows["task"].isin(tasks) & rows["variant"].isin(variants)]
-    by = [name for name in ("task", "variant", "layer") if name in found]
-    return found.sort_values(by, key=place, kind="stable", ignore_index=True)
+    kept = rows[rows["task"].isin(tasks) & rows["variant"].isin(variants)]
+    by = [name for name in ("task", "variant", "layer") if name in kept]
+    return kept.sort_values(by, key=place, kind="stable", ignore_index=True)
 
 
 def rows_at(

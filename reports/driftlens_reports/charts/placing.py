@@ -38,7 +38,7 @@ def places(names: Sequence[str], crosses: pd.DataFrame) -> list[str]:
     across = np.stack([x[:, 1], x[:, 2], y[:, 0], y[:, 0]], axis=1)
     up = np.stack([x[:, 0], x[:, 0], y[:, 1], y[:, 2]], axis=1)
     count, ways = len(names), len(_PLACES)
-    own, mutual = np.zeros((count, ways)), np.zeros((count, ways, count, ways))
+    alone, mutual = np.zeros((count, ways)), np.zeros((count, ways, count, ways))
     others = ~np.eye(count, len(x), dtype=bool)[:, None]
     for letter, tall in _LETTERS:
         boxes = _boxes(np.array([letter * len(name) for name in names]), tall, x[:count, 0], y[:count, 0])
@@ -49,21 +49,21 @@ def places(names: Sequence[str], crosses: pd.DataFrame) -> list[str]:
         ]
         astray = np.maximum(_NEAR - np.hypot(*reach), 0)
         area = tall * letter * np.array([max(1, len(name)) for name in names])[:, None]
-        own += (
+        alone += (
             10 * beyond + (60 * astray * others).sum(-1) + (_shared(boxes, spots) * others).sum(-1) * 4 / area
         )
-        own += 7 * (_shared(boxes, across) + _shared(boxes, up)).sum(-1) / area
+        alone += 7 * (_shared(boxes, across) + _shared(boxes, up)).sum(-1) / area
         mutual += 4 * _shared(boxes, boxes.reshape(-1, 4)).reshape(mutual.shape) / area[..., None, None]
     mutual[np.arange(count), :, np.arange(count)] = 0
     mutual += mutual.transpose(2, 3, 0, 1)
     tries = []
     for start in range(ways):
-        found = np.full(count, start)
+        chosen = np.full(count, start)
         for at in [*range(count)] * _ROUNDS:
-            found[at] = (own[at] + mutual[at][:, np.arange(count), found].sum(-1)).argmin()
-        total = own[np.arange(count), found].sum()
-        total += mutual[np.arange(count)[:, None], found[:, None], np.arange(count), found].sum() / 2
-        tries.append((total, [[*_PLACES][at] for at in found]))
+            chosen[at] = (alone[at] + mutual[at][:, np.arange(count), chosen].sum(-1)).argmin()
+        total = alone[np.arange(count), chosen].sum()
+        total += mutual[np.arange(count)[:, None], chosen[:, None], np.arange(count), chosen].sum() / 2
+        tries.append((total, [[*_PLACES][at] for at in chosen]))
     return min(tries)[1]
 
 
@@ -77,8 +77,8 @@ def _boxes(wide: Array, tall: float, x: Array, y: Array) -> Array:
 
 def _shared(boxes: Array, others: Array) -> Array:
     """The area that each box shares with each of the others, lines being a hair broad."""
-    mine, low, high = boxes[..., None, :], others[:, ::2] - _HAIR / 2, others[:, 1::2] + _HAIR / 2
-    common = np.minimum(mine[..., 1::2], high) - np.maximum(mine[..., ::2], low)
+    each, low, high = boxes[..., None, :], others[:, ::2] - _HAIR / 2, others[:, 1::2] + _HAIR / 2
+    common = np.minimum(each[..., 1::2], high) - np.maximum(each[..., ::2], low)
     shared: Array = np.maximum(common, 0).prod(-1)
     return shared
 

@@ -112,15 +112,15 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
 )
 def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels with the same axes; arrows show where the samples that drift most have gone."""
-    task, found = shown_task(run, options), _projection(run, options)
-    assert found is not None  # `missing` says so before
+    task, layout = shown_task(run, options), _projection(run, options)
+    assert layout is not None  # `missing` says so before
     flips, unscored = _flips(run, task, options), []
     if options.colour == "flip" and flips.empty:
         options, unscored = replace(options, colour="role"), [_UNSCORED]
     names = ["expert", *_laid_out(run, options)]
-    rows = _samples(run, task, found.frame[found.frame["variant"].isin(names)], flips, options)
+    rows = _samples(run, task, layout.frame[layout.frame["variant"].isin(names)], flips, options)
     drawn, thinned = marks.thinned_samples(rows, options, len(names))
-    x_title, y_title = _axis_titles(found)
+    x_title, y_title = _axis_titles(layout)
     groups = _groups(drawn, options)
     grid = panels.panel_grid(
         [words.label(variants.title(variant), _TITLE) for variant in names],
@@ -135,7 +135,7 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     brush = Brush(run.variants, options.dark)
     for at, variant in enumerate(names):
         grid.add(at, *_points(drawn, variant, brush, groups, options))
-        _write_below(grid, at, x_title, found.quality, variant)
+        _write_below(grid, at, x_title, layout.quality, variant)
     for name, marker in groups.items():
         entry = {"x": [None], "y": [None], "mode": "markers", "marker": {**marker, "size": 8}}
         grid.figure.add_scatter(**entry, name=name, legendgroup=name)
@@ -144,15 +144,15 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     moved = _draw_ways(grid, names, rows, options)
     grid.set_axes(x=_BARE, y=_BARE)
     grid.figure.update_layout(margin_l=48, yaxis={"scaleanchor": "x"})
-    quality = found.quality[["variant", *_QUALITY]].rename(columns=_QUALITY)
+    quality = layout.quality[["variant", *_QUALITY]].rename(columns=_QUALITY)
     others = quality[quality["variant"].isin(names[1:])]
     said = words.by_variant(zip(others["variant"], others["mean cosine"].map(number), strict=True))
     return Drawn(
         grid.figure,
-        alt=f"{found.method} layout of the {picking.feature_name(run, options)} on {task}. "
+        alt=f"{layout.method} layout of the {picking.feature_name(run, options)} on {task}. "
         f"Mean cosine to the expert: {said}.",
         data=drawn.merge(quality, on="variant", how="left"),
-        notes=(*thinned, *moved, *unscored, *_notes(run, options, task, found)),
+        notes=(*thinned, *moved, *unscored, *_notes(run, options, task, layout)),
     )
 
 
@@ -206,10 +206,10 @@ def _points(
         yield trace
 
 
-def _axis_titles(found: Projection) -> tuple[str, str]:
-    if found.explained_variance is None:
-        return f"{found.method} 1 (no unit)", f"{found.method} 2 (no unit)"
-    first, second = (words.literal(percent(share)) for share in found.explained_variance)
+def _axis_titles(layout: Projection) -> tuple[str, str]:
+    if layout.explained_variance is None:
+        return f"{layout.method} 1 (no unit)", f"{layout.method} 2 (no unit)"
+    first, second = (words.literal(percent(share)) for share in layout.explained_variance)
     return f"PC 1 ({first} of variance)", f"PC 2 ({second} of variance)"
 
 
@@ -260,8 +260,8 @@ def _draw_ways(grid: panels.Grid, names: list[str], rows: pd.DataFrame, options:
     return [f"Arrows: from the expert's place, the {many} that {leading} moves farthest."] if ids else []
 
 
-def _notes(run: DriftRun, options: ChartOptions, task: str, found: Projection) -> list[str]:
-    notes = [f"Task {task}; {words.counted(int(found.quality['n'].max()), 'diagnosis sample')}."]
+def _notes(run: DriftRun, options: ChartOptions, task: str, layout: Projection) -> list[str]:
+    notes = [f"Task {task}; {words.counted(int(layout.quality['n'].max()), 'diagnosis sample')}."]
     if len(picking.chosen_tasks(run, options)) > 1:
         notes.append(
             "Of the chosen tasks, the one with the largest drift is shown; choose one task to see another."
@@ -272,13 +272,13 @@ def _notes(run: DriftRun, options: ChartOptions, task: str, found: Projection) -
         notes.append(
             f"Only samples of the classes {', '.join(options.classes)}; the layout is that of all samples."
         )
-    count = found.frame["label"].nunique()
+    count = layout.frame["label"].nunique()
     if options.colour == "class" and count == 0:
         notes.append("The samples have no labels, so that classes have no colours.")
     if options.colour == "class" and count > _MOST_NAMED:
         classes = words.counted(count, "class", "classes")
         notes.append(f"{classes}, told apart by colour and symbol; hovering names them.")
-    notes += [f"{text}." for text in found.notes]
+    notes += [f"{text}." for text in layout.notes]
     return [*notes, _INDICATIVE, *words.overlap_notes(run)]
 
 

@@ -96,12 +96,12 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         vertical_spacing=_GAP / inner if len(measures) > 1 else 0,
         horizontal_spacing=0.03,
     )
-    found = []
+    curves = []
     for down, measure in enumerate(measures, start=1):
         for across, setting in enumerate(settings, start=1):
             points = _by_task(rows[rows["sweep"] == setting], setting, measure.column)
             points["is default"] = points[setting] == default_of(run, setting)
-            found.append(points)
+            curves.append(points)
             is_first = down == across == 1
             for trace in _traces(points, setting, measure, options.dark, legend=is_first):
                 figure.add_trace(trace, row=down, col=across)
@@ -120,13 +120,13 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     for down, measure in enumerate(measures, start=1):
         figure.update_yaxes(tickformat=measure.tick, row=down)
         figure.update_yaxes(title_text=measure.title, row=down, col=1)
-    data = pd.concat(found, ignore_index=True)
+    data = pd.concat(curves, ignore_index=True)
     first, main = measures[0], main_task(data)
     means = data[(data["measure"] == first.column) & (data["task"] == main) & data["mean"].notna()]
     # The lowest and the highest mean of each sweep, with the setting's value there.
     said = [
-        words.span(own, "mean", lambda row, at=str(name): f"{number(row['mean'])} at {at} {row[at]:g}")
-        for name, own in means.groupby("sweep", sort=False)
+        words.span(sweep, "mean", lambda row, at=str(name): f"{number(row['mean'])} at {at} {row[at]:g}")
+        for name, sweep in means.groupby("sweep", sort=False)
     ]
     alt = f"Sweeps of {', '.join(settings)}; {first.title}, {main}: {words.joined(said)}."
     return Drawn(figure, alt, data, tuple(_notes(run, rows)))
@@ -167,26 +167,26 @@ def draw_samples(run: DriftRun, options: ChartOptions) -> Drawn:
     tasks, methods = picking.chosen_tasks(run, options), [*rows["method"].unique()]
     measures = [measure for measure in swept.MEASURES if rows[measure].notna().any()]
     figure = make_subplots(len(measures), 1, shared_xaxes=True, vertical_spacing=0.06)
-    found = []
+    curves = []
     made, models = (Brush(names, options.dark) for names in ([*map(calibrated, methods)], run.variants))
     for down, measure in enumerate(measures, start=1):
         lines = []
-        for name, own in rows.groupby("method", sort=False):
-            points = over_seeds(own, "n", measure, len(tasks)).drop(columns=["n_test", "std over seeds"])
+        for name, part in rows.groupby("method", sort=False):
+            points = over_seeds(part, "n", measure, len(tasks)).drop(columns=["n_test", "std over seeds"])
             points = points.rename(columns={"mean": "value", "seeds": "draws"})
             ends = points["low"], points["high"]
             lines.append(made.line(calibrated(str(name)), points["n"], points["value"], ends, name=name))
-            found.append(points.assign(method=name, measure=measure))
+            curves.append(points.assign(method=name, measure=measure))
         for name in swept.LEVELS:
             level = dict.fromkeys(("value", "low", "high"), swept.level(run, name, measure, tasks))
             points = pd.DataFrame({"n": [rows["n"].min(), rows["n"].max()], **level})
             lines.append(models.line(name, points["n"], points["value"], mode="lines", line_dash="dot"))
-            found.append(points.assign(method=name, measure=measure))
+            curves.append(points.assign(method=name, measure=measure))
         figure.add_traces(lines, rows=down, cols=1)
         figure.update_yaxes(title_text=swept.MEASURES[measure][0], row=down)
     theme.apply_theme(figure, height=len(measures) * _PANEL + _TOP + _BOTTOM, dark=options.dark)
     figure.update_xaxes(type="log", title_text=_SETTINGS["n"])
-    data = pd.concat(found, ignore_index=True)
+    data = pd.concat(curves, ignore_index=True)
     best = (
         data[(data["measure"] == measures[0]) & data["method"].isin(methods)].groupby("method")["value"].max()
     )
@@ -232,15 +232,15 @@ def _calibrations(
     run: DriftRun, setting: str, measure: _Measure, tasks: Sequence[str], dark: bool
 ) -> go.Scatter:
     """What the run's own calibrations by FeatCal reached, whatever else they were set to."""
-    found = [
+    values = [
         (name, max(info.samples.values(), default=0) if setting == "n" else info.settings.get(setting))
         for name, info in run.manifest.calibrations.items()
         if info.method == "featcal" and calibrated(name) in run.variants
     ]
     return go.Scatter(
-        x=[at for _, at in found],
-        y=[swept.level(run, calibrated(name), measure.column, tasks) for name, _ in found],
-        text=[words.literal(name) for name, _ in found],
+        x=[at for _, at in values],
+        y=[swept.level(run, calibrated(name), measure.column, tasks) for name, _ in values],
+        text=[words.literal(name) for name, _ in values],
         name="this run's calibrations",
         legendgroup="calibrations",
         mode="markers",
@@ -254,10 +254,10 @@ def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> go.Scatter:
     x: list[float | None] = []
     y: list[float | None] = []
     text: list[str] = []
-    for task, own in points.groupby("task", sort=False):
-        x += [*own[setting].tolist(), None]
-        y += [*marks.gapped(own["mean"]), None]
-        text += [words.literal(str(task))] * (len(own) + 1)
+    for task, curve in points.groupby("task", sort=False):
+        x += [*curve[setting].tolist(), None]
+        y += [*marks.gapped(curve["mean"]), None]
+        text += [words.literal(str(task))] * (len(curve) + 1)
     return go.Scatter(
         x=x[:-1],
         y=y[:-1],
@@ -301,7 +301,7 @@ def over_seeds(rows: pd.DataFrame, setting: str, measure: str, tasks: int = 1) -
 def _by_task(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:
     """The points of every task; of more than one, their mean is a task of its own."""
     rows, tasks = rows.astype({setting: float}), rows["task"].nunique()
-    parts = {str(task): over_seeds(own, setting, measure) for task, own in rows.groupby("task")}
+    parts = {str(task): over_seeds(of_task, setting, measure) for task, of_task in rows.groupby("task")}
     parts |= {AVERAGE: over_seeds(rows, setting, measure, tasks)} if tasks > 1 else {}
     points = pd.concat([part.assign(task=task) for task, part in sorted(parts.items())], ignore_index=True)
     columns = ["task", setting, "mean", "std over seeds", "seeds"]
@@ -320,7 +320,7 @@ def default_of(run: DriftRun, setting: str) -> float | None:
     values = set(rows.loc[~is_varied, setting].dropna().astype(float))
     if not values:
         infos = run.manifest.calibrations.values()
-        told = [count for info in infos for count in info.samples.values()] if setting == "n" else []
-        told = told or [info.settings.get(setting) for info in infos]
-        values = {float(value) for value in told if isinstance(value, int | float)}
+        given = [count for info in infos for count in info.samples.values()] if setting == "n" else []
+        given = given or [info.settings.get(setting) for info in infos]
+        values = {float(value) for value in given if isinstance(value, int | float)}
     return values.pop() if len(values) == 1 else None

@@ -86,8 +86,9 @@ def by_variant(texts: Iterable[tuple[object, str]]) -> str:
 def span(rows: pd.DataFrame, column: str, tell: Tell, ends: Ends = "both") -> str:
     """The rows with the smallest and the largest value in words, `a to b`; one of them where that is all."""
     values = rows[column].astype(float)
-    found = {"low": [values.idxmin()], "high": [values.idxmax()], "both": [values.idxmin(), values.idxmax()]}
-    return " to ".join(tell(rows.loc[at]) for at in dict.fromkeys(found[ends]))
+    lowest, highest = values.idxmin(), values.idxmax()
+    chosen = {"low": [lowest], "high": [highest], "both": [lowest, highest]}[ends]
+    return " to ".join(tell(rows.loc[at]) for at in dict.fromkeys(chosen))
 
 
 def spans(rows: pd.DataFrame, column: str, tell: Tell, ends: Ends = "both") -> str:

@@ -254,7 +254,7 @@ def _cleaned(element: ElementTree.Element, name: str) -> ElementTree.Element:
 def _attributes(element: ElementTree.Element, name: str) -> Iterator[tuple[str, str]]:
     given = {_local(key): value for key, value in element.attrib.items()}
     style = given.pop("style", "")
-    yield from (("font-size", found) for found in _FONT_SIZE.findall(style))
+    yield from (("font-size", size) for size in _FONT_SIZE.findall(style))
     for part in style.split(";"):
         key, _, value = (word.strip() for word in part.partition(":"))
         if key in _LOOKS:
@@ -272,7 +272,7 @@ def _within(key: str, value: str, name: str) -> str:
     """References by the names that elements have on the page; numbers with two decimals."""
     if key == "href" or value.startswith("url("):
         return value.replace("#", f"#{name}-")
-    return _LONG_NUMBER.sub(lambda found: f"{float(found[0]):.2f}", value)
+    return _LONG_NUMBER.sub(lambda match: f"{float(match[0]):.2f}", value)
 
 
 def _local(name: str) -> str:

@@ -59,20 +59,20 @@ def _bars(table: Table, rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _few(lines: Iterable[str], most: int, mark: str) -> list[str]:
     """The first lines, and how many more there are."""
-    found = list(lines)
-    return found if len(found) <= most else [*found[: most - 1], f"{mark}{len(found) - most + 1} more"]
+    every = list(lines)
+    return every if len(every) <= most else [*every[: most - 1], f"{mark}{len(every) - most + 1} more"]
 
 
 def escape(text: str) -> str:
     """Text that GitHub shows letter by letter: no markup, link, mention or reference comes of it."""
     literal = _MARKUP.sub(r"\\\g<0>", printable(text))
-    literal = _REFERENCE.sub(lambda found: found[0][:1] + _WORD_JOINER + found[0][1:], literal)
+    literal = _REFERENCE.sub(lambda match: match[0][:1] + _WORD_JOINER + match[0][1:], literal)
     return _AT_START.sub(_marked, literal, count=1) if _AT_START.match(literal) else literal
 
 
-def _marked(found: re.Match[str]) -> str:
+def _marked(start: re.Match[str]) -> str:
     """The beginning of a list, heading or rule with the letter marked that makes it one."""
-    return f"{found[0][:-1]}\\{found[0][-1]}" if found[0][0].isdigit() else f"\\{found[0]}"
+    return f"{start[0][:-1]}\\{start[0][-1]}" if start[0][0].isdigit() else f"\\{start[0]}"
 
 
 def prose(text: str) -> str:

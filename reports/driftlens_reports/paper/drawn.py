@@ -75,9 +75,9 @@ def sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     drawn: list[pd.DataFrame] = []
     notes: list[str] = []
     for letter, factor, axes in zip("abc", FACTORS, panels, strict=True):
-        lines, found = _draw_lines(plate, axes, runs, letter, factor, options)
-        entries, drawn = lines | entries, [*drawn, *found.values()]
-        if not found:
+        lines, points_of = _draw_lines(plate, axes, runs, letter, factor, options)
+        entries, drawn = lines | entries, [*drawn, *points_of.values()]
+        if not points_of:
             plate.note(axes, f"({letter}) accuracy by {FACTORS[factor]}", _needed(factor))
             continue
         axes.set_xlabel(FACTORS[factor])
@@ -100,8 +100,8 @@ def sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         "Accuracy, averaged over tasks, when one coefficient of the calibration varies and the others stay."
     )
     if drawn:
-        own = "the ring or dashed line marks the run's own setting"
-        notes = [f"One line per run, that is, per upstream merge; {own}.", *notes]
+        marked = "the ring or dashed line marks the run's own setting"
+        notes = [f"One line per run, that is, per upstream merge; {marked}.", *notes]
     behind = _behind(runs, drawn, options) if drawn else ()
     return plate.exhibited([what, *origin(runs), *behind, *notes, ROUNDED])
 
@@ -112,7 +112,7 @@ def data_efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibi
     narrow = options.is_narrow
     plate = Plate(options.width, options.width * (0.8 if narrow else 0.48), "data-efficiency")
     axes = plate.figure.subplots()
-    entries, found = _draw_lines(plate, axes, runs, "a", "n", options)
+    entries, points_of = _draw_lines(plate, axes, runs, "a", "n", options)
     entries |= _draw_printed(plate, axes) if options.paper else {}
     if entries:
         counts = {float(x) for line in axes.lines if line.get_marker() != "None" for x in line.get_xdata()}
@@ -124,13 +124,13 @@ def data_efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibi
         axes.set_ylabel("accuracy, average over tasks")
         axes.yaxis.set_major_formatter(lambda value, _: number(value, ".4~%"))
         legend(plate.figure, entries, columns=2 if narrow else 3)
-    if not found:
+    if not points_of:
         # Where the paper's curves fill the plot, the caption alone says what the runs lack.
         lack = "accuracy by calibration samples", f"{_needed('n')}, with test data that have labels"
         plate.lack(*lack) if entries else plate.note(axes, *lack)
     what = "Accuracy, averaged over tasks, by the number of calibration samples per task."
-    measured = [run for run in runs if run.id in found]
-    behind = _behind(measured, list(found.values()), options) if found else ()
+    measured = [run for run in runs if run.id in points_of]
+    behind = _behind(measured, list(points_of.values()), options) if points_of else ()
     printed = (
         f"Dotted and hollow: as printed in {published_tables()[PRINTED].number} of {source()} "
         "(other models, other data); mean and standard deviation over 3 seeds."
@@ -197,7 +197,7 @@ def _draw_lines(
         The legend's lines by name, and the points drawn by run id. Runs that share a name go by their ids.
     """
     entries: dict[str, Artist] = {}
-    found: dict[str, pd.DataFrame] = {}
+    points_of: dict[str, pd.DataFrame] = {}
     names = [run.name for run in runs]
     thin = rcParams["axes.linewidth"]
     methods = {run.id: swept_methods(run, factor) if factor == "n" else ["featcal"] for run in runs}
@@ -208,8 +208,8 @@ def _draw_lines(
         points = points[points["setting"] > 0] if factor == "lam" else points
         if points.empty:
             continue
-        is_first = run.id not in found
-        found[run.id] = points if is_first else pd.concat([found[run.id], points])
+        is_first = run.id not in points_of
+        points_of[run.id] = points if is_first else pd.concat([points_of[run.id], points])
         x, mean, spread = (points[name].to_numpy(dtype=float) for name in ("setting", "mean", "std"))
         name = run.id if names.count(run.name) > 1 else run.name
         if methods[run.id] != ["featcal"]:
@@ -231,7 +231,7 @@ def _draw_lines(
                 note.set_bbox({"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5})
         if factor in FACTORS:
             _mark_default(axes, run, factor, points, options.calibrated_of(run)[-1:], colour)
-    return entries, found
+    return entries, points_of
 
 
 def _needed(factor: str) -> str:
@@ -244,13 +244,13 @@ def _mark_default(
 ) -> None:
     """Ring the point of the run's own setting, or draw a line there where the sweep has no such point."""
     info = run.manifest.calibrations.get("".join(calibrated).removeprefix("calibrated:"))
-    own = None if info is None else info.settings.get(factor)
-    if not isinstance(own, (int, float)):
+    setting = None if info is None else info.settings.get(factor)
+    if not isinstance(setting, (int, float)):
         return
-    at = points[np.isclose(points["setting"], own, rtol=1e-9, atol=0)]
+    at = points[np.isclose(points["setting"], setting, rtol=1e-9, atol=0)]
     style: dict[str, Any] = {"color": colour, "label": GUIDE}
     if at.empty:
-        axes.axvline(own, linewidth=rcParams["axes.linewidth"], linestyle=(0, (4, 2)), **style)
+        axes.axvline(setting, linewidth=rcParams["axes.linewidth"], linestyle=(0, (4, 2)), **style)
     else:
         (ring,) = axes.plot(at["setting"], at["mean"], linestyle="", marker="o", **style)
         ring.set(markerfacecolor="none", markersize=2.4 * ring.get_markersize())
@@ -294,18 +294,18 @@ def _behind(
 @figure("self-checks", title="Self-checks and their limits")
 def self_checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """A row per claim, a mark per run, and the limit up to which the claim counts as holding."""
-    found = [(run, checks_of(run).results) for run in runs]
+    checks_of_runs = [(run, checks_of(run).results) for run in runs]
     plate = Plate(options.width, options.width * (0.85 if options.is_narrow else 0.42), "self-checks")
     axes = plate.figure.subplots()
-    if all(math.isnan(check.value) for _, checks in found for check in checks):
+    if all(math.isnan(check.value) for _, checks in checks_of_runs for check in checks):
         plate.note(axes, "self-checks", "`driftlens analyze` computes them")
     else:
-        _draw_limits(plate, axes, found[0][1])
+        _draw_limits(plate, axes, checks_of_runs[0][1])
         entries = {
             short(run.name, 28): _draw_errors(plate, axes, run, checks, _MARKS[at % len(_MARKS)])
-            for at, (run, checks) in enumerate(found)
+            for at, (run, checks) in enumerate(checks_of_runs)
         }
-        _set_axes(axes, [check.metric for check in found[0][1]])
+        _set_axes(axes, [check.metric for check in checks_of_runs[0][1]])
         if len(runs) > 1:
             legend(plate.figure, entries)
     caption = [
@@ -313,9 +313,9 @@ def self_checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         *origin(runs),
         "Shaded: up to the limit beyond which rounding and quadrature explain nothing more; hollow: beyond it.",
     ]
-    if any(check.value <= FLOOR for _, checks in found for check in checks):
+    if any(check.value <= FLOOR for _, checks in checks_of_runs for check in checks):
         caption.append(f"Errors below {FLOOR:.0e}, zero included, stand at the left edge.")
-    for run, checks in found:
+    for run, checks in checks_of_runs:
         whose = f"{run.name}: " if len(runs) > 1 else ""
         caption += [f"{whose}{check_sentence(check)}." for check in checks]
     return plate.exhibited(caption)

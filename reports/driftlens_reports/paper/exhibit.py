@@ -128,8 +128,10 @@ class ExhibitOptions:
         known |= {plain_title(name) for run in runs for name in run.variants}
         for name in self.names:
             if name not in known:
-                told = f"no run has a task or variant {name!r} to name; there are {', '.join(sorted(known))}"
-                raise DataError(told, hint=did_you_mean(name, sorted(known)))
+                unknown = (
+                    f"no run has a task or variant {name!r} to name; there are {', '.join(sorted(known))}"
+                )
+                raise DataError(unknown, hint=did_you_mean(name, sorted(known)))
         names = {str(k): str(v) for run in runs for k, v in spec_section(run, "names").items()}
         names |= self.names
         for run in runs:
@@ -312,9 +314,9 @@ def table(name: str, *, title: str, label: str = "") -> Callable[[Rows], Rows]:
             with named(options.names_of(runs)):
                 if printed is None:
                     return _exhibited(name, rows(runs, options))
-                theirs = printed if options.paper else dataclasses.replace(printed, rows=())
+                shown = printed if options.paper else dataclasses.replace(printed, rows=())
                 note = f"Paper: {number} of {source()}, as printed there." if options.paper else ""
-                return _exhibited(name, rows(runs, options, theirs), note)
+                return _exhibited(name, rows(runs, options, shown), note)
 
         exhibits.register(name)(Exhibit(name, "table", title, number, draw))
         return rows

@@ -100,8 +100,8 @@ class Artifact:
         if file_format == "csv":
             return csv_text(self.exhibited.data).encode()
         if file_format == "json":
-            told = json.dumps(self.provenance(), indent=2, ensure_ascii=False, allow_nan=False)
-            return f"{told}\n".encode()
+            provenance = json.dumps(self.provenance(), indent=2, ensure_ascii=False, allow_nan=False)
+            return f"{provenance}\n".encode()
         return (f"{self.caption}\n" if file_format == "txt" else self.exhibited.latex or "").encode()
 
     def provenance(self) -> dict[str, Any]:
@@ -188,13 +188,13 @@ def _possible(exhibit: Exhibit, formats: Sequence[str]) -> tuple[str, ...]:
         SpecError: it is none of them.
     """
     possible = (*DRAWN[exhibit.kind], *SIBLINGS)
-    found = tuple(name for name in possible if name in formats)
-    if not found:
+    chosen = tuple(name for name in possible if name in formats)
+    if not chosen:
         raise SpecError(
             f"the {exhibit.kind} {exhibit.name} can't be saved as {' or '.join(map(repr, formats))}",
             hint=f"It can be saved as {', '.join(possible)}.",
         )
-    return found
+    return chosen
 
 
 def _write(path: pathlib.Path, content: bytes) -> pathlib.Path:

@@ -63,9 +63,9 @@ def intro(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     axes = left.subplots(1, len(shown))
     layout = _layout_of(run, task, ["merged", *calibrated], "final", options.method)
     axes[0].set_title(f"(a) final features, {short(called(task))}")
-    for own, variant in zip(axes, shown, strict=True):
-        own.set_anchor("N")
-        _draw_pairs(plate, own, run, layout, variant, "a", "final")
+    for pair_axes, variant in zip(axes, shown, strict=True):
+        pair_axes.set_anchor("N")
+        _draw_pairs(plate, pair_axes, run, layout, variant, "a", "final")
     panels = drift.place(plate, parts[0], "b")
     changes = _add_changes(plate, panels[0].axes, run, task, calibrated) if panels else []
     accuracy.place(plate, parts[1], "c")
@@ -82,7 +82,7 @@ def intro(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
 
 def _add_changes(plate: Plate, axes: Axes, run: DriftRun, task: str, calibrated: Sequence[str]) -> list[str]:
     """Write the final layer's changes from the merged model into panel (b); returns them in words."""
-    shown, told = [], []
+    shown, sentences = [], []
     for variant in calibrated if "merged" in run.variants else ():
         before, after = (run.value("drift_l2_mean", task=task, variant=name) for name in ("merged", variant))
         if math.isnan(before) or math.isnan(after) or before == 0:
@@ -94,13 +94,13 @@ def _add_changes(plate: Plate, axes: Axes, run: DriftRun, task: str, calibrated:
         whose = f"{short(title(variant))}: " if len(calibrated) > 1 else ""
         shown.append(f"{whose}{_signed(share, 0)} % ({_signed(shift, 2)})")
         ends = f"{number(before)} become {number(after)}"
-        told.append(f"{whose}At the final layer {ends}, {_signed(share, 1)} % ({_signed(shift, 2)}).")
+        sentences.append(f"{whose}At the final layer {ends}, {_signed(share, 1)} % ({_signed(shift, 2)}).")
     if shown:
         axes.set_ylim(top=(1.25 + 0.1 * len(shown)) * axes.get_ylim()[1])  # room for the box
         box = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "#888888"}
         text = axes.text(0.04, 0.95, "\n".join(["final layer:", *shown]), va="top", transform=axes.transAxes)
         text.set_bbox({**box, "linewidth": rcParams["axes.linewidth"]})
-    return told
+    return sentences
 
 
 def _signed(value: float, digits: int) -> str:
@@ -127,10 +127,10 @@ def scatter_grid(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited
         layout = _layout_of(run, task, variants, layer, options.method)
         layouts += [layout] if isinstance(layout, Layout) else []
         first = each * (at // across)
-        own = cells[0] if each == 1 else cells[first : first + each, at % across]
-        for axes, variant in zip(own, shown, strict=True):
+        task_cells = cells[0] if each == 1 else cells[first : first + each, at % across]
+        for axes, variant in zip(task_cells, shown, strict=True):
             _draw_pairs(plate, axes, run, layout, variant, task, layer)
-        own[0].set_title(short(called(task)), loc="center")
+        task_cells[0].set_title(short(called(task)), loc="center")
     for axes in cells.ravel():
         if not axes.has_data() and not axes.texts:
             axes.set_axis_off()
@@ -140,8 +140,8 @@ def scatter_grid(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited
     legend(plate.figure, entries)
     where = "the final layer" if layer == "final" else run.layer_name(run.layer_index(layer))
     start = f"Features of every task at {where}, matched by sample: merged above, calibrated below."
-    told = _layouts_in_words(layouts, samples(run.layers(layer=layer)))
-    return plate.exhibited([start, *origin([run]), *told])
+    sentences = _layouts_in_words(layouts, samples(run.layers(layer=layer)))
+    return plate.exhibited([start, *origin([run]), *sentences])
 
 
 def _layouts_in_words(layouts: Sequence[Layout], behind: str) -> Iterator[str]:
@@ -184,21 +184,23 @@ def _layout_of(
     from driftlens.findings.projection import project, stored_projection
 
     try:
-        found = stored_projection(run, task, layer=layer, method=method)
-        found = found or project(run, task, layer=layer, method=method, store_it=False)
+        projection = stored_projection(run, task, layer=layer, method=method)
+        projection = projection or project(run, task, layer=layer, method=method, store_it=False)
     except (DataError, NumericsError) as error:
         return error.message
-    rows = found.frame[found.frame["variant"].isin(["expert", *variants])]
+    rows = projection.frame[projection.frame["variant"].isin(["expert", *variants])]
     kept = thinned(rows[rows["variant"] == "expert"], MOST, by=["label"])["sample_id"]
-    drawn, there = spaced(len(kept)), spaced(int(found.quality["n"].max()))
+    drawn, there = spaced(len(kept)), spaced(int(projection.quality["n"].max()))
     thinning = f"{drawn} of {there} samples are drawn, evenly from every class"
-    notes = [*([] if drawn == there else [thinning]), *found.notes]
-    quality = found.quality[found.quality["variant"].isin(variants)].dropna(subset="trustworthiness")
+    notes = [*([] if drawn == there else [thinning]), *projection.notes]
+    quality = projection.quality[projection.quality["variant"].isin(variants)].dropna(
+        subset="trustworthiness"
+    )
     trusted = zip(quality["variant"], quality["trustworthiness"], strict=True)
     return Layout(
         task,
         rows[rows["sample_id"].isin(kept)],
-        _METHODS[found.method],
+        _METHODS[projection.method],
         tuple(f"{called(task)}: {note.removesuffix('.')}." for note in notes),
         ", ".join(f"{title(variant)} {value:.2f}" for variant, value in trusted),
     )

@@ -82,10 +82,10 @@ def plain(text: str | None) -> str:
 
 def colour(given: str) -> Any:
     """A colour of a chart as matplotlib takes it."""
-    found = _RGBA.fullmatch(given)
-    if not found:
+    rgba = _RGBA.fullmatch(given)
+    if not rgba:
         return given
-    *channels, alpha = [float(part) for part in f"{found[1]},1".split(",")[:4]]
+    *channels, alpha = [float(part) for part in f"{rgba[1]},1".split(",")[:4]]
     return (*(channel / 255 for channel in channels), alpha)
 
 

@@ -70,8 +70,8 @@ class Plate:
             source: `measured` or `paper`.
             key: task, variant, layer, sample_id and the like: one for all values, or one each.
         """
-        told = {"panel": panel, "run": run and run.id, "quantity": quantity, "source": source, **key}
-        self._rows.append(pd.DataFrame({**told, "value": np.atleast_1d(np.asarray(value, float))}))
+        key_of_all = {"panel": panel, "run": run and run.id, "quantity": quantity, "source": source, **key}
+        self._rows.append(pd.DataFrame({**key_of_all, "value": np.atleast_1d(np.asarray(value, float))}))
 
     def note(self, axes: Axes, name: str, missing: str) -> None:
         """Put a framed note in place of a panel that the runs can't fill."""

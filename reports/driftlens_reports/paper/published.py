@@ -133,11 +133,11 @@ def published_tables() -> Mapping[str, PublishedTable]:
 @functools.cache
 def errata() -> tuple[Erratum, ...]:
     """What is known to be wrong with printed numbers, in the order of the tables."""
-    found = []
+    entries = []
     for entry in _contents()["errata"]:
         usual = {"model": _contents()["tables"][entry["table"]]["model"], "should_be": math.nan}
-        found.append(Erratum(**{**usual, **entry, "merger": entry["merger"] or ""}))
-    return tuple(found)
+        entries.append(Erratum(**{**usual, **entry, "merger": entry["merger"] or ""}))
+    return tuple(entries)
 
 
 def notes_on(table: PublishedTable, row: PublishedRow, column: str) -> tuple[Erratum, ...]:
@@ -186,7 +186,7 @@ def printed_blocks(
     for row in table.rows:
         if model in (None, row.model):
             lines.setdefault(row.merger, []).append(_line(table, row, kept))
-    return {merger: Block(tuple(own)) for merger, own in lines.items()}
+    return {merger: Block(tuple(block)) for merger, block in lines.items()}
 
 
 def printed_cell(table: PublishedTable, row: PublishedRow, column: str) -> Cell:
@@ -224,8 +224,8 @@ def family(run: DriftRun) -> Family:
 
 def backbone(run: DriftRun) -> str:
     """The backbone as the paper writes it, for example "B/32"; empty where the run's source doesn't say."""
-    found = _BACKBONE.search(str(run.manifest.architecture.get("source", "")))
-    return f"{found[1][0].upper()}/{found[2]}" if found else ""
+    match = _BACKBONE.search(str(run.manifest.architecture.get("source", "")))
+    return f"{match[1][0].upper()}/{match[2]}" if match else ""
 
 
 def merger(run: DriftRun) -> str:

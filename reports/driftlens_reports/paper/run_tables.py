@@ -47,12 +47,15 @@ def drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
     shown = pd.concat(rows) if rows else pd.DataFrame()
     how = "`driftlens analyze` with this run's spec measures drift by layer."
     return Table(
-        [_drift_grid(run, own, options, several=len(runs) > 1) for run, own in zip(runs, rows, strict=True)],
+        [
+            _drift_grid(run, drifts, options, several=len(runs) > 1)
+            for run, drifts in zip(runs, rows, strict=True)
+        ],
         "Relative drift (%) by task and layer: norm of the feature's difference to the task's expert against the "
         "norm of the expert's feature, sums over samples. Layers in forward order; S is the stem, H the head.",
         runs,
         [exhibit.samples(shown) if len(shown) else "", "A dash: not stored, or not measured."],
-        [Gap(run.name, how) for run, own in zip(runs, rows, strict=True) if own.empty],
+        [Gap(run.name, how) for run, drifts in zip(runs, rows, strict=True) if drifts.empty],
     )
 
 
@@ -68,17 +71,17 @@ def _drift_grid(run: DriftRun, rows: pd.DataFrame, options: ExhibitOptions, *, s
     heads = {layer.index: letters.get(layer.role, str(layer.index)) for layer in run.manifest.layers}
     lines: dict[str, list[Line]] = {}
     for variant, task in itertools.product(("merged", *shown_variants(run, options)), run.tasks):
-        own = rows[(rows["variant"] == variant) & (rows["task"] == task)]
+        drifts = rows[(rows["variant"] == variant) & (rows["task"] == task)]
         cells = {
             heads[layer]: Cell(100 * drift, n=_count(n))
-            for layer, drift, n in zip(own["layer"], own["drift_rel"], own["n"], strict=True)
+            for layer, drift, n in zip(drifts["layer"], drifts["drift_rel"], drifts["n"], strict=True)
         }
         if cells:
             line = Line(called(task), cells, "reference", "measured", run.id, variant)
             lines.setdefault(variant, []).append(line)
     blocks = [
-        Block(tuple(own), f"{title(variant)}{f', {run.name}' if several else ''}")
-        for variant, own in lines.items()
+        Block(tuple(drifts), f"{title(variant)}{f', {run.name}' if several else ''}")
+        for variant, drifts in lines.items()
     ]
     shown = [head for at, head in heads.items() if (rows["layer"] == at).any()]
     return Grid(tuple(Column(head, options.digits) for head in shown), tuple(blocks), first="Task")
@@ -119,7 +122,7 @@ def _check_line(run: DriftRun, check: CheckResult) -> Line:
 @table("hyper", title="Settings per run")
 def hyper(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
     """One line per calibration of every run, then the paper's by model."""
-    ours, theirs = [], []
+    measured, printed = [], []
     for run in runs:
         extra = ", ".join(
             f"{key} {value}" for key, value in published.merge_spec(run).items() if key != "method"
@@ -132,20 +135,20 @@ def hyper(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
                 "n": Cell(span([*info.samples.values()]) if info.samples else "--"),
                 "Layers": Cell(span(info.layers) if info.layers else "--"),
             }
-            ours.append(
+            measured.append(
                 Line(f"{run.name}, {called(name)}", cells, "reference", "measured", run.id, calibrated(name))
             )
     for entry in published.settings() if options.paper else ():
         cells = {"Method": Cell("FeatCal"), **_coefficients(entry), "n": Cell(str(entry["n"]))}
-        theirs.append(Line(entry["model"], cells, "reference", "paper"))
+        printed.append(Line(entry["model"], cells, "reference", "paper"))
     columns = plain_columns("Merger", "Method", "λ", "ρ", "α", "Updates", "n", "Layers")
     return Table(
-        [Grid(columns, (Block(tuple(ours)), Block(tuple(theirs))), "Run or model")],
+        [Grid(columns, (Block(tuple(measured)), Block(tuple(printed))), "Run or model")],
         "Settings: ridge λ relative to a Gram matrix of Frobenius norm 1, anchor position ρ from base (0) to "
         "merged model (1), expert share α of the target; n calibration samples per task.",
         [run for run in runs if run.manifest.calibrations],
-        [f"Paper: section 5.1 of {published.source()}."] if theirs else [],
-        needed(ours, _CALIBRATE),
+        [f"Paper: section 5.1 of {published.source()}."] if printed else [],
+        needed(measured, _CALIBRATE),
     )
 
 

@@ -95,13 +95,13 @@ def experts(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publishe
     used = _scored(runs)
     blocks = [Block(tuple(_by_task(run, options)), run.name if len(used) > 1 else "") for run in used]
     rows = {head: row for row in printed.rows for head, (_, name) in _PARTS.items() if row.name == name}
-    theirs = []
+    printed_lines = []
     for column in printed.columns if rows else ():
         cells = {head: published.printed_cell(printed, row, column) for head, row in rows.items()}
-        theirs.append(Line(column, _with_cost(cells), "reference", "paper"))
+        printed_lines.append(Line(column, _with_cost(cells), "reference", "paper"))
     heads = [Column(head, options.digits) for head in (*_PARTS, "Cost")]
     columns = (*heads, Column("n", 0))
-    grid = Grid(columns, (*blocks, Block(tuple(theirs))), first="Task")
+    grid = Grid(columns, (*blocks, Block(tuple(printed_lines))), first="Task")
     caption = "Accuracy (%) of each task's own expert. Cost: points that the merged model loses against it."
     return _table_of([grid], caption, used, _EVALUATE)
 
@@ -178,8 +178,8 @@ def _table_by_model(
         if kind != "text":
             measured += [grid for run in used if (grid := _domain_grid(run, options, is_single=kind is None))]
         grids = [*measured, Grid(columns, tuple(blocks))]
-        told = f"{caption} {_BEST_SINGLE}" if printed.rows and kind != "text" else caption
-        return _table_of(grids, told, used, how)
+        text = f"{caption} {_BEST_SINGLE}" if printed.rows and kind != "text" else caption
+        return _table_of(grids, text, used, how)
 
 
 _table_by_model(
@@ -219,8 +219,8 @@ def _domain_grid(run: DriftRun, options: ExhibitOptions, *, is_single: bool) -> 
     for row in rows.to_dict("records"):
         cells.setdefault(row["variant"], {})[row["task"]] = _cell(row)
 
-    def line(name: str, label: str, role: Role, found: Mapping[str, Cell]) -> Line:
-        return with_average(Line(label, found, role, "measured", run.id, name), columns)
+    def line(name: str, label: str, role: Role, scores: Mapping[str, Cell]) -> Line:
+        return with_average(Line(label, scores, role, "measured", run.id, name), columns)
 
     singles = {"base": "Base", **{expert_of(task): f"{called(task)} expert" for task in run.tasks}}
     singles = {name: label for name, label in singles.items() if name in cells}
@@ -230,8 +230,8 @@ def _domain_grid(run: DriftRun, options: ExhibitOptions, *, is_single: bool) -> 
         if is_single or name == "base"
     ]
     best: dict[str, Cell] = {}
-    for found in (cells[name] for name in singles):
-        best |= {at: cell for at, cell in found.items() if at not in best or cell.number > best[at].number}
+    for scores in (cells[name] for name in singles):
+        best |= {at: cell for at, cell in scores.items() if at not in best or cell.number > best[at].number}
     kept += [line("", "Best single", "reference", best)] if best else []
     wanted = {"merged": merger(run), **{name: f"w/ {title(name)}" for name in shown_variants(run, options)}}
     after = [
@@ -252,9 +252,9 @@ def _domain_rows(run: DriftRun, *, is_single: bool) -> pd.DataFrame:
     attached = rows[rows["value"].notna() & rows["metric"].map(_is_share).astype(bool)]
     if len(attached) or not is_single:
         return attached.drop_duplicates(["variant", "task"])
-    own = _shown_scores(run)
-    return own.assign(
-        variant=own["variant"].where(own["variant"] != "expert", [*map(expert_of, own["task"])])
+    scores = _shown_scores(run)
+    return scores.assign(
+        variant=scores["variant"].where(scores["variant"] != "expert", [*map(expert_of, scores["task"])])
     )
 
 
@@ -325,8 +325,8 @@ def _joint_grid(runs: Sequence[DriftRun], printed: PublishedTable, options: Exhi
     for run in runs:
         tasks = {title: task for task, title in published.titles_of(run, printed).items()}
         members.append((run, {tasks[name]: name for name in columns if tasks[name] in options.tasks_of(run)}))
-    theirs = printed_blocks(printed, columns=columns)
-    blocks = _beside(_references(members, options), list(_blocks(members, options)), theirs)
+    printed_by_merger = printed_blocks(printed, columns=columns)
+    blocks = _beside(_references(members, options), list(_blocks(members, options)), printed_by_merger)
     heads = {
         name: called(task) for run, titles in members for task, name in titles.items() if called(task) != task
     }
@@ -335,28 +335,29 @@ def _joint_grid(runs: Sequence[DriftRun], printed: PublishedTable, options: Exhi
 
 
 def _beside(
-    references: Sequence[Line], ours: Sequence[Block], printed: Mapping[str, Block]
+    references: Sequence[Line], measured: Sequence[Block], printed: Mapping[str, Block]
 ) -> tuple[Block, ...]:
     """References, then our blocks, those of a merger that the paper has too above the paper's own."""
-    theirs = dict(printed)
-    blocks = [Block((*references, *theirs.pop("", Block(())).lines))]
-    blocks += [block for block in ours if block.lines[0].label not in theirs]
-    for name, block in theirs.items():
-        blocks += [*(own for own in ours if own.lines[0].label == name), block]
+    by_merger = dict(printed)
+    blocks = [Block((*references, *by_merger.pop("", Block(())).lines))]
+    blocks += [block for block in measured if block.lines[0].label not in by_merger]
+    for name, block in by_merger.items():
+        blocks += [*(of_run for of_run in measured if of_run.lines[0].label == name), block]
     return tuple(blocks)
 
 
 def _references(members: Sequence[Member], options: ExhibitOptions) -> tuple[Line, ...]:
     """Base and experts of the runs, once each; several runs are told apart by name."""
-    found: dict[tuple[object, ...], Line] = {}
+    references: dict[tuple[object, ...], Line] = {}
     for run, titles in members:
         for line in _lines(run, titles, options):
             if line.role != "reference":
                 continue
-            told = line if len(members) == 1 else dataclasses.replace(line, label=f"{line.label}, {run.name}")
             # Runs on the same suite share base and experts.
-            found.setdefault((line.label, *(line.number(title) for title in titles.values())), told)
-    return tuple(found.values())
+            key = line.label, *(line.number(title) for title in titles.values())
+            whose = "" if len(members) == 1 else f", {run.name}"
+            references.setdefault(key, dataclasses.replace(line, label=f"{line.label}{whose}"))
+    return tuple(references.values())
 
 
 def _blocks(members: Sequence[Member], options: ExhibitOptions) -> Iterator[Block]:

@@ -168,9 +168,9 @@ def _empty_panels(figure: Figure | SubFigure, places: Sequence[_Place]) -> dict[
 def _fill(chart: go.Figure, pair: Pair, panel: Panel) -> None:
     """Draw the traces of one panel; bars and points of one name stand side by side where the chart says so."""
     layout = chart.layout
-    own = [trace for trace in chart.data if _pair(trace) == pair]
-    bars, points = ([trace for trace in own if trace.type.startswith(kind)] for kind in ("bar", "scatter"))
-    for trace in own:
+    traces = [trace for trace in chart.data if _pair(trace) == pair]
+    bars, points = ([trace for trace in traces if trace.type.startswith(kind)] for kind in ("bar", "scatter"))
+    for trace in traces:
         if trace.type == "heatmap":
             panel.axes.set_facecolor(marks.colour(layout.plot_bgcolor))
             marks.add_cells(panel, trace, marks.shades_of(layout[trace.coloraxis]))

@@ -211,10 +211,10 @@ def _show_progress(view: View) -> None:
     if view.job.kind == "calibrate":
         # An edited manifest may hold anything for seconds.
         with contextlib.suppress(RunError, TypeError, ValueError, OverflowError):
-            found = ahead(opened(view.job.run).manifest, view.job, event)
-            duration(found.left)  # refuses what is no time
-            more = f", accuracy in about {duration(found.until_measured)}" if found.until_measured else ""
-            head, spent, left = STAGES[found.stage], found.spent, found.left
+            outlook = ahead(opened(view.job.run).manifest, view.job, event)
+            duration(outlook.left)  # refuses what is no time
+            more = f", accuracy in about {duration(outlook.until_measured)}" if outlook.until_measured else ""
+            head, spent, left = STAGES[outlook.stage], outlook.spent, outlook.left
             # Better known by and by, the whole may grow; a bar that runs backwards would say that work was lost.
             key = f"share-{_key(view.job)}"
             share = max(spent / (spent + left) if spent else 0.0, st.session_state.get(key, 0.0))

@@ -68,7 +68,7 @@ def ahead(manifest: Manifest, job: Job, at: ProgressEvent) -> Ahead:
     is done; later ones are off by as much as what this job measured so far.
     """
     began = {name: phase for name, phase in manifest.phases.items() if phase.started >= job.started}
-    own = _by_stage({name: phase for name, phase in began.items() if phase.state == "done"}, job.name)
+    took_so_far = _by_stage({name: phase for name, phase in began.items() if phase.state == "done"}, job.name)
     usual = _usual(manifest, job.name)
     stages, part = list(STAGES), at.done / at.total if at.total and at.phase in STAGES else 0.0
     here = {"look": "analyze", "params": "explain"}.get(at.phase, at.phase)
@@ -77,16 +77,16 @@ def ahead(manifest: Manifest, job: Job, at: ProgressEvent) -> Ahead:
     seconds = at.seconds if at.phase in STAGES else 0.0
     # How long solving takes is the method's as much as the machine's, so it tells less of what follows: nothing, where
     # a choice went before, whose method may take several times as long as the one that is usual.
-    trust = dict.fromkeys(stages, 1.0) | {"calibrate": 0.0 if "choose" in own else _SOLVED}
-    known = [stage for stage in own if usual.get(stage) and stage not in (here, *following)]
-    took = trust[here] * seconds + sum(trust[stage] * own[stage] for stage in known)
+    trust = dict.fromkeys(stages, 1.0) | {"calibrate": 0.0 if "choose" in took_so_far else _SOLVED}
+    known = [stage for stage in took_so_far if usual.get(stage) and stage not in (here, *following)]
+    took = trust[here] * seconds + sum(trust[stage] * took_so_far[stage] for stage in known)
     expected = trust[here] * part * usual[here] + sum(trust[stage] * usual[stage] for stage in known)
     weight = _TRUST * sum(usual[stage] for stage in {*known, here, *following})
     pace = (took + weight) / (expected + weight) if weight else 1.0
     left = {stage: pace * usual[stage] for stage in following}
     left[here] = (1 - part) * (seconds + _TRUST * pace * usual[here]) / (part + _TRUST)
     measured = sum(left.get(stage, 0.0) for stage in stages[: stages.index("explain")])
-    spent = sum(own[stage] for stage in own if stage in stages and stage != here) + at.seconds
+    spent = sum(took_so_far[stage] for stage in took_so_far if stage in stages and stage != here) + at.seconds
     return Ahead(here, spent, measured, sum(left.values()))
 
 
@@ -105,25 +105,25 @@ def _usual(manifest: Manifest, name: str = "") -> dict[str, float]:
 
 def _by_stage(phases: Mapping[str, PhaseInfo], name: str = "") -> dict[str, float]:
     """Seconds of a calibration by stage, or of the run's own analysis: the median task's, for as many as there are."""
-    found: dict[str, list[float]] = {}
+    seconds_of: dict[str, list[float]] = {}
     for phase, info in phases.items():
         if is_phase_of(name, phase) if name else not phase.startswith(LATER):
             stage = phase.removeprefix(f"calibrate:{name}").strip(":").partition(":")[0]
-            found.setdefault(stage or "calibrate", []).append(info.seconds)
-    return {stage: len(seconds) * median(seconds) for stage, seconds in found.items()}
+            seconds_of.setdefault(stage or "calibrate", []).append(info.seconds)
+    return {stage: len(seconds) * median(seconds) for stage, seconds in seconds_of.items()}
 
 
-def show_findings(found: Mapping[str, Any]) -> None:
+def show_findings(document: Mapping[str, Any]) -> None:
     """Draw the document that `driftlens validate --json` and `driftlens calibrate --dry-run --json` print.
 
     Problems come first, with the line of the spec where `line` and `code` have it; what is well is folded away.
     """
     by_level = {
-        level: [finding for finding in found["findings"] if finding["level"] == level] for level in _LEVELS
+        level: [finding for finding in document["findings"] if finding["level"] == level] for level in _LEVELS
     }
-    cost, count, well = found["estimate"], len(by_level["problem"]), len(by_level["ok"])
+    cost, count, well = document["estimate"], len(by_level["problem"]), len(by_level["ok"])
     with st.container(border=True):
-        if not found["ready"]:
+        if not document["ready"]:
             # One problem may have stopped the check before others.
             many = f"{count} problems to solve first."
             st.markdown(f"**{many if count > 1 else 'First problem to solve; more may follow.'}**")

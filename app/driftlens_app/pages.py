@@ -41,8 +41,8 @@ def pages() -> Mapping[str, Page]:
         for module in pkgutil.iter_modules(views.__path__)
     }
     # A file without is a part of a page.
-    found: dict[str, Page] = {path: file.PAGE for path, file in files.items() if hasattr(file, "PAGE")}
-    return dict(sorted(found.items(), key=lambda item: item[1].order))
+    declared: dict[str, Page] = {path: file.PAGE for path, file in files.items() if hasattr(file, "PAGE")}
+    return dict(sorted(declared.items(), key=lambda item: item[1].order))
 
 
 def path_of(view: str) -> str:

@@ -28,17 +28,17 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 def listed_runs(settings: Settings) -> list[RunSummary]:
     """The runs under the root, by name of folder; one that can't be read says why."""
-    found = []
+    summaries = []
     for folder in _folders(settings.root):
         now = stamp(folder)
         try:
             _require_links_inside(folder, settings.root, now)
         except RunError as error:
-            found.append(RunSummary(folder, name=folder.name, problem=error.message, hint=error.hint))
+            summaries.append(RunSummary(folder, name=folder.name, problem=error.message, hint=error.hint))
             continue
         is_alive = is_file_inside(folder / LOCK) and living_owner_of(folder) is not None
-        found.append(_summary(str(folder), (*now, _file_stamp(folder / STATUS)), is_alive))
-    return _without_doubles(found)
+        summaries.append(_summary(str(folder), (*now, _file_stamp(folder / STATUS)), is_alive))
+    return _without_doubles(summaries)
 
 
 def run_ids(settings: Settings) -> list[str]:
@@ -104,10 +104,12 @@ def _opened(folder: str, stamp: Stamp) -> DriftRun:
 
 @st.cache_data(max_entries=500, show_spinner=False)
 def _summary(folder: str, stamp: Stamp, is_alive: bool) -> RunSummary:
-    (found,) = find_runs(folder)
-    if not found.problem and not _ID.fullmatch(found.id):
-        return RunSummary(path=found.path, name=found.name, problem="its id holds characters no id may have")
-    return found
+    (summary,) = find_runs(folder)
+    if not summary.problem and not _ID.fullmatch(summary.id):
+        return RunSummary(
+            path=summary.path, name=summary.name, problem="its id holds characters no id may have"
+        )
+    return summary
 
 
 def _folders(root: Path) -> Iterator[Path]:
@@ -125,17 +127,17 @@ def _is_run(folder: Path) -> bool:
 
 def _file_stamp(file: Path) -> tuple[int, int, int]:
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:
         return 0, 0, 0
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _without_doubles(found: list[RunSummary]) -> list[RunSummary]:
+def _without_doubles(summaries: list[RunSummary]) -> list[RunSummary]:
     """A copied run has the id of its original: the first keeps it, the other one is listed with the reason."""
     first: dict[str, Path] = {}
     listed = []
-    for run in found:
+    for run in summaries:
         if run.id and first.setdefault(run.id, run.path) != run.path:
             problem = f"both have the id {run.id}"
             state = f"copy of {first[run.id].name}"

@@ -186,9 +186,9 @@ def decisions(run: DriftRun, task: str, sample_id: str) -> pd.DataFrame:
     rows = rows[rows["sample_id"] == sample_id]
     if rows.empty:
         return pd.DataFrame()
-    own = {"label": "label", "expert_pred": "pred", "margin": "margin"}
-    own |= {"ce_expert": "ce", "confidence_expert": "confidence"}
-    expert = rows.head(1)[[*own]].rename(columns=own).assign(model="expert")
+    of_expert = {"label": "label", "expert_pred": "pred", "margin": "margin"}
+    of_expert |= {"ce_expert": "ce", "confidence_expert": "confidence"}
+    expert = rows.head(1)[[*of_expert]].rename(columns=of_expert).assign(model="expert")
     others = rows.assign(model=rows["variant"].map(title), margin=None)
     columns = ["model", "label", *_DECISION]
     return pd.concat([expert.astype(object), others[columns].astype(object)], ignore_index=True)[columns]

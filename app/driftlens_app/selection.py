@@ -128,13 +128,13 @@ def _asked(name: str, known: Mapping[str, Sequence[str]]) -> list[str]:
     asked, drawn = st.query_params.get_all(name), st.session_state.get(name)
     if not asked or asked == kept.get(name):
         asked = kept.get(name, []) if name not in st.session_state else _listed(drawn)
-    found = [value for value in asked if value in known[name]]
-    kept[name] = found
-    if found:
-        st.query_params[name] = found
+    chosen = [value for value in asked if value in known[name]]
+    kept[name] = chosen
+    if chosen:
+        st.query_params[name] = chosen
     else:
         st.query_params.pop(name, None)
-    return found
+    return chosen
 
 
 def _listed(value: str | Sequence[str] | None) -> list[str]:

@@ -168,11 +168,11 @@ def _built(run: DriftRun, kind: str, commands: dict[str, tuple[str, ...]], press
     key = key_of(run)
     kept = st.session_state.setdefault(_BUILT, {})
     if pressed:
-        found = []
+        every = []
         for name, arguments in commands.items():
             with st.spinner(f"Building {name}"):
-                found.append(build(name, arguments, run.path.parent))
-        kept[kind] = (key, found)
+                every.append(build(name, arguments, run.path.parent))
+        kept[kind] = (key, every)
     known = kept.get(kind)
     return known[1] if known is not None and known[0] == key else []
 

@@ -68,23 +68,23 @@ def show() -> None:
 
 
 def _show_verdict(run: DriftRun) -> None:
-    found = verdict(run)
+    judged = verdict(run)
     with st.container(border=True):
-        st.markdown("\n\n".join(with_command(run, text, found.command) for text in found.sentences))
+        st.markdown("\n\n".join(with_command(run, text, judged.command) for text in judged.sentences))
         with st.container(horizontal=True, vertical_alignment="center"):
-            is_next = any(word in found.command for word in (" calibrate ", " advise "))
+            is_next = any(word in judged.command for word in (" calibrate ", " advise "))
             kind: Literal["primary", "secondary"] = "primary" if is_next else "secondary"
             if st.button("Repair", type=kind, icon=":material/build:", key="to-repair"):
                 st.switch_page(path_of("repair"), query_params={RUN: run.id})
-            _to_samples(run, found)
+            _to_samples(run, judged)
             _self_checks(run)
-    if found.means:
-        _task_table(run, found)
+    if judged.means:
+        _task_table(run, judged)
 
 
-def _to_samples(run: DriftRun, found: Verdict) -> None:
+def _to_samples(run: DriftRun, judged: Verdict) -> None:
     """A button to the flipped samples of the chosen task, or of the one that has most of them."""
-    rows = run.outputs(variant=found.merged)
+    rows = run.outputs(variant=judged.merged)
     counts = rows[rows["flipped"].fillna(False).astype(bool)]["task"].value_counts()
     task = selection().task or next(iter(counts.index), "")
     if not counts.get(task, 0):
@@ -96,10 +96,10 @@ def _to_samples(run: DriftRun, found: Verdict) -> None:
         st.switch_page(path_of("samples"), query_params={RUN: run.id, TASK: task, FLIPPED: "true"})
 
 
-def _task_table(run: DriftRun, found: Verdict) -> None:
+def _task_table(run: DriftRun, judged: Verdict) -> None:
     """A row per task, the worst first; a click on one chooses its task on every page."""
-    sheet = task_sheet(run, found)
-    rows, columns = task_rows(run, found, sheet)
+    sheet = task_sheet(run, judged)
+    rows, columns = task_rows(run, judged, sheet)
     tasks = rows["task"].tolist()
     key = f"tasks-{zlib.crc32(repr((run.id, tasks)).encode())}"
 
@@ -111,25 +111,25 @@ def _task_table(run: DriftRun, found: Verdict) -> None:
 
     st.subheader(plain(sheet.title), anchor=False, help=plain(sheet.notes()))
     if AXIS in rows:
-        show_key(found)
+        show_key(judged)
     settings = {"on_select": choose, "selection_mode": "single-cell"}
     show_table(rows, columns, key=key, alt=sheet.title, **settings)
     st.caption("Worst first. A click on a row chooses its task on every page.")
 
 
-def task_rows(run: DriftRun, found: Verdict, sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
+def task_rows(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
     """The verdict's table as the page shows it, the worst task first and the mean last, and how columns are shown."""
     numbers = sheet.frame()
     numbers, mean = numbers[: len(run.tasks)], numbers[len(run.tasks) :]
-    heads = dict(zip(found.means, [*sheet.kinds][1:], strict=False))
-    last = next(name for name in (found.after, found.merged) if name in heads)
-    sign = 1 if found.measure.worse == "lower" else -1
+    heads = dict(zip(judged.means, [*sheet.kinds][1:], strict=False))
+    last = next(name for name in (judged.after, judged.merged) if name in heads)
+    sign = 1 if judged.measure.worse == "lower" else -1
     left = numbers[heads[last]].astype(float)
     loss = sign * (numbers[heads["expert"]].astype(float) - left) if "expert" in heads else left
     numbers = pd.concat([numbers.loc[loss.sort_values(ascending=False, kind="stable").index], mean])
     table, columns = sheet_table(sheet)
-    if found.measure.kind == "share":
-        table, columns = with_dots(table, columns, found)
+    if judged.measure.kind == "share":
+        table, columns = with_dots(table, columns, judged)
     columns |= {head: NumberColumn(format="%.3g") for head, kind in sheet.kinds.items() if kind == "number"}
     rows = table.loc[numbers.index].assign(task=numbers["task"])
     layers = run.layers(variant=last).sort_values("layer").groupby("task")["drift_rel"].agg(list)
@@ -146,29 +146,29 @@ def task_rows(run: DriftRun, found: Verdict, sheet: Table) -> tuple[pd.DataFrame
 
 
 def _origins(chosen: Selection) -> None:
-    found = [entry for entry in facts.origins(chosen.run) if entry.task in chosen.tasks]
-    of = f"{title(found[0].variant)}'s" if found else "the"
+    origins = [entry for entry in facts.origins(chosen.run) if entry.task in chosen.tasks]
+    of = f"{title(origins[0].variant)}'s" if origins else "the"
     st.subheader(
         plain(f"Where {of} final drift comes from"),
         anchor=False,
         help="The three layers with the largest share of each task's final drift, by attribution.",
     )
     offer_attribution(chosen.run)
-    if not any(entry.layers for entry in found):
+    if not any(entry.layers for entry in origins):
         note("Neither shares nor local mismatch were measured in this run.")
         return
-    st.markdown("\n".join(f"- {plain(origin_sentence(entry))}" for entry in found))
+    st.markdown("\n".join(f"- {plain(origin_sentence(entry))}" for entry in origins))
 
 
 def _self_checks(run: DriftRun) -> None:
     """One badge; behind it, every claim that is exact in theory and how large its error gets in this run."""
-    found = self_checks(run)
-    failed = len(found.failed)
+    report = self_checks(run)
+    failed = len(report.failed)
     label = f"Self-checks failed: {failed}" if failed else "Self-checks hold"
-    if not found.count("pass") and not failed:
+    if not report.count("pass") and not failed:
         label = "No self-check was measured"
     with st.popover(label, icon=f":material/{'warning' if failed else 'verified'}:"):
-        for check in found.results:
+        for check in report.results:
             icon = (
                 "remove" if not is_measured(check.value) else "check" if check.status == "pass" else "warning"
             )

@@ -49,13 +49,13 @@ def show() -> None:
     """Draw the page."""
     settings = Settings.from_environment()
     # A run that is just being made has no manifest in its first moments; its job says more than an error would.
-    found = [run for run in listed_runs(settings) if not (run.problem and is_at_work(run.path))]
-    if told := st.session_state.pop(_TOLD, ""):
-        st.toast(told, icon=":material/check:")
-    if not found:
+    runs = [run for run in listed_runs(settings) if not (run.problem and is_at_work(run.path))]
+    if put_away := st.session_state.pop(_TOLD, ""):
+        st.toast(put_away, icon=":material/check:")
+    if not runs:
         welcome()
         return
-    if [run.path for run in found] == [settings.root / DEMO]:
+    if [run.path for run in runs] == [settings.root / DEMO]:
         await_demo(settings)  # its tables come before its end: there is nothing else to look at yet
     page_title("Runs", f"In {plain(settings.root)}.")
     if st.button("New run", icon=":material/add_circle:", key="to-new-run"):
@@ -64,7 +64,7 @@ def show() -> None:
     wanted = st.text_input(
         "Filter", placeholder="part of a name, task or variant", key="filter", bind="query-params"
     )
-    shown = sorted((run for run in found if _matches(run, wanted)), key=lambda run: run.created, reverse=True)
+    shown = sorted((run for run in runs if _matches(run, wanted)), key=lambda run: run.created, reverse=True)
     if not shown:
         note("No run matches the filter.", "filter_alt")
         return

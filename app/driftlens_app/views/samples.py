@@ -122,8 +122,8 @@ def _options(chosen: Selection, task: str) -> ChartOptions:
 def _selected(event: Any) -> list[str]:
     """Ids of the samples selected in the chart, each once."""
     points = event["selection"]["points"] if isinstance(event, Mapping) else []
-    found = [point.get("customdata") for point in points]
-    ids = [name[0] if isinstance(name, list | tuple) else name for name in found if name]
+    customdata = [point.get("customdata") for point in points]
+    ids = [name[0] if isinstance(name, list | tuple) else name for name in customdata if name]
     return list(dict.fromkeys(str(name) for name in ids))
 
 
@@ -194,9 +194,9 @@ def sample_rows(run: DriftRun, task: str, options: ChartOptions) -> pd.DataFrame
     wide = rows.pivot(index="sample_id", columns="variant", values="drift_l2")[names]
     labels = rows.drop_duplicates("sample_id").set_index("sample_id")["label"].rename("class")
     wide.columns = pd.Index([f"drift, {title(name)}" for name in names])
-    found = wide.sort_values(wide.columns[0], ascending=False, kind="stable").join(labels).reset_index()
-    found = found[["sample_id", "class", *wide.columns]]
-    return found if options.classes is None else found[found["class"].isin(list(options.classes))]
+    drifts = wide.sort_values(wide.columns[0], ascending=False, kind="stable").join(labels).reset_index()
+    drifts = drifts[["sample_id", "class", *wide.columns]]
+    return drifts if options.classes is None else drifts[drifts["class"].isin(list(options.classes))]
 
 
 if __name__ == "__main__":

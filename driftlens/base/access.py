@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from driftlens.base.errors import SpecError
+from driftlens.base.progress import CancelToken, ProgressSink, Reporter, all_of
 from driftlens.base.team import ALONE, Team
 
 if TYPE_CHECKING:
@@ -59,6 +60,28 @@ class Access:
             )
         found: Callable[..., Any] = function
         return found
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a job is given that is no part of what it is asked: what it may use, who watches, and who may stop it.
+
+    Attributes:
+        access: what may be used, and on which device.
+        on_progress: called with every `ProgressEvent`.
+        cancel: asked once per batch whether to stop.
+        live: calibration samples per task, or None -> the study behind a run of live modules, which are handed in
+            again, and its models.
+    """
+
+    access: Access = Access()
+    on_progress: ProgressSink | None = None
+    cancel: CancelToken | None = None
+    live: Callable[[int | None], Any] | None = None
+
+    def reporter(self, *sinks: ProgressSink) -> Reporter:
+        """Hands events to these sinks and to whoever watches, and polls the token."""
+        return Reporter(all_of(*sinks, self.on_progress), self.cancel)
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

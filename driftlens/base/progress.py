@@ -51,6 +51,17 @@ class ProgressEvent:
 ProgressSink = Callable[[ProgressEvent], None]
 
 
+def all_of(*sinks: ProgressSink | None) -> ProgressSink:
+    """One sink that hands every event to all of `sinks` that are there."""
+    there = [sink for sink in sinks if sink is not None]
+
+    def every(event: ProgressEvent) -> None:
+        for sink in there:
+            sink(event)
+
+    return every
+
+
 class CancelToken:
     """A flag polled once per batch; `cancel` may be called from another thread or a signal handler."""
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import logging
 import os
-import re
 import shlex
 import signal
 import stat
@@ -19,15 +17,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 import typer
 
 import driftlens
-from driftlens.base.access import Access
-from driftlens.base.errors import SpecError, harmless
+from driftlens.base.access import Access, Context
+from driftlens.base.errors import harmless
 from driftlens.base.files import expanded
-from driftlens.base.progress import CancelToken, ProgressSink
+from driftlens.base.progress import CancelToken
 from driftlens.base.team import ALONE, Team
 
 app = typer.Typer(
@@ -132,13 +130,6 @@ ProgressMode = Annotated[
 ]
 
 
-class Watched(TypedDict):
-    """What functions of the pipeline take to tell how far they have come, and to be stopped."""
-
-    on_progress: ProgressSink
-    cancel: CancelToken
-
-
 @dataclass(frozen=True)
 class Job:
     """What a command that computes may use, and how it is watched."""
@@ -155,8 +146,8 @@ class Job:
         return Access(self.device, self.offline, self.trust, manner.team)
 
     @contextmanager
-    def watched(self) -> Iterator[Watched]:
-        """A sink that shows progress as `--progress` says, and a token that Ctrl-C sets, while `--threads` holds."""
+    def context(self) -> Iterator[Context]:
+        """Progress shown as `--progress` says, and a token that Ctrl-C sets, while `--threads` holds."""
         from driftlens.base.progress import sink_for
 
         mode: Any = "none" if manner.quiet else self.progress
@@ -166,7 +157,7 @@ class Job:
             for handler in logging.getLogger("driftlens").handlers:
                 handler.setFormatter(_JsonLines())
         with limited_threads(self.threads), cancelling() as cancel, sink_for(mode) as sink:
-            yield {"on_progress": manner.team.progress(sink), "cancel": cancel}
+            yield Context(self.access, manner.team.progress(sink), cancel)
 
 
 def spelling_homes_out(command: Any) -> Callable[..., Any]:
@@ -191,34 +182,6 @@ def limited_threads(number: int | None) -> AbstractContextManager[None]:
     from driftlens.base.threads import using_threads
 
     return using_threads(number)
-
-
-def sharing(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator that gives a command these of `Job`'s options; it takes them together, as `job`."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def run(**given: Any) -> None:
-            job = Job(**{name: given.pop(name) for name in names})
-            command(**given, job=job)
-
-        mine = inspect.signature(command, eval_str=True).parameters.values()
-        shared = inspect.signature(Job, eval_str=True).parameters
-        taken = [
-            *(each for each in mine if each.kind is each.POSITIONAL_OR_KEYWORD),
-            *(shared[name] for name in names),
-            *(each for each in mine if each.kind is each.KEYWORD_ONLY and each.name != "job"),
-        ]
-        functools.update_wrapper(run, command)
-        # What typer reads: the signature, then annotations by name.
-        vars(run)["__signature__"] = inspect.Signature(taken)
-        run.__annotations__ = {each.name: each.annotation for each in taken}
-        return run
-
-    return decorate
-
-
-computing = sharing(*(option.name for option in fields(Job)))
-"""Decorator for commands that take all of them."""
 
 
 def say(text: str) -> None:
@@ -362,45 +325,3 @@ def cancelling() -> Iterator[CancelToken]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def layer_named(text: str) -> int | str:
-    """A layer's number, or what its path is matched with: other digits than 0 to 9, and too many, number none."""
-    return int(text) if re.fullmatch("[0-9]{1,9}", text) else text
-
-
-def parts(given: str | list[str]) -> list[str]:
-    """The names in comma-separated text; repeated options and comma-separated ones are the same."""
-    joined = given if isinstance(given, str) else ",".join(given)
-    return [part.strip() for part in joined.split(",") if part.strip()]
-
-
-def assignments(given: list[str] | None) -> dict[str, Any]:
-    """The values of `--set name=value`, each read as YAML.
-
-    Raises:
-        SpecError: one is not of this form.
-    """
-    from driftlens.spec.yaml_text import from_yaml
-
-    found = {}
-    for text in given or ():
-        name, equals, value = text.partition("=")
-        if not name or not equals:
-            raise SpecError(f"--set {text}: expected name=value", hint="For example --set scaling=0.4.")
-        found[name] = from_yaml(value, f"--set {name}")
-    return found
-
-
-def with_settings(given: list[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Methods joined by commas, each with settings behind colons: `ties:scaling=0.4`, by name and settings.
-
-    Raises:
-        SpecError: settings are not of this form.
-    """
-    found = []
-    # Commas inside brackets are those of a list.
-    for text in re.split(r",(?![^\[]*\])", ",".join(given)):
-        name, *settings = text.strip().split(":")
-        found.append((name, assignments(settings)))
-    return found

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from driftlens.base.errors import DataError, SpecError
-from driftlens.cli.app import Job, JsonFlag, RunFolder, app, layer_named, note, parts, say, say_json, sharing
+from driftlens.cli.app import Job, JsonFlag, RunFolder, app, note, say, say_json
+from driftlens.cli.flags import flagged
+from driftlens.spec.words import layer_named, parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -196,7 +198,7 @@ def _tell(written: Sequence[Exported], out: Path, as_json: bool) -> None:
 
 
 @app.command()
-@sharing("progress")
+@flagged
 def project(
     run: RunFolder,
     task: Annotated[
@@ -210,8 +212,8 @@ def project(
     ] = "all",
     max_points: Annotated[int, typer.Option(help="Most points of one layout, all variants together.")] = 2000,
     *,
+    job: Annotated[Job, "progress"],
     as_json: JsonFlag = False,
-    job: Job,
 ) -> None:
     """Lay the final features of expert and variants out on a plane, and keep the layout in the run."""
     from driftlens.findings.projection import project as lay_out
@@ -222,7 +224,7 @@ def project(
     opened = open_run(run)
     methods = dict.fromkeys(part.strip() for part in method.split(","))
     found = []
-    with job.watched() as watched:
+    with job.context() as context:
         for name, chosen in itertools.product(task or opened.tasks, methods):
             note(printable(f"{name}: {chosen}"))
             found.append(
@@ -234,7 +236,8 @@ def project(
                     seed=seed,
                     fit_on=fit_on,
                     max_points=max_points,
-                    **watched,
+                    on_progress=context.on_progress,
+                    cancel=context.cancel,
                 )
             )
     say_json([_document(entry) for entry in found]) if as_json else say(projections_text(found))

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from driftlens.cli.app import Job, JsonFlag, app, computing, say, say_json
+from driftlens.cli.app import Job, JsonFlag, app, say, say_json
+from driftlens.cli.flags import flagged
 from driftlens.suites.protocols import PROTOCOLS
 
 
 @app.command()
-@computing
+@flagged
 def reproduce(
     suite: Annotated[
         str,
@@ -53,8 +54,8 @@ def reproduce(
     from driftlens_reports.terminal import sheet_text
 
     place = out or Path("runs") / name
-    with job.watched() as watched:
-        runs, failed = run_suite(name, found, folder, place, protocol=protocol, access=job.access, **watched)
+    with job.context() as context:
+        runs, failed = run_suite(name, found, folder, place, context, protocol=protocol)
     names = [each.name for each in entrants([*protocol_called(protocol).repairs(found).items()])]
     told = shown(found, protocol, runs, names, failed)
     if as_json:

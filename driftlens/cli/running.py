@@ -9,23 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from driftlens.base.errors import SpecError
-from driftlens.cli.app import (
-    Job,
-    JsonFlag,
-    NoAttribution,
-    RunFolder,
-    app,
-    assignments,
-    computing,
-    limited_threads,
-    note,
-    say,
-    say_json,
-    say_saved,
-    sharing,
-    with_settings,
-)
+from driftlens.cli.app import Job, JsonFlag, RunFolder, app, limited_threads, note, say, say_json, say_saved
+from driftlens.cli.flags import flagged
 from driftlens.cli.looking import show_run
+from driftlens.spec.requests import (
+    AnalysisRequest,
+    CalibrationRequest,
+    ComparisonRequest,
+    MergeRequest,
+    PreflightRequest,
+)
 
 if TYPE_CHECKING:
     from driftlens.spec import RunSpec
@@ -33,21 +26,17 @@ if TYPE_CHECKING:
 SpecFile = Annotated[
     Path, typer.Argument(metavar="RUN.YAML", help="The run spec; `driftlens init` writes one.")
 ]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="a.b=value", help="Override one value of the spec; repeatable."),
-]
 
 
 @app.command()
-@sharing("device", "threads", "progress")
+@flagged
 def demo(
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("driftlens-demo"),
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the embedded suite.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
     suite: Annotated[Literal["image", "text"], typer.Option(help="Which of the embedded suites.")] = "image",
     *,
-    job: Job,
+    job: Annotated[Job, "device", "threads", "progress"],
 ) -> None:
     """Run everything on an embedded suite, trained here, without network.
 
@@ -55,22 +44,19 @@ def demo(
     minutes (the models are trained and cached), later about one. The merged model is calibrated too, with the
     published settings for its kind.
     """
-    from driftlens.base.progress import Reporter
     from driftlens.jobs.analyze.job import analyze
     from driftlens.jobs.calibrate.job import calibrate
-    from driftlens.jobs.calibrate.plan import CalibrationRequest
     from driftlens.runs.writer import refuse_occupied
     from driftlens.suites.embedded import embedded_suite
     from driftlens.suites.text import text_suite
     from driftlens_reports.build import Report
 
     refuse_occupied(out, force=force)
-    with job.watched() as watched:
+    with job.context() as context:
         make, preset = (embedded_suite, "paper-clip") if suite == "image" else (text_suite, "llama-3b")
-        made = make(seed=seed, reporter=Reporter(watched["on_progress"], watched["cancel"]))
-        analyze(made.spec(), out=out, force=force, access=job.access, synthetic=True, **watched)
-        request = CalibrationRequest("featcal", preset=preset)
-        run = calibrate(out, request, access=job.access, **watched)
+        made = make(seed=seed, reporter=context.reporter())
+        analyze(made.spec(), AnalysisRequest(out=out, force=force, synthetic=True), context)
+        run = calibrate(out, CalibrationRequest(name="featcal", preset=preset), context)
     (page,) = Report(run).attach(["html"])
     show_run(run)
     say(f"\nReport: {page}")
@@ -97,113 +83,54 @@ def init(
 
 
 @app.command()
-@sharing("device", "offline", "trust", "threads")
+@flagged
 def validate(
     spec: SpecFile,
-    overrides: Overrides = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Also score every expert on its own data.")] = False,
-    processes: Annotated[
-        int | None, typer.Option(help="Also plan for so many: seconds, memory and bytes on the wire of each.")
-    ] = None,
-    per_machine: Annotated[
-        int | None,
-        typer.Option(help="How many of them share a machine like this; one per core or GPU if left out."),
-    ] = None,
-    *,
+    request: PreflightRequest,
+    job: Annotated[Job, "device", "offline", "trust", "threads"],
     as_json: JsonFlag = False,
-    job: Job,
 ) -> None:
     """Check a spec, its checkpoints and its data before anything large is read (preflight)."""
     from driftlens.jobs.preflight.job import preflight
     from driftlens.spec import load_spec
 
     with limited_threads(job.threads):
-        resolved = load_spec(spec, overrides or ())
-        found = preflight(
-            resolved, deep=deep, processes=processes, per_machine=per_machine, access=job.access
-        )
-    say_json(found.as_dict()) if as_json else say(found.text())
-    if found.problems:
-        raise typer.Exit(found.exit_code)
+        checks = preflight(load_spec(spec, request.overrides), request, job.access)
+    say_json(checks.as_dict()) if as_json else say(checks.text())
+    if checks.problems:
+        raise typer.Exit(checks.exit_code)
 
 
 @app.command()
-@computing
-def analyze(
-    spec: SpecFile,
-    out: Annotated[Path | None, typer.Option(help="The run directory; runs/<name> if left out.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Over data.defaults.seed.")] = None,
-    overrides: Overrides = None,
-    no_attribution: NoAttribution = False,
-    *,
-    as_json: JsonFlag = False,
-    job: Job,
-) -> None:
+@flagged
+def analyze(spec: SpecFile, request: AnalysisRequest, job: Job, as_json: JsonFlag = False) -> None:
     """Measure the drift of every variant in a spec and write a run directory."""
     from driftlens.jobs.analyze.job import analyze as run_analysis
     from driftlens.spec import load_spec
 
-    seeds = [] if seed is None else [f"data.defaults.seed={seed}"]
-    resolved = load_spec(spec, [*(overrides or ()), *seeds])
-    with job.watched() as watched:
-        run = run_analysis(
-            resolved,
-            out=out if out is not None else Path("runs") / resolved.name,
-            resume=resume,
-            force=force,
-            attribution=not no_attribution,
-            access=job.access,
-            **watched,
-        )
+    resolved = load_spec(spec, request.over_spec)
+    with job.context() as context:
+        run = run_analysis(resolved, request, context)
     for text in (*run.manifest.warnings, *run.manifest.notices):
         note(f"notice: {text}")
     show_run(run, as_json=as_json)
 
 
 @app.command()
-@computing
-def explain(run: RunFolder, *, as_json: JsonFlag = False, job: Job) -> None:
+@flagged
+def explain(run: RunFolder, job: Job, as_json: JsonFlag = False) -> None:
     """Trace the drift of every variant of a run back to layers, where that was left out or interrupted."""
     from driftlens.jobs.analyze.job import explain as run_explanation
 
-    with job.watched() as watched:
-        found = run_explanation(run, access=job.access, **watched)
-    show_run(found, as_json=as_json)
+    with job.context() as context:
+        explained = run_explanation(run, context)
+    show_run(explained, as_json=as_json)
 
 
 @app.command()
-@computing
+@flagged
 def merge(
-    spec: SpecFile,
-    method: Annotated[
-        str | None, typer.Option(help="A merge method; one that is not there gets the list.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="A .safetensors file, or a folder the original library loads; of a comparison its folder, "
-            "merges/<name> if left out."
-        ),
-    ] = None,
-    parameters: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="name=value", help="A parameter of the method; repeatable."),
-    ] = None,
-    compare: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="A,B:key=value,...",
-            help="Several merges, ranked without labels by how near they are to the experts; `all` is every method.",
-        ),
-    ] = None,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Save every compared model too, in the folder.")
-    ] = False,
-    *,
-    as_json: JsonFlag = False,
-    job: Job,
+    spec: SpecFile, request: MergeRequest, comparison: ComparisonRequest, job: Job, as_json: JsonFlag = False
 ) -> None:
     """Merge the experts of a spec and save the result in the format of the base, or compare several merges.
 
@@ -212,22 +139,24 @@ def merge(
     """
     from driftlens.spec import load_spec
 
-    if out is not None and not (method or compare or parameters or keep):
+    method, out = request.method, request.out
+    if out is not None and not (method or comparison.merges or request.parameters or comparison.keep):
         from driftlens.jobs.study.recipe import merge_recipe
 
         for text in merge_recipe(spec, out, job.access):
             note(f"notice: {text}")
         say_json({"out": out, "method": None}) if as_json else say_saved(out)
         return
-    if (method is None) == (compare is None):
+    if (method is None) == (comparison.merges is None):
         raise SpecError(
             "expected exactly one of --method and --compare", hint="`driftlens methods` lists them."
         )
-    resolved = load_spec(spec)
-    if compare is not None:
-        _compare_merges(
-            resolved, compare, out or Path("merges") / resolved.name, parameters, keep, as_json, job
-        )
+    if comparison.merges is not None:
+        if request.parameters:
+            raise SpecError(
+                "--set belongs to --method", hint="Write settings behind a method: ties:scaling=0.4."
+            )
+        _compare_merges(load_spec(spec), comparison, job, as_json=as_json)
         return
     if out is None:
         raise SpecError(
@@ -236,37 +165,27 @@ def merge(
     from driftlens.jobs.study.merging import merge_experts
 
     assert method is not None
-    with job.watched() as watched:
-        notices = merge_experts(resolved, method, assignments(parameters), out, job.access, **watched)
+    resolved = load_spec(spec)
+    with job.context() as context:
+        notices = merge_experts(resolved, method, request.parameters, out, context)
     for text in notices:
         note(f"notice: {text}")
     _note_memory()
     say_json({"out": out, "method": method}) if as_json else say_saved(out)
 
 
-def _compare_merges(
-    spec: RunSpec,
-    given: list[str],
-    out: Path,
-    parameters: list[str] | None,
-    keep: bool,
-    as_json: bool,
-    job: Job,
-) -> None:
+def _compare_merges(spec: RunSpec, comparison: ComparisonRequest, job: Job, *, as_json: bool) -> None:
     from driftlens.jobs.contest.merges import compare_merges, require_place, wanted_merges
     from driftlens_reports.merges import merges_sheet, write_merges
     from driftlens_reports.terminal import sheet_text
 
-    if parameters:
-        raise SpecError("--set belongs to --method", hint="Write settings behind a method: ties:scaling=0.4.")
+    out = comparison.out or Path("merges") / spec.name
     require_place(out)
-    wanted = wanted_merges(with_settings(given))
-    with job.watched() as watched:
-        found = compare_merges(
-            spec, wanted, out=out, keep=keep, write=write_merges, access=job.access, **watched
-        )
+    wanted = wanted_merges(comparison.merges or ())
+    with job.context() as context:
+        compared = compare_merges(spec, wanted, context, out=out, keep=comparison.keep, write=write_merges)
     _note_memory()
-    say_json(found) if as_json else say(sheet_text(merges_sheet(found)))
+    say_json(compared) if as_json else say(sheet_text(merges_sheet(compared)))
     note(f"wrote {out}: merges.csv, .json, .png, .svg, .html")
 
 
@@ -278,7 +197,7 @@ def _note_memory() -> None:
 
 
 @app.command()
-@computing
+@flagged
 def advise(
     run: RunFolder,
     search: Annotated[
@@ -298,14 +217,14 @@ def advise(
         from driftlens.jobs.contest.merges import scaled_layers
 
         layers = [row["layer"] for row in found["shares"][:3] or found["conflicts"][:3]]
-        with job.watched() as watched:
-            scaled = scaled_layers(run, layers, access=job.access, **watched)
+        with job.context() as context:
+            scaled = scaled_layers(run, layers, context)
             found["scalings"] = [{**row, "name": opened.layer_name(row["layer"])} for row in scaled]
     say_json(found) if as_json else say(advice_text(found, shlex.quote(str(run))))
 
 
 @app.command()
-@computing
+@flagged
 def evaluate(
     run: RunFolder,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what is there already.")] = False,
@@ -317,8 +236,8 @@ def evaluate(
     from driftlens.jobs.analyze.job import evaluate as run_evaluation
     from driftlens_reports.terminal import accuracy_text
 
-    with job.watched() as watched:
-        found = run_evaluation(run, again=again, access=job.access, **watched)
+    with job.context() as context:
+        found = run_evaluation(run, context, again=again)
     say_json(found.accuracy()) if as_json else say(accuracy_text(found))
 
 

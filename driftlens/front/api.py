@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from driftlens.base.access import Access
+from driftlens.base.access import Context
 from driftlens.base.errors import DataError, SpecError
 from driftlens.base.files import PathLike
-from driftlens.base.progress import CancelToken, Mode, ProgressEvent, ProgressSink, sink_for
+from driftlens.front.keywords import Around, Quietly, keywords
+from driftlens.jobs.analyze.modules import REQUIRED, Modules
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
 from driftlens.runs.standing import is_live
+from driftlens.spec.requests import (
+    AnalysisRequest,
+    ArenaRequest,
+    CalibrationRequest,
+    ComparisonRequest,
+    LiveSettings,
+    MergeRequest,
+    PreflightRequest,
+    SweepRequest,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from driftlens.calibration.calibrator import Calibrator
     from driftlens.findings.projection import Projection
     from driftlens.findings.table import Table
     from driftlens.jobs.preflight.outcome import Preflight
-    from driftlens.jobs.study.reopening import Live
     from driftlens.spec import RunSpec
+
+    SpecLike = Path | str | Mapping[str, Any] | RunSpec
 
 
 class Run(DriftRun):
@@ -46,41 +56,52 @@ class Run(DriftRun):
     _live: Mapping[str, Any] | None = None
     """What `analyze` was given, if that was live modules; a run that is opened anew doesn't know."""
 
+    @keywords(request=CalibrationRequest, around=Quietly)
     def calibrate(
         self,
         calibrator: Calibrator,
+        request: CalibrationRequest,
+        around: Around,
         *,
-        name: str,
         modules: Mapping[str, Any] | None = None,
         data: Mapping[str, Any] | None = None,
-        **options: Any,
+        on_first: Callable[[str], None] | None = None,
+        on_measured: Callable[[DriftRun], None] | None = None,
     ) -> Run:
         """Calibrate the merged model and measure the result; the run, opened anew, has `calibrated:NAME` too.
 
             run = run.calibrate(dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3), name="featcal")
             merged.load_state_dict(run.calibrated_state("featcal"))
 
+        Keywords are those of `driftlens.calibrate`; no progress is shown by default.
+
         Args:
             calibrator: its settings; of a registered class.
-            name: of the calibration.
+            request: name and all else.
+            around: progress, device, ...
             modules: for a run of live modules that was opened anew, what `analyze` was given: `base`, `merged`,
                 `experts`, `data`, `heads`; for one that `analyze` just returned, what is to stand in for it. Settings
                 are those of the run; other ones, and other weights, samples, labels or heads, are refused.
             data: for a run of live modules, samples per task to calibrate on, labels ignored; the calibration says so
                 where they are those that the run was analyzed on, as they are if left out.
-            **options: all other keywords of `driftlens.calibrate`; no progress is shown by default.
+            on_first: called with a sentence on drift and accuracy of a few samples, once the layers are solved.
+            on_measured: called with the run when drift and accuracy are there.
 
         Raises:
-            SpecError: the calibrator's class is not registered, or something is missing.
+            SpecError: the calibrator's class is not registered, or something is missing or unknown.
             CheckpointError: a model is not the one that the run was made with.
             DataError: samples are not those that the run was made with.
             DriftLensError: see the tree in `driftlens.base.errors`.
         """
         from driftlens.jobs.calibrate.plan import method_called
 
-        settings = {"method": method_called(calibrator), "parameters": calibrator.get_params()}
-        given = {"progress": "none", **settings, **options}
-        return calibrate(self, name=name, modules=modules, data=data, **given)
+        asked = request.changed(
+            method=request.method or method_called(calibrator),
+            parameters={**calibrator.get_params(), **request.parameters},
+        )
+        live = _live_study(self, modules, data, around.device)
+        with around.context(live) as context:
+            return calibrated(self, asked, context, on_first=on_first, on_measured=on_measured)
 
     def summary(self) -> Table:
         """Every task in a row: scores of base, expert, merged and calibrated models with intervals, and their drift.
@@ -137,18 +158,19 @@ class Run(DriftRun):
         weights = open_checkpoint(self.path / calibration_weights(name))
         return {key: weights.read(key) for key in weights.headers}
 
-    def explain(self, **options: Any) -> Run:
+    @keywords()
+    def explain(self, around: Around) -> Run:
         """Trace the drift of every variant back to layers, where that was left out or interrupted.
 
-        Args:
-            **options: on_progress, cancel, device, offline, trust as for `calibrate`.
+        Keywords are those of `driftlens.front.keywords.Around`.
 
         Raises:
             DriftLensError: as for `driftlens.jobs.analyze.job.explain`.
         """
         from driftlens.jobs.analyze.job import explain
 
-        explain(self.path, access=_access(options), **options)
+        with around.context() as context:
+            explain(self.path, context)
         return Run.at(self.path)
 
 
@@ -162,22 +184,22 @@ def open_run(path: PathLike) -> Run:
     return Run.at(path)
 
 
-def _access(options: dict[str, Any]) -> Access:
-    """What the options say of device, network and trust, which are taken out of them."""
-    given = {field.name: options.pop(field.name) for field in fields(Access) if field.name in options}
-    return Access(**given)
-
-
 def _folder(run: PathLike | DriftRun) -> Path:
     return run.path if isinstance(run, DriftRun) else Path(run)
+
+
+def _with_modules(made: Run, before: PathLike | DriftRun) -> Run:
+    """The run, which remembers the modules that an earlier view of it was made from."""
+    made._live = before._live if isinstance(before, Run) else None
+    return made
 
 
 def _live_study(
     run: PathLike | DriftRun,
     modules: Mapping[str, Any] | None,
     data: Mapping[str, Any] | None,
-    access: Access,
-) -> Live | None:
+    device: str | None,
+) -> Callable[[int | None], Any] | None:
     """How the study of a run of live modules is made again; None for a run of a spec."""
     folder = _folder(run)
     known = run._live if isinstance(run, Run) else None
@@ -193,37 +215,18 @@ def _live_study(
     from driftlens.jobs.analyze.live import live_again
 
     given = {**(known or {}), **(modules or {})}
-    given |= {} if access.device is None else {"device": access.device}
+    given |= {} if device is None else {"device": device}
     return partial(live_again, folder, given, data)
 
 
-@contextmanager
-def _watched(progress: Mode, on_progress: ProgressSink | None, **more: Any) -> Iterator[dict[str, Any]]:
-    """Keywords for the pipeline, `more` among them: a sink that shows progress as asked, and tells the caller's own."""
-    with sink_for(progress) as shown:
-
-        def sink(event: ProgressEvent) -> None:
-            shown(event)
-            if on_progress is not None:
-                on_progress(event)
-
-        yield {"on_progress": sink, **more}
-
-
+@keywords(request=AnalysisRequest, modules=Modules, settings=LiveSettings)
 def analyze(
-    spec: Path | str | Mapping[str, Any] | RunSpec | None = None,
+    spec: SpecLike | None = None,
     *,
-    out: PathLike | None = None,
-    merged: nn.Module | None = None,
-    experts: Mapping[str, nn.Module] | None = None,
-    data: Mapping[str, Any] | None = None,
-    base: nn.Module | None = None,
-    progress: Mode = "auto",
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
-    resume: bool = False,
-    force: bool = False,
-    **options: Any,
+    request: AnalysisRequest,
+    modules: Modules,
+    settings: LiveSettings,
+    around: Around,
 ) -> Run:
     """Measure feature drift and write a run directory, from a spec or from live modules.
 
@@ -234,62 +237,50 @@ def analyze(
 
     Args:
         spec: a spec file, its values, or a checked spec; leave it out to pass modules.
-        out: the run directory; `runs/<name>` if left out.
-        merged: the merged model, a live module.
-        experts: one live module per task.
-        data: per task a tensor, Dataset, DataLoader or iterable of batches.
-        base: the common base, if there is one.
-        progress: how progress is shown on stderr.
-        on_progress: called with every `ProgressEvent`, besides.
-        cancel: a token whose `cancel()` stops the work at the next batch.
-        resume: go on where an interrupted run of the same spec, or of the same modules and data, stopped.
-        force: replace the run that is there.
-        **options: with a spec, those of `driftlens.jobs.analyze.job.analyze` (attribution, device, offline, trust,
-            overrides); with modules, those of `driftlens.jobs.analyze.live.live_study` (heads, baselines, layers,
-            blocks, mask, pool, n, batch_size, cka, jacobian, adjoint, groups, calibration, device, seed, name).
+        request: by keywords, the fields of `driftlens.spec.requests.AnalysisRequest`; with modules out, resume, force.
+        modules: by keywords, the fields of `driftlens.jobs.analyze.modules.Modules`: merged, experts, data, base, ...
+        settings: by keywords, with modules, the fields of `driftlens.spec.requests.LiveSettings`.
+        around: by keywords, the fields of `driftlens.front.keywords.Around`.
 
     Raises:
-        SpecError: both a spec and modules are given, or neither.
+        SpecError: both a spec and modules are given, or neither, or a keyword that belongs to the other.
         DriftLensError: see the tree in `driftlens.base.errors`.
     """
-    with _watched(progress, on_progress, cancel=cancel, resume=resume, force=force) as watched:
-        if spec is not None and merged is None and experts is None and data is None:
+    if (spec is None) == (len(modules.missing) == len(REQUIRED)) or (spec is None and modules.missing):
+        raise SpecError("pass either a spec, or merged=, experts= and data=")
+    _refuse_others(request, settings, is_spec=spec is not None)
+    with around.context() as context:
+        if spec is not None:
             # Reading a spec needs libraries that a machine which only computes may lack.
             from driftlens.jobs.analyze.job import analyze as analyze_spec
-            from driftlens.spec import load_spec
 
-            resolved, access = load_spec(spec), _access(options)
-            folder = Path("runs", resolved.name) if out is None else Path(out)
-            analyze_spec(resolved, out=folder, access=access, **watched, **options)
-            return Run.at(folder)
-        if spec is not None or merged is None or experts is None or data is None:
-            raise SpecError("pass either a spec, or merged=, experts= and data=")
-        from driftlens.jobs.analyze.live import analyze_study, live_study, recorded
+            return Run.at(analyze_spec(spec, request, context).path)
+        from driftlens.jobs.analyze.live import analyze_study, live_study
 
-        given = {"merged": merged, "experts": experts, "data": data, "base": base, **options}
-        study = live_study(**given)
-        folder = Path("runs", study.name) if out is None else Path(out)
-        analyze_study(study, out=folder, settings=recorded(given), **watched)
-        run = Run.at(folder)
-        run._live = given
-        return run
+        run = Run.at(analyze_study(live_study(modules, settings), request, settings, context).path)
+    run._live = {**vars(modules), **{name: getattr(settings, name) for name in settings.model_fields_set}}
+    return run
 
 
+def _refuse_others(request: AnalysisRequest, settings: LiveSettings, *, is_spec: bool) -> None:
+    """Refuse what belongs to specs where modules are given, and the other way round."""
+    both = {"out", "resume", "force", "seed"}
+    said = (settings if is_spec else request).model_fields_set - both
+    if said:
+        given, other = ("a spec", "live modules") if is_spec else ("live modules", "a spec")
+        raise SpecError(f"{min(said)} belongs to {other}; given: {given}")
+
+
+@keywords(request=CalibrationRequest)
 def calibrate(
     run: PathLike | DriftRun,
+    request: CalibrationRequest,
+    around: Around,
     *,
-    name: str,
-    lam: float | None = None,
-    rho: float | None = None,
-    alpha: float | None = None,
-    parameters: Mapping[str, object] | None = None,
-    auto: bool = False,
     modules: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
-    progress: Mode = "auto",
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
-    **options: Any,
+    on_first: Callable[[str], None] | None = None,
+    on_measured: Callable[[DriftRun], None] | None = None,
 ) -> Run:
     """Calibrate the merged model of a run and measure the result, as `driftlens calibrate` does.
 
@@ -297,63 +288,51 @@ def calibrate(
 
     Args:
         run: a run, or its directory.
-        name: of the calibration; its variant is `calibrated:NAME`.
-        lam: ridge, over the preset's.
-        rho: anchor, likewise.
-        alpha: share of the expert in the target, likewise.
-        parameters: other settings of the calibrator by name.
-        auto: whether the best is chosen on held-out calibration samples: the merged model, the base, these settings, a
-            search from them and, without `method`, what other methods offer.
+        request: by keywords, the fields of `driftlens.spec.requests.CalibrationRequest`, and lam, rho, alpha.
+        around: by keywords, the fields of `driftlens.front.keywords.Around`.
         modules: live modules and what belongs to them, as for `Run.calibrate`.
         data: samples to calibrate on, as for `Run.calibrate`.
-        progress: how progress is shown on stderr.
-        on_progress: called with every `ProgressEvent`, besides.
-        cancel: a token whose `cancel()` stops the work at the next batch.
-        **options: method, preset, samples, layers, sites, top_layers, control (the same at rho 1 too); resume, replace,
-            save_weights, attribution, on_first, on_measured as for `driftlens.jobs.calibrate.job.calibrate`;
-            device, offline, trust as in `Access`.
+        on_first: called with a sentence on drift and accuracy of a few samples, once the layers are solved.
+        on_measured: called with the run when drift and accuracy are there.
 
     Raises:
         DriftLensError: see the tree in `driftlens.base.errors`.
     """
-    from driftlens.jobs.calibrate.job import calibrate as run_calibration
-    from driftlens.jobs.calibrate.plan import CalibrationRequest
-    from driftlens.jobs.contest.automatic import BEST, HELD_OUT
-    from driftlens.jobs.contest.sweep import control as measure_control
-
-    given = {"lam": lam, "rho": rho, "alpha": alpha}
-    settings = {**(parameters or {}), **{key: value for key, value in given.items() if value is not None}}
-    asked = {field.name for field in fields(CalibrationRequest)} & set(options)
-    request = CalibrationRequest(name, parameters=settings, **{key: options.pop(key) for key in asked})
-    automatic = BEST if request.method is None else HELD_OUT
-    access, choose = _access(options), automatic if auto else options.pop("choose", None)
-    live = _live_study(run, modules, data, access)
-    with _watched(progress, on_progress, cancel=cancel, access=access, live=live) as watched:
-        found = Run.at(run_calibration(_folder(run), request, choose=choose, **watched, **options).path)
-        if request.control:
-            found = Run.at(measure_control(found.path, name, **watched).path)
-    found._live = run._live if isinstance(run, Run) else None
-    return found
+    with around.context(_live_study(run, modules, data, around.device)) as context:
+        return calibrated(run, request, context, on_first=on_first, on_measured=on_measured)
 
 
-def merge(
-    spec: Path | str | Mapping[str, Any] | RunSpec,
+def calibrated(
+    run: PathLike | DriftRun,
+    request: CalibrationRequest,
+    context: Context,
     *,
-    method: str,
-    out: PathLike,
-    parameters: Mapping[str, object] | None = None,
-    **options: Any,
-) -> Path:
+    on_first: Callable[[str], None] | None = None,
+    on_measured: Callable[[DriftRun], None] | None = None,
+) -> Run:
+    """The run with the calibration that is asked for, and its control; errors as for `calibrate`."""
+    from driftlens.jobs.calibrate.job import calibrate as run_calibration
+    from driftlens.jobs.contest.automatic import choice_of
+    from driftlens.jobs.contest.sweep import control
+
+    folder, choose = _folder(run), choice_of(request)
+    run_calibration(folder, request, context, choose=choose, on_first=on_first, on_measured=on_measured)
+    if request.control:
+        control(folder, request.name, context)
+    return _with_modules(Run.at(folder), run)
+
+
+@keywords(request=MergeRequest)
+def merge(spec: SpecLike, request: MergeRequest, around: Around) -> Path:
     """Merge the experts of a spec and save the result in the format of the base, as `driftlens merge` does.
 
         dl.merge("run.yaml", method="task_arithmetic", out="merged/", parameters={"scaling": 0.3})
 
     Args:
         spec: a spec file, its values, or a checked spec.
-        method: a registered merge method.
-        out: a .safetensors file, or a folder that the original library loads.
-        parameters: settings of the method by name.
-        **options: device, offline, trust as in `Access`.
+        request: by keywords: `method`, `parameters` by name, and `out`, a .safetensors file, or a folder that the
+            original library loads.
+        around: by keywords, the fields of `driftlens.front.keywords.Around`.
 
     Returns:
         Where it was saved.
@@ -364,36 +343,26 @@ def merge(
     from driftlens.jobs.study.merging import merge_experts
     from driftlens.spec import load_spec
 
-    access = _access(options)
-    merge_experts(load_spec(spec), method, parameters or {}, out, access, **options)
-    return Path(out)
+    if request.method is None or request.out is None:
+        raise SpecError("a merge needs method= and out=", hint="`driftlens methods` lists the methods.")
+    with around.context() as context:
+        merge_experts(load_spec(spec), request.method, request.parameters, request.out, context)
+    return request.out
 
 
-def compare_merges(
-    spec: Path | str | Mapping[str, Any] | RunSpec,
-    merges: Sequence[str | tuple[str, Mapping[str, object]]] = ("all",),
-    *,
-    out: PathLike | None = None,
-    keep: bool = False,
-    progress: Mode = "auto",
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
-    **options: Any,
-) -> Table:
+@keywords(request=ComparisonRequest)
+def compare_merges(spec: SpecLike, request: ComparisonRequest, around: Around) -> Table:
     """Merges of a spec's experts ranked without labels by how near they are to them, as `merge --compare` does.
 
         dl.compare_merges("run.yaml", ["average", "ties", ("ties", {"scaling": 0.4})]).frame()
 
     Args:
         spec: a spec file, its values, or a checked spec.
-        merges: registered merge methods, or pairs of one and its settings by name; `all` is every method.
-        out: a new folder for the table as CSV, JSON and HTML, and its picture, or that of the same comparison which was
-            stopped, and goes on; nothing is written without.
-        keep: save every merge too, in that folder.
-        progress: how progress is shown on stderr.
-        on_progress: called with every `ProgressEvent`, besides.
-        cancel: a token whose `cancel()` stops the work.
-        **options: device, offline, trust as in `Access`.
+        request: by keywords: `merges`, also without its name, registered merge methods, or pairs of one and its
+            settings by name, every method if left out; `out`, a new folder for the table as CSV, JSON and HTML, and its
+            picture, or that of the same comparison which was stopped, and goes on; nothing is written without; `keep`,
+            to save every merge too, in that folder.
+        around: by keywords, the fields of `driftlens.front.keywords.Around`.
 
     Returns:
         The ranking with intervals: a table in a notebook; `frame()` has its numbers, `notes()` what to know of them.
@@ -406,37 +375,29 @@ def compare_merges(
     from driftlens.spec import load_spec
     from driftlens_reports.merges import merges_sheet, write_merges
 
-    if keep and out is None:
+    out = request.out
+    if request.keep and out is None:
         raise SpecError("keep=True saves every merge in a folder, and there is none", hint="Give out=FOLDER.")
     if out is not None:
         require_place(out)
-    wanted = wanted_merges([(each, {}) if isinstance(each, str) else each for each in merges])
-    access = _access(options)
-    with _watched(progress, on_progress, cancel=cancel, access=access) as watched:
-        found = compared(
-            load_spec(spec), wanted, out=out, keep=keep, write=write_merges, **watched, **options
-        )
-    return merges_sheet(found)
+    wanted = wanted_merges(request.merges or [("all", {})])
+    with around.context() as context:
+        ranked = compared(load_spec(spec), wanted, context, out=out, keep=request.keep, write=write_merges)
+    return merges_sheet(ranked)
 
 
-def validate(
-    spec: Path | str | Mapping[str, Any] | RunSpec,
-    *,
-    overrides: Sequence[str] = (),
-    deep: bool = False,
-    **options: Any,
-) -> Preflight:
+@keywords(request=PreflightRequest)
+def validate(spec: SpecLike, request: PreflightRequest, around: Around) -> Preflight:
     """Check a spec, its checkpoints and its data before anything large is read, as `driftlens validate` does.
 
-        found = dl.validate("run.yaml")
-        print(found.text())
-        assert not found.problems
+        checks = dl.validate("run.yaml")
+        print(checks.text())
+        assert not checks.problems
 
     Args:
         spec: a spec file, its values, or a checked spec.
-        overrides: `a.b=value` each, over the spec.
-        deep: also score every expert on its own data.
-        **options: device, offline, trust as in `Access`.
+        request: by keywords, the fields of `driftlens.spec.requests.PreflightRequest`.
+        around: by keywords, the fields of `driftlens.front.keywords.Around`.
 
     Returns:
         All findings, problems among them, and an estimate of the cost.
@@ -447,22 +408,17 @@ def validate(
     from driftlens.jobs.preflight.job import preflight
     from driftlens.spec import load_spec
 
-    access = _access(options)
-    return preflight(load_spec(spec, overrides), deep=deep, access=access, **options)
+    return preflight(load_spec(spec, request.overrides), request, around.access)
 
 
+@keywords(request=SweepRequest)
 def sweep(
     run: PathLike | DriftRun,
+    request: SweepRequest,
+    around: Around,
     *,
-    param: Mapping[str, Sequence[float]],
-    resume: bool = False,
-    replace: bool = False,
     modules: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
-    progress: Mode = "auto",
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
-    **options: Any,
 ) -> Run:
     """Calibrate a run with many settings side by side, as `driftlens sweep` does; its `sweeps()` has the rows.
 
@@ -470,53 +426,32 @@ def sweep(
 
     Args:
         run: a run, or its directory.
-        param: lam, rho, alpha or n -> the values to visit.
-        resume: leave out points that are there.
-        replace: take earlier sweeps of the same factors out first.
+        request: by keywords, the fields of `driftlens.spec.requests.SweepRequest`.
+        around: by keywords, the fields of `driftlens.front.keywords.Around`.
         modules: live modules and what belongs to them, as for `Run.calibrate`.
         data: samples to calibrate on, as for `Run.calibrate`; a sweep of live modules needs them.
-        progress: how progress is shown on stderr.
-        on_progress: called with every `ProgressEvent`, besides.
-        cancel: a token whose `cancel()` stops the work at the next batch.
-        **options: grid, seeds, method, preset, samples, accuracy as in `driftlens.jobs.contest.sweep.SweepRequest`;
-            device, offline, trust as in `Access`.
 
     Raises:
         DriftLensError: see the tree in `driftlens.base.errors`.
     """
-    from driftlens.jobs.contest.sweep import SweepRequest
     from driftlens.jobs.contest.sweep import sweep as run_sweep
 
-    access = _access(options)
-    live = _live_study(run, modules, data, access)
-    with _watched(progress, on_progress, cancel=cancel, access=access, live=live) as watched:
-        request = SweepRequest(param, **options)
-        found = Run.at(run_sweep(_folder(run), request, resume=resume, replace=replace, **watched).path)
-    found._live = run._live if isinstance(run, Run) else None
-    return found
+    with around.context(_live_study(run, modules, data, around.device)) as context:
+        run_sweep(_folder(run), request, context)
+    return _with_modules(Run.at(_folder(run)), run)
 
 
-def arena(
-    run: PathLike | DriftRun,
-    methods: Sequence[str | tuple[str, Mapping[str, object]]],
-    *,
-    progress: Mode = "auto",
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
-    **options: Any,
-) -> Table:
+@keywords(request=ArenaRequest)
+def arena(run: PathLike | DriftRun, request: ArenaRequest, around: Around) -> Table:
     """Repair a run with several methods on the same samples, as `driftlens arena` does.
 
         dl.arena("runs/ta8", ["featcal", "residual", ("surgery", {"rank": 4})]).frame()
 
     Args:
         run: a run of a spec, or its directory; every repair becomes a calibration of it.
-        methods: registered calibrators, or pairs of one and its settings by name; `all` is every method.
-        progress: how progress is shown on stderr.
-        on_progress: called with every `ProgressEvent`, besides.
-        cancel: a token whose `cancel()` stops the work at the next batch; what is finished is kept.
-        **options: samples, attribution as in `driftlens.jobs.contest.arena.compete`; device, offline, trust as in
-            `Access`.
+        request: by keywords, the fields of `driftlens.spec.requests.ArenaRequest`: `methods`, also without its name,
+            registered calibrators, or pairs of one and its settings by name, `all` being every method; ...
+        around: by keywords, the fields of `driftlens.front.keywords.Around`.
 
     Returns:
         What each gains and costs: a table in a notebook; `frame()` has its numbers, `notes()` what to know of them.
@@ -527,8 +462,8 @@ def arena(
     from driftlens.findings.arena import arena_sheet
     from driftlens.jobs.contest.arena import compete, entrants
 
-    wanted = entrants([(each, {}) if isinstance(each, str) else each for each in methods])
-    access, folder = _access(options), _folder(run)
-    with _watched(progress, on_progress, cancel=cancel, access=access) as watched:
-        failed = compete(folder, wanted, **watched, **options)
-    return arena_sheet(open_run(folder), [each.name for each in wanted if each.name not in failed], failed)
+    wanted, folder = entrants(request.methods), _folder(run)
+    with around.context() as context:
+        failed = compete(folder, wanted, context, samples=request.samples, attribution=request.attribution)
+    made = [entrant.name for entrant in wanted if entrant.name not in failed]
+    return arena_sheet(open_run(folder), made, failed, against=request.against)

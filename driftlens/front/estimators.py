@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from driftlens.base.progress import CancelToken, ProgressSink, Reporter
+from driftlens.base.progress import Reporter
 from driftlens.calibration import featcal, residual
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.problems import SiteReport
 from driftlens.engine.site_selection import coverage, select_sites, tied_sites
+from driftlens.front.keywords import Around, Quietly, keywords
 from driftlens.jobs.analyze.diagnosis import check_closure
 from driftlens.jobs.analyze.live import live_study
+from driftlens.jobs.analyze.modules import Modules
 from driftlens.jobs.calibrate.walk import history_rows
 from driftlens.models.chain import ParameterKey
-from driftlens.models.frames import Mask
 from driftlens.models.saving import fused
+from driftlens.spec.requests import FitRequest, LiveInputs, LiveSettings
 
 
 class Fitting(Calibrator):
@@ -34,6 +36,7 @@ class Fitting(Calibrator):
         notices_: what the user should know: how samples were drawn, what was left out.
     """
 
+    @keywords(request=FitRequest, around=Quietly)
     @torch.no_grad()
     @exact_products()
     def fit(
@@ -42,19 +45,8 @@ class Fitting(Calibrator):
         base: nn.Module | None,
         experts: Mapping[str, nn.Module],
         data: Mapping[str, Any],
-        *,
-        layers: Sequence[str | int] | None = None,
-        sites: Sequence[str] | None = None,
-        blocks: str | None = None,
-        mask: Mask = None,
-        n: int | None = 256,
-        seed: int = 0,
-        batch_size: int = 32,
-        device: str | torch.device | None = None,
-        tokenizer: Any = None,
-        texts: Mapping[str, Mapping[str, Any]] | None = None,
-        on_progress: ProgressSink | None = None,
-        cancel: CancelToken | None = None,
+        request: FitRequest,
+        around: Around,
     ) -> Self:
         """The estimator itself, after calibrating a copy of a live merged module; no module is modified.
 
@@ -65,19 +57,8 @@ class Fitting(Calibrator):
             base: the common base; None without one, and then the anchor has to be the merged model (rho = 1).
             experts: one per task, of the same class and shape.
             data: calibration inputs per task: a tensor, Dataset, DataLoader or iterable of batches; labels are ignored.
-            layers: which layers, by pattern or index; all blocks if left out.
-            sites: patterns on module paths; linear and norm modules inside blocks if left out.
-            blocks: path of the list of blocks, or a pattern of the blocks' own paths (`layer?`), where they can't be
-                found by themselves.
-            mask: which tokens count, as for `driftlens.jobs.analyze.live.live_study`; padding weighs nothing.
-            n: samples per task, drawn at random; None takes all.
-            seed: of the samples drawn.
-            batch_size: samples per forward pass.
-            device: where it is computed; the merged model's own device by default.
-            tokenizer: of language models, whose `data` are rows of text then, as for `live_study`.
-            texts: per task what its `data` entry in a spec would say of texts.
-            on_progress: called with every `ProgressEvent`.
-            cancel: asked once per batch whether to stop.
+            request: by keywords, the fields of `driftlens.spec.requests.FitRequest`: layers, sites, n, seed, ...
+            around: by keywords, the fields of `driftlens.front.keywords.Around`: device, on_progress, cancel, ...
 
         Raises:
             SpecError: a setting that can't be, or tasks of `experts` and `data` differ.
@@ -87,24 +68,19 @@ class Fitting(Calibrator):
         import pandas as pd
 
         self.check(has_base=base is not None)
-        study = live_study(
-            merged=merged,
-            experts=experts,
-            data=data,
-            base=base,
-            blocks=blocks,
-            mask=mask,
-            n=n,
-            seed=seed,
-            batch_size=batch_size,
-            device=device,
-            tokenizer=tokenizer,
-            texts=texts,
-            calibration=None if tokenizer is None else data,  # answers may be shown
-            n_calibration=n,
+        # With a tokenizer, answers may be shown.
+        given = Modules(
+            merged,
+            experts,
+            data,
+            base,
+            calibration=None if request.tokenizer is None else data,
+            device=around.device,
         )
-        chain, reporter = study.pool.chain, Reporter(on_progress, cancel)
-        chosen = select_sites(chain, layers=layers, sites=sites, update=self.update)
+        inputs = {name: getattr(request, name) for name in LiveInputs.model_fields}
+        study = live_study(given, LiveSettings(**inputs, n_calibration=request.n))
+        chain, reporter = study.pool.chain, Reporter(around.on_progress, around.cancel)
+        chosen = select_sites(chain, layers=request.layers, sites=request.sites, update=self.update)
         check_closure(study)
         updates: dict[ParameterKey, torch.Tensor] = {}
         reports: list[tuple[int, SiteReport]] = []
@@ -127,7 +103,7 @@ class Fitting(Calibrator):
         self.model_, self.history_ = model, pd.DataFrame(history_rows("", reports)).drop(columns="name")
         self.modules_ = tuple(dict.fromkeys(report.site for _, report in reports))
         self.notices_ = study.notices
-        if (tied := tied_sites(chain)) and sites is None:
+        if (tied := tied_sites(chain)) and request.sites is None:
             self.notices_ += (
                 f"left as they are, because their weights serve other places too: {', '.join(tied)}",
             )

@@ -114,6 +114,8 @@ class Manifest:
         finished: UTC; empty until the run was finished.
         schema_version: of its tables.
         spec_digest: digest of the resolved spec.
+        live: of a run of live modules its `settings`, and as `contents` what tells its data and heads from others;
+            empty in runs from before, whose spec.yaml has both.
         synthetic: whether the data or models are drawn by code, so that the numbers are no benchmark.
         versions: of Python and packages.
         platform: operating system and processor.
@@ -154,6 +156,7 @@ class Manifest:
     finished: str = ""
     schema_version: str = SCHEMA_VERSION
     spec_digest: str = ""
+    live: Mapping[str, Any] = field(default_factory=dict)
     synthetic: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
     platform: Mapping[str, str | int] = field(default_factory=dict)
@@ -221,7 +224,7 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def new_manifest(name: str, spec_digest: str) -> Manifest:
+def new_manifest(name: str, spec_digest: str, live: Mapping[str, Any] | None = None) -> Manifest:
     """The manifest of a run that begins now on this machine."""
     machine = {"system": platform.system(), "release": platform.release(), "machine": platform.machine()}
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "run"
@@ -230,6 +233,7 @@ def new_manifest(name: str, spec_digest: str) -> Manifest:
         name=name,
         created=utc_now(),
         spec_digest=spec_digest,
+        live=live or {},
         versions=versions(),
         platform={**machine, "processors": os.cpu_count() or 0},
         environment={name: os.environ[name] for name in _VARIABLES if name in os.environ},

@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
@@ -45,7 +45,14 @@ class RunWriter(RunContents):
 
     @classmethod
     def create(
-        cls, path: PathLike, *, spec_yaml: str, spec_digest: str, name: str, force: bool = False
+        cls,
+        path: PathLike,
+        *,
+        spec_yaml: str,
+        spec_digest: str,
+        name: str,
+        live: Mapping[str, Any] | None = None,
+        force: bool = False,
     ) -> RunWriter:
         """A writer for a new run in a folder that is new or empty.
 
@@ -54,6 +61,7 @@ class RunWriter(RunContents):
             spec_yaml: the resolved spec, every default spelled out.
             spec_digest: its digest.
             name: what the user calls the run.
+            live: of a run of live modules, its settings and what tells its data from other data.
             force: whether a run that is there may be replaced. Files that are not the run's stay.
 
         Raises:
@@ -71,7 +79,7 @@ class RunWriter(RunContents):
             for entry in layout.ENTRIES:
                 if entry not in (layout.LOCK, layout.GUARD):
                     remove_tree(folder / entry)
-            writer = cls(folder, new_manifest(name, spec_digest), lock)
+            writer = cls(folder, new_manifest(name, spec_digest, live), lock)
             with writer._beginning("created", previous):
                 write_text_atomic(folder / layout.SPEC, spec_yaml)
         except BaseException:

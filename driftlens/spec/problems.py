@@ -50,10 +50,11 @@ def checked(kind: type[_Part], raw: Any, where: str, context: Any = None) -> _Pa
     try:
         return kind.model_validate(raw, context=context)
     except ValidationError as error:
-        raise _spec_error(error, raw, where) from error
+        raise spec_error(error, raw, where) from error
 
 
-def _spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
+def spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
+    """One error in the user's words that says all that is wrong with `raw`, and begins with `where`."""
     findings = [finding for details in error.errors() for finding in _findings(details, raw)]
     problems = [text for text, _ in findings]
     if len(findings) == 1:

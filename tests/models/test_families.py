@@ -15,7 +15,6 @@ from driftlens.base.errors import DriftLensError, IncompatibleModelsError
 from driftlens.checkpoints.sources import module_source
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.site_selection import coverage, select_sites
-from driftlens.jobs.analyze.live import live_study
 from driftlens.models.chain import pooled
 from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.frames import result
@@ -64,7 +63,7 @@ def test_a_family_is_taken_apart_and_says_how_much_of_it_is_solved_for(family: F
     given, inputs = models(family), batch(family, 3)
     if family.refused:
         with pytest.raises(DriftLensError, match=family.refused):
-            live_study(**arguments(family, given, inputs))
+            dl.analyze(**arguments(family, given, inputs))
         return
     chain = sequential_chain(given["base"], inputs, blocks=family.blocks)
     assert chain.settings["blocks"] == family.found

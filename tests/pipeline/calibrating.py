@@ -9,11 +9,12 @@ from typing import Any
 
 import pandas as pd
 
+from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled
 from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.calibrate.plan import CalibrationRequest
 from driftlens.runs.run import DriftRun
+from driftlens.spec.requests import CalibrationRequest
 
 TABLES = ("layers", "samples", "outputs", "params", "accuracy")
 NAME, VARIANT, CONTROL = "featcal", "calibrated:featcal", "baseline:featcal-anchor"
@@ -25,10 +26,10 @@ def copied(run: DriftRun, folder: pathlib.Path) -> pathlib.Path:
 
 
 def request(name: str = NAME, **changes: Any) -> CalibrationRequest:
-    return CalibrationRequest(name, **changes)
+    return CalibrationRequest(name=name, **changes)
 
 
-def calibrate_until(folder: pathlib.Path, stop: Callable[[ProgressEvent], bool], **options: Any) -> None:
+def calibrate_until(folder: pathlib.Path, stop: Callable[[ProgressEvent], bool], **changes: Any) -> None:
     """A calibration that is cancelled as soon as `stop` says so of an event."""
     token = CancelToken()
 
@@ -37,7 +38,7 @@ def calibrate_until(folder: pathlib.Path, stop: Callable[[ProgressEvent], bool],
             token.cancel()
 
     try:
-        calibrate(folder, request(), on_progress=watch, cancel=token, **options)
+        calibrate(folder, request(**changes), Context(on_progress=watch, cancel=token))
     except Cancelled:
         return
     raise AssertionError("the calibration was not stopped")

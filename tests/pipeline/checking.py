@@ -13,11 +13,12 @@ from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.study.suspicion import Finding
 from driftlens.spec import load_spec
+from driftlens.spec.requests import PreflightRequest
 from tests.zoo.world import Weights, World
 
 
 def check(spec: Mapping[str, Any], **options: Any) -> Preflight:
-    return preflight(load_spec(spec), **options)
+    return preflight(load_spec(spec), PreflightRequest(**options))
 
 
 def found(result: Preflight, level: str, subject: str) -> Finding:

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 import driftlens as dl
+from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled
 from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.diagnostics.drift import share_intervals
 from driftlens.findings.listing import find_runs
 from driftlens.jobs.analyze.job import analyze
 from driftlens.runs.run import DriftRun
+from driftlens.spec.requests import AnalysisRequest
 from tests.pipeline.library import Library, norms, stacked
 from tests.zoo.world import CLASSES, DEPTH, NUM_TEST, TASKS, World
 
@@ -322,7 +324,7 @@ def test_a_merge_that_was_cancelled_on_its_way_goes_on(
             token.cancel()
 
     with pytest.raises(Cancelled):
-        analyze(spec, out=out, on_progress=stop, cancel=token)
+        analyze(spec, AnalysisRequest(out=out), Context(on_progress=stop, cancel=token))
     assert find_runs(out)[0].state == "cancelled" and not list(out.rglob("*.safetensors"))
-    run = analyze(spec, out=out, resume=True)
+    run = analyze(spec, AnalysisRequest(out=out, resume=True))
     pd.testing.assert_frame_equal(run.layers(), light.layers())

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
+from driftlens.base.access import Context
 from driftlens.base.diagnostic import diagnostics
 from driftlens.base.errors import Cancelled
 from driftlens.base.progress import CancelToken, ProgressEvent
@@ -128,7 +129,7 @@ def test_an_attribution_that_comes_later_is_the_one_that_comes_at_once(
     world: World, at_once: DriftRun, tmp_path: pathlib.Path
 ) -> None:
     run = dl.analyze(world.spec(metrics=METRICS), out=tmp_path / "run", progress="none", attribution=False)
-    calibrate(run.path, request(), attribution=False)
+    calibrate(run.path, request(attribution=False))
     left = open_run(run.path)
     assert unexplained(left, "merged") and unexplained(left, VARIANT)
     assert find_runs(run.path)[0].state == "done" and not any(
@@ -172,7 +173,7 @@ def test_an_attribution_that_was_cancelled_goes_on(
             token.cancel()
 
     with pytest.raises(Cancelled) as caught:
-        calibrate(folder, request(), on_progress=stop, cancel=token)
+        calibrate(folder, request(), Context(on_progress=stop, cancel=token))
     assert f"`driftlens explain {folder}`" in caught.value.hint
     stopped = open_run(folder)
     assert VARIANT in stopped.variants and unexplained(dl.open_run(folder), VARIANT) is False
@@ -180,15 +181,15 @@ def test_an_attribution_that_was_cancelled_goes_on(
     assert summary.state == "done" and "driftlens explain" in summary.left[0]
     again = copied(stopped, tmp_path / "again")
     same(explain(folder), at_once)
-    same(calibrate(again, request(), resume=True), at_once)
+    same(calibrate(again, request(resume=True)), at_once)
     assert verify(folder).ok and not verify(folder).unlisted and find_runs(folder)[0].left == ()
 
 
 KILLED = """
 import os, sys
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.calibrate.plan import CalibrationRequest
-calibrate(sys.argv[1], CalibrationRequest(sys.argv[2]), on_measured=lambda run: os._exit(9))
+from driftlens.spec.requests import CalibrationRequest
+calibrate(sys.argv[1], CalibrationRequest(name=sys.argv[2]), on_measured=lambda run: os._exit(9))
 """
 
 
@@ -201,7 +202,7 @@ def test_a_calibration_that_is_killed_behind_its_first_numbers_goes_on(
     assert ended.returncode == 9
     killed = open_run(folder)
     assert VARIANT in killed.variants and unexplained(killed, VARIANT)
-    resumed = calibrate(folder, request(), resume=True)
+    resumed = calibrate(folder, request(resume=True))
     same(resumed, at_once)
     assert resumed.manifest.models[VARIANT].digest == at_once.manifest.models[VARIANT].digest
     assert verify(folder).ok and not verify(folder).unlisted

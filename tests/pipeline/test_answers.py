@@ -18,8 +18,7 @@ from driftlens.findings.arena import arena_rows
 from driftlens.jobs.analyze.answers import SPARE_TOKENS
 from driftlens.jobs.analyze.job import analyze, evaluate
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.calibrate.plan import CalibrationRequest
-from driftlens.jobs.contest.sweep import SweepRequest, sweep
+from driftlens.jobs.contest.sweep import sweep
 from driftlens.jobs.preflight import job as preflighting
 from driftlens.jobs.preflight.costs import effort_of, operations
 from driftlens.jobs.preflight.job import preflight
@@ -28,6 +27,7 @@ from driftlens.models.language.generation import generate
 from driftlens.models.language.likelihoods import log_likelihoods
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.spec import load_spec
+from driftlens.spec.requests import AnalysisRequest, CalibrationRequest, PreflightRequest, SweepRequest
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.terminal import sweep_text
 from tests.zoo.suite import CLASSES, PAIRS, Suite
@@ -51,7 +51,7 @@ def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: pathli
         "pick": suite.data("pick", [*CLASSES.items()], classes=["no it", "no is", "yes"]),
         "similar": suite.data("similar", [*NUMBERS.items()], metric="spearman"),
     }
-    run = analyze(suite.spec(data), out=tmp_path / "run", attribution=False)
+    run = analyze(suite.spec(data), AnalysisRequest(out=tmp_path / "run", attribution=False))
     found = run.accuracy()
     assert set(zip(found["task"], found["metric"], strict=True)) == {
         *[("free", "exact_match"), ("likely", "perplexity"), ("likely", "exact_match"), ("pick", "choice")],
@@ -87,7 +87,7 @@ def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: pathli
     again = evaluate(run.path, again=True).accuracy()
     assert again["value"].tolist() == found["value"].tolist()
     small = suite.spec(data) | {"compute": {"feature_budget": 4096}}
-    bare = analyze(small, out=tmp_path / "small", attribution=False)
+    bare = analyze(small, AnalysisRequest(out=tmp_path / "small", attribution=False))
     assert bare.accuracy().empty
     (said,) = (
         text
@@ -109,12 +109,11 @@ def test_maps_act_while_the_librarys_own_model_answers(
     suite.save("expert")
     run = analyze(
         suite.spec({"free": suite.data("free", PAIRS[:4], metric=["exact_match", "perplexity"])}),
-        out=tmp_path / "run",
-        attribution=False,
+        AnalysisRequest(out=tmp_path / "run", attribution=False),
     )
     settings = {} if method == "react" else {"steps": 20, "lr": 0.05}
-    request = CalibrationRequest("maps", method=method, parameters=settings)
-    run = calibrate(run.path, request, attribution=False)
+    request = CalibrationRequest(name="maps", method=method, parameters=settings)
+    run = calibrate(run.path, request.changed(attribution=False))
     assert not any("not measured" in text for text in run.manifest.notices)
     saved = load_file(run.path / "calibrations/maps/attachments.safetensors")
     model = type(suite.model).from_pretrained(tmp_path / "base").eval()
@@ -174,20 +173,20 @@ def test_calibration_sweep_and_preflight_tell_the_metrics_that_a_run_has(tmp_pat
         "pick": suite.data("pick", [*CLASSES.items()], classes=["no it", "no is", "yes"]),
     }
     spec = suite.spec(data)
-    texts = [finding.text for finding in preflight(load_spec(spec), deep=True).findings]
+    texts = [finding.text for finding in preflight(load_spec(spec), PreflightRequest(deep=True)).findings]
     assert any(
         "expert of free scores 100.0 %" in text and "in exact match on 2 samples" in text for text in texts
     )
     assert any("in perplexity on" in text and "no better" not in text for text in texts)
-    run = analyze(spec, out=tmp_path / "run", attribution=False).path
+    run = analyze(spec, AnalysisRequest(out=tmp_path / "run", attribution=False)).path
     said: list[str] = []
-    request = CalibrationRequest("fc", parameters={"lam": 0.1, "rho": 1.0})
+    request = CalibrationRequest(name="fc", parameters={"lam": 0.1, "rho": 1.0})
     found = calibrate(run, request, on_first=said.append)
     for metric in ("exact match", "perplexity", "choice accuracy"):
         assert re.search(
             rf"; {metric} with 95 % interval \(n = 2\) merged \S+.*, fc \S+.*, expert \S+", said[0]
         )
-    swept = sweep(run, SweepRequest({"lam": [0.1, 1.0]})).sweeps()
+    swept = sweep(run, SweepRequest(param={"lam": [0.1, 1.0]})).sweeps()
     for task, metric in (("free", "exact_match"), ("likely", "perplexity"), ("pick", "choice")):
         rows = swept[(swept["task"] == task)]
         assert rows[metric].notna().all() and rows["accuracy"].isna().all() and (rows["n_test"] > 0).all()
@@ -212,7 +211,7 @@ def test_a_plan_counts_the_tokens_of_answers_and_passes_where_none_is_generated(
         return seen[-1]
 
     monkeypatch.setattr(preflighting, "load_of", kept)
-    preflight(load_spec(suite.spec(data)), deep=True)
+    preflight(load_spec(suite.spec(data)), PreflightRequest(deep=True))
     free, pick = (seen[0].work.tasks[name] for name in ("free", "pick"))
     longest = max(len(suite.reader.answer_tokens(answer)) for _, answer in PAIRS)
     assert (free.test, free.answer) == (len(PAIRS), longest + SPARE_TOKENS)
@@ -232,7 +231,7 @@ def test_what_a_task_lacks_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     def refused(error: type[Exception], words: str, **entry: Any) -> None:
         data = {"ask": suite.data("ask", PAIRS, **entry)}
         with pytest.raises(error, match=words):
-            analyze(suite.spec(data), out=tmp_path / "run", attribution=False)
+            analyze(suite.spec(data), AnalysisRequest(out=tmp_path / "run", attribution=False))
 
     refused(SpecError, "data.ask.metric: choice needs classes", metric="choice")
     refused(SpecError, "data.ask.metric: accuracy needs labels", metric=["accuracy"])
@@ -260,7 +259,7 @@ def test_real_models_have_the_scores_that_their_makers_measured(tmp_path: pathli
         "experts": {task: {"weights": str(real / "t5" / task)} for task in metrics},
         "data": {"defaults": {"n": 4, "n_diagnosis": 4, "batch_size": 50}, **data},
     }
-    run = analyze(spec, out=tmp_path / "run", attribution=False)
+    run = analyze(spec, AnalysisRequest(out=tmp_path / "run", attribution=False))
     for task, names in metrics.items():
         for variant in ("base", "expert"):
             for metric, name in names.items():

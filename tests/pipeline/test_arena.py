@@ -15,7 +15,6 @@ import driftlens as dl
 from driftlens.base.errors import DataError, SpecError
 from driftlens.cli import app
 from driftlens.findings.arena import arena_rows, arena_sheet
-from driftlens.jobs.calibrate.plan import CalibrationRequest
 from driftlens.jobs.contest.arena import compete, entrants
 from driftlens.jobs.contest.contest import Candidate
 from driftlens.jobs.preflight.job import preflight
@@ -23,6 +22,7 @@ from driftlens.jobs.preflight.rehearsal import rehearse
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens.spec import load_spec
+from driftlens.spec.requests import CalibrationRequest
 from driftlens_reports.charts.chart import ChartOptions, charts
 from tests.pipeline.calibrating import copied
 from tests.pipeline.fixtures import light, world
@@ -171,7 +171,7 @@ def test_a_rehearsal_says_what_is_changed_and_what_leaves_the_folder(light: Drif
     """Distillation trains stem and head, too, which maps leave as merged."""
     said = {}
     for method in ("distill", "react"):
-        found = rehearse(light.path, CalibrationRequest("other", method=method)).findings
+        found = rehearse(light.path, CalibrationRequest(name="other", method=method)).findings
         said[method] = [finding.text for finding in found]
         assert any("was not calibrated" in text for text in said[method]) is (method == "react")
     assert "a checkpoint" in said["distill"] and "all weights in 5 of 5 layers" in said["distill"]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import driftlens as dl
+from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, DataError, SingularGramError, SpecError
 from driftlens.base.files import temporary_folder
 from driftlens.base.progress import ProgressEvent, Reporter
@@ -454,15 +455,15 @@ def test_what_methods_declare_is_compared_and_refitted_on_all_samples(
 
     asked = request(layers=[2, 3])
     with pytest.raises(Cancelled):
-        calibrate(folder, asked, choose=BEST, on_progress=stop)
+        calibrate(folder, asked, Context(on_progress=stop), choose=BEST)
     with monkeypatch.context() as patch:  # what was chosen is known, so that nothing is judged again
         patch.setattr(HeldOut, "of", None)
-        run = calibrate(folder, asked, choose=BEST, resume=True)
+        run = calibrate(folder, asked.changed(resume=True), choose=BEST)
     info = run.manifest.calibrations[NAME]
     assert (info.method, info.settings["lam"]) == ("keen", 0.2) and info.selection["choice"] == "keen lam=0.2"
-    assert calibrate(folder, asked, choose=BEST, resume=True).manifest.calibrations[NAME] == info
+    assert calibrate(folder, asked.changed(resume=True), choose=BEST).manifest.calibrations[NAME] == info
     with pytest.raises(SpecError, match="finished, with other settings"):
-        calibrate(folder, request(layers=[2, 3], parameters={"lam": 0.3}), choose=BEST, resume=True)
+        calibrate(folder, request(layers=[2, 3], parameters={"lam": 0.3}, resume=True), choose=BEST)
     by_hand = request("hand", method="keen", parameters={"lam": 0.2}, layers=[2, 3])
     calibrate(folder, by_hand)
     weights = [load_file(folder / f"calibrations/{name}/weights.safetensors") for name in (NAME, "hand")]

@@ -50,7 +50,7 @@ def run(
 ) -> DriftRun:
     """The same run, calibrated; the model is also saved as a folder."""
     folder = copied(before, tmp_path_factory.mktemp("after") / "run")
-    return calibrate(folder, request(preset="paper-clip"), save_weights=exported / form)
+    return calibrate(folder, request(preset="paper-clip", save_weights=exported / form))
 
 
 @pytest.fixture(scope="module")

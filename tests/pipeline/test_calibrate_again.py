@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import driftlens as dl
+from driftlens.base.access import Context
 from driftlens.base.errors import (
     CheckpointError,
     DataError,
@@ -26,12 +27,12 @@ from driftlens.base.progress import ProgressEvent
 from driftlens.findings.listing import find_runs
 from driftlens.jobs.analyze.job import analyze, evaluate
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.calibrate.plan import CalibrationRequest
 from driftlens.jobs.contest.automatic import HELD_OUT
 from driftlens.jobs.contest.trials import Trials
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import read_status
 from driftlens.runs.verify import verify
+from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from tests.pipeline.calibrating import (
     CONTROL,
     NAME,
@@ -90,7 +91,7 @@ def test_an_interrupted_calibration_is_unseen_and_resumes_to_the_very_same(
     assert sorted(kept) == [f"{layer:03d}.safetensors" for layer in range(2, 2 + solved)]
 
     events: list[ProgressEvent] = []
-    resumed = calibrate(folder, request(), resume=True, on_progress=events.append)
+    resumed = calibrate(folder, request(resume=True), Context(on_progress=events.append))
     began = {event.label.split(",")[0] for event in events if event.phase == "calibrate"}
     assert (
         not any(label.startswith(f"layer {layer} ") for layer in range(2, 2 + solved) for label in began)
@@ -114,7 +115,7 @@ def test_resuming_with_other_settings_is_refused_and_starting_afresh_is_not(
         (request(samples=2), "samples"),
     ):
         with pytest.raises(SpecError, match=f"another {words}"):
-            calibrate(folder, changed, resume=True)
+            calibrate(folder, changed.changed(resume=True))
     fresh = calibrate(folder, request())
     same_rows(fresh, whole)
 
@@ -128,7 +129,7 @@ def test_settings_are_not_chosen_for_what_was_begun_with_others(
     before = files_of(folder)
     monkeypatch.setattr(Trials, "outcomes", lambda *_, **__: pytest.fail("a search began"))
     with pytest.raises(SpecError, match=r"another (automatic: false, now true|settings\.update)"):
-        calibrate(folder, request(parameters=parameters), resume=True, choose=HELD_OUT)
+        calibrate(folder, request(parameters=parameters, resume=True), choose=HELD_OUT)
     assert files_of(folder) == before
 
 
@@ -147,7 +148,7 @@ def test_a_finished_calibration_is_resumed_only_as_the_very_same(
 ) -> None:
     before = files_of(whole.path)
     with pytest.raises(SpecError, match="finished, with other settings"):
-        calibrate(whole.path, changed, resume=True, choose=choose)
+        calibrate(whole.path, changed.changed(resume=True), choose=choose)
     assert files_of(whole.path) == before
 
 
@@ -160,14 +161,14 @@ def test_a_name_is_given_once_unless_it_is_to_be_replaced(
     with pytest.raises(SpecError, match="has a calibration 'featcal' already"):
         calibrate(folder, request())
     with pytest.raises(SpecError, match="finished, with other settings"):
-        calibrate(folder, request(), resume=True)
+        calibrate(folder, request(resume=True))
     assert files_of(folder) == before, "a refusal should leave no trace"
-    replaced = calibrate(folder, request(), replace=True)
+    replaced = calibrate(folder, request(replace=True))
     same_rows(replaced, whole)
     assert replaced.variants == whole.variants and verify(folder).ok
     assert (folder / WEIGHTS).read_bytes() == (whole.path / WEIGHTS).read_bytes()
     # With rho = 1 there is no control any more, and the earlier one's must not stay.
-    calibrate(folder, request(parameters={"rho": 1.0}), replace=True)
+    calibrate(folder, request(parameters={"rho": 1.0}, replace=True))
     assert open_run(folder).variants == (*light.variants, VARIANT)
     assert (
         not list((folder / "features").rglob("*anchor*"))
@@ -182,7 +183,7 @@ def test_what_has_the_name_stays_until_its_successor_is_solved_for(
     calibrate(folder, request())
     if end == "failed":
         with pytest.raises(SingularGramError):
-            calibrate(folder, request(parameters={"lam": 0.0}, samples=1), replace=True)
+            calibrate(folder, request(parameters={"lam": 0.0}, samples=1, replace=True))
     else:
         calibrate_until(folder, in_layer(3), replace=True)
     run = open_run(folder)
@@ -193,14 +194,14 @@ def test_what_has_the_name_stays_until_its_successor_is_solved_for(
     if end == "cancelled":
         (left,) = find_runs(folder)[0].left
         assert f"--name {NAME} --replace --resume` with" in left
-        same_rows(calibrate(folder, request(), replace=True, resume=True), whole)
+        same_rows(calibrate(folder, request(replace=True, resume=True)), whole)
         assert not (folder / "scratch" / f"calibrate-{NAME}").exists() and find_runs(folder)[0].left == ()
 
 
 def test_resuming_what_is_finished_only_saves_it_elsewhere(whole: DriftRun, tmp_path: pathlib.Path) -> None:
     folder = copied(whole, tmp_path / "run")
     target = tmp_path / "out.safetensors"
-    calibrate(folder, request(), resume=True, save_weights=target)
+    calibrate(folder, request(resume=True, save_weights=target))
     ours, theirs = load_file(target), load_file(whole.path / WEIGHTS)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     same_rows(open_run(folder), whole)
@@ -276,7 +277,7 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_computed(
     (tmp_path / "taken" / "mine.txt").write_text("mine")
     before = files_of(folder)
     with pytest.raises(RunError, match="exists already"):
-        calibrate(folder, request(), save_weights=tmp_path / "taken")
+        calibrate(folder, request(save_weights=tmp_path / "taken"))
     assert files_of(folder) == before
 
 
@@ -284,7 +285,7 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_computed(
 def test_a_checkpoint_that_changed_since_the_run_is_named(tmp_path: pathlib.Path, name: str) -> None:
     world = build(tmp_path / "models")
     spec = world.spec(metrics={"jacobian": False}, heads=None)
-    analyze(spec, out=tmp_path / "run")
+    analyze(spec, AnalysisRequest(out=tmp_path / "run"))
     calibrate_until(tmp_path / "run", in_layer(3))
     weights = world.state(name)
     key = "visual.transformer.resblocks.1.mlp.c_fc.bias"
@@ -293,9 +294,9 @@ def test_a_checkpoint_that_changed_since_the_run_is_named(tmp_path: pathlib.Path
     who = name if name == "base" else f"expert:{name}"
     for resume in (False, True):
         with pytest.raises(CheckpointError, match=f"^{who} is not the model that the run was made with"):
-            calibrate(tmp_path / "run", request(), resume=resume)
+            calibrate(tmp_path / "run", request(resume=resume))
     with pytest.raises(CheckpointError, match=f"^{who} is not the model"):
-        analyze(spec, out=tmp_path / "run", resume=True)
+        analyze(spec, AnalysisRequest(out=tmp_path / "run", resume=True))
     assert files_of(tmp_path / "run") == before
 
 

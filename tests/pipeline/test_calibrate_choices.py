@@ -15,12 +15,13 @@ import driftlens as dl
 from driftlens.base.errors import DataError, NumericsError, SpecError
 from driftlens.base.progress import Reporter
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.calibrate.plan import CalibrationRequest, Choice, calibrator_of
+from driftlens.jobs.calibrate.plan import Choice, calibrator_of
 from driftlens.jobs.preflight.rehearsal import rehearse
 from driftlens.jobs.study.study import Study
 from driftlens.runs.manifest import ids_digest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
+from driftlens.spec.requests import CalibrationRequest
 from driftlens.spec.sections import Calibration
 from tests.pipeline.calibrating import NAME, VARIANT, calibrate_until, copied, files_of, request
 from tests.zoo.world import TASKS, World
@@ -62,7 +63,7 @@ def test_flags_stand_over_presets_and_presets_over_the_spec(
     section: dict[str, Any] | None, asked: dict[str, Any], expected: tuple[float, ...]
 ) -> None:
     written = None if section is None else Calibration.model_validate(section)
-    found = calibrator_of(CalibrationRequest("x", **asked), written).get_params()
+    found = calibrator_of(CalibrationRequest(name="x", **asked), written).get_params()
     assert (found["lam"], found["rho"], found["alpha"]) == expected
 
 
@@ -82,13 +83,13 @@ def test_a_repair_that_is_trained_refuses_layers_and_sites(
     """It would train in its own all the same; what the spec says of another method's sites is not asked of it."""
     before = files_of(folder)
     with pytest.raises(SpecError, match=f"surgery was given {next(iter(asked))}") as caught:
-        calibrate(folder, CalibrationRequest(NAME, method="surgery", **asked))
+        calibrate(folder, CalibrationRequest(name=NAME, method="surgery", **asked))
     assert "Leave them out" in caught.value.hint and files_of(folder) == before
     spec = yaml.safe_load((folder / "spec.yaml").read_text())
     for method in ("featcal", "surgery"):
         section = {"method": method, "sites": ["*attn*"]}
         (folder / "spec.yaml").write_text(yaml.safe_dump({**spec, "calibration": section}))
-        problems = rehearse(folder, CalibrationRequest(NAME, method="surgery")).problems
+        problems = rehearse(folder, CalibrationRequest(name=NAME, method="surgery")).problems
         assert any("surgery was given sites" in found.text for found in problems) is (method == "surgery")
 
 
@@ -201,7 +202,7 @@ def test_a_rehearsal_lists_every_obstacle(folder: pathlib.Path, tmp_path: pathli
     (tmp_path / "taken" / "mine").write_text("mine")
     with RunWriter.resume(folder):
         before = files_of(folder)
-        found = rehearse(folder, request(), save_weights=tmp_path / "taken")
+        found = rehearse(folder, request(save_weights=tmp_path / "taken"))
         assert files_of(folder) == before
     problems = {finding.subject for finding in found.problems}
     assert problems == {"lock", "name", "save-weights"} and found.exit_code == 5
@@ -212,8 +213,8 @@ def test_a_rehearsal_lists_every_obstacle(folder: pathlib.Path, tmp_path: pathli
 
 def test_a_rehearsal_of_resuming_compares_settings(folder: pathlib.Path) -> None:
     calibrate_until(folder, lambda event: event.phase == "calibrate" and event.done > 2)
-    assert rehearse(folder, request(), resume=True).exit_code == 0
-    refused = rehearse(folder, request(parameters={"lam": 1.0}), resume=True)
+    assert rehearse(folder, request(resume=True)).exit_code == 0
+    refused = rehearse(folder, request(parameters={"lam": 1.0}, resume=True))
     assert [finding.subject for finding in refused.problems] == ["name"]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, RunError
 from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.engine.problems import CalibratedLayer
@@ -64,7 +65,7 @@ def test_a_run_that_goes_away_ends_its_calibration(
             remove(event)
 
     with pytest.raises(RunError, match="removed") as caught:
-        calibrate(folder, request(), on_progress=watch)
+        calibrate(folder, request(), Context(on_progress=watch))
     assert "--resume" not in caught.value.hint
     if is_there_again:
         assert verify(folder).ok and not verify(folder).unlisted and not (folder / "run.lock").exists()
@@ -91,7 +92,9 @@ def test_a_cancelled_calibration_says_which_command_goes_on(
 ) -> None:
     token = CancelToken()
     with pytest.raises(Cancelled) as caught:
-        calibrate(folder, request(), on_progress=lambda event: stop(event) and token.cancel(), cancel=token)
+        calibrate(
+            folder, request(), Context(on_progress=lambda event: stop(event) and token.cancel(), cancel=token)
+        )
     command = f"`driftlens calibrate {folder} --name {NAME} --resume`"
     assert command in caught.value.hint
     status = read_status(folder)
@@ -117,5 +120,5 @@ def test_a_full_disk_leaves_the_run_done_and_says_which_command_goes_on(
     assert summary.state == "done" and f"calibration '{NAME}' failed" in summary.left[0]
     assert set(read_manifest(folder).files) == set(light.manifest.files) and verify(folder).ok
     same_rows(open_run(folder), light)
-    same_rows(calibrate(folder, request(), resume=True), light)
+    same_rows(calibrate(folder, request(resume=True)), light)
     assert verify(folder).ok and not verify(folder).unlisted and find_runs(folder)[0].left == ()

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from driftlens.base.access import Access
+from driftlens.base.access import Context
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.study.companions import companions
 from driftlens.jobs.study.merging import merge_experts
 from driftlens.jobs.study.opening import open_models
 from driftlens.jobs.study.suspicion import Finding
 from driftlens.spec import load_spec
+from driftlens.spec.requests import AnalysisRequest
 from tests.pipeline.checking import check, found, notices, saved, with_expert
 from tests.zoo.towers import hf_folder
 from tests.zoo.world import World
@@ -92,7 +93,11 @@ def test_an_analysis_says_so_too_of_whole_models_of_open_clip(world: World, tmp_
     weights = world.state("flowers")
     weights["transformer.resblocks.0.ln_1.bias"] += 0.01
     spec = with_expert(world, saved(weights, tmp_path / "x.safetensors"), metrics={"jacobian": False})
-    told = [text for text in analyze(spec, out=tmp_path / "run").manifest.notices if "text tower" in text]
+    told = [
+        text
+        for text in analyze(spec, AnalysisRequest(out=tmp_path / "run")).manifest.notices
+        if "text tower" in text
+    ]
     assert [text.partition(",")[0] for text in told] == ["the expert of flowers has a fine-tuned text tower"]
 
 
@@ -125,7 +130,7 @@ def test_the_text_side_of_a_whole_siglip_is_named_and_kept(
     assert ["a fine-tuned text tower, which is not used: saved" in text for text in told] == [True] * (
         len(parts) - 1
     )
-    merge_experts(load_spec(spec), "average", {}, tmp_path / "out", Access())
+    merge_experts(load_spec(spec), "average", {}, tmp_path / "out", Context())
     merged, info = SiglipModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     base = SiglipModel.from_pretrained(tmp_path / "base").state_dict()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import driftlens
-from driftlens.base.access import Access
+from driftlens.base.access import Access, Context
 from driftlens.base.progress import Reporter
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.residual import ResidualCal
@@ -63,7 +63,7 @@ def _one_batch(world: World) -> dict[str, Any]:
 
 
 def test_a_batch_of_pixels_enters_few_files_on_its_way_into_tables(light: DriftRun) -> None:
-    study, _ = reopened(light.path, access=Access(device="cpu"))
+    study, _ = reopened(light.path, Context(access=Access(device="cpu")))
     task = next(iter(study.tasks))
     at_hand = study.tasks[task]
     pixels = at_hand.diagnosis.load(range(len(at_hand.diagnosis)))
@@ -123,7 +123,7 @@ def test_a_flag_passes_through_few_files_on_its_way_to_the_first_solve(
 
 def test_pooled_features_hold_no_other_tokens(light: DriftRun) -> None:
     """One token of each sample, kept as a view, would keep the whole features of every layer."""
-    study, _ = reopened(light.path, access=Access(device="cpu"))
+    study, _ = reopened(light.path, Context(access=Access(device="cpu")))
     task, variant = next(iter(study.tasks)), study.variants[0]
     recorder = _Recorder("cls", variant, study.settings.measured)
     with torch.no_grad():

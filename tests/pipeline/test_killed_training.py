@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from driftlens.base.errors import SpecError
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.calibrate.plan import CalibrationRequest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
+from driftlens.spec.requests import CalibrationRequest
 from tests.pipeline.calibrating import copied
 from tests.pipeline.fixtures import light, world
 
@@ -22,9 +22,10 @@ __all__ = ["light", "world"]
 
 KILLED = """
 import os, signal, sys
+from driftlens.base.access import Context
 from driftlens.calibration import descent
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.calibrate.plan import CalibrationRequest
+from driftlens.spec.requests import CalibrationRequest
 
 folder, method, steps, at = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 descent.KEPT_EVERY_S = 0.0  # behind every step
@@ -36,8 +37,8 @@ def told(event):
     if seen == at:
         os.kill(os.getpid(), signal.SIGKILL)
 
-request = CalibrationRequest("trained", method=method, parameters={"steps": steps})
-calibrate(folder, request, attribution=False, on_progress=told)
+request = CalibrationRequest(name="trained", method=method, parameters={"steps": steps}, attribution=False)
+calibrate(folder, request, Context(on_progress=told))
 """
 FILES = {
     "surgery": "attachments",
@@ -66,8 +67,8 @@ def test_it_ends_as_if_it_had_never_been_killed(
     """Of the first task or the second, which are told of thrice each; no calibration is seen before it is done."""
     steps = 30
     whole, killed = (copied(light, tmp_path / name) for name in ("whole", "killed"))
-    request = CalibrationRequest("trained", method=method, parameters={"steps": steps})
-    calibrate(whole, request, attribution=False)
+    request = CalibrationRequest(name="trained", method=method, parameters={"steps": steps})
+    calibrate(whole, request.changed(attribution=False))
     ended = subprocess.run(
         [sys.executable, "-c", KILLED, str(killed), method, str(steps), str(at)], check=False, timeout=300
     )
@@ -75,8 +76,10 @@ def test_it_ends_as_if_it_had_never_been_killed(
     kept = list(killed.rglob("training/*.safetensors"))
     assert kept and "trained" not in open_run(killed).manifest.calibrations
     with pytest.raises(SpecError, match=r"had another settings\.steps: 30, now 31"):
-        calibrate(killed, CalibrationRequest("trained", method=method, parameters={"steps": 31}), resume=True)
-    calibrate(killed, request, resume=True, attribution=False)
+        calibrate(
+            killed, CalibrationRequest(name="trained", method=method, parameters={"steps": 31}, resume=True)
+        )
+    calibrate(killed, request.changed(resume=True, attribution=False))
     file = f"calibrations/trained/{FILES[method]}.safetensors"
     found, wanted = load_file(killed / file), load_file(whole / file)
     assert found.keys() == wanted.keys() and all(found[key].equal(wanted[key]) for key in wanted)

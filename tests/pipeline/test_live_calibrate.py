@@ -197,7 +197,7 @@ def changed(name: str) -> dict[str, Any]:
         (changed("scores"), SpecError, "the head of a is not the one that the run was made with"),
         (given() | {"pool": "mean"}, SpecError, "pool='mean', the run was made with pool=None"),
         ({"merged": given()["merged"]}, SpecError, "missing: experts, heads of a, heads of b, base"),
-        (given() | {"expert": {}}, SpecError, "modules has 'expert', which dl.analyze does not take"),
+        (given() | {"expert": {}}, SpecError, "modules has no 'expert'; it takes merged, experts"),
         (None, SpecError, "made from live modules, which are not there any more"),
     ],
     ids=[

@@ -21,7 +21,9 @@ from driftlens.base.errors import IncompatibleModelsError, NumericsError, SpecEr
 from driftlens.jobs.analyze import phases
 from driftlens.jobs.analyze.diagnosis import LibraryDrift, check_closure, require_closed
 from driftlens.jobs.analyze.live import live_study
+from driftlens.jobs.analyze.modules import Modules
 from driftlens.runs.run import DriftRun
+from driftlens.spec.requests import LiveSettings
 from tests.quick import few
 from tests.zoo.cases import Stack, perturbed, with_seed
 
@@ -428,9 +430,8 @@ def test_a_broken_closure_is_an_error_and_stops_a_calibration_before_it_solves(
 
 def test_as_many_samples_are_held_against_the_library_as_the_budget_holds() -> None:
     given, data = models(looking), torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
-    study = live_study(
-        merged=given["merged"], experts={"task": given["expert"]}, data={"task": data}, blocks="blocks"
-    )
+    modules = Modules(given["merged"], {"task": given["expert"]}, {"task": data})
+    study = live_study(modules, LiveSettings(blocks="blocks"))
     assert len(LibraryDrift(study, "task").batch.inputs) == 6
     tight = dataclasses.replace(study, settings=dataclasses.replace(study.settings, feature_budget=1))
     assert len(LibraryDrift(tight, "task").batch.inputs) == 1

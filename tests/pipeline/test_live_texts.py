@@ -13,6 +13,7 @@ import transformers
 import driftlens as dl
 from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.jobs.analyze.job import analyze
+from driftlens.spec.requests import AnalysisRequest
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.suite import CLASSES, PAIRS, Suite
 from tests.zoo.tokenizers import word_tokenizer
@@ -45,7 +46,7 @@ def test_scores_are_those_of_the_same_models_in_files(form: str, tmp_path: pathl
     spec = suite.spec(data)
     spec["data"]["defaults"]["n_diagnosis"] = 4
     spec["data"]["free"]["n_diagnosis"] = len(PAIRS)
-    files = analyze(spec, out=tmp_path / "files", attribution=False)
+    files = analyze(spec, AnalysisRequest(out=tmp_path / "files", attribution=False))
     shown = {"calibration": {task: rows[:2] for task, rows in ROWS.items()}, "texts": RULES}
     live = dl.analyze(
         **modules, data=ROWS, tokenizer=suite.tokenizer, **shown, out=tmp_path / "live", progress="none"

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from driftlens.base.access import Access
+from driftlens.base.access import Access, Context
 from driftlens.base.progress import Reporter
 from driftlens.engine.walk import capture
 from driftlens.jobs.analyze.evaluation import scores_of
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.analyze.live import live_study
+from driftlens.jobs.analyze.modules import Modules
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.opening import open_study
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
@@ -41,6 +42,7 @@ from driftlens.models.preprocessing import Preprocess
 from driftlens.models.score_maps import ScoreMap
 from driftlens.runs.run import DriftRun
 from driftlens.spec import load_spec
+from driftlens.spec.requests import AnalysisRequest
 from tests.zoo.hand_made import TinyStack
 from tests.zoo.world import World
 
@@ -202,7 +204,7 @@ def drift_of(run: DriftRun, layer: int) -> float:
 def test_texts_are_analysed_and_pooled_as_their_family_says(
     spec: dict[str, Any], tmp_path: pathlib.Path
 ) -> None:
-    run = analyze(spec, out=tmp_path / "run", access=CPU)
+    run = analyze(spec, AnalysisRequest(out=tmp_path / "run"), Context(access=CPU))
     study, _ = open_study(load_spec(spec), access=CPU)
     samples = study.tasks["names"].diagnosis
     ids = samples.load(range(len(samples)))
@@ -211,9 +213,9 @@ def test_texts_are_analysed_and_pooled_as_their_family_says(
     assert drift_of(run, 2) == pytest.approx(float((base - expert).norm(dim=1).mean()), rel=1e-5)
     assert load_spec(run.path / "spec.yaml").layers.pool == "mean"
     spec["layers"] = {"pool": "cls"}
-    assert drift_of(analyze(spec, out=tmp_path / "first", access=CPU), 2) != pytest.approx(
-        drift_of(run, 2), rel=1e-2
-    )
+    assert drift_of(
+        analyze(spec, AnalysisRequest(out=tmp_path / "first"), Context(access=CPU)), 2
+    ) != pytest.approx(drift_of(run, 2), rel=1e-2)
 
 
 def test_answers_are_judged_as_the_family_says(spec: dict[str, Any]) -> None:
@@ -249,12 +251,10 @@ def test_samples_of_another_kind_are_refused_by_name(spec: dict[str, Any], world
 
 def test_live_models_pool_as_their_family_says() -> None:
     ids = torch.arange(24).reshape(4, 6)
-    live = live_study(merged=Letters(0), experts={"t": Letters(1)}, data={"t": ids})
+    live = live_study(Modules(Letters(0), {"t": Letters(1)}, {"t": ids}))
     assert live.settings.pool == "mean"
     pixels = torch.zeros(2, 3, 16, 16)
-    assert (
-        live_study(merged=TinyStack(), experts={"t": TinyStack()}, data={"t": pixels}).settings.pool == "cls"
-    )
+    assert live_study(Modules(TinyStack(), {"t": TinyStack()}, {"t": pixels})).settings.pool == "cls"
     block = next(vectors for layer, vectors in capture(Letters(0), [ids]) if layer.role == "block")
     with torch.no_grad():
         wanted = Letters(0).blocks[0](Letters(0).letters(ids)).mean(dim=1)

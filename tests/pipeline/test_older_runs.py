@@ -17,6 +17,7 @@ from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.study.reopening import reopened
 from driftlens.runs.run import DriftRun
 from driftlens.runs.writer import RunWriter
+from driftlens.spec.requests import AnalysisRequest
 from driftlens.spec.yaml_text import from_yaml, to_yaml
 from tests.pipeline.calibrating import copied, files_of
 from tests.pipeline.older import listed, printed, told
@@ -111,4 +112,6 @@ def test_it_can_be_added_to_and_gone_on_with(older: pathlib.Path) -> None:
     run = dl.analyze(older / "spec.yaml", out=older, resume=True, progress="none")
     assert run.tasks == TASKS
     with pytest.raises(SpecError, match="was begun with another spec"):
-        analyze(older / "spec.yaml", out=older, overrides=["data.defaults.seed=1"], resume=True)
+        analyze(
+            older / "spec.yaml", AnalysisRequest(out=older, overrides=["data.defaults.seed=1"], resume=True)
+        )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from driftlens.base.access import Context
 from driftlens.base.progress import ProgressEvent
 from driftlens.jobs.calibrate import job
 from driftlens.jobs.calibrate.walk import solve
@@ -32,7 +33,7 @@ def test_a_run_tells_ridges_and_shares_and_neither_labels_nor_test_samples_are_r
     light: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[ProgressEvent] = []
-    run = job.calibrate(copied(light, tmp_path / "run"), WANTED, on_progress=said.append)
+    run = job.calibrate(copied(light, tmp_path / "run"), WANTED, Context(on_progress=said.append))
     solving = [(event.done, event.total or 0, event.label) for event in said if event.phase == "calibrate"]
     done = [at for at, _, _ in solving]
     assert done == sorted(done) and done[-1] == solving[-1][1] and all(at <= of for at, of, _ in solving)

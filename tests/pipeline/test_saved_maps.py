@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.calibrate.plan import CalibrationRequest
 from driftlens.jobs.study.reopening import reopened
+from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from tests.pipeline.fixtures import world
 from tests.zoo.suite import PAIRS, Suite
 from tests.zoo.world import SIZE, TASKS, Form, World
@@ -63,10 +63,13 @@ FEW = {("react", "open_clip"), ("interv_merge", "hf")}
 def test_the_cards_own_lines_attach_what_was_learnt_for_a_task_to_the_librarys_model(
     form: Form, method: str, world: World, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = analyze(world.spec(form, metrics={"jacobian": False}), out=tmp_path / "run", attribution=False).path
+    run = analyze(
+        world.spec(form, metrics={"jacobian": False}),
+        AnalysisRequest(out=tmp_path / "run", attribution=False),
+    ).path
     out = tmp_path / "out"
-    request = CalibrationRequest("maps", method=method, parameters=METHODS[method])
-    done = calibrate(run, request, save_weights=out, attribution=False)
+    request = CalibrationRequest(name="maps", method=method, parameters=METHODS[method])
+    done = calibrate(run, request.changed(save_weights=out, attribution=False))
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8))
     picture.save(out / "image.png")
     code = python_of(out)
@@ -96,9 +99,9 @@ def test_the_same_with_a_llama(method: str, tmp_path: pathlib.Path, monkeypatch:
             parameter.add_(0.02 * torch.randn_like(parameter))
     suite.save("expert")
     data = {"free": suite.data("free", PAIRS[:3])}
-    run = analyze(suite.spec(data), out=tmp_path / "run", attribution=False).path
-    request = CalibrationRequest("maps", method=method, parameters=METHODS[method])
-    calibrate(run, request, save_weights=tmp_path / "out", attribution=False)
+    run = analyze(suite.spec(data), AnalysisRequest(out=tmp_path / "run", attribution=False)).path
+    request = CalibrationRequest(name="maps", method=method, parameters=METHODS[method])
+    calibrate(run, request.changed(save_weights=tmp_path / "out", attribution=False))
     names: dict[str, Any] = {}
     with monkeypatch.context() as patch, torch.no_grad():
         patch.chdir(tmp_path / "out")
@@ -111,9 +114,11 @@ def test_the_same_with_a_llama(method: str, tmp_path: pathlib.Path, monkeypatch:
 
 
 def test_beside_a_state_dict_lie_the_attachments(world: World, tmp_path: pathlib.Path) -> None:
-    run = analyze(world.one_task(metrics={"jacobian": False}), out=tmp_path / "run", attribution=False).path
-    request = CalibrationRequest("maps", method="react")
-    calibrate(run, request, save_weights=tmp_path / "out.safetensors", attribution=False)
+    run = analyze(
+        world.one_task(metrics={"jacobian": False}), AnalysisRequest(out=tmp_path / "run", attribution=False)
+    ).path
+    request = CalibrationRequest(name="maps", method="react")
+    calibrate(run, request.changed(save_weights=tmp_path / "out.safetensors", attribution=False))
     found = load_file(tmp_path / "out.attachments.safetensors")
     assert [*found] == [f"/matrix/{TASKS[0]}"] and (tmp_path / "out.safetensors").is_file()
     assert torch.equal(

@@ -17,6 +17,7 @@ from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.study.opening import open_models
 from driftlens.jobs.study.suspicion import Finding, suspicions
 from driftlens.spec import load_spec
+from driftlens.spec.requests import AnalysisRequest
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.zoo.world import Weights, World, merged_weights, moved
 
@@ -220,7 +221,7 @@ def found_merge(result: Preflight) -> Finding:
 
 def test_analyze_records_the_same_doubts(world: World, tmp_path: pathlib.Path) -> None:
     spec = with_expert(world, {"weights": str(world.weights("base"))}, metrics={"jacobian": False})
-    run = analyze(spec, out=tmp_path / "run")
+    run = analyze(spec, AnalysisRequest(out=tmp_path / "run"))
     assert "the expert of flowers has the same weights as the base" in run.manifest.notices
     # What is fine is not a notice.
     assert not any("relative to its size" in text for text in run.manifest.notices)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import driftlens as dl
+from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, DataError, SingularGramError, SpecError
 from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.calibration.calibrator import calibrators
@@ -29,12 +30,13 @@ from driftlens.findings.swept import ablation_sheets, rho_control
 from driftlens.jobs.calibrate import plan
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest.judge import LANE
-from driftlens.jobs.contest.sweep import SweepRequest, control, sweep
+from driftlens.jobs.contest.sweep import control, sweep
 from driftlens.jobs.contest.trials import Fit, Trials
 from driftlens.jobs.study.reopening import reopened
 from driftlens.jobs.study.study import Study
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
+from driftlens.spec.requests import SweepRequest
 from driftlens_reports.terminal import sweep_text
 from tests.pipeline.calibrating import NAME, TABLES, VARIANT, copied, files_of, request, same_rows
 from tests.zoo.world import TASKS, World
@@ -162,7 +164,7 @@ def test_a_small_budget_walks_in_groups_and_gives_the_same_models(study: Study) 
 def test_a_point_equals_a_plain_calibration_of_the_same_settings(
     folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path, setting: str, value: float
 ) -> None:
-    found = sweep(folder, SweepRequest({setting: [value], "lam": [0.01, 0.2]}))
+    found = sweep(folder, SweepRequest(param={setting: [value], "lam": [0.01, 0.2]}))
     asked = {"samples": int(value)} if setting == "n" else {"parameters": {setting: value}}
     plain = calibrate(copied(light, tmp_path / "plain"), request(**asked))
     rows = rows_of(found, setting, **{setting: value})
@@ -183,7 +185,7 @@ def test_the_control_is_the_same_calibration_of_the_same_layers_at_rho_1(
     part = {"layers": [2], "sites": ["*c_fc"], "samples": 3, "progress": "none"}
     run = dl.calibrate(folder, name=NAME, rho=2.0, lam=0.2, attribution=False, control=True, **part)
     other = {"parameters": {"rho": 2.0, "lam": 0.2}, "samples": 3}
-    run = calibrate(folder, request("whole", **other), attribution=False)
+    run = calibrate(folder, request("whole", **other, attribution=False))
     rows = rows_of(run, "layers 2; sites *c_fc:control")
     plain = dl.calibrate(copied(light, tmp_path / "plain"), name=NAME, rho=1.0, lam=0.2, **part)
     for row in rows.itertuples():
@@ -210,7 +212,7 @@ def test_a_method_without_rho_has_no_control(folder: pathlib.Path) -> None:
         method=next(name for name in calibrators if "rho" not in calibrators[name]().get_params())
     )
     with pytest.raises(SpecError, match="towards no other model than the merged one, so there is no control"):
-        calibrate(folder, dataclasses.replace(asked, control=True))
+        calibrate(folder, asked.changed(control=True))
     assert NAME not in open_run(folder).manifest.calibrations
 
 
@@ -229,14 +231,14 @@ def test_a_control_of_unequal_counts_is_refused_before_anything_is_solved(
 
 def test_one_factor_at_a_time_or_all_combinations(folder: pathlib.Path) -> None:
     values = {"lam": [0.01, 0.05], "alpha": [0.0, 0.3, 1.0]}
-    run = sweep(folder, SweepRequest(values, accuracy=False))
+    run = sweep(folder, SweepRequest(param=values, accuracy=False))
     one = run.sweeps()
     assert set(one["sweep"]) == {"lam", "alpha"} and one["accuracy"].isna().all()
     lam, alpha = rows_of(run, "lam", task=TASKS[0]), rows_of(run, "alpha", task=TASKS[0])
     assert lam["lam"].tolist() == [0.01, 0.05] and set(lam["alpha"]) == {0.3}
     assert alpha["alpha"].tolist() == [0.0, 0.3, 1.0] and set(alpha["lam"]) == {0.05}
     assert lam["drift_l2_mean"][1] == alpha["drift_l2_mean"][1], "one calibration serves both sweeps"
-    run = sweep(folder, SweepRequest(values, grid=True, accuracy=False))
+    run = sweep(folder, SweepRequest(param=values, grid=True, accuracy=False))
     both = rows_of(run, "lam+alpha", task=TASKS[0])
     assert list(zip(both["lam"], both["alpha"], strict=True)) == [
         (lam, alpha) for lam in values["lam"] for alpha in values["alpha"]
@@ -248,7 +250,7 @@ def test_one_factor_at_a_time_or_all_combinations(folder: pathlib.Path) -> None:
 
 
 def test_everything_else_of_the_run_stays_as_it_is(folder: pathlib.Path, light: DriftRun) -> None:
-    run = sweep(folder, SweepRequest(LAM))
+    run = sweep(folder, SweepRequest(param=LAM))
     same_rows(run, light)
     assert run.variants == light.variants and verify(folder).ok
     changed = {name for name, data in files_of(folder).items() if files_of(light.path).get(name) != data}
@@ -257,19 +259,19 @@ def test_everything_else_of_the_run_stays_as_it_is(folder: pathlib.Path, light: 
 
 
 def test_a_known_setting_keeps_its_number_and_a_new_one_gets_the_next(folder: pathlib.Path) -> None:
-    sweep(folder, SweepRequest({"lam": [0.3, 0.01]}, accuracy=False))
-    run = sweep(folder, SweepRequest({"lam": [0.1, 0.3]}, accuracy=False))
+    sweep(folder, SweepRequest(param={"lam": [0.3, 0.01]}, accuracy=False))
+    run = sweep(folder, SweepRequest(param={"lam": [0.1, 0.3]}, accuracy=False))
     points = rows_of(run, "lam", task=TASKS[0]).set_index("lam")["point"].to_dict()
     assert points == {0.3: 0, 0.01: 1, 0.1: 2}
 
 
 def test_points_of_another_curve_are_not_mixed_in_unless_they_replace_it(folder: pathlib.Path) -> None:
-    sweep(folder, SweepRequest(LAM | {"rho": [1.0]}, accuracy=False))
+    sweep(folder, SweepRequest(param=LAM | {"rho": [1.0]}, accuracy=False))
     before = files_of(folder)
     with pytest.raises(SpecError, match=r"with rho 2; now rho is 2\.2") as caught:
-        sweep(folder, SweepRequest(LAM, preset="demo-clip", accuracy=False))
+        sweep(folder, SweepRequest(param=LAM, preset="demo-clip", accuracy=False))
     assert "--replace" in caught.value.hint and files_of(folder) == before
-    run = sweep(folder, SweepRequest({"lam": [0.7]}, preset="demo-clip", accuracy=False), replace=True)
+    run = sweep(folder, SweepRequest(param={"lam": [0.7]}, preset="demo-clip", accuracy=False, replace=True))
     assert set(rows_of(run, "lam")["lam"]) == {0.7} and set(rows_of(run, "rho")["rho"]) == {1.0}
 
 
@@ -277,7 +279,7 @@ def test_points_of_another_curve_are_not_mixed_in_unless_they_replace_it(folder:
 def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
     folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path
 ) -> None:
-    asked = SweepRequest({"lam": [0.01, 0.1, 1.0], "n": [2, 4]}, seeds=2)
+    asked = SweepRequest(param={"lam": [0.01, 0.1, 1.0], "n": [2, 4]}, seeds=2)
     token, labels = CancelToken(), []
 
     def watch(event: ProgressEvent) -> None:
@@ -286,10 +288,12 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
             token.cancel()
 
     with pytest.raises(Cancelled):
-        sweep(folder, asked, on_progress=watch, cancel=token)
+        sweep(folder, asked, Context(on_progress=watch, cancel=token))
     kept = open_run(folder).sweeps()
     assert 0 < len(kept) < 20 and not (folder / "scratch" / "sweep").exists()
-    run = sweep(folder, asked, resume=True, on_progress=lambda event: labels.append(event.label))
+    run = sweep(
+        folder, asked.changed(resume=True), Context(on_progress=lambda event: labels.append(event.label))
+    )
     again = run.sweeps().merge(kept, on=[*kept.columns])
     assert len(again) == len(kept), "finished points keep their very values, seconds included"
     straight = sweep(copied(light, tmp_path / "straight"), asked)
@@ -297,14 +301,14 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
         left, right = rows_of(run, name), rows_of(straight, name)
         pd.testing.assert_frame_equal(left.drop(columns="seconds"), right.drop(columns="seconds"))
     labels.clear()
-    sweep(folder, asked, resume=True, on_progress=lambda event: labels.append(event.label))
+    sweep(folder, asked.changed(resume=True), Context(on_progress=lambda event: labels.append(event.label)))
     assert not [label for label in labels if "calibration" in label or "layer" in label]
 
 
 def test_a_setting_that_cannot_be_solved_for_leaves_the_others_their_points(folder: pathlib.Path) -> None:
-    before = sweep(folder, SweepRequest(values=LAM, samples=1, accuracy=False))
+    before = sweep(folder, SweepRequest(param=LAM, samples=1, accuracy=False))
     with pytest.raises(SingularGramError, match=r"featcal, lam 0, 1 samples") as raised:
-        sweep(folder, SweepRequest(values={"lam": [0.0, 0.3]}, samples=1, accuracy=False), replace=True)
+        sweep(folder, SweepRequest(param={"lam": [0.0, 0.3]}, samples=1, accuracy=False, replace=True))
     assert "All other points are in the run" in raised.value.hint
     found = rows_of(open_run(folder), "lam")
     assert set(found["lam"]) == {0.3}
@@ -314,19 +318,19 @@ def test_a_setting_that_cannot_be_solved_for_leaves_the_others_their_points(fold
 
 
 def test_replacing_by_what_cannot_be_solved_for_takes_nothing_away(folder: pathlib.Path) -> None:
-    before = sweep(folder, SweepRequest(values=LAM, samples=1, accuracy=False)).sweeps()
+    before = sweep(folder, SweepRequest(param=LAM, samples=1, accuracy=False)).sweeps()
     with pytest.raises(SingularGramError):
-        sweep(folder, SweepRequest(values={"lam": [0.0]}, samples=1, accuracy=False), replace=True)
+        sweep(folder, SweepRequest(param={"lam": [0.0]}, samples=1, accuracy=False, replace=True))
     pd.testing.assert_frame_equal(open_run(folder).sweeps(), before)
 
 
 def test_resuming_scores_points_that_have_no_accuracy_yet(folder: pathlib.Path) -> None:
-    sweep(folder, SweepRequest(LAM, accuracy=False))
-    assert sweep(folder, SweepRequest(LAM), resume=True).sweeps()["accuracy"].notna().all()
+    sweep(folder, SweepRequest(param=LAM, accuracy=False))
+    assert sweep(folder, SweepRequest(param=LAM, resume=True)).sweeps()["accuracy"].notna().all()
 
 
 def test_seeds_differ_in_the_samples_drawn_and_in_nothing_else(folder: pathlib.Path) -> None:
-    run = sweep(folder, SweepRequest({"n": [2, 6]}, seeds=3))
+    run = sweep(folder, SweepRequest(param={"n": [2, 6]}, seeds=3))
     few, all_there = (rows_of(run, "n", n=count, task=TASKS[0]) for count in (2, 6))
     assert few["seed"].tolist() == [0, 1, 2] and few["drift_l2_mean"].nunique() == 3
     # All six samples there are, in another order: the same calibration on the same diagnosis samples.
@@ -342,12 +346,12 @@ def test_no_sample_measures_that_some_seed_calibrates_on(world: World, tmp_path:
     data = {"defaults": {"n": 2, "n_diagnosis": 4, "batch_size": 3}, **shared}
     spec = world.spec(data=data, metrics={"jacobian": False})
     dl.analyze(spec, out=tmp_path / "run", progress="none")
-    first = sweep(tmp_path / "run", SweepRequest({"lam": [0.1]}))
+    first = sweep(tmp_path / "run", SweepRequest(param={"lam": [0.1]}))
     assert set(first.sweeps()["n_test"]) == {7}
-    run = sweep(tmp_path / "run", SweepRequest({"lam": [0.1]}, seeds=2), replace=True)
+    run = sweep(tmp_path / "run", SweepRequest(param={"lam": [0.1]}, seeds=2, replace=True))
     assert set(run.sweeps()["n_test"]) <= {5, 6, 7} and set(run.sweeps()["n_test"]) != {7}
     with pytest.raises(DataError, match="none is left to measure with"):
-        sweep(tmp_path / "run", SweepRequest({"lam": [0.1]}, seeds=12))
+        sweep(tmp_path / "run", SweepRequest(param={"lam": [0.1]}, seeds=12))
 
 
 @pytest.mark.parametrize(
@@ -368,23 +372,23 @@ def test_what_can_not_be_is_refused_before_anything_is_written(
 ) -> None:
     before = files_of(folder)
     with pytest.raises(SpecError) as caught:
-        sweep(folder, SweepRequest(values))
+        sweep(folder, SweepRequest(param=values))
     assert words in caught.value.message and hint in caught.value.hint
     assert files_of(folder) == before
 
 
 def test_more_samples_than_there_are_is_refused_with_the_count(folder: pathlib.Path) -> None:
     with pytest.raises(DataError, match=r"7 calibration samples asked for.*holds 6"):
-        sweep(folder, SweepRequest({"n": [2, 7]}))
+        sweep(folder, SweepRequest(param={"n": [2, 7]}))
 
 
 def test_no_seed_at_all_is_refused(folder: pathlib.Path) -> None:
-    with pytest.raises(SpecError, match="seeds is 0"):
-        sweep(folder, SweepRequest(LAM, seeds=0))
+    with pytest.raises(SpecError, match="seeds: expected at least 1, got 0"):
+        sweep(folder, SweepRequest(param=LAM, seeds=0))
 
 
 def test_tables_of_the_run_know_nothing_of_the_models_tried(folder: pathlib.Path) -> None:
-    run = sweep(folder, SweepRequest(LAM))
+    run = sweep(folder, SweepRequest(param=LAM))
     for table in TABLES:
         assert not getattr(run, table)()["variant"].astype(str).str.contains("lane").any()
 
@@ -393,10 +397,10 @@ def test_tables_of_the_run_know_nothing_of_the_models_tried(folder: pathlib.Path
 def test_methods_stand_side_by_side_over_samples_and_each_point_is_a_plain_calibration(
     folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path
 ) -> None:
-    asked = SweepRequest({"n": [2, 6]}, seeds=2, method=["featcal", "residual"])
+    asked = SweepRequest(param={"n": [2, 6]}, seeds=2, method=["featcal", "residual"])
     with pytest.raises(DataError, match=r"residual, 2 samples\. The first one: .*folds"):
         sweep(folder, asked)
-    run = sweep(folder, SweepRequest({"n": [5, 6]}, method=["residual"]), replace=True)
+    run = sweep(folder, SweepRequest(param={"n": [5, 6]}, method=["residual"], replace=True))
     assert set(run.sweeps()["sweep"]) == {"n", "residual:n"}, "what could be measured is there"
     assert len(rows_of(run, "n")) == 8 and rows_of(run, "n")["kl"].notna().all()
     plain = calibrate(
@@ -414,7 +418,7 @@ def test_methods_stand_side_by_side_over_samples_and_each_point_is_a_plain_calib
 
 @pytest.mark.slow
 def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder: pathlib.Path) -> None:
-    run = sweep(folder, SweepRequest({}, ablate=True, seeds=2, method="residual", samples=5))
+    run = sweep(folder, SweepRequest(param={}, ablate=True, seeds=2, method="residual", samples=5))
     rows = rows_of(run, "residual:ablation", task=TASKS[0], seed=0)
     start = json.loads(rows["settings"][0])
     changed = [
@@ -445,8 +449,8 @@ def test_a_point_of_what_is_trained_or_maps_per_task_is_a_plain_calibration(
 ) -> None:
     settings = {} if method == "react" else {"steps": 20}
     varied = {"steps": [20, 21]} if settings else {"lam": [0.01]}
-    run = sweep(folder, SweepRequest(varied, method=method, samples=3))
-    asked = dataclasses.replace(request(samples=3), method=method, parameters=settings)
+    run = sweep(folder, SweepRequest(param=varied, method=method, samples=3))
+    asked = request(samples=3, method=method, parameters=settings)
     plain = calibrate(copied(light, tmp_path / "plain"), asked)
     for row in rows_of(run, f"{method}:{next(iter(varied))}", point=0).itertuples():
         final = plain.layers(task=row.task, variant=VARIANT, layer="final").iloc[0]
@@ -460,7 +464,7 @@ def test_a_point_of_what_is_trained_or_maps_per_task_is_a_plain_calibration(
 def test_corrupted_calibration_is_that_of_pictures_corrupted_beforehand(
     world: World, folder: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    run = sweep(folder, SweepRequest({"corruption": ["none", "fog:5"]}, method=["featcal", "react"]))
+    run = sweep(folder, SweepRequest(param={"corruption": ["none", "fog:5"]}, method=["featcal", "react"]))
     assert {*run.sweeps()["sweep"]} == {"corruption", "react:corruption"}
     rows = rows_of(run, "corruption")
     assert [*rows["corruption"].unique()] == ["none", "fog:5"] and {*rows["n"]} == {4}
@@ -474,8 +478,8 @@ def test_corrupted_calibration_is_that_of_pictures_corrupted_beforehand(
         np.savez(tmp_path / f"{task}.npz", **stored | {"x_train": np.stack(fogged)})
         spec["data"][task] = {"kind": "npz", "file": str(tmp_path / f"{task}.npz")}
     fogged_run = dl.analyze(spec, out=tmp_path / "fogged", progress="none").path
-    other = sweep(fogged_run, SweepRequest({"n": [4]}))
-    for point, found in enumerate([sweep(folder, SweepRequest({"n": [4]})), other]):
+    other = sweep(fogged_run, SweepRequest(param={"n": [4]}))
+    for point, found in enumerate([sweep(folder, SweepRequest(param={"n": [4]})), other]):
         mine = rows[rows["point"] == point].reset_index(drop=True)
         pd.testing.assert_frame_equal(mine[[*MEASURES]], rows_of(found, "n")[[*MEASURES]])
     assert (rows["drift_rel"][:2].to_numpy() != rows["drift_rel"][2:].to_numpy()).all()
@@ -484,6 +488,6 @@ def test_corrupted_calibration_is_that_of_pictures_corrupted_beforehand(
 
 def test_methods_without_the_setting_are_refused(folder: pathlib.Path) -> None:
     with pytest.raises(SpecError, match="residual has no parameter 'lam'"):
-        sweep(folder, SweepRequest(LAM, method=["featcal", "residual"]))
+        sweep(folder, SweepRequest(param=LAM, method=["featcal", "residual"]))
     with pytest.raises(SpecError, match=r"mu is 1\.5"):
-        sweep(folder, SweepRequest({"mu": [1.5]}, method="residual"))
+        sweep(folder, SweepRequest(param={"mu": [1.5]}, method="residual"))

@@ -10,11 +10,11 @@ import transformers
 
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.calibrate.plan import CalibrationRequest
 from driftlens.jobs.preflight.job import preflight
 from driftlens.runs.layout import LONGEST_TEXT
 from driftlens.runs.run import DriftRun
 from driftlens.spec import load_spec
+from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from driftlens_app.samples import texts_of
 from driftlens_app.views.output import answers
 from driftlens_reports.charts.chart import ChartOptions, charts
@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
         "free": suite.data("free", [LONG, *PAIRS], max_length=16),
         "pick": suite.data("pick", WORDS, classes=True),
     }
-    return analyze(suite.spec(data), out=suite.folder / "run", attribution=False)
+    return analyze(suite.spec(data), AnalysisRequest(out=suite.folder / "run", attribution=False))
 
 
 def test_a_run_keeps_what_its_samples_ask(run: DriftRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_groups_and_the_heaviest_layers_are_calibrated_alone(form: str, tmp_path
     suite.save("expert")
     spec = suite.spec({"pick": suite.data("pick", WORDS, classes=True)})
     spec["metrics"] = {"jacobian": {"samples": 2}}
-    made = analyze(spec, out=tmp_path / "run")
+    made = analyze(spec, AnalysisRequest(out=tmp_path / "run"))
     request = CalibrationRequest(name="part", parameters={"lam": 0.1}, sites=("q", "down"), top_layers=1)
     table = calibrate(made.path, request).calibration("part")
     shares = made.layers("pick", "merged").query("role == 'block'").set_index("layer")["final_share"]

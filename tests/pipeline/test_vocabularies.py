@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from driftlens.base.access import Access
+from driftlens.base.access import Access, Context
 from driftlens.base.errors import DriftLensError, IncompatibleModelsError
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.calibrate.plan import CalibrationRequest
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.companions import companions
 from driftlens.jobs.study.opening import OpenModels, open_models, open_pool
 from driftlens.spec import load_spec
+from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from tests.zoo.decoders import llama, t5
 from tests.zoo.tokenizers import word_tokenizer
 
@@ -113,9 +113,9 @@ def test_calibrated_folders_of_aligned_experts_load_in_their_library(
             **{task: {"kind": "jsonl", **files, "metric": "perplexity"} for task in ("cars", "dtd")},
         },
     }
-    run = analyze(given, out=tmp_path / "run").path
-    request = CalibrationRequest("fc", method="featcal", parameters={"lam": 0.01, "rho": 1.0})
-    done = calibrate(run, request, save_weights=tmp_path / "saved")
+    run = analyze(given, AnalysisRequest(out=tmp_path / "run")).path
+    request = CalibrationRequest(name="fc", method="featcal", parameters={"lam": 0.01, "rho": 1.0})
+    done = calibrate(run, request.changed(save_weights=tmp_path / "saved"))
     assert set(done.accuracy()["variant"]) >= {"base", "merged", "expert", "calibrated:fc"}
     kind = json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"][0]
     model, told = getattr(transformers, kind).from_pretrained(tmp_path / "saved", output_loading_info=True)
@@ -263,7 +263,7 @@ def test_what_can_not_be_read_is_refused_in_one_paragraph_and_nothing_is_left_be
         break_it(tmp_path / "base")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(DriftLensError, match=told) as caught:
-        analyze(spec, out=tmp_path / "run", access=Access(device="cpu"))
+        analyze(spec, AnalysisRequest(out=tmp_path / "run"), Context(access=Access(device="cpu")))
     assert caught.value.exit_code == code
     assert "\n" not in caught.value.message
     assert sorted(tmp_path.rglob("*")) == before

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from driftlens.base.access import Access
+from driftlens.base.access import Context
 from driftlens.base.errors import SpecError
 from driftlens.base.files import PathLike, write_text_atomic
-from driftlens.base.progress import CancelToken, ProgressSink, Reporter
+from driftlens.base.progress import Reporter
 from driftlens.base.variants import calibrated
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.jobs.analyze.phases import (
-    all_of,
     complete_variants,
     describe,
     deterministic_algorithms,
@@ -43,61 +42,55 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.standing import is_live
 from driftlens.runs.writer import RunWriter
 from driftlens.spec import RunSpec, load_spec
+from driftlens.spec.requests import AnalysisRequest
 
 
 def analyze(
     spec: Path | str | Mapping[str, Any] | RunSpec,
-    *,
-    out: PathLike,
-    resume: bool = False,
-    force: bool = False,
-    overrides: Sequence[str] = (),
-    attribution: bool = True,
-    access: Access = Access(),
-    synthetic: bool = False,
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
+    request: AnalysisRequest = AnalysisRequest(),
+    context: Context = Context(),
 ) -> DriftRun:
     """Measure the drift of every variant of a spec, and write it all into a run directory.
 
     Args:
         spec: a file, the values themselves, or a checked spec.
-        out: the run directory, new or empty.
-        resume: go on where an interrupted run of the same spec stopped.
-        force: replace the run that is there.
-        overrides: `a.b=value` each, over the spec.
-        attribution: whether the drift is traced back to layers, once it and the accuracy are known; `explain` does
-            so later.
-        access: what may be used, and on which device.
-        synthetic: stamps the run as made of drawn data, so that nobody takes it for a benchmark.
-        on_progress: called with every `ProgressEvent`.
-        cancel: asked once per batch whether to stop.
+        request: where the run goes, and what of the spec is overridden.
+        context: what may be used, and who watches.
 
     Raises:
         DriftLensError: see the tree in `driftlens.base.errors`; the run directory's status says the same.
     """
-    resolved = load_spec(spec, overrides)
+    resolved = load_spec(spec, request.over_spec)
+    out = request.out or Path("runs", resolved.name)
     # First of all: nothing need be opened to see that a setting is wrong.
     if resolved.merge is not None:
         merge_of(resolved, resolved.merge.method, resolved.merge.parameters)
     calibration_settings(resolved)
-    study, models = open_study(resolved, access=access)
+    study, models = open_study(resolved, access=context.access)
     # A run says how it pooled, also where its spec left that to the models.
     layers = resolved.layers.model_copy(update={"pool": study.settings.pool})
     resolved = resolved.model_copy(update={"layers": layers})
-    team = access.team
-    goes_on = team.once(lambda: resume and (Path(out) / "manifest.json").exists())
+    team = context.access.team
+    goes_on = team.once(lambda: request.resume and (out / "manifest.json").exists())
     if goes_on:  # before the lock: a refusal must not turn a finished run into a failed one
-        team.once(lambda: _require_same_inputs(resolved, Path(out), study, Reporter(on_progress, cancel)))
-    new = {"spec_yaml": resolved.dump(), "spec_digest": resolved.digest(), "name": resolved.name}
-    opened = partial(RunWriter.resume, out) if goes_on else partial(RunWriter.create, out, **new, force=force)
+        team.once(lambda: _require_same_inputs(resolved, out, study, context.reporter()))
+    new: dict[str, Any] = {
+        "spec_yaml": resolved.dump(),
+        "spec_digest": resolved.digest(),
+        "name": resolved.name,
+    }
+    opened = (
+        partial(RunWriter.resume, out)
+        if goes_on
+        else partial(RunWriter.create, out, **new, force=request.force)
+    )
     with writing(team, opened) as writer:
-        reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+        reporter = context.reporter(writer.progress)
 
         def begin() -> None:
             if not (writer.folder / layout.SPEC).exists():  # the run was killed between its manifest and this
                 write_text_atomic(writer.folder / layout.SPEC, new["spec_yaml"])
-            describe(writer, study, synthetic=synthetic or writer.manifest.synthetic)
+            describe(writer, study, synthetic=request.synthetic or writer.manifest.synthetic)
             for finding in (*suspicions(models.architecture.chain, models.sources), *companions(models)):
                 if finding.level == "notice":
                     writer.notice(finding.text)
@@ -105,7 +98,7 @@ def analyze(
         lead(team, writer, begin)
         if resolved.merge is not None:
             _merge(writer, resolved, study, models, reporter)
-        run_phases(writer, study, reporter, attribution=attribution)
+        run_phases(writer, study, reporter, attribution=request.attribution)
     return open_run(out)
 
 
@@ -140,22 +133,14 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
     study.pool.add("merged", models.architecture.align(saved))
 
 
-def explain(
-    path: PathLike,
-    *,
-    access: Access = Access(),
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
-) -> DriftRun:
+def explain(path: PathLike, context: Context = Context()) -> DriftRun:
     """Trace the drift of every variant of a run back to layers, where that was left out or interrupted.
 
     The run's spec says how; where it leaves Jacobians out, their default settings do.
 
     Args:
         path: the run directory.
-        access: what may be used, and on which device.
-        on_progress: called with every `ProgressEvent`.
-        cancel: asked once per batch whether to stop.
+        context: what may be used, and who watches.
 
     Raises:
         RunError: the analysis itself is unfinished, or the run is damaged.
@@ -166,12 +151,12 @@ def explain(
     folder = Path(path)
     require_analyzed(folder)
     # Before the lock: a refusal must not turn a finished run into a failed one.
-    study, _ = reopened(folder, with_jacobian=True, access=access)
+    study, _ = reopened(folder, context, with_jacobian=True)
     manifest = read_manifest(folder)
-    access.team.once(lambda: require_same_samples(manifest, study))
-    access.team.once(lambda: require_same_models(manifest, study, Reporter(on_progress, cancel)))
-    with writing(access.team, partial(RunWriter.resume, folder)) as writer:
-        reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+    context.access.team.once(lambda: require_same_samples(manifest, study))
+    context.access.team.once(lambda: require_same_models(manifest, study, context.reporter()))
+    with writing(context.access.team, partial(RunWriter.resume, folder)) as writer:
+        reporter = context.reporter(writer.progress)
         made = {calibrated(name): name for name in manifest.calibrations}
         made |= {info.control: name for name, info in manifest.calibrations.items() if info.control}
         with deterministic_algorithms(study.settings.deterministic):
@@ -185,22 +170,13 @@ def explain(
     return open_run(folder)
 
 
-def evaluate(
-    path: PathLike,
-    *,
-    again: bool = False,
-    access: Access = Access(),
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
-) -> DriftRun:
+def evaluate(path: PathLike, context: Context = Context(), *, again: bool = False) -> DriftRun:
     """Measure the accuracy of every variant of a run that has not been measured yet, or of all.
 
     Args:
         path: the run directory.
         again: measure anew what is there.
-        access: what may be used, and on which device.
-        on_progress: called with every `ProgressEvent`.
-        cancel: asked once per batch whether to stop.
+        context: what may be used, and who watches.
 
     Raises:
         RunError: the analysis itself is unfinished, or the run is damaged.
@@ -210,11 +186,11 @@ def evaluate(
     require_analyzed(Path(path))
     if again:  # before the lock: a refusal must not turn a finished run into a failed one
         require_spec(Path(path), read_manifest(Path(path)))
-    with writing(access.team, partial(RunWriter.resume, path)) as writer:
+    with writing(context.access.team, partial(RunWriter.resume, path)) as writer:
         wanted = [task for task in writer.manifest.tasks if again or not writer.done(f"evaluate:{task}")]
         if wanted:
-            study, _ = reopened(path, access=access)
-            reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+            study, _ = reopened(path, context)
+            reporter = context.reporter(writer.progress)
             with deterministic_algorithms(study.settings.deterministic):
                 for task in wanted:
                     work = partial(

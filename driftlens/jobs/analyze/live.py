@@ -6,23 +6,20 @@ import copy
 import dataclasses
 import functools
 import hashlib
-import inspect
 import json
-import operator
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import compress
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.access import resolve_device
+from driftlens.base.access import Context, resolve_device
 from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.base.files import PathLike, plain_file
+from driftlens.base.files import plain_file
 from driftlens.base.layers import select_layers
-from driftlens.base.progress import CancelToken, ProgressSink, Reporter
-from driftlens.base.variants import baseline, expert_of, task_of
+from driftlens.base.progress import Reporter
+from driftlens.base.variants import expert_of, task_of
 from driftlens.checkpoints.refusals import DECODERS, T5
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.live import live_samples, live_texts
@@ -32,88 +29,34 @@ from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.waiting import on_device
-from driftlens.jobs.analyze.phases import all_of, describe, run_phases
+from driftlens.jobs.analyze.modules import Modules
+from driftlens.jobs.analyze.phases import describe, run_phases
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
 from driftlens.models.architecture import Architecture, architecture_of
-from driftlens.models.chain import IMAGE, LayerChain, Pool, SideInputs, pooled, require_pool
+from driftlens.models.chain import IMAGE, LayerChain, Pool, SideInputs, pooled
 from driftlens.models.families.hf_decoder import decoder_chain
 from driftlens.models.families.sequential import check_deterministic, sequential_chain
 from driftlens.models.families.vit import PIXELS
 from driftlens.models.frames import Mask, raw_inputs, unmasked_padding
 from driftlens.models.heads import linear_head
-from driftlens.models.language.texts import Form
+from driftlens.models.language.texts import Form, TextReader
 from driftlens.models.preprocessing import Preprocess, text_preprocess
 from driftlens.models.score_maps import LmScores, ScoreMap
 from driftlens.runs.layout import MANIFEST, SPEC
 from driftlens.runs.manifest import ids_digest, read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
+from driftlens.spec.requests import AnalysisRequest, LiveSettings, refuse_unknown
 
 if TYPE_CHECKING:
     from driftlens.jobs.study.opening import OpenModels
 
 LOADER = "live"
 """Of modules that the caller has built, as the manifest names it."""
-_Given = dict[Split, tuple[Mapping[str, Any], int | None]]
-"""By split what was handed in of every task, and how many samples of each are kept; None keeps all."""
 
 
-def live_study(
-    *,
-    merged: nn.Module,
-    experts: Mapping[str, nn.Module],
-    data: Mapping[str, Any],
-    base: nn.Module | None = None,
-    baselines: Mapping[str, nn.Module] | None = None,
-    heads: Mapping[str, ScoreMap | nn.Linear] | None = None,
-    calibration: Mapping[str, Any] | None = None,
-    layers: str | int | Sequence[str | int] = "blocks",
-    blocks: str | None = None,
-    mask: Mask = None,
-    pool: Pool | None = None,
-    n: int | None = 256,
-    n_calibration: int | None = 256,
-    batch_size: int = 32,
-    cka: bool = False,
-    jacobian: JacobianSettings | None = None,
-    adjoint: bool = False,
-    groups: bool = False,
-    device: str | torch.device | None = None,
-    seed: int = 0,
-    name: str = "live",
-    tokenizer: Any = None,
-    texts: Mapping[str, Mapping[str, Any]] | None = None,
-) -> Study:
+def live_study(given: Modules, settings: LiveSettings = LiveSettings()) -> Study:
     """A study of modules that the caller has built. They run in eval mode; nothing about them is changed.
-
-    Args:
-        merged: the merged model.
-        experts: one per task, of the same class and shape.
-        data: per task: a tensor, a Dataset, a DataLoader or an iterable of batches, with labels or without.
-        base: the common base, if there is one.
-        baselines: other merged models to compare with, by name.
-        heads: score maps per task, or linear classifiers whose rows are numbered; with labels they give accuracy.
-        calibration: samples per task for calibrating, as `data`; a calibration takes those of `data` if left out.
-        layers: which layers' rows and features are kept: `blocks`, a glob on module paths, or a list.
-        blocks: path of the list of blocks, or a pattern of the blocks' own paths (`layer?`), where they can't be found
-            by themselves (generic modules only).
-        mask: which tokens count, for generic modules: the name of a batch's entry, a function that makes a mask [n, t]
-            of a batch, or False where nothing is padded; `attention_mask` is found by itself.
-        pool: how one vector per sample is taken, `cls`, `mean`, `last` or `all`; None takes what suits the models'
-            modality. Scores are of these vectors.
-        n: samples per task, drawn at random; None takes all.
-        n_calibration: the same of `calibration`.
-        batch_size: samples per forward pass.
-        cka: whether linear CKA is computed.
-        jacobian: settings of path-averaged Jacobians; None leaves them out.
-        adjoint: whether changes of loss and margin are traced back to layers; needs `jacobian`.
-        groups: whether local mismatches and contributions are split by module group; needs `jacobian`.
-        device: where it is computed; the merged model's own device by default.
-        seed: of the samples drawn and of random directions.
-        name: of the run.
-        tokenizer: of the models, by their library; `data` then holds rows of text (mappings, or pairs of a question and
-            its answer), and what models answer is scored as for files. Decoders end in their final norm then.
-        texts: per task what its `data` entry in a spec would say of texts: `prompt`, `words`, `classes`, `metric`, ...
 
     Raises:
         SpecError: tasks of `experts` and `data` differ, there is no such pooling or device, or blocks pass on more than
@@ -123,34 +66,28 @@ def live_study(
         NumericsError: a module gives two outputs for one batch in eval mode.
         DataError: the data doesn't repeat, or its batches don't fit together.
     """
-    if pool is not None:
-        require_pool(pool)
-    stated = {**{task: {} for task in experts}, **(texts or {})}
-    _require_same_tasks(experts, {"data": data, "calibration data": calibration, "texts": stated})
-    place = next(merged.parameters()).device if device is None else resolve_device(device)
-    modules = {} if base is None else {"base": base}
-    modules |= {expert_of(task): experts[task] for task in sorted(experts)} | {"merged": merged}
-    modules |= {baseline(name): module for name, module in (baselines or {}).items()}
+    experts, merged = given.experts or {}, given.merged
+    stated = {**{task: {} for task in experts}, **(settings.texts or {})}
+    _require_same_tasks(experts, {"data": given.data, "calibration data": given.calibration, "texts": stated})
+    place = next(merged.parameters()).device if given.device is None else resolve_device(given.device)
+    modules = given.by_variant
     _require_one_class(modules)
-    head_of = {task: _score_map(head) for task, head in (heads or {}).items()}
-    reads = Preprocess("by the caller", list) if tokenizer is None else _preprocess(merged, tokenizer)
-    reader = reads.texts
-    if texts and reader is None:
+    head_of = {task: _score_map(head) for task, head in (given.heads or {}).items()}
+    reads = _preprocess(merged, settings.tokenizer)
+    if settings.texts and reads.texts is None:
         raise SpecError("texts= is given without tokenizer=", hint="Give the tokenizer of the models.")
-    given: _Given = {"diagnosis": (data, n)}
-    given |= {"calibration": (calibration, n_calibration)} if calibration else {}
-    how: dict[str, Any] = {"seed": seed, "batch_size": batch_size}
-    tasks = _tasks(given, head_of, **how) if reader is None else {}
+    tasks = _tasks(given, head_of, settings) if reads.texts is None else {}
 
     dtype = _computed_in(merged)
     skeleton = _in_dtype(merged, dtype, place)
-    example = next(tasks[min(tasks)].diagnosis.batches()).inputs if reader is None else reads.example()
+    example = (
+        reads.example() if reads.texts is not None else next(tasks[min(tasks)].diagnosis.batches()).inputs
+    )
     example = on_device(example, place, dtype)
-    is_decoder = reader is not None and reader.form == "decoder"
-    chain = decoder_chain(skeleton, example) if is_decoder else _chain(skeleton, example, blocks, mask)
+    chain = _chain(skeleton, example, reads, settings)
     _, side = chain.start(example)  # refuses what it can't read before anything runs on it
     check_deterministic(skeleton, example, chain)
-    pooling = pool or chain.modality.pool
+    pooling = settings.pool or chain.modality.pool
     marks = _marks(head_of, skeleton, chain, example, side, pooling)
     if chain.require_shared is not None:
         chain.require_shared(((key, _in_dtype(module, dtype)) for key, module in modules.items()), example)
@@ -158,21 +95,22 @@ def live_study(
     own = {key: module for key, module in modules.items() if _is_in(module, dtype, place)}
     models = ModelPool(chain, skeleton, weights, device=place, dtype=dtype, modules=own)
 
-    if reader is not None:
-        tasks = _text_tasks(given, stated, head_of, models, merged, reader=reader, **how)
+    if reads.texts is not None:
+        tasks = _text_tasks(given, stated, head_of, models, reads.texts, settings)
+    options = ("cka", "adjoint", "groups")
     return Study(
-        name=name,
+        name=settings.name,
         pool=models,
         variants=tuple(key for key in modules if task_of(key) is None),
         tasks=tasks,
         settings=Settings(
             pool=pooling,
-            stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], _indices(layers))),
-            options=frozenset(compress(("cka", "adjoint", "groups"), (cka, adjoint, groups))),
-            jacobian=jacobian,
+            stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], settings.layers)),
+            options=frozenset(name for name in options if getattr(settings, name)),
+            jacobian=_jacobian(settings),
         ),
-        seed=seed,
-        notices=tuple(_notices(tasks, merged, mask, chain)),
+        seed=settings.seed,
+        notices=tuple(_notices(tasks, merged, settings.mask, chain)),
         provenance={key: f"live {type(module).__name__}" for key, module in modules.items()},
         preprocessing=reads.backend,
         architecture={"loader": LOADER, "source": type(merged).__name__, **reads.settings},
@@ -180,31 +118,19 @@ def live_study(
     )
 
 
+def _jacobian(settings: LiveSettings) -> JacobianSettings | None:
+    """How Jacobians are taken; a record says it as a mapping."""
+    given = settings.jacobian
+    return JacobianSettings(**given) if isinstance(given, Mapping) else given
+
+
 _FREE = ("n_calibration", "batch_size")
 """Settings on which no number of a run rests, so that they may be others when something is added to it."""
-_PLAIN = (*_FREE, "blocks", "pool", "n", "cka", "adjoint", "groups", "seed", "name", "texts")
-"""What of `live_study`'s arguments can be written down as it is."""
-_SETTINGS, _CONTENTS = "settings: ", "contents: "
 
 
-def recorded(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings among the arguments of `live_study`, as JSON has them; modules and data stay with the caller."""
-    found = {name: given[name] for name in _PLAIN if name in given}
-    if "layers" in given:
-        found["layers"] = _indices(given["layers"])
-    if "mask" in given:
-        found["mask"] = True if callable(given["mask"]) else given["mask"]
-    found |= {"tokenizer": True} if given.get("tokenizer") is not None else {}
-    if "jacobian" in given:
-        found["jacobian"] = None if given["jacobian"] is None else dataclasses.asdict(given["jacobian"])
-    return dict(json.loads(json.dumps(found, default=lambda number: number.item())))
-
-
-def _indices(layers: str | int | Sequence[str | int]) -> str | int | list[str | int]:
-    """The same, of Python's own kinds: a range and numpy's numbers are none that JSON has."""
-    if isinstance(layers, str | int):
-        return layers
-    return [part if isinstance(part, str) else operator.index(part) for part in layers]
+def recorded(settings: LiveSettings) -> dict[str, Any]:
+    """The settings as JSON has them; functions and tokenizers stay with the caller."""
+    return dict(json.loads(json.dumps(settings.model_dump(), default=lambda number: number.item())))
 
 
 def live_again(
@@ -219,7 +145,7 @@ def live_again(
 
     Args:
         folder: the run.
-        given: arguments of `live_study`; the run's own settings stand in for those that are left out.
+        given: fields of `Modules` and of `LiveSettings`; the run's own settings stand in for those that are left out.
         calibration: samples to calibrate on; those of the analysis if left out.
         num_calibration: how many of them per task; 256 at most if left out.
 
@@ -230,41 +156,43 @@ def live_again(
     """
     from driftlens.jobs.study.opening import OpenModels
 
-    if unknown := sorted(set(given) - set(inspect.signature(live_study).parameters)):
-        raise SpecError(f"modules has {unknown[0]!r}, which dl.analyze does not take with live modules")
-    begun = _written(folder, _SETTINGS)
-    _require_same_settings(begun, given)
-    settings = {**begun, **given}
-    if isinstance(settings.get("jacobian"), Mapping):
-        settings["jacobian"] = JacobianSettings(**settings["jacobian"])
-    settings.setdefault("data", calibration)
-    calibration = calibration if calibration is not None else settings.get("calibration")
-    _require_what_was_given(folder, settings)
-    settings |= {} if num_calibration is None else {"n_calibration": num_calibration}
-    study = live_study(**{**settings, "calibration": calibration})
-    _require_same_contents(folder, study)
+    of_modules = {field.name: None for field in dataclasses.fields(Modules)}
+    refuse_unknown("modules", given, {**of_modules, **LiveSettings.keywords()})
+    handed = {name: value for name, value in given.items() if name in of_modules and value is not None}
+    said = {name: value for name, value in given.items() if name not in of_modules}
+    said |= {} if num_calibration is None else {"n_calibration": num_calibration}
+    begun = _record(folder)
+    was = LiveSettings(**begun.get("settings", {}))
+    _require_same_settings(was, LiveSettings(**said))
+    settings = was.changed(**said)
+    if calibration is not None:
+        handed = {"data": calibration, **handed, "calibration": calibration}
+    modules = Modules(**handed)
+    _require_what_was_given(folder, modules, settings, begun.get("contents", {}))
+    study = live_study(modules, settings)
+    _require_same_contents(begun.get("contents", {}), study)
     tasks = {
         task: at if at.calibration else dataclasses.replace(at, calibration=at.diagnosis)
         for task, at in study.tasks.items()
     }
     study = dataclasses.replace(study, tasks=tasks)
     sources = {name: study.pool.source(name) for name in study.pool.names}
-    architecture = Architecture(
-        LOADER, type(settings["merged"]).__name__, settings["merged"], study.pool.chain
-    )
+    architecture = Architecture(LOADER, type(modules.merged).__name__, modules.merged, study.pool.chain)
     return study, OpenModels(architecture, sources, sources, study.provenance, form=sources["merged"])
 
 
-def _require_what_was_given(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
+def _require_what_was_given(
+    folder: pathlib.Path, modules: Modules, settings: LiveSettings, contents: Mapping[str, Any]
+) -> None:
     """Refuse to add to a run without a module, data, a function or a head that it was made with."""
-    wanted = [name for name in ("merged", "experts", "data") if settings.get(name) is None]
-    wanted += [name for name in ("mask", "tokenizer") if settings.get(name) is True]
-    manifest, contents = read_manifest(folder), _written(folder, _CONTENTS)
-    there = {task: tuple(_score_map(head).classes) for task, head in (settings.get("heads") or {}).items()}
+    wanted = modules.missing
+    wanted += [name for name in ("mask", "tokenizer") if getattr(settings, name) is True]
+    manifest = read_manifest(folder)
+    there = {task: tuple(_score_map(head).classes) for task, head in (modules.heads or {}).items()}
     # Nothing is noted of heads that language models bring.
     with_head = [task for task in manifest.classes if contents.get(task, {}).get("head", True)]
     wanted += [f"heads of {task}" for task in with_head if task not in there]
-    wanted += ["base"] if "base" in manifest.variants and settings.get("base") is None else []
+    wanted += ["base"] if "base" in manifest.variants and modules.base is None else []
     if wanted:
         raise SpecError(
             f"{folder} was made from live modules, and to add to it these are missing: {', '.join(wanted)}",
@@ -277,63 +205,67 @@ def _require_what_was_given(folder: pathlib.Path, settings: Mapping[str, Any]) -
 
 
 def analyze_study(
-    study: Study,
-    *,
-    out: PathLike,
-    settings: Mapping[str, Any] | None = None,
-    resume: bool = False,
-    force: bool = False,
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
+    study: Study, request: AnalysisRequest, settings: LiveSettings, context: Context = Context()
 ) -> DriftRun:
     """Measure the drift of a study of live modules and write a run directory, in which `settings` are written down.
 
     Raises:
         DriftLensError: as for `driftlens.jobs.analyze.job.analyze`.
     """
-    described = "# made from live modules; it can be read, and added to where they are handed in again\n"
-    described += f"name: {json.dumps(study.name)}\n{_SETTINGS}{json.dumps(settings or {})}\n"
-    digest = hashlib.sha256(described.encode()).hexdigest()
-    goes_on = resume and (pathlib.Path(out) / MANIFEST).exists()
+    out = request.out or pathlib.Path("runs", study.name)
+    live = {"settings": recorded(settings), "contents": _contents(study)}
+    digest = hashlib.sha256(json.dumps(live["settings"], sort_keys=True).encode()).hexdigest()
+    goes_on = request.resume and (out / MANIFEST).exists()
     if goes_on:
-        _require_begun_so(pathlib.Path(out), digest, study, Reporter(on_progress, cancel))
-    contents = f"{_CONTENTS}{json.dumps(_contents(study))}\n"
-    new = {"spec_yaml": described + contents, "spec_digest": digest, "name": study.name}
-    with RunWriter.resume(out) if goes_on else RunWriter.create(out, **new, force=force) as writer:
-        reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+        _require_begun_so(out, settings, study, context.reporter())
+    described = "# made from live modules; it can be read, and added to where they are handed in again\n"
+    new = {
+        "spec_yaml": f"{described}name: {json.dumps(study.name)}\n",
+        "spec_digest": digest,
+        "name": study.name,
+    }
+    with (
+        RunWriter.resume(out) if goes_on else RunWriter.create(out, **new, live=live, force=request.force)
+    ) as writer:
+        reporter = context.reporter(writer.progress)
         describe(writer, study, synthetic=False)
         run_phases(writer, study, reporter)
     return open_run(out)
 
 
-def _require_begun_so(folder: pathlib.Path, digest: str, study: Study, reporter: Reporter) -> None:
+def _require_begun_so(folder: pathlib.Path, settings: LiveSettings, study: Study, reporter: Reporter) -> None:
     """Refuse to go on with other settings, samples, heads or weights than those that a run was begun with."""
     from driftlens.jobs.study.reopening import require_same_models, require_same_samples
 
-    manifest = read_manifest(folder)
-    if manifest.spec_digest != digest:
+    begun = _record(folder)
+    if recorded(LiveSettings(**begun.get("settings", {}))) != recorded(settings):
         raise SpecError(
             f"{folder} was begun with other settings", hint="Resume with the same, or choose another out."
         )
+    manifest = read_manifest(folder)
     require_same_samples(manifest, study)
-    _require_same_contents(folder, study)
+    _require_same_contents(begun.get("contents", {}), study)
     require_same_models(manifest, study, reporter)
 
 
-def _written(folder: pathlib.Path, what: str) -> dict[str, Any]:
-    """What a run of live modules has in the line of its spec that begins so; nothing where it has no such line."""
-    lines = plain_file(folder / SPEC).read_text(encoding="utf-8").splitlines()
-    return dict(json.loads(next((line.removeprefix(what) for line in lines if line.startswith(what)), "{}")))
+def _record(folder: pathlib.Path) -> Mapping[str, Any]:
+    """What a run of live modules says of its `settings` and `contents`; runs from before say it in their spec.yaml."""
+    if live := read_manifest(folder).live:
+        return live
+    begun = ("settings", "contents")
+    lines = [
+        line.partition(": ") for line in plain_file(folder / SPEC).read_text(encoding="utf-8").splitlines()
+    ]
+    return {name: json.loads(text) for name, _, text in lines if name in begun}
 
 
-def _require_same_settings(begun: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _require_same_settings(was: LiveSettings, now: LiveSettings) -> None:
     """Refuse settings that would make rows which don't belong beside those of the run."""
-    known = inspect.signature(live_study).parameters
-    for name, value in recorded(given).items():
-        was = begun.get(name, known[name].default)
-        if name not in _FREE and value != was:
+    begun, said = recorded(was), recorded(now)
+    for name in now.model_fields_set - {*_FREE}:
+        if said[name] != begun[name]:
             raise SpecError(
-                f"modules has {name}={value!r}, the run was made with {name}={was!r}",
+                f"modules has {name}={said[name]!r}, the run was made with {name}={begun[name]!r}",
                 hint="Leave it out: settings are those of the run. Analyze into another folder for other ones.",
             )
 
@@ -351,11 +283,11 @@ def _contents(study: Study) -> dict[str, dict[str, Any]]:
     }
 
 
-def _require_same_contents(folder: pathlib.Path, study: Study) -> None:
+def _require_same_contents(begun: Mapping[str, Any], study: Study) -> None:
     """Refuse samples, labels or heads that are not those which a run was begun with."""
-    begun, now = _written(folder, _CONTENTS), _contents(study)
+    now = _contents(study)
     if begun and begun.keys() != now.keys():
-        raise SpecError(f"{folder} was made with the tasks {', '.join(begun)}; given are {', '.join(now)}")
+        raise SpecError(f"the run was made with the tasks {', '.join(begun)}; given are {', '.join(now)}")
     for task, was in begun.items():
         for what in ("samples", "labels"):
             if was[what] != now[task][what]:
@@ -407,14 +339,18 @@ def _mark(head: ScoreMap, features: Tensor) -> list[float]:
     return (scores @ torch.randn(scores.shape[1], generator=numbers).double()).tolist()
 
 
-def _chain(module: nn.Module, example: Any, blocks: str | None, mask: Mask) -> LayerChain:
-    if blocks is None and mask is None:
+def _chain(module: nn.Module, example: Any, reads: Preprocess, settings: LiveSettings) -> LayerChain:
+    if reads.texts is not None and reads.texts.form == "decoder":
+        return decoder_chain(module, example)
+    if settings.blocks is None and settings.mask is None:
         return architecture_of(module, example).chain
-    return sequential_chain(module, example, blocks=blocks, mask=mask)
+    return sequential_chain(module, example, blocks=settings.blocks, mask=settings.mask)
 
 
 def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
     """How a live model of transformers reads texts; refused where it answers by text and can't be taken apart."""
+    if tokenizer is None:
+        return Preprocess("by the caller", list)
     config, answers = getattr(module, "config", None), getattr(module, "can_generate", bool)()
     kind = getattr(config, "model_type", None)
     form: Form = "encoder"
@@ -431,49 +367,61 @@ def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
     return text_preprocess(copy.deepcopy(tokenizer), config, stated, form, type(module).__name__)
 
 
-def _tasks(given: _Given, head_of: Mapping[str, ScoreMap], **how: Any) -> dict[str, TaskSamples]:
+def _tasks(given: Modules, head_of: Mapping[str, ScoreMap], settings: LiveSettings) -> dict[str, TaskSamples]:
     """What is drawn of tensors, by task."""
-    tasks, sets = sorted(given["diagnosis"][0]), dict[Split, dict[str, SampleSet]]()
-    for split, (source, n) in given.items():
+    sets = dict[Split, dict[str, SampleSet]]()
+    for split, (source, n) in given.splits(settings).items():
         # Nobody looks at the labels of calibration samples, so these need not fit the head.
         names = {task: head.classes for task, head in head_of.items() if split == "diagnosis"}
         sets[split] = {
-            task: live_samples(task, source[task], n=n, split=split, class_names=names.get(task), **how)
-            for task in tasks
+            task: live_samples(
+                task,
+                source[task],
+                n=n,
+                seed=settings.seed,
+                batch_size=settings.batch_size,
+                split=split,
+                class_names=names.get(task),
+            )
+            for task in sorted(source)
         }
-    found = dict[str, TaskSamples]()
-    for task, at in sets["diagnosis"].items():
+    tasks = dict[str, TaskSamples]()
+    for task, samples in sets["diagnosis"].items():
         head = head_of.get(task)
-        test = at if at.labels and head else None
-        found[task] = TaskSamples(at, test, head, sets.get("calibration", {}).get(task))
-    return found
+        test = samples if samples.labels and head else None
+        tasks[task] = TaskSamples(samples, test, head, sets.get("calibration", {}).get(task))
+    return tasks
 
 
 def _text_tasks(
-    given: _Given,
+    given: Modules,
     stated: Mapping[str, Mapping[str, Any]],
     head_of: Mapping[str, ScoreMap],
     pool: ModelPool,
-    module: Any,
-    **how: Any,
+    reader: TextReader,
+    settings: LiveSettings,
 ) -> dict[str, TaskSamples]:
     """Tasks of texts, read as `stated` says, before heads handed in (their rows are the classes) or the models' own."""
     from driftlens.jobs.study.opening import lm_head, task_samples
     from driftlens.spec.data import TextEntry
     from driftlens.spec.problems import checked
 
-    found = dict[str, TaskSamples]()
+    module: Any = given.merged
+    splits, tasks = given.splits(settings), dict[str, TaskSamples]()
     for task in sorted(stated):
         rules, head = stated[task], head_of.get(task)
         classes = {} if head is None or "words" in rules else {"classes": list(head.classes)}
         entry = checked(TextEntry, {"kind": "live", "input": "input", **classes, **rules}, f"texts[{task!r}]")
-        rows = {split: (source[task], n) for split, (source, n) in given.items()}
-        data = live_texts(task, rows, entry, **how)
+        rows = {split: (source[task], n) for split, (source, n) in splits.items()}
+        data = live_texts(
+            task, rows, entry, reader=reader, seed=settings.seed, batch_size=settings.batch_size
+        )
         if head is None and module.can_generate():
             head = lm_head(data, pool.source(expert_of(task)), LmScores.of(module.config, pool.chain.tied))
-        at = task_samples(task, data, head, entry.metric or (), pool)
-        found[task] = at if "calibration" in given else dataclasses.replace(at, calibration=None)
-    return found
+        samples = task_samples(task, data, head, entry.metric or (), pool)
+        has_own = "calibration" in splits
+        tasks[task] = samples if has_own else dataclasses.replace(samples, calibration=None)
+    return tasks
 
 
 def _computed_in(module: nn.Module) -> torch.dtype:

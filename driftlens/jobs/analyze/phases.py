@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from driftlens.base.diagnostic import chosen
-from driftlens.base.progress import ProgressEvent, ProgressSink, Reporter
+from driftlens.base.progress import Reporter
 from driftlens.base.threads import settled_threads
 from driftlens.engine.exactness import exact_products
 from driftlens.jobs.analyze.causes import explain
@@ -161,17 +161,6 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def all_of(*sinks: ProgressSink | None) -> ProgressSink:
-    """One sink that hands every event to all of `sinks` that are there."""
-    there = [sink for sink in sinks if sink is not None]
-
-    def every(event: ProgressEvent) -> None:
-        for sink in there:
-            sink(event)
-
-    return every
 
 
 def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:

@@ -9,16 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from driftlens.base.access import Access
+from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.base.files import PathLike
-from driftlens.base.progress import CancelToken, ProgressSink, Reporter
+from driftlens.base.progress import Reporter
 from driftlens.engine.pool import attachment_tensors
 from driftlens.engine.site_selection import coverage
 from driftlens.jobs.analyze.diagnosis import require_closed
 from driftlens.jobs.analyze.evaluation import first_look
 from driftlens.jobs.analyze.phases import (
-    all_of,
     complete_variants,
     deterministic_algorithms,
     explain_variants,
@@ -28,7 +27,6 @@ from driftlens.jobs.analyze.phases import (
 )
 from driftlens.jobs.calibrate.plan import (
     CalibrationPlan,
-    CalibrationRequest,
     Choice,
     diagnosed_too,
     plan_calibration,
@@ -40,7 +38,6 @@ from driftlens.jobs.calibrate.walk import calibration_info, record_solution, sol
 from driftlens.jobs.study.card import model_card
 from driftlens.jobs.study.opening import OpenModels
 from driftlens.jobs.study.reopening import (
-    Live,
     add_calibration,
     reopened,
     require_analyzed,
@@ -58,23 +55,17 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.standing import how_to_explain, how_to_resume
 from driftlens.runs.writer import RunWriter
 from driftlens.spec import load_spec
+from driftlens.spec.requests import CalibrationRequest
 
 
 def calibrate(
     path: PathLike,
     request: CalibrationRequest,
+    context: Context = Context(),
     *,
-    resume: bool = False,
-    replace: bool = False,
-    save_weights: PathLike | None = None,
     choose: Choice | None = None,
-    attribution: bool = True,
-    access: Access = Access(),
-    live: Live | None = None,
     on_first: Callable[[str], None] | None = None,
     on_measured: Callable[[DriftRun], None] | None = None,
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
 ) -> DriftRun:
     """Calibrate the merged model of a finished run; the run gains the variant `calibrated:NAME`, and its control.
 
@@ -83,20 +74,12 @@ def calibrate(
 
     Args:
         path: the run directory.
-        request: what to calibrate, and with which settings.
-        resume: go on with an interrupted calibration of the same settings.
-        replace: take out the calibration of this name first, if there is one.
-        save_weights: where the calibrated model goes besides: ending in `.safetensors` a state dict in the base's
-            key names, anything else a folder that the original library loads, with a model card. What is attached lies
-            beside the weights, with lines of Python in the card that hook it into the library's model.
+        request: what to calibrate, and with which settings. Beside weights that are saved for other libraries lies what
+            is attached, with lines of Python in the card that hook it into the library's model.
+        context: what may be used, who watches, and the study of a run of live modules.
         choose: chooses hyperparameters from the calibration samples, starting from those of the request.
-        attribution: whether its drift is traced back to layers; `driftlens.jobs.analyze.job.explain` does so later.
-        access: what may be used, and on which device.
-        live: gives the study of a run that was made from live modules, handed in again.
         on_first: called with a sentence on drift and accuracy of a few samples, as soon as the layers are solved.
         on_measured: called once with the run when drift and accuracy are there; not where they were before.
-        on_progress: called with every `ProgressEvent`.
-        cancel: asked once per batch whether to stop.
 
     Raises:
         SpecError: a setting that can't be, or a name that is taken.
@@ -106,38 +89,37 @@ def calibrate(
     """
     folder = pathlib.Path(path)
     # All that can be refused is refused before the lock is taken: a finished run must not become a failed one.
-    opened = open_calibration(folder, request, access=access, live=live)
-    plan = opened.plan
-    terms = Terms(resume=resume, replace=replace, is_chosen=choose is not None)
-    terms.require(plan, opened)
-    if save_weights is not None:
-        require_target(opened.models.architecture, save_weights)
+    opened = open_calibration(folder, request, context)
+    plan, is_chosen = opened.plan, choose is not None
+    require_terms(request, opened, is_chosen=is_chosen)
+    if request.save_weights is not None:
+        require_target(opened.models.architecture, request.save_weights)
     if choose is not None:
         choose.outlook(plan.calibrator, plan.counts, has_base=opened.study.has_base)
     team = opened.study.team
     team.once(lambda: require_same_samples(opened.manifest, opened.study))
-    team.once(lambda: require_same_models(opened.manifest, opened.study, Reporter(on_progress, cancel)))
+    team.once(lambda: require_same_models(opened.manifest, opened.study, context.reporter()))
     with writing(team, functools.partial(RunWriter.resume, folder)) as writer:
         # Somebody may have been faster while the models were being opened.
-        terms.require_free_name(plan, writer.manifest)
-        reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+        require_free_name(request, plan, writer.manifest, is_chosen=is_chosen)
+        reporter = context.reporter(writer.progress)
         scratch = CalibrationScratch(folder, plan.name)
         with deterministic_algorithms(opened.study.settings.deterministic):
-            if replace or not (resume and plan.name in writer.manifest.calibrations):
+            if request.replace or not (request.resume and plan.name in writer.manifest.calibrations):
                 with _resumable(
                     lambda: scratch.is_there and how_to_resume(folder, plan.name, writer.manifest)
                 ):
-                    _calibrate(writer, opened, scratch, reporter, choose, resume=resume, on_first=on_first)
+                    _calibrate(
+                        writer, opened, scratch, reporter, choose, resume=request.resume, on_first=on_first
+                    )
                 if on_measured is not None and team.leads:
                     on_measured(open_run(folder))
-            more = (
-                how_to_explain(folder) if live is None else how_to_resume(folder, plan.name, opened.manifest)
-            )
+            more = how_to_explain(folder)
+            more = more if context.live is None else how_to_resume(folder, plan.name, opened.manifest)
             with _resumable(lambda: (folder / plan.weights[plan.variant]).is_file() and more):
-                _complete(writer, opened, reporter, attribution=attribution)
+                _complete(writer, opened, reporter, attribution=request.attribution)
     run = open_run(folder)
-    if save_weights is not None:
-        place = pathlib.Path(save_weights)
+    if (place := request.save_weights) is not None:
         team.once(lambda: save_for_others(run, plan, opened.models, opened.study.pool, place))
     return run
 
@@ -154,7 +136,7 @@ class OpenCalibration:
 
 
 def open_calibration(
-    folder: pathlib.Path, request: CalibrationRequest, *, access: Access = Access(), live: Live | None = None
+    folder: pathlib.Path, request: CalibrationRequest, context: Context = Context()
 ) -> OpenCalibration:
     """The run's models and samples with a request's plan; nothing is written. Arguments as for `calibrate`.
 
@@ -164,62 +146,55 @@ def open_calibration(
     """
     require_analyzed(folder)
     run = open_run(folder)
-    if live is None:
+    if context.live is None:
         require_spec(folder, run.manifest)
     require_closed(run.layers(variant="merged"), run.manifest.dtype)
-    study, models = reopened(
-        folder, num_calibration=request.samples, with_calibrations=False, access=access, live=live
-    )
-    spec = load_spec(folder / layout.SPEC) if live is None else None
+    study, models = reopened(folder, context, num_calibration=request.samples, with_calibrations=False)
+    spec = load_spec(folder / layout.SPEC) if context.live is None else None
     plan = plan_calibration(request, run, spec, study)
     return OpenCalibration(folder, run.manifest, study, models, plan)
 
 
-@dataclass(frozen=True)
-class Terms:
-    """On which terms a calibration may begin.
+def require_terms(request: CalibrationRequest, opened: OpenCalibration, *, is_chosen: bool) -> None:
+    """Refuse a name that is taken, or to go on with something else than what was begun.
 
-    Attributes:
-        resume: whether one that was begun, or is finished, may be gone on with.
-        replace: whether one of the same name may be taken out.
-        is_chosen: whether its hyperparameters are still to be chosen, so that they can't be compared yet.
+    Args:
+        request: which says whether one that was begun, or is finished, may be gone on with or taken out.
+        opened: the run, and what is to be made in it.
+        is_chosen: whether hyperparameters are still to be chosen, so that they can't be compared yet.
+
+    Raises:
+        SpecError: as said.
     """
+    plan = opened.plan
+    require_free_name(request, plan, opened.manifest, is_chosen=is_chosen)
+    if request.resume:
+        identity = plan.identity(opened.manifest, opened.study) | {"automatic": is_chosen}
+        scratch = CalibrationScratch(opened.folder, plan.name)
+        scratch.require_begun(identity, asked=plan.asked if is_chosen else {})
 
-    resume: bool
-    replace: bool
-    is_chosen: bool = False
 
-    def require(self, plan: CalibrationPlan, opened: OpenCalibration) -> None:
-        """Refuse a name that is taken, or to go on with something else than what was begun.
+def require_free_name(
+    request: CalibrationRequest, plan: CalibrationPlan, manifest: Manifest, *, is_chosen: bool
+) -> None:
+    """Refuse a name that a finished calibration has, unless that is to be replaced or is the very same.
 
-        Raises:
-            SpecError: as said.
-        """
-        self.require_free_name(plan, opened.manifest)
-        if self.resume:
-            identity = plan.identity(opened.manifest, opened.study) | {"automatic": self.is_chosen}
-            scratch = CalibrationScratch(opened.folder, plan.name)
-            scratch.require_begun(identity, asked=plan.asked if self.is_chosen else {})
-
-    def require_free_name(self, plan: CalibrationPlan, manifest: Manifest) -> None:
-        """Refuse a name that a finished calibration has, unless that is to be replaced or is the very same.
-
-        Raises:
-            SpecError: the name is taken.
-        """
-        taken = manifest.calibrations.get(plan.name)
-        if taken is None or self.replace:
-            return
-        if not self.resume:
-            raise SpecError(
-                f"the run has a calibration {plan.name!r} already",
-                hint="Choose another --name, or --replace it.",
-            )
-        if not _is_same(plan, taken, is_chosen=self.is_chosen):
-            raise SpecError(
-                f"the calibration {plan.name!r} is finished, with other settings",
-                hint="Choose another --name, or --replace it.",
-            )
+    Raises:
+        SpecError: the name is taken.
+    """
+    taken = manifest.calibrations.get(plan.name)
+    if taken is None or request.replace:
+        return
+    if not request.resume:
+        raise SpecError(
+            f"the run has a calibration {plan.name!r} already",
+            hint="Choose another --name, or --replace it.",
+        )
+    if not _is_same(plan, taken, is_chosen=is_chosen):
+        raise SpecError(
+            f"the calibration {plan.name!r} is finished, with other settings",
+            hint="Choose another --name, or --replace it.",
+        )
 
 
 def _is_same(plan: CalibrationPlan, taken: CalibrationInfo, *, is_chosen: bool) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,10 +26,10 @@ from driftlens.runs.run import DriftRun
 
 if TYPE_CHECKING:
     from driftlens.spec import RunSpec
+    from driftlens.spec.requests import CalibrationRequest
     from driftlens.spec.sections import Calibration
 
 DEFAULT_METHOD = "featcal"
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -361,48 +360,6 @@ def _moved(
         start = pool.source(first).read(key)
         if any(not torch.equal(start.double(), pool.source(other).read(key).double()) for other in others):
             yield key
-
-
-@dataclass(frozen=True)
-class CalibrationRequest:
-    """One calibration, as asked for; what is left out comes from the preset, then from the spec.
-
-    Attributes:
-        name: of the calibration; its variant is `calibrated:NAME`.
-        method: a registered calibrator.
-        preset: name of a published setting.
-        parameters: hyperparameters over the preset's.
-        samples: calibration samples per task; those the spec draws if left out.
-        layers: patterns on module paths, or layer indices, to calibrate instead of all blocks.
-        sites: patterns on site paths to calibrate instead of the linear and norm modules.
-        top_layers: only so many layers, those that the run's own attribution finds most of the final drift in.
-        control: whether the same is to be measured pulled towards the merged model itself behind it.
-
-    Raises:
-        SpecError: the name can't be one, or a count is not positive.
-    """
-
-    name: str
-    method: str | None = None
-    preset: str | None = None
-    parameters: Mapping[str, object] = field(default_factory=dict)
-    samples: int | None = None
-    layers: Sequence[str | int] | None = None
-    sites: Sequence[str] | None = None
-    top_layers: int | None = None
-    control: bool = False
-
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise SpecError(
-                f"{self.name!r} can't be the name of a calibration",
-                hint="Use letters, digits, `-`, `_` and `.`, for example featcal.",
-            )
-        for what, count in (("samples", self.samples), ("top_layers", self.top_layers)):
-            if count is not None and count < 1:
-                raise SpecError(f"{what} is {count}, expected a whole number from 1 upwards")
-        if self.layers is not None and self.top_layers is not None:
-            raise SpecError("layers and top_layers both choose layers", hint="Give one of them.")
 
 
 def method_of(request: CalibrationRequest, section: Calibration | None) -> str:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from driftlens.base.access import Access
+from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled
 from driftlens.base.files import PathLike
-from driftlens.base.progress import CancelToken, ProgressSink
 from driftlens.calibration.calibrator import calibrators
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.calibrate.plan import CalibrationRequest
 from driftlens.jobs.contest.contest import Candidate, Outcome, candidates, contest, one_by_one, require_any
 from driftlens.runs import layout
 from driftlens.runs.run import open_run
 from driftlens.spec import load_spec
+from driftlens.spec.requests import CalibrationRequest
 
 
 def entrants(given: Sequence[tuple[str, Mapping[str, object]]]) -> list[Candidate]:
@@ -33,12 +31,10 @@ def entrants(given: Sequence[tuple[str, Mapping[str, object]]]) -> list[Candidat
 def compete(
     run: PathLike,
     wanted: Sequence[Candidate],
+    context: Context = Context(),
     *,
     samples: int | None = None,
     attribution: bool = True,
-    access: Access = Access(),
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
 ) -> dict[str, str]:
     """Calibrate a run with every repair in turn, on the same samples; those that are there are left as they are.
 
@@ -49,11 +45,9 @@ def compete(
     Args:
         run: its directory.
         wanted: the repairs.
+        context: what may be used, and who watches.
         samples: calibration samples per task; None takes the spec's.
         attribution: whether drift is traced back to layers, too.
-        access: what may be used, and on which device.
-        on_progress: called with every `ProgressEvent`.
-        cancel: asked once per batch whether to stop.
 
     Returns:
         Name -> why it could not be made, of those that could not.
@@ -77,14 +71,19 @@ def compete(
         ):
             preset = None
         request = CalibrationRequest(
-            name, method=entrant.method, preset=preset, parameters=entrant.settings, samples=samples
+            name=name,
+            method=entrant.method,
+            preset=preset,
+            parameters=dict(entrant.settings),
+            samples=samples,
+            resume=True,
+            attribution=attribution,
         )
-        watched: dict[str, Any] = {"access": access, "on_progress": on_progress, "cancel": cancel}
-        calibrate(run, request, resume=True, attribution=attribution, **watched)
+        calibrate(run, request, context)
         return Outcome()
 
     try:
-        met = contest(wanted, one_by_one(attempt, access.team), _InTheRun())
+        met = contest(wanted, one_by_one(attempt, context.access.team), _InTheRun())
         outcomes = {entrant.name: outcome for entrant, outcome in met}
     except Cancelled as error:
         error.hint = "What was finished is kept; the same command goes on where it stopped."

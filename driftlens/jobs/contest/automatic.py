@@ -33,6 +33,7 @@ from driftlens.jobs.contest.judge import LANE, HeldOut, Judge
 from driftlens.jobs.contest.trials import Fit, Trials
 from driftlens.jobs.study.kept import Kept
 from driftlens.jobs.study.study import Study
+from driftlens.spec.requests import CalibrationRequest
 
 PHASE = "choose"
 FOLDS = range(NUM_FOLDS)
@@ -361,6 +362,13 @@ HELD_OUT = Chooser(choose_settings, outlook)
 
 BEST = Chooser(functools.partial(choose_settings, others=True), functools.partial(outlook, others=True))
 """The same among all calibrators that declare candidates."""
+
+
+def choice_of(request: CalibrationRequest) -> Chooser | None:
+    """How a request wants its hyperparameters chosen; None where it says them."""
+    if not request.auto:
+        return None
+    return BEST if request.method is None else HELD_OUT
 
 
 def _free(start: Calibrator, *, has_base: bool, others: bool) -> list[str]:

@@ -18,20 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlens.base.access import Access
+from driftlens.base.access import Context
 from driftlens.base.files import PathLike
-from driftlens.base.progress import CancelToken, ProgressSink, Reporter
 from driftlens.calibration.featcal import FeatCal
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.problems import LinearProblem, Problem, SiteUpdate
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
-from driftlens.jobs.analyze.phases import all_of, deterministic_algorithms, suitable_threads
+from driftlens.jobs.analyze.phases import deterministic_algorithms, suitable_threads
 from driftlens.jobs.calibrate.job import open_calibration
-from driftlens.jobs.calibrate.plan import CalibrationRequest
 from driftlens.jobs.study.reopening import require_same_models, require_same_samples
 from driftlens.runs import layout
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
+from driftlens.spec.requests import CalibrationRequest
 
 PHASE = "excess"
 INPUTS = ("deployed", "merged", "expert")
@@ -80,21 +79,17 @@ class _Heard(FeatCal):
 def measure_excess(
     path: PathLike,
     settings: Mapping[str, Any],
+    context: Context = Context(),
     *,
     resume: bool = False,
-    access: Access = Access(),
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
 ) -> DriftRun:
     """The run with its table `excess`: FeatCal fitted on deployed, merged and expert features, side by side.
 
     Args:
         path: the run directory.
         settings: of FeatCal, over the spec's.
+        context: what may be used, and who watches; where it is stopped, nothing is kept.
         resume: whether rows that are there are left as they are.
-        access: what may be used, and on which device.
-        on_progress: called with every `ProgressEvent`.
-        cancel: asked once per batch whether to stop; nothing is kept then.
 
     Raises:
         DriftLensError: as for `calibrate`.
@@ -104,12 +99,11 @@ def measure_excess(
     folder = pathlib.Path(path)
     if resume and len(open_run(folder).excess()):
         return open_run(folder)
-    opened = open_calibration(
-        folder, CalibrationRequest(PHASE, method="featcal", parameters=settings), access=access
-    )
+    request = CalibrationRequest(name=PHASE, method="featcal", parameters=dict(settings))
+    opened = open_calibration(folder, request, context)
     plan, study, layer = opened.plan, opened.study, _Layer()
     require_same_samples(opened.manifest, study)
-    require_same_models(opened.manifest, study, Reporter(on_progress, cancel))
+    require_same_models(opened.manifest, study, context.reporter())
     lanes = []
     for inputs in INPUTS:
         calibrator = _Heard(**plan.calibrator.get_params() | {"inputs": inputs})
@@ -118,7 +112,7 @@ def measure_excess(
         lanes.append(Lane(calibrator))
     rows, last = list[dict[str, Any]](), max(plan.sites)
     with RunWriter.resume(folder) as writer:
-        reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+        reporter = context.reporter(writer.progress)
         (folder / layout.SCRATCH).mkdir(exist_ok=True)
         with (
             deterministic_algorithms(study.settings.deterministic),

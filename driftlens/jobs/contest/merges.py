@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftlens.base.access import Access
+from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, DataError, DriftLensError, RunError, SpecError
 from driftlens.base.files import PathLike, from_json, require_free, temporary_folder
 from driftlens.base.intervals import Interval, mean_interval, mean_over_tasks
-from driftlens.base.progress import CancelToken, ProgressSink, Reporter
+from driftlens.base.progress import CancelToken, Reporter
 from driftlens.base.variants import expert_of
 from driftlens.calibration.automatic import Scores, folds_of
 from driftlens.checkpoints.sources import StateSource
@@ -84,13 +84,11 @@ def require_place(out: PathLike) -> None:
 def compare_merges(
     spec: RunSpec,
     wanted: Sequence[Candidate],
+    context: Context = Context(),
     *,
     out: PathLike | None = None,
     keep: bool = False,
     write: Callable[[Mapping[str, Any], Path], object] = lambda found, folder: None,
-    access: Access = Access(),
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
 ) -> dict[str, Any]:
     """Merges ranked by how near their final features and class probabilities are to the experts', as plain values.
 
@@ -104,12 +102,10 @@ def compare_merges(
     Args:
         spec: of the experts.
         wanted: the merges.
+        context: what may be used, and who watches.
         out: a folder for which `require_place` holds; without, nothing is kept.
         keep: save every merge there, too.
         write: writes the comparison to `out`.
-        access: what may be used, and on which device.
-        on_progress: called with every `ProgressEvent`.
-        cancel: asked once per batch whether to stop.
 
     Returns:
         `score` (what ranks), `samples` (by task), `held_out`, and `merges`, best first; one that can't be made has a
@@ -121,11 +117,9 @@ def compare_merges(
         SpecError: another comparison was stopped there.
         DriftLensError: as for `open_study`, or none of the merges can be made; the reason of the first.
     """
-    study, models = open_study(spec, access=access)
+    study, models = open_study(spec, access=context.access)
     place = None if out is None else Path(out)
-    compared = _Compared(
-        study, models, wanted, place if keep else None, Reporter(on_progress, cancel), cancel
-    )
+    compared = _Compared(study, models, wanted, place if keep else None, context.reporter(), context.cancel)
     with torch.no_grad(), _keeping(place, _identity(spec, study, models, compared.judged)) as kept:
         outcomes = compared.outcomes(kept)
         found = {
@@ -287,10 +281,7 @@ def _identity(
 def scaled_layers(
     run: PathLike,
     layers: Sequence[int],
-    *,
-    access: Access = Access(),
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
+    context: Context = Context(),
 ) -> list[dict[str, Any]]:
     """What one layer of a run's merged model at a time gains in relative final drift by going farther from the base.
 
@@ -301,10 +292,10 @@ def scaled_layers(
         SpecError: the run has no base, or was made from live modules.
         DriftLensError: as for `reopened`, or there are too few samples to hold any out.
     """
-    study, _ = reopened(run, with_calibrations=False, access=access)
+    study, _ = reopened(run, context, with_calibrations=False)
     if not study.has_base:
         raise SpecError("scaling a layer takes a base to scale from, and the run has none")
-    pool, reporter = study.pool, Reporter(on_progress, cancel)
+    pool, reporter = study.pool, context.reporter()
     rest, held = (
         HeldOut(
             study,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from driftlens.base.access import Access
-from driftlens.base.progress import CancelToken, ProgressSink
+from driftlens.base.access import Context
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.contest.arena import compete, entrants
 from driftlens.jobs.contest.excess import measure_excess
-from driftlens.jobs.contest.sweep import SweepRequest, sweep
+from driftlens.jobs.contest.sweep import sweep
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.spec.requests import AnalysisRequest, SweepRequest
 from driftlens.suites.protocols import Protocol, protocol_called
 from driftlens.suites.reproduce import Suite
 
@@ -21,11 +20,9 @@ def reproduce(
     suite: Suite,
     folder: Path,
     out: Path,
+    context: Context = Context(),
     *,
     protocol: str = "main",
-    access: Access = Access(),
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
 ) -> tuple[dict[str, DriftRun], dict[str, str]]:
     """The runs of a protocol by merge method, each under `out`, and why repairs are missing. Goes on where it stopped.
 
@@ -34,30 +31,27 @@ def reproduce(
         suite: what to run.
         folder: its paths are relative to this one.
         out: where the runs go, a folder per merge.
+        context: what may be used, and who watches.
         protocol: one of `PROTOCOLS`.
-        access: what may be used, and on which device.
-        on_progress: called with every `ProgressEvent`.
-        cancel: asked once per batch whether to stop.
 
     Raises:
         Cancelled: somebody asked to stop; what was finished is kept.
         DriftLensError: see the tree in `driftlens.base.errors`.
     """
-    watched: dict[str, Any] = {"access": access, "on_progress": on_progress, "cancel": cancel}
     study = protocol_called(protocol)
     wanted = entrants([*study.repairs(suite).items()])
     specs = {merger: suite.run_spec(name, merger, folder) for merger in study.of(suite)}
     runs, failed = dict[str, DriftRun](), dict[str, str]()
     for merger, spec in specs.items():
         place = out / merger
-        analyze(spec, out=place, resume=True, attribution=study.traces, **watched)
+        analyze(spec, AnalysisRequest(out=place, resume=True, attribution=study.traces), context)
         if study.is_excess:
-            measure_excess(place, study.repairs(suite)["featcal"], resume=True, **watched)
+            measure_excess(place, study.repairs(suite)["featcal"], context, resume=True)
         elif study.vary is None:
-            missing = compete(place, wanted, attribution=study.traces, **watched)
+            missing = compete(place, wanted, context, attribution=study.traces)
             failed |= {f"{merger} {repair}": why for repair, why in missing.items()}
         else:
-            sweep(place, sweep_of(study, suite), resume=True, **watched)
+            sweep(place, sweep_of(study, suite), context)
         runs[merger] = open_run(place)
     return runs, failed
 
@@ -65,7 +59,12 @@ def reproduce(
 def sweep_of(study: Protocol, suite: Suite) -> SweepRequest:
     """What a protocol that varies something sweeps on each of its runs, whose specs may have published settings."""
     assert study.vary is not None
-    repairs = study.repairs(suite)
+    repairs = {name: dict(settings) for name, settings in study.repairs(suite).items()}
     return SweepRequest(
-        study.vary(suite), method=[*repairs], settings=repairs, seeds=study.seeds, ablate=study.ablate
+        param={name: [*values] for name, values in study.vary(suite).items()},
+        method=tuple(repairs),
+        settings=repairs,
+        seeds=study.seeds,
+        ablate=study.ablate,
+        resume=True,
     )

@@ -8,18 +8,18 @@ import itertools
 import json
 import pathlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
-from driftlens.base.access import Access
+from driftlens.base.access import Access, Context
 from driftlens.base.errors import DataError, DriftLensError, SpecError
 from driftlens.base.files import PathLike
 from driftlens.base.metrics import METRICS
-from driftlens.base.progress import CancelToken, ProgressSink, Reporter
+from driftlens.base.progress import Reporter
 from driftlens.base.settings import resolve
 from driftlens.base.team import ALONE
 from driftlens.calibration.calibrator import Calibrator, calibrators
@@ -29,12 +29,11 @@ from driftlens.engine.site_selection import select_sites
 from driftlens.findings.swept import ABLATION, CONTROL, rho_control, scope, settings_of
 from driftlens.jobs.analyze.answers import metrics_of
 from driftlens.jobs.analyze.evaluation import final_drift, scores_of
-from driftlens.jobs.analyze.phases import all_of, deterministic_algorithms, suitable_threads, thumb
+from driftlens.jobs.analyze.phases import deterministic_algorithms, suitable_threads, thumb
 from driftlens.jobs.calibrate.job import OpenCalibration, open_calibration
 from driftlens.jobs.calibrate.plan import (
     DEFAULT_METHOD,
     CalibrationPlan,
-    CalibrationRequest,
     calibrator_of,
     method_called,
 )
@@ -43,7 +42,6 @@ from driftlens.jobs.contest.judge import LANE, HeldOut, Judge
 from driftlens.jobs.contest.trials import Fit, Trials
 from driftlens.jobs.study.opening import open_data, with_own_answers
 from driftlens.jobs.study.reopening import (
-    Live,
     redrawn,
     require_same_models,
     require_same_samples,
@@ -55,6 +53,7 @@ from driftlens.runs import layout
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens.spec import load_spec
+from driftlens.spec.requests import CalibrationRequest, SweepRequest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,36 +64,6 @@ Rows = Mapping[str, dict[str, Any]]
 PHASE = "sweep"
 MOST_DRAWS = 1000
 """Of the calibration samples in one sweep."""
-
-
-@dataclass(frozen=True)
-class SweepRequest:
-    """One or several sweeps, as asked for.
-
-    Attributes:
-        values: a setting of every method, `n`, the calibration samples per task, or `corruption` of their pictures (see
-            `driftlens.data.corruption`) -> the values to visit.
-        grid: whether all combinations are visited in one sweep; otherwise each factor is varied by itself.
-        ablate: whether a sweep called `ablation` takes every method apart, one declared setting at a time.
-        control: a calibration of the run, which the sweep called `control` repeats at rho 1 and with all else its own.
-        seeds: how many draws of the calibration samples; the first is the run's own.
-        method: registered calibrators, each swept by itself; the spec's, or FeatCal, if left out.
-        preset: published settings for all that is not varied, of the methods that have it.
-        settings: by method, over those.
-        samples: calibration samples per task where n is not varied; the spec's number if left out.
-        accuracy: whether every point is scored on the test samples too.
-    """
-
-    values: Mapping[str, Sequence[Any]]
-    grid: bool = False
-    seeds: int = 1
-    method: str | Sequence[str] | None = None
-    preset: str | None = None
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    samples: int | None = None
-    accuracy: bool = True
-    ablate: bool = False
-    control: str = ""
 
 
 @dataclass(frozen=True)
@@ -162,17 +131,7 @@ class _Point:
     setting: Setting
 
 
-def sweep(
-    path: PathLike,
-    request: SweepRequest,
-    *,
-    resume: bool = False,
-    replace: bool = False,
-    access: Access = Access(),
-    live: Live | None = None,
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
-) -> DriftRun:
+def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -> DriftRun:
     """The run with the rows of its sweeps: final drift on the diagnosis samples, accuracy on the test samples.
 
     Every point is the calibration that `calibrate` would make of these settings; its weights are not kept. A setting
@@ -180,14 +139,10 @@ def sweep(
 
     Args:
         path: the run directory.
-        request: what to vary.
-        resume: leave out points that the run has already.
-        replace: take the run's earlier sweeps of the same factors out, once the first new point is measured; with
-            `resume`, those that have other points.
-        access: what may be used, and on which device.
-        live: how the study of a run of live modules is made again.
-        on_progress: called with every `ProgressEvent`.
-        cancel: asked once per batch whether to stop; finished points stay.
+        request: what to vary; earlier sweeps that it replaces go once the first new point is measured, those of other
+            points where it resumes.
+        context: what may be used, who watches, and the study of a run of live modules; finished points stay where
+            somebody stops it.
 
     Raises:
         SpecError: an unknown factor, a value out of its range, or a sweep that would mix with another one's points.
@@ -197,30 +152,30 @@ def sweep(
     """
     folder = pathlib.Path(path)
     _require_something(request)
-    opened, around = _open(folder, request, access=access, live=live)
-    if live is not None:
+    opened, around = _open(folder, request, context)
+    if context.live is not None:
         _require_own_samples(request, opened.study)
     sweeps = _settings_of(request, around, folder)
     settings = list(dict.fromkeys(itertools.chain(*sweeps.values())))
     for setting in settings:
         setting.calibrator.check(has_base=opened.study.has_base)
-    terms = _Terms(sweeps, resume=resume, replace=replace)
+    terms = _Terms(sweeps, resume=request.resume, replace=request.replace)
     terms.points(open_run(folder).sweeps())
     team = opened.study.team
     team.once(lambda: require_same_samples(opened.manifest, opened.study))
     seeds = range(opened.study.seed, opened.study.seed + request.seeds)
-    samples, tasks = _samples_by_seed(opened, seeds, access)
-    if live is not None:
+    samples, tasks = _samples_by_seed(opened, seeds, context.access)
+    if context.live is not None:
         samples[opened.study.seed] = {task: _as_drawn(at, opened) for task, at in opened.plan.samples.items()}
     corruptions = tuple(dict.fromkeys(setting.corruption for setting in settings))
     for at in samples[opened.study.seed].values():
         for name in corruptions:
             corrupted(at, name, opened.study.seed)  # refused here where it can't be
     study = dataclasses.replace(opened.study, tasks=tasks)
-    team.once(lambda: require_same_models(opened.manifest, study, Reporter(on_progress, cancel)))
+    team.once(lambda: require_same_models(opened.manifest, study, context.reporter()))
     unsolved = dict[Setting, DriftLensError]()
     with writing(team, functools.partial(RunWriter.resume, folder)) as writer:
-        reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+        reporter = context.reporter(writer.progress)
         points = terms.points(team.once(lambda: open_run(folder).sweeps()))
         (folder / layout.SCRATCH).mkdir(exist_ok=True)
         if len(corruptions) > 1:
@@ -239,30 +194,30 @@ def sweep(
     return open_run(folder)
 
 
-def control(path: PathLike, name: str, **how: Any) -> DriftRun:
+def control(path: PathLike, name: str, context: Context = Context()) -> DriftRun:
     """The run with what a calibration reaches pulled towards the merged model, unless it is there; else as `sweep`."""
     run = open_run(path)
     made = run.manifest.calibrations[name]
     if calibrators[made.method](**made.settings).anchor_reach == 1 or rho_control(run, name):
         return run
-    return sweep(path, SweepRequest({}, control=name), **how)
+    return sweep(path, SweepRequest(control=name), context)
 
 
 def _open(
-    folder: pathlib.Path, request: SweepRequest, *, live: Live | None, **options: Any
+    folder: pathlib.Path, request: SweepRequest, context: Context
 ) -> tuple[OpenCalibration, list[Setting]]:
     """The run opened with the most samples that a point needs, and the settings that sweeps vary around, by method."""
     count = request.samples
     section = None
-    if live is None:
+    if context.live is None:
         require_spec(folder, open_run(folder).manifest)
         spec = load_spec(folder / layout.SPEC)
         section = spec.calibration
         count = count or min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
-    wanted = int(max(request.values.get("n", ()), default=0))
+    wanted = int(max(request.param.get("n", ()), default=0))
     asked = _asked(folder, request, None if count is None else max(count, wanted, 1))
     count = asked[0].samples if request.control else count
-    opened = open_calibration(folder, asked[0], live=live, **options)
+    opened = open_calibration(folder, asked[0], context)
     fewest = min(map(len, opened.plan.samples.values()))
     if wanted > fewest:  # of samples that were handed in as many were taken as calibrations take
         raise DataError(
@@ -277,13 +232,22 @@ def _asked(folder: pathlib.Path, request: SweepRequest, samples: int | None) -> 
     """The calibrations that sweeps vary around, one a method."""
     if request.control:
         made = open_run(folder).manifest.calibrations[request.control]
-        count, layers, sites = max(made.samples.values()), made.layers or None, [*made.sites] or None
-        return [CalibrationRequest(PHASE, made.method, None, made.settings, count, layers, sites)]
-    names = [request.method] if request.method is None or isinstance(request.method, str) else request.method
+        layers, sites = made.layers or None, made.sites or None
+        return [
+            CalibrationRequest(
+                name=PHASE,
+                method=made.method,
+                parameters=dict(made.settings),
+                samples=max(made.samples.values()),
+                layers=None if layers is None else tuple(layers),
+                sites=None if sites is None else tuple(sites),
+            )
+        ]
+    names = request.method or (None,)
     has_preset = [name for name in names if name and request.preset in calibrators[name].presets] or names
     return [
         CalibrationRequest(
-            PHASE,
+            name=PHASE,
             method=name,
             preset=request.preset if name in has_preset else None,
             parameters=request.settings.get(name or "", {}),
@@ -490,14 +454,14 @@ def _incomplete(unsolved: Mapping[Setting, DriftLensError]) -> DriftLensError:
 
 def _require_something(request: SweepRequest) -> None:
     """Refuse a sweep of nothing, numbers of samples or seeds that can't be, and a method without ablations."""
-    if not request.values and not request.ablate and not request.control:
+    if not request.param and not request.ablate and not request.control:
         raise SpecError("a sweep needs something to vary", hint="For example --param lam=0.01,0.05,0.25.")
-    for name, wanted in request.values.items():
+    for name, wanted in request.param.items():
         if not wanted:
             raise SpecError(f"{name} has no values", hint=f"For example --param {name}=1,2.")
-    for name, count in [("seeds", request.seeds), *(("n", value) for value in request.values.get("n", ()))]:
+    for count in request.param.get("n", ()):
         if not isinstance(count, int | float) or count != int(count) or count < 1:
-            raise SpecError(f"{name} is {count}, expected a whole number from 1 upwards")
+            raise SpecError(f"n is {count}, expected a whole number from 1 upwards")
     if request.seeds > MOST_DRAWS:
         raise SpecError(f"seeds is {request.seeds:,}; at most {MOST_DRAWS:,} draws are made")
 
@@ -510,7 +474,7 @@ def _settings_of(
     Raises:
         SpecError: a factor that a method doesn't have, a value out of its range, or no ablations where they are wanted.
     """
-    values = request.values
+    values = request.param
     groups = [tuple(values)] if request.grid and values else [(name,) for name in values]
     sweeps = {}
     for start in around:

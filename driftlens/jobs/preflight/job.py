@@ -23,7 +23,7 @@ from driftlens.engine.site_selection import coverage, select_sites
 from driftlens.findings.reading import estimate as with_interval
 from driftlens.jobs.analyze.evaluation import scores_of
 from driftlens.jobs.analyze.phases import suitable_threads
-from driftlens.jobs.calibrate.plan import CalibrationRequest, calibrator_of
+from driftlens.jobs.calibrate.plan import calibrator_of
 from driftlens.jobs.preflight.costs import LayerCost, estimate, layer_costs
 from driftlens.jobs.preflight.load import Load, load_of, merge_cost, merge_passes
 from driftlens.jobs.preflight.models import check_models
@@ -50,17 +50,16 @@ from driftlens.models.chain import LayerChain
 from driftlens.models.own_heads import OwnHead
 from driftlens.models.score_maps import LinearHead
 from driftlens.spec import RunSpec
+from driftlens.spec.requests import CalibrationRequest, PreflightRequest
 from driftlens.spec.sections import TextHead
 
 
 def preflight(
     spec: RunSpec,
-    *,
-    deep: bool = False,
-    processes: int | None = None,
-    per_machine: int | None = None,
-    trials: Sequence[Trial] = (),
+    request: PreflightRequest = PreflightRequest(),
     access: Access = Access(),
+    *,
+    trials: Sequence[Trial] = (),
 ) -> Preflight:
     """What is wrong, odd or fine about a spec, its checkpoints and its data, and what an analysis will take.
 
@@ -68,11 +67,9 @@ def preflight(
 
     Args:
         spec: the run.
-        deep: also score every expert on its own task, which runs the models.
-        processes: also plan the analysis and its calibration for so many.
-        per_machine: how many of them share a machine like this one.
-        trials: calibrations behind the analysis, whose cost is estimated as well.
+        request: whether experts are scored too, which runs the models, and for how many processes is planned.
         access: what may be used, and on which device.
+        trials: calibrations behind the analysis, whose cost is estimated as well.
     """
     checks = Preflight()
     place = checks.attempt("device", lambda: resolve_device(access.device or spec.compute.device))
@@ -97,15 +94,16 @@ def preflight(
     if models is not None and place is not None and not checks.problems:
         load = load_of(spec, models, data, layers, place)
         checks.cost = estimate(load.work, load.sample, place, more=load.merge)
-        if processes is not None:
-            planned = partial(_processes, spec, models, data, load, place, processes, per_machine)
+        if request.processes is not None:
+            number = request.processes, request.per_machine
+            planned = partial(_processes, spec, models, data, load, place, *number)
             checks.processes = checks.attempt("processes", planned)
         if trials:
             walk_of = partial(_walk, models, load, select_sites(models.architecture.chain))
             checks.more = trials_cost(load.work, trials, walk_of, load.sample, place)
-    if deep and checks.problems:
+    if request.deep and checks.problems:
         checks.notice("experts", "not scored: the problems above come first")
-    elif deep:
+    elif request.deep:
         opened = checks.attempt("experts", lambda: open_study(spec, access=access))
         if opened is not None:
             with suitable_threads(None, "validate", opened[0]):
@@ -206,7 +204,7 @@ def _check_sites(spec: RunSpec, models: OpenModels, checks: Preflight) -> None:
 
 def _solved_sites(spec: RunSpec, chain: LayerChain) -> tuple[Calibrator, Mapping[int, tuple[str, ...]]]:
     """What a calibration by the spec, or by default, solves for; no sites where its method trains something."""
-    calibrator = calibrator_of(CalibrationRequest("preflight"), spec.calibration)
+    calibrator = calibrator_of(CalibrationRequest(name="preflight"), spec.calibration)
     if not calibrator.takes_sites:
         return calibrator, {}
     patterns = None if spec.calibration is None else spec.calibration.sites

@@ -5,30 +5,23 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from driftlens.base.access import Access
+from driftlens.base.access import Context
 from driftlens.base.errors import RunError
 from driftlens.base.files import PathLike, free_bytes
 from driftlens.engine.site_selection import coverage
-from driftlens.jobs.calibrate.job import OpenCalibration, Terms, open_calibration
-from driftlens.jobs.calibrate.plan import CalibrationRequest, Choice, untouched_but_moved
+from driftlens.jobs.calibrate.job import OpenCalibration, open_calibration, require_terms
+from driftlens.jobs.calibrate.plan import Choice, untouched_but_moved
 from driftlens.jobs.preflight.costs import Cost, TaskLoad, Workload, estimate, layer_costs, memory_bytes
 from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.preflight.solving import solving
 from driftlens.jobs.study.reopening import require_same_samples
 from driftlens.models.saving import require_target
 from driftlens.runs.lock import require_unlocked
+from driftlens.spec.requests import CalibrationRequest
 
 
 def rehearse(
-    path: PathLike,
-    request: CalibrationRequest,
-    *,
-    resume: bool = False,
-    replace: bool = False,
-    save_weights: PathLike | None = None,
-    choose: Choice | None = None,
-    attribution: bool = True,
-    access: Access = Access(),
+    path: PathLike, request: CalibrationRequest, context: Context = Context(), *, choose: Choice | None = None
 ) -> Preflight:
     """What would stop a calibration, what it would do, and what it would take. Arguments as for `calibrate`.
 
@@ -36,18 +29,18 @@ def rehearse(
     is only found out by the calibration itself, which hashes them.
     """
     folder, checks = pathlib.Path(path), Preflight()
-    opened = checks.attempt("run", lambda: open_calibration(folder, request, access=access))
+    opened = checks.attempt("run", lambda: open_calibration(folder, request, context))
     if opened is None:
         return checks
     plan = opened.plan
-    if not attribution:
+    if not request.attribution:
         settings = dataclasses.replace(opened.study.settings, jacobian=None)
         opened = dataclasses.replace(opened, study=dataclasses.replace(opened.study, settings=settings))
     checks.attempt("lock", lambda: require_unlocked(folder))
-    checks.attempt("name", lambda: Terms(resume, replace, choose is not None).require(plan, opened))
+    checks.attempt("name", lambda: require_terms(request, opened, is_chosen=choose is not None))
     checks.attempt("samples", lambda: require_same_samples(opened.manifest, opened.study))
-    if save_weights is not None:
-        checks.attempt("save-weights", lambda: require_target(opened.models.architecture, save_weights))
+    if (place := request.save_weights) is not None:
+        checks.attempt("save-weights", lambda: require_target(opened.models.architecture, place))
     _describe(opened, checks)
     effort, look = plan.calibrator.effort, None if choose is None else choose.outlook
     given = plan.calibrator, plan.counts

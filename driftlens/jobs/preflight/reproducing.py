@@ -11,11 +11,12 @@ from driftlens.base.errors import CheckpointError
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import hub_folder, repository_of
 from driftlens.data.hf_datasets import repository_folder
-from driftlens.jobs.calibrate.plan import CalibrationRequest, calibrator_of
+from driftlens.jobs.calibrate.plan import calibrator_of
 from driftlens.jobs.preflight.costs import size_text
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.preflight.solving import Trial
 from driftlens.spec import RunSpec
+from driftlens.spec.requests import CalibrationRequest
 from driftlens.suites.protocols import Protocol, protocol_called
 from driftlens.suites.reproduce import Suite, hub_ids
 
@@ -67,7 +68,7 @@ def trials_of(study: Protocol, suite: Suite, spec: RunSpec) -> Iterator[Trial]:
         if study.is_excess:
             yield Trial(3, count, kind.effort)
         elif study.vary is None:
-            request = CalibrationRequest("plan", method=method, parameters=settings)
+            request = CalibrationRequest(name="plan", method=method, parameters=dict(settings))
             has_control = calibrator_of(request, spec.calibration).anchor_reach != 1
             yield Trial(1, count, kind.effort, 1 + has_control, study.traces)
         elif study.ablate:

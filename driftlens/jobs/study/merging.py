@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlens.base.access import Access
+from driftlens.base.access import Context
 from driftlens.base.errors import ShapeError, SpecError
 from driftlens.base.files import PathLike, scratch_beside
-from driftlens.base.progress import CancelToken, ProgressSink, Reporter
+from driftlens.base.progress import Reporter
 from driftlens.base.threads import computing_with
 from driftlens.base.variants import expert_of, task_of
 from driftlens.checkpoints.sources import StateSource, TensorHeader, TensorsSource, check_finite, require_key
@@ -472,10 +472,7 @@ def merge_experts(
     method: str,
     parameters: Mapping[str, object],
     path: PathLike,
-    access: Access,
-    *,
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
+    context: Context = Context(),
 ) -> list[str]:
     """Open what the method reads of a spec, merge, and write the result in the format of the base.
 
@@ -488,9 +485,9 @@ def merge_experts(
     entry, _ = merge_of(spec, method, parameters)
     study = None
     if entry.runs_models:
-        study, models = open_study(spec, access=access)
+        study, models = open_study(spec, access=context.access)
     else:
-        models = open_models(spec, access)
+        models = open_models(spec, context.access)
         open_pool(spec, models, device="cpu")  # compares keys and shapes
-    save_merge(models, method, parameters, path, study, Reporter(on_progress, cancel))
+    save_merge(models, method, parameters, path, study, context.reporter())
     return [doubt.text for doubt in companions(models)]

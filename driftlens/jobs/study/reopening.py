@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from driftlens.base.access import Access
+from driftlens.base.access import Access, Context
 from driftlens.base.errors import CheckpointError, DataError, RunError, SpecError
 from driftlens.base.files import PathLike
 from driftlens.base.progress import Reporter
@@ -26,28 +26,22 @@ MERGED_FILE = "models/merged.safetensors"
 """Where a run keeps the merged model it made itself, in the base's key names and dtypes."""
 
 
-Live = Callable[[int | None], tuple[Study, OpenModels]]
-"""Calibration samples per task, or None -> the study behind a run of live modules, which are handed in again."""
-
-
 def reopened(
     path: PathLike,
+    context: Context = Context(),
     *,
     num_calibration: int | None = None,
     with_calibrations: bool = True,
     with_jacobian: bool = False,
-    access: Access = Access(),
-    live: Live | None = None,
 ) -> tuple[Study, OpenModels]:
     """The study behind a run directory, the merged model included, and its checkpoints.
 
     Args:
         path: the run directory.
+        context: what may be used, on which device, and the study of a run that was made from live modules.
         num_calibration: calibration samples per task; the spec's number if left out.
         with_calibrations: whether calibrated variants and their controls are opened too.
         with_jacobian: whether path-averaged Jacobians are computed in any case, by default settings if need be.
-        access: what may be used, and on which device.
-        live: gives the study of a run that was made from live modules, all settings included.
 
     Raises:
         SpecError: the run was made from live modules, and nobody gives them.
@@ -55,11 +49,11 @@ def reopened(
     """
     folder = pathlib.Path(path)
     manifest = read_manifest(folder)
-    if live is None:
+    if context.live is None:
         require_spec(folder, manifest)
-        study, models = _of_spec(folder, num_calibration, access, with_jacobian=with_jacobian)
+        study, models = _of_spec(folder, num_calibration, context.access, with_jacobian=with_jacobian)
     else:
-        study, models = live(num_calibration)
+        study, models = context.live(num_calibration)
     for name, info in manifest.calibrations.items() if with_calibrations else ():
         add_calibration(study, models, folder, name, info.method, info.control)
     later = tuple(name for name in manifest.variants if name not in study.variants and name in study.pool)

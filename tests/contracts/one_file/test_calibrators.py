@@ -30,6 +30,7 @@ from driftlens.linalg.state import norm, subtract
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens.spec import load_spec
+from driftlens.spec.requests import AnalysisRequest
 from tests.contracts.one_file.toys import CLOSED, TRAINED
 from tests.pipeline.calibrating import copied, request
 from tests.pipeline.fixtures import finished, light, world
@@ -101,7 +102,7 @@ def test_the_spec_takes_its_settings_and_refuses_others_before_anything_is_opene
     )
     assert message in said.text and hint in said.hint
     with pytest.raises(SpecError, match=re.escape(message)) as caught:
-        analyze(spec, out=tmp_path / "run")
+        analyze(spec, AnalysisRequest(out=tmp_path / "run"))
     assert caught.value.hint == hint and not (tmp_path / "run").exists()
 
 
@@ -111,7 +112,7 @@ def test_a_run_is_calibrated_as_its_spec_says(world: World, tmp_path: pathlib.Pa
     )
     ok = next(finding for finding in preflight(load_spec(spec)).findings if finding.subject == "calibration")
     assert (ok.level, ok.text) == ("ok", "toy-scale: pull 3.0")
-    analyze(spec, out=tmp_path / "run")
+    analyze(spec, AnalysisRequest(out=tmp_path / "run"))
     info = calibrate(tmp_path / "run", request("toy")).manifest.calibrations["toy"]
     assert (info.method, info.settings) == ("toy-scale", {"pull": 3.0})
     other = calibrate(tmp_path / "run", request("other", method="featcal")).manifest.calibrations["other"]

@@ -1,0 +1,109 @@
+"""Keywords made of the fields of a request, as flags of the command line are: a function takes each request whole.
+
+@keywords(request=SweepRequest)
+def sweep(run: PathLike | DriftRun, request: SweepRequest, around: Around) -> Run: ...
+
+sweep("runs/ta8", param={"lam": [0.1]}, progress="none")
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from driftlens.base.access import Access, Context
+from driftlens.base.progress import CancelToken, Mode, ProgressSink, all_of, sink_for
+from driftlens.spec.requests import Request, refuse_unknown
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Around:
+    """What every function that computes takes beside what it is asked.
+
+    Attributes:
+        progress: how progress is shown on stderr: auto, rich, jsonl or none.
+        on_progress: called with every `ProgressEvent`, besides.
+        cancel: a token whose `cancel()` stops the work at the next batch; what is finished is kept.
+        device: `auto`, `cpu` or `cuda`, over the spec's.
+        offline: whether only files that were downloaded before may be used.
+        trust: whether Python code that the spec names may run.
+    """
+
+    progress: Mode = "auto"
+    on_progress: ProgressSink | None = None
+    cancel: CancelToken | None = None
+    device: str | None = None
+    offline: bool = False
+    trust: bool = False
+
+    @property
+    def access(self) -> Access:
+        """Device, network and trust, as jobs take them."""
+        return Access(self.device, self.offline, self.trust)
+
+    @contextmanager
+    def context(self, live: Callable[[int | None], Any] | None = None) -> Iterator[Context]:
+        """What a job is given; progress is shown for the length of the block."""
+        with sink_for(self.progress) as shown:
+            yield Context(self.access, all_of(shown, self.on_progress), self.cancel, live)
+
+
+@dataclass(frozen=True)
+class Quietly(Around):
+    """The same, where no progress is shown unless somebody asks."""
+
+    progress: Mode = "none"
+
+
+def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Decorator: the function takes keywords in place of these requests, by parameter, and of `around: Around`.
+
+    The first field of the first request may stand behind the function's own arguments without its name. A keyword that
+    there isn't is refused by a SpecError, which names the nearest.
+    """
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        own = dict(inspect.signature(function).parameters)
+        taken = {
+            name: kind
+            for name, kind in {**kinds, "around": kinds.get("around", Around)}.items()
+            if name in own
+        }
+        own = {name: each for name, each in own.items() if name not in taken}
+        fields = {name: _parameters(kind) for name, kind in taken.items()}
+        there = (
+            own | {field: each for parameters in fields.values() for field, each in parameters.items()} | own
+        )
+        if first := next((field for name in taken for field in fields[name] if name != "around"), None):
+            there[first] = there[first].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        signature = inspect.Signature(sorted(there.values(), key=lambda parameter: parameter.kind))
+
+        @functools.wraps(function)
+        def call(*given: Any, **named: Any) -> T:
+            refuse_unknown(function.__name__, named, there)
+            said = signature.bind(*given, **named).arguments
+            parts = {
+                name: kind(**{key: said[key] for key in fields[name] if key in said})
+                for name, kind in taken.items()
+            }
+            return function(**{name: said[name] for name in own if name in said}, **parts)
+
+        vars(call)["__signature__"] = signature
+        return call
+
+    return decorate
+
+
+def _parameters(kind: type[Any]) -> dict[str, inspect.Parameter]:
+    """The keywords of a request, or of `Around`, as parameters of a signature; none of them has to be given here."""
+    if not issubclass(kind, Request):
+        said = inspect.signature(kind).parameters.items()
+        return {name: each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, each in said}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return {name: inspect.Parameter(name, keyword, default=value) for name, value in kind.keywords().items()}

@@ -1,0 +1,464 @@
+"""What each command is asked to do, one model per command: flags, keywords, forms, plans and records are made of them.
+
+A field says once what it is called, of which type, within which bounds, what it is if nobody says, and what it does.
+`driftlens.cli.flags` makes flags of the fields, `driftlens.front.keywords` keywords of Python.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from driftlens.base.errors import SpecError, did_you_mean
+from driftlens.spec.problems import spec_error
+from driftlens.spec.types import Count, Flag, Part, Seed, Text, problem
+from driftlens.spec.words import assignments, layers_named, lists, parts, with_settings
+
+
+@dataclass(frozen=True)
+class Option:
+    """How the command line spells a field, where that isn't `--its-name VALUE`.
+
+    Attributes:
+        name: the option, such as `--set`; `--no-...` of what is on unless it is given.
+        parameter: its name in environment variables, where that isn't the field's.
+        metavar: what stands for the value in its help.
+        unset: what its help says of leaving it out, where that isn't the default.
+        read: words of the command line, a list of them where it is repeatable -> the value.
+        is_given: whether there is such an option at all.
+    """
+
+    name: str = ""
+    parameter: str = ""
+    metavar: str | None = None
+    unset: str = ""
+    read: Callable[[Any], Any] | None = None
+    is_given: bool = True
+
+    @classmethod
+    def of(cls, field: FieldInfo) -> Option:
+        """The one that a field states, or the usual one."""
+        return next((each for each in field.metadata if isinstance(each, cls)), cls())
+
+
+class Request(Part):
+    """What one command is asked to do.
+
+    Attributes:
+        command: what messages call it.
+        short: settings of methods with flags and keywords of their own, and what these do; `parameters` takes them up.
+    """
+
+    command: ClassVar[str] = ""
+    short: ClassVar[Mapping[str, str]] = {}
+
+    if not TYPE_CHECKING:  # a type checker reads the fields
+
+        def __init__(self, **given: Any) -> None:
+            refuse_unknown(self.command, given, self.keywords())
+            try:
+                super().__init__(**given)
+            except ValidationError as error:
+                raise spec_error(error, given, self.command) from None
+
+    @classmethod
+    def keywords(cls) -> dict[str, Any]:
+        """All that can be said, with what it is if nobody does; `...` where somebody has to."""
+        said = {
+            name: ... if field.is_required() else field.get_default(call_default_factory=True)
+            for name, field in cls.model_fields.items()
+        }
+        return {**said, **dict.fromkeys(cls.short)}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_up_short_names(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        # Numbers of numpy and torch are no numbers of Python's, which records hold.
+        given = {
+            name: value.item() if getattr(value, "ndim", None) == 0 else value
+            for name, value in given.items()
+        }
+        if not given.keys() & cls.short.keys():
+            return given
+        own = {name: given[name] for name in cls.short if given.get(name) is not None}
+        rest = {name: value for name, value in given.items() if name not in cls.short}
+        return {**rest, "parameters": {**(rest.get("parameters") or {}), **own}}
+
+    def changed(self, **changes: Any) -> Self:
+        """The same with some fields changed, checked like a new one."""
+        return type(self)(**{**dict(self), **changes})
+
+
+def refuse_unknown(command: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Refuse a keyword that a command does not take.
+
+    Raises:
+        SpecError: names the first, what there is, and the nearest.
+    """
+    for name in given:
+        if name not in known:
+            raise SpecError(
+                f"{command} has no {name!r}; it takes {', '.join(known)}", hint=did_you_mean(name, known)
+            )
+
+
+def _calibration_name(name: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
+        return name
+    raise problem(
+        f"{name!r} can't be the name of a calibration",
+        "Use letters, digits, `-`, `_` and `.`, for example featcal.",
+    )
+
+
+def _plain_layers(given: Any) -> Any:
+    """Layers of Python's own kinds: a range and numpy's numbers are none that a record has."""
+    if given is None or isinstance(given, str | int):
+        return given
+    return tuple(layer if isinstance(layer, str) else operator.index(layer) for layer in given)
+
+
+def _plain_record(given: Any) -> Any:
+    """A dataclass as a mapping."""
+    return given if given is None or isinstance(given, Mapping) else dict(vars(given))
+
+
+def _pairs(given: Any) -> Any:
+    return given if given is None else [(each, {}) if isinstance(each, str) else each for each in given]
+
+
+def _several(given: Any) -> Any:
+    return [given] if isinstance(given, str) else given
+
+
+Named = Annotated[
+    str, AfterValidator(_calibration_name), Field(description="Its variant will be called calibrated:NAME.")
+]
+LayerPatterns = Annotated[
+    tuple[str | int, ...] | None,
+    BeforeValidator(_plain_layers),
+    Option(read=layers_named),
+    Field(description="Layers to calibrate: numbers or patterns on module paths, all blocks if left out."),
+]
+SitePatterns = Annotated[
+    tuple[Text, ...] | None,
+    Option(read=parts),
+    Field(
+        description="Modules to calibrate: patterns on their paths, or groups (q, k, v, o, gate, up, down, norms); "
+        "linear and norm modules if left out."
+    ),
+]
+Samples = Annotated[
+    Count | None, Option(unset="the spec's"), Field(description="Calibration samples per task.")
+]
+Attribution = Annotated[
+    Flag,
+    Option("--no-attribution", "no_attribution"),
+    Field(
+        description="Measure drift and accuracy, not where the drift comes from; `driftlens explain` does so later."
+    ),
+]
+Methods = Annotated[
+    tuple[tuple[Text, dict[str, Any]], ...],
+    BeforeValidator(_pairs),
+    Option(metavar="A,B:key=value,...", read=with_settings),
+]
+
+
+MergedTo = Annotated[
+    Path | None,
+    Field(
+        description="A .safetensors file, or a folder the original library loads; of a comparison its folder, "
+        "merges/<name> if left out."
+    ),
+]
+
+
+class CalibrationRequest(Request):
+    """One calibration; what is left out comes from the preset, then from the run's spec."""
+
+    command: ClassVar[str] = "calibrate"
+    short: ClassVar[Mapping[str, str]] = {
+        "lam": "Ridge, for Gram matrices of norm 1; >= 0.",
+        "rho": "Anchor: rho * merged + (1 - rho) * base.",
+        "alpha": "Share of the expert in the target; 0 to 1.",
+    }
+
+    name: Named
+    method: Annotated[Text | None, Option(unset="featcal"), Field(description="A registered calibrator.")] = (
+        None
+    )
+    preset: Annotated[
+        Text | None, Field(description="Published settings; `driftlens methods` lists them.")
+    ] = None
+    parameters: Annotated[
+        dict[str, Any],
+        Option("--set", metavar="name=value", read=assignments),
+        Field(description="Another hyperparameter of the method; repeatable."),
+    ] = Field(default_factory=dict)
+    samples: Samples = None
+    layers: LayerPatterns = None
+    sites: SitePatterns = None
+    top_layers: Annotated[
+        Count | None,
+        Field(description="Only so many layers: those that most of the final drift comes from."),
+    ] = None
+    auto: Annotated[
+        Flag,
+        Field(
+            description="Choose the best on held-out calibration samples: the merged model, the base, these settings, "
+            "a search from them and, without --method, what other methods offer."
+        ),
+    ] = False
+    control: Annotated[Flag, Field(description="Measure the same at rho 1 too.")] = False
+    save_weights: Annotated[
+        Path | None,
+        Field(description="A .safetensors file, or a folder the original library loads, with model card."),
+    ] = None
+    resume: Annotated[Flag, Field(description="Go on with an interrupted calibration.")] = False
+    replace: Annotated[Flag, Field(description="Take out the calibration of this name.")] = False
+    attribution: Attribution = True
+
+    @model_validator(mode="after")
+    def _one_choice_of_layers(self) -> Self:
+        if self.layers is not None and self.top_layers is not None:
+            raise problem("layers and top_layers both choose layers", "Give one of them.")
+        return self
+
+
+class SweepRequest(Request):
+    """Many calibrations side by side: one or several sweeps.
+
+    Attributes:
+        param: a setting of every method, `n`, the calibration samples per task, or `corruption` of their pictures (see
+            `driftlens.data.corruption`) -> the values to visit.
+        settings: by method, over the published ones.
+        control: a calibration of the run, which the sweep called `control` repeats at rho 1 and with all else its own.
+    """
+
+    command: ClassVar[str] = "sweep"
+
+    param: Annotated[
+        dict[str, list[Any]],
+        Option(metavar="name=values", read=lists),
+        Field(
+            description="A setting of the method, or n (samples per task), and values: lam=0.01,0.05. Repeatable."
+        ),
+    ] = Field(default_factory=dict)
+    ablate: Annotated[Flag, Field(description="Take the method apart: every declared part by itself.")] = (
+        False
+    )
+    seeds: Annotated[
+        Count, Field(description="Draws of the calibration samples; the first is the run's own.")
+    ] = 1
+    grid: Annotated[
+        Flag,
+        Option("--grid/--one-factor"),
+        Field(description="All combinations, or one factor at a time around the preset."),
+    ] = False
+    method: Annotated[
+        tuple[Text, ...] | None,
+        BeforeValidator(_several),
+        Option(unset="featcal", read=parts),
+        Field(description="Registered calibrators, joined by commas."),
+    ] = None
+    preset: Annotated[Text | None, Field(description="Published settings for what is not varied.")] = None
+    settings: Annotated[dict[str, dict[str, Any]], Option(is_given=False)] = Field(default_factory=dict)
+    samples: Annotated[
+        Count | None,
+        Option(unset="the spec's"),
+        Field(description="Calibration samples per task where n is not varied."),
+    ] = None
+    accuracy: Annotated[
+        Flag,
+        Option("--no-accuracy", "no_accuracy"),
+        Field(description="Drift only; the test samples are not read."),
+    ] = True
+    resume: Annotated[Flag, Field(description="Leave out points that are there.")] = False
+    replace: Annotated[Flag, Field(description="Take earlier sweeps of the same factors out first.")] = False
+    control: Annotated[str, Option(is_given=False)] = ""
+
+
+class ArenaRequest(Request):
+    """Several repairs of one run, on the same samples."""
+
+    command: ClassVar[str] = "arena"
+
+    methods: Annotated[
+        Methods,
+        Field(
+            description="Repairs to compare, by `driftlens methods`; settings behind colons; `all` is every method."
+        ),
+    ]
+    samples: Samples = None
+    against: Annotated[
+        Text | None,
+        Option(unset="the best"),
+        Field(description="The repair that the others are compared with, by its name."),
+    ] = None
+    attribution: Attribution = True
+
+
+class MergeRequest(Request):
+    """A merge of a spec's experts."""
+
+    command: ClassVar[str] = "merge"
+
+    method: Annotated[
+        Text | None, Field(description="A merge method; one that is not there gets the list.")
+    ] = None
+    out: MergedTo = None
+    parameters: Annotated[
+        dict[str, Any],
+        Option("--set", metavar="name=value", read=assignments),
+        Field(description="A parameter of the method; repeatable."),
+    ] = Field(default_factory=dict)
+
+
+class ComparisonRequest(Request):
+    """Merges of a spec's experts, ranked."""
+
+    command: ClassVar[str] = "compare_merges"
+
+    merges: Annotated[
+        Methods | None,
+        Option("--compare", "compare", metavar="A,B:key=value,...", read=with_settings),
+        Field(
+            description="Several merges, ranked without labels by how near they are to the experts; `all` is every "
+            "method."
+        ),
+    ] = None
+    out: MergedTo = None
+    keep: Annotated[Flag, Field(description="Save every compared model too, in the folder.")] = False
+
+
+class AnalysisRequest(Request):
+    """A run to be made from a spec.
+
+    Attributes:
+        synthetic: stamps the run as made of drawn data, so that nobody takes it for a benchmark.
+    """
+
+    command: ClassVar[str] = "analyze"
+
+    out: Annotated[Path | None, Field(description="The run directory; runs/<name> if left out.")] = None
+    resume: Annotated[Flag, Field(description="Go on with an interrupted run.")] = False
+    force: Annotated[Flag, Field(description="Replace the run that is there.")] = False
+    seed: Annotated[int | None, Field(description="Over data.defaults.seed.")] = None
+    overrides: Annotated[
+        tuple[str, ...],
+        Option("--set", metavar="a.b=value"),
+        Field(description="Override one value of the spec; repeatable."),
+    ] = ()
+    attribution: Attribution = True
+    synthetic: Annotated[Flag, Option(is_given=False)] = False
+
+    @property
+    def over_spec(self) -> tuple[str, ...]:
+        """All that goes over the spec, `a.b=value` each."""
+        return self.overrides if self.seed is None else (*self.overrides, f"data.defaults.seed={self.seed}")
+
+
+class PreflightRequest(Request):
+    """A spec to be checked before anything large is read."""
+
+    command: ClassVar[str] = "validate"
+
+    overrides: Annotated[
+        tuple[str, ...],
+        Option("--set", metavar="a.b=value"),
+        Field(description="Override one value of the spec; repeatable."),
+    ] = ()
+    deep: Annotated[Flag, Field(description="Also score every expert on its own data.")] = False
+    processes: Annotated[
+        Count | None,
+        Field(description="Also plan for so many: seconds, memory and bytes on the wire of each."),
+    ] = None
+    per_machine: Annotated[
+        Count | None,
+        Field(description="How many of them share a machine like this; one per core or GPU if left out."),
+    ] = None
+
+
+class LiveInputs(Request):
+    """How samples of live modules are drawn and read.
+
+    Attributes:
+        blocks: path of the list of blocks, or a pattern of the blocks' own paths (`layer?`), where they can't be found
+            by themselves (generic modules only).
+        mask: which tokens count, for generic modules: the name of a batch's entry, a function that makes a mask [n, t]
+            of a batch, or False where nothing is padded; `attention_mask` is found by itself. A record holds True in
+            place of a function.
+        n: samples per task, drawn at random; None takes all.
+        seed: of the samples drawn and of random directions.
+        batch_size: samples per forward pass.
+        tokenizer: of the models, by their library; data are rows of text then (mappings, or pairs of a question and its
+            answer), and what models answer is scored as for files. Decoders end in their final norm then. A record
+            holds True in its place.
+        texts: per task what its `data` entry in a spec would say of texts: `prompt`, `words`, `classes`, `metric`, ...
+    """
+
+    blocks: str | None = None
+    mask: Annotated[Any, PlainSerializer(lambda mask: True if callable(mask) else mask)] = None
+    n: Count | None = 256
+    seed: Seed = 0
+    batch_size: Count = 32
+    tokenizer: Annotated[Any, PlainSerializer(lambda tokenizer: None if tokenizer is None else True)] = None
+    texts: dict[str, Any] | None = None
+
+
+class LiveSettings(LiveInputs):
+    """How live modules are analyzed; what a record holds of it says how to do so again.
+
+    Attributes:
+        layers: which layers' rows and features are kept: `blocks`, a glob on module paths, or a list.
+        pool: how one vector per sample is taken; None takes what suits the models' modality. Scores are of these
+            vectors.
+        n_calibration: the same as `n`, of samples to calibrate on.
+        cka: whether linear CKA is computed.
+        jacobian: settings of path-averaged Jacobians; None leaves them out.
+        adjoint: whether changes of loss and margin are traced back to layers; needs `jacobian`.
+        groups: whether local mismatches and contributions are split by module group; needs `jacobian`.
+        name: of the run.
+    """
+
+    command: ClassVar[str] = "analyze"
+
+    layers: Annotated[str | int | tuple[str | int, ...], BeforeValidator(_plain_layers)] = "blocks"
+    pool: Literal["cls", "mean", "last", "all"] | None = None
+    n_calibration: Count | None = 256
+    cka: Flag = False
+    jacobian: Annotated[Any, PlainSerializer(_plain_record)] = None
+    adjoint: Flag = False
+    groups: Flag = False
+    name: Text = "live"
+
+
+class FitRequest(LiveInputs):
+    """A copy of a live module to be calibrated.
+
+    Attributes:
+        layers: which layers, by pattern or index; all blocks if left out.
+        sites: patterns on module paths; linear and norm modules inside blocks if left out.
+    """
+
+    command: ClassVar[str] = "fit"
+
+    layers: LayerPatterns = None
+    sites: SitePatterns = None

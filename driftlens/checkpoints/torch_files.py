@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import pathlib
 from collections.abc import Mapping
 
@@ -107,10 +108,10 @@ def _tensor(stored: Stored) -> Tensor:
     dtype, size = DTYPES[storage.kind], BYTES[storage.kind]
     if 0 in stored.shape:
         return torch.empty(stored.shape, dtype=dtype)
+    memory: mmap.mmap | bytearray
     memory, start = storage.place()
-    if (
-        start % size
-    ):  # as the format before 1.6 has it; not every processor reads numbers that are not aligned
+    # The format before 1.6 aligns nothing, and not every processor reads numbers that lie anywhere.
+    if start % size:
         memory, start = bytearray(memory[start : start + storage.count * size]), 0
     numbers = torch.frombuffer(memory, dtype=dtype, count=storage.count, offset=start)
     return numbers.as_strided(stored.shape, stored.stride, stored.offset)

@@ -7,7 +7,7 @@ import pathlib
 import shlex
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from driftlens.base.errors import CheckpointError, DriftLensError, IncompatibleModelsError
 from driftlens.base.files import plain_file
@@ -49,7 +49,7 @@ _FAMILIES = (
     ("head.probe", "a SigLIP tower", "hf-vit"),
     ("self_attn.qkv.", "a tower with fused attention weights (BLIP, EVA)", ""),
     ("embeddings.class_embedding", "a CLIP saved by transformers", "hf-clip"),
-    ("visual.transformer.resblocks.", "a CLIP saved by open_clip", "open-clip"),
+    ("transformer.resblocks.", "a CLIP saved by open_clip", "open-clip"),
     ("lora_A.", "LoRA adapters", "adapters"),
     ("block_sparse_moe.", "a mixture of experts", ""),
     (".experts.", "a mixture of experts", ""),
@@ -80,12 +80,25 @@ def route(loader: str) -> str:
     return _ROUTES.get(loader, f"Its loader is {loader}: set `architecture.loader`.")
 
 
-def family_of_keys(keys: Collection[str]) -> tuple[str, str, str] | None:
-    """What a checkpoint's keys give away of it: what it is, one such key, and what to do; None where nothing does."""
+class Family(NamedTuple):
+    """What a checkpoint's keys give away of it: what it is, one such key, and the loader that takes it, if one does."""
+
+    what: str
+    key: str
+    loader: str
+
+    @property
+    def remedy(self) -> str:
+        """What to do with it."""
+        return route(self.loader)
+
+
+def family_of_keys(keys: Collection[str]) -> Family | None:
+    """What a checkpoint's keys give away of it; None where nothing does."""
     for fragment, what, loader in _FAMILIES:
-        found = next((key for key in keys if fragment in key), None)
-        if found is not None:
-            return what, found, route(loader)
+        key = next((key for key in keys if fragment in key), None)
+        if key is not None:
+            return Family(what, key, loader)
     return None
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from driftlens.base.errors import CheckpointError, IncompatibleModelsError, RunError, SpecError
 from driftlens.base.files import atomic_folder, write_json_atomic, write_text_atomic
-from driftlens.checkpoints.alignment import tower_prefix
 from driftlens.checkpoints.pickles import Inert
 from driftlens.checkpoints.sources import StateSource, renamed
 from driftlens.checkpoints.torch_files import Pickled, open_pickled
@@ -161,7 +160,7 @@ def _names(source: StateSource, *, whole: bool | None) -> dict[str, str]:
 
     `whole` says whether text towers are kept; None keeps one that is complete.
     """
-    prefix = tower_prefix(source.headers, LAYOUT, source.name)
+    prefix = LAYOUT.prefix(source.headers, source.name)
     wrapper = prefix.removesuffix(LAYOUT.tower)
     names = {key.removeprefix(wrapper): key for key in source.headers if key.startswith(wrapper)}
     if wrapper == prefix:  # a tower alone

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from driftlens.checkpoints.alignment import beside_tower
 from driftlens.checkpoints.lora import is_lora_folder, named_base
 from driftlens.checkpoints.refusals import foreign_code
 from driftlens.checkpoints.sources import StateSource
@@ -51,7 +50,7 @@ def _text_tower(models: OpenModels, base: StateSource, name: str, source: StateS
     layout = models.architecture.layout
     if layout is None:
         return
-    wanted, own = (beside_tower(model.headers, layout, model.name) for model in (base, source))
+    wanted, own = (layout.beside_tower(model.headers, model.name) for model in (base, source))
     shared = sorted(wanted.keys() & own.keys(), key=lambda key: (base.headers[wanted[key]].nbytes, key))
     changed = list(islice((key for key in shared if _differs(base, wanted[key], source, own[key])), 2))
     if not changed:

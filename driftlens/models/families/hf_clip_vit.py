@@ -43,14 +43,10 @@ from driftlens.models.heads import TextTower
 from driftlens.models.preprocessing import hf_preprocess
 
 LAYOUT = KeyLayout(
+    loader="hf-clip",
     anchor="embeddings.class_embedding",
     tower="vision_model.",
     projection="visual_projection.weight",
-    foreign={
-        "head.probe": "a SigLIP tower",
-        "self_attn.qkv.": "a tower with fused attention weights (BLIP, EVA)",
-        "transformer.resblocks.": "a tower saved by open_clip, whose loader is open-clip",
-    },
 )
 
 log = logging.getLogger("driftlens")

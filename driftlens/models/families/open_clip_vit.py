@@ -39,15 +39,10 @@ from driftlens.models.preprocessing import open_clip_preprocess
 
 CONFIG_FILE = "open_clip_config.json"
 LAYOUT = KeyLayout(
+    loader="open-clip",
     anchor="class_embedding",
     tower="visual.",
     projection="proj",
-    foreign={
-        "visual.trunk.": "a timm trunk (SigLIP, EVA02, ConvNeXt and others)",
-        "attn_pool.": "a tower that pools by attention (CoCa)",
-        "attnpool.": "a ResNet",
-        "embeddings.class_embedding": "a tower saved by transformers, whose loader is hf-clip",
-    },
 )
 _POOLINGS: dict[str, Pooling] = {"tok": "cls", "avg": "patch_mean"}
 _FOREIGN_TEXT = ("hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs")

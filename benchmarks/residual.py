@@ -26,8 +26,7 @@ from driftlens.engine.calibrating import Ground
 from driftlens.engine.forward_order import Given
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
-from driftlens.models.chain import adapters
-from driftlens.models.saving import fused
+from driftlens.models.chain import adapters, fused
 
 REAL = pathlib.Path(__file__).resolve().parents[2] / "shared" / "real"
 TASKS = ("clothing10", "fashion_mnist", "omniglot_alphabets", "sign_digits")

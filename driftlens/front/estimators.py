@@ -21,8 +21,7 @@ from driftlens.jobs.analyze.diagnosis import check_closure
 from driftlens.jobs.analyze.live import live_study
 from driftlens.jobs.analyze.modules import Modules
 from driftlens.jobs.calibrate.walk import history_rows
-from driftlens.models.chain import ParameterKey
-from driftlens.models.saving import fused
+from driftlens.models.chain import ParameterKey, fused
 from driftlens.spec.requests import FitRequest, LiveInputs, LiveSettings
 
 

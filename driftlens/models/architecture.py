@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from driftlens.base.registry import Registry
 from driftlens.checkpoints.alignment import KeyLayout, Layout, Spellings
 from driftlens.checkpoints.lora import lora_source
 from driftlens.checkpoints.refusals import LIVE, running
+from driftlens.checkpoints.saving import FolderFormat
 from driftlens.checkpoints.sources import Composed, StateSource, renamed
 from driftlens.models.chain import IMAGE, LayerChain, adapters
 from driftlens.models.families.sequential import sequential_chain
@@ -24,27 +25,6 @@ from driftlens.models.heads import TextTower
 from driftlens.models.own_heads import HeadForm
 from driftlens.models.preprocessing import Preprocess, image_preprocess
 from driftlens.models.score_maps import LmScores
-
-HEADS = "heads"
-"""Where saved folders hold the tasks' own heads."""
-
-
-@dataclass(frozen=True)
-class FolderFormat:
-    """What a folder needs so that the original library loads it.
-
-    Attributes:
-        weights: file name of the weights.
-        configs: file name -> content of the JSON files beside it.
-        required: keys without which the library refuses to load, whatever the base's file holds.
-        usage: keys of the weights, names of all other files -> Python that loads the folder it is run in and computes
-            the features of `image.png`; empty where nobody wrote any.
-    """
-
-    weights: str
-    configs: Mapping[str, object]
-    required: Callable[[], Collection[str]] = frozenset
-    usage: Callable[[Collection[str], Collection[str]], str] = lambda keys, files: ""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from driftlens.base.errors import SpecError
 from driftlens.base.registry import Registry
+from driftlens.checkpoints.sources import OnDemand, StateSource
 from driftlens.models.frames import SideInputs as SideInputs
 from driftlens.models.frames import State as State
 from driftlens.models.score_maps import ScoreMap, scores_own_class
@@ -291,3 +292,31 @@ def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
         return hidden.mean(dim=1)
     weights = mask.to(hidden.dtype)
     return (hidden * weights[..., None]).sum(dim=1) / weights.sum(dim=1, keepdim=True).clamp_min(1)
+
+
+def fused(chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: StateSource) -> OnDemand[str]:
+    """Checkpoint tensors with the given layer parameters written into them, each made when it is asked for.
+
+    Args:
+        chain: says where each parameter lies.
+        parameters: (layer index, the layer's own parameter name) -> value in the layer's layout.
+        start: the model that is changed, under the skeleton's key names: of a fused tensor, rows that
+            `parameters` doesn't give are those of `start`.
+
+    Returns:
+        The skeleton's key -> whole tensor, in the layout and dtype of `start`, for every key that is touched.
+    """
+    touched: dict[str, list[tuple[ParameterKey, Slot]]] = {}
+    for index, name in parameters:
+        slot = chain.layers[index - 1].parameters[name]
+        touched.setdefault(slot.key, []).append(((index, name), slot))
+
+    def whole(key: str) -> Tensor:
+        tensor = start.read(key).clone()
+        for parameter, slot in touched[key]:
+            value = parameters[parameter]
+            rows = slice(None) if slot.rows is None else slice(*slot.rows)
+            tensor[rows] = slot.stored(value).detach().to(tensor)
+        return tensor
+
+    return OnDemand(touched, whole)

@@ -17,7 +17,7 @@ from driftlens.engine.site_selection import select_sites
 from driftlens.engine.walk import walk
 from driftlens.linalg.ridge import solve_ridge
 from driftlens.linalg.state import norm, subtract
-from driftlens.models.saving import fused
+from driftlens.models.chain import fused
 from tests.calibration.helpers import Subject, batched, calibrated, given, layers_of, subject, updates_of
 from tests.zoo.cases import perturbed, pool_of
 from tests.zoo.solvable import WORLDS

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.saving import save_model
 from driftlens.checkpoints.sources import StateSource
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.heads import file_head, text_head
-from driftlens.models.saving import save_model
 from tests.zoo.clip import chain_states, under_transformers_names
 
 FORMS: dict[str, Callable[[pathlib.Path, str], tuple[Architecture, StateSource]]] = {

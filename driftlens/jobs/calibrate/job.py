@@ -13,6 +13,7 @@ from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.base.files import PathLike
 from driftlens.base.progress import Reporter
+from driftlens.checkpoints.saving import require_target
 from driftlens.engine.pool import attachment_tensors
 from driftlens.engine.site_selection import coverage
 from driftlens.jobs.analyze.diagnosis import require_closed
@@ -48,7 +49,6 @@ from driftlens.jobs.study.reopening import (
 from driftlens.jobs.study.study import Study
 from driftlens.jobs.study.writing import lead, writing
 from driftlens.merging.method import merge_methods
-from driftlens.models.saving import require_target
 from driftlens.runs import layout
 from driftlens.runs.manifest import CalibrationInfo, Manifest
 from driftlens.runs.run import DriftRun, open_run

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from driftlens.base.files import from_json, write_json_atomic
 from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.saving import save_state_dict
 from driftlens.checkpoints.sources import OnDemand
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.jobs.study.kept import Begun, Kept
-from driftlens.models.saving import save_state_dict
 from driftlens.runs import layout
 from driftlens.runs.contents import remove_tree
 

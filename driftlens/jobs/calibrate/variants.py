@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.saving import Patched, library_prefix, save_model, save_state_dict
 from driftlens.checkpoints.sources import InDtypes, OnDemand, StateSource, TensorsSource
 from driftlens.engine.pool import Attachments, ModelPool, attachment_tensors, portable_tensors
 from driftlens.jobs.calibrate.plan import CalibrationPlan
@@ -19,8 +20,7 @@ from driftlens.jobs.calibrate.walk import Solution
 from driftlens.jobs.study.card import model_card
 from driftlens.jobs.study.opening import OpenModels, head_files
 from driftlens.jobs.study.study import Study
-from driftlens.models.chain import LayerChain, ParameterKey
-from driftlens.models.saving import Patched, fused, library_prefix, save_model, save_state_dict
+from driftlens.models.chain import LayerChain, ParameterKey, fused
 from driftlens.runs.layout import calibration_attachments
 from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun
@@ -139,7 +139,9 @@ def save_for_others(
         place = target.with_suffix(f".{ATTACHED_FILE}")
         save_state_dict(place, portable_tensors(architecture.skeleton, pool.chain, attached), metadata)
     elif attached:
-        prefix = library_prefix(architecture, models.own_form)
+        prefix = library_prefix(
+            architecture, models.own_form, next(iter(pool.chain.blocks[0].parameters.values())).key
+        )
         tensors = portable_tensors(architecture.skeleton, pool.chain, attached, prefix)
         beside[ATTACHED_FILE] = TensorsSource(ATTACHED_FILE, tensors)
         card = _with_loader(card, attached)

@@ -24,6 +24,7 @@ from driftlens.base.intervals import Interval, mean_interval, mean_over_tasks
 from driftlens.base.progress import CancelToken, Reporter
 from driftlens.base.variants import expert_of
 from driftlens.calibration.automatic import Scores, folds_of
+from driftlens.checkpoints.saving import require_target
 from driftlens.checkpoints.sources import StateSource
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.exactness import exact_products
@@ -45,7 +46,6 @@ from driftlens.jobs.study.opening import OpenModels, open_study
 from driftlens.jobs.study.reopening import reopened
 from driftlens.jobs.study.study import Study
 from driftlens.merging.method import merge_methods
-from driftlens.models.saving import require_target
 from driftlens.runs import layout
 from driftlens.runs.contents import remove_tree
 from driftlens.runs.manifest import ids_digest

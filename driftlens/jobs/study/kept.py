@@ -14,7 +14,7 @@ from torch import Tensor
 from driftlens.base.errors import CheckpointError, RunError, SpecError
 from driftlens.base.files import from_json, write_json_atomic
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.models.saving import save_state_dict
+from driftlens.checkpoints.saving import save_state_dict
 from driftlens.runs.contents import remove_tree
 
 

@@ -20,6 +20,7 @@ from driftlens.base.files import PathLike, scratch_beside
 from driftlens.base.progress import Reporter
 from driftlens.base.threads import computing_with
 from driftlens.base.variants import expert_of, task_of
+from driftlens.checkpoints.saving import require_target, save_model
 from driftlens.checkpoints.sources import StateSource, TensorHeader, TensorsSource, check_finite, require_key
 from driftlens.data.samples import SampleSet
 from driftlens.engine.exactness import exact_products
@@ -43,7 +44,6 @@ from driftlens.jobs.study.study import Study
 from driftlens.linalg.gram import GramSum
 from driftlens.merging.method import MergeFunction, MergeMethod, merge_methods
 from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State
-from driftlens.models.saving import require_target, save_model
 from driftlens.spec import RunSpec
 
 PHASE = "merge"

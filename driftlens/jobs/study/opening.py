@@ -20,13 +20,14 @@ from driftlens.base.variants import baseline, expert_of, task_of
 from driftlens.calibration.calibrator import calibrators, over_preset, require_task_id
 from driftlens.checkpoints.loading import fetched, library_folder, open_checkpoint
 from driftlens.checkpoints.lora import is_lora_folder
+from driftlens.checkpoints.saving import HEADS
 from driftlens.checkpoints.sources import StateSource
 from driftlens.data.samples import SampleSet, unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
-from driftlens.models.architecture import HEADS, Architecture, load_architecture
+from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.chain import LayerChain
 from driftlens.models.heads import TextTower, class_names, file_head, linear_head, stated_classes, text_head
 from driftlens.models.language.generation import generate

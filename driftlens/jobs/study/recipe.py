@@ -20,6 +20,7 @@ from driftlens.base.access import Access
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.files import PathLike
 from driftlens.base.settings import settings_of
+from driftlens.checkpoints.saving import require_target
 from driftlens.checkpoints.sources import InDtypes, StateSource
 from driftlens.jobs.study.companions import companions
 from driftlens.jobs.study.merging import merged_source, save_merge
@@ -28,7 +29,6 @@ from driftlens.merging.della import keep_chances
 from driftlens.merging.karcher import karcher
 from driftlens.merging.method import MergeMethod, StateDict, merge_methods
 from driftlens.merging.sparse import keep_mask, ranked
-from driftlens.models.saving import require_target
 from driftlens.spec import load_spec
 from driftlens.spec.yaml_text import read_mapping
 

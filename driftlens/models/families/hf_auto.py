@@ -28,11 +28,10 @@ from driftlens.checkpoints.refusals import (
     running,
     wrong_family,
 )
+from driftlens.checkpoints.saving import HEADS, FolderFormat
 from driftlens.models.architecture import (
-    HEADS,
     Architecture,
     ArchitectureRequest,
-    FolderFormat,
     loaders,
     require_own_blocks,
     weightless,

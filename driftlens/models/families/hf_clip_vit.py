@@ -25,12 +25,12 @@ from driftlens.checkpoints.loading import (
     read_config,
 )
 from driftlens.checkpoints.refusals import require_plain, wrong_family
+from driftlens.checkpoints.saving import FolderFormat
 from driftlens.checkpoints.sources import StateSource
 from driftlens.checkpoints.tokenizer_files import tokenizer_in
 from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
-    FolderFormat,
     loaders,
     no_text_tower,
     read_text_side,

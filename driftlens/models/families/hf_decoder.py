@@ -14,10 +14,10 @@ from typing import Any
 
 from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.refusals import DECODERS, num_experts, running, wrong_family
+from driftlens.checkpoints.saving import FolderFormat
 from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
-    FolderFormat,
     loaders,
     require_own_blocks,
     weightless,

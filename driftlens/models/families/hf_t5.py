@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.refusals import LIVE, T5, wrong_family
+from driftlens.checkpoints.saving import FolderFormat
 from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
-    FolderFormat,
     loaders,
     require_own_blocks,
     weightless,

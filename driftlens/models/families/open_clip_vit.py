@@ -22,11 +22,11 @@ from driftlens.base.files import expanded
 from driftlens.checkpoints.alignment import KeyLayout
 from driftlens.checkpoints.loading import missing_config, read_config, read_json
 from driftlens.checkpoints.refusals import LIVE
+from driftlens.checkpoints.saving import FolderFormat
 from driftlens.checkpoints.sources import StateSource
 from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
-    FolderFormat,
     loaders,
     read_text_side,
     require_own_blocks,

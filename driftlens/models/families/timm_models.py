@@ -18,7 +18,8 @@ from driftlens.base.files import expanded
 from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.loading import is_hub_id, missing_config, read_config
 from driftlens.checkpoints.refusals import running, wrong_family
-from driftlens.models.architecture import Architecture, ArchitectureRequest, FolderFormat, loaders, weightless
+from driftlens.checkpoints.saving import FolderFormat
+from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, weightless
 from driftlens.models.chain import IMAGE
 from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.preprocessing import image_preprocess

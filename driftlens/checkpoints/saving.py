@@ -1,4 +1,4 @@
-"""Weights written back: layers' tensors into checkpoint tensors, these into the base's own form, whole files or none.
+"""Weights written back: into the base's own form, whole files or none.
 
 One tensor is in memory at a time.
 """
@@ -10,9 +10,10 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from driftlens.base.files import (
     write_json_atomic,
     write_text_atomic,
 )
+from driftlens.checkpoints.alignment import Layout
 from driftlens.checkpoints.loading import companion_files, library_folder, read_json
 from driftlens.checkpoints.sources import (
     DTYPES,
@@ -36,14 +38,60 @@ from driftlens.checkpoints.sources import (
     require_key,
 )
 from driftlens.checkpoints.weight_files import WEIGHT_FILES, shards_of
-from driftlens.models.architecture import Architecture, FolderFormat
-from driftlens.models.chain import LayerChain, ParameterKey, Slot
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 _CODE = frozenset(("auto_map", "custom_pipelines"))
 
 log = logging.getLogger("driftlens")
+
+
+HEADS = "heads"
+"""Where saved folders hold the tasks' own heads."""
+
+
+@dataclass(frozen=True)
+class FolderFormat:
+    """What a folder needs so that the original library loads it.
+
+    Attributes:
+        weights: file name of the weights.
+        configs: file name -> content of the JSON files beside it.
+        required: keys without which the library refuses to load, whatever the base's file holds.
+        usage: keys of the weights, names of all other files -> Python that loads the folder it is run in and computes
+            the features of `image.png`; empty where nobody wrote any.
+    """
+
+    weights: str
+    configs: Mapping[str, object]
+    required: Callable[[], Collection[str]] = frozenset
+    usage: Callable[[Collection[str], Collection[str]], str] = lambda keys, files: ""
+
+
+class _Chain(Protocol):
+    @property
+    def tied(self) -> Mapping[str, tuple[str, ...]]: ...
+
+    def parameter_keys(self) -> tuple[str, ...]: ...
+
+
+class Savable(Protocol):
+    """What has to be known of an architecture to write its weights, as `driftlens.models.architecture` has it."""
+
+    @property
+    def source(self) -> str: ...  # noqa: D102
+
+    @property
+    def folder(self) -> FolderFormat | None: ...  # noqa: D102
+
+    @property
+    def layout(self) -> Layout | None: ...  # noqa: D102
+
+    @property
+    def keys(self) -> tuple[str, ...]: ...  # noqa: D102
+
+    @property
+    def chain(self) -> _Chain: ...  # noqa: D102
 
 
 class Patched:
@@ -159,36 +207,8 @@ def _head(
     return len(text).to_bytes(8, "little") + text
 
 
-def fused(chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: StateSource) -> OnDemand[str]:
-    """Checkpoint tensors with the given layer parameters written into them, each made when it is asked for.
-
-    Args:
-        chain: says where each parameter lies.
-        parameters: (layer index, the layer's own parameter name) -> value in the layer's layout.
-        start: the model that is changed, under the skeleton's key names: of a fused tensor, rows that
-            `parameters` doesn't give are those of `start`.
-
-    Returns:
-        The skeleton's key -> whole tensor, in the layout and dtype of `start`, for every key that is touched.
-    """
-    touched: dict[str, list[tuple[ParameterKey, Slot]]] = {}
-    for index, name in parameters:
-        slot = chain.layers[index - 1].parameters[name]
-        touched.setdefault(slot.key, []).append(((index, name), slot))
-
-    def whole(key: str) -> Tensor:
-        tensor = start.read(key).clone()
-        for parameter, slot in touched[key]:
-            value = parameters[parameter]
-            rows = slice(None) if slot.rows is None else slice(*slot.rows)
-            tensor[rows] = slot.stored(value).detach().to(tensor)
-        return tensor
-
-    return OnDemand(touched, whole)
-
-
 def save_model(
-    architecture: Architecture,
+    architecture: Savable,
     base: StateSource,
     model: StateSource,
     path: str | os.PathLike[str],
@@ -252,27 +272,27 @@ def save_model(
             write_json_atomic(folder / f"{form.weights}.index.json", index)
 
 
-def library_prefix(architecture: Architecture, base: StateSource) -> str:
+def library_prefix(architecture: Savable, base: StateSource, key: str) -> str:
     """What the library's whole model has before the skeleton's module paths, with its dot; empty where they are one.
+
+    It is told from one key of the skeleton's.
 
     Raises:
         IncompatibleModelsError: the library calls the skeleton's modules otherwise.
     """
     assert architecture.folder is not None and architecture.layout is not None
-    own = next(iter(architecture.chain.blocks[0].parameters.values())).key
-    held = architecture.layout.key_map(base.headers, architecture.keys, base.name)[own]
-    library = {key: name for name, key in _library_names(architecture, base, architecture.folder).items()}[
-        held
-    ]
-    if not library.endswith(own):
+    stored = architecture.layout.key_map(base.headers, architecture.keys, base.name)[key]
+    names = _library_names(architecture, base, architecture.folder)
+    library = next(name for name, held in names.items() if held == stored)
+    if not library.endswith(key):
         raise IncompatibleModelsError(
-            f"the library calls {own!r} {library!r}, so maps can't be attached to its own modules by their names",
+            f"the library calls {key!r} {library!r}, so maps can't be attached to its own modules by their names",
             hint="Save to a path ending in .safetensors.",
         )
-    return library.removesuffix(own)
+    return library.removesuffix(key)
 
 
-def require_target(architecture: Architecture, path: str | os.PathLike[str]) -> None:
+def require_target(architecture: Savable, path: str | os.PathLike[str]) -> None:
     """Refuse a place that a model could not be written to, before anything is computed for it.
 
     Raises:
@@ -305,7 +325,7 @@ def _files(base: StateSource, names: Mapping[str, str], form: FolderFormat) -> d
     return files if len(files) > 1 else {form.weights: dict(names)}
 
 
-def _companions(architecture: Architecture, base: StateSource, form: FolderFormat) -> dict[str, pathlib.Path]:
+def _companions(architecture: Savable, base: StateSource, form: FolderFormat) -> dict[str, pathlib.Path]:
     """What comes along from the architecture's folder, or from the base's where there is nothing."""
     source, own = library_folder(architecture.source), library_folder(base.name)
     found = {name: place for name, place in companion_files(source).items() if name not in form.configs}
@@ -338,7 +358,7 @@ def _without_code(content: Any, file: str) -> Any:
     return {key: _without_code(value, file) for key, value in content.items() if key not in _CODE}
 
 
-def _stored_keys(architecture: Architecture, base: StateSource, model: StateSource) -> dict[str, str]:
+def _stored_keys(architecture: Savable, base: StateSource, model: StateSource) -> dict[str, str]:
     """The base's key of each of the skeleton's weights -> the skeleton's key; what is tied may lie there twice."""
     chain, layout = architecture.chain, architecture.layout
     keys = chain.parameter_keys()
@@ -365,7 +385,7 @@ def _stored_keys(architecture: Architecture, base: StateSource, model: StateSour
     return canonical
 
 
-def _library_names(architecture: Architecture, base: StateSource, folder: FolderFormat) -> dict[str, str]:
+def _library_names(architecture: Savable, base: StateSource, folder: FolderFormat) -> dict[str, str]:
     """The library's own key -> the base's, without the prefix of whatever wrapped the base."""
     assert architecture.layout is not None  # whatever can be saved as a folder has one
     wrapper = architecture.layout.wrapper(base.headers, base.name)

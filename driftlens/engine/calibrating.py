@@ -9,32 +9,42 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import DataError, SpecError
+from driftlens.base.errors import DataError, NumericsError, SpecError
 from driftlens.base.progress import LayerSteps
 from driftlens.base.team import ALONE, Team
 from driftlens.base.variants import expert_of
 from driftlens.engine.exactness import exact_products
-from driftlens.engine.forward_order import Given, Part, Parts, Passage, forward_order
+from driftlens.engine.forward_order import FeatureStore, Given, Part, Parts, Passage, forward_order
 from driftlens.engine.pool import LayerMap, ModelPool
-from driftlens.engine.problems import CalibratedLayer, SiteReport
-from driftlens.engine.waiting import FeatureStore
+from driftlens.engine.problems import (
+    CalibratedLayer,
+    LinearProblem,
+    NormProblem,
+    Problem,
+    SiteReport,
+    SiteUpdate,
+    StepProblem,
+    WeightProblem,
+)
+from driftlens.engine.site_selection import site_path
 from driftlens.linalg.gram import GramPool
-from driftlens.models.chain import Layer, Parameters, Pool
+from driftlens.models.chain import Layer, Parameters, Pool, Site
 
 EXPERT, TRUNK = "expert", "merged"
 FEATURE_BUDGET = 2 * 2**30
 """Bytes of waiting features that stay in memory where nobody says otherwise."""
 
+_P = TypeVar("_P", LinearProblem | NormProblem, StepProblem, WeightProblem)
 Solved = tuple[dict[str, Tensor], list[SiteReport]]
 """A layer's new parameters by its own names, and a report per site."""
 
@@ -349,6 +359,69 @@ def solved_by_all(team: Team, merged: Parameters, work: Callable[[], list[Solved
             updates |= new_updates
             reports += new_reports
     return solved
+
+
+def solve_layer(
+    pool: ModelPool,
+    layer: Layer,
+    problems: Iterable[_P],
+    solve: Callable[[_P], Sequence[SiteUpdate]],
+    *,
+    stored_as: str,
+) -> tuple[dict[str, Tensor], list[SiteReport]]:
+    """New parameters of a layer by its own names, and a report per site; problems are from one snapshot of features.
+
+    Parameters hold only what the dtype of the model can hold that the pool calls `stored_as`, in whose form the
+    calibrated one will be saved, so that whatever is computed with them is what the saved model will compute; they are
+    on the pool's device in its dtype.
+
+    Raises:
+        NumericsError: the moments hold NaN or infinite entries; names layer and sites.
+        SingularGramError: a system can't be solved as asked; names layer and sites.
+    """
+    headers = pool.source(stored_as).headers
+    updates: dict[str, Tensor] = {}
+    reports: list[SiteReport] = []
+
+    def stored(name: str, value: Tensor) -> Tensor:
+        return value.to(headers[layer.parameters[name].key].dtype).to(pool.device, pool.dtype)
+
+    for problem in problems:
+        started = time.perf_counter()
+        of_sites = _solved(layer, problem, solve, stored)
+        seconds = (time.perf_counter() - started) / len(of_sites)
+        paths = {site.name: site_path(layer, site) for site in _sites(problem)}
+        for update in of_sites:
+            reports.append(replace(update.report, site=paths[update.report.site], seconds=seconds))
+            updates |= update.parameters
+    return updates, reports
+
+
+def _solved(
+    layer: Layer,
+    problem: _P,
+    solve: Callable[[_P], Sequence[SiteUpdate]],
+    stored: Callable[[str, Tensor], Tensor],
+) -> list[SiteUpdate]:
+    """What solves a problem, as it is stored: of the solution itself nothing stays while the next one is sought."""
+    try:
+        return [
+            replace(
+                update, parameters={name: stored(name, value) for name, value in update.parameters.items()}
+            )
+            for update in solve(problem)
+        ]
+    except NumericsError as error:
+        named = ", ".join(site_path(layer, site) for site in _sites(problem))
+        raise type(error)(
+            f"layer {layer.index}, {named}: {error.message}",
+            hint=error.hint,
+            **{**error.context, "layer": layer.index, "sites": named},
+        ) from error
+
+
+def _sites(problem: Problem | StepProblem | WeightProblem) -> Sequence[Site]:
+    return [problem.site] if isinstance(problem, NormProblem) else problem.sites
 
 
 def in_words(model: str, *, calibrated: bool = False) -> str:

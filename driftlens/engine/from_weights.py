@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from driftlens.base.variants import expert_of
-from driftlens.engine.calibrating import CalibrationWalk, Ground, solved_by_all
+from driftlens.engine.calibrating import CalibrationWalk, Ground, solve_layer, solved_by_all
 from driftlens.engine.exactness import exact_products
-from driftlens.engine.layer_sums import solve_layer
 from driftlens.engine.problems import CalibratedLayer, WeightProblem, Weightwise
 from driftlens.engine.site_selection import site_path
 from driftlens.models.chain import Layer, Site

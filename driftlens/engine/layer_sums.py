@@ -1,41 +1,30 @@
-"""Everything that is summed up while the tasks' features go through one layer, and its solves."""
+"""Everything that is summed up while the tasks' features go through one layer."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import fields, replace
-from typing import TypeVar
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.base.errors import NumericsError, SpecError
+from driftlens.base.errors import SpecError
 from driftlens.base.team import Team
-from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import (
     InputSums,
     Layerwise,
     LinearFold,
     LinearProblem,
     NormProblem,
-    Problem,
-    SiteReport,
-    SiteUpdate,
-    StepProblem,
     TaskMoments,
     Wanted,
-    WeightProblem,
 )
-from driftlens.engine.site_rows import UNIFORM, SiteRows, row_weights
-from driftlens.engine.site_selection import site_path
+from driftlens.engine.site_rows import SiteRows, require_rule, row_weights, stacked
 from driftlens.linalg.gram import GramPool, GramSum
 from driftlens.linalg.norm_affine import NormMoments
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
-
-_P = TypeVar("_P", LinearProblem | NormProblem, StepProblem, WeightProblem)
 
 
 class LayerSums:
@@ -162,19 +151,6 @@ class LayerSums:
     def parts(self) -> list[LinearSums | NormSums]:
         """What is solved for one by one, all from the same snapshot of the layer's features."""
         return [*self._groups, *self._norms]
-
-
-def require_rule(chain: LayerChain, rule: str) -> None:
-    """Refuse a rule of token weights that the architecture doesn't have.
-
-    Raises:
-        SpecError: it has no such rule.
-    """
-    if rule != UNIFORM and rule not in chain.token_weights:
-        raise SpecError(
-            f"{chain.architecture} has no token weights called {rule!r}",
-            hint=f"It has {', '.join([UNIFORM, *chain.token_weights.keys() - {UNIFORM}])}.",
-        )
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -316,12 +292,6 @@ class LinearSums:
         )
 
 
-def stacked(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
-    """The weights of some sites below each other, [O, k]; not a copy where there is one site."""
-    weights = [parameters[f"{site.name}.weight"] for site in sites]
-    return weights[0] if len(weights) == 1 else torch.cat(weights)
-
-
 def _stacked_bias(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
     weights = (parameters[f"{site.name}.weight"] for site in sites)
     biases = (parameters.get(f"{site.name}.bias") for site in sites)
@@ -428,64 +398,3 @@ def normalised(site: Site, rows: Tensor) -> Tensor:
     if site.kind == "layer_norm":
         return F.layer_norm(rows, rows.shape[-1:], eps=eps)
     return rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + eps)
-
-
-def solve_layer(
-    pool: ModelPool,
-    layer: Layer,
-    problems: Iterable[_P],
-    solve: Callable[[_P], Sequence[SiteUpdate]],
-    *,
-    stored_as: str,
-) -> tuple[dict[str, Tensor], list[SiteReport]]:
-    """New parameters of a layer by its own names, and a report per site; problems are from one snapshot of features.
-
-    Parameters hold only what the dtype of the model can hold that the pool calls `stored_as`, in whose form the
-    calibrated one will be saved, so that whatever is computed with them is what the saved model will compute; they are
-    on the pool's device in its dtype.
-
-    Raises:
-        NumericsError: the moments hold NaN or infinite entries; names layer and sites.
-        SingularGramError: a system can't be solved as asked; names layer and sites.
-    """
-    headers = pool.source(stored_as).headers
-    updates: dict[str, Tensor] = {}
-    reports: list[SiteReport] = []
-
-    def stored(name: str, value: Tensor) -> Tensor:
-        return value.to(headers[layer.parameters[name].key].dtype).to(pool.device, pool.dtype)
-
-    for problem in problems:
-        started = time.perf_counter()
-        found = _solved(layer, problem, solve, stored)
-        seconds = (time.perf_counter() - started) / len(found)
-        paths = {site.name: site_path(layer, site) for site in _sites(problem)}
-        for update in found:
-            reports.append(replace(update.report, site=paths[update.report.site], seconds=seconds))
-            updates |= update.parameters
-    return updates, reports
-
-
-def _solved(
-    layer: Layer,
-    problem: _P,
-    solve: Callable[[_P], Sequence[SiteUpdate]],
-    stored: Callable[[str, Tensor], Tensor],
-) -> list[SiteUpdate]:
-    """What solves a problem, as it is stored: of the solution itself nothing stays while the next one is sought."""
-    try:
-        return [
-            replace(found, parameters={name: stored(name, value) for name, value in found.parameters.items()})
-            for found in solve(problem)
-        ]
-    except NumericsError as error:
-        named = ", ".join(site_path(layer, site) for site in _sites(problem))
-        raise type(error)(
-            f"layer {layer.index}, {named}: {error.message}",
-            hint=error.hint,
-            **{**error.context, "layer": layer.index, "sites": named},
-        ) from error
-
-
-def _sites(problem: Problem | StepProblem | WeightProblem) -> Sequence[Site]:
-    return [problem.site] if isinstance(problem, NormProblem) else problem.sites

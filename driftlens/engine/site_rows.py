@@ -6,13 +6,14 @@ Such a pass may end as soon as nothing more is wanted of it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from driftlens.base.errors import IncompatibleModelsError
+from driftlens.base.errors import IncompatibleModelsError, SpecError
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
 
 UNIFORM = "uniform"
@@ -120,3 +121,22 @@ def row_weights(
             hint="Leave it out with a pattern of sites, or pass mask=False where nothing is padded.",
         )
     return weights.reshape(-1)
+
+
+def require_rule(chain: LayerChain, rule: str) -> None:
+    """Refuse a rule of token weights that the architecture doesn't have.
+
+    Raises:
+        SpecError: it has no such rule.
+    """
+    if rule != UNIFORM and rule not in chain.token_weights:
+        raise SpecError(
+            f"{chain.architecture} has no token weights called {rule!r}",
+            hint=f"It has {', '.join([UNIFORM, *chain.token_weights.keys() - {UNIFORM}])}.",
+        )
+
+
+def stacked(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
+    """The weights of some sites below each other, [O, k]; not a copy where there is one site."""
+    weights = [parameters[f"{site.name}.weight"] for site in sites]
+    return weights[0] if len(weights) == 1 else torch.cat(weights)

@@ -20,13 +20,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from driftlens.engine.calibrating import EXPERT, CalibrationWalk, Ground, Solved, in_words, solved_by_all
+from driftlens.engine.calibrating import (
+    EXPERT,
+    CalibrationWalk,
+    Ground,
+    Solved,
+    in_words,
+    solve_layer,
+    solved_by_all,
+)
 from driftlens.engine.exactness import exact_products
-from driftlens.engine.layer_sums import LayerSums, solve_layer
+from driftlens.engine.forward_order import WaitingBatch
+from driftlens.engine.layer_sums import LayerSums
 from driftlens.engine.problems import CalibratedLayer, InputSums, Layerwise, Problem
 from driftlens.engine.site_rows import SiteRows, rows_and_output
 from driftlens.engine.site_selection import site_path
-from driftlens.engine.waiting import WaitingBatch
 from driftlens.models.chain import Layer, Parameters, SideInputs, State
 
 _MANY = 1 << 40

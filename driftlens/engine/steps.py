@@ -26,12 +26,13 @@ from driftlens.engine.calibrating import (
     CalibrationWalk,
     Ground,
     in_words,
+    solve_layer,
     solved_by_all,
 )
 from driftlens.engine.exactness import exact_products
-from driftlens.engine.layer_sums import require_rule, solve_layer, stacked
+from driftlens.engine.forward_order import WaitingBatch
 from driftlens.engine.problems import CalibratedLayer, SiteReport, StepProblem, Stepwise
-from driftlens.engine.site_rows import rows_and_output
+from driftlens.engine.site_rows import require_rule, rows_and_output, stacked
 from driftlens.engine.site_selection import site_path
 from driftlens.engine.step_weights import (
     NUM_PASSES,
@@ -44,7 +45,6 @@ from driftlens.engine.step_weights import (
     row_counts,
     weighed,
 )
-from driftlens.engine.waiting import WaitingBatch
 from driftlens.linalg.joint_ridge import BIAS_INPUT, JointSums
 from driftlens.models.chain import Layer, Parameters, SideInputs, State
 

@@ -20,11 +20,10 @@ from driftlens.base.errors import IncompatibleModelsError
 from driftlens.base.variants import expert_of
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import Ground, Memory, Step
-from driftlens.engine.forward_order import Passage, forward_order
+from driftlens.engine.forward_order import Passage, WaitingBatch, forward_order, on_device
 from driftlens.engine.pool import Attachment, LayerMap, ModelPool, attachment_tensors, attachments_from
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.steps import added_to
-from driftlens.engine.waiting import WaitingBatch, on_device
 from driftlens.models.chain import Layer, Slot
 
 OnEpoch = Callable[[int, int, float], None]

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.engine.forward_order import Given, Passage, forward_order
+from driftlens.engine.forward_order import Given, Passage, forward_order, on_device
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.waiting import on_device
 from driftlens.linalg.state import subtract
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import Layer, Pool, SideInputs, State

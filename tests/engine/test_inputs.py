@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BatchEncoding, BatchFeature, ViTConfig, ViTModel
 
-from driftlens.engine.waiting import input_bytes, on_device
+from driftlens.engine.forward_order import input_bytes, on_device
 from driftlens.engine.walk import capture
 
 CPU = torch.device("cpu")

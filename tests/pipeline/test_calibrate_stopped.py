@@ -14,8 +14,8 @@ import torch
 from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, RunError
 from driftlens.base.progress import CancelToken, ProgressEvent
+from driftlens.engine.forward_order import FeatureStore
 from driftlens.engine.problems import CalibratedLayer
-from driftlens.engine.waiting import FeatureStore
 from driftlens.findings.listing import find_runs
 from driftlens.jobs.calibrate import scratch as calibration_scratch
 from driftlens.jobs.calibrate.job import calibrate

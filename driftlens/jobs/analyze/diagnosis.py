@@ -22,7 +22,7 @@ from driftlens.base.diagnostic import Diagnostic, Seen
 from driftlens.base.errors import NumericsError
 from driftlens.base.progress import Reporter, TaskMeter
 from driftlens.data.samples import Batch, SampleSet
-from driftlens.engine.waiting import on_device
+from driftlens.engine.forward_order import on_device
 from driftlens.engine.walk import LayerView, waiting_bytes, walk
 from driftlens.jobs.study.study import Study
 from driftlens.linalg.state import norm, subtract

@@ -27,8 +27,8 @@ from driftlens.data.samples import SampleSet
 from driftlens.data.sources import Split
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.exactness import exact_products
+from driftlens.engine.forward_order import on_device
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.waiting import on_device
 from driftlens.jobs.analyze.modules import Modules
 from driftlens.jobs.analyze.phases import describe, run_phases
 from driftlens.jobs.study.study import Settings, Study, TaskSamples

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from driftlens.base.diagnostic import chosen
 from driftlens.data.samples import SampleSet
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.waiting import on_device
+from driftlens.engine.forward_order import on_device
 from driftlens.jobs.analyze.causes import BATCH
 from driftlens.jobs.analyze.evaluation import CHUNK_BYTES
 from driftlens.jobs.preflight.rates import Rates, rates_here

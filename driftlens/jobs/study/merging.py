@@ -24,11 +24,10 @@ from driftlens.checkpoints.saving import require_target, save_model
 from driftlens.checkpoints.sources import StateSource, TensorHeader, TensorsSource, check_finite, require_key
 from driftlens.data.samples import SampleSet
 from driftlens.engine.exactness import exact_products
-from driftlens.engine.forward_order import FiniteWatch
+from driftlens.engine.forward_order import FiniteWatch, on_device
 from driftlens.engine.layer_sums import normalised
 from driftlens.engine.site_rows import row_weights, rows_and_output
 from driftlens.engine.site_selection import parameter_groups
-from driftlens.engine.waiting import on_device
 from driftlens.jobs.study.card import merge_card
 from driftlens.jobs.study.companions import companions
 from driftlens.jobs.study.opening import (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -66,6 +65,7 @@ class Settings:
         jacobian: how path-averaged Jacobians and contributions are computed; None leaves them out.
         feature_budget: bytes of features that may wait at a boundary; more samples go in chunks.
         deterministic: whether kernels that give the same bits every time are preferred.
+        measured: the diagnostics of the walk that are always measured or switched on.
     """
 
     pool: Pool
@@ -74,11 +74,10 @@ class Settings:
     jacobian: JacobianSettings | None = None
     feature_budget: int = 2 << 30
     deterministic: bool = False
+    measured: tuple[Diagnostic, ...] = field(init=False, compare=False)
 
-    @cached_property
-    def measured(self) -> tuple[Diagnostic, ...]:
-        """The diagnostics of the walk that are always measured or switched on."""
-        return tuple(chosen(self.options))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "measured", tuple(chosen(self.options)))
 
 
 @dataclass(frozen=True)

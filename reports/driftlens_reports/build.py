@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import driftlens
-from driftlens.base.errors import DataError, SpecError
+from driftlens.base.errors import SpecError
 from driftlens.base.files import PathLike, atomic_path
 from driftlens.findings.checks import CheckReport, check, self_checks
 from driftlens.findings.table import Table
@@ -201,7 +201,7 @@ def _compose(run: DriftRun, outline: Outline, checks: CheckReport | None = None)
 
 
 def _figure(run: DriftRun, chart: Chart) -> tuple[Figure, Drawn | None]:
-    drawn, lacking = _drawn(run, chart)
+    drawn, lacking = chart.attempt(run, ChartOptions())
     figure = Figure(
         name=chart.name,
         title=chart.title,
@@ -213,17 +213,6 @@ def _figure(run: DriftRun, chart: Chart) -> tuple[Figure, Drawn | None]:
         data=frame_table(f"figure-{chart.name}", chart.title, drawn.data) if drawn else None,
     )
     return figure, drawn
-
-
-def _drawn(run: DriftRun, chart: Chart) -> tuple[Drawn | None, str]:
-    """The drawn chart, or why it can't be drawn; a run may also lack the variant that a chart compares with."""
-    options = ChartOptions()
-    try:
-        lacking = chart.missing(run, options)
-        # Not `draw`, which would ask the same question again.
-        return (chart.render(run, options), "") if lacking is None else (None, lacking)
-    except DataError as error:
-        return None, f"{error.message}."
 
 
 def _run_info(run: DriftRun) -> RunInfo:

@@ -185,6 +185,18 @@ class Chart:
         drawn.figure.layout.uirevision = f"{run.id} {self.name} {astuple(replace(chosen, dark=False))}"
         return drawn
 
+    def attempt(self, run: DriftRun, options: ChartOptions) -> tuple[Drawn | None, str]:
+        """The chart, or in words what the run lacks for it, which may be the variant that it compares with.
+
+        Raises:
+            RunError: a table can't be read.
+        """
+        try:
+            lacking = self.missing(run, options)
+            return (None, lacking) if lacking else (self.render(run, options), "")
+        except DataError as error:
+            return None, f"{error.message}."
+
 
 charts: Registry[Chart] = Registry("chart", "driftlens_reports.charts", "driftlens.charts")
 

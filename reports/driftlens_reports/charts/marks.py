@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from driftlens.findings.reading import percent
 from driftlens_reports.charts.picking import ChartOptions
 from driftlens_reports.charts.theme import SMALL, Look, Palette, look, palette
-from driftlens_reports.charts.words import counted, label, literal, shown
+from driftlens_reports.charts.words import counted, label, literal, shown, spaced
 
 Ends = tuple["pd.Series[Any]", "pd.Series[Any]"]
 """The low and high ends of intervals, a row each."""
@@ -182,7 +182,7 @@ def thinned_samples(
     if len(kept) == len(samples):
         return rows, ()
     there, wanted = (pd.MultiIndex.from_frame(table[key]) for table in (rows, kept))
-    few = counted(len(kept), "", " ").strip()
+    few = spaced(len(kept))
     note = f"{few} of {counted(len(samples), 'sample')} shown, of every class alike."
     return rows[there.isin(wanted)].reset_index(drop=True), (note,)
 

@@ -17,10 +17,10 @@ from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import LAYERS, SAMPLES
 from driftlens_reports.charts.chart import ChartOptions, Drawn
 from driftlens_reports.charts.layer_curves import Curves, draw_curves
-from driftlens_reports.charts.marks import gapped
+from driftlens_reports.charts.marks import Brush
 from driftlens_reports.charts.panels import titled, value_axis
 from driftlens_reports.charts.picking import chosen_variants, layer_rows, named_layers, ordered
-from driftlens_reports.charts.theme import SHARE, TICK_NUMBER, TICK_SHARE, look, palette
+from driftlens_reports.charts.theme import SHARE, TICK_NUMBER, TICK_SHARE, palette
 from driftlens_reports.charts.words import by_variant, counted, final_sentence, label, literal, shown
 
 _MEAN, _DRIFT, _LEFT = "mean drift", "drift", "drift left"
@@ -90,23 +90,22 @@ def _over_tasks(
     for trace in figure.data:
         if is_control(str(trace.legendgroup)):
             trace.update(visible="legendonly", line={"color": grey, "dash": "dot", "width": 1}, mode="lines")
+    brush = Brush(run.variants, options.dark)
     for (task, variant), part in rows.groupby(["task", "variant"], sort=False):
         is_chosen = task in (options.tasks or ())
-        style = look(run.variants, str(variant), dark=options.dark)
-        line = {"color": style.colour, "width": 1.5 if is_chosen else 0.75}
-        called = f"{label(str(task))}, {shown(str(variant))}: "
-        figure.add_scatter(
-            x=part["layer"].tolist(),
-            y=gapped(part[column].astype(float)),
+        thin = brush.line(
+            str(variant),
+            part["layer"],
+            part[column],
             mode="lines",
-            line=line,
+            line={"width": 1.5 if is_chosen else 0.75, "dash": None},
             opacity=1.0 if is_chosen else 0.45,
-            legendgroup=str(variant),
             showlegend=False,
             visible="legendonly" if is_control(str(variant)) else True,
             text=[*map(literal, part["where"])],
-            hovertemplate=f"{called}%{{y:{kind.number}}}, %{{text}}<extra></extra>",
+            hovertemplate=f"{label(str(task))}, {shown(str(variant))}: %{{y:{kind.number}}}, %{{text}}<extra></extra>",
         )
+        figure.add_trace(thin)
     figure.data = (*figure.data[num_means:], *figure.data[:num_means])  # thin lines below
     figure.layout.hovermode = "closest"
     return figure, means

@@ -121,6 +121,13 @@ def rows_at(
     return ordered(rows, chosen_tasks(run, options), chosen)
 
 
+def worst_task(run: DriftRun, tasks: Sequence[str], variant: str, layer: int | str = "final") -> str:
+    """Of these tasks, that with the variant's largest mean drift at a layer; the first where none was measured."""
+    rows = run.layers(layer=layer) if run.manifest.layers else run.layers()
+    rows = rows[(rows["variant"] == variant) & rows["task"].isin(tasks) & rows["drift_l2_mean"].notna()]
+    return str(rows.loc[rows["drift_l2_mean"].astype(float).idxmax(), "task"]) if len(rows) else tasks[0]
+
+
 def chosen(run: DriftRun, options: ChartOptions, rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of the chosen tasks and variants, in their order, and by layer where there are layers."""
     return ordered(rows, chosen_tasks(run, options), chosen_variants(run, options))

@@ -55,11 +55,7 @@ _INDICATIVE = (
 def shown_task(run: DriftRun, options: ChartOptions) -> str:
     """The task that is drawn: of the chosen ones, that with the largest mean drift of the baseline."""
     tasks = picking.chosen_tasks(run, options)
-    if len(tasks) == 1:
-        return tasks[0]
-    rows = picking.rows_at(run, options, "layers", baseline=True)
-    rows = rows[(rows["variant"] == options.baseline) & rows["drift_l2_mean"].notna()]
-    return str(rows.loc[rows["drift_l2_mean"].astype(float).idxmax(), "task"]) if len(rows) else tasks[0]
+    return picking.worst_task(run, tasks, options.baseline, options.layer) if len(tasks) > 1 else tasks[0]
 
 
 def _projection(run: DriftRun, options: ChartOptions) -> Projection | None:

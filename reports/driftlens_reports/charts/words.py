@@ -107,18 +107,28 @@ def short(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
+def spaced(count: int) -> str:
+    """A count with its thousands set apart: "8 041"."""
+    return f"{count:,}".replace(",", "\u202f")
+
+
 def counted(count: int, one: str, many: str = "") -> str:
     """A count with its noun: "1 task", "8 tasks", "2 000 samples"; `many` is `one` with an s unless given."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}".replace(",", "\u202f")
+    return f"{spaced(count)} {one if count == 1 else many or one + 's'}"
+
+
+def between(counts: Iterable[int]) -> str:
+    """A count, or the smallest and the largest where they differ: "24" or "24 to 30"."""
+    low, *_, high = sorted(counts) * 2
+    return spaced(low) if low == high else f"{spaced(low)} to {spaced(high)}"
 
 
 def ranged(values: Iterable[float], noun: str) -> str:
     """How many, where counts may differ: "24 samples" or "16 to 24 samples"."""
-    numbers = sorted({int(value) for value in values if not pd.isna(value)})
-    if not numbers:
+    counts = {int(value) for value in values if not pd.isna(value)}
+    if not counts:
         return f"an unknown number of {noun}s"
-    low, high = numbers[0], numbers[-1]
-    return counted(low, noun) if low == high else f"{counted(low, '', ' ').strip()} to {counted(high, noun)}"
+    return f"{between(counts)} {noun if counts == {1} else f'{noun}s'}"
 
 
 def sample_notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:

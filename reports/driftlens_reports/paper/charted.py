@@ -9,12 +9,11 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import SubFigure
 
-from driftlens.base.errors import DataError
 from driftlens.runs.run import DriftRun
-from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
+from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.per_task import AVERAGE
-from driftlens_reports.charts.words import called
-from driftlens_reports.paper.exhibit import CALIBRATE, Exhibited, ExhibitOptions, figure, origin, span
+from driftlens_reports.charts.words import between, called
+from driftlens_reports.paper.exhibit import CALIBRATE, Exhibited, ExhibitOptions, figure, origin
 from driftlens_reports.paper.marks import Panel
 from driftlens_reports.paper.plate import Plate
 from driftlens_reports.paper.static import draw_panels, height_of
@@ -63,7 +62,6 @@ class Picture:
     def __init__(self, view: View, run: DriftRun, options: ExhibitOptions) -> None:
         self.view, self.run, self.chart = view, run, charts[view.chart]
         self.task = options.task_of(run) if view.is_about_one else ""
-        self.drawn: Drawn | None = None
         calibrated = options.calibrated_of(run) or ("merged",)
         chosen = ChartOptions(
             tasks=(self.task,) if self.task else options.tasks_of(run),
@@ -71,12 +69,7 @@ class Picture:
             baseline=options.baseline_of(run),
             **view.options,
         )
-        try:
-            self.lacking = self.chart.missing(run, chosen) or ""
-            if not self.lacking:
-                self.drawn = self.chart.render(run, chosen)
-        except DataError as error:
-            self.lacking = f"{error.message}."
+        self.drawn, self.lacking = self.chart.attempt(run, chosen)
 
     def height(self, width: float) -> float:
         """Height in inches of a figure of this width."""
@@ -157,7 +150,7 @@ def _jacobian_samples(rows: pd.DataFrame) -> str:
     rows = rows[rows["jacobian_samples"].notna() & (rows["jacobian_samples"] != rows["n"])]
     if rows.empty:
         return ""
-    return f"Quantities that need a Jacobian: n = {span(rows['jacobian_samples'].astype(int))} of them."
+    return f"Quantities that need a Jacobian: n = {between(rows['jacobian_samples'].astype(int))} of them."
 
 
 _chart_figure(

@@ -21,21 +21,14 @@ from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 from driftlens.base.metrics import ACCURACY
 from driftlens.findings.checks import CheckResult
 from driftlens.findings.checks import self_checks as checks_of
+from driftlens.findings.reading import printable
 from driftlens.findings.swept import level, sweep_named, swept_methods, with_scores
 from driftlens.runs.run import DriftRun
 from driftlens.suites.protocols import GRIDS, SAMPLES
 from driftlens_reports.charts.sweeps import over_seeds
-from driftlens_reports.charts.words import title
+from driftlens_reports.charts.words import between, spaced, title
 from driftlens_reports.facts import check_sentence
-from driftlens_reports.paper.exhibit import (
-    ROUNDED,
-    Exhibited,
-    ExhibitOptions,
-    figure,
-    origin,
-    spaced,
-    span,
-)
+from driftlens_reports.paper.exhibit import ROUNDED, Exhibited, ExhibitOptions, figure, origin
 from driftlens_reports.paper.marks import GUIDE, number
 from driftlens_reports.paper.plate import Plate, legend, short
 from driftlens_reports.paper.published import CORRUPTED, method_title, published_tables, source
@@ -118,7 +111,7 @@ def data_efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibi
         counts = {float(x) for line in axes.lines if line.get_marker() != "None" for x in line.get_xdata()}
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted(counts))
-        axes.xaxis.set_major_formatter(lambda value, _: spaced(round(value)))
+        axes.xaxis.set_major_formatter(lambda value, _: printable(spaced(round(value))))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("calibration samples per task")
         axes.set_ylabel("accuracy, average over tasks")
@@ -281,11 +274,11 @@ def _behind(
     counts = sorted({len(options.tasks_of(run)) for run in runs})
     yield f"Averages are over {' or '.join(map(str, counts))} task{'' if counts == [1] else 's'}."
     if rows["n_test"].notna().any():
-        yield f"Accuracy on {span(rows['n_test'].dropna().astype(int))} test samples per task."
+        yield f"Accuracy on {between(rows['n_test'].dropna().astype(int))} test samples per task."
     if (rows["seeds"] == 1).all():
         yield "One seed per point, so no spread is shown."
     else:
-        yield f"Points: mean over {span(rows['seeds'])} seeds; bars: one standard deviation over seeds (n - 1)."
+        yield f"Points: mean over {between(rows['seeds'])} seeds; bars: one standard deviation over seeds (n - 1)."
     levels = (level(run, name, ACCURACY.name, options.tasks_of(run)) for run in runs for name in _LEVELS)
     if not all(map(math.isnan, levels)):
         yield "Levels: the merged model before calibration (dotted) and the base (dashed and dotted), where measured."

@@ -17,7 +17,8 @@ from driftlens.base.variants import title as plain_title
 from driftlens.findings.reading import printable
 from driftlens.runs.run import DriftRun
 from driftlens.suites.protocols import filling
-from driftlens_reports.charts.words import named, overlap_notes
+from driftlens_reports.charts.picking import worst_task
+from driftlens_reports.charts.words import between, named, overlap_notes
 from driftlens_reports.facts import stamps
 from driftlens_reports.paper.grid import Column, Grid, shows_gains, tidy, to_latex
 from driftlens_reports.paper.published import published_tables, source, spec_section
@@ -97,9 +98,7 @@ class ExhibitOptions:
         tasks = self.tasks_of(run)
         if not tasks:
             raise DataError(f"run {run.id} has no task to show")
-        rows = run.layers(layer="final") if run.manifest.layers else run.layers()
-        rows = rows[rows["task"].isin(tasks) & (rows["variant"] == "merged") & rows["drift_l2_mean"].notna()]
-        return str(rows.loc[rows["drift_l2_mean"].idxmax(), "task"]) if len(rows) else tasks[0]
+        return worst_task(run, tasks, "merged")
 
     def calibrated_of(self, run: DriftRun) -> tuple[str, ...]:
         """The variants called "calibrated": those asked for, or the run's last one; empty where there is none.
@@ -259,24 +258,13 @@ def samples(rows: pd.DataFrame) -> str:
     if counts.empty:
         return ""
     each = " per task" if rows["task"].nunique() > 1 else ""
-    return f"n = {span(counts)} samples of the diagnosis split{each}."
+    return f"n = {between(counts)} samples of the diagnosis split{each}."
 
 
 def together(sentences: Iterable[str], gaps: Iterable[Gap] = ()) -> list[str]:
     """The sentences that say something, once each, and what is missing, without control characters of names in them."""
     lacking = [f"Not shown: {gap.name} ({gap.missing})." for gap in gaps]
     return [printable(sentence) for sentence in dict.fromkeys([*sentences, *lacking]) if sentence]
-
-
-def spaced(count: int) -> str:
-    """A count with its thousands set apart: 8 041."""
-    return f"{count:,}".replace(",", "\N{NO-BREAK SPACE}")
-
-
-def span(counts: Sequence[int] | pd.Series[int]) -> str:
-    """A count, or the smallest and the largest where they differ: "24" or "24 to 30"."""
-    low, high = min(counts), max(counts)
-    return spaced(low) if low == high else f"{spaced(low)} to {spaced(high)}"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from driftlens.findings.reading import number
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.marks import thinned
 from driftlens_reports.charts.theme import look
-from driftlens_reports.charts.words import called, title
+from driftlens_reports.charts.words import called, spaced, title
 from driftlens_reports.paper.charted import ACCURACY, DRIFT, Picture, View
 from driftlens_reports.paper.exhibit import (
     CALIBRATE,
@@ -32,7 +32,6 @@ from driftlens_reports.paper.exhibit import (
     figure,
     origin,
     samples,
-    spaced,
 )
 from driftlens_reports.paper.marks import SYMBOLS
 from driftlens_reports.paper.plate import Plate, legend, short

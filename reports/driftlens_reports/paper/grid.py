@@ -15,7 +15,7 @@ import statistics
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
@@ -95,6 +95,12 @@ class Cell:
     def number(self) -> float:
         """The value as a number; NaN for words."""
         return math.nan if isinstance(self.value, str) else float(self.value)
+
+
+def percent_cell(value: float, spread: float = math.nan, n: Any = None, **ends: float) -> Cell:
+    """The cell of a share, in percent; `n` may be missing as tables have it."""
+    ends = {end: 100 * number for end, number in ends.items()}
+    return Cell(100 * value, 100 * spread, None if pd.isna(n) else int(n), **ends)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from driftlens.findings.checks import CheckResult, self_checks
 from driftlens.findings.swept import sweep_named, swept_methods
 from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun
-from driftlens_reports.charts.words import called, title
+from driftlens_reports.charts.words import between, called, title
 from driftlens_reports.paper import exhibit, published
 from driftlens_reports.paper.drawn import sweep_points
-from driftlens_reports.paper.exhibit import ExhibitOptions, Gap, Table, needed, plain_columns, span, table
-from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line
+from driftlens_reports.paper.exhibit import ExhibitOptions, Gap, Table, needed, plain_columns, table
+from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line, percent_cell
 from driftlens_reports.paper.published import PublishedTable, merger, method_title, printed_blocks
 from driftlens_reports.paper.score_tables import shown_variants
 
@@ -73,7 +73,7 @@ def _drift_grid(run: DriftRun, rows: pd.DataFrame, options: ExhibitOptions, *, s
     for variant, task in itertools.product(("merged", *shown_variants(run, options)), run.tasks):
         drifts = rows[(rows["variant"] == variant) & (rows["task"] == task)]
         cells = {
-            heads[layer]: Cell(100 * drift, n=_count(n))
+            heads[layer]: percent_cell(drift, n=n)
             for layer, drift, n in zip(drifts["layer"], drifts["drift_rel"], drifts["n"], strict=True)
         }
         if cells:
@@ -132,8 +132,8 @@ def hyper(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
                 "Merger": Cell(f"{merger(run)}{f' ({extra})' if extra else ''}"),
                 "Method": Cell(info.method),
                 **_coefficients(info.settings),
-                "n": Cell(span([*info.samples.values()]) if info.samples else "--"),
-                "Layers": Cell(span(info.layers) if info.layers else "--"),
+                "n": Cell(between([*info.samples.values()]) if info.samples else "--"),
+                "Layers": Cell(between(info.layers) if info.layers else "--"),
             }
             measured.append(
                 Line(f"{run.name}, {called(name)}", cells, "reference", "measured", run.id, calibrated(name))
@@ -205,9 +205,7 @@ def efficiency(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publi
     for run in runs:
         for method in swept_methods(run, "n"):
             cells = {
-                f"n={int(point['setting'])}": Cell(
-                    100 * point["mean"], 100 * point["std"], _count(point["n_test"])
-                )
+                f"n={int(point['setting'])}": percent_cell(point["mean"], point["std"], point["n_test"])
                 for point in sweep_points(run, "n", options.tasks_of(run), method).to_dict("records")
             }
             if cells:
@@ -283,7 +281,3 @@ def _costs(seconds: Any, energy_wh: Any, peak_rss_bytes: Any) -> dict[str, Cell]
     values = (math.nan if pd.isna(value) else float(value) for value in (seconds, energy_wh, peak_rss_bytes))
     time, energy, memory = values
     return {_TIME: Cell(time), _ENERGY: Cell(energy), _MEMORY: Cell(memory / 2.0**30)}
-
-
-def _count(value: Any) -> int | None:
-    return None if pd.isna(value) else int(value)

@@ -15,11 +15,21 @@ from driftlens.base.variants import control_of, expert_of, is_control, part_of
 from driftlens.findings.scores import changed_score, main_metrics
 from driftlens.findings.swept import swept_methods
 from driftlens.runs.run import DriftRun
-from driftlens_reports.charts.words import called, title
+from driftlens_reports.charts.words import between, called, title
 from driftlens_reports.paper import published
 from driftlens_reports.paper.drawn import corruption_title, sweep_points
-from driftlens_reports.paper.exhibit import ExhibitOptions, Table, needed, span, table
-from driftlens_reports.paper.grid import AVERAGE, Block, Cell, Column, Grid, Line, Role, with_average
+from driftlens_reports.paper.exhibit import ExhibitOptions, Table, needed, table
+from driftlens_reports.paper.grid import (
+    AVERAGE,
+    Block,
+    Cell,
+    Column,
+    Grid,
+    Line,
+    Role,
+    percent_cell,
+    with_average,
+)
 from driftlens_reports.paper.published import Family, PublishedTable, merger, printed_blocks
 
 MOST_GAINS = 9
@@ -144,10 +154,8 @@ def corruption(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publi
 def _corrupted(run: DriftRun, method: str, options: ExhibitOptions) -> Iterator[Line]:
     points = sweep_points(run, "corruption", options.tasks_of(run), method)
     cells = {
-        published.CORRUPTED.get(name := str(point["setting"]), corruption_title(name)): Cell(
-            100 * point["mean"],
-            100 * point["std"],
-            None if pd.isna(point["n_test"]) else int(point["n_test"]),
+        published.CORRUPTED.get(name := str(point["setting"]), corruption_title(name)): percent_cell(
+            point["mean"], point["std"], point["n_test"]
         )
         for point in points.to_dict("records")
     }
@@ -266,7 +274,7 @@ def _is_share(name: str) -> bool:
 def _table_of(grids: Sequence[Grid], caption: str, used: Sequence[DriftRun], how: str) -> Table:
     """Grids with how many test samples are behind the runs' scores, or with how to get any."""
     counts = [int(n) for run in used for n in _shown_scores(run)["n"].dropna()]
-    note = f"Measured on {span(counts)} test samples per task; " if counts else ""
+    note = f"Measured on {between(counts)} test samples per task; " if counts else ""
     is_share = all(metric.kind == "share" for run in used for metric in _metrics_of(run).values())
     notes = [f"{note}95 % {'Wilson ' if is_share else ''}intervals stand in the CSV file."] if counts else []
     if not is_share:
@@ -439,8 +447,8 @@ def _shown_scores(run: DriftRun) -> pd.DataFrame:
 
 
 def _cell(row: Mapping[Any, Any]) -> Cell:
-    low, high = (math.nan if pd.isna(row[end]) else 100 * row[end] for end in ("ci_low", "ci_high"))
-    return Cell(100 * row["value"], n=None if pd.isna(row["n"]) else int(row["n"]), low=low, high=high)
+    low, high = (math.nan if pd.isna(row[end]) else row[end] for end in ("ci_low", "ci_high"))
+    return percent_cell(row["value"], n=row["n"], low=low, high=high)
 
 
 def _suites(runs: Sequence[DriftRun], options: ExhibitOptions) -> Mapping[str, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -12,19 +10,18 @@ import pathlib
 import platform
 import re
 import secrets
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from driftlens.base.errors import RunError
 from driftlens.base.files import from_json, plain_file, write_json_atomic
 from driftlens.base.registry import installed, origin
 from driftlens.runs.layout import MANIFEST
 from driftlens.runs.lock import utc_now
+from driftlens.runs.records import as_declared, as_plain
 from driftlens.runs.schema import SCHEMA_VERSION, refuse_newer
 
-T = TypeVar("T")
 PhaseState = Literal["running", "done", "failed", "cancelled"]
 
 
@@ -188,16 +185,6 @@ class Manifest:
     notices: Sequence[str] = ()
 
 
-_ENTRIES = {
-    "models": ModelInfo,
-    "phases": PhaseInfo,
-    "files": FileInfo,
-    "rewriting": FileInfo,
-    "calibrations": CalibrationInfo,
-}
-"""Attributes of the manifest that hold records by name."""
-
-
 _PACKAGES = (
     *("driftlens", "torch", "torchvision", "numpy", "scipy", "pandas", "pyarrow", "safetensors"),
     *("scikit-learn", "transformers", "open_clip_torch", "peft", "datasets", "pillow", "plotly"),
@@ -246,7 +233,7 @@ def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
     Raises:
         RunError: the folder can't be written to, or the disk is full.
     """
-    record = _as_record(manifest)
+    record = as_plain(manifest)
     write_json_atomic(folder / MANIFEST, {**record, "digest": _digest(record)})
 
 
@@ -258,12 +245,14 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
         SchemaTooNewError: a newer DriftLens wrote it.
     """
     path = folder / MANIFEST
-    record = _record(path)
-    refuse_newer(str(record.get("schema_version", "")), path)
     try:
-        return _parsed(record)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        manifest = as_declared(Manifest, _text(path))
+    except ValueError as error:
+        # First of all whether it is newer: what a later version writes may be of other kinds.
+        refuse_newer(str(_record(path).get("schema_version", "")), path)
         raise _damaged(path, str(error)) from error
+    refuse_newer(manifest.schema_version, path)
+    return manifest
 
 
 def manifest_is_intact(folder: pathlib.Path) -> bool:
@@ -281,84 +270,30 @@ def ids_digest(ids: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()
 
 
-def _as_record(manifest: Manifest) -> dict[str, Any]:
-    # Not `dataclasses.asdict`, which copies every sample id, and a run is written a hundred times.
-    record = dict(vars(manifest))
-    record["layers"] = [vars(layer) for layer in manifest.layers]
-    for name in _ENTRIES:
-        record[name] = {key: dict(vars(entry)) for key, entry in record[name].items()}
-    return record
-
-
 def _digest(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def _record(path: pathlib.Path) -> dict[str, Any]:
+def _text(path: pathlib.Path) -> bytes:
     try:
-        record = from_json(plain_file(path).read_text(encoding="utf-8"))
+        return plain_file(path).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(
             f"{path.parent} is not a run: it has no {path.name}",
             hint="Give the folder that `driftlens analyze --out` or `driftlens demo` wrote.",
         ) from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _record(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        record = from_json(_text(path))
+    except ValueError as error:
         raise _damaged(path, str(error)) from error
     if not isinstance(record, dict):
         raise _damaged(path, f"an object expected, got {type(record).__name__}")
     return record
-
-
-def _parsed(record: Mapping[str, Any]) -> Manifest:
-    _require(record, Manifest, "")
-    json.dumps(
-        record, ensure_ascii=False
-    ).encode()  # half a character can be spelled in JSON, and never written
-    layers = [_entry(LayerInfo, item) for item in record.get("layers", ())]
-    entries: dict[str, Any] = {
-        name: {key: _entry(kind, item) for key, item in record.get(name, {}).items()}
-        for name, kind in _ENTRIES.items()
-    }
-    return _entry(Manifest, {**record, **entries, "layers": layers})
-
-
-_AS_JSON = {Any: None, Mapping: (dict,), Sequence: (list,), Literal: (str,), float: (int, float)}
-"""What a kind may be in JSON, if not itself; None is anything."""
-
-
-def _require(value: Any, kind: Any, place: str) -> None:
-    """Refuse what is of another kind than declared, down to the entries: readers rely on it.
-
-    Raises:
-        ValueError: the first that is.
-    """
-    base, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
-    fields = _kinds(kind) if dataclasses.is_dataclass(base) else {}
-    wanted = (dict,) if fields else _AS_JSON.get(base, inner or (base,))
-    if wanted is None:
-        return
-    if type(value) not in wanted or (base is Literal and value not in inner):  # exactly: True is no number
-        told = " or ".join(inner if base is Literal else (each.__name__ for each in wanted))
-        raise ValueError(f"{place} should be {told}, is {value!r:.80}")
-    if isinstance(value, list):
-        items = [(number, item, inner[0]) for number, item in enumerate(value)]
-    elif isinstance(value, dict):
-        items = [(name, item, fields.get(name, Any) if fields else inner[1]) for name, item in value.items()]
-    else:
-        return
-    for name, item, its in items:
-        if type(item) is not its:  # the many ids of samples are strings, and no more is to be asked
-            _require(item, its, f"{place}.{name}".removeprefix("."))
-
-
-@functools.cache
-def _kinds(record: Any) -> Mapping[str, Any]:
-    return typing.get_type_hints(record)
-
-
-def _entry(kind: type[T], item: Mapping[str, Any]) -> T:
-    known = [entry.name for entry in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    return kind(**{name: item[name] for name in known if name in item})
 
 
 def _damaged(path: pathlib.Path, reason: str) -> RunError:

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import pathlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Literal, get_args
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field
 
 from driftlens.base.errors import Cancelled, DriftLensError, RunError
-from driftlens.base.files import free_bytes, from_json, plain_file, write_json_atomic
+from driftlens.base.files import free_bytes, plain_file, write_json_atomic
 from driftlens.runs.layout import EVENTS, STATUS
 from driftlens.runs.lock import utc_now
+from driftlens.runs.records import as_declared, as_plain
 from driftlens.runs.tables import plain
 
+
+def _with_zone(moment: str) -> str:
+    if moment and datetime.fromisoformat(moment).tzinfo is None:
+        raise ValueError("a time without a time zone")
+    return moment
+
+
+Moment = Annotated[str, AfterValidator(_with_zone)]
+Whole = Annotated[int, Field(lt=2**63)]
 State = Literal["queued", "running", "cancelling", "cancelled", "failed", "done"]
 
 
 @dataclass(frozen=True)
 class Failure:
     """Why a run ended early: the error's type, what happened, and what to do next."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
 
     type: str
     message: str
@@ -54,30 +66,19 @@ class Status:
         error: why it failed.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = {"allow_inf_nan": False}
+
     state: State
     phase: str = ""
-    done: int = 0
-    total: int | None = None
+    done: Whole = 0
+    total: Whole | None = None
     label: str = ""
     seconds: float = 0.0
     metrics: Mapping[str, float | None] = field(default_factory=dict)
-    heartbeat: str = ""
-    pid: int = 0
+    heartbeat: Moment = ""
+    pid: Whole = 0
     process_started: float | None = None
     error: Failure | None = None
-
-
-_NUMBER = (int, float, type(None))
-_SHAPES: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("state", "phase", "label", "heartbeat"), (str,)),
-    **dict.fromkeys(("done", "pid"), (int,)),
-    "total": (int, type(None)),
-    "seconds": (int, float),
-    "metrics": (dict,),
-    "process_started": _NUMBER,
-    "error": (dict, type(None)),
-}
-"""What may stand in status.json, by name."""
 
 
 def write_status(folder: pathlib.Path, status: Status) -> None:
@@ -86,10 +87,9 @@ def write_status(folder: pathlib.Path, status: Status) -> None:
     Raises:
         RunError: the folder can't be written to, or the disk is full.
     """
-    record = dataclasses.asdict(status)
     # JSON knows neither NaN nor infinity.
-    record["metrics"] = {name: plain(value) for name, value in status.metrics.items()}
-    write_json_atomic(folder / STATUS, record)
+    metrics = {name: plain(value) for name, value in status.metrics.items()}
+    write_json_atomic(folder / STATUS, as_plain(replace(status, metrics=metrics)))
 
 
 def read_status(folder: pathlib.Path) -> Status | None:
@@ -100,39 +100,13 @@ def read_status(folder: pathlib.Path) -> Status | None:
     """
     path = folder / STATUS
     try:
-        return _parsed(from_json(plain_file(path).read_text(encoding="utf-8")))
+        return as_declared(Status, plain_file(path).read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+    except (OSError, ValueError) as error:
         raise RunError(
             f"{path} can't be read: {error}", hint="Remove it; the results do not depend on it."
         ) from error
-
-
-def _parsed(record: Any) -> Status:
-    if not isinstance(record, dict):
-        raise TypeError(f"expected an object, found {type(record).__name__}")
-    values = {name: record[name] for name in _SHAPES if name in record}
-    for name, value in values.items():
-        _require_shape(name, value, _SHAPES[name])
-    if values["state"] not in get_args(State):
-        raise ValueError(f"no state is called {values['state']!r}")
-    for name, value in values.get("metrics", {}).items():
-        _require_shape(name, value, _NUMBER)
-    if values.get("heartbeat") and datetime.fromisoformat(values["heartbeat"]).tzinfo is None:
-        raise ValueError(f"heartbeat is {values['heartbeat']!r}, without a time zone")
-    if values.get("error") is not None:
-        values["error"] = Failure(**values["error"])
-        for name, value in vars(values["error"]).items():
-            _require_shape(name, value, (str,))
-    return Status(**values)
-
-
-def _require_shape(name: str, value: object, kinds: tuple[type, ...]) -> None:
-    if type(value) not in kinds:  # exactly: True is no number
-        raise TypeError(f"{name} is {value!r}")
-    if isinstance(value, (int, float)) and not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}")
 
 
 def final_state(error: BaseException) -> Literal["cancelled", "failed"]:

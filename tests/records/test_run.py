@@ -171,7 +171,7 @@ def test_pickled_features_are_not_unpickled(own: pathlib.Path) -> None:
         ('{"schema_version": "latest"}', "schema version 'latest'"),
         (
             '{"schema_version": "1.0", "id": "a", "name": "a", "created": "", "tasks": "cars"}',
-            "tasks should be list",
+            "tasks: input should be a valid",
         ),
         ('{"schema_version": "1.0", "id": "a", "name": "a", "created": "", "layers": [3]}', "is damaged"),
     ],

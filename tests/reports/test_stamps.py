@@ -15,9 +15,7 @@ from driftlens_reports.build import Report
 from driftlens_reports.facts import stamps
 from tests.records.factory import write_run
 
-DAMAGE = (
-    "status.json can't be read: expected an object, found list. Remove it; the results do not depend on it."
-)
+DAMAGE = "status.json can't be read: expected an object, got []. Remove it; the results do not depend on it."
 UNFINISHED = "This run is unfinished; what is missing may still come."
 
 

@@ -148,14 +148,6 @@ def repository_of(place: str) -> tuple[str, str | None]:
     return repository, revision or None
 
 
-def pretrained(place: str) -> dict[str, Any]:
-    """Arguments of a library's `from_pretrained` for a folder or Hub id, with or without a revision."""
-    if "@" not in place or expanded(place).exists():
-        return {"pretrained_model_name_or_path": place}
-    repository, revision = repository_of(place)
-    return {"pretrained_model_name_or_path": repository, "revision": revision}
-
-
 def hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
     """The folder in the local cache that holds a repository's weights and settings, downloaded if need be.
 
@@ -182,20 +174,26 @@ def hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
 
 
 def files_beside_weights(place: str, *, offline: bool = False) -> pathlib.Path | None:
-    """The folder with the settings and tokenizer of a folder or Hub repository; None for what is neither.
+    """The folder with the settings and tokenizer of a folder or Hub repository; None where there is none.
+
+    What is not in the local cache yet is downloaded as a whole, and announced as `hub_folder` does.
 
     Raises:
-        CheckpointError: the repository is not in the cache and may not be downloaded, or the download failed.
+        CheckpointError: the download failed.
     """
     from huggingface_hub import constants
 
     folder = expanded(place)
     if folder.is_dir() or not is_hub_id(place):
         return folder if folder.is_dir() else None
-    local = offline or constants.HF_HUB_OFFLINE
-    if not local:
-        log.warning("fetching the settings and tokenizer of %s from the Hugging Face Hub", place)
-    return _snapshot(place, [], local=local)
+    cached = None
+    with contextlib.suppress(CheckpointError):
+        cached = _snapshot(place, [], local=True)
+    if offline or constants.HF_HUB_OFFLINE:
+        return cached
+    if cached is None:
+        log.warning("fetching the configuration of %s from the Hugging Face Hub", place)
+    return _snapshot(place, [], local=False)
 
 
 def _snapshot(repository: str, patterns: list[str], *, local: bool) -> pathlib.Path:
@@ -230,8 +228,7 @@ def library_folder(place: str) -> pathlib.Path | None:
     name = place.removeprefix("hf-hub:").removeprefix("local-dir:")
     path = expanded(name)
     if not path.exists() and is_hub_id(name):
-        with contextlib.suppress(CheckpointError):  # what is not in the cache is not there
-            path = _snapshot(name, [], local=True)
+        path = files_beside_weights(name, offline=True) or path
     folder = path if path.is_dir() else path.parent
     is_there = name and path.exists() and any((folder / config).is_file() for config in _CONFIGS)
     return folder if is_there else None
@@ -277,26 +274,15 @@ def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, A
         CheckpointError: the file can't be fetched, or holds something else.
         IncompatibleModelsError: it asks for a model without end.
     """
-    found = config_file(source, file, offline=offline)
-    return None if found is None else _sane(read_json(found), source)
-
-
-def config_file(source: str, file: str, *, offline: bool = False) -> pathlib.Path | None:
-    """Where `file` of a folder or Hub repository lies, or None when it has no such file.
-
-    Raises:
-        SpecError: `source` is neither a folder nor a Hub id.
-        CheckpointError: the file can't be fetched.
-    """
-    folder = expanded(source)
-    if folder.is_dir():
-        return folder / file if (folder / file).is_file() else None
-    if not is_hub_id(source):
+    folder = files_beside_weights(source, offline=offline)
+    if folder is None and not is_hub_id(source):
         raise SpecError(
             f"{source!r} is neither a folder nor a Hub id",
             hint="Check `architecture.source`: a folder with a config, or owner/name as on the Hub.",
         )
-    return _fetched_file(source, file, offline)
+    if folder is None or not (folder / file).is_file():
+        return None
+    return _sane(read_json(folder / file), source)
 
 
 def _sane(config: dict[str, Any], source: str) -> dict[str, Any]:
@@ -349,25 +335,3 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object", hint="Restore it from the original.")
     return value
-
-
-def _fetched_file(repository: str, file: str, offline: bool) -> pathlib.Path | None:
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    name, revision = repository_of(repository)
-    cached = try_to_load_from_cache(name, file, revision=revision)
-    if offline or constants.HF_HUB_OFFLINE:
-        return pathlib.Path(cached) if isinstance(cached, str) else None
-    if not isinstance(cached, str):
-        # A warning, so that it is seen where logging is not set up: the network is never used silently.
-        log.warning("fetching %s of %s from the Hugging Face Hub", file, repository)
-    try:
-        return pathlib.Path(hf_hub_download(name, file, revision=revision))
-    except Exception as error:  # network, access, disk: the library's own errors and its HTTP client's
-        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            return None
-        raise CheckpointError(
-            f"{repository}: {file} can't be fetched from the Hub: {str(error).strip().splitlines()[0]}",
-            hint="Check the id and the network, log in if the model is gated, or give the path of a folder.",
-        ) from error

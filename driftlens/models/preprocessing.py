@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.checkpoints.loading import image_processor_config, pretrained, read_config
+from driftlens.checkpoints.loading import files_beside_weights, image_processor_config, read_config
 from driftlens.checkpoints.refusals import running
 from driftlens.checkpoints.tokenizer_files import tokenizer_in
 from driftlens.models.language.texts import UNLIMITED, Form, TextReader
@@ -106,7 +106,10 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     if image_processor_config(source, offline=offline) is not None:
         try:
             processor = transformers.AutoImageProcessor.from_pretrained(
-                **pretrained(source), local_files_only=offline, trust_remote_code=False, **plain
+                files_beside_weights(source, offline=offline),
+                local_files_only=True,
+                trust_remote_code=False,
+                **plain,
             )
         except (OSError, ValueError) as error:
             raise IncompatibleModelsError(

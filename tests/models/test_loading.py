@@ -21,7 +21,6 @@ from driftlens.checkpoints.loading import (
     companion_files,
     library_folder,
     open_checkpoint,
-    pretrained,
     read_config,
 )
 from driftlens.checkpoints.sources import StateSource, check_finite, content_digest, module_source, renamed
@@ -463,8 +462,6 @@ def test_a_revision_behind_an_id_is_the_one_that_is_read(hub_cache: pathlib.Path
     with pytest.raises(CheckpointError, match="someone/model@v2") as caught:
         open_checkpoint("someone/model@v2", offline=True)
     assert "hf download someone/model --revision v2" in caught.value.hint
-    assert pretrained("a/b@v1") == {"pretrained_model_name_or_path": "a/b", "revision": "v1"}
-    assert pretrained("a/b") == {"pretrained_model_name_or_path": "a/b"}
 
 
 def test_what_lies_beside_weights_is_found_by_folder_file_and_cached_id(hub_cache: pathlib.Path) -> None:

@@ -50,6 +50,8 @@ _NUMBERS = {
     "share": (100, "%.1f %%"),
     "points": (100, "%+.1f"),
     "error": (1, "%.1e"),
+    "signed": (1, "%+.3g"),
+    "relative": (100, "%+.1f %%"),
 }
 """How a table of numbers that are sorted as such writes each kind: factor and format."""
 _WATCH = "theme-watch"

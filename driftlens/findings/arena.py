@@ -10,7 +10,8 @@ from driftlens.base.errors import DataError
 from driftlens.base.variants import calibrated
 from driftlens.findings.features import COSINE, RELATIVE
 from driftlens.findings.measures import SCORE, common, mean, mean_change
-from driftlens.findings.reading import Kind, is_measured
+from driftlens.findings.reading import Kind, counted, is_measured
+from driftlens.findings.sentences import pairing
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain
@@ -80,15 +81,22 @@ def arena_sheet(
     kinds = {head: kind for at, (head, kind) in enumerate(kinds.items()) if at not in empty}
     table = [[cell for at, cell in enumerate(row) if at not in empty] for row in table]
     n = max((row["n"] for row in rows), default=0)
+    paired = {
+        row["model"]: row.get("change_paired", True) and row.get("behind_paired", True)
+        for row in rows
+        if is_measured(row.get("change_low")) or is_measured(row.get("behind_low"))
+    }
     said = [
-        f"Means over {len(run.tasks)} tasks"
-        + (f", {n} test samples" if n else "")
-        + "; 95 % intervals over samples, those of changes paired by sample. The first repair stands first on these "
-        "very samples, which flatters it a little against the others. One draw of calibration samples. Seconds are of "
-        "calibrating alone; memory is the process's peak by then, and energy that of all programs."
+        f"Means over {counted(len(run.tasks), 'task')}" + (f", {n} test samples" if n else "") + ".",
+        pairing(paired),
+        "The first repair stands first on these very samples, which flatters it a little against the others. One draw "
+        "of calibration samples. Seconds are of calibrating alone; memory is the process's peak by then, and energy "
+        "that of all programs.",
     ]
     said += [f"{name}: not made, as {reason}." for name, reason in (failed or {}).items()]
-    return Table.of("arena", f"Repairs of {run.name} beside each other", kinds, table, " ".join(said))
+    return Table.of(
+        "arena", f"Repairs of {run.name} beside each other", kinds, table, " ".join(filter(None, said))
+    )
 
 
 def _cost(run: DriftRun, name: str) -> dict[str, Any]:
@@ -101,12 +109,13 @@ def _cost(run: DriftRun, name: str) -> dict[str, Any]:
     return row | {"added": info.attached, "task_id": info.attached > 0}
 
 
-def _behind(run: DriftRun, leader: str, variant: str) -> dict[str, float]:
+def _behind(run: DriftRun, leader: str, variant: str) -> dict[str, Any]:
     """How the mean score changes from one calibrated variant to another, paired by sample; nothing where not scored."""
     for about, tasks in common(run, [leader, variant]):
         if about.role == SCORE.role:
             change = mean_change(run, about, tasks, (leader, variant))
-            return {"behind": change.value, "behind_low": change.low, "behind_high": change.high}
+            ends = {"behind": change.value, "behind_low": change.low, "behind_high": change.high}
+            return ends | {"behind_paired": change.paired}
     return {}
 
 
@@ -121,6 +130,7 @@ def _measured(run: DriftRun, variant: str, name: str) -> dict[str, Any]:
             if is_after:
                 change = mean_change(run, about, tasks, ("merged", variant))
                 row |= {"change": change.value, "change_low": change.low, "change_high": change.high}
+                row |= {"change_paired": change.paired}
         elif about in (RELATIVE, COSINE):
             row[about.name] = own.value
     return row

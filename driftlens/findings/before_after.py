@@ -17,18 +17,15 @@ from driftlens.base.intervals import Interval, mean_over_tasks, p_of
 from driftlens.base.metrics import ACCURACY, metric_called, title_of
 from driftlens.base.variants import calibrated, title
 from driftlens.findings.features import COSINE, DRIFT, DRIFT_CHANGE, RELATIVE
-from driftlens.findings.frame import Finding, Measure
+from driftlens.findings.frame import Finding
 from driftlens.findings.measures import SCORE, change, common, level, mean, mean_change
 from driftlens.findings.reading import (
     Kind,
     brief,
-    is_measured,
-    percent_interval,
-    points,
-    points_interval,
     signed,
 )
 from driftlens.findings.scores import score_of
+from driftlens.findings.sentences import paired_by_task, pairing
 from driftlens.findings.swept import rho_control
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
@@ -155,18 +152,9 @@ def calibration_document(run: DriftRun, name: str) -> dict[str, Any]:
 
 def score_change_note(rows: Sequence[Finding]) -> str:
     """What a reader must know about the intervals of these changes."""
-    if all(row.paired for row in rows if row.n):
-        if any(row.about.kind == "number" for row in rows):
-            return "Both models answered the same test samples, and intervals are paired by sample."
-        return "Both models answered the same test samples; intervals count the answers that changed."
-    text = (
-        "Single answers are not stored for all test samples: the interval there takes the two accuracies for "
-        "independent and is wider than it need be, as both models answered the same samples; `driftlens evaluate RUN "
-        "--again` stores them."
-    )
-    if any(row.answered == "diagnosis" for row in rows):
-        text += " Answers that changed are counted on the diagnosis samples."
-    return text
+    is_counted = any(row.answered == "diagnosis" for row in rows)
+    counted = "Answers that changed are counted on the diagnosis samples." if is_counted else ""
+    return " ".join(filter(None, [pairing(paired_by_task(rows)), counted]))
 
 
 def calibration_sheets(run: DriftRun, name: str) -> list[Table]:
@@ -307,25 +295,6 @@ def _moves(run: DriftRun, name: str) -> Table:
         "Norm of the change against the norm of the weights; objective after against before, on calibration samples "
         "(100 % is unchanged).",
     )
-
-
-def change_in_words(measure: Measure, before: float, change: Interval) -> str:
-    """A change with its interval: a share's in points, a length's against the one before, else in its own unit.
-
-    Where the interval holds 0, no change is claimed. Empty where nothing is compared.
-    """
-    if not is_measured(change.value):
-        return ""
-    if measure.kind == "share":
-        text, ends = f"{points(change.value)} points", points_interval(change.low, change.high)
-    elif measure.worse == "higher" and before:
-        at = change.scaled(1 / before)
-        text, ends = f"{points(at.value)} %", percent_interval(at.low, at.high)
-    else:
-        text = signed(change.value)
-        ends = f"{signed(change.low)} to {signed(change.high)}" if is_measured(change.low) else ""
-    claimed = "no clear change, " if change.low <= 0 <= change.high else ""
-    return f"{claimed}{text}{f' ({ends})' if ends else ''}"
 
 
 _SETTINGS = {"lam": "lambda", "rho": "rho", "alpha": "alpha"}

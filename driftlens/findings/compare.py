@@ -12,7 +12,7 @@ import pandas as pd
 from driftlens.base.errors import DataError
 from driftlens.base.files import PathLike
 from driftlens.base.intervals import Interval, MeanChange, Paired, mean_over_tasks
-from driftlens.base.metrics import ACCURACY
+from driftlens.base.metrics import ACCURACY, metric_called, title_of
 from driftlens.base.variants import expert_of, part_of
 from driftlens.findings.features import (
     COSINE,
@@ -24,7 +24,10 @@ from driftlens.findings.features import (
 )
 from driftlens.findings.frame import Finding, finding
 from driftlens.findings.measures import FLIPS, changes_between, level
+from driftlens.findings.reading import Kind
 from driftlens.findings.scores import changed_score, main_metrics, score_of
+from driftlens.findings.sentences import pairing
+from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun, open_run
 
 
@@ -109,6 +112,39 @@ def compare(
         mismatches=found,
         notes=tuple(_unverified(first, second, tasks)),
     )
+
+
+def comparison_table(rows: pd.DataFrame) -> Table:
+    """The rows of one pair of a comparison's `tasks` to be read; scores are in percent where all are shares."""
+    metrics = [metric_called(name) for name in dict.fromkeys(rows["metric"])]
+    of = title_of(metrics) if len(metrics) == 1 else "score"
+    is_share = all(metric.kind == "share" for metric in metrics)
+    score: Kind = "share" if is_share else "number"
+    change: Kind = "points" if is_share else "signed"
+    columns: list[tuple[str, Kind, list[str]]] = [
+        ("task", "text", ["task"]),
+        ("L2 drift", "number", ["drift_before", "drift_after"]),
+        (
+            "change of drift",
+            "relative",
+            ["drift_relative", "drift_relative_ci_low", "drift_relative_ci_high"],
+        ),
+        ("samples", "count", ["drift_n"]),
+        ("cosine", "number", ["cos_before", "cos_after"]),
+        ("change of cosine", "signed", ["cos_change"]),
+        ("flips", "share", ["flips_before", "flips_after"]),
+        (of, score, ["score_before", "score_after"]),
+        (f"change of {of}", change, ["score_change", "score_ci_low", "score_ci_high"]),
+        ("test samples", "count", ["n_test_after"]),
+    ]
+    if len(metrics) > 1:
+        columns.insert(1, ("metric", "text", ["metric"]))
+    ends = {1: ("",), 2: (" before", " after"), 3: ("", " low", " high")}
+    kinds = {f"{head}{end}": kind for head, kind, names in columns for end in ends[len(names)]}
+    values = rows[[name for _, _, names in columns for name in names]].to_numpy(dtype=object)
+    scored = rows[rows["score_ci_low"].notna()]
+    note = pairing(dict(zip(scored["task"], scored["score_paired"], strict=True)))
+    return Table.of("changes", "Change by task", kinds, values.tolist(), note)
 
 
 def mean_score_change(rows: pd.DataFrame) -> Interval:

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from driftlens.base.intervals import Interval
 
-Kind = Literal["text", "count", "number", "share", "points", "error", "p"]
-"""How values are written: as they are, whole, with four digits, in percent, a change in points, with an exponent; p."""
+Kind = Literal["text", "count", "number", "share", "points", "error", "p", "signed", "relative"]
+"""How values are written: as they are, whole, with three digits, in percent, a change in points, with an exponent; p;
+a change with its sign, and one of a length in percent."""
 
 NOT_MEASURED = "not measured"
 
@@ -31,8 +32,10 @@ def written(value: Any, kind: Kind, gap: str = NO_VALUE) -> str:
         return "yes" if value else "no"
     if isinstance(value, str) or kind in ("text", "count"):
         return str(value)
+    if kind == "relative":
+        return f"{points(value)} %"
     writers = {"number": number, "share": percent, "points": points, "error": error, "p": p_value}
-    return writers[kind](value)
+    return {**writers, "signed": signed}[kind](value)
 
 
 def number(value: float, digits: int = 3) -> str:

@@ -36,24 +36,32 @@ class Column(Part):
     )
 
 
+_HALF, _CHANGE = (" ± ", ""), (" → ", "")
+_TOGETHER: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
+    (("", " +-"), _HALF),
+    (("", " low", " high"), (" (", " to ", ")")),
+    ((" low", " high"), (" to ", "")),
+    ((" before", " after"), _CHANGE),
+)
+"""How headings end whose columns are one cell, and what stands behind each of its numbers."""
+
+
 @dataclass(frozen=True)
 class Shown:
-    """Columns that a reader sees as one: a number with half of its interval, or the two ends of one.
-
-    `at` are their places; `joint` stands between their texts.
-    """
+    """Columns that a reader sees as one: their heading, kind and places, and what stands behind the text of each."""
 
     head: str
     kind: Kind
     at: tuple[int, ...]
-    joint: str = ""
+    joints: tuple[str, ...] = ("",)
 
 
 class Table(Part):
     """Rows of values, unrounded.
 
     Half of an interval stands under its number's heading with `+-` behind; an interval's two ends stand under headings
-    that end in `low` and `high`. Read out, each pair is one cell.
+    that end in `low` and `high`, what was before a change and after it under such that end so. Read out, numbers that
+    belong together are one cell.
     """
 
     name: str = Field(description="Name of its own, for file names, anchors and labels.")
@@ -109,39 +117,34 @@ class Table(Part):
         )
 
     def shown(self) -> Iterator[Shown]:
-        """The columns as a reader sees them, pairs together, by the heading of the first unless both are ends."""
-        places = {column.name: at for at, column in enumerate(self.columns)}
+        """The columns as a reader sees them: a number with its interval, ends without a number, before and after."""
+        places, taken = {column.name: at for at, column in enumerate(self.columns)}, set[int]()
         for name, at in places.items():
-            spread, high = places.get(f"{name} +-"), places.get(f"{name.removesuffix(' low')} high")
-            kind = self.columns[at].kind
-            if spread is not None:
-                yield Shown(name, kind, (at, spread), " ± ")
-            elif name.endswith(" low") and high is not None:
-                yield Shown(INTERVAL, kind, (at, high), " to ")
-            elif not name.endswith((" +-", " high")):
-                yield Shown(name, kind, (at,))
+            if at not in taken:
+                head, own, joints = _cell_of(name, places)
+                taken |= {*own}
+                yield Shown(head, self.columns[at].kind, own, joints)
 
-    def cell(self, row: Sequence[Cell], shown: Shown, gap: str = NO_VALUE) -> list[str]:
-        """The texts of one cell: of a pair, those of both unless the first or a half is missing."""
-        texts = [written(row[shown.at[0]], shown.kind, gap)]
-        if len(shown.at) > 1 and row[shown.at[0]] is not None:
-            other = row[shown.at[1]]
-            if shown.joint == " to ":
-                texts = [texts[0].removesuffix(" %"), written(other, shown.kind, gap)]
-            elif isinstance(other, int | float):
-                texts.append(half(other, shown.kind))
-        return texts
-
-    def texts(self, *, plus_minus: str = "±", gap: str = NO_VALUE) -> list[list[str]]:
-        """The headings, then the rows as a reader sees them."""
-        columns = [*self.shown()]
+    def cell(self, row: Sequence[Cell], shown: Shown, gap: str = NO_VALUE) -> list[tuple[str, str]]:
+        """The texts of one cell with what stands behind each: only the first where others are missing or the same."""
+        values = [row[at] for at in shown.at]
+        texts = [written(value, shown.kind, gap) for value in values]
+        if None in values or (shown.joints == _CHANGE and len({*texts}) == 1):
+            return [(texts[0], "")]
+        if shown.joints == _HALF and isinstance(values[1], int | float):
+            texts[1] = half(values[1], shown.kind)
         return [
-            [shown.head for shown in columns],
-            *(
-                [shown.joint.replace("±", plus_minus).join(self.cell(row, shown, gap)) for shown in columns]
-                for row in self.rows
-            ),
+            (text.removesuffix(" %") if joint == " to " else text, joint)
+            for text, joint in zip(texts, shown.joints, strict=True)
         ]
+
+    def texts(self, *, ascii_only: bool = False, gap: str = NO_VALUE) -> list[list[str]]:
+        """The headings, then the rows as a reader sees them."""
+        columns, lines = [*self.shown()], list[list[str]]()
+        for row in self.rows:
+            cells = ["".join(map("".join, self.cell(row, shown, gap))) for shown in columns]
+            lines.append([_ascii(cell) for cell in cells] if ascii_only else cells)
+        return [[shown.head for shown in columns], *lines]
 
     def notes(self) -> str:
         """The note, and what a dash means where there is one."""
@@ -152,11 +155,28 @@ class Table(Part):
         table = pd.DataFrame(rows, columns=heads).to_string(index=False)
         return "\n".join(map(printable, [self.title, *table.split("\n"), self.notes()]))
 
+    def __str__(self) -> str:
+        return repr(self)
+
     def _repr_html_(self) -> str:
         """The table as a reader sees it, for notebooks."""
         heads, *rows = self.texts()
         table = pd.DataFrame(rows, columns=heads).to_html(index=False)
         return f"<b>{escape(self.title)}</b>{table}<p>{escape(printable(self.notes()))}</p>"
+
+
+def _cell_of(name: str, places: Mapping[str, int]) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
+    """Heading, places and joints of the cell that the column `name` begins."""
+    for ends, joints in _TOGETHER:
+        stem = name.removesuffix(ends[0])
+        own = tuple(places[stem + end] for end in ends if stem + end in places)
+        if name == stem + ends[0] and len(own) == len(ends):
+            return INTERVAL if ends[0] == " low" else stem, own, joints
+    return name, (places[name],), ("",)
+
+
+def _ascii(text: str) -> str:
+    return text.replace("±", "+-").replace("→", "->")
 
 
 UNITS = {

@@ -21,6 +21,7 @@ from driftlens.findings.features import RELATIVE
 from driftlens.findings.frame import Measure
 from driftlens.findings.measures import SCORE, change, common, level, mean, mean_change
 from driftlens.findings.reading import Kind, is_measured, written
+from driftlens.findings.sentences import paired_by_task, pairing
 from driftlens.findings.swept import rho_control
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun, remembered
@@ -389,10 +390,7 @@ def _note_on_tasks(run: DriftRun, found: Verdict, gap: Gap | None, last: str) ->
     rows = (
         [change(run, found.measure, task, (gap.against, gap.variant)) for task in gap.by_task] if gap else []
     )
-    unpaired = "not paired on all tasks, as single answers are not stored, so too wide"
-    return (
-        f"{note}. 95 % intervals over samples, {'paired' if all(row.paired for row in rows) else unpaired}."
-    )
+    return f"{note}. {pairing(paired_by_task(rows))}".rstrip()
 
 
 def others_sheet(run: DriftRun, found: Verdict) -> Table:

@@ -15,7 +15,7 @@ from driftlens.findings.reading import Kind
 from driftlens.findings.table import UNITS, Column, Part, Table
 from driftlens.runs.tables import plain
 
-VERSION = "2.1"
+VERSION = "2.2"
 """Of the JSON format. Within a major version fields are only ever added."""
 
 
@@ -71,6 +71,9 @@ class Change(Part):
     after: Estimate | None
     change: Estimate | None = Field(description="After minus before.")
     relative_change: float | None = Field(description="The change against the value before.")
+    words: str = Field(
+        default="", description="The change in words, with its interval; none is claimed where that holds 0."
+    )
 
 
 class Outcome(Part):

@@ -14,25 +14,25 @@ from driftlens.base.metrics import ACCURACY, METRICS, metric_called, title_of
 from driftlens.base.variants import calibrated, title
 from driftlens.findings.before_after import calibration_sheets, selection_sentences
 from driftlens.findings.checks import CheckReport, self_checks
-from driftlens.findings.compare import Comparison, mean_score_change
+from driftlens.findings.compare import Comparison, comparison_table, mean_score_change
 from driftlens.findings.features import DRIFT
 from driftlens.findings.listing import RunSummary
 from driftlens.findings.measures import SCORE, level
 from driftlens.findings.projection import Projection
 from driftlens.findings.reading import (
     NOT_MEASURED,
+    Kind,
+    counted,
     error,
     estimate,
     is_measured,
     number,
     p_value,
     percent,
-    percent_interval,
     points,
     points_interval,
     printable,
     setting_text,
-    signed,
     size,
     written,
 )
@@ -51,10 +51,6 @@ _SHOWN = 5
 """How many of the differences between two runs are listed."""
 _OTHER_ENDS = (("warn", "warned"), ("skip", "skipped"))
 _INDICATIVE = "Distances on the plane are indicative only; these numbers come from the features themselves."
-_INTERVAL_NOTE = (
-    "Single answers of the test samples are not stored on both sides: intervals of changes without their counts take "
-    "the two answers for independent and are too wide where both answered the same samples."
-)
 _FACTORS = ("lam", "rho", "alpha", "n")
 
 
@@ -155,7 +151,7 @@ def sheet_text(sheet: Table) -> str:
 def _sheet_lines(sheet: Table) -> list[str]:
     """Title, columns and notes of a table; a column of names starts at the left."""
     names = [shown for shown in sheet.shown() if shown.kind == "text"]
-    rows = aligned(sheet.texts(plus_minus="+-", gap="-"), num_names=len(names))
+    rows = aligned(sheet.texts(ascii_only=True, gap="-"), num_names=len(names))
     return [*filter(None, [sheet.title, *rows, sheet.notes()])]
 
 
@@ -254,9 +250,7 @@ def comparison_text(found: Comparison, equal: Equality | None = None, tolerance:
         parts.append([f"{heads[pair]}: {text}" for pair, rows in pairs for text in _mean(rows)])
     for pair, rows in pairs:
         mean = _mean(rows) if len(pairs) == 1 else []
-        parts.append([heads[pair], *mean, *_task_lines(rows), *_notes(rows)])
-    if any((rows["score_ci_low"].notna() & ~rows["score_paired"]).any() for _, rows in pairs):
-        parts.append([_INTERVAL_NOTE])
+        parts.append([heads[pair], *mean, *_sheet_lines(comparison_table(rows))[1:], *_notes(rows)])
     if found.notes and pairs:
         parts.append([f"{note[:1].upper()}{note[1:]}." for note in found.notes])
     return "\n\n".join("\n".join(printable(line) for line in part) for part in parts if part)
@@ -297,38 +291,6 @@ def projections_text(found: Sequence[Projection]) -> str:
     )
 
 
-def _task_lines(rows: pd.DataFrame) -> list[str]:
-    features = ["L2 drift", "change", "95 % interval", "samples", "cosine", "change"]
-    of = title_of(dict.fromkeys(map(metric_called, rows["metric"])))
-    header = ["task", *features, "flips", of, "change", "95 % interval", "samples"]
-    return aligned([header, *(_task_cells(row) for row in rows.to_dict("records"))], num_names=1)
-
-
-def _task_cells(row: dict[Any, Any]) -> list[str]:
-    return [
-        str(row["task"]),
-        _arrow(number(row["drift_before"]), number(row["drift_after"])),
-        "" if math.isnan(row["drift_relative"]) else f"{100 * row['drift_relative']:+.1f} %",
-        percent_interval(row["drift_relative_ci_low"], row["drift_relative_ci_high"]),
-        str(row["drift_n"]),
-        _arrow(number(row["cos_before"]), number(row["cos_after"])),
-        "" if math.isnan(row["cos_change"]) else f"{row['cos_change']:+.4f}",
-        _arrow(percent(row["flips_before"]), percent(row["flips_after"])),
-        *_score_cells(row),
-        str(row["n_test_after"]),
-    ]
-
-
-def _score_cells(row: dict[Any, Any]) -> list[str]:
-    before, after, change, low, high = (
-        row[f"score_{at}"] for at in ("before", "after", "change", "ci_low", "ci_high")
-    )
-    if metric_called(row["metric"]).kind == "share":
-        return [_arrow(percent(before), percent(after)), points(change), points_interval(low, high)]
-    ends = f"{signed(low)} to {signed(high)}" if is_measured(low) else ""
-    return [_arrow(number(before), number(after)), signed(change) if is_measured(change) else "", ends]
-
-
 def _notes(rows: pd.DataFrame) -> list[str]:
     """Where both answered the same samples: how many each side gained, and whether that may be chance."""
     return [
@@ -344,17 +306,13 @@ def _mean(rows: pd.DataFrame) -> list[str]:
     change = mean_score_change(rows)
     if len(rows) < 2 or not is_measured(change.low):
         return []
-    own = {"change": change.value, "ci_low": change.low, "ci_high": change.high}
-    _, mean, ends = _score_cells({**rows.iloc[0], **{f"score_{at}": value for at, value in own.items()}})
-    return [f"mean change over {len(rows)} tasks: {mean} ({ends}), p {p_value(p_of(change))}"]
+    kind: Kind = "points" if metric_called(rows["metric"].iloc[0]).kind == "share" else "signed"
+    p = p_value(p_of(change))
+    return [f"mean change over {counted(len(rows), 'task')}: {estimate(change, kind)}, p {p}"]
 
 
 def _value(value: float) -> str:
     return "" if math.isnan(value) else number(value)
-
-
-def _arrow(before: str, after: str) -> str:
-    return before if before == after else f"{before} -> {after}"
 
 
 def first_numbers_text(run: DriftRun, name: str) -> str:
@@ -366,14 +324,16 @@ def first_numbers_text(run: DriftRun, name: str) -> str:
     variants = ("merged", calibrated(name))
     metrics = main_metrics(run)
     of = title_of(dict.fromkeys(metrics.get(task, ACCURACY) for task in run.tasks))
-    rows = [["task", "L2 drift merged", name, "samples", f"{of} merged", name, "samples"]]
-    for task in run.tasks:
-        drifts, scores = (
-            [level(run, about, task, variant) for variant in variants] for about in (DRIFT, SCORE)
-        )
-        cells = [task, *(estimate(drift, "number") for drift in drifts), str(drifts[-1].n)]
-        rows.append([*cells, *(estimate(at, at.about.kind) for at in scores), str(scores[-1].n)])
-    return "\n".join(aligned(rows, num_names=1))
+    is_share = all(metric.kind == "share" for metric in metrics.values())
+    kinds, columns = dict[str, Kind](task="text"), [[*run.tasks]]
+    for about, head, kind in ((DRIFT, "L2 drift", "number"), (SCORE, of, "share" if is_share else "number")):
+        for variant in variants:
+            rows = [level(run, about, task, variant) for task in run.tasks]
+            kinds |= {f"{head} {title(variant)}{end}": kind for end in ("", " low", " high")}
+            columns += [[getattr(row, end) for row in rows] for end in ("value", "low", "high")]
+        kinds |= {"samples" if about is DRIFT else "test samples": "count"}
+        columns.append([row.n for row in rows])
+    return "\n".join(_sheet_lines(Table.of("first", "", kinds, [*zip(*columns, strict=True)])))
 
 
 def before_after_text(run: DriftRun, name: str, *, verbose: bool = False) -> str:

@@ -14,11 +14,11 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from driftlens.base.errors import DataError
-from driftlens.findings.compare import compare
+from driftlens.findings.compare import compare, comparison_table
 from driftlens.runs.run import open_run
 from driftlens.runs.writer import RunWriter
 from driftlens_app.jobs import command_line
-from driftlens_app.views.compare import of_task, readable
+from driftlens_app.views.compare import of_task
 from driftlens_app.views.export import Built, build, zipped
 from driftlens_reports.charts.page_curves import change_curves
 from tests.app.conftest import Open, shown_data
@@ -122,8 +122,9 @@ def _colour(app: AppTest) -> str:
 def test_the_interval_of_a_change_is_that_of_the_comparison(root: Path) -> None:
     rows = compare(root / "full", before="merged", after="calibrated:featcal").tasks
     row = rows.iloc[0]
-    wanted = f"{100 * row['accuracy_ci_low']:+.1f} to {100 * row['accuracy_ci_high']:+.1f}"
-    assert readable(rows)["interval"].iloc[0] == wanted
+    change, low, high = (f"{100 * row[f'accuracy_{end}']:+.1f}" for end in ("change", "ci_low", "ci_high"))
+    heads, first, *_ = comparison_table(rows).texts()
+    assert first[heads.index("change of accuracy")] == f"{change} ({low} to {high})"
 
 
 def test_runs_of_other_samples_are_compared_under_a_warning_that_names_the_field(

@@ -164,7 +164,7 @@ def test_changes_of_accuracy_have_an_interval_on_test_samples_and_say_which_are_
         assert f"| {' | '.join(cells)} |" in card
         counts = [f"{entry.answers.n}", f"{entry.answers.gained}", f"{entry.answers.lost}"]
         assert f"| {entry.task} | test | {' | '.join(counts)} |" in card
-    assert "| p |" in card and "wider than it need be" not in card
+    assert "| p |" in card and "not paired" not in card
 
 
 def test_models_samples_and_recipe_are_named_by_digest(run: DriftRun, card: str) -> None:

@@ -15,11 +15,10 @@ from driftlens.findings.before_after import (
     calibration_sheets,
     score_changes,
 )
-from driftlens.findings.compare import compare
+from driftlens.findings.compare import compare, comparison_table
 from driftlens.findings.measures import common, mean, mean_change
 from driftlens.findings.scores import change_of, interval_of, main_metrics
 from driftlens.runs.run import DriftRun
-from driftlens_app.views.compare import readable
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
@@ -126,4 +125,6 @@ def test_charts_exhibits_and_reports_show_what_the_run_has(scored: DriftRun) -> 
     rows = exhibits["accuracy"].draw([scored], ExhibitOptions()).data
     assert "similar (Spearman correlation)" in set(rows["column"]) and "words" not in " ".join(rows["column"])
     changes = compare(scored).tasks
-    assert readable(changes).set_index("task").loc["words", "interval"].startswith("-")
+    heads, *rows = comparison_table(changes).texts()
+    (words,) = [row for row in rows if row[0] == "words"]
+    assert words[1] == "perplexity" and heads[-2] == "change of score" and words[-2].startswith("-")

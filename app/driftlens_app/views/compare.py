@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pandas as pd
 import streamlit as st
-from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.base.errors import DataError
-from driftlens.base.metrics import metric_called, title_of
 from driftlens.base.variants import part_of, title
-from driftlens.findings.compare import Comparison, compare
-from driftlens.findings.reading import is_measured, percent_interval, points_interval, signed
+from driftlens.findings.compare import Comparison, compare, comparison_table
 from driftlens.runs.run import DriftRun
 from driftlens_app.jobs.requests import comparisons
 from driftlens_app.pages import path_of
@@ -30,7 +26,6 @@ from driftlens_app.show import (
     show_data,
     show_drawn,
     show_sheet,
-    show_table,
     shown_errors,
 )
 from driftlens_reports.charts.chart import Drawn
@@ -40,25 +35,6 @@ from driftlens_reports.merges import draw_merges, merges_sheet, read_merges
 
 _SAYS = "What changes from one model to another, over all layers: a negative change is an improvement."
 _SAME = "this run"
-_COLUMNS: dict[str, Any] = {
-    "drift_before": NumberColumn("L2 drift before", format="%.3g"),
-    "drift_after": NumberColumn("after", format="%.3g"),
-    "drift_relative": NumberColumn("change", format="%+.1f %%"),
-    "drift_interval": TextColumn(
-        "95 % interval ", help="Of the change of drift; paired where both measured the same samples."
-    ),
-    "cos_before": NumberColumn("cosine before", format="%.3f"),
-    "cos_change": NumberColumn("change ", format="%+.3f"),
-    "flips_before": NumberColumn("flips before", format="%.1f %%"),
-    "flips_change": NumberColumn("points", format="%+.1f"),
-    "score_before": None,
-    "score_change": None,
-    "interval": TextColumn(
-        "95 % interval", help="Of the change of score; paired where both answered the same test samples."
-    ),
-}
-_SHARES = ("drift_relative", "flips_before", "flips_change")
-_SCORES = ("score_before", "score_change")
 
 
 def show() -> None:
@@ -86,9 +62,7 @@ def _changes(chosen: Selection) -> None:
     names = f"{found.before.id}-{found.after.id}"
     st.subheader("Change by layer", anchor=False)
     show_drawn("change", names, _curves(found, chosen.task, is_dark(), is_narrow()))
-    st.subheader("Change by task", anchor=False)
-    alt = "Drift, cosine, flips and score by task, before and after"
-    show_table(readable(found.tasks), {**_COLUMNS, **_scored(found.tasks)}, key="changes", alt=alt)
+    show_sheet(comparison_table(found.tasks))
     show_data(found.tasks, f"{names}-tasks", key="data-tasks")
 
 
@@ -172,35 +146,3 @@ def of_task(found: Comparison, task: str | None) -> Comparison:
     if kept["tasks"].empty:
         raise DataError(f"only one of the runs has the task {task!r}", hint="Choose another task.")
     return replace(found, **kept)
-
-
-def readable(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of a comparison's tasks for reading: shares in percent, the intervals in words."""
-    drift = (rows[f"drift_relative_ci_{end}"] for end in ("low", "high"))
-    scores = (rows[f"score_ci_{end}"] for end in ("low", "high"))
-    write = points_interval if _are_shares(rows) else _interval
-    rows = rows.assign(drift_interval=[*map(percent_interval, *drift)], interval=[*map(write, *scores)])
-    shown = rows[["task", *_COLUMNS]].copy()
-    shown[[*_SHARES, *(_SCORES if _are_shares(rows) else ())]] *= 100
-    return shown
-
-
-def _scored(rows: pd.DataFrame) -> dict[str, Any]:
-    """The columns of scores, in percent where all are shares of right answers; one of metrics where they differ."""
-    of = title_of(dict.fromkeys(map(metric_called, rows["metric"])))
-    formats, change = (
-        (("%.1f %%", "%+.1f"), "points ") if _are_shares(rows) else (("%.3g", "%+.3g"), "change  ")
-    )
-    heads = (f"{of} before", change)
-    return {
-        name: NumberColumn(head, format=form)
-        for name, head, form in zip(_SCORES, heads, formats, strict=True)
-    }
-
-
-def _are_shares(rows: pd.DataFrame) -> bool:
-    return all(metric_called(name).kind == "share" for name in rows["metric"])
-
-
-def _interval(low: float, high: float) -> str:
-    return f"{signed(low)} to {signed(high)}" if is_measured(low) else ""

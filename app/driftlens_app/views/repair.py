@@ -12,10 +12,10 @@ from driftlens.base.variants import title
 from driftlens.findings.arena import arena_sheet
 from driftlens.findings.before_after import (
     calibration_sheets,
-    change_in_words,
     selection_sentences,
 )
 from driftlens.findings.reading import estimate, size, written
+from driftlens.findings.sentences import change_in_words
 from driftlens.findings.table import Table
 from driftlens.findings.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.layout import begun_calibration, calibration_folder, calibration_weights

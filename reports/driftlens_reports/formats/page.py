@@ -21,7 +21,6 @@ from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.theme import palette
 from driftlens_reports.content import ReportContent
 from driftlens_reports.paper.style import PAGE, PAGE_WIDTH, encode, sheet
-from driftlens_reports.sections.verdict import signed
 
 if TYPE_CHECKING:
     import jinja2
@@ -176,7 +175,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.globals.update(zip=zip)
-    environment.filters.update(anchor=_anchor, looks=_looks, prose=_prose, signed=signed, written=written)
+    environment.filters.update(anchor=_anchor, looks=_looks, prose=_prose, written=written)
     return environment
 
 

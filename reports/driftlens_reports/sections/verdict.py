@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from driftlens.base.intervals import Interval
 from driftlens.base.variants import control_of, part_of, title
-from driftlens.findings.before_after import change_in_words
 from driftlens.findings.checks import CheckReport, Status, self_checks
 from driftlens.findings.features import RELATIVE
-from driftlens.findings.frame import Measure
 from driftlens.findings.measures import common, level, mean, mean_change
 from driftlens.findings.reading import Kind
+from driftlens.findings.sentences import change_in_words
 from driftlens.findings.summary import final_sheet
 from driftlens.findings.table import Table
 from driftlens.findings.verdict import shareable, task_sheet, verdict
@@ -55,6 +54,7 @@ def _changes(run: DriftRun, compared: Sequence[str | None]) -> Iterator[Change]:
             control=_estimate(control),
             after=_estimate(after),
             change=_estimate(change),
+            words=change_in_words(about, before.value, change) if change and before else "",
             relative_change=plain(change.value / before.value)
             if change and before and before.value
             else None,
@@ -136,15 +136,7 @@ def _means_table(verdict: Verdict) -> Table:
     )
 
 
-def signed(change: Change) -> str:
-    """A change in words, with its interval."""
-    assert change.change is not None and change.before is not None
-    measure, at = Measure(change.measure, change.kind, change.worse), change.change
-    ends = (float("nan") if end is None else end for end in (at.low, at.high))
-    return change_in_words(measure, change.before.value, Interval(at.value, *ends, at.n))
-
-
-def check_sentence(outcome: Outcome, noun: str) -> str:
+def checks_sentence(outcome: Outcome, noun: str) -> str:
     """How many checks hold, in words; that none was executed is said."""
     executed = outcome.passed + outcome.warned + outcome.failed
     if not executed:
@@ -158,12 +150,12 @@ def check_sentence(outcome: Outcome, noun: str) -> str:
 
 def checks_parts(self_checks: CheckReport, checks: CheckReport | None) -> tuple[list[str], list[Table]]:
     """Sentences and tables of the self-checks that every run has, and of the user's checks where there are any."""
-    sentences = [check_sentence(outcome_of(self_checks), "self-check")]
+    sentences = [checks_sentence(outcome_of(self_checks), "self-check")]
     tables = [
         _check_table("self-checks", "Self-checks: claims that are exact in theory", self_checks, "error")
     ]
     if checks is not None:
-        sentences.append(check_sentence(outcome_of(checks), "check"))
+        sentences.append(checks_sentence(outcome_of(checks), "check"))
         tables.append(_check_table("checks", "Checks asked for", checks))
     return sentences, tables
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -106,45 +107,64 @@ class MergeMethod:
         """Whether calibration samples are needed."""
         return self.reads_moments or self.reads == "samples"
 
-    def resolve(
-        self, parameters: Mapping[str, object], *, has_base: bool = True, without: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        """All settings of the method, those given over the defaults.
+    def with_settings(self, parameters: Mapping[str, object]) -> Merge:
+        """The method with all its settings, those given over the defaults.
+
+        Raises:
+            SpecError: a setting the method does not have, or a value that is not allowed.
+        """
+        return Merge(self, resolve(self.function, parameters, f"merge method {self.name!r}"))
+
+
+class Merge(NamedTuple):
+    """A merge method with all its settings."""
+
+    method: MergeMethod
+    settings: Mapping[str, Any]
+
+    def require(self, *, has_base: bool, without: Sequence[str]) -> None:
+        """Refuse models that lack what the method reads.
 
         Args:
-            parameters: those given.
             has_base: whether there is a base.
             without: tasks of which there are no calibration samples.
 
         Raises:
-            SpecError: a setting the method does not have, a value that is not allowed, or a base or calibration samples
-                are needed and there are none.
+            SpecError: a base or calibration samples are needed and there are none.
         """
-        settings = resolve(self.function, parameters, f"merge method {self.name!r}")
-        if not has_base and (self.needs_base or (self.reads_sites and merge_methods[self.others].needs_base)):
+        method = self.method
+        if not has_base and (
+            method.needs_base or (method.reads_sites and merge_methods[method.others].needs_base)
+        ):
             raise SpecError(
-                f"merge method {self.name!r} needs a base",
+                f"merge method {method.name!r} needs a base",
                 hint="Add `base: {weights: FILE}` to the spec; without a base there is `method: average`.",
             )
-        if self.runs_models and without:
+        if method.runs_models and without:
             raise SpecError(
-                f"merge method {self.name!r} reads calibration samples, and there are none of {', '.join(without)}",
+                f"merge method {method.name!r} reads calibration samples, and there are none of {', '.join(without)}",
                 hint=f"Add data.{without[0]}: {{kind: imagefolder, ...}} to the spec; labels are not needed.",
             )
-        return settings
 
-    def record(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """What is written down of a merge by this method with these settings."""
-        known = {"method": self.name, "title": self.title, "source": self.source, "reads": self.reads}
-        return {**known, "parameters": dict(sorted(settings.items()))}
+    @property
+    def record(self) -> dict[str, Any]:
+        """What is written down of it."""
+        known = {name: getattr(self.method, name) for name in ("title", "source", "reads")}
+        return {"method": self.method.name, **known, "parameters": dict(sorted(self.settings.items()))}
 
-    def rest(self, settings: Mapping[str, object]) -> tuple[MergeFunction, dict[str, Any]]:
-        """The function for what is no linear module, and its settings, given the method's own."""
-        if self.others == self.name:
-            return self.function, dict(settings)
-        entry = merge_methods[self.others]
-        known = [setting.name for setting in settings_of(entry.function)]
-        return entry.function, entry.resolve({name: settings[name] for name in known if name in settings})
+    @property
+    def rest(self) -> Merge:
+        """The merge of what is no linear module, where those come one by one."""
+        if self.method.others == self.method.name:
+            return self
+        others = merge_methods[self.method.others]
+        known = [setting.name for setting in settings_of(others.function) if setting.name in self.settings]
+        return others.with_settings({name: self.settings[name] for name in known})
+
+
+def merge_called(name: str, parameters: Mapping[str, object] = MappingProxyType({})) -> Merge:
+    """The merge by a registered method; a SpecError where there is none, or as for `with_settings`."""
+    return merge_methods[name].with_settings(parameters)
 
 
 class _MergeMethods(Registry[MergeMethod]):

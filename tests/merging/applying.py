@@ -97,10 +97,12 @@ def apply(
     """What the method makes of a base and experts."""
     settings = FEW.get(method.name, {}) | settings
     if method.reads in ("entry", "tensor"):
-        found: dict[str, Tensor] = method.function(base, experts, **method.resolve(settings))
+        found: dict[str, Tensor] = method.function(base, experts, **method.with_settings(settings).settings)
         return found
     models = open_models(base, experts)
-    source = merged_source(models, method.name, settings, study_of(models) if method.runs_models else None)
+    source = merged_source(
+        models, method.with_settings(settings), study_of(models) if method.runs_models else None
+    )
     return {name: source.read(name) for name in source.headers}
 
 

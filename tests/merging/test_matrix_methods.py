@@ -36,7 +36,9 @@ def matrices(*shape: int, count: int = 3, seed: int = 0) -> list[Tensor]:
 def merged(name: str, base: Tensor, experts: Sequence[Tensor], **settings: Any) -> Tensor:
     method = merge_methods[name]
     by_task = {task: {"weight": expert} for task, expert in zip("abcdefgh", experts, strict=False)}
-    found: Tensor = method.function({"weight": base}, by_task, **method.resolve(settings))["weight"]
+    found: Tensor = method.function({"weight": base}, by_task, **method.with_settings(settings).settings)[
+        "weight"
+    ]
     return found
 
 

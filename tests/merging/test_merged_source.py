@@ -29,7 +29,7 @@ from driftlens.checkpoints.sources import TensorsSource
 from driftlens.engine.site_rows import rows_and_output
 from driftlens.jobs.study import merging
 from driftlens.jobs.study.merging import merged_source, site_moments
-from driftlens.merging.method import Reads, merge_methods
+from driftlens.merging.method import Reads, merge_called, merge_methods
 from tests.merging.applying import FEW, Tensors, open_models, random_model, study_of
 from tests.zoo import hand_made as tiny
 
@@ -66,12 +66,12 @@ def test_large_tensors_come_in_runs_of_rows_only_where_every_entry_stands_by_its
         seen.extend(value.numel() for value in base.values())
         return {name: (experts["a"][name] + experts["b"][name]) / 2 for name in base}
 
-    pieces = merged_source(models, filed(entry, "entry"), {})
+    pieces = merged_source(models, merge_called(filed(entry, "entry")))
     assert 200 >= max(seen) > 0 and sum(seen) == sum(value.numel() for value in BASE.values())
     seen.clear()
     with merge_methods.temporary():
         merge_methods.method("whole", title="", source="", laws=set(), reads="tensor")(entry)
-        whole = merged_source(models, "whole", {})
+        whole = merged_source(models, merge_called("whole"))
     assert max(seen) == max(value.numel() for value in BASE.values())
     for name in BASE:
         assert torch.equal(pieces.read(name), whole.read(name))
@@ -81,7 +81,7 @@ def test_large_tensors_come_in_runs_of_rows_only_where_every_entry_stands_by_its
 def test_arithmetic_is_in_float32_and_the_result_in_the_dtype_of_the_base() -> None:
     half = {name: value.half() for name, value in BASE.items()}
     models = open_models(half, EXPERTS)
-    merged = merged_source(models, "task_arithmetic", {"scaling": 0.5})
+    merged = merged_source(models, merge_called("task_arithmetic", {"scaling": 0.5}))
     for name, start in half.items():
         vectors = sum(expert[name] - start.float() for expert in EXPERTS.values())
         assert torch.equal(merged.read(name), (start.float() + 0.5 * vectors).half())
@@ -97,7 +97,9 @@ def test_integers_are_those_of_the_base_and_no_method_sees_them(tmp_path: pathli
         assert "steps" not in base and len(base) == len(BASE)
         return ((name, experts["a"][name]) for name in base)
 
-    merged = merged_source(models, filed(model, "model"), {}, beside=tmp_path / "merged.safetensors")
+    merged = merged_source(
+        models, merge_called(filed(model, "model")), beside=tmp_path / "merged.safetensors"
+    )
     assert torch.equal(merged.read("steps"), count)
     assert torch.equal(merged.read("norm.weight"), EXPERTS["a"]["norm.weight"])
     assert not list(tmp_path.iterdir())
@@ -115,7 +117,7 @@ def test_a_weight_that_two_modules_share_is_merged_once() -> None:
         called.append(base["weight"])
         return experts["b"]
 
-    merged = merged_source(models, filed(site, "site"), {})
+    merged = merged_source(models, merge_called(filed(site, "site")))
     assert len(called) == 3 * 6 - 1
     assert torch.equal(merged.read("blocks.0.query.bias"), EXPERTS["b"]["blocks.0.query.bias"])
 
@@ -151,7 +153,7 @@ def test_what_a_method_may_not_give_is_refused(fault: str, tmp_path: pathlib.Pat
             yield from given(name, value)
 
     with pytest.raises(kind, match=message):
-        merged_source(open_models(BASE, EXPERTS), filed(model, "model"), {}, beside=tmp_path / "x")
+        merged_source(open_models(BASE, EXPERTS), merge_called(filed(model, "model")), beside=tmp_path / "x")
     assert not list(tmp_path.iterdir())
 
 
@@ -166,7 +168,7 @@ def test_the_file_that_holds_nan_is_named_whatever_is_read(reads: Reads) -> None
 
     study = study_of(models) if reads == "moments" else None
     with pytest.raises(NumericsError, match=r"^b: tensor 'blocks\.1\.up\.weight'"):
-        merged_source(models, filed(toy, reads), {}, study)
+        merged_source(models, merge_called(filed(toy, reads)), study)
 
 
 @pytest.mark.parametrize("reads", ["entry", "site", "model"])
@@ -179,7 +181,7 @@ def test_progress_goes_by_tensor_and_a_merge_can_be_cancelled_on_its_way(
 
     models, events, token = open_models(BASE, EXPERTS), [], CancelToken()
     method = filed(toy, reads)
-    merged_source(models, method, {}, reporter=Reporter(events.append))
+    merged_source(models, merge_called(method), reporter=Reporter(events.append))
     done = [event.done for event in events]
     assert done == sorted(done) and set(done) == set(range(len(BASE) + 1))
     assert {event.total for event in events} == {len(BASE)}
@@ -190,7 +192,7 @@ def test_progress_goes_by_tensor_and_a_merge_can_be_cancelled_on_its_way(
 
     reporter = Reporter(stop, token)
     with pytest.raises(Cancelled):
-        merged_source(models, method, {}, beside=tmp_path / "merged.safetensors", reporter=reporter)
+        merged_source(models, merge_called(method), beside=tmp_path / "merged.safetensors", reporter=reporter)
     assert not list(tmp_path.iterdir())
 
 
@@ -203,7 +205,7 @@ def test_one_thread_computes_and_what_torch_was_given_comes_back(threads: None) 
             yield name, value[..., None] if len(seen) == 5 else value
 
     with pytest.raises(ShapeError):
-        merged_source(open_models(BASE, EXPERTS), filed(model, "model"), {})
+        merged_source(open_models(BASE, EXPERTS), merge_called(filed(model, "model")))
     assert seen == [1] * 5 and torch.get_num_threads() == 2
 
 
@@ -220,7 +222,7 @@ def test_two_threads_give_bit_by_bit_what_one_gives(
     for count in (1, 2):
         torch.set_num_threads(count)
         study = study_of(models) if method.runs_models else None
-        merged = merged_source(models, name, FEW.get(name, {}), study)
+        merged = merged_source(models, merge_called(name, FEW.get(name, {})), study)
         assert torch.get_num_threads() == count
         written = (merged.read(key).numpy().tobytes() for key in sorted(merged.headers))
         digests.append(hashlib.sha256(b"".join(written)).hexdigest())
@@ -235,7 +237,9 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
 
     monkeypatch.setattr(pathlib.Path, "write_bytes", full)
     with pytest.raises(RunError, match="No space left"):
-        merged_source(open_models(BASE, EXPERTS), "average", {}, beside=tmp_path / "merged.safetensors")
+        merged_source(
+            open_models(BASE, EXPERTS), merge_called("average"), beside=tmp_path / "merged.safetensors"
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -244,7 +248,7 @@ def test_methods_that_run_models_want_a_study_with_calibration_samples() -> None
         return base
 
     with pytest.raises(SpecError, match="none of a, b"):
-        merged_source(open_models(BASE, EXPERTS), filed(regmean, "moments"), {})
+        merged_source(open_models(BASE, EXPERTS), merge_called(filed(regmean, "moments")))
 
 
 def test_a_base_that_only_the_rule_for_the_rest_needs_is_needed_too() -> None:
@@ -256,11 +260,12 @@ def test_a_base_that_only_the_rule_for_the_rest_needs_is_needed_too() -> None:
     baseless = type(models)(models.architecture, None, sources, {})
     filed(site, "site", needs_base=False, others="task_arithmetic")
     with pytest.raises(SpecError, match="needs a base"):
-        merged_source(baseless, "toy", {})
+        merged_source(baseless, merge_called("toy"))
     with merge_methods.temporary():
         merge_methods.method("plain", title="", source="", laws=set(), reads="site", needs_base=False)(site)
         assert torch.equal(
-            merged_source(baseless, "plain", {}).read("blocks.2.up.bias"), EXPERTS["a"]["blocks.2.up.bias"]
+            merged_source(baseless, merge_called("plain")).read("blocks.2.up.bias"),
+            EXPERTS["a"]["blocks.2.up.bias"],
         )
 
 
@@ -269,7 +274,7 @@ def test_the_rule_for_the_rest_gets_the_settings_it_shares() -> None:
         return dict(base)
 
     filed(site, "site", others="task_arithmetic")
-    merged = merged_source(open_models(BASE, EXPERTS), "toy", {"scaling": 0.7})
+    merged = merged_source(open_models(BASE, EXPERTS), merge_called("toy", {"scaling": 0.7}))
     vectors = sum(expert[NAME] - BASE[NAME] for expert in EXPERTS.values())
     torch.testing.assert_close(merged.read(NAME), BASE[NAME] + 0.7 * vectors)
     assert torch.equal(merged.read("blocks.0.up.weight"), BASE["blocks.0.up.weight"])

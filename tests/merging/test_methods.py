@@ -51,9 +51,9 @@ def test_every_method_has_words_for_an_anchor_that_hold(name: str) -> None:
     """Where they name a scaling, merging with it is that anchor."""
     method, rho, scaling = merge_methods[name], 1.5, 0.4
     has_scaling = "scaling" in {setting.name for setting in settings_of(method.function)}
-    settings = method.resolve({"scaling": scaling} if has_scaling else {})
-    plan: Any = SimpleNamespace(control="baseline:x", hyperparameters={"rho": rho})
-    manifest: Any = SimpleNamespace(merge=method.record(settings))
+    merge = method.with_settings({"scaling": scaling} if has_scaling else {})
+    plan: Any = SimpleNamespace(control="baseline:x", calibrator=SimpleNamespace(anchor_reach=rho))
+    manifest: Any = SimpleNamespace(merge=merge.record)
     (words,) = _anchor(plan, manifest)
     assert "the anchor is base + 1.5 (merged - base)" in words and method.title in words
     if "with scaling 0.6 in place of 0.4" in words:
@@ -92,7 +92,7 @@ def test_task_arithmetic_by_hand() -> None:
 )
 def test_bad_parameters_are_refused(parameters: dict[str, object], message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        merge_methods["task_arithmetic"].resolve(parameters)
+        merge_methods["task_arithmetic"].with_settings(parameters)
 
 
 def test_an_unknown_method_names_those_there_are() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from driftlens.base.errors import Cancelled, SpecError
 from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.jobs.study.merging import merged_source
-from driftlens.merging.method import merge_methods
+from driftlens.merging.method import merge_called, merge_methods
 from driftlens.models.score_maps import LinearHead
 from tests.merging.applying import (
     apply,
@@ -82,10 +82,12 @@ def test_a_task_without_a_score_map_is_refused_before_anything_is_written(
     study = study_of(models)
     tasks = {**study.tasks, "b": dataclasses.replace(study.tasks["b"], head=None)}
     with pytest.raises(SpecError, match="there is none of b") as caught:
-        merged_source(models, name, {}, dataclasses.replace(study, tasks=tasks), beside=tmp_path / "x")
+        merged_source(
+            models, merge_called(name), dataclasses.replace(study, tasks=tasks), beside=tmp_path / "x"
+        )
     assert "heads.b" in caught.value.hint and not list(tmp_path.iterdir())
     with pytest.raises(SpecError, match="calibration samples"):
-        merged_source(models, name, {}, beside=tmp_path / "x")
+        merged_source(models, merge_called(name), beside=tmp_path / "x")
 
 
 @pytest.mark.parametrize("name", ["fisher", "adamerging"])
@@ -100,7 +102,7 @@ def test_labels_are_not_read_and_the_order_of_tasks_does_not_matter(name: str) -
             samples = dataclasses.replace(at.calibration, labels=(label,) * len(at.calibration))
             tasks[task] = dataclasses.replace(at, calibration=samples)
         settings = {"steps": 2} if name == "adamerging" else {}
-        source = merged_source(models, name, settings, dataclasses.replace(study, tasks=tasks))
+        source = merged_source(models, merge_called(name, settings), dataclasses.replace(study, tasks=tasks))
         return {key: source.read(key) for key in source.headers}
 
     first, second = merged("abc", "x"), merged("cab", "z")
@@ -119,7 +121,11 @@ def test_every_batch_is_told_of_and_the_next_one_can_be_cancelled(name: str, tmp
     settings = {"steps": 50, "batch_size": 4} if name == "adamerging" else {}
     with pytest.raises(Cancelled):
         merged_source(
-            models, name, settings, study_of(models), beside=tmp_path / "x", reporter=Reporter(see, token)
+            models,
+            merge_called(name, settings),
+            study_of(models),
+            beside=tmp_path / "x",
+            reporter=Reporter(see, token),
         )
     total = 3 * (50 * 4 if name == "adamerging" else 6)
     assert [(event.done, event.total) for event in events if event.phase == "ask"][-1] == (8, total)
@@ -133,6 +139,6 @@ def test_exact_information_of_a_vocabulary_is_refused_before_anything_is_compute
     tasks = {**study.tasks, "b": dataclasses.replace(study.tasks["b"], head=words)}
     study, events = dataclasses.replace(study, tasks=tasks), list[ProgressEvent]()
     with pytest.raises(SpecError, match="3,000 classes would take 18,000 backward passes") as caught:
-        merged_source(models, "fisher", {}, study, reporter=Reporter(events.append))
+        merged_source(models, merge_called("fisher"), study, reporter=Reporter(events.append))
     assert "estimator=batch_sqrt" in caught.value.hint and not events
-    merged_source(models, "fisher", {"estimator": "batch_sqrt"}, study)
+    merged_source(models, merge_called("fisher", {"estimator": "batch_sqrt"}), study)

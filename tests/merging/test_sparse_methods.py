@@ -221,7 +221,7 @@ def test_model_stock_is_the_formula_of_the_mean_cosine() -> None:
 )
 def test_settings_out_of_range_are_refused(name: str, settings: dict[str, object], message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        merge_methods[name].resolve(settings)
+        merge_methods[name].with_settings(settings)
 
 
 def test_the_karcher_mean_of_equal_experts_is_one_of_them_whatever_the_tolerance() -> None:

@@ -17,7 +17,7 @@ from driftlens.findings.before_after import score_changes
 from driftlens.findings.verdict import shareable, verdict
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.study.card import escaped, merge_card, model_card, renew_cards
-from driftlens.merging.method import merge_methods
+from driftlens.merging.method import merge_called
 from driftlens.runs.attaching import attach
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import DriftRun, open_run
@@ -81,10 +81,9 @@ def test_parents_on_the_hub_and_their_license_are_named(tmp_path: pathlib.Path) 
     origins = {model: hub_copy(tmp_path, model[:4], front) for model, front in fronts.items()}
     for origin in origins.values():
         pathlib.Path(origin).touch()
-    entry = merge_methods["task_arithmetic"]
     card = functools.partial(
         merge_card,
-        entry.record({"scaling": 0.3}),
+        merge_called("task_arithmetic", {"scaling": 0.3}).record,
         {"loader": "hf-clip", "source": "/home/me/model"},
         notices=["/home/me/model has none"],
     )

@@ -15,6 +15,7 @@ import driftlens as dl
 from driftlens.base.errors import NumericsError, SpecError
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest import merges as merges_module
+from driftlens.merging.method import Merge
 from driftlens.runs.run import DriftRun
 from tests.pipeline.calibrating import copied, request
 from tests.zoo.world import SCALING, World, merged_weights, write_spec
@@ -72,10 +73,10 @@ def test_compared_merges_are_a_table_that_says_what_was_not_made(
     merges = ["average", ("task_arithmetic", {"scaling": 0.5})]
     merged = merges_module.merged_source
 
-    def overflowing(models: Any, method: str, *arguments: Any, **options: Any) -> Any:
-        if method == "task_arithmetic":
+    def overflowing(models: Any, merge: Merge, *arguments: Any, **options: Any) -> Any:
+        if merge.method.name == "task_arithmetic":
             raise NumericsError("a weight is infinite")
-        return merged(models, method, *arguments, **options)
+        return merged(models, merge, *arguments, **options)
 
     monkeypatch.setattr(merges_module, "merged_source", overflowing)
     found = dl.compare_merges(values, merges, out=out, progress="none")

@@ -120,13 +120,12 @@ def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Re
 
 def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, reporter: Reporter) -> None:
     assert spec.merge is not None
-    merge = spec.merge
-    method, settings = merge_of(spec, merge.method, merge.parameters)
-    writer.describe(merge=method.record(settings))
+    merge = merge_of(spec, spec.merge.method, spec.merge.parameters)
+    writer.describe(merge=merge.record)
 
     def save() -> None:
         with writer.file(MERGED_FILE) as path, deterministic_algorithms(study.settings.deterministic):
-            save_merge(models, merge.method, merge.parameters, path, study, reporter)
+            save_merge(models, merge, path, study, reporter)
 
     run_phase(writer, "merge", lambda: lead(study.team, writer, save))
     saved = open_checkpoint(writer.folder / MERGED_FILE)

@@ -45,7 +45,7 @@ from driftlens.jobs.study.merging import merged_source, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_study
 from driftlens.jobs.study.reopening import reopened
 from driftlens.jobs.study.study import Study
-from driftlens.merging.method import merge_methods
+from driftlens.merging.method import merge_called, merge_methods
 from driftlens.runs import layout
 from driftlens.runs.contents import remove_tree
 from driftlens.runs.manifest import ids_digest
@@ -206,11 +206,11 @@ class _Compared:
     def _made(self, merge: Candidate, folder: Path) -> tuple[StateSource, float]:
         """A merge, saved where it is to be kept, and the seconds that took."""
         began, seen = time.perf_counter(), self._study.blinded(self.shown)
-        made = merge.method, merge.settings
-        source = merged_source(self._models, *made, seen, beside=folder / "merged", reporter=self._quiet)
+        made = merge_called(merge.method, merge.settings)
+        source = merged_source(self._models, made, seen, beside=folder / "merged", reporter=self._quiet)
         if (place := self._places.get(merge.name)) is not None:
             remove_tree(place)  # of a sitting that was stopped before it was measured
-            save_merge(self._models, *made, place, seen, source=source)
+            save_merge(self._models, made, place, seen, source=source)
         return source, round(time.perf_counter() - began, 3)
 
     def _measured(self, model: str, task: str, features: Tensor, expert: Tensor) -> dict[str, Values]:

@@ -41,7 +41,7 @@ from driftlens.jobs.study.opening import (
 )
 from driftlens.jobs.study.study import Study
 from driftlens.linalg.gram import GramSum
-from driftlens.merging.method import MergeFunction, MergeMethod, merge_methods
+from driftlens.merging.method import Merge, MergeMethod, merge_called
 from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State
 from driftlens.spec import RunSpec
 
@@ -95,36 +95,36 @@ class _Merge:
     start: StateSource
     base: _Weights
     experts: Mapping[str, _Weights]
-    entry: MergeMethod
-    settings: Mapping[str, Any]
+    merge: Merge
     chain: LayerChain
     study: Study | None
 
     def parts(self, place_of: Callable[[Slot], Tensor]) -> Iterator[tuple[Slot, Tensor]]:
         """All that the method makes: where it belongs, and its value; what is done can be read at its place."""
-        entry, function = self.entry, self.entry.function
+        entry, settings = self.merge
+        function = entry.function
         if entry.reads in ("entry", "file"):
             most = PIECE if entry.reads == "entry" else sys.maxsize
             for key in self.base:
                 for slot in _pieces(key, self.start.headers[key].shape, most):
-                    yield from self._made(function, self.settings, {key: slot})
+                    yield from self._made(self.merge, {key: slot})
         elif entry.reads_sites:
             yield from self._sites(place_of)
         elif entry.reads == "samples":
-            for key, value in function(self.base, self.experts, self.study, **self.settings):
+            for key, value in function(self.base, self.experts, self.study, **settings):
                 yield Slot(key), value
         elif entry.reads == "tensor":
             for name, slot in _named(self.chain, self.base).items():
-                yield from self._made(function, self.settings, {name: slot})
+                yield from self._made(self.merge, {name: slot})
         else:
             named = _named(self.chain, self.base)
             experts = {task: expert.under(named) for task, expert in self.experts.items()}
-            for name, value in function(self.base.under(named), experts, **self.settings):
+            for name, value in function(self.base.under(named), experts, **settings):
                 yield named.get(name, Slot(name)), value
 
     def _sites(self, place_of: Callable[[Slot], Tensor]) -> Iterator[tuple[Slot, Tensor]]:
         """Layer by layer the modules by the method, and all else, tensor by tensor, by the one that it names for it."""
-        entry, (function, shared) = self.entry, self.entry.rest(self.settings)
+        entry, rest = self.merge.method, self.merge.rest
         none: tuple[Mapping[str, Tensor], ...] = ()
         walk: Iterator[tuple[Layer, Mapping[str, Any] | None]] = (
             (layer, None) for layer in self.chain.layers
@@ -149,31 +149,28 @@ class _Merge:
                     continue
                 slots = {part: owned.pop(name) for part, name in parts.items() if name in owned}
                 more = () if moments is None else (moments[site.name],)
-                yield from self._made(entry.function, self.settings, slots, *more)
+                yield from self._made(self.merge, slots, *more)
             for slot in owned.values():
-                yield from self._made(function, shared, {slot.key: slot}, *none)
+                yield from self._made(rest, {slot.key: slot}, *none)
         known = set(self.chain.parameter_keys())
         for key in self.base:
             if key not in known:
-                yield from self._made(function, shared, {key: Slot(key)}, *none)
+                yield from self._made(rest, {key: Slot(key)}, *none)
 
-    def _made(
-        self, function: MergeFunction, settings: Mapping[str, Any], slots: Mapping[str, Slot], *more: object
-    ) -> Iterator[tuple[Slot, Tensor]]:
-        """What a function makes of one part of all models: where it belongs, and its value."""
+    def _made(self, merge: Merge, slots: Mapping[str, Slot], *more: object) -> Iterator[tuple[Slot, Tensor]]:
+        """What a merge makes of one part of all models: where it belongs, and its value."""
         base = {name: self.base.at(slot) for name, slot in slots.items()}
         experts = {
             task: {name: expert.at(slot) for name, slot in slots.items()}
             for task, expert in self.experts.items()
         }
-        found = function(base, experts, *more, **settings)
+        found = merge.method.function(base, experts, *more, **merge.settings)
         return ((slot, found[name]) for name, slot in slots.items() if name in found)
 
 
 def merged_source(
     models: OpenModels,
-    method: str | MergeMethod,
-    parameters: Mapping[str, object],
+    merge: Merge,
     study: Study | None = None,
     *,
     beside: PathLike | None = None,
@@ -186,17 +183,17 @@ def merged_source(
 
     Raises:
         Cancelled: somebody asked to stop.
-        SpecError: no such method, or as for `MergeMethod.resolve`.
+        SpecError: as for `Merge.require`.
         NumericsError: a tensor of the base or of an expert is NaN or infinite; names the file.
         CheckpointError: the method gave a tensor that the models don't have.
         ShapeError: the method gave a tensor in another shape, twice, or not at all.
         RunError: the disk is full.
     """
     reporter = reporter or Reporter()
-    merge = _merge(models, method, parameters, study, reporter)
-    name = f"{merge.entry.title} of {', '.join(merge.experts)}"
-    tensors = _on_disk(merge.start, beside)
-    missing = {key: tensors[key].numel() for key in merge.base}
+    inputs = _inputs(models, merge, study, reporter)
+    name = f"{merge.method.title} of {', '.join(inputs.experts)}"
+    tensors = _on_disk(inputs.start, beside)
+    missing = {key: tensors[key].numel() for key in inputs.base}
     total = len(missing)
     reporter.step(PHASE, 0, total)
 
@@ -205,9 +202,9 @@ def merged_source(
 
     # Products, sums and decompositions are parted among threads, and rounded by their parts: with one thread a merge is
     # the same on every number of cores.
-    with torch.set_grad_enabled(merge.entry.reads == "samples"), computing_with(1):
-        for slot, value in merge.parts(place_of):
-            require_key(merge.start, slot.key)
+    with torch.set_grad_enabled(merge.method.reads == "samples"), computing_with(1):
+        for slot, value in inputs.parts(place_of):
+            require_key(inputs.start, slot.key)
             place = place_of(slot)
             value = slot.stored(value)
             if value.shape != place.shape:
@@ -221,37 +218,30 @@ def merged_source(
     return TensorsSource(name, tensors)
 
 
-def _merge(
-    models: OpenModels,
-    method: str | MergeMethod,
-    parameters: Mapping[str, object],
-    study: Study | None,
-    reporter: Reporter,
-) -> _Merge:
-    """All settings of a method, after it was seen that it has what it reads."""
+def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Reporter) -> _Merge:
+    """What a merge reads, after it was seen that all of it is there."""
     experts = {task: source for name, source in models.sources.items() if (task := task_of(name)) is not None}
-    tasks = {} if study is None else study.tasks
-    entry = method if isinstance(method, MergeMethod) else merge_methods[method]
+    tasks, entry = {} if study is None else study.tasks, merge.method
     without = [task for task in sorted(experts) if task not in tasks or not tasks[task].calibration]
-    settings = entry.resolve(parameters, has_base="base" in models.sources, without=without)
+    merge.require(has_base="base" in models.sources, without=without)
     if study is not None and entry.scores:
         headless = [task for task in tasks if study.head(task, expert_of(task)) is None]
         if headless:
             raise no_scores(entry, headless)
     if study is not None and entry.reads == "samples":
-        study = _asked(study, entry, settings, reporter)
+        study = _asked(study, merge, reporter)
     start = models.sources.get("base", next(iter(experts.values())))
     weights = {task: _Weights(experts[task]) for task in sorted(experts)}
-    return _Merge(start, _Weights(start), weights, entry, settings, models.architecture.chain, study)
+    return _Merge(start, _Weights(start), weights, merge, models.architecture.chain, study)
 
 
-def _asked(study: Study, entry: MergeMethod, settings: Mapping[str, Any], reporter: Reporter) -> Study:
+def _asked(study: Study, merge: Merge, reporter: Reporter) -> Study:
     """What a method of samples is given: no labels, and of texts it scores no answers; every reading is reported.
 
     Raises:
         SpecError: the method would take too long.
     """
-    total, done = 0, 0
+    (entry, settings), total, done = merge, 0, 0
 
     def shown(samples: SampleSet) -> SampleSet:
         is_read = entry.scores and samples.texts is not None and samples.texts.reader is not None
@@ -414,8 +404,7 @@ def _reader(site: Site) -> tuple[str, str, str]:
 @exact_products()
 def save_merge(
     models: OpenModels,
-    method: str | MergeMethod,
-    parameters: Mapping[str, object],
+    merge: Merge,
     path: PathLike,
     study: Study | None = None,
     reporter: Reporter | None = None,
@@ -434,10 +423,9 @@ def save_merge(
     known = models.architecture
     require_target(known, path)
     if source is None:
-        source = merged_source(models, method, parameters, study, beside=path, reporter=reporter)
-    entry = method if isinstance(method, MergeMethod) else merge_methods[method]
-    record = entry.record(entry.resolve(parameters))
-    if entry.runs_models and study is not None:
+        source = merged_source(models, merge, study, beside=path, reporter=reporter)
+    record = merge.record
+    if merge.method.runs_models and study is not None:
         counts = [f"{len(at.calibration)} of {task}" for task, at in study.tasks.items() if at.calibration]
         record["samples"] = f"{', '.join(counts)}, without labels, drawn with seed {study.seed}"
     settings = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())
@@ -453,17 +441,16 @@ def save_merge(
     save_model(known, models.own_form, source, path, metadata=metadata, card=card, heads=heads)
 
 
-def merge_of(
-    spec: RunSpec, method: str, parameters: Mapping[str, object]
-) -> tuple[MergeMethod, dict[str, Any]]:
-    """A merge method that a spec's experts can be merged with, and all its settings; no file is opened.
+def merge_of(spec: RunSpec, method: str, parameters: Mapping[str, object]) -> Merge:
+    """A merge that a spec's experts can be merged by; no file is opened.
 
     Raises:
-        SpecError: no such method, or as for `MergeMethod.resolve`.
+        SpecError: as for `merge_called` and `Merge.require`.
     """
-    entry = merge_methods[method]
+    merge = merge_called(method, parameters)
     without = [task for task in spec.tasks if task not in spec.data.tasks]
-    return entry, entry.resolve(parameters, has_base=spec.base is not None, without=without)
+    merge.require(has_base=spec.base is not None, without=without)
+    return merge
 
 
 def merge_experts(
@@ -481,12 +468,11 @@ def merge_experts(
     Raises:
         DriftLensError: as for `save_merge` and `open_models`, or `open_study` if the method runs models.
     """
-    entry, _ = merge_of(spec, method, parameters)
-    study = None
-    if entry.runs_models:
+    merge, study = merge_of(spec, method, parameters), None
+    if merge.method.runs_models:
         study, models = open_study(spec, access=context.access)
     else:
         models = open_models(spec, context.access)
         open_pool(spec, models, device="cpu")  # compares keys and shapes
-    save_merge(models, method, parameters, path, study, context.reporter())
+    save_merge(models, merge, path, study, context.reporter())
     return [doubt.text for doubt in companions(models)]

@@ -327,14 +327,14 @@ def merge_recipe(file: PathLike, path: PathLike, access: Access) -> list[str]:
     name, needs = f"mergekit:{recipe.method}", recipe.base is not None
     method = MergeMethod(name, title, known, frozenset(), function, reads="file", needs_base=needs)
     text = json.dumps([recipe.experts, recipe.settings], sort_keys=True)
-    settings, merged = {"recipe_text": text}, None
+    merge, merged = method.with_settings({"recipe_text": text}), None
     if recipe.out_dtype is not None:
         # Merged in float32, which rounds nothing, and rounded once, when it is written.
         wide = {name: _floats_in(at, torch.float32) for name, at in models.sources.items()}
         require_target(models.architecture, path)
-        merged = merged_source(replace(models, sources=wide), method, settings, beside=path)
+        merged = merged_source(replace(models, sources=wide), merge, beside=path)
         models = _written_in(models, recipe.out_dtype)
-    save_merge(models, method, settings, path, source=merged)
+    save_merge(models, merge, path, source=merged)
     return [doubt.text for doubt in companions(models)]
 
 

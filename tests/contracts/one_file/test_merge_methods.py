@@ -22,7 +22,7 @@ from driftlens.base.errors import SpecError
 from driftlens.checkpoints.sources import SafetensorsSource
 from driftlens.jobs.study.merging import merged_source
 from driftlens.jobs.study.opening import open_study
-from driftlens.merging.method import READS, merge_methods
+from driftlens.merging.method import READS, merge_called, merge_methods
 from driftlens.runs.manifest import read_manifest
 from driftlens.spec import load_spec
 from tests.cli.conftest import Result, run_cli
@@ -264,7 +264,9 @@ def test_files_are_read_as_often_as_preflight_says(
         return value
 
     monkeypatch.setattr(SafetensorsSource, "read", counting)
-    merged_source(models, f"toy_{toy}", {}, study if merge_methods[f"toy_{toy}"].runs_models else None)
+    merged_source(
+        models, merge_called(f"toy_{toy}"), study if merge_methods[f"toy_{toy}"].runs_models else None
+    )
     total = sum(value.numel() for value in tower(world.state("base")).values())
     passes = [counts[str(world.weights(task))] / total for task in world.tasks]
     assert len(counts) == 1 + len(world.tasks) and max(counts.values()) / total <= said + 0.5

@@ -15,7 +15,7 @@ import pytest
 
 import driftlens as dl
 from tests.pipeline.fixtures import world
-from tests.pipeline.world import World, write_spec
+from tests.zoo.world import World, write_spec
 
 __all__ = ["world"]
 

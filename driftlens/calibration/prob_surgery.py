@@ -11,7 +11,8 @@ from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.descent import Batch, StepLength, Steps, uniform
 from driftlens.calibration.surgery import LowRank, LowRankTrained
-from driftlens.engine.training import BoundaryFeatures, Course, LayerTrainer
+from driftlens.engine.compared import BoundaryFeatures
+from driftlens.engine.training import Course, LayerTrainer
 
 
 @calibrators.register("prob_surgery")

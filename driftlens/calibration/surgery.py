@@ -13,7 +13,8 @@ from torch import Tensor
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.calibration.descent import Batch, Descent, StepLength, Steps, uniform
-from driftlens.engine.training import BoundaryFeatures, Course, LayerTrainer
+from driftlens.engine.compared import BoundaryFeatures
+from driftlens.engine.training import Course, LayerTrainer
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.descent import Batch, StepLength, Steps, uniform
 from driftlens.calibration.surgery import LowRank, LowRankTrained
-from driftlens.engine.training import Course, FrozenWalk, JointTrainer
+from driftlens.engine.compared import FrozenWalk
+from driftlens.engine.training import Course, JointTrainer
 
 
 @calibrators.register("surgery_v2")

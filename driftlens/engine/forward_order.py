@@ -204,6 +204,7 @@ class Crossing:
         *,
         named: str = "",
         entered: str = "",
+        keeps: bool = True,
     ) -> State:
         """What leaves the layer, which waits in the place of what entered it.
 
@@ -213,10 +214,12 @@ class Crossing:
             through: the layer, of that model.
             named: what messages call the model.
             entered: under whose name waits what enters the layer, where it is another.
+            keeps: whether it goes on; else what entered waits still.
         """
         left = through(batch.get(entered or model), batch.side)
         self.watch.see(named or model, left[self.layer.stream], batch.start)
-        batch.put(model, left)
+        if keeps:
+            batch.put(model, left)
         return left
 
 

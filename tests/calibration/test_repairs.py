@@ -18,7 +18,8 @@ from driftlens.calibration.surgery import LowRank, Surgery
 from driftlens.calibration.surgery_v2 import SurgeryV2
 from driftlens.calibration.svc import SVC, stretched
 from driftlens.engine.calibrating import Step
-from driftlens.engine.training import BoundaryFeatures, Course
+from driftlens.engine.compared import BoundaryFeatures
+from driftlens.engine.training import Course
 from driftlens.models.chain import Layer
 from tests.calibration.helpers import TASKS, subject
 from tests.calibration.training import quiet, trained

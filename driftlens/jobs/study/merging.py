@@ -7,7 +7,7 @@ import math
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from driftlens.checkpoints.saving import require_target, save_model
 from driftlens.checkpoints.sources import StateSource, TensorHeader, TensorsSource, check_finite, require_key
 from driftlens.data.samples import SampleSet
 from driftlens.engine.exactness import exact_products
-from driftlens.engine.forward_order import FiniteWatch, on_device
+from driftlens.engine.forward_order import Passage, forward_order
 from driftlens.engine.layer_sums import normalised
+from driftlens.engine.pool import LayerMap
 from driftlens.engine.site_rows import row_weights, rows_and_output
 from driftlens.engine.site_selection import parameter_groups
 from driftlens.jobs.study.card import merge_card
@@ -331,43 +332,57 @@ def site_moments(
     Raises:
         NumericsError: weights or features are NaN or infinite; names layer, task and sample.
     """
-    pool = study.pool
-    sets = {task: at.calibration for task, at in study.tasks.items() if at.calibration is not None}
-    waiting: dict[str, Iterable[tuple[State, SideInputs]]] = {
-        task: (
-            pool.chain.start(on_device(batch.inputs, pool.device, pool.dtype)) for batch in samples.batches()
-        )
-        for task, samples in sets.items()
-    }
-    for layer in pool.chain.layers:
-        sites = [site for site in layer.sites if (norms or site.kind == "linear") and site.runs == 1]
+    sets = {task: [at.calibration] for task, at in study.tasks.items() if at.calibration is not None}
+    passage = Passage(study.pool, sets, [_WALKER], is_full=False)
+    yield from forward_order(_SiteMoments(passage, norms, merged), study.pool.chain.layers)
+
+
+_WALKER = "walker"
+
+
+@dataclasses.dataclass(frozen=True)
+class _SiteMoments:
+    """Sums up what every site of a layer is fed, expert by expert."""
+
+    passage: Passage
+    norms: bool
+    merged: Callable[[Slot], Tensor] | None
+
+    def visit(self, layer: Layer) -> Iterator[tuple[Layer, dict[str, dict[str, Tensor]]]]:
+        sites = [site for site in layer.sites if (self.norms or site.kind == "linear") and site.runs == 1]
         readers = {_reader(site): site for site in sites}
-        names = [site.name for site in readers.values()]
-        found: dict[str, dict[str, Tensor]] = {site.name: {} for site in sites}
-        for task in waiting:
-            parameters = pool.parameters(expert_of(task), layer)
-            moments = _InputMoments()
-            carried, watch = [], FiniteWatch(layer, task, sets[task].ids)
-            for state, side in waiting[task]:
-                rows, out = rows_and_output(layer, parameters, state, side, names)
-                for site in readers.values():
-                    x = rows.inputs[site.name]
-                    moments.add(site, x, row_weights(pool.chain, layer, site, x, state, side))
-                watch.see(expert_of(task), out[layer.stream])
-                carried.append((out if merged is None else state, side))
-            watch.check()
-            waiting[task] = carried
-            means = moments.means()
+        by_site: dict[str, dict[str, Tensor]] = {site.name: {} for site in sites}
+        for task in self.passage.parts:
+            means = self._means(layer, task, [*readers.values()])
             for site in sites:
-                found[site.name][task] = means[readers[_reader(site)].name]
-        yield layer, found
-        if merged is not None and layer.role != "head":
+                by_site[site.name][task] = means[readers[_reader(site)].name]
+        yield layer, by_site
+        if self.merged is not None and layer.role != "head":
+            pool = self.passage.pool
             parameters = {
-                name: slot.own(merged(slot).to(pool.device, pool.dtype))
+                name: slot.own(self.merged(slot).to(pool.device, pool.dtype))
                 for name, slot in layer.parameters.items()
             }
-            for task, states in waiting.items():
-                waiting[task] = [(layer.call(parameters, state, side), side) for state, side in states]
+            for task in self.passage.parts:
+                crossing = self.passage.crossing(layer, task)
+                for batch in crossing:
+                    crossing.take(batch, _WALKER, LayerMap(layer, parameters), named="the merged model")
+
+    def _means(self, layer: Layer, task: str, readers: Sequence[Site]) -> dict[str, Tensor]:
+        pool, moments = self.passage.pool, _InputMoments()
+        parameters, names = pool.parameters(expert_of(task), layer), [site.name for site in readers]
+
+        def heard(state: State, side: SideInputs) -> State:
+            rows, left = rows_and_output(layer, parameters, state, side, names)
+            for site in readers:
+                x = rows.inputs[site.name]
+                moments.add(site, x, row_weights(pool.chain, layer, site, x, state, side))
+            return left
+
+        crossing = self.passage.crossing(layer, task, waits=self.merged is not None)
+        for batch in crossing:
+            crossing.take(batch, _WALKER, heard, named=expert_of(task), keeps=self.merged is None)
+        return moments.means()
 
 
 class _InputMoments:

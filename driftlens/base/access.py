@@ -58,8 +58,8 @@ class Access:
             raise SpecError(
                 f"{target}: {module} has no function {name}", hint="The form is package.module:function."
             )
-        found: Callable[..., Any] = function
-        return found
+        checked: Callable[..., Any] = function
+        return checked
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,14 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
         # A name may be known and its device not there: the second GPU of one, another build's.
-        torch.zeros(1, device=found).cpu()
+        torch.zeros(1, device=resolved).cpu()
     except (RuntimeError, AssertionError, ValueError, TypeError, ImportError) as error:
-        there = ["cpu", *(f"cuda:{at}" for at in range(torch.cuda.device_count()))]
+        there = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise SpecError(
             f"there is no device {str(device)!r} here: {reason}",
             hint=f"Use `auto` or {', '.join(f'`{name}`' for name in there)}.",
         ) from None
-    return found
+    return resolved

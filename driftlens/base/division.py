@@ -14,11 +14,11 @@ def balanced(costs: Sequence[float], size: int) -> tuple[list[int], float]:
 
     The largest piece goes first, each to whom has least.
     """
-    loads, found = [(0.0, rank) for rank in range(min(size, max(1, len(costs))))], [0] * len(costs)
-    for at in sorted(range(len(costs)), key=lambda at: -costs[at]):
-        load, found[at] = loads[0]
-        heapq.heapreplace(loads, (load + costs[at], found[at]))
-    return found, max(loads)[0]
+    loads, ranks = [(0.0, rank) for rank in range(min(size, max(1, len(costs))))], [0] * len(costs)
+    for piece in sorted(range(len(costs)), key=lambda piece: -costs[piece]):
+        load, ranks[piece] = loads[0]
+        heapq.heapreplace(loads, (load + costs[piece], ranks[piece]))
+    return ranks, max(loads)[0]
 
 
 def shared(counts: Mapping[str, int], size: int) -> dict[str, list[tuple[int, int, int]]]:
@@ -32,13 +32,15 @@ def shared(counts: Mapping[str, int], size: int) -> dict[str, list[tuple[int, in
         size: number of processes.
     """
     owners, most = balanced([*counts.values()], size)
-    total, at = sum(counts.values()), 0
+    total, start = sum(counts.values()), 0
     if not all(counts.values()) or most * size <= _UNEVEN * total:
         return {item: [(owner, 0, counts[item])] for item, owner in zip(counts, owners, strict=True)}
     cuts = [round(total * rank / size) for rank in range(size + 1)]
-    found: dict[str, list[tuple[int, int, int]]] = {}
+    runs_of: dict[str, list[tuple[int, int, int]]] = {}
     for item, count in counts.items():
-        runs = ((rank, max(cuts[rank] - at, 0), min(cuts[rank + 1] - at, count)) for rank in range(size))
-        found[item] = [run for run in runs if run[1] < run[2]]
-        at += count
-    return found
+        runs = (
+            (rank, max(cuts[rank] - start, 0), min(cuts[rank + 1] - start, count)) for rank in range(size)
+        )
+        runs_of[item] = [run for run in runs if run[1] < run[2]]
+        start += count
+    return runs_of

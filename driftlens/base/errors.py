@@ -111,4 +111,4 @@ _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\
 
 def harmless(text: str, *, is_json: bool = False) -> str:
     """The text without control characters, in JSON spelled out: names come from files and may not steer a terminal."""
-    return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}" if is_json else "\ufffd", text)
+    return _STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}" if is_json else "\ufffd", text)

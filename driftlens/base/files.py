@@ -137,10 +137,10 @@ def plain_file(path: PathLike) -> pathlib.Path:
     Raises:
         OSError: it leads to a device, a pipe or a socket. Of what is not there, opening it says so.
     """
-    found = pathlib.Path(path)
-    if found.exists() and not (found.is_file() or found.is_dir()):
-        raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and no file", str(found))
-    return found
+    file = pathlib.Path(path)
+    if file.exists() and not (file.is_file() or file.is_dir()):
+        raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and no file", str(file))
+    return file
 
 
 def sha256_of(path: PathLike) -> str:
@@ -180,7 +180,9 @@ def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.P
         RunError: no folder can be made there, or the disk is full; `need` is how many bytes the message asks for.
     """
     folder = target.parent / f".partial-{_HERE}-{os.getpid()}-{secrets.token_hex(4)}"
-    missing = [at for at in (target.parent, *target.parent.parents) if not at.exists()]
+    missing = [
+        folder_above for folder_above in (target.parent, *target.parent.parents) if not folder_above.exists()
+    ]
     try:
         for parent in reversed(missing):  # one by one: what is removed in the meantime must not come back
             parent.mkdir(exist_ok=True)

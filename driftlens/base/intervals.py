@@ -191,32 +191,32 @@ def standard_error(groups: Sequence[Array]) -> tuple[float, float]:
 
 def over_draws(values: Sequence[float] | NDArray[Any]) -> Interval:
     """The mean of one number per draw, Student's t; missing ones are left out, and a single one has no interval."""
-    found = np.asarray(values, dtype=np.float64)
-    found = found[np.isfinite(found)]
-    if len(found) < 2:
-        return Interval(float(found[0]) if len(found) else math.nan)
-    return _around(float(found.mean()), *standard_error([found]))
+    numbers = np.asarray(values, dtype=np.float64)
+    numbers = numbers[np.isfinite(numbers)]
+    if len(numbers) < 2:
+        return Interval(float(numbers[0]) if len(numbers) else math.nan)
+    return _around(float(numbers.mean()), *standard_error([numbers]))
 
 
-def mean_over_tasks(found: Sequence[Interval]) -> Interval:
+def mean_over_tasks(intervals: Sequence[Interval]) -> Interval:
     """The mean over tasks of numbers with intervals; NaN where one lacks its own.
 
     The tasks are the ones that were chosen, only their samples are drawn: samples of different tasks are independent
     strata, so squares of errors add. Each task's error is read off its own interval, either way by itself, which keeps
     the skew of a share near 1 (MOVER; Zou and Donner 2008). How the mean would differ on other tasks it does not say.
     """
-    if not found:
+    if not intervals:
         return Interval(math.nan)
-    value = sum(entry.value for entry in found) / len(found)
-    down = math.hypot(*(entry.value - entry.low for entry in found)) / len(found)
-    up = math.hypot(*(entry.high - entry.value for entry in found)) / len(found)
-    return Interval(value, value - down, value + up, sum(entry.n for entry in found))
+    value = sum(entry.value for entry in intervals) / len(intervals)
+    down = math.hypot(*(entry.value - entry.low for entry in intervals)) / len(intervals)
+    up = math.hypot(*(entry.high - entry.value for entry in intervals)) / len(intervals)
+    return Interval(value, value - down, value + up, sum(entry.n for entry in intervals))
 
 
-def p_of(found: Interval) -> float:
+def p_of(interval: Interval) -> float:
     """Two-sided p that a change is 0, by the half of its interval towards 0: below 5 % where that excludes 0."""
-    half = found.value - found.low if found.value > 0 else found.high - found.value
-    return math.erfc(_Z * abs(found.value) / half / math.sqrt(2)) if half else float(found.value == 0)
+    half = interval.value - interval.low if interval.value > 0 else interval.high - interval.value
+    return math.erfc(_Z * abs(interval.value) / half / math.sqrt(2)) if half else float(interval.value == 0)
 
 
 def student(freedom: float, level: float = 0.95) -> float:

@@ -40,12 +40,12 @@ def _matches(paths: Sequence[str], pattern: str | int) -> list[int]:
         return list(range(2, count))
     if pattern == "final":
         return [count]
-    found = [index for index, path in enumerate(paths, start=1) if fnmatchcase(path, pattern)]
-    if not found:
+    indices = [index for index, path in enumerate(paths, start=1) if fnmatchcase(path, pattern)]
+    if not indices:
         near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
         raise LayerNotFoundError(
             f"no layer matches {pattern!r}; the nearest are {', '.join(near)}",
             hint="Use `blocks`, a pattern such as `transformer.resblocks.*`, or layer numbers.",
             nearest=near,
         )
-    return found
+    return indices

@@ -128,13 +128,13 @@ def metric_called(name: str) -> Metric:
         return METRICS[name]
     if not name.startswith(ATTACHED):
         return Metric(name, name, hub=name)
-    own = name.removeprefix(ATTACHED)
-    plain = own.partition(",")[0]
+    plain_name = name.removeprefix(ATTACHED)
+    plain = plain_name.partition(",")[0]
     if plain in _LOWER:
-        return Metric(name, own, range=(0.0, None), worse="higher", kind="number", hub=plain)
+        return Metric(name, plain_name, range=(0.0, None), worse="higher", kind="number", hub=plain)
     if plain in _SHARES or plain.startswith("pass@"):
-        return Metric(name, own, hub=plain)
-    return Metric(name, own, range=ANY, kind="number", hub=plain)
+        return Metric(name, plain_name, hub=plain)
+    return Metric(name, plain_name, range=ANY, kind="number", hub=plain)
 
 
 def title_of(metrics: Iterable[Metric]) -> str:

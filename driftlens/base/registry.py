@@ -35,9 +35,9 @@ def installed(group: str = "") -> list[EntryPoint]:
 
 @functools.cache
 def _installed(folders: tuple[str, ...]) -> list[EntryPoint]:
-    found = (entry for each in distributions(path=list(folders)) for entry in each.entry_points)
+    entries = (entry for each in distributions(path=list(folders)) for entry in each.entry_points)
     ours = {
-        entry: None for entry in found if entry.group.startswith("driftlens.")
+        entry: None for entry in entries if entry.group.startswith("driftlens.")
     }  # once, wherever else it lies
     return sorted(ours, key=lambda entry: (entry.group, entry.name))
 

@@ -146,12 +146,14 @@ def settings_of(owner: Callable[..., object]) -> tuple[Setting, ...]:
     function: Any = inspect.unwrap(owner.__init__ if inspect.isclass(owner) else owner)
     ours = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     kinds = ours if inspect.isclass(owner) else ours[:1]
-    found = [each for each in inspect.signature(owner).parameters.values() if each.kind in kinds]
+    parameters = [each for each in inspect.signature(owner).parameters.values() if each.kind in kinds]
     # Evaluated alone: the other annotations may name what is imported for type checkers only.
-    given = {each.name: each.annotation for each in found if each.annotation is not inspect.Parameter.empty}
+    given = {
+        each.name: each.annotation for each in parameters if each.annotation is not inspect.Parameter.empty
+    }
     holder = types.SimpleNamespace(__annotations__=given)
     hints = typing.get_type_hints(holder, globalns=function.__globals__, include_extras=True)
-    return tuple(_setting(each, hints.get(each.name, type(each.default))) for each in found)
+    return tuple(_setting(each, hints.get(each.name, type(each.default))) for each in parameters)
 
 
 def _setting(parameter: inspect.Parameter, annotation: Any) -> Setting:
@@ -205,12 +207,12 @@ def resolve(owner: Callable[..., object], given: Mapping[str, object], what: str
             takes = ", ".join(settings) or "none"
             hint = did_you_mean(name, settings)
             raise SpecError(f"{what} has no parameter {name!r}; it takes {takes}", hint=hint, setting=name)
-    found = {}
+    values = {}
     for name, setting in settings.items():
         if name not in given and setting.required:
             raise SpecError(f"{what} needs {name}: {setting.expected}", setting=name)
         try:
-            found[name] = setting.read(given[name]) if name in given else setting.default
+            values[name] = setting.read(given[name]) if name in given else setting.default
         except SpecError as error:
             raise SpecError(f"{what}: {error.message}", hint=error.hint, **error.context) from None
-    return found
+    return values

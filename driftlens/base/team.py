@@ -147,17 +147,17 @@ class Team:
         if self.size == 1:
             return [work(first, last) for _, first, last in runs]
         to, keys = runs[0][0], [self._key("piece") for _ in runs]
-        found = []
+        pieces = []
         for key, (rank, first, last) in zip(keys, runs, strict=True):
             if rank == self.rank:
                 value = self.final(functools.partial(work, first, last))
                 if rank != to:
                     self._send(key, pickle.dumps(value), to=to)
                     return None
-                found.append(value)
+                pieces.append(value)
             elif self.rank == to:
-                found.append(pickle.loads(self._received(key, rank)))
-        return found if self.rank == to else None
+                pieces.append(pickle.loads(self._received(key, rank)))
+        return pieces if self.rank == to else None
 
     def gather(self, value: T) -> list[T]:
         """The value of every process, by rank."""
@@ -275,9 +275,11 @@ class Team:
             return True
         with contextlib.suppress(RuntimeError):  # the store may be gone with the process that held it
             until = time.monotonic() + _TOLD_SECONDS
-            while not (told := self._store.check(["told"])) and time.monotonic() < until and not self._lost():
+            while (
+                not (is_told := self._store.check(["told"])) and time.monotonic() < until and not self._lost()
+            ):
                 time.sleep(0.05)
-            if told or self._store.check(["told"]):
+            if is_told or self._store.check(["told"]):
                 self._store.set(f"heard/{self.rank}", "1")
                 return False
             return True
@@ -295,7 +297,9 @@ class Team:
             while others and time.monotonic() < until:
                 # Whoever stops it twice waits no longer for that.
                 with contextlib.suppress(KeyboardInterrupt):
-                    others = {at for at in others if not self._store.check([f"heard/{at}"])} - {*self._lost()}
+                    others = {rank for rank in others if not self._store.check([f"heard/{rank}"])} - {
+                        *self._lost()
+                    }
                     time.sleep(0.02)
 
     def leave(self) -> None:
@@ -471,11 +475,11 @@ class Team:
         self._sending[-1].start()
 
     def _received(self, key: str, owner: int) -> bytes:
-        found = self._awaited(key, owner)
+        received = self._awaited(key, owner)
         self._store.delete_key(key)
-        size = int.from_bytes(found[:8], "big")
+        size = int.from_bytes(received[:8], "big")
         if size <= _INLINE:
-            return found[8:]
+            return received[8:]
         import torch
 
         tensor = torch.empty(size, dtype=torch.uint8)

@@ -67,8 +67,8 @@ class Spellings:
         self, headers: Mapping[str, TensorHeader], wanted: Collection[str], name: str
     ) -> dict[str, str]:
         """See `Layout`; of the spellings, the one in which most of the model is found."""
-        found, wrapper = self._best(headers)
-        used, beside = set(found.values()), tuple(wrapper + part for part in self.left_out)
+        stored, wrapper = self._best(headers)
+        used, beside = set(stored.values()), tuple(wrapper + part for part in self.left_out)
         unknown = {
             key: key
             for key, header in headers.items()
@@ -77,21 +77,21 @@ class Spellings:
             and header.dtype.is_floating_point
             and not any(re.search(pattern, key) for pattern in self.ignored)
         }
-        return found | unknown
+        return stored | unknown
 
     def align(
         self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
     ) -> StateSource:
         """See `Layout`; what is missing is missing, but of another family nearly all is."""
-        found = self.key_map(source.headers, wanted, source.name)
-        count = sum(key in found for key in wanted)
+        stored = self.key_map(source.headers, wanted, source.name)
+        count = sum(key in stored for key in wanted)
         if 2 * count < len(wanted) and (family := family_of_keys(source.headers)):
             raise IncompatibleModelsError(
                 f"{source.name} holds {count} of the {len(wanted)} tensors that are wanted; "
                 f"it looks like {family.what} (key {family.key!r})",
                 hint=family.remedy,
             )
-        return renamed(source, found)
+        return renamed(source, stored)
 
     def wrapper(self, headers: Collection[str], name: str) -> str:
         """See `Layout`."""

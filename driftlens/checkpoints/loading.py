@@ -206,8 +206,8 @@ def _snapshot(repository: str, patterns: list[str], *, local: bool) -> pathlib.P
             name, revision=revision, allow_patterns=patterns + _BESIDE, local_files_only=local
         )
     except Exception as error:  # network, access, disk: the library's own errors and its HTTP client's
-        told = f"{type(error).__name__}: {error}".splitlines()[0]
-        reason = "the network is not to be used" if local else told
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = "the network is not to be used" if local else cause
         raise CheckpointError(
             f"there is no file or folder {repository!r}, and {repository} on the Hub can't be had ({reason})",
             hint=f"Check the path; or run once where there is a network: hf download {name}{flag}",

@@ -114,7 +114,7 @@ class _LoraSource:
         saved: Mapping[str, str],
     ) -> None:
         self.name = str(folder)
-        self.headers = {**base.headers, **{key: adapters.headers[own] for own, key in saved.items()}}
+        self.headers = {**base.headers, **{key: adapters.headers[stored] for stored, key in saved.items()}}
         self._base = base
         self._adapters = adapters
         self._updates = updates
@@ -166,17 +166,19 @@ def _config(folder: pathlib.Path) -> dict[str, Any]:
 def _saved_whole(base: StateSource, adapters: StateSource, config: Mapping[str, Any]) -> dict[str, str]:
     """The adapter's keys of modules that were trained whole (`modules_to_save`), and the base's or their own names."""
     modules = config.get("modules_to_save") or []
-    found = {}
+    places = {}
     for key in adapters.headers:
         name = key.removeprefix(_WRAPPER)
         if any(module in name.split(".") for module in modules) and ".lora_" not in name:
             there = [
-                own
-                for own in base.headers
-                if own == name or own.endswith(f".{name}") or name.endswith(f".{own}")
+                name_in_base
+                for name_in_base in base.headers
+                if name_in_base == name
+                or name_in_base.endswith(f".{name}")
+                or name.endswith(f".{name_in_base}")
             ]
-            found[key] = there[0] if len(there) == 1 else name
-    return found
+            places[key] = there[0] if len(there) == 1 else name
+    return places
 
 
 def _updates(
@@ -208,10 +210,10 @@ def _pairs(
     """Module path -> keys of A and B."""
     halves: dict[str, dict[str, str]] = {}
     for key in (key for key in adapters.headers if key not in saved):
-        found = re.fullmatch(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight", key)
-        if found is None:
+        parts = re.fullmatch(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight", key)
+        if parts is None:
             raise _refusal(folder, f"{key!r} is not the A or B of a linear module's adapter")
-        halves.setdefault(found["module"].removeprefix(_WRAPPER), {})[found["half"]] = key
+        halves.setdefault(parts["module"].removeprefix(_WRAPPER), {})[parts["half"]] = key
     for module, pair in halves.items():
         if len(pair) != 2:
             raise _refusal(folder, f"{module!r} has only one of lora_A and lora_B")

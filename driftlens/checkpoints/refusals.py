@@ -203,8 +203,8 @@ def running(source: str) -> Iterator[None]:
     except (
         Exception
     ) as error:  # whatever somebody's forward pass makes of a model without weights, or a plain batch
-        told = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise IncompatibleModelsError(f"{source} can't be used as it is ({told})", hint=LIVE) from error
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise IncompatibleModelsError(f"{source} can't be used as it is ({cause})", hint=LIVE) from error
 
 
 def refuse_pointer(path: pathlib.Path) -> None:

@@ -327,14 +327,14 @@ def _files(base: StateSource, names: Mapping[str, str], form: FolderFormat) -> d
 
 def _companions(architecture: Savable, base: StateSource, form: FolderFormat) -> dict[str, pathlib.Path]:
     """What comes along from the architecture's folder, or from the base's where there is nothing."""
-    source, own = library_folder(architecture.source), library_folder(base.name)
-    found = {name: place for name, place in companion_files(source).items() if name not in form.configs}
-    if found or own == source:
-        return found
+    source, of_base = library_folder(architecture.source), library_folder(base.name)
+    beside = {name: place for name, place in companion_files(source).items() if name not in form.configs}
+    if beside or of_base == source:
+        return beside
     # Images are prepared as they were, which the configurations say: another folder's processor would prevail.
     return {
         name: place
-        for name, place in companion_files(own).items()
+        for name, place in companion_files(of_base).items()
         if not name.endswith("processor_config.json")
     }
 

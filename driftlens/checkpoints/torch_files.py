@@ -119,13 +119,13 @@ def _tensor(stored: Stored) -> Tensor:
 
 def _require_weights(pickled: Pickled, size: int) -> None:
     if not pickled.headers:
-        found = (
+        content = (
             f"an object {pickled.top.kind}"
             if isinstance(pickled.top, Inert)
             else f"a {type(pickled.top).__name__}"
         )
         raise CheckpointError(
-            f"it holds {found} without tensors where modules and state dicts keep them",
+            f"it holds {content} without tensors where modules and state dicts keep them",
             hint="Save `model.state_dict()`, best as safetensors.",
         )
     total = sum(header.nbytes for header in pickled.headers.values())

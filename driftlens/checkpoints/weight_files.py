@@ -32,12 +32,12 @@ def open_folder(folder: pathlib.Path) -> StateSource:
         path = folder / name
         if path.is_file():
             return _open_shards(path) if path.suffix == ".json" else open_file(path)
-    found = sorted(entry.name for entry in folder.iterdir())
-    shown = ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else "nothing"
+    names = sorted(entry.name for entry in folder.iterdir())
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
     wanted = f"Wanted is one of {', '.join(WEIGHT_FILES)}; for another file give its own path."
     raise CheckpointError(
         f"{folder} holds no weights; there is {shown}",
-        hint=conversion(folder) if "zeroshot.pt" in found else wanted,
+        hint=conversion(folder) if "zeroshot.pt" in names else wanted,
         source=str(folder),
     )
 

@@ -78,8 +78,8 @@ def corrupted(samples: SampleSet, corruption: str, seed: int) -> SampleSet:
     def load(positions: Sequence[int]) -> Any:
         return preprocess(
             [
-                corrupt(picture(at), kind, severity, (seed, f"{samples.task}/{samples.ids[at]}"))
-                for at in positions
+                corrupt(picture(position), kind, severity, (seed, f"{samples.task}/{samples.ids[position]}"))
+                for position in positions
             ]
         )
 
@@ -95,8 +95,8 @@ def corrupt(picture: Picture, kind: str, severity: int, drawn: tuple[int, str]) 
     seed, name = drawn
     words = np.frombuffer(hashlib.sha256(f"{kind}/{name}".encode()).digest(), dtype="<u4").tolist()
     random = np.random.default_rng(np.random.SeedSequence([seed, *words]))
-    found = CORRUPTIONS[kind](pixels, severity - 1, random)
-    return np.asarray(np.clip(found, 0, 1) * 255 + 0.5, dtype=np.uint8)
+    corrupted_pixels = CORRUPTIONS[kind](pixels, severity - 1, random)
+    return np.asarray(np.clip(corrupted_pixels, 0, 1) * 255 + 0.5, dtype=np.uint8)
 
 
 def _gaussian_noise(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
@@ -118,12 +118,12 @@ def _motion_blur(pixels: Pixels, severity: int, random: np.random.Generator) -> 
     steps = np.arange(0, (2 * radius + 1) * scale, min(scale, 1.0))
     weights = np.exp(-((steps / scale) ** 2) / (2 * sigma**2))
     rows, columns = (np.arange(size) for size in pixels.shape[:2])
-    found = np.zeros_like(pixels)
+    blurred = np.zeros_like(pixels)
     for step, weight in zip(steps, weights / weights.sum(), strict=True):
         down = np.clip(rows + round(step * math.sin(angle)), 0, len(rows) - 1)
         right = np.clip(columns + round(step * math.cos(angle)), 0, len(columns) - 1)
-        found += weight * pixels[down][:, right]
-    return found
+        blurred += weight * pixels[down][:, right]
+    return blurred
 
 
 def _fog(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
@@ -137,21 +137,21 @@ def _fog(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
 def _plasma(side: int, decay: float, random: np.random.Generator) -> Pixels:
     """A cloudy map from 0 to 1 by diamonds and squares on a torus, of the least power of two above `side`."""
     size = 2 ** math.ceil(math.log2(max(side, 2)))
-    found, step, wibble = np.zeros((size, size)), size, 100.0
+    heights, step, wibble = np.zeros((size, size)), size, 100.0
     while step >= 2:
         half = step // 2
-        corners = found[::step, ::step]
+        corners = heights[::step, ::step]
         square = corners + np.roll(corners, -1, 0)
         square = square + np.roll(square, -1, 1)
-        found[half::step, half::step] = square / 4 + random.uniform(-wibble, wibble, square.shape)
-        middle = found[half::step, half::step]
+        heights[half::step, half::step] = square / 4 + random.uniform(-wibble, wibble, square.shape)
+        middle = heights[half::step, half::step]
         across, down = middle + np.roll(middle, 1, 0), middle + np.roll(middle, 1, 1)
         ends = corners + np.roll(corners, -1, 1), corners + np.roll(corners, -1, 0)
-        found[::step, half::step] = (across + ends[0]) / 4 + random.uniform(-wibble, wibble, across.shape)
-        found[half::step, ::step] = (down + ends[1]) / 4 + random.uniform(-wibble, wibble, down.shape)
+        heights[::step, half::step] = (across + ends[0]) / 4 + random.uniform(-wibble, wibble, across.shape)
+        heights[half::step, ::step] = (down + ends[1]) / 4 + random.uniform(-wibble, wibble, down.shape)
         step, wibble = half, wibble / decay
-    found -= found.min()
-    return np.asarray(found / max(found.max(), 1e-12), dtype=np.float64)
+    heights -= heights.min()
+    return np.asarray(heights / max(heights.max(), 1e-12), dtype=np.float64)
 
 
 def _contrast(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:

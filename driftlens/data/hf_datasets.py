@@ -128,8 +128,8 @@ def repository_folder(path: str, revision: str | None = None) -> Path | None:
     from huggingface_hub import snapshot_download
 
     with contextlib.suppress(Exception):  # the library's own errors
-        found = snapshot_download(path, repo_type="dataset", revision=revision, local_files_only=True)
-        return Path(found)
+        folder = snapshot_download(path, repo_type="dataset", revision=revision, local_files_only=True)
+        return Path(folder)
     return None
 
 
@@ -179,9 +179,9 @@ def _check_image_column(rows: Any, column: str, where: str) -> None:
     require_column(column, rows.column_names, "image", where)
     if not isinstance(rows.features[column], Image):
         images = [name for name, feature in rows.features.items() if isinstance(feature, Image)]
-        found = f"image columns are {', '.join(images)}" if images else "there is no image column"
+        columns_said = f"image columns are {', '.join(images)}" if images else "there is no image column"
         raise DataError(
-            f"{where}: the column {column!r} holds no images; {found}",
+            f"{where}: the column {column!r} holds no images; {columns_said}",
             hint="Name it as `image: COLUMN`, or cast the column: cast_column(name, datasets.Image()).",
         )
 

@@ -67,13 +67,13 @@ def _listing(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _images_of_class(folder: Path, name: str) -> list[str]:
-    found = sorted(_walk(folder / name))
-    if not found:
+    files = sorted(_walk(folder / name))
+    if not files:
         raise DataError(
             f"{folder / name}: the class folder holds no images",
             hint=f"Add images of {name!r}, or remove the folder if it is no class.",
         )
-    return ["/".join((name, *parts)) for parts in found]
+    return ["/".join((name, *parts)) for parts in files]
 
 
 def _walk(top: Path) -> Iterator[tuple[str, ...]]:

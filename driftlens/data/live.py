@@ -102,20 +102,20 @@ def live_samples(
             together, labels that are no classes or none of the head's, or no samples at all.
     """
     where = f"data[{task!r}]"
-    found = _opened(source, batch_size, where)
-    positions, notices = None, list(found.notices)
-    if n is not None and found.total is not None and n < found.total:
-        positions = shuffled(found.total, seed, task=task, split=split)[:n]
-        notices.append(f"{n} of {found.total} samples are drawn at random with seed {seed}")
-    whole = _together(list(_read(found, positions, n, where)), where)
+    opened = _opened(source, batch_size, where)
+    positions, notices = None, list(opened.notices)
+    if n is not None and opened.total is not None and n < opened.total:
+        positions = shuffled(opened.total, seed, task=task, split=split)[:n]
+        notices.append(f"{n} of {opened.total} samples are drawn at random with seed {seed}")
+    whole = _together(list(_read(opened, positions, n, where)), where)
     count, inputs = len(whole), whole.inputs
-    if found.total is None and count == n:
+    if opened.total is None and count == n:
         notices.append(f"the first {n} samples are taken; give a Dataset to have them drawn at random")
     notices += [f"left out of every batch: {what}" for what in sorted(whole.dropped)]
     labels = None
     if whole.labels is not None:
-        labels, told = _named(whole.labels, found.class_names, class_names, where)
-        notices += told
+        labels, remarks = _named(whole.labels, opened.class_names, class_names, where)
+        notices += remarks
 
     def load(rows: Sequence[int]) -> Any:
         picked = _Part(inputs, None).pick(rows).inputs
@@ -155,38 +155,45 @@ def live_texts(
                 row if isinstance(row, Mapping) else dict(zip(names, row, strict=False)) for row in pairs
             ]
         known = getattr((getattr(rows, "features", None) or {}).get(entry.answers), "names", None)
-        columns, ids = dict.fromkeys(itertools.chain(*values)), [str(at) for at in range(len(values))]
+        columns, ids = (
+            dict.fromkeys(itertools.chain(*values)),
+            [str(position) for position in range(len(values))],
+        )
         view = text_view(
             entry, split, ids, columns, values.__getitem__, where=where, origin=where, names=known
         )
         drawn = draw(view, "all" if n is None or n >= len(ids) else n, seed, task=task, split=split)
-        found = sample_set(task, split, view, drawn, view.class_names, list, batch_size)
-        found = as_texts(found, [view.read(at) for at in drawn], entry, reader, list)
-        sets[split] = replace(found, source=None)
-    told = tuple(dict.fromkeys(notice for samples in sets.values() for notice in samples.notices))
-    shown = replace(sets["diagnosis"], notices=told)
+        sample_texts = sample_set(task, split, view, drawn, view.class_names, list, batch_size)
+        sample_texts = as_texts(
+            sample_texts, [view.read(position) for position in drawn], entry, reader, list
+        )
+        sets[split] = replace(sample_texts, source=None)
+    notices = tuple(dict.fromkeys(notice for samples in sets.values() for notice in samples.notices))
+    shown = replace(sets["diagnosis"], notices=notices)
     kept = (sets.get("calibration", shown), shown, shown)
     return TaskData(task, view.class_names, (), 0, *kept, {"diagnosis": view})
 
 
 def _named(
-    labels: Sequence[int | str], own: tuple[str, ...] | None, rows: Sequence[str] | None, where: str
+    labels: Sequence[int | str], names_of_data: tuple[str, ...] | None, rows: Sequence[str] | None, where: str
 ) -> tuple[tuple[str, ...], list[str]]:
     """The class of every label by name, and what must be said of it.
 
     Args:
         labels: names or numbers.
-        own: the names that the data has for numbers.
+        names_of_data: the names that the data has for numbers.
         rows: those of the head.
         where: what messages call the data.
     """
     plain = tuple(map(str, labels))
-    names = plain if own is None else tuple(class_name(label, own, where) for label in labels)
+    names = (
+        plain if names_of_data is None else tuple(class_name(label, names_of_data, where) for label in labels)
+    )
     if rows is None:
         return names, []
-    chosen = next((found for found in (names, plain) if {*found} <= {*rows}), None)
+    chosen = next((candidate for candidate in (names, plain) if {*candidate} <= {*rows}), None)
     if chosen is None:
-        if own is not None or any(isinstance(label, str) for label in labels):
+        if names_of_data is not None or any(isinstance(label, str) for label in labels):
             require_same_classes(names, rows, where=where, all_of_head=False)
         chosen = tuple(class_name(label, rows, where) for label in labels)
         return chosen, [f"the labels are numbers and index the head's classes: {labels[0]} is {chosen[0]!r}"]
@@ -359,7 +366,7 @@ def _parsed(batch: Any, where: str) -> _Part:
             "is the sample",
             hint="A batch is a tensor, a dict of tensors, or one of these with labels: (inputs, labels).",
         )
-    lengths = sorted({len(found) for found in (*inputs.values(), labels) if found is not None})
+    lengths = sorted({len(entry) for entry in (*inputs.values(), labels) if entry is not None})
     if len(lengths) > 1 or 0 in lengths:
         raise DataError(
             f"{where}: lengths within a batch are {lengths}", hint="One row per sample, at least one."
@@ -378,9 +385,9 @@ def _labels_beside(given: Any, where: str) -> tuple[int | str, ...] | None:
 
     labels = _class_labels(given)
     if given is not None and labels is None:
-        found = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        form = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         raise DataError(
-            f"{where}: the second entry of a batch is {found}, expected labels: whole numbers [n]",
+            f"{where}: the second entry of a batch is {form}, expected labels: whole numbers [n]",
             hint="Several inputs go into a dict of tensors.",
         )
     return labels
@@ -388,9 +395,9 @@ def _labels_beside(given: Any, where: str) -> tuple[int | str, ...] | None:
 
 def _class_labels(value: Any) -> tuple[int | str, ...] | None:
     """One class per sample, by name or number, or None where a value is something else."""
-    found = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(found, list | tuple) and all(isinstance(label, int | str) for label in found):
-        return tuple(found)
+    classes = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(classes, list | tuple) and all(isinstance(label, int | str) for label in classes):
+        return tuple(classes)
     return None
 
 

@@ -44,7 +44,7 @@ class Batch:
     @property
     def digests(self) -> tuple[str, ...]:
         """Digest of every sample's content, however far it is padded at its end."""
-        parts = (self._part(at, at + 1).inputs for at in range(self.stop - self.start))
+        parts = (self._part(row, row + 1).inputs for row in range(self.stop - self.start))
         return tuple(_digest(_unpadded(inputs)) for inputs in parts)
 
     def _part(self, first: int, last: int) -> Batch:
@@ -188,7 +188,7 @@ class SampleSet:
         Raises:
             DataError: the samples are no texts.
         """
-        given = tuple(Text(self.text(at).input, answer) for at, answer in enumerate(answers))
+        given = tuple(Text(self.text(row).input, answer) for row, answer in enumerate(answers))
         texts = replace(cast("Texts", self.texts), read=given.__getitem__, shown="target")
         reader = cast("TextReader", texts.reader)
 
@@ -241,20 +241,20 @@ def _unpadded(inputs: Any) -> Any:
     """One sample [1, ...] without what follows the last token that counts."""
     if not isinstance(inputs, Mapping):
         return inputs
-    found = {}
+    cut = {}
     for name, value in inputs.items():
         mask = mask_beside(inputs, name)
         is_masked = mask is not None and value.shape[:2] == mask.shape
         # The first of the largest sums stands where the last token counts.
-        found[name] = value[:, : int((mask[0] != 0).cumsum(0).argmax()) + 1] if is_masked else value
-    return found
+        cut[name] = value[:, : int((mask[0] != 0).cumsum(0).argmax()) + 1] if is_masked else value
+    return cut
 
 
 def _digest(sample: Any) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in _contents(sample):
-        found.update(part)
-    return found.hexdigest()
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
@@ -263,15 +263,15 @@ def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
     A sample is text, numbers, an image or tensor, or a mapping or sequence of such.
     """
     order = sorted(range(len(ids)), key=lambda position: ids[position])
-    found = hashlib.sha256("\n".join(ids[position] for position in order).encode("utf-8", "surrogatepass"))
-    for at in np.unique(np.linspace(0, len(order) - 1, _PROBES).astype(int)) if order else ():
+    digest = hashlib.sha256("\n".join(ids[position] for position in order).encode("utf-8", "surrogatepass"))
+    for place in np.unique(np.linspace(0, len(order) - 1, _PROBES).astype(int)) if order else ():
         try:
-            sample = read(order[at])
+            sample = read(order[place])
         except DataError:  # perhaps nobody draws it, and then it is no reason to stop
             sample = "unreadable"
         for part in _contents(sample):
-            found.update(part)
-    return found.hexdigest()
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def _contents(value: Any) -> Iterable[bytes]:

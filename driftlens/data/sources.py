@@ -69,8 +69,8 @@ def refused(what: str, hint: str, *kinds: type[Exception]) -> Iterator[None]:
     except DriftLensError:
         raise
     except caught as error:
-        told = (getattr(error, name, None) for name in ("strerror", "reason", "msg"))
-        reason = next(filter(None, told), error) if kinds else repr(error)
+        words = (getattr(error, name, None) for name in ("strerror", "reason", "msg"))
+        reason = next(filter(None, words), error) if kinds else repr(error)
         raise DataError(f"{what}: {reason}", hint=hint) from error
 
 
@@ -146,15 +146,15 @@ def named(
             f"{where}: the label {str(odd[0])[:40]!r} is neither text nor a whole number",
             hint="Cast the labels, or name where class labels stand.",
         )
-    found = {label for label in labels if label is not None}
-    are_numbers = all(isinstance(label, int) or label.isdecimal() for label in found)
-    if known is not None and are_numbers and not found <= set(known):
+    present = {label for label in labels if label is not None}
+    are_numbers = all(isinstance(label, int) or label.isdecimal() for label in present)
+    if known is not None and are_numbers and not present <= set(known):
         labels = [None if label is None else int(label) for label in labels]
     names = [
         None if label is None else class_name(label, known, f"{where}, sample {row}")
         for row, label in enumerate(labels)
     ]
-    in_order = sorted(found, key=lambda label: (int(label) if are_numbers else 0, str(label)))
+    in_order = sorted(present, key=lambda label: (int(label) if are_numbers else 0, str(label)))
     return names, known or tuple(map(str, in_order)) or None
 
 
@@ -171,8 +171,8 @@ def names_of(samples: Any) -> Any:
     Several words for a class, as ImageNet has, become one text.
     """
     owners = (samples, getattr(samples, "dataset", None))
-    found = (getattr(owner, name, None) for owner in owners for name in ("class_names", "classes"))
-    names = next((own for own in found if own is not None), None)
+    candidates = (getattr(owner, name, None) for owner in owners for name in ("class_names", "classes"))
+    names = next((candidate for candidate in candidates if candidate is not None), None)
     if not isinstance(names, list | tuple):
         return names
     return [", ".join(name) if isinstance(name, tuple) else name for name in names]

@@ -87,14 +87,14 @@ def _rows(
             require_column(column, columns, key, str(file))
     rows: Sequence[int] = range(max(map(len, columns.values()), default=0))
     if entry.file:
-        splits = [str(found) for found in columns[entry.split]]
+        splits = [str(chosen) for chosen in columns[entry.split]]
         rows = [row for row in rows if splits[row] == value]
     if not rows:
         there = f"; the column {entry.split!r} holds {', '.join(sorted(set(splits)))}" if entry.file else ""
         raise DataError(f"{where}: no rows{there}", hint="Every task needs samples in each split.")
     origin = f"{file.resolve()}[{entry.split}={value}]" if entry.file else str(file.resolve())
-    found = {column: [columns[column][row] for row in rows] for column in wanted.values() if column}
-    return file, where, origin, rows, found
+    chosen = {column: [columns[column][row] for row in rows] for column in wanted.values() if column}
+    return file, where, origin, rows, chosen
 
 
 def _require_apart(entry: TableData, places: Iterable[str], where: str, origin: str) -> None:
@@ -127,8 +127,8 @@ def _columns(file: Path, wanted: Collection[str | None]) -> dict[str, list[Any]]
 
             with ParquetFile(file) as table:
                 names = table.schema_arrow.names
-                found = table.read(columns=[name for name in names if name in wanted])
-            return {name: [] for name in names} | found.to_pydict()
+                read = table.read(columns=[name for name in names if name in wanted])
+            return {name: [] for name in names} | read.to_pydict()
         with file.open(encoding="utf-8-sig", newline="") as text:
             reader = csv.DictReader(
                 text, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True
@@ -143,22 +143,22 @@ def _columns(file: Path, wanted: Collection[str | None]) -> dict[str, list[Any]]
     return {name: [row[name] for row in rows] for name in names}
 
 
-def _paths(found: Sequence[Any], folder: Path, where: str) -> list[str]:
+def _paths(paths: Sequence[Any], folder: Path, where: str) -> list[str]:
     """Paths of images that are all there, each once."""
-    odd = [path for path in found if not isinstance(path, str) or not path]
+    odd = [path for path in paths if not isinstance(path, str) or not path]
     if odd:
         raise DataError(
             f"{where}: a path is {type(odd[0]).__name__} {str(odd[0])[:40]!r}, expected text",
             hint="Images themselves can't stand in the table; a data set that holds them is of kind hf.",
         )
-    twice = [path for path, count in Counter(_places(found, folder)).items() if count > 1]
+    twice = [path for path, count in Counter(_places(paths, folder)).items() if count > 1]
     if twice:
         raise DataError(f"{where}: {twice[0]} occurs more than once", hint="Name every image once.")
     with refused(f"{where}: a path can't be looked up", "Paths of images are expected.", OSError, ValueError):
-        missing = [path for path in found if not (folder / path).is_file()]
+        missing = [path for path in paths if not (folder / path).is_file()]
     if missing:
         raise DataError(
-            f"{where}: {len(missing)} of {len(found)} images are not there, the first is {missing[0]}",
+            f"{where}: {len(missing)} of {len(paths)} images are not there, the first is {missing[0]}",
             hint=f"Relative paths are resolved against {folder}.",
         )
-    return list(found)
+    return list(paths)

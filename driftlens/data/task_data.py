@@ -58,7 +58,7 @@ class TaskData:
 
     def answers(self) -> dict[str, str]:
         """Class name -> the text that answers with it, of all classes, or else of those that occur; of texts alone."""
-        found = {
+        labels = {
             label
             for samples in (self.test, self.diagnosis, self.calibration)
             for label in samples.labels or ()
@@ -67,7 +67,7 @@ class TaskData:
         return (
             {}
             if texts is None
-            else {name: texts.answered(name) for name in self.class_names or sorted(found)}
+            else {name: texts.answered(name) for name in self.class_names or sorted(labels)}
         )
 
     def picture(self, split: Split, sample_id: str) -> Picture:
@@ -116,10 +116,10 @@ def open_task_data(
     rules = (
         entry if isinstance(entry, TextEntry) else TextEntry(kind=entry.kind)
     )  # of kinds in other packages
-    own: list[Split] = ["calibration", "test"]
+    stated: list[Split] = ["calibration", "test"]
     if getattr(entry, "diagnosis", None) is not None:
-        own.append("diagnosis")
-    views = {split: source(entry, split, access) for split in own}
+        stated.append("diagnosis")
+    views = {split: source(entry, split, access) for split in stated}
     views.setdefault("diagnosis", views["test"])
     holds = views["test"].holds
     if reads is not None and holds != reads:
@@ -134,11 +134,11 @@ def open_task_data(
     def drawn(split: Split, taken: Sequence[str] = ()) -> SampleSet:
         view, count = views[split], getattr(entry, COUNT_KEYS[split]) or getattr(defaults, COUNT_KEYS[split])
         positions = draw(view, count, defaults.seed, task=task, split=split, exclude_ids=taken)
-        found = sample_set(task, split, view, positions, class_names, preprocess, defaults.batch_size)
+        samples = sample_set(task, split, view, positions, class_names, preprocess, defaults.batch_size)
         if holds != "text":
-            return found
-        rows = [view.read(at) for at in positions]
-        return as_texts(found, rows, rules, reader, preprocess)
+            return samples
+        rows = [view.read(position) for position in positions]
+        return as_texts(samples, rows, rules, reader, preprocess)
 
     calibration = drawn("calibration")
     # Accuracy is never measured on calibration samples, and diagnosis draws from the test samples unless
@@ -197,10 +197,10 @@ def sample_set(
 
 def _labels(view: SplitView, drawn: Sequence[int], where: str) -> tuple[str, ...] | None:
     """Class name per drawn sample, or None where the split has no labels."""
-    found = [view.label(position) for position in drawn]
-    labels = tuple(label for label in found if label is not None)
-    if 0 < len(labels) < len(found):
-        bare = view.ids[drawn[found.index(None)]]
+    given = [view.label(position) for position in drawn]
+    labels = tuple(label for label in given if label is not None)
+    if 0 < len(labels) < len(given):
+        bare = view.ids[drawn[given.index(None)]]
         raise DataError(
             f"{where}: sample {bare} has no label, others have", hint="Label all samples or none."
         )
@@ -263,7 +263,7 @@ def _lookalikes(only_data: list[str], only_head: list[str]) -> str:
     ]
     if not pairs:
         return ""
-    alike = ", ".join(f"{ours!r} looks like {theirs!r}" for ours, theirs in pairs[:SHOWN])
+    alike = ", ".join(f"{left!r} looks like {other!r}" for left, other in pairs[:SHOWN])
     return f"{alike}: names must agree letter by letter, so rename one of them."
 
 

@@ -75,13 +75,13 @@ def text_view(
 
     def read(position: int) -> Text:
         values, place = row(position), f"{where}, {unit} {ids[position]}"
-        found = {name: _text(values, column, place) for name, column in asked.items()}
-        if not any(text.strip() for text in found.values()):
+        fields = {name: _text(values, column, place) for name, column in asked.items()}
+        if not any(text.strip() for text in fields.values()):
             raise DataError(
                 f"{place}: nothing is asked, {' and '.join(map(repr, asked.values()))} is empty",
                 hint="Leave such rows out, or name the column that holds the text as `input`.",
             )
-        return Text(filled(entry.prompt or "{input}", found), target(position))
+        return Text(filled(entry.prompt or "{input}", fields), target(position))
 
     def label(position: int) -> str | None:
         are_classes = entry.classes not in (None, False) or entry.words is not None
@@ -130,11 +130,13 @@ def as_texts(
     texts = Texts(rows.__getitem__, reader, answer, shown)
     rows = [Text(row.input, texts.answered(row.target) if row.target else "") for row in rows]
     given = [row if shown == "target" else Text(row.input) for row in rows]
-    own = (f"{task}: calibration shows the expert's own greedy answers",) if shown == "expert" else ()
+    on_answers = (f"{task}: calibration shows the expert's own greedy answers",) if shown == "expert" else ()
     return replace(
         samples,
         load=lambda positions: (reader or preprocess)([given[position] for position in positions]),
-        notices=samples.notices + own + (() if reader is None else _too_long(samples, given, entry, reader)),
+        notices=samples.notices
+        + on_answers
+        + (() if reader is None else _too_long(samples, given, entry, reader)),
         texts=replace(texts, read=rows.__getitem__),
     )
 
@@ -143,17 +145,17 @@ def _too_long(
     samples: SampleSet, given: Sequence[Text], entry: TextEntry, reader: TextReader
 ) -> tuple[str, ...]:
     """A notice of how many rows are cut, if any are."""
-    long = [at for at, length in enumerate(reader.lengths(given)) if length > reader.max_length]
+    long = [place for place, length in enumerate(reader.lengths(given)) if length > reader.max_length]
     if not long:
         return ()
     task = samples.task
-    told = f"{len(long)} of {len(given)} {samples.split} samples are longer than {reader.max_length} tokens"
+    count = f"{len(long)} of {len(given)} {samples.split} samples are longer than {reader.max_length} tokens"
     if entry.too_long == "refuse":
         raise DataError(
-            f"task {task}: {told}, the first is {samples.ids[long[0]]}",
+            f"task {task}: {count}, the first is {samples.ids[long[0]]}",
             hint=f"Leave them out, set data.{task}.too_long: cut, or raise its max_length.",
         )
-    return (f"{task}: {told}; {reader.rule}",)
+    return (f"{task}: {count}; {reader.rule}",)
 
 
 def _shown(task: str, entry: TextEntry, form: Form | None, has_targets: bool) -> Shown:
@@ -178,12 +180,12 @@ def _text(values: Mapping[str, Any], column: str, where: str) -> str:
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    found = (
+    problem = (
         f"{column!r} is {value!r}, expected text"
         if column in values
         else f"no key {column!r}; there are {', '.join(values)}"
     )
-    raise DataError(f"{where}: {found}", hint="Name the key that holds it as `input: KEY`.")
+    raise DataError(f"{where}: {problem}", hint="Name the key that holds it as `input: KEY`.")
 
 
 def _target(
@@ -202,12 +204,12 @@ def _target(
         spelled.append(names[value])
     if entry.words is not None:
         allowed: Sequence[str] = tuple(entry.words)
-        found = next((entry.words[text] for text in spelled if text in entry.words), None)
+        answer = next((entry.words[text] for text in spelled if text in entry.words), None)
     else:
         allowed = spelled[-1:] if known is None else known
-        found = spelled[-1] if spelled[-1] in allowed else None
-    if found is not None:
-        return found
+        answer = spelled[-1] if spelled[-1] in allowed else None
+    if answer is not None:
+        return answer
     key = "classes" if entry.words is None else "words"
     raise DataError(
         f"{where}: the target {spelled[-1]!r} is not one of the {key}: {', '.join(allowed)}",

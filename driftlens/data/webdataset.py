@@ -74,24 +74,24 @@ def _shards(place: Path) -> list[Path]:
     """The tar file itself, those of a folder, or those that a pattern matches."""
     if place.is_file():
         return [place]
-    found = sorted(place.glob("*.tar") if place.is_dir() else place.parent.glob(place.name))
-    if not found:
+    files = sorted(place.glob("*.tar") if place.is_dir() else place.parent.glob(place.name))
+    if not files:
         raise DataError(
             f"{place}: no tar files",
             hint=f"Name a folder of them, one, or a pattern such as train-*.tar. {PATHS_HINT}",
         )
-    return found
+    return files
 
 
 def _origin(entry: WebdatasetData, place: str, shards: list[Path]) -> str:
     """The place of a split's tar files: that of the calibration samples, where they are the same ones by name."""
     if place != entry.calibration:
-        own, other = (
-            {file.name: file.resolve() for file in found}
-            for found in (shards, _shards(Path(entry.calibration)))
+        of_split, other = (
+            {file.name: file.resolve() for file in shards_of}
+            for shards_of in (shards, _shards(Path(entry.calibration)))
         )
-        shared = sorted(set(own.values()) & set(other.values()))
-        if shared and own != other:
+        shared = sorted(set(of_split.values()) & set(other.values()))
+        if shared and of_split != other:
             raise DataError(
                 f"{place}: {len(shared)} of its files hold calibration samples too, the first is {shared[0]}",
                 hint="Name each file for one of both, or the same for both: then other samples are drawn of them.",

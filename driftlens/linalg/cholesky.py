@@ -100,9 +100,9 @@ def stationarity_error(solution: Tensor, image: Tensor, wanted: Tensor) -> float
         image: S v, [k], of `probe(k)`.
         wanted: R v, [o].
     """
-    found = solution @ image
-    size = float(torch.linalg.vector_norm(found) + torch.linalg.vector_norm(wanted))
-    return float(torch.linalg.vector_norm(found - wanted)) / size if size else 0.0
+    gradient = solution @ image
+    size = float(torch.linalg.vector_norm(gradient) + torch.linalg.vector_norm(wanted))
+    return float(torch.linalg.vector_norm(gradient - wanted)) / size if size else 0.0
 
 
 def probe(like: Tensor) -> Tensor:
@@ -122,14 +122,16 @@ def _lower_factor(matrix: Tensor, scale: float, shift: float) -> Tensor | None:
     panel = _NARROW if matrix.is_cpu else _PANEL
     for start in range(0, len(matrix), panel):
         stop = min(start + panel, len(matrix))
-        mine = slice(start, stop)
+        own_columns = slice(start, stop)
         left = lower[:, :start]
-        column = torch.addmm(matrix[start:, mine], left[start:], left[mine].mT, beta=scale, alpha=-1)
+        column = torch.addmm(
+            matrix[start:, own_columns], left[start:], left[own_columns].mT, beta=scale, alpha=-1
+        )
         column.diagonal().add_(shift)
         top, failed_minor = torch.linalg.cholesky_ex(column[: stop - start])
         failures.append(failed_minor)
-        lower[mine, mine] = top
-        lower[stop:, mine] = _solve_rows(top.mT, column[stop - start :], upper=True)
+        lower[own_columns, own_columns] = top
+        lower[stop:, own_columns] = _solve_rows(top.mT, column[stop - start :], upper=True)
     return None if bool(torch.stack(failures).any()) else lower
 
 

@@ -22,8 +22,8 @@ def add_scaled(total: Tensor, part: Tensor, scale: float = 1.0) -> None:
     """
     rows = max(1, _ENTRIES // max(1, total[0].numel()))
     for start in range(0, len(total), rows):
-        mine = total[start : start + rows]
-        torch.add(mine, part[start : start + rows], alpha=scale, out=mine)
+        own_rows = total[start : start + rows]
+        torch.add(own_rows, part[start : start + rows], alpha=scale, out=own_rows)
 
 
 def grown(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
@@ -86,15 +86,15 @@ class GramSum:
 
         `more` is [k, k], not symmetric as a rule; None leaves it out.
         """
-        found = vectors.new_zeros(len(vectors))
+        forms = vectors.new_zeros(len(vectors))
         for rows, columns in self._tiles:
             tile = scale * self._lower[rows, columns].to(vectors)
             if more is not None:
                 tile += more[rows, columns].to(vectors)
                 tile += more[columns, rows].mT.to(vectors)
             count = 1 if rows == columns else 2
-            found += count * torch.linalg.vecdot(vectors[:, rows] @ tile, vectors[:, columns])
-        return found
+            forms += count * torch.linalg.vecdot(vectors[:, rows] @ tile, vectors[:, columns])
+        return forms
 
     def tiles(self) -> list[Tensor]:
         """The half that is held, as views: sums of several processes are added up tile by tile."""
@@ -139,14 +139,14 @@ class GramPool:
     def lend(self, k: int, dtype: torch.dtype, device: torch.device) -> GramSum:
         """A sum at zero, until all are taken back."""
         fitting = (x for x in self._spare if (x.k, x.dtype, x.device) == (k, dtype, device))
-        found = next(fitting, None)
-        if found is None:
-            found = GramSum(k, dtype, device)
+        lent = next(fitting, None)
+        if lent is None:
+            lent = GramSum(k, dtype, device)
         else:
-            self._spare.remove(found)
-            found.clear()
-        self._lent.append(found)
-        return found
+            self._spare.remove(lent)
+            lent.clear()
+        self._lent.append(lent)
+        return lent
 
     def take_back(self) -> None:
         """End every loan; what was computed in that memory must not be read any more."""

@@ -91,10 +91,10 @@ class JointSums:
 
 def total(parts: Sequence[JointMoments], dtype: torch.dtype | None = None) -> JointMoments:
     """The sum of moments, in another dtype or in theirs."""
-    found = JointMoments(**{name: value.to(dtype, copy=True) for name, value in vars(parts[0]).items()})
+    summed = JointMoments(**{name: value.to(dtype, copy=True) for name, value in vars(parts[0]).items()})
     for part in parts[1:]:
-        found.add(part)
-    return found
+        summed.add(part)
+    return summed
 
 
 class Ridges(NamedTuple):
@@ -148,9 +148,12 @@ def choose_ridges(
     scores = plain[:, None] + best * (2 * mixed + best * square)
     # Of equal scores the largest ridges, which change least.
     flat = int(scores.flip(0, 1).argmin())
-    at, beside = (len(grid) - 1 - place for place in divmod(flat, len(grid)))
+    chosen, beside = (len(grid) - 1 - place for place in divmod(flat, len(grid)))
     return Ridges(
-        grid[at], grid[beside], float(best[at, beside]), float(everything.energy + scores[at, beside])
+        grid[chosen],
+        grid[beside],
+        float(best[chosen, beside]),
+        float(everything.energy + scores[chosen, beside]),
     )
 
 
@@ -187,7 +190,7 @@ def solve_joint(
         SingularGramError: a system is singular to working precision.
     """
     require_finite(moments)
-    found, factors = torch.zeros_like(moments.local), dict[float, Factor]()
+    solution_sum, factors = torch.zeros_like(moments.local), dict[float, Factor]()
     direction, error = probe(moments.gram), 0.0
     image = moments.gram @ direction
     for part, ridge, share in (("local", ridges.local, 1.0), ("upstream", ridges.upstream, ridges.share)):
@@ -216,8 +219,8 @@ def solve_joint(
                     pushed = pushed + metric @ (towards @ of.gram)
                 step = size / (towards * pushed).sum()
                 solution, residual = solution + step * towards, residual - step * pushed
-        found += share * solution
-    return JointSolution(found, None if tasks else error)
+        solution_sum += share * solution
+    return JointSolution(solution_sum, None if tasks else error)
 
 
 def require_finite(moments: JointMoments) -> None:

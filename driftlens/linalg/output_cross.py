@@ -113,8 +113,8 @@ class OutputCross:
         self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
     ) -> OutputSums:
         wanted = rows @ self._weight.mT
-        for mine, theirs in zip(_split(wanted, expert_outputs), expert_outputs, strict=True):
-            mine.lerp_(theirs, self._alpha)
+        for part_wanted, part_expert in zip(_split(wanted, expert_outputs), expert_outputs, strict=True):
+            part_wanted.lerp_(part_expert, self._alpha)
         wanted.sub_(self._bias, alpha=self._alpha)
         energy = _total(wanted.square(), weights) if self._energies else None
         counted = wanted if weights is None else wanted * weights[:, None]

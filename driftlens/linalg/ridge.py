@@ -41,10 +41,10 @@ class Moments:
         averages = {name: left * getattr(self, name) + right * getattr(other, name) for name in names}
         return Moments(**{"target_energy": None, **averages}, weight_sum=total)
 
-    def of_outputs(self, mine: slice) -> Moments:
+    def of_outputs(self, rows: slice) -> Moments:
         """Those of some outputs alone."""
-        energy = None if self.target_energy is None else self.target_energy[mine]
-        cross, target = self.output_cross[mine], self.mean_target[mine]
+        energy = None if self.target_energy is None else self.target_energy[rows]
+        cross, target = self.output_cross[rows], self.mean_target[rows]
         return replace(self, output_cross=cross, mean_target=target, target_energy=energy)
 
     def misfit(self, weight: Tensor) -> Tensor:

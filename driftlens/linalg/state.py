@@ -59,10 +59,10 @@ def norm(state: State) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
-def relative_error(found: State, exact: State) -> Tensor:
-    """Sum over samples of |found - exact| over the sum of |exact|, a number; NaN where the latter is zero."""
+def relative_error(estimate: State, exact: State) -> Tensor:
+    """Sum over samples of |estimate - exact| over the sum of |exact|, a number; NaN where the latter is zero."""
     size = norm(exact).sum()
-    error = norm(subtract(found, exact)).sum()
+    error = norm(subtract(estimate, exact)).sum()
     return torch.where(size > 0, error / size, torch.nan)
 
 
@@ -153,8 +153,8 @@ class PathJacobian:
         NaN where the layer's outputs do not differ.
         """
         exact = subtract(self.layer_call(self.end), self.layer_call(self.start))
-        found = self.jvp(subtract(self.end, self.start))
-        return relative_error(found, exact)
+        change = self.jvp(subtract(self.end, self.start))
+        return relative_error(change, exact)
 
     def _pushed(self, vectors: State) -> Iterator[State]:
         """J v at every node, for several vectors."""

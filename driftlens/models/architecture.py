@@ -227,15 +227,15 @@ def _from_python(loader: str, request: ArchitectureRequest) -> Architecture:
     target = loader.removeprefix(PYTHON)
     function = request.access.function(target, "loader")
     try:
-        found = function(request.source) if request.source else function()
+        returned = function(request.source) if request.source else function()
     except Exception as error:  # whatever somebody's code raises
         raise IncompatibleModelsError(
             f"{target} failed: {type(error).__name__}: {error}", hint="The traceback is shown with --debug."
         ) from error
-    module, transform = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    module, transform = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(module, nn.Module) or not callable(transform):
         raise SpecError(
-            f"{target} returned {type(found).__name__}; expected a pair: an nn.Module with weights, and a function "
+            f"{target} returned {type(returned).__name__}; expected a pair: an nn.Module with weights, and a function "
             "from a PIL image to the tensor that the module reads",
             hint="For example `return model.eval(), transform`, as torchvision and timm have them.",
         )

@@ -79,10 +79,10 @@ class Slot:
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Of the parameter in the layer's layout, given that of the checkpoint's tensor."""
-        found = stored if self.rows is None else (self.rows[1] - self.rows[0], *stored[1:])
+        shape = stored if self.rows is None else (self.rows[1] - self.rows[0], *stored[1:])
         if self.kernel:
-            found = (found[0], math.prod(self.kernel))
-        return found[::-1] if self.transposed else found
+            shape = (shape[0], math.prod(self.kernel))
+        return shape[::-1] if self.transposed else shape
 
     def own(self, stored: Tensor) -> Tensor:
         """The parameter in the layer's layout, given the rows of the checkpoint's tensor that it lies in; no copy."""
@@ -90,11 +90,11 @@ class Slot:
             stored = stored.flatten(1)
         return stored.mT if self.transposed else stored
 
-    def stored(self, own: Tensor) -> Tensor:
+    def stored(self, parameter: Tensor) -> Tensor:
         """The rows of the checkpoint's tensor, given the parameter in the layer's layout; no copy."""
         if self.transposed:
-            own = own.mT
-        return own.reshape(len(own), *self.kernel) if self.kernel else own
+            parameter = parameter.mT
+        return parameter.reshape(len(parameter), *self.kernel) if self.kernel else parameter
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ class Layer:
 
     def vectors(self, state: State, side: SideInputs, how: Pool) -> Tensor:
         """One vector per sample of the layer's own stream, see `pooled`; linear in the state."""
-        own = how if how == "all" else self.pool or how
-        return pooled(state[self.stream], own, side.mask(self.stream))
+        pool = how if how == "all" else self.pool or how
+        return pooled(state[self.stream], pool, side.mask(self.stream))
 
 
 @dataclass(frozen=True)

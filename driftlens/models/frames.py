@@ -344,9 +344,9 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
         return None
     is_mask = isinstance(mask, Tensor) and mask.dim() == 2 and bool(((mask == 0) | (mask == 1)).all())
     if not is_mask:
-        found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise SpecError(
-            f"{name} is {found}; expected ones and zeros [n, t], one where a token counts",
+            f"{name} is {given}; expected ones and zeros [n, t], one where a token counts",
             hint=f"{_REMEDY} The batch holds {', '.join(inputs.values)}.",
         )
     if bool(mask.all()):

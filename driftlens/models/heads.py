@@ -123,23 +123,23 @@ def linear_head(
         )
     key = weight or matrices[0]
     beside = bias or f"{key.removesuffix('weight')}bias"
-    found = source.read(key).float()
+    rows = source.read(key).float()
     shift = source.read(beside).float() if bias is not None or beside in source.headers else None
-    check_finite(source.name, key, found)
+    check_finite(source.name, key, rows)
     if shift is not None:
         check_finite(source.name, beside, shift)
-    names = class_names([str(row) for row in range(len(found))] if classes is None else classes)
-    if found.dim() != 2 or (shift is not None and shift.shape != found.shape[:1]):
+    names = class_names([str(row) for row in range(len(rows))] if classes is None else classes)
+    if rows.dim() != 2 or (shift is not None and shift.shape != rows.shape[:1]):
         rest = "" if shift is None else f", its bias {list(shift.shape)}"
         raise ShapeError(
-            f"{key!r} in {source.name} has shape {list(found.shape)}{rest}; expected [classes, d] and [classes]"
+            f"{key!r} in {source.name} has shape {list(rows.shape)}{rest}; expected [classes, d] and [classes]"
         )
-    if len(found) != len(names):
+    if len(rows) != len(names):
         raise DataError(
-            f"{key!r} in {source.name} has {len(found)} rows, but there are {len(names)} class names",
+            f"{key!r} in {source.name} has {len(rows)} rows, but there are {len(names)} class names",
             hint="Give one name per row, in the order of the rows: heads.<task>.classes.",
         )
-    return LinearHead(names, found, shift, normalize)
+    return LinearHead(names, rows, shift, normalize)
 
 
 def stated_classes(place: str) -> tuple[str, ...] | None:

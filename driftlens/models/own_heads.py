@@ -133,20 +133,20 @@ class HeadForm:
         weights = {name: source.read(key).float() for name, key in zip(self.names, keys, strict=True)}
         for key, value in zip(keys, weights.values(), strict=True):
             check_finite(source.name, key, value)
-        found = OwnHead(class_names(classes), self, weights)
+        head = OwnHead(class_names(classes), self, weights)
         try:
-            count = found.scores(torch.zeros(1, self.width)).shape[1]
+            count = head.scores(torch.zeros(1, self.width)).shape[1]
         except RuntimeError as error:  # shapes that don't go together
             raise IncompatibleModelsError(
                 f"the classifier of {source.name} is another than the base's: {str(error).splitlines()[0]}",
                 hint="Experts must be of one architecture, heads included.",
             ) from error
-        if count != len(found.classes):
+        if count != len(head.classes):
             raise DataError(
-                f"the classifier of {source.name} gives {count} scores, but there are {len(found.classes)} class names",
+                f"the classifier of {source.name} gives {count} scores, but there are {len(head.classes)} class names",
                 hint="Give one name per score, in their order: heads.<task>.classes.",
             )
-        return found
+        return head
 
 
 def behind_core(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadForm] | None:
@@ -165,8 +165,8 @@ def behind_core(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadFo
     pooler = getattr(core, "pooler", None)
     setattr(whole, prefix, _Given(pooler))
     try:
-        own = {key: names[key] for key in whole.state_dict()}
-        form = HeadForm(whole, own, whole.main_input_name, whole.config.hidden_size)
+        names_in_file = {key: names[key] for key in whole.state_dict()}
+        form = HeadForm(whole, names_in_file, whole.main_input_name, whole.config.hidden_size)
         pool = _pool_of(form)
     except Exception:  # whatever somebody's forward makes of features without the model that gave them
         pool = None

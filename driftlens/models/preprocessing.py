@@ -159,8 +159,8 @@ def open_clip_preprocess(
         ) from error
 
     notice = _default_notice(source, "preprocess_cfg") if config is None else ""
-    found = replace(image_preprocess("open_clip torchvision-PIL", one, stated), notice=notice)
-    return _checked(found, image_size, source)
+    preprocess = replace(image_preprocess("open_clip torchvision-PIL", one, stated), notice=notice)
+    return _checked(preprocess, image_size, source)
 
 
 def image_preprocess(
@@ -210,10 +210,10 @@ def text_preprocess(
         or len(tokenizer) > size
         or filler is None
     ):
-        own = f" (its tokenizer is code of its own, {code}, which is never run)" if code else ""
+        about_code = f" (its tokenizer is code of its own, {code}, which is never run)" if code else ""
         raise SpecError(
             f"{source} has no tokenizer that fits its {size} tokens and pads or ends texts, so texts can't be read"
-            + own,
+            + about_code,
             hint="Put the base's tokenizer files beside its config.json.",
         )
     if tokenizer.pad_token is None:  # as the mask says what is padding, any token may stand for it

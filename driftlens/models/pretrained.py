@@ -80,8 +80,8 @@ def _cached(config: dict[str, Any]) -> str | None:
     if repository:
         given = name or HF_WEIGHTS_NAME
         safe = HF_SAFE_WEIGHTS_NAME if given == HF_WEIGHTS_NAME else f"{given.rpartition('.')[0]}.safetensors"
-        found = (try_to_load_from_cache(repository, each) for each in (safe, given))
-        return next((path for path in found if isinstance(path, str)), None)
+        paths = (try_to_load_from_cache(repository, each) for each in (safe, given))
+        return next((path for path in paths if isinstance(path, str)), None)
     file = pathlib.Path("~/.cache/clip").expanduser() / config.get("url", "").rpartition("/")[2]
     return str(file) if file.is_file() else None
 

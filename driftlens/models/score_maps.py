@@ -196,8 +196,8 @@ class LmHead:
                     hint="Pool one vector per sample: layers.pool: last.",
                 )
             parts.append(F.linear(features * self.lm.scale, weight.to(features)))
-        found = torch.cat(parts, dim=-1)
-        return found if self.lm.cap is None else self.lm.cap * torch.tanh(found / self.lm.cap)
+        scores = torch.cat(parts, dim=-1)
+        return scores if self.lm.cap is None else self.lm.cap * torch.tanh(scores / self.lm.cap)
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
         """scale * |rows|_2; capping only makes it smaller."""

@@ -84,19 +84,19 @@ def load_hf_vit(request: ArchitectureRequest) -> Architecture:
     Raises:
         DriftLensError: as for `load_hf_auto`, and for any other model.
     """
-    found = load_transformers(request, "hf-vit", VISION)
-    assert found.folder is not None
-    stated: Any = found.folder.configs["config.json"]
+    architecture = load_transformers(request, "hf-vit", VISION)
+    assert architecture.folder is not None
+    stated: Any = architecture.folder.configs["config.json"]
     if "text_config" not in stated or not (stated.get("architectures") or [""])[0].endswith("Model"):
-        return found
-    assert found.preprocess is not None
+        return architecture
+    assert architecture.preprocess is not None
     notice = (
         f"{request.source} is a model of images and texts: of its image tower the final feature is what a classifier "
         "would read, the mean over patches. The attention pooling behind its image embeddings and its text tower play "
         "no part in it; saved folders keep them."
     )
-    told = " ".join(filter(None, (found.preprocess.notice, notice)))
-    return replace(found, preprocess=replace(found.preprocess, notice=told))
+    notices = " ".join(filter(None, (architecture.preprocess.notice, notice)))
+    return replace(architecture, preprocess=replace(architecture.preprocess, notice=notices))
 
 
 @loaders.register("hf-auto")
@@ -156,8 +156,10 @@ def load_transformers(
     layout = Spellings(spellings(names, skeleton), _left_out(classifier, own_head, skeleton), ignored)
     with running(source):
         chain = sequential_chain(skeleton, example, blocks=blocks)
-    own = {name.rpartition(".")[2] for name, _ in skeleton.named_parameters()}
-    image = replace(IMAGE, pool="mean" if own.isdisjoint(("cls_token", "class_embedding")) else "cls")
+    parameter_names = {name.rpartition(".")[2] for name, _ in skeleton.named_parameters()}
+    image = replace(
+        IMAGE, pool="mean" if parameter_names.isdisjoint(("cls_token", "class_embedding")) else "cls"
+    )
     return Architecture(
         loader=loader,
         source=source,
@@ -275,8 +277,8 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
         choices = [of_images, of_text, auto.MODEL_MAPPING]
     for choice in choices:
         if type(config) in choice:
-            found = choice[type(config)]
-            return config, found[0] if isinstance(found, tuple) else found
+            model_class = choice[type(config)]
+            return config, model_class[0] if isinstance(model_class, tuple) else model_class
     raise IncompatibleModelsError(f"transformers has no plain model of type {kind!r} ({source})", hint=LIVE)
 
 
@@ -308,14 +310,14 @@ def _beside_core(skeleton: Any) -> tuple[str, ...]:
 
 def _classifier(skeleton: nn.Module, num_labels: int) -> str:
     """Path of the last linear module that gives class scores; "" where there is none."""
-    found = [
+    paths = [
         path
         for path, module in skeleton.named_modules()
         if isinstance(module, nn.Linear) and module.out_features == num_labels
     ]
-    if not type(skeleton).__name__.endswith("Classification") or not found:
+    if not type(skeleton).__name__.endswith("Classification") or not paths:
         return ""
-    return found[-1]
+    return paths[-1]
 
 
 def spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:

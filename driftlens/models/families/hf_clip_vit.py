@@ -99,8 +99,8 @@ class HfClipViT(ClipViT):
         return scrambled(lambda: CLIPVisionModelWithProjection(config))
 
     def _why_not_tower(self, module: nn.Module, tower: Any) -> str | None:
-        own = f"{type(module).__name__} ends in a classifier of its own"
-        return self._missing(module, tower) or (own if hasattr(module, "classifier") else None)
+        classifies = f"{type(module).__name__} ends in a classifier of its own"
+        return self._missing(module, tower) or (classifies if hasattr(module, "classifier") else None)
 
     def _library_pass(self, module: nn.Module, names: Names, prefix: str) -> tuple[str, str]:
         # A whole CLIPModel would want text as well.

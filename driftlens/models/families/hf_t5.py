@@ -88,8 +88,8 @@ class HfT5:
             Layer(1, "stem", "shared", {EMBEDDINGS: Slot(EMBEDDINGS)}, _stem, stream="encoder", pool="mean")
         ]
         for stack in _STACKS:
-            for at, block in enumerate(whole.get_submodule(stack).block):
-                layers.append(_block(block, stack, at, len(layers) + 1))
+            for number, block in enumerate(whole.get_submodule(stack).block):
+                layers.append(_block(block, stack, number, len(layers) + 1))
             layers.append(_norm(whole.get_submodule(stack).final_layer_norm, stack, len(layers) + 1))
         read = partial(
             _read,
@@ -148,32 +148,36 @@ def _why_not(module: nn.Module) -> str | None:
             return f"it has no {stack} with relative positions"
         if parts.get(f"{stack}.embed_tokens.weight") is not parts.get(EMBEDDINGS):
             return f"its {stack} has embeddings of its own"
-        for at, block in enumerate(whole.get_submodule(stack).block):
-            found = {key for key, _ in block.named_parameters()} - ({_TABLE} if at == 0 else set())
+        for number, block in enumerate(whole.get_submodule(stack).block):
+            names = {key for key, _ in block.named_parameters()} - ({_TABLE} if number == 0 else set())
             wanted = {f"{site}.weight" for site in _sites_of(block, stack)}
-            if odd := sorted(found ^ wanted):
-                return f"{stack}.block.{at} is not T5's (extra or missing: {', '.join(odd)})"
+            if odd := sorted(names ^ wanted):
+                return f"{stack}.block.{number} is not T5's (extra or missing: {', '.join(odd)})"
     return None
 
 
 def _sites_of(block: nn.Module, stack: str) -> dict[str, str]:
     """The modules of a block that have weights, in the order in which they run -> what each reads."""
-    own, cross, norm = "layer.0.SelfAttention", "layer.1.EncDecAttention", "layer.{}.layer_norm".format
-    found = {norm(0): stack} | {f"{own}.{part}": norm(0) for part in "qkv"} | {f"{own}.o": f"{own}.mixed"}
+    attention, cross, norm = "layer.0.SelfAttention", "layer.1.EncDecAttention", "layer.{}.layer_norm".format
+    inputs = (
+        {norm(0): stack}
+        | {f"{attention}.{part}": norm(0) for part in "qkv"}
+        | {f"{attention}.o": f"{attention}.mixed"}
+    )
     last = 1
     if stack == "decoder":
         last = 2
-        found |= {norm(1): "layer.1", f"{cross}.q": norm(1)}
-        found |= {f"{cross}.{part}": "encoder" for part in "kv"} | {f"{cross}.o": f"{cross}.mixed"}
+        inputs |= {norm(1): "layer.1", f"{cross}.q": norm(1)}
+        inputs |= {f"{cross}.{part}": "encoder" for part in "kv"} | {f"{cross}.o": f"{cross}.mixed"}
     feed = f"layer.{last}.DenseReluDense"
     is_gated = any(name == f"{feed}.wi_0" for name, _ in block.named_modules())
-    found |= {norm(last): f"layer.{last}"}
-    found |= {f"{feed}.{part}": norm(last) for part in (("wi_0", "wi_1") if is_gated else ("wi",))}
-    return found | {f"{feed}.wo": f"{feed}.inner"}
+    inputs |= {norm(last): f"layer.{last}"}
+    inputs |= {f"{feed}.{part}": norm(last) for part in (("wi_0", "wi_1") if is_gated else ("wi",))}
+    return inputs | {f"{feed}.wo": f"{feed}.inner"}
 
 
-def _block(block: Any, stack: str, at: int, index: int) -> Layer:
-    path = f"{stack}.block.{at}"
+def _block(block: Any, stack: str, number: int, index: int) -> Layer:
+    path = f"{stack}.block.{number}"
     eps = block.layer[0].layer_norm.variance_epsilon
     sites = tuple(
         _norm_site(name, reads, eps)
@@ -186,7 +190,7 @@ def _block(block: Any, stack: str, at: int, index: int) -> Layer:
     )
     slots = {f"{site.name}.weight": Slot(f"{path}.{site.name}.weight") for site in sites}
     slots[_TABLE] = Slot(f"{stack}.block.0.{_TABLE}")
-    alone = no_sites(block, slots, sites) if at == 0 else {}
+    alone = no_sites(block, slots, sites) if number == 0 else {}
     return Layer(
         index,
         "block",
@@ -249,17 +253,17 @@ def _run_block(
             given["encoder_decoder_position_bias"] = torch.where(read, bias.new_zeros(()), lowest)[
                 :, None, None
             ]
-    own = {name: value for name, value in parameters.items() if name != _TABLE}
+    weights = {name: value for name, value in parameters.items() if name != _TABLE}
     with tapped(block, sites, tap):
-        hidden = call(block, own, (hidden,), given)[0]
+        hidden = call(block, weights, (hidden,), given)[0]
     return {**state, stream: without_padding(path, hidden, mask)}
 
 
 def _position_bias(attention: Any, table: Tensor, length: int, stack: str) -> Tensor:
     """What self-attention adds to its scores by how far apart tokens are, [1, heads, length, length]."""
-    at = torch.arange(length, device=table.device)
+    places = torch.arange(length, device=table.device)
     buckets = attention._relative_position_bucket(
-        at[None] - at[:, None],
+        places[None] - places[:, None],
         bidirectional=stack == "encoder",
         num_buckets=attention.relative_attention_num_buckets,
         max_distance=attention.relative_attention_max_distance,
@@ -296,17 +300,17 @@ def _read(inputs: Any, *, start_token: int, num_tokens: int) -> dict[str, Tensor
             hint="It reads input_ids, attention_mask and the same with decoder_ before, as its tokenizer gives them.",
         )
     start = tokens.new_full((len(tokens), 1), start_token)
-    found: dict[str, Tensor] = {}
+    batch: dict[str, Tensor] = {}
     for stack, ids in (("", tokens), ("decoder_", given.get("decoder_input_ids", start))):
         mask = given.get(f"{stack}attention_mask")
-        found[f"{stack}input_ids"] = ids
-        found[f"{stack}attention_mask"] = torch.ones_like(ids) if mask is None else mask.long()
+        batch[f"{stack}input_ids"] = ids
+        batch[f"{stack}attention_mask"] = torch.ones_like(ids) if mask is None else mask.long()
         if not bool(((ids >= 0) & (ids < num_tokens)).all()):
             raise DataError(
                 f"{stack}input_ids has tokens {int(ids.min())} to {int(ids.max())}; the model knows {num_tokens}",
                 hint="Give what the tokenizer of these models makes of texts; -100 in labels is no token.",
             )
-    return found
+    return batch
 
 
 def _side(batch: Mapping[str, Tensor]) -> SideInputs:
@@ -326,16 +330,18 @@ def _library_states(module: nn.Module, batch: Mapping[str, Tensor]) -> list[Stat
     seen: dict[str, list[Tensor]] = {stack: [] for stack in _STACKS}
 
     def keep(stack: str, features: Any) -> None:
-        found = features[0] if isinstance(features, tuple) else features
+        hidden = features[0] if isinstance(features, tuple) else features
         stream = _STACKS[stack]
-        seen[stack].append(without_padding(stack, found, side.mask(stream)).clone())
+        seen[stack].append(without_padding(stack, hidden, side.mask(stream)).clone())
 
     with ExitStack() as hooks:
         for stack in _STACKS:
-            own = whole.get_submodule(stack)
-            enter = own.block[0].register_forward_pre_hook(lambda _m, given, stack=stack: keep(stack, given))
+            module_of_stack = whole.get_submodule(stack)
+            enter = module_of_stack.block[0].register_forward_pre_hook(
+                lambda _m, given, stack=stack: keep(stack, given)
+            )
             hooks.callback(enter.remove)
-            for part in (*own.block, own.final_layer_norm):
+            for part in (*module_of_stack.block, module_of_stack.final_layer_norm):
                 leave = part.register_forward_hook(lambda _m, _given, out, stack=stack: keep(stack, out))
                 hooks.callback(leave.remove)
         asked = {name: batch[name] for name in ("input_ids", "attention_mask")}

@@ -61,8 +61,8 @@ def sequential_chain(
     Raises:
         SpecError: no list of blocks is found, or (with an example) features don't flow from block to block.
     """
-    path, found = _block_list(module, blocks)
-    parts = Dissection(module, found, mask, final)
+    path, blocks_by_path = _block_list(module, blocks)
+    parts = Dissection(module, blocks_by_path, mask, final)
     seen = _registered(parts) if example is None else _traced(parts, example)
     layers = [
         Layer(
@@ -197,16 +197,16 @@ def _stages(lists: dict[str, list[nn.Module]], path: str) -> str | None:
     Stages are the children of a list (`stages.0`) that hold their lists at the same place, or numbered lists.
     """
     parts = path.split(".")
-    for at, part in enumerate(parts):
-        container = ".".join(parts[:at])
+    for depth, part in enumerate(parts):
+        container = ".".join(parts[:depth])
         if part.isdecimal() and container in lists:
             places = {tuple(other.split(".")) for other in lists}
             alike = [
                 place
                 for place in places
-                if (*place[:at], *place[at + 1 :]) == (*parts[:at], *parts[at + 1 :])
+                if (*place[:depth], *place[depth + 1 :]) == (*parts[:depth], *parts[depth + 1 :])
             ]
-            if sum(place[at].isdecimal() for place in alike) > 1:
+            if sum(place[depth].isdecimal() for place in alike) > 1:
                 return container
     return re.sub(r"\d+$", "[0-9]*", path) if len(_numbered(lists, path)) > 1 else None
 
@@ -245,7 +245,7 @@ class _Seen(NamedTuple):
 
 
 def _registered(parts: Dissection) -> _Seen:
-    sites = [registered_sites(block, own) for block, own in zip(parts.blocks, parts.slots, strict=True)]
+    sites = [registered_sites(block, slots) for block, slots in zip(parts.blocks, parts.slots, strict=True)]
     return _Seen(sites, [False] * len(sites), frozenset(), frozenset(), _read_by(parts.module))
 
 
@@ -272,13 +272,13 @@ def _traced(parts: Dissection, example: Any) -> _Seen:
         with buffers_on(module, bare) if parts.is_hollow else nullcontext():
             features, beside = {"hidden": features["hidden"].to(bare)}, side.to(bare)
             for position, (block, slots) in enumerate(zip(parts.blocks, parts.slots, strict=True)):
-                own = {
+                parameters = {
                     name: slot.own(weights[slot.key].detach().to(bare))
                     for name, slot in parts.parameters(position).items()
                 }
-                alone = partial(parts.block, position, (), own, features, beside)
-                found, features = traced_sites(block, slots, alone, features)
-                sites.append(_of_tokens(found) if parts.computed else found)
+                alone = partial(parts.block, position, (), parameters, features, beside)
+                block_sites, features = traced_sites(block, slots, alone, features)
+                sites.append(_of_tokens(block_sites) if parts.computed else block_sites)
                 is_residual.append(side.frames[position].entered == side.frames[position].left)
         if parts.is_hollow:
             features = {"hidden": torch.zeros(features["hidden"].shape, device=device)}

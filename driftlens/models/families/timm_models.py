@@ -61,11 +61,11 @@ def load_timm(request: ArchitectureRequest) -> Architecture:
     build = partial(timm.create_model, name, pretrained=False, **options)
     skeleton = weightless(lambda: _with_buffers(build()), source)
     # Older folders state pixels beside the architecture; a size that the model was built for is its input's.
-    told = {key: stated[key] for key in _PIXELS if key in stated} | dict(stated.get("pretrained_cfg") or {})
-    if "input_size" not in told and (size := options.get("img_size")):
-        told["input_size"] = (3, *([size] * 2 if isinstance(size, int) else size))
-    if told:
-        skeleton.pretrained_cfg = skeleton.default_cfg = {**skeleton.pretrained_cfg, **told}
+    pixels = {key: stated[key] for key in _PIXELS if key in stated} | dict(stated.get("pretrained_cfg") or {})
+    if "input_size" not in pixels and (size := options.get("img_size")):
+        pixels["input_size"] = (3, *([size] * 2 if isinstance(size, int) else size))
+    if pixels:
+        skeleton.pretrained_cfg = skeleton.default_cfg = {**skeleton.pretrained_cfg, **pixels}
     classifier = _without_classifier(skeleton, name)
     settings = resolve_data_config({}, model=skeleton)
     preprocess = image_preprocess("timm", create_transform(**settings, is_training=False), settings)
@@ -135,14 +135,14 @@ def _with_buffers(skeleton: nn.Module) -> nn.Module:
 
 def _without_classifier(skeleton: Any, name: str) -> str:
     """Path of the classifier, which is taken out; "" where there is none."""
-    found = skeleton.get_classifier()
-    if isinstance(found, tuple | list):
+    classifier = skeleton.get_classifier()
+    if isinstance(classifier, tuple | list):
         raise IncompatibleModelsError(
-            f"{name} ends in {len(found)} classifiers, so it has no one final feature",
+            f"{name} ends in {len(classifier)} classifiers, so it has no one final feature",
             hint="Use the model of that name without distillation.",
         )
-    if not isinstance(found, nn.Linear):
+    if not isinstance(classifier, nn.Linear):
         return ""
-    path = next(path for path, module in skeleton.named_modules() if module is found)
+    path = next(path for path, module in skeleton.named_modules() if module is classifier)
     skeleton.set_submodule(path, nn.Identity())
     return path

@@ -183,8 +183,8 @@ def activation_name(activation: Activation) -> str | None:
     """
     probe = torch.linspace(-6, 6, 97, dtype=torch.float64)
     with torch.no_grad():
-        found = activation(probe)
-    same = (name for name, known in ACTIVATIONS.items() if torch.allclose(found, known(probe), 0, 1e-12))
+        values = activation(probe)
+    same = (name for name, known in ACTIVATIONS.items() if torch.allclose(values, known(probe), 0, 1e-12))
     return next(same, None)
 
 
@@ -275,8 +275,8 @@ class ClipViT(ABC):
         if isinstance(_part(tower, stem_norm), nn.Identity):
             names = replace(names, stem_norm=None)
         blocks = [
-            self._block(block, names, at + 2, f"{prefix}{self.blocks}.{at}")
-            for at, block in enumerate(tower.get_submodule(self.blocks))
+            self._block(block, names, number + 2, f"{prefix}{self.blocks}.{number}")
+            for number, block in enumerate(tower.get_submodule(self.blocks))
         ]
         feature, run = self._library_pass(module, names, prefix)
         paths = (f"{prefix}{stem_norm}", *(block.path for block in blocks), feature)
@@ -407,8 +407,8 @@ def pixels_in(inputs: Any) -> Tensor:
     Raises:
         DataError: it has no such entry.
     """
-    found = inputs.get(PIXELS) if isinstance(inputs, Mapping) else inputs
-    if not isinstance(found, Tensor):
+    pixels = inputs.get(PIXELS) if isinstance(inputs, Mapping) else inputs
+    if not isinstance(pixels, Tensor):
         what = (
             f"a dict of {', '.join(map(str, inputs))}"
             if isinstance(inputs, Mapping)
@@ -418,7 +418,7 @@ def pixels_in(inputs: Any) -> Tensor:
             f"a batch is {what}; an image tower wants a tensor of pixels, or a dict with {PIXELS!r}",
             hint=f'Give images as {{"{PIXELS}": pixels}} or as (pixels, labels).',
         )
-    return found
+    return pixels
 
 
 def _start(inputs: Any, *, shape: tuple[int, int, int]) -> tuple[State, SideInputs]:

@@ -58,7 +58,7 @@ def _batch(reader: TextReader, inputs: Sequence[str], max_new_tokens: int) -> di
 
 
 def _answer(reader: TextReader, ids: Sequence[int]) -> str:
-    end = next((at for at, token in enumerate(ids) if token in reader.ends), len(ids))
+    end = next((place for place, token in enumerate(ids) if token in reader.ends), len(ids))
     return reader.decode(ids[:end]).strip()
 
 
@@ -76,12 +76,12 @@ def _greedy(module: Any, reader: TextReader, max_new_tokens: int) -> Iterator[An
         eos_token_id=list(reader.ends) or None,
         decoder_start_token_id=reader.start,
     )
-    own, was_training = module.generation_config, module.training
+    own_settings, was_training = module.generation_config, module.training
     module.generation_config = GenerationConfig()
     module.eval()
     try:
         with torch.no_grad():
             yield settings
     finally:
-        module.generation_config = own
+        module.generation_config = own_settings
         module.train(was_training)

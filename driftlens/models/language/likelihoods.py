@@ -34,10 +34,10 @@ def log_likelihoods(
     try:
         run = _encoded_once if reader.form == "encoder-decoder" else _continued
         columns = list(zip(*answers, strict=True))
-        found = list(run(module, reader, questions, columns))
+        results = list(run(module, reader, questions, columns))
     finally:
         module.train(was_training)
-    sums, counts = (torch.stack(side, dim=1) for side in zip(*found, strict=True))
+    sums, counts = (torch.stack(side, dim=1) for side in zip(*results, strict=True))
     return sums, counts
 
 
@@ -57,8 +57,8 @@ def _summed(scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool) ->
     counts, places = torch.tensor([len(row) for row in tokens]), torch.arange(longest)
     is_own = places >= longest - counts[:, None] if at_end else places < counts[:, None]
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(dim=-1)
-    found = wide.gather(2, ids.to(wide.device).long()[:, :, None])[:, :, 0].double().cpu()
-    return found.where(is_own, 0.0).sum(dim=1), counts.double()
+    log_probabilities = wide.gather(2, ids.to(wide.device).long()[:, :, None])[:, :, 0].double().cpu()
+    return log_probabilities.where(is_own, 0.0).sum(dim=1), counts.double()
 
 
 def _continued(

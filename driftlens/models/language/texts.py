@@ -68,7 +68,7 @@ class TextReader:
         import torch
 
         asked = self._encoded([text for text, _ in samples], self._room(samples))
-        rows, found = asked["input_ids"], {}
+        rows, batch = asked["input_ids"], {}
         if self.form == "decoder":
             rows = [row + self._answer(target) for row, (_, target) in zip(rows, samples, strict=True)]
         columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
@@ -83,8 +83,8 @@ class TextReader:
         for name, lists in columns.items():
             longest = max(map(len, lists))
             filler = self.tokenizer.pad_token_id if name.endswith("input_ids") else 0
-            found[name] = torch.tensor([row + [filler] * (longest - len(row)) for row in lists])
-        return found
+            batch[name] = torch.tensor([row + [filler] * (longest - len(row)) for row in lists])
+        return batch
 
     def questions(self, texts: Sequence[str], *, spare: int = 0) -> list[list[int]]:
         """Token ids of questions alone, as the model reads them, cut where they leave fewer than `spare` tokens."""
@@ -96,8 +96,8 @@ class TextReader:
         """Token ids of an answer as it follows a question, without the token that ends it."""
 
         def ids(text: str) -> list[int]:
-            found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            return found
+            tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return tokens
 
         if not answer:
             return ()
@@ -108,8 +108,8 @@ class TextReader:
     @property
     def end(self) -> int | None:
         """The token that ends an answer that is given; None where the tokenizer has none."""
-        found: int | None = self.tokenizer.eos_token_id
-        return found
+        token: int | None = self.tokenizer.eos_token_id
+        return token
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some token ids, without special tokens."""
@@ -136,13 +136,15 @@ class TextReader:
     def lengths(self, samples: Sequence[tuple[str, str]]) -> list[int]:
         """Tokens of each sample's row, the longer one of an encoder-decoder's, before anything is cut."""
         free = replace(self, max_length=UNLIMITED)
-        found: list[int] = []
+        lengths: list[int] = []
         for first in range(0, len(samples), 256):
             part = samples[first : first + 256]
             for row, (_, target) in zip(free.questions([text for text, _ in part]), part, strict=True):
                 answer = free._answer(target)
-                found.append(len(row) + len(answer) if self.form == "decoder" else max(len(row), len(answer)))
-        return found
+                lengths.append(
+                    len(row) + len(answer) if self.form == "decoder" else max(len(row), len(answer))
+                )
+        return lengths
 
     def chats(self, messages: Sequence[str]) -> list[str]:
         """What the model reads where a user says each of `messages` and it is its turn to answer.
@@ -198,23 +200,25 @@ class TextReader:
 
     def _encoded(self, texts: Sequence[str], room: Sequence[int]) -> dict[str, list[list[int]]]:
         """What the tokenizer gives for questions, each cut to its room."""
-        found: dict[str, list[list[int]]] = dict(self.tokenizer(list(texts), verbose=False))
+        columns: dict[str, list[list[int]]] = dict(self.tokenizer(list(texts), verbose=False))
         if (
             self.form == "decoder"
         ):  # some end every text, and the answer would follow the end; a template may begin it
-            found = {"input_ids": [self._open_ended(row) for row in found["input_ids"]]}
-        for at, most in enumerate(room):
-            if len(found["input_ids"][at]) <= most:
+            columns = {"input_ids": [self._open_ended(row) for row in columns["input_ids"]]}
+        for position, most in enumerate(room):
+            if len(columns["input_ids"][position]) <= most:
                 continue
             if self.form == "decoder":
-                row = found["input_ids"][at]
+                row = columns["input_ids"][position]
                 first = row[:1] if row[0] == self.tokenizer.bos_token_id else []
-                found["input_ids"][at] = [*first, *row[len(row) - most + len(first) :]][:most]
+                columns["input_ids"][position] = [*first, *row[len(row) - most + len(first) :]][:most]
             else:
-                cut = self.tokenizer(texts[at], truncation=True, max_length=most, truncation_side="right")
-                for name in found:
-                    found[name][at] = cut[name]
-        return found
+                cut = self.tokenizer(
+                    texts[position], truncation=True, max_length=most, truncation_side="right"
+                )
+                for name in columns:
+                    columns[name][position] = cut[name]
+        return columns
 
     def _open_ended(self, row: list[int]) -> list[int]:
         begin = self.tokenizer.bos_token_id

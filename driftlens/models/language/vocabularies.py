@@ -22,55 +22,65 @@ _BEGIN = ("bos_token", "cls_token", "sep_token", "unk_token")
 """Special tokens that decide which ids a text has; where one ends, or what pads, others say."""
 
 
-def changed_files(base: pathlib.Path, own: pathlib.Path) -> list[str]:
+def changed_files(base: pathlib.Path, other: pathlib.Path) -> list[str]:
     """The tokenizer files in both folders that give ids in another way."""
-    both = [file for file in _FILES if (base / file).is_file() and (own / file).is_file()]
-    return [file for file in both if not _same_content(base, own, file)]
+    both = [file for file in _FILES if (base / file).is_file() and (other / file).is_file()]
+    return [file for file in both if not _same_content(base, other, file)]
 
 
-def changed_special_tokens(base: pathlib.Path, own: pathlib.Path) -> dict[str, str]:
+def changed_special_tokens(base: pathlib.Path, other: pathlib.Path) -> dict[str, str]:
     """By name the special tokens that differ where both folders name them, as messages say it."""
-    ours, theirs = (_special_tokens(json_object(place, "tokenizer_config.json")) for place in (base, own))
+    base_tokens, other_tokens = (
+        _special_tokens(json_object(place, "tokenizer_config.json")) for place in (base, other)
+    )
     return {
-        key: f"{key} {theirs[key]!r} for {ours[key]!r}"
-        for key in ours
-        if theirs.get(key, ours[key]) != ours[key]
+        key: f"{key} {other_tokens[key]!r} for {base_tokens[key]!r}"
+        for key in base_tokens
+        if other_tokens.get(key, base_tokens[key]) != base_tokens[key]
     }
 
 
-def changed_ends(base: pathlib.Path, own: pathlib.Path) -> list[str]:
+def changed_ends(base: pathlib.Path, other: pathlib.Path) -> list[str]:
     """Where both folders say with which tokens the model ends an answer, and these differ, as messages say it."""
-    found = [
+    stated = [
         json_object(place, "generation_config.json").get("eos_token_id")
         or json_object(place, "config.json").get("eos_token_id")
-        for place in (base, own)
+        for place in (base, other)
     ]
-    ours, theirs = (ends if isinstance(ends, list) else [ends] for ends in found)
-    return [f"eos_token_id {theirs} for {ours}"] if None not in found and ours != theirs else []
+    base_ends, other_ends = (ends if isinstance(ends, list) else [ends] for ends in stated)
+    return (
+        [f"eos_token_id {other_ends} for {base_ends}"]
+        if None not in stated and base_ends != other_ends
+        else []
+    )
 
 
-def require_same_tokenizer(base: pathlib.Path, own: pathlib.Path) -> None:
+def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
     """Refuse a model whose tokenizer gives texts other ids; tokens that only one of both has added are no reason.
 
     Raises:
         IncompatibleModelsError: names what differs.
     """
-    files = changed_files(base, own)
+    files = changed_files(base, other)
     if "tokenizer.json" in files:
-        ours, theirs = (json_object(place, "tokenizer.json") for place in (base, own))
-        parts = [part for part in MEANING if plain_part(ours.get(part)) != plain_part(theirs.get(part))]
-        added, more = _added(ours), _added(theirs)
-        if "added_tokens" in parts and all(more[at] == added[at] for at in added.keys() & more.keys()):
+        base_parts, other_parts = (json_object(place, "tokenizer.json") for place in (base, other))
+        parts = [
+            part for part in MEANING if plain_part(base_parts.get(part)) != plain_part(other_parts.get(part))
+        ]
+        added, more = _added(base_parts), _added(other_parts)
+        if "added_tokens" in parts and all(
+            more[number] == added[number] for number in added.keys() & more.keys()
+        ):
             parts.remove("added_tokens")
-        found = [f"{part} in tokenizer.json" for part in parts]
-    elif (base / "tokenizer.json").is_file() and (own / "tokenizer.json").is_file():
-        found = []  # what lies beside is older, and nobody reads it
+        changes = [f"{part} in tokenizer.json" for part in parts]
+    elif (base / "tokenizer.json").is_file() and (other / "tokenizer.json").is_file():
+        changes = []  # what lies beside is older, and nobody reads it
     else:
-        special = changed_special_tokens(base, own)
-        found = files + [special[key] for key in _BEGIN if key in special]
-    if found:
+        special = changed_special_tokens(base, other)
+        changes = files + [special[key] for key in _BEGIN if key in special]
+    if changes:
         raise IncompatibleModelsError(
-            f"{own}: its tokenizer gives texts other ids than the base's ({', '.join(found)})",
+            f"{other}: its tokenizer gives texts other ids than the base's ({', '.join(changes)})",
             hint="A merge of models that mean different tokens means nothing: name experts with the base's tokenizer.",
         )
 
@@ -83,12 +93,12 @@ def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
         return {}
     write = getattr(skeleton, "get_output_embeddings", None)
     head = write() if callable(write) else None
-    found: dict[str, int] = {}
+    rows: dict[str, int] = {}
     for path, module in skeleton.named_modules(remove_duplicate=False):
         is_table = isinstance(module, nn.Embedding) and module.num_embeddings == embedding.num_embeddings
         if module is head or is_table:
-            found |= {f"{path}.{name}": len(value) for name, value in module.named_parameters(recurse=False)}
-    return found
+            rows |= {f"{path}.{name}": len(value) for name, value in module.named_parameters(recurse=False)}
+    return rows
 
 
 def require_head(source: StateSource, stored: StateSource, key: str) -> None:
@@ -108,14 +118,14 @@ def require_head(source: StateSource, stored: StateSource, key: str) -> None:
             hint="Load it with transformers, set tie_word_embeddings to False, copy the embeddings into its lm_head, "
             "and save it again.",
         )
-    own = next((name for name in stored.headers if f".{name}".endswith(f".{HEAD}")), None)
-    if key.endswith(HEAD) or own is None:
+    stored_head = next((name for name in stored.headers if f".{name}".endswith(f".{HEAD}")), None)
+    if key.endswith(HEAD) or stored_head is None:
         return
     for start in range(0, source.headers[key].shape[0], _ROWS):
-        rows = start, min(start + _ROWS, source.headers[key].shape[0], stored.headers[own].shape[0])
-        if not torch.equal(stored.read(own, rows), source.read(key, rows)):
+        rows = start, min(start + _ROWS, source.headers[key].shape[0], stored.headers[stored_head].shape[0])
+        if not torch.equal(stored.read(stored_head, rows), source.read(key, rows)):
             raise IncompatibleModelsError(
-                f"{stored.name} has a head of its own ({own!r}), and the base's is its embeddings",
+                f"{stored.name} has a head of its own ({stored_head!r}), and the base's is its embeddings",
                 hint="Merge it with a base whose head is apart too: tie_word_embeddings false in all of them.",
             )
 
@@ -134,23 +144,23 @@ def with_rows(
     Raises:
         IncompatibleModelsError: the numbers differ and nobody asked for them to be aligned, or no base has the rows.
     """
-    own = {key: source.headers[key].shape[0] for key in rows if key in source.headers}
-    differing = {key: count for key, count in own.items() if count != rows[key]}
+    counts = {key: source.headers[key].shape[0] for key in rows if key in source.headers}
+    differing = {key: count for key, count in counts.items() if count != rows[key]}
     if not differing:
         return source, ""
     key, count = next(iter(differing.items()))
-    told = f"{source.name}: its vocabulary has {count} rows, the base's {rows[key]} ({key})"
+    problem = f"{source.name}: its vocabulary has {count} rows, the base's {rows[key]} ({key})"
     if not align:
         hint = "Set architecture.vocab: {rows: base}: further rows are then left out, and missing ones the base's."
-        raise IncompatibleModelsError(told, hint=hint)
+        raise IncompatibleModelsError(problem, hint=hint)
     if count < rows[key] and base is None:
-        raise IncompatibleModelsError(told, hint="Name a base, which has the rows that are missing.")
+        raise IncompatibleModelsError(problem, hint="Name a base, which has the rows that are missing.")
     done = (
         f"{count - rows[key]} of its rows are left out"
         if count > rows[key]
         else "those missing are the base's"
     )
-    return _Aligned(source, {key: rows[key] for key in differing}, base), f"{told}: {done}"
+    return _Aligned(source, {key: rows[key] for key in differing}, base), f"{problem}: {done}"
 
 
 class _Aligned:
@@ -187,8 +197,8 @@ def json_object(folder: pathlib.Path | None, file: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _same_content(base: pathlib.Path, own: pathlib.Path, file: str) -> bool:
-    first, second = base / file, own / file
+def _same_content(base: pathlib.Path, other: pathlib.Path, file: str) -> bool:
+    first, second = base / file, other / file
     if first.read_bytes() == second.read_bytes():
         return True
     if first.suffix == ".txt":
@@ -197,10 +207,10 @@ def _same_content(base: pathlib.Path, own: pathlib.Path, file: str) -> bool:
         )
     if first.suffix != ".json":
         return False
-    ours, theirs = json_object(base, file), json_object(own, file)
+    base_content, other_content = json_object(base, file), json_object(other, file)
     if file != "tokenizer.json":
-        return ours == theirs
-    return all(plain_part(ours.get(part)) == plain_part(theirs.get(part)) for part in MEANING)
+        return base_content == other_content
+    return all(plain_part(base_content.get(part)) == plain_part(other_content.get(part)) for part in MEANING)
 
 
 def _added(stated: Mapping[str, Any]) -> dict[Any, Any]:

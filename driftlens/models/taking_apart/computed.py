@@ -19,8 +19,8 @@ class _Positions(nn.Module):
         self.encoder = encoder
 
     def forward(self) -> Tensor:
-        found: Tensor = self.encoder.get_rel_embedding()  # type: ignore[operator]
-        return found
+        embeddings: Tensor = self.encoder.get_rel_embedding()  # type: ignore[operator]
+        return embeddings
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +38,8 @@ class Computed:
     def value(self, parameters: Parameters) -> Tensor:
         """What one model gives its blocks, of parameters that hold these weights under the whole model's names."""
         weights = {name: parameters[key] for key, name in self.names.items()}
-        found: Tensor = call(self.positions, weights, (), {})
-        return found
+        value: Tensor = call(self.positions, weights, (), {})
+        return value
 
 
 def computed_arguments(module: nn.Module) -> dict[str, Computed]:

@@ -134,9 +134,9 @@ class Dissection:
         numbers = (0.0,) if self._is_known_shared else (0.0, 1.0)
         first, *others = [self._shell_frames(inputs, self.stand_ins(device, number)) for number in numbers]
         for path, *frames in zip(self.paths, first, *others, strict=True):
-            found = [tensors_given(frame) for frame in frames]
-            for name in found[0].keys() - self.computed.keys():
-                if not all(same_values(found[0][name], other.get(name)) for other in found[1:]):
+            given = [tensors_given(frame) for frame in frames]
+            for name in given[0].keys() - self.computed.keys():
+                if not all(same_values(given[0][name], other.get(name)) for other in given[1:]):
                     raise IncompatibleModelsError(
                         f"block {path!r} is given {name!r} beside its features, which is computed from weights; "
                         "expected the same for all models",
@@ -179,11 +179,11 @@ class Dissection:
         args, kwargs = frame_at(side, position).arguments(state["hidden"].clone())
         kwargs |= {name: of.value(parameters) for name, of in self.computed.items() if name in kwargs}
         path, slots = self.paths[position], self.slots[position]
-        own = {
+        weights = {
             slots[name].key.removeprefix(f"{path}."): slots[name].stored(parameters[name]) for name in slots
         }
         with tapped(block, sites, tap):
-            hidden = features_of(path, call(block, own, args, kwargs))
+            hidden = features_of(path, call(block, weights, args, kwargs))
         return {"hidden": self._features(position + 1, hidden, side.mask("hidden"))}
 
     def head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
@@ -194,13 +194,15 @@ class Dissection:
         """
         if self.final:
             prefix = f"{self.final}."
-            own = {
+            weights = {
                 name.removeprefix(prefix): value
                 for name, value in parameters.items()
                 if name.startswith(prefix)
             }
             module = self.module.get_submodule(self.final)
-            return {"hidden": self._output(call(module, own, (state["hidden"],), {}), side.mask("hidden"))}
+            return {
+                "hidden": self._output(call(module, weights, (state["hidden"],), {}), side.mask("hidden"))
+            }
         args, kwargs = inputs_in(side).arguments({})
         frames = [frame_at(side, position) for position in range(len(self.blocks))]
         hidden = unflattened(state["hidden"].clone(), frames[-1].left)
@@ -230,10 +232,10 @@ class Dissection:
         """
         first, known = "", dict[tuple[str, str], Tensor]()
         for name, module in models:
-            found = self._given(module, raw_inputs(inputs))
-            first, known = (first, known) if first else (name, found)
-            for path, argument in {**known, **found}:
-                if not same_values(known.get((path, argument)), found.get((path, argument))):
+            given = self._given(module, raw_inputs(inputs))
+            first, known = (first, known) if first else (name, given)
+            for path, argument in {**known, **given}:
+                if not same_values(known.get((path, argument)), given.get((path, argument))):
                     raise IncompatibleModelsError(
                         f"block {path!r} is given {argument!r} beside its features, and that differs between {first} "
                         f"and {name}: it is computed from weights; expected the same for all models",
@@ -372,11 +374,11 @@ def own_weights(module: nn.Module) -> dict[str, Tensor]:
     return {
         name: value
         for path, part in module.named_modules()
-        for own, value in [
+        for leaf, value in [
             *part.named_parameters(recurse=False, remove_duplicate=False),
             *part.named_buffers(recurse=False, remove_duplicate=False),
         ]
-        if (name := f"{path}.{own}" if path else own) in saved and value.is_floating_point()
+        if (name := f"{path}.{leaf}" if path else leaf) in saved and value.is_floating_point()
     }
 
 

@@ -238,7 +238,7 @@ def observe(blocks: Mapping[str, nn.Module], run: Callable[[], object], *, keep:
         left = hidden, _version(hidden)
         place, reached = find_features(path, args, kwargs)
         frame = Frame(
-            args=tuple(None if at == place else value for at, value in enumerate(args)),
+            args=tuple(None if index == place else value for index, value in enumerate(args)),
             kwargs={name: None if name == place else value for name, value in kwargs.items()},
             place=place,
             rest=None if isinstance(output, Tensor) else output[1:],

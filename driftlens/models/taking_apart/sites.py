@@ -84,7 +84,7 @@ def readers(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[list[R
     A module between two boundaries that reads nothing in space (a pooling) leaves it to a later one; None is said
     where there is none.
     """
-    found: list[Reader | None] = []
+    upcoming_readers: list[Reader | None] = []
     seen: list[Reader | None] = []  # None for a boundary
 
     def read(channels_last: bool, x: Tensor) -> None:
@@ -99,11 +99,11 @@ def readers(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[list[R
         for part in module.modules():
             if (channels_last := _reads_channels_last(part)) is not None:
                 hooks.callback(_on_input(part, partial(read, channels_last)))
-        yield found
+        yield upcoming_readers
     upcoming = None
     for reader in reversed(seen):
         if reader is None:
-            found.insert(0, upcoming)
+            upcoming_readers.insert(0, upcoming)
         else:
             upcoming = reader
 
@@ -197,15 +197,15 @@ def no_sites(
     block: nn.Module, parameters: Collection[str], sites: Collection[Site]
 ) -> dict[str, tuple[str, str]]:
     """Parameters of a block that belong to no site -> the module they belong to, and what that is, `kind: why`."""
-    names, found = {site.name for site in sites}, {}
+    names, without_site = {site.name for site in sites}, {}
     for parameter in parameters:
         owner, _, leaf = parameter.rpartition(".")
         if owner not in names:
             if _inside_attention(block, owner):
                 owner = owner.rpartition(".")[0]
             module = block.get_submodule("" if owner == BLOCK_ITSELF else owner)
-            found[parameter] = owner, _in_words(module, owner, leaf)
-    return found
+            without_site[parameter] = owner, _in_words(module, owner, leaf)
+    return without_site
 
 
 def _in_words(module: nn.Module, path: str, parameter: str) -> str:
@@ -326,8 +326,8 @@ def _tap(
         if output.requires_grad:  # then what is heard is what the gradient comes back to
             rows = _places(output) if is_image else output
         elif computes:
-            own = dict(module.named_parameters(recurse=False))
-            rows = F.linear(x, own["weight"], own.get("bias"))
+            weights = dict(module.named_parameters(recurse=False))
+            rows = F.linear(x, weights["weight"], weights.get("bias"))
         else:
             rows = _places(output) if is_image else output.clone()
         changed = hear(rows)

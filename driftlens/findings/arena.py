@@ -8,9 +8,10 @@ from typing import Any
 
 from driftlens.base.errors import DataError
 from driftlens.base.variants import calibrated
+from driftlens.base.words import counted
 from driftlens.findings.features import COSINE, RELATIVE
 from driftlens.findings.measures import SCORE, common, mean, mean_change
-from driftlens.findings.reading import Kind, counted, is_measured
+from driftlens.findings.reading import Kind, is_measured
 from driftlens.findings.sentences import pairing
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
@@ -68,18 +69,27 @@ def arena_sheet(
     """
     rows = arena_rows(run, names, against=against)
     leader = f"against {against or 'the first'}"
-    kinds: dict[str, Kind] = {"model": "text", "score": "share", "95 % low": "share", "95 % high": "share"}
-    kinds |= {"against merged": "points", "change low": "points", "change high": "points"}
-    kinds |= {leader: "points", f"{leader}, low": "points", f"{leader}, high": "points"}
-    kinds |= {"relative drift": "share", "cosine": "number", "seconds": "number", "energy (Wh)": "number"}
-    kinds |= {"memory (MiB)": "count", "added numbers": "count", "needs task": "text"}
-    keys = ["model", "score", "low", "high", "change", "change_low", "change_high"]
-    keys += ["behind", "behind_low", "behind_high", "relative", "cosine"]
-    keys += ["seconds", "energy_wh", "peak_mib", "added", "task_id"]
-    table = [[row.get(key) for key in keys] for row in rows]
-    empty = {at for at in range(1, len(kinds)) if not any(is_measured(row[at]) for row in table)}
-    kinds = {head: kind for at, (head, kind) in enumerate(kinds.items()) if at not in empty}
-    table = [[cell for at, cell in enumerate(row) if at not in empty] for row in table]
+    columns: dict[str, tuple[Kind, str]] = {
+        "model": ("text", "model"),
+        "score": ("share", "score"),
+        **{f"95 % {end}": ("share", end) for end in ("low", "high")},
+        "against merged": ("points", "change"),
+        **{f"change {end}": ("points", f"change_{end}") for end in ("low", "high")},
+        leader: ("points", "behind"),
+        **{f"{leader}, {end}": ("points", f"behind_{end}") for end in ("low", "high")},
+        "relative drift": ("share", "relative"),
+        "cosine": ("number", "cosine"),
+        "seconds": ("number", "seconds"),
+        "energy (Wh)": ("number", "energy_wh"),
+        "memory (MiB)": ("count", "peak_mib"),
+        "added numbers": ("count", "added"),
+        "needs task": ("text", "task_id"),
+    }
+    columns = {
+        head: (kind, key)
+        for head, (kind, key) in columns.items()
+        if head == "model" or any(is_measured(row.get(key)) for row in rows)
+    }
     n = max((row["n"] for row in rows), default=0)
     paired = {
         row["model"]: row.get("change_paired", True) and row.get("behind_paired", True)
@@ -94,9 +104,8 @@ def arena_sheet(
         "that of all programs.",
     ]
     said += [f"{name}: not made, as {reason}." for name, reason in (failed or {}).items()]
-    return Table.of(
-        "arena", f"Repairs of {run.name} beside each other", kinds, table, " ".join(filter(None, said))
-    )
+    title, note = f"Repairs of {run.name} beside each other", " ".join(filter(None, said))
+    return Table.from_rows("arena", title, columns, rows, note)
 
 
 def _cost(run: DriftRun, name: str) -> dict[str, Any]:

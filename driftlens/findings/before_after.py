@@ -16,6 +16,7 @@ from driftlens.base.errors import DataError
 from driftlens.base.intervals import Interval, mean_over_tasks, p_of
 from driftlens.base.metrics import ACCURACY, metric_called, title_of
 from driftlens.base.variants import calibrated, title
+from driftlens.base.words import counted
 from driftlens.findings.features import COSINE, DRIFT, DRIFT_CHANGE, RELATIVE
 from driftlens.findings.frame import Finding
 from driftlens.findings.measures import SCORE, change, common, level, mean, mean_change
@@ -348,14 +349,17 @@ def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
     else:
         text = f"{choice['title']} was chosen, which {_lower(choice, what, told)}"
     said = [
-        f"On held-out calibration samples {text}; {record['num_calibrations']} calibrations tried in "
+        f"On held-out calibration samples {text}; {counted(record['num_calibrations'], 'calibration')} tried in "
         f"{record['seconds']:.0f} s."
     ]
     if record["base_stands"]:
         said.append("Advice: don't use the merge, as the base is as near to the experts.")
     numbers = [f"{entry['title']} {_scored(entry)}" for entry in found.values()]
     n = choice["n"]
-    return [*said, f"Held-out {what} ({n} samples; difference to the merged model): {'; '.join(numbers)}."]
+    return [
+        *said,
+        f"Held-out {what} ({counted(n, 'sample')}; difference to the merged model): {'; '.join(numbers)}.",
+    ]
 
 
 def _lower(entry: Mapping[str, Any], what: str, told: str) -> str:
@@ -380,7 +384,7 @@ def _scored(entry: Mapping[str, Any]) -> str:
 
 def _selection_sentence(record: Mapping[str, Any]) -> str:
     tried = {tuple(trial[key] for key in _SETTINGS) for trial in record["candidates"]}
-    cost = f"{len(tried)} settings tried in {record['seconds']:.0f} s"
+    cost = f"{counted(len(tried), 'setting')} tried in {record['seconds']:.0f} s"
     preset = record.get("preset", "")
     if record.get("is_merged_kept"):
         return (

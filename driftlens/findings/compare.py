@@ -27,7 +27,7 @@ from driftlens.findings.measures import FLIPS, changes_between, level
 from driftlens.findings.reading import Kind
 from driftlens.findings.scores import changed_score, main_metrics, score_of
 from driftlens.findings.sentences import pairing
-from driftlens.findings.table import Table
+from driftlens.findings.table import Table, with_ends
 from driftlens.runs.run import DriftRun, open_run
 
 
@@ -121,30 +121,29 @@ def comparison_table(rows: pd.DataFrame) -> Table:
     is_share = all(metric.kind == "share" for metric in metrics)
     score: Kind = "share" if is_share else "number"
     change: Kind = "points" if is_share else "signed"
-    columns: list[tuple[str, Kind, list[str]]] = [
-        ("task", "text", ["task"]),
-        ("L2 drift", "number", ["drift_before", "drift_after"]),
-        (
-            "change of drift",
-            "relative",
-            ["drift_relative", "drift_relative_ci_low", "drift_relative_ci_high"],
+    columns: dict[str, tuple[Kind, str]] = {
+        "task": ("text", "task"),
+        **({"metric": ("text", "metric")} if len(metrics) > 1 else {}),
+        **_both_sides("L2 drift", "number", "drift"),
+        **with_ends(
+            *("change of drift", "relative"),
+            ("drift_relative", "drift_relative_ci_low", "drift_relative_ci_high"),
         ),
-        ("samples", "count", ["drift_n"]),
-        ("cosine", "number", ["cos_before", "cos_after"]),
-        ("change of cosine", "signed", ["cos_change"]),
-        ("flips", "share", ["flips_before", "flips_after"]),
-        (of, score, ["score_before", "score_after"]),
-        (f"change of {of}", change, ["score_change", "score_ci_low", "score_ci_high"]),
-        ("test samples", "count", ["n_test_after"]),
-    ]
-    if len(metrics) > 1:
-        columns.insert(1, ("metric", "text", ["metric"]))
-    ends = {1: ("",), 2: (" before", " after"), 3: ("", " low", " high")}
-    kinds = {f"{head}{end}": kind for head, kind, names in columns for end in ends[len(names)]}
-    values = rows[[name for _, _, names in columns for name in names]].to_numpy(dtype=object)
+        "samples": ("count", "drift_n"),
+        **_both_sides("cosine", "number", "cos"),
+        "change of cosine": ("signed", "cos_change"),
+        **_both_sides("flips", "share", "flips"),
+        **_both_sides(of, score, "score"),
+        **with_ends(f"change of {of}", change, ("score_change", "score_ci_low", "score_ci_high")),
+        "test samples": ("count", "n_test_after"),
+    }
     scored = rows[rows["score_ci_low"].notna()]
     note = pairing(dict(zip(scored["task"], scored["score_paired"], strict=True)))
-    return Table.of("changes", "Change by task", kinds, values.tolist(), note)
+    return Table.from_rows("changes", "Change by task", columns, rows.to_dict("records"), note)
+
+
+def _both_sides(head: str, kind: Kind, name: str) -> dict[str, tuple[Kind, str]]:
+    return {f"{head} {side}": (kind, f"{name}_{side}") for side in ("before", "after")}
 
 
 def mean_score_change(rows: pd.DataFrame) -> Interval:

@@ -110,11 +110,6 @@ def estimate(found: Interval, kind: Kind, *, counted: bool = False) -> str:
     return f"{text} ({', '.join(parts)})" if parts else text
 
 
-def counted(n: int, noun: str) -> str:
-    """How many there are, with the noun in the right number: "1 task", "2 tasks"."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
 def setting_text(value: object) -> str:
     """A setting's value: lists without brackets, "none" for None."""
     if value is None:

@@ -12,6 +12,7 @@ from driftlens.base.files import from_json
 from driftlens.base.intervals import Interval, over_draws, wilson
 from driftlens.base.metrics import ACCURACY, METRICS
 from driftlens.base.variants import calibrated, title
+from driftlens.base.words import counted
 from driftlens.findings.features import COSINE, DRIFT, RELATIVE
 from driftlens.findings.frame import Finding, finding
 from driftlens.findings.reading import Kind, setting_text
@@ -140,9 +141,7 @@ def ablation_sheets(run: DriftRun, name: str) -> list[Table]:
     its: dict[Any, dict[str, Any]] = {point: settings_of(row) for point, row in settings.iterrows()}
     start = min(its)
     drawn = rows.groupby(["point", "seed"])[[*MEASURES, "seconds"]].mean()
-    note = (
-        f"{rows['seed'].nunique()} draws; intervals over draws (Student's t), against {method} draw by draw."
-    )
+    note = f"{counted(rows['seed'].nunique(), 'draw')}; intervals over draws (Student's t), against {method} draw by draw."
     sheets = []
     for measure, (heading, kind, change) in MEASURES.items():
         kinds: dict[str, Kind] = {"model": "text"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field
@@ -95,6 +96,23 @@ class Table(Part):
         cells = tuple(tuple(map(plain, row)) for row in rows)
         return cls(name=name, title=title, note=note, columns=columns, rows=cells)
 
+    @classmethod
+    def from_rows(
+        cls,
+        name: str,
+        title: str,
+        columns: Mapping[str, tuple[Kind, str]],
+        rows: Sequence[Mapping[Any, object]],
+        note: str = "",
+    ) -> Table:
+        """A table of rows by name: `columns` says how the values of each heading are written, and what they are called.
+
+        What a row lacks was not measured.
+        """
+        kinds = {head: kind for head, (kind, _) in columns.items()}
+        cells = [[row.get(key) for _, key in columns.values()] for row in rows]
+        return cls.of(name, title, kinds, cells, note)
+
     @property
     def kinds(self) -> dict[str, Kind]:
         """How the values of each column are written, by heading."""
@@ -163,6 +181,11 @@ class Table(Part):
         heads, *rows = self.texts()
         table = pd.DataFrame(rows, columns=heads).to_html(index=False)
         return f"<b>{escape(self.title)}</b>{table}<p>{escape(printable(self.notes()))}</p>"
+
+
+def with_ends(head: str, kind: Kind, keys: Sequence[str]) -> dict[str, tuple[Kind, str]]:
+    """The columns of a number and of both ends of its interval, for `Table.from_rows`."""
+    return {f"{head}{end}": (kind, key) for end, key in zip(("", " low", " high"), keys, strict=True)}
 
 
 def _cell_of(name: str, places: Mapping[str, int]) -> tuple[str, tuple[int, ...], tuple[str, ...]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from driftlens.base.intervals import Interval, mean_over_tasks
 from driftlens.base.variants import calibrated, part_of, title
+from driftlens.base.words import counted
 from driftlens.findings.checks import self_checks
 from driftlens.findings.features import RELATIVE
 from driftlens.findings.frame import Measure
@@ -161,9 +162,9 @@ def _sentences(found: Verdict, own: Mapping[str, Interval], which: str, failed: 
     end += [f"Next: `{found.command}`."] if found.command else []
     said: tuple[str, ...] = ()
     # Tasks are counted as far as that leaves room: for the source, or else for experts that are bad themselves.
-    for counted, whole, rank in _ROOM:
+    for counting, whole, rank in _ROOM:
         parts = (
-            (0, [_of_means(found), *_of_gaps(found, which, counted)]),
+            (0, [_of_means(found), *_of_gaps(found, which, counting)]),
             (1, bad),
             (3, worst),
             (2, _of_source(found.source, found.merged, whole=whole)),
@@ -232,8 +233,8 @@ def _of_means(found: Verdict) -> str:
     what, n = found.measure.title, max(at.n for at in found.means.values())
     over = "" if len(found.tasks) > 1 else f" on {found.tasks[0]}"
     counts = [f"{len(found.tasks)} tasks"] * (len(found.tasks) > 1) + [f"n = {n}"] * bool(n)
-    counted = f" ({', '.join(counts)})" if counts else ""
-    return f"{what[:1].upper()}{what[1:]}{over}{counted}: {_values(found.means, found.measure.kind)}."
+    behind = f" ({', '.join(counts)})" if counts else ""
+    return f"{what[:1].upper()}{what[1:]}{over}{behind}: {_values(found.means, found.measure.kind)}."
 
 
 def _values(found: Mapping[str, Interval], kind: Kind) -> str:
@@ -244,16 +245,16 @@ def _called(variant: str) -> str:
     return "experts" if variant == "expert" else title(variant)
 
 
-def _of_gaps(found: Verdict, which: str, counted: str) -> Iterator[str]:
+def _of_gaps(found: Verdict, which: str, counting: str) -> Iterator[str]:
     """A sentence per model, with what it is compared with; units and the number of tasks are said once."""
     for variant, gaps in itertools.groupby(found.gaps, lambda gap: gap.variant):
-        own = "; ".join(_of_gap(gap, found, counted, is_first=gap is found.gaps[0]) for gap in gaps)
+        own = "; ".join(_of_gap(gap, found, counting, is_first=gap is found.gaps[0]) for gap in gaps)
         yield f"{title(variant)}{which if part_of(variant) == 'calibrated' else ''}: {own}."
 
 
-def _of_gap(gap: Gap, found: Verdict, counted: str, *, is_first: bool) -> str:
+def _of_gap(gap: Gap, found: Verdict, counting: str, *, is_first: bool) -> str:
     change = _change(gap, found.measure.kind) + " points" * (found.measure.kind == "share" and is_first)
-    is_counted = counted == "all" or (counted == "mixed" and bool(gap.better and gap.worse))
+    is_counted = counting == "all" or (counting == "mixed" and bool(gap.better and gap.worse))
     begins = gap is next((at for at in found.gaps if at.side), gap)
     counts = _counts(gap, len(found.tasks), is_first=begins) if is_counted and len(found.tasks) > 1 else ""
     if not gap.side:
@@ -285,7 +286,7 @@ def _counts(gap: Gap, num_tasks: int, *, is_first: bool) -> str:
     sides = {"better": len(gap.better), "worse": len(gap.worse)}
     way, other = ("better", "worse") if gap.side >= 0 else ("worse", "better")
     if sides[other] and not (is_first and gap.side):
-        return f"{sides[way]} tasks {way}, {sides[other]} {other}"
+        return f"{counted(sides[way], 'task')} {way}, {sides[other]} {other}"
     if not gap.side:
         return f"{sides[way]} {way}" if sides[way] else ""
     if not is_first:
@@ -329,7 +330,7 @@ def _of_source(source: Source | None, variant: str, *, whole: bool = True) -> It
         return
     start = f"Largest source{' not clear' * bool(source.rivals)}: {source.name}"
     if not whole:
-        others = source.rivals[0] if len(source.rivals) == 1 else f"{len(source.rivals)} others"
+        others = source.rivals[0] if len(source.rivals) == 1 else counted(len(source.rivals), "other")
         yield f"{start}{f' or {others}' * bool(source.rivals)}."
         return
     share, n = source.share, f" (n = {source.share.n})" if source.share.n else ""

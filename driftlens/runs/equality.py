@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from driftlens.base.words import counted
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES, Column
 
@@ -67,7 +68,7 @@ def equality(a: DriftRun, b: DriftRun) -> Equality:
             for frame, other, which in ((first, second, "first"), (second, first, "second")):
                 alone = frame.index.difference(other.index)
                 if len(alone):
-                    what = f"{len(alone)} rows only in the {which} run ({_row(alone[0])})"
+                    what = f"{counted(len(alone), 'row')} only in the {which} run ({_row(alone[0])})"
                     found.unequal.append(f"{table.name}: {what}")
             shared = first.index.intersection(second.index)
             first, second = first.reindex(shared), second.reindex(shared)
@@ -88,7 +89,9 @@ def _compare(found: Equality, label: str, column: Column, a: pd.Series[Any], b: 
         unequal[both] = (a[both] != b[both]).to_numpy(dtype=bool)
     if unequal.any():
         place = _row(a.index[int(unequal.argmax())])
-        found.unequal.append(f"{label}: {int(unequal.sum())} rows differ ({place})")
+        num_unequal = int(unequal.sum())
+        verb = "differs" if num_unequal == 1 else "differ"
+        found.unequal.append(f"{label}: {counted(num_unequal, 'row')} {verb} ({place})")
     if column.dtype != "float":
         return
     first, second = a[both].to_numpy(dtype=float), b[both].to_numpy(dtype=float)

@@ -8,6 +8,7 @@ from typing import Any
 
 from driftlens.base.errors import DataError
 from driftlens.base.intervals import Interval
+from driftlens.base.words import counted
 from driftlens.findings.reading import estimate, is_measured, number, percent, printable
 from driftlens.findings.verdict import shares as shares_of
 from driftlens.runs.run import DriftRun
@@ -74,7 +75,7 @@ def _of_shares(found: Mapping[str, Any]) -> list[str]:
         return ["Which layers the final drift comes from was not measured; `driftlens explain RUN` adds it."]
     first, *others = found["shares"]
     text = f"{first['name']} has the largest share of the final drift, "
-    text += f"{estimate(_interval(first), 'share', counted=True)}, mean over {len(found['tasks'])} tasks."
+    text += f"{estimate(_interval(first), 'share', counted=True)}, mean over {counted(len(found['tasks']), 'task')}."
     if not is_measured(first["share_low"]):
         return [f"{text} No interval is known, so whether another layer carries as much can't be told."]
     near = [row for row in others if not row["share_high"] < first["share_low"]]
@@ -99,7 +100,7 @@ def _of_conflicts(found: Mapping[str, Any]) -> list[str]:
             f"{row['worst_task']} ({number(row['worst_cos'])}); signs that agree: {percent(row['sign_agreement'])}."
         )
     count = sum(row["cos"] < row["orthogonal"] for row in found["conflicts"])
-    of = f"{count or 'none'} of {len(found['conflicts'])} layers; they agree least in these"
+    of = f"{count or 'none'} of {counted(len(found['conflicts']), 'layer')}; they agree least in these"
     return [
         f"On average over experts, task vectors conflict in {of} (of weights, so without intervals):",
         *said,

@@ -11,6 +11,7 @@ import pandas as pd
 
 from driftlens.base.intervals import Interval, wilson
 from driftlens.base.variants import title
+from driftlens.base.words import counted
 from driftlens.findings.checks import CheckResult
 from driftlens.findings.reading import NOT_MEASURED, Kind, error, estimate, is_measured, percent
 from driftlens.findings.verdict import share_of
@@ -113,7 +114,7 @@ def decisions(outputs: pd.DataFrame, variant: str) -> Iterator[str]:
     if outputs.empty or not outputs["flipped"].notna().any():
         return
     flipped, certified = (_share(outputs[name]) for name in ("flipped", "certified"))
-    text = f"{variant}: {estimate(flipped, 'share')} of {flipped.n} decisions differ from the expert's"
+    text = f"{variant}: {estimate(flipped, 'share')} of {counted(flipped.n, 'decision')} differ from the expert's"
     if is_measured(certified.value):
         kept = percent(1 - flipped.value - certified.value)
         text += f"; {estimate(certified, 'share')} are certified by their margin, {kept} are kept without a certificate"

@@ -12,8 +12,9 @@ import pandas as pd
 
 from driftlens.base.errors import RunError
 from driftlens.base.files import atomic_path, from_json, write_json_atomic, write_text_atomic
+from driftlens.base.words import counted
 from driftlens.findings.reading import Kind, printable
-from driftlens.findings.table import Table
+from driftlens.findings.table import Table, with_ends
 from driftlens.runs.layout import COMPARISON
 from driftlens_reports.charts import marks, theme, words
 from driftlens_reports.charts.chart import Drawn
@@ -30,22 +31,21 @@ def merges_sheet(found: Mapping[str, Any]) -> Table:
     """The ranking; its note says which of its differences are none, and why a merge is missing."""
     placed = [row for row in found["merges"] if row["place"]]
     heads = {key: name for key, name in NAMES.items() if any(row[key] is not None for row in placed)}
-    kinds, keys = dict[str, Kind](merge="text", place="count"), ["merge", "place"]
+    columns: dict[str, tuple[Kind, str]] = {"merge": ("text", "merge"), "place": ("count", "place")}
     for key, name in {**heads, "behind": "behind the first"}.items():
-        kinds |= {name: "number", f"{name} low": "number", f"{name} high": "number"}
-        keys += [key, f"{key}_low", f"{key}_high"]
+        columns |= with_ends(name, "number", (key, f"{key}_low", f"{key}_high"))
     counts, tied = found["samples"], [row["merge"] for row in placed if row["is_tied"]]
     which = "that no method has read" if found["held_out"] else "without their labels"
     failed = [f"{row['merge']}: not made, as {row['reason']}" for row in found["merges"] if row["reason"]]
     said = [f"{'; '.join(failed)}."] if failed else []
     said.append(
-        f"Ranked by {NAMES[found['score']]}: mean over {len(counts)} tasks, {sum(counts.values())} calibration samples "
-        f"{which}. Behind the first: on the same samples, with intervals that hold for all pairs together."
+        f"Ranked by {NAMES[found['score']]}: mean over {counted(len(counts), 'task')}, "
+        f"{counted(sum(counts.values()), 'calibration sample')} {which}. Behind the first: on the same "
+        "samples, with intervals that hold for all pairs together."
     )
     if tied:
         said.append(f"{', '.join(tied)}: not told apart from the first by these samples.")
-    rows = [[row[key] for key in keys] for row in placed]
-    return Table.of("merges", f"Merges of {found['name']}", kinds, rows, " ".join(said))
+    return Table.from_rows("merges", f"Merges of {found['name']}", columns, placed, " ".join(said))
 
 
 def read_merges(folder: Path) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def draw_merges(found: Mapping[str, Any], *, dark: bool = False) -> Drawn:
         figure.update_xaxes(title_text=title, rangemode="tozero", row=1, col=column)
     figure.update_layout(height=126 + 26 * len(rows), margin={"t": 20, "b": 66, "l": 160, "r": 20})
     worst, best = rows["merge"].iloc[[0, -1]]
-    alt = f"{len(rows)} merges ranked by {NAMES[found['score']]}: {best} is first, {worst} last."
+    alt = f"{counted(len(rows), 'merge')} ranked by {NAMES[found['score']]}: {best} is first, {worst} last."
     return Drawn(figure, alt, rows[::-1])
 
 

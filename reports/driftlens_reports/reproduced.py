@@ -224,28 +224,22 @@ def _made(run: DriftRun, names: Sequence[str] | None) -> list[str] | None:
 
 def _sheet(title: str, rows: Sequence[Mapping[str, Any]], about: str, lacks: Sequence[str] = ()) -> Table:
     """The means of the rows."""
-    means = [row for row in rows if row["task"] == MEAN]
-    varies = any("varied" in row for row in means)
-    kinds: dict[str, Kind] = {"merge": "text", "model": "text", **({"varied": "text"} if varies else {})}
-    kinds |= {"measured": "share", "95 % low": "share", "95 % high": "share"}
-    table = [
-        [
-            row["merger"] or "-",
-            row["model"],
-            *([f"{row['varied']} {row['at']}"] if varies else []),
-            *(row[key] for key in ("value", "low", "high")),
-        ]
-        for row in means
-    ]
+    means = [{**row, "merger": row["merger"] or "-"} for row in rows if row["task"] == MEAN]
+    columns: dict[str, tuple[Kind, str]] = {"merge": ("text", "merger"), "model": ("text", "model")}
+    if any("varied" in row for row in means):
+        columns["varied"] = ("text", "setting")
+        means = [{**row, "setting": f"{row['varied']} {row['at']}"} for row in means]
+    columns |= {"measured": ("share", "value"), "95 % low": ("share", "low"), "95 % high": ("share", "high")}
     said = ["Means over tasks,", about]
-    if any("published" in row for row in means):
-        kinds |= {"published": "share", "difference": "points"}
-        for row, cells in zip(means, table, strict=True):
-            number = row["published"]
-            cells += [number, None if number is None else row["value"] - number]
+    is_published = any("published" in row for row in means)
+    if is_published:
+        columns |= {"published": ("share", "published"), "difference": ("points", "difference")}
+        for row in means:
+            known = row["published"] is not None
+            row["difference"] = row["value"] - row["published"] if known else None
         said += [f"{row['merger']} {row['model']}: {row['note']}".strip() for row in means if row["note"]]
-    about = "measured and published" if "published" in kinds else "measured"
-    return Table.of("reproduced", f"{title}: {about}", kinds, table, " ".join([*said, *lacks]))
+    heading = f"{title}: {'measured and published' if is_published else 'measured'}"
+    return Table.from_rows("reproduced", heading, columns, means, " ".join([*said, *lacks]))
 
 
 def _excess_sheet(title: str, runs: Mapping[str, DriftRun]) -> Table:
@@ -267,15 +261,20 @@ def _excess_sheet(title: str, runs: Mapping[str, DriftRun]) -> Table:
 
 
 def _cost_sheet(title: str, rows: Sequence[Mapping[str, Any]], lacks: Sequence[str]) -> Table:
-    kinds: dict[str, Kind] = {"merge": "text", "model": "text", "cost": "text", "measured": "number"}
-    kinds |= {"published": "number"} if any(row["published"] is not None for row in rows) else {}
-    keys = ["merger", "model", "cost", "value", "published"][: len(kinds)]
+    columns: dict[str, tuple[Kind, str]] = {
+        **{"merge": ("text", "merger"), "model": ("text", "model"), "cost": ("text", "cost")},
+        "measured": ("number", "value"),
+    }
+    columns |= (
+        {"published": ("number", "published")} if any(row["published"] is not None for row in rows) else {}
+    )
     said = (
         "Of calibrating alone; memory is the process's peak by then, energy that of all programs. Published costs "
         "are those of another machine."
     )
-    table = [[row[key] for key in keys] for row in rows]
-    return Table.of("costs", f"{title}: measured and published", kinds, table, " ".join([said, *lacks]))
+    return Table.from_rows(
+        "costs", f"{title}: measured and published", columns, rows, " ".join([said, *lacks])
+    )
 
 
 def _published(row: Mapping[str, Any], printed: Printed, column: str | None = None) -> dict[str, Any]:

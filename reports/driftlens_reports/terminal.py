@@ -12,6 +12,7 @@ import pandas as pd
 from driftlens.base.intervals import Interval, mean_over_tasks, p_of, wilson
 from driftlens.base.metrics import ACCURACY, METRICS, metric_called, title_of
 from driftlens.base.variants import calibrated, title
+from driftlens.base.words import counted
 from driftlens.findings.before_after import calibration_sheets, selection_sentences
 from driftlens.findings.checks import CheckReport, self_checks
 from driftlens.findings.compare import Comparison, comparison_table, mean_score_change
@@ -22,7 +23,6 @@ from driftlens.findings.projection import Projection
 from driftlens.findings.reading import (
     NOT_MEASURED,
     Kind,
-    counted,
     error,
     estimate,
     is_measured,
@@ -136,7 +136,7 @@ def verification_text(result: VerifyResult) -> str:
     verdict = "unchanged" if result.ok else "not as they were written"
     found = (("missing", result.missing), ("changed", result.changed), ("not listed", result.unlisted))
     files = [printable(f"{how}: {name}") for how, names in found for name in names]
-    return "\n".join([f"{result.checked} files checked: {verdict}", *files])
+    return "\n".join([f"{counted(result.checked, 'file')} checked: {verdict}", *files])
 
 
 def _section(heading: str, lines: Sequence[str]) -> list[str]:
@@ -259,14 +259,14 @@ def comparison_text(found: Comparison, equal: Equality | None = None, tolerance:
 def equality_text(found: Equality, tolerance: float) -> str:
     """Whether two runs are equal: to the last bit, within a tolerance, or where not."""
     if found.bit_equal:
-        return f"Equal to the last bit: {found.num_values} values in {len(found.tables)} tables."
+        return f"Equal to the last bit: {counted(found.num_values, 'value')} in {counted(len(found.tables), 'table')}."
     largest = f"the largest difference of a number is {error(found.largest)} of its column ({found.where})"
     if found.within(tolerance):
         return printable(f"Equal within {tolerance:g}: {largest}.")
     lines = [f"Not equal within {tolerance:g}" + (f": {largest}." if found.where else ".")]
     lines += found.unequal[:_SHOWN]
     if len(found.unequal) > _SHOWN:
-        lines.append(f"and {len(found.unequal) - _SHOWN} more such differences (--json lists all)")
+        lines.append(f"and {len(found.unequal) - _SHOWN} more (--json lists all)")
     return "\n".join(printable(line) for line in lines)
 
 
@@ -379,7 +379,7 @@ def sweep_text(run: DriftRun, name: str) -> str:
         scores = [percent(point["accuracy"]), ends, percent(point["std"])] * has_accuracy
         scores += [written(point[metric.name], metric.kind) for metric in others]
         lines.append([*settings, *features, *scores, number(point["seconds"])])
-    means = f"{name}: means of {rows['task'].nunique()} tasks, {rows['seed'].nunique()} seeds"
+    means = f"{name}: means of {counted(rows['task'].nunique(), 'task')}, {counted(rows['seed'].nunique(), 'seed')}"
     notes = [means, *_sweep_notes(run, rows, has_accuracy=has_accuracy)]
     return "\n".join([*aligned(lines, num_names=0), "", "; ".join(notes)])
 
@@ -387,7 +387,7 @@ def sweep_text(run: DriftRun, name: str) -> str:
 def _sweep_notes(run: DriftRun, rows: pd.DataFrame, *, has_accuracy: bool) -> Iterator[str]:
     if has_accuracy:
         tested = int(rows.groupby("task")["n_test"].max().sum())
-        yield f"interval: over {tested} test samples of these tasks"
+        yield f"interval: over {counted(tested, 'test sample')} of these tasks"
         if rows["seed"].nunique() > 1:
             yield "std: between seeds"
     rhos = set(rows["rho"].dropna())

@@ -67,7 +67,7 @@ def test_no_tolerance_covers_text_counts_and_gaps(
     found = equality(full, open_run(copied))
     assert not found.within(math.inf) and not found.bit_equal
     (only,) = found.unequal
-    assert only.startswith(f"{table}.{column}: 1 rows differ (")
+    assert only.startswith(f"{table}.{column}: 1 row differs (")
 
 
 def test_rows_of_one_run_alone_are_counted(full: DriftRun, tmp_path: pathlib.Path) -> None:

@@ -10,6 +10,7 @@ import streamlit as st
 from streamlit.column_config import AreaChartColumn, ImageColumn, NumberColumn, TextColumn
 
 from driftlens.base.variants import title
+from driftlens.base.words import counted
 from driftlens.findings.checks import self_checks
 from driftlens.findings.reading import is_measured, size
 from driftlens.findings.table import Table
@@ -89,7 +90,7 @@ def _to_samples(run: DriftRun, judged: Verdict) -> None:
     task = selection().task or next(iter(counts.index), "")
     if not counts.get(task, 0):
         return
-    said = f"See the {counts[task]} flipped samples of {plain(task)}"
+    said = f"See the {counted(counts[task], 'flipped sample')} of {plain(task)}"
     if st.button(
         said, icon=":material/scatter_plot:", key="to-samples", help="Where it decides unlike the expert."
     ):

@@ -9,6 +9,7 @@ from dataclasses import replace
 import streamlit as st
 
 from driftlens.base.variants import title
+from driftlens.base.words import counted
 from driftlens.findings.arena import arena_sheet
 from driftlens.findings.before_after import (
     calibration_sheets,
@@ -223,7 +224,7 @@ def _headline(run: DriftRun, found: Verdict) -> None:
         models = [model for model in ("base", found.merged, found.after, "expert") if model in means]
         each = ", ".join(f"{title(model)} {estimate(means[model], kind)}" for model in models)
         change = change_in_words(found.measure, means[found.merged].value, gap.change)
-        st.markdown(plain(f"{change}; {each}. {len(found.tasks)} tasks, n = {gap.change.n}."))
+        st.markdown(plain(f"{change}; {each}. {counted(len(found.tasks), 'task')}, n = {gap.change.n}."))
     # Main sources are the merged model's and stand on Overview, as dots do; the chart below shows the drift.
     show_sheet(task_sheet(run, found), {"main source", "relative drift"})
 

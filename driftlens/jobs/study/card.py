@@ -15,6 +15,7 @@ from huggingface_hub import metadata_load
 from driftlens.base.files import plain_file
 from driftlens.base.metrics import ACCURACY, ATTACHED, metric_called
 from driftlens.base.variants import calibrated, part_of, task_of, title
+from driftlens.base.words import counted
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import is_hub_id, library_folder, repository_of
 from driftlens.findings.before_after import calibration_sheets, compared_variants, selection_sentences
@@ -55,7 +56,7 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     tasks = ", ".join(escaped(task) for task in run.tasks)
     method = manifest.calibrations[name].method
     is_trained = method in calibrators and not calibrators[method].takes_sites
-    text = f"One model merged from {len(run.tasks)} experts ({tasks}) "
+    text = f"One model merged from {counted(len(run.tasks), 'expert')} ({tasks}) "
     if attached := manifest.calibrations[name].attached:
         text += (
             f"and, for every task, maps of its features that were fitted to that expert's: {attached:,} numbers beside "
@@ -115,7 +116,7 @@ def merge_card(
     origins = {model: origin for model, origin in origins.items() if part_of(model) in ("base", "expert")}
     tasks = [task for model in origins if (task := task_of(model)) is not None]
     name = f"{merge['title']} of {', '.join(tasks)}"
-    about = f"One model merged from {len(tasks)} experts. Same architecture, no added modules."
+    about = f"One model merged from {counted(len(tasks), 'expert')}. Same architecture, no added modules."
     settings = [(escaped(key), escaped(setting_text(value))) for key, value in merge["parameters"].items()]
     recipe = [("Merge", escaped(merge["method"])), *settings, ("Source", escaped(merge["source"]))]
     if "samples" in merge:
@@ -274,7 +275,7 @@ def _sites(run: DriftRun, name: str) -> list[tuple[str, str]]:
     is_linear = solved["kind"] == "linear"
     kinds = [name for name, there in (("linear", is_linear.any()), ("norm", (~is_linear).any())) if there]
     meant = ", ".join(info.sites) or f"every {' and '.join(kinds)} module of these layers"
-    return [("Sites", escaped(f"{meant} ({len(solved)} modules)")), *_repair(run, name)]
+    return [("Sites", escaped(f"{meant} ({counted(len(solved), 'module')})")), *_repair(run, name)]
 
 
 def _repair(run: DriftRun, name: str) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from driftlens.base.words import counted
 from driftlens.findings.reading import printable
 from driftlens.findings.table import Table
 from driftlens_reports.content import ReportContent
@@ -45,7 +46,9 @@ def markdown(content: ReportContent) -> bytes:
         head, *rows = table.texts()
         kept = rows if len(rows) <= room else [*rows[: room - 1], rows[-1]]
         blocks.append(_bars(table, [head, *kept]))
-        about += [f"{len(rows) - len(kept)} more tasks in the other formats."] * (len(rows) > len(kept))
+        about += [f"{counted(len(rows) - len(kept), 'more task')} in the other formats."] * (
+            len(rows) > len(kept)
+        )
         about.append(prose(table.notes()))
     blocks.append([f"<sub>{' '.join(about)}</sub>"])
     return ("\n\n".join("\n".join(block) for block in blocks if block) + "\n").encode()

@@ -9,11 +9,12 @@ import numpy as np
 from driftlens.base.intervals import mean_over_tasks
 from driftlens.base.metrics import ACCURACY, metric_called
 from driftlens.base.variants import part_of, title
+from driftlens.base.words import counted
 from driftlens.findings import before_after
 from driftlens.findings.arena import arena_sheet
 from driftlens.findings.features import COSINE
 from driftlens.findings.measures import level
-from driftlens.findings.reading import Kind, brief, counted, estimate, percent, setting_text
+from driftlens.findings.reading import Kind, brief, estimate, percent, setting_text
 from driftlens.findings.swept import ABLATION, ablation_sheets
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
@@ -79,8 +80,8 @@ def calibration_sentences(run: DriftRun) -> list[str]:
 def _of_calibration(run: DriftRun, name: str) -> Iterator[str]:
     info = run.manifest.calibrations[name]
     yield (
-        f"{info.method} on {sum(info.samples.values())} samples of {len(info.samples)} tasks, "
-        f"{len(info.layers)} layers calibrated in {brief(info.seconds)} s."
+        f"{info.method} on {counted(sum(info.samples.values()), 'sample')} of {counted(len(info.samples), 'task')}, "
+        f"{counted(len(info.layers), 'layer')} calibrated in {brief(info.seconds)} s."
     )
     yield from before_after.selection_sentences(run, name)
     yield from (f"{notice}." for notice in info.notices)
@@ -126,11 +127,11 @@ def _measured(run: DriftRun) -> Iterator[str]:
     rows = run.layers()
     counts = rows["n"].dropna()
     if len(counts) and counts.min() < _FEW:
-        yield f"Some rows rest on {int(counts.min())} samples only"
+        yield f"Some rows rest on {counted(int(counts.min()), 'sample')} only"
     jacobian = rows[rows["jacobian_samples"].notna() & rows["n"].notna()]
     if len(jacobian) and (jacobian["jacobian_samples"] < jacobian["n"]).any():
         low, high = int(jacobian["jacobian_samples"].min()), int(jacobian["n"].max())
-        yield f"What needs the Jacobian rests on as few as {low} of up to {high} samples"
+        yield f"What needs the Jacobian rests on as few as {low} of up to {counted(high, 'sample')}"
     remainder = rows["remainder_share"].astype(float).abs()
     if remainder.notna().any():
         worst = rows.iloc[int(remainder.fillna(0).to_numpy().argmax())]

@@ -1,0 +1,8 @@
+"""Words that every room says alike."""
+
+from __future__ import annotations
+
+
+def counted(n: int, noun: str) -> str:
+    """How many there are, with the noun in the right number: "1 task", "2 tasks"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

@@ -26,6 +26,8 @@ _PACKAGES = (
 
 def show_run(run: DriftRun, *, as_json: bool = False) -> None:
     """Print a run's summary, or its final rows as JSON."""
+    from driftlens.findings.frame import frame_of
+    from driftlens.findings.measures import findings
     from driftlens.findings.verdict import verdict
     from driftlens_reports.terminal import summary
 
@@ -39,6 +41,7 @@ def show_run(run: DriftRun, *, as_json: bool = False) -> None:
                 "tasks": run.tasks,
                 "variants": run.variants,
                 "verdict": verdict(run),
+                "findings": frame_of(findings(run)),
                 "final": run.layers(layer="final"),
                 "accuracy": run.accuracy(),
                 "warnings": run.manifest.warnings,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from driftlens.base.intervals import Interval, mean_over_tasks, wilson
 from driftlens.base.metrics import ACCURACY, title_of
+from driftlens.base.variants import part_of
 from driftlens.findings.features import COSINE, DRIFT, DRIFT_CHANGE, RELATIVE, feature_changes, feature_levels
 from driftlens.findings.frame import Finding, Measure, finding
 from driftlens.findings.reading import Kind
@@ -155,31 +156,30 @@ def common(run: DriftRun, variants: Sequence[str]) -> list[tuple[Measure, tuple[
 
 
 def findings(
-    run: DriftRun, variants: Sequence[str] | None = None, pairs: Sequence[tuple[str, str]] = ()
+    run: DriftRun,
+    variants: Sequence[str] | None = None,
+    pairs: Sequence[tuple[str, str]] | None = None,
 ) -> list[Finding]:
-    """All rows of these variants, else of all and the expert, and of these changes: task by task, then over tasks.
+    """All rows of these variants and changes: by task, then their means over the tasks on which all were measured.
 
-    A mean is over the tasks on which all of these variants were measured.
+    Args:
+        run: the run.
+        variants: None is all, and the expert, which has no features of its own to be measured.
+        pairs: before and after; None is from base to merged model, and from that to every calibrated one.
 
     Raises:
         DataError: no such variant.
         RunError: a table can't be read.
     """
-    wanted = (
-        [name for name in ("base", "expert", *run.variants) if name in (*run.variants, "expert")]
-        if variants is None
-        else variants
-    )
-    wanted = [*dict.fromkeys(wanted)]
-    rows = [
-        row
-        for source in _SOURCES
-        for row in _levels(run, source).values()
-        if row.variant in wanted and row.is_measured
-    ]
+    wanted = [*dict.fromkeys(("expert", *run.variants) if variants is None else variants)]
+    if pairs is None:
+        starts = {"merged": "base", "calibrated": "merged"}
+        ends = [(starts.get(part_of(name), ""), name) for name in wanted]
+        pairs = [(start, end) for start, end in ends if start in wanted]
+    rows = [row for source in _SOURCES for row in _levels(run, source).values() if row.variant in wanted]
     for task, pair, source in itertools.product(run.tasks, pairs, _SOURCES):
-        rows += [row for row in _changes(run, source, task, pair).values() if row.is_measured]
+        rows += _changes(run, source, task, pair).values()
     for about, tasks in common(run, [name for name in wanted if name != "expert"]):
         rows += [mean(run, about, tasks, variant) for variant in wanted]
-        rows += [mean_change(run, about, tasks, pair) for pair in pairs if {*pair} <= {*wanted}]
+        rows += [mean_change(run, about, tasks, pair) for pair in pairs]
     return [row for row in rows if row.is_measured]

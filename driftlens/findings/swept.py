@@ -141,7 +141,8 @@ def ablation_sheets(run: DriftRun, name: str) -> list[Table]:
     its: dict[Any, dict[str, Any]] = {point: settings_of(row) for point, row in settings.iterrows()}
     start = min(its)
     drawn = rows.groupby(["point", "seed"])[[*MEASURES, "seconds"]].mean()
-    note = f"{counted(rows['seed'].nunique(), 'draw')}; intervals over draws (Student's t), against {method} draw by draw."
+    draws = counted(rows["seed"].nunique(), "draw")
+    note = f"{draws}; intervals over draws (Student's t), against {method} draw by draw."
     sheets = []
     for measure, (heading, kind, change) in MEASURES.items():
         kinds: dict[str, Kind] = {"model": "text"}

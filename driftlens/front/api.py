@@ -113,6 +113,18 @@ class Run(DriftRun):
 
         return summary_sheet(self)
 
+    def findings(self) -> pd.DataFrame:
+        """Every number that the verdict, tables and pages are made from, one a row, with its 95 % interval.
+
+        Columns: measure, task (empty: their mean), variant, against (the variant that it is a change from, else empty),
+        value, low, high, n, paired (whether the interval of a change rests on the same samples), kind and worse. Errors
+        as for `layers`.
+        """
+        from driftlens.findings.frame import frame_of
+        from driftlens.findings.measures import findings
+
+        return frame_of(findings(self))
+
     def project(self, task: str, **choices: Any) -> Projection:
         """One layout of the expert's and the variants' features on a plane, stored in the run once computed.
 

@@ -266,17 +266,13 @@ def attach(run: str | pathlib.Path, relative: str) -> Iterator[pathlib.Path]:
     """
     folder = pathlib.Path(run)
     read_manifest(folder)  # before the lock, which would leave a file in a folder that is no run
-    lock = RunLock(folder)
-    lock.acquire()
-    try:
+    with RunLock(folder) as lock:
         contents = RunContents(folder, settled(folder, read_manifest(folder)), lock)
         with contents.file(relative) as written:
             yield written
             lock.require_own()
             new = describe_file(written)
         contents._save(files=dict(sorted({**contents.manifest.files, relative: new}.items())))
-    finally:
-        lock.release()
 
 
 def remove_tree(entry: pathlib.Path) -> None:

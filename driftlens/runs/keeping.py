@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
-from collections.abc import Iterator
 from dataclasses import replace
 
 from driftlens.base.errors import RunError
@@ -29,7 +27,7 @@ def rename(folder: pathlib.Path, name: str) -> None:
             f"a run can't be called {name!r}",
             hint=f"Use 1 to {LONGEST_NAME} printable characters on one line.",
         )
-    with _locked(folder):
+    with RunLock(folder):
         write_manifest(folder, replace(read_manifest(folder), name=wanted))
 
 
@@ -40,7 +38,7 @@ def set_aside(folder: pathlib.Path, into: pathlib.Path) -> pathlib.Path:
         RunError: the run can't be moved there.
         RunLockedError: somebody is at work on the run.
     """
-    with _locked(folder):
+    with RunLock(folder):
         pass  # nobody is at work; the lock's own file moves along
     try:
         into.mkdir(exist_ok=True)
@@ -52,13 +50,3 @@ def set_aside(folder: pathlib.Path, into: pathlib.Path) -> pathlib.Path:
             f"{folder} can't be moved into {into}: {error.strerror}", hint="It is still where it was."
         ) from error
     return to
-
-
-@contextlib.contextmanager
-def _locked(folder: pathlib.Path) -> Iterator[None]:
-    lock = RunLock(folder)
-    lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()

@@ -9,6 +9,7 @@ import pathlib
 import platform
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Self
 
 import psutil
 from filelock import FileLock
@@ -113,6 +114,13 @@ class RunLock:
             stopping.end(self)
             raise
         return previous
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def beat(self) -> None:
         """Renew the heartbeat in the note.

@@ -32,7 +32,7 @@ def run(device: str) -> str:
         found = {}
         for name, busy in {"idle": 0, "busy": 1}.items():
             out = str(folder / name)
-            with _beside(busy):
+            with beside(busy):
                 found[name] = [
                     seconds_of(lambda place=out: _driftlens("analyze", str(spec), "--out", place)),
                     seconds_of(lambda place=out: _driftlens("calibrate", place, "--name", "featcal")),
@@ -59,8 +59,8 @@ def _few_cores() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _beside(busy: int) -> Iterator[None]:
-    """So many processes that do nothing but compute."""
+def beside(busy: int) -> Iterator[None]:
+    """A block beside so many processes that do nothing but compute."""
     neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
     try:
         yield

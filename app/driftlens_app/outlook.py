@@ -189,7 +189,7 @@ def past_cost(run: DriftRun) -> str:
 
 
 def choosing_cost(run: DriftRun, choosing: float, efforts: Mapping[str, float]) -> str:
-    """What the choice of the best method takes at most, by what was measured on this run; empty where nothing was.
+    """About what the choice of the best method takes, by what was measured on this run; empty where nothing was.
 
     `choosing` is in calibrations by FeatCal, and `efforts` says what one by another method is in those.
     """
@@ -206,9 +206,7 @@ def choosing_cost(run: DriftRun, choosing: float, efforts: Mapping[str, float]) 
         return ""
     if not choosing or not is_analyzed(run.manifest) or not once:
         return ""
-    return (
-        f"Takes about {took} at most. That is {choosing:.0f} calibrations by FeatCal, by what this run took."
-    )
+    return f"Takes about {took}. That is {choosing:.0f} calibrations by FeatCal, by what this run took."
 
 
 def _spec(run: DriftRun) -> RunSpec:

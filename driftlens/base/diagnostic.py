@@ -1,4 +1,4 @@
-"""What a diagnostic declares of itself: its table, its columns, the option that switches it on, its cost.
+"""What a diagnostic declares of itself: its table, its columns, the option that switches it on.
 
 One file of `driftlens.diagnostics` adds one: spec, preflight, walk and run directory ask the registry. Nothing here
 needs torch, so a spec and a saved run are read without it.
@@ -91,7 +91,6 @@ class Diagnostic:
         measure: for "view" and "features" `Seen` -> columns: one number each for `layers`, else one per sample.
         per_view: (layer view, pooling) -> tensors [n] by names that no other diagnostic gives; they reach `measure`
             joined over all batches as `Seen.columns`. Several diagnostics may share one.
-        cost: (samples, width of the pooled features) -> floating-point operations behind one layer.
     """
 
     name: str
@@ -101,7 +100,6 @@ class Diagnostic:
     option: str
     measure: Callable[..., Any]
     per_view: Callable[[Any, Any], Mapping[str, Any]] | None = None
-    cost: Callable[[int, int], int] = lambda samples, width: 0
 
 
 diagnostics: Registry[Diagnostic] = Registry("diagnostic", "driftlens.diagnostics", "driftlens.diagnostics")
@@ -115,7 +113,6 @@ def diagnostic(
     needs: Needs = "features",
     option: str | None = None,
     per_view: Callable[[Any, Any], Mapping[str, Any]] | None = None,
-    cost: Callable[[int, int], int] = lambda samples, width: 0,
 ) -> Callable[[F], F]:
     """Decorator that files a function as the diagnostic `name`; arguments as the attributes of `Diagnostic`.
 
@@ -124,9 +121,7 @@ def diagnostic(
 
     def file(measure: F) -> F:
         switch = name if option is None else option
-        diagnostics.register(name)(
-            Diagnostic(name, table, tuple(columns), needs, switch, measure, per_view, cost)
-        )
+        diagnostics.register(name)(Diagnostic(name, table, tuple(columns), needs, switch, measure, per_view))
         return measure
 
     return file

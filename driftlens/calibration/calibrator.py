@@ -35,6 +35,7 @@ class Calibrator:
         update: kinds of parameters that it changes; none where it only attaches.
         needs_task_id: whether it has another model for every task, so that the task of an input must be known.
         takes_sites: whether a user may say which modules it solves for.
+        repeats: name of the setting that says how often it goes through a batch; empty where it doesn't.
     """
 
     title: ClassVar[str] = ""
@@ -47,6 +48,7 @@ class Calibrator:
     ablations: ClassVar[Sequence[Mapping[str, Any]]] = ()
     needs_task_id: ClassVar[bool] = False
     takes_sites: ClassVar[bool] = True
+    repeats: ClassVar[str] = ""
     update: Sequence[str] = ()
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:

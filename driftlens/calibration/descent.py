@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ def uniform(rows: int, columns: int, generator: torch.Generator, inputs: int | N
 
 class Descent:
     """What is trained by Adam for a fixed number of steps."""
+
+    repeats: ClassVar[str] = "steps"
 
     def __init__(self, steps: int, batch: int, lr: float) -> None:
         self.steps = steps

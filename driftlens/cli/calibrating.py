@@ -31,7 +31,7 @@ def calibrate(
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
     if dry_run:
         from driftlens.jobs.contest.automatic import choice_of
-        from driftlens.jobs.preflight.rehearsal import rehearse
+        from driftlens.jobs.preflight.calibrating import rehearse
 
         asked = Context(job.access)
         checks = manner.team.once(lambda: rehearse(run, request, asked, choose=choice_of(request)))

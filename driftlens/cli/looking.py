@@ -97,7 +97,10 @@ def verify(run: RunFolder, as_json: JsonFlag = False) -> None:
 def doctor(
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Time this machine for a minute; `validate` and --dry-run go by it."),
+        typer.Option(
+            "--measure",
+            help="Time processes beside each other, for a minute; `validate --processes` goes by it.",
+        ),
     ] = False,
     device: Annotated[str | None, typer.Option(help="Of --measure: auto, cpu, cuda or cuda:N.")] = None,
     as_json: JsonFlag = False,

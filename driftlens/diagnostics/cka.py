@@ -9,7 +9,7 @@ from driftlens.linalg.cka import linear_cka
 from driftlens.runs.schema import LAYERS
 
 
-@diagnostic("cka", columns=LAYERS.only("cka"), cost=lambda samples, width: 4 * samples * samples * width)
+@diagnostic("cka", columns=LAYERS.only("cka"))
 def cka(seen: Seen) -> dict[str, float]:
     """Debiased linear CKA between all samples' features of the variant and of the expert, in float64."""
     return {

@@ -85,16 +85,14 @@ def test_the_page_says_how_long_a_calibration_takes_and_asks_nobody(
 
 def test_the_choice_of_the_best_has_an_estimate_of_its_own(open_app: Open, root: Path, run: Path) -> None:
     app = open_app(root, "repair")
-    assert said(app).count(" at most.") == 1 and "65 calibrations by FeatCal" in said(app)
+    assert "at most." not in said(app) and "65 calibrations by FeatCal" in said(app)
     own = {name: {"state": "done", "seconds": 1.0, "started": ""} for name in open_run(run).manifest.phases}
     opened = edit(run, "phases", **own)
     (info,) = opened.manifest.calibrations.values()
     other = replace(info, method="other", seconds=9000.0, automatic=False)
     made = DriftRun(run, replace(opened.manifest, calibrations={"other": other}))
     found = choosing_cost(made, 10, {"other": 3.0})
-    assert (
-        found.startswith("Takes about 8 h 20 min") and " at most. That is 10 calibrations by FeatCal" in found
-    )
+    assert found.startswith("Takes about 8 h 20 min. That is 10 calibrations by FeatCal")
     assert choosing_cost(made, 0, {}) == ""
 
 

@@ -7,12 +7,13 @@ import pathlib
 import signal
 import subprocess
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
-from driftlens.jobs.preflight import rehearsal
+from driftlens.jobs.preflight import calibrating
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from tests.cli.conftest import Result
@@ -182,8 +183,13 @@ def test_a_dry_run_estimates_and_writes_nothing(
     result = run_cli("calibrate", folder, "--name", NAME, "--dry-run")
     assert result.code == 0 and result.out.rstrip().endswith("ready") and "estimate: about" in result.out
     asked = ("calibrate", folder, "--name", NAME, "--dry-run", "--json")
-    walks, cost = [], rehearsal._cost
-    monkeypatch.setattr(rehearsal, "_cost", lambda opened, n: [walks.append(n), cost(opened, n)][1])
+    walks, rehearsed = [], calibrating.rehearsed_calibration
+
+    def counted(*given: Any, control: bool, **how: Any) -> Any:
+        walks.append(1 + control)
+        return rehearsed(*given, control=control, **how)
+
+    monkeypatch.setattr(calibrating, "rehearsed_calibration", counted)
     found, more, same = (
         json.loads(run_cli(*asked, *flags).out) for flags in ((), ("--control",), ("--control", "--rho", 1))
     )

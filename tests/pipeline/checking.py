@@ -17,8 +17,8 @@ from driftlens.spec.requests import PreflightRequest
 from tests.zoo.world import Weights, World
 
 
-def check(spec: Mapping[str, Any], **options: Any) -> Preflight:
-    return preflight(load_spec(spec), PreflightRequest(**options))
+def check(spec: Mapping[str, Any], *, estimate: bool = False, **options: Any) -> Preflight:
+    return preflight(load_spec(spec), PreflightRequest(**options), estimate=estimate)
 
 
 def found(result: Preflight, level: str, subject: str) -> Finding:

@@ -19,10 +19,7 @@ from driftlens.jobs.analyze.answers import SPARE_TOKENS
 from driftlens.jobs.analyze.job import analyze, evaluate
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest.sweep import sweep
-from driftlens.jobs.preflight import job as preflighting
-from driftlens.jobs.preflight.costs import effort_of, operations
 from driftlens.jobs.preflight.job import preflight
-from driftlens.jobs.preflight.load import Load, load_of
 from driftlens.models.language.generation import generate
 from driftlens.models.language.likelihoods import log_likelihoods
 from driftlens.runs.run import DriftRun, open_run
@@ -173,7 +170,10 @@ def test_calibration_sweep_and_preflight_tell_the_metrics_that_a_run_has(tmp_pat
         "pick": suite.data("pick", [*CLASSES.items()], classes=["no it", "no is", "yes"]),
     }
     spec = suite.spec(data)
-    texts = [finding.text for finding in preflight(load_spec(spec), PreflightRequest(deep=True)).findings]
+    texts = [
+        finding.text
+        for finding in preflight(load_spec(spec), PreflightRequest(deep=True), estimate=False).findings
+    ]
     assert any(
         "expert of free scores 100.0 %" in text and "in exact match on 2 samples" in text for text in texts
     )
@@ -195,34 +195,6 @@ def test_calibration_sweep_and_preflight_tell_the_metrics_that_a_run_has(tmp_pat
     drawn = charts["sweeps"].draw(open_run(run), ChartOptions())
     assert {"exact_match", "perplexity", "choice"} <= set(drawn.data["measure"])
     assert found.accuracy("likely", "calibrated:fc")["metric"].tolist() == ["perplexity"]
-
-
-def test_a_plan_counts_the_tokens_of_answers_and_passes_where_none_is_generated(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    suite, seen = Suite("decoder", tmp_path, learns=False), list[Load]()
-    data = {
-        "free": suite.data("free", PAIRS),
-        "pick": suite.data("pick", [*CLASSES.items()], classes=["no it", "no is", "yes"]),
-    }
-
-    def kept(*given: Any) -> Load:
-        seen.append(load_of(*given))
-        return seen[-1]
-
-    monkeypatch.setattr(preflighting, "load_of", kept)
-    preflight(load_spec(suite.spec(data)), PreflightRequest(deep=True))
-    free, pick = (seen[0].work.tasks[name] for name in ("free", "pick"))
-    longest = max(len(suite.reader.answer_tokens(answer)) for _, answer in PAIRS)
-    assert (free.test, free.answer) == (len(PAIRS), longest + SPARE_TOKENS)
-    assert (pick.test, pick.answer) == (len(CLASSES), 0)
-    work = seen[0].work
-    width = next(at for kind, at in effort_of(work).operations if kind == "steps")
-    steps = effort_of(work).operations["steps", width]
-    twice = dataclasses.replace(work, tasks={"free": dataclasses.replace(free, answer=2 * free.answer)})
-    assert effort_of(twice).operations["steps", width] == 2 * steps > 0
-    # A token's pass is a small part of its question's.
-    assert steps < operations(dataclasses.replace(work, tasks={"free": free})) * free.answer
 
 
 def test_what_a_task_lacks_is_refused_by_name(tmp_path: pathlib.Path) -> None:

@@ -17,8 +17,8 @@ from driftlens.cli import app
 from driftlens.findings.arena import arena_rows, arena_sheet
 from driftlens.jobs.contest.arena import compete, entrants
 from driftlens.jobs.contest.contest import Candidate
+from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.preflight.job import preflight
-from driftlens.jobs.preflight.rehearsal import rehearse
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens.spec import load_spec
@@ -164,14 +164,14 @@ def test_a_map_per_task_is_refused_where_nobody_will_know_the_task(
     assert [*failed] == ["surgery"] and "a map for every task" in failed["surgery"]
     assert [*open_run(folder).manifest.calibrations] == ["svc"]
     asked = load_spec(world.one_task(calibration={"method": "react"}, task_id="unknown"))
-    assert any("task_id is unknown" in finding.text for finding in preflight(asked).problems)
+    assert any("task_id is unknown" in finding.text for finding in preflight(asked, estimate=False).problems)
 
 
 def test_a_rehearsal_says_what_is_changed_and_what_leaves_the_folder(light: DriftRun) -> None:
     """Distillation trains stem and head, too, which maps leave as merged."""
     said = {}
     for method in ("distill", "react"):
-        found = rehearse(light.path, CalibrationRequest(name="other", method=method)).findings
+        found = rehearse(light.path, CalibrationRequest(name="other", method=method), estimate=False).findings
         said[method] = [finding.text for finding in found]
         assert any("was not calibrated" in text for text in said[method]) is (method == "react")
     assert "a checkpoint" in said["distill"] and "all weights in 5 of 5 layers" in said["distill"]

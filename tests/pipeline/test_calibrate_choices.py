@@ -16,7 +16,7 @@ from driftlens.base.errors import DataError, NumericsError, SpecError
 from driftlens.base.progress import Reporter
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.calibrate.plan import Choice, calibrator_of
-from driftlens.jobs.preflight.rehearsal import rehearse
+from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.study.study import Study
 from driftlens.runs.manifest import ids_digest
 from driftlens.runs.run import DriftRun, open_run
@@ -89,7 +89,7 @@ def test_a_repair_that_is_trained_refuses_layers_and_sites(
     for method in ("featcal", "surgery"):
         section = {"method": method, "sites": ["*attn*"]}
         (folder / "spec.yaml").write_text(yaml.safe_dump({**spec, "calibration": section}))
-        problems = rehearse(folder, CalibrationRequest(name=NAME, method="surgery")).problems
+        problems = rehearse(folder, CalibrationRequest(name=NAME, method="surgery"), estimate=False).problems
         assert any("surgery was given sites" in found.text for found in problems) is (method == "surgery")
 
 
@@ -213,7 +213,7 @@ def test_a_rehearsal_lists_every_obstacle(folder: pathlib.Path, tmp_path: pathli
 
 def test_a_rehearsal_of_resuming_compares_settings(folder: pathlib.Path) -> None:
     calibrate_until(folder, lambda event: event.phase == "calibrate" and event.done > 2)
-    assert rehearse(folder, request(resume=True)).exit_code == 0
+    assert rehearse(folder, request(resume=True), estimate=False).exit_code == 0
     refused = rehearse(folder, request(parameters={"lam": 1.0}, resume=True))
     assert [finding.subject for finding in refused.problems] == ["name"]
 

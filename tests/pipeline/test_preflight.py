@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlens.cli import main
-from driftlens.jobs.preflight.costs import Cost
+from driftlens.jobs.preflight.cost import Cost
 from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.study.suspicion import Finding
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
@@ -24,7 +24,7 @@ from tests.zoo.world import MODEL, World, write_spec
 
 @pytest.mark.parametrize("form", ["open_clip", "hf"])
 def test_a_sound_spec_has_neither_problems_nor_notices(world: World, form: Any) -> None:
-    result = check(world.spec(form))
+    result = check(world.spec(form), estimate=True)
     assert {finding.level for finding in result.findings} == {"ok"}, result.text()
     assert result.exit_code == 0
     assert result.cost is not None

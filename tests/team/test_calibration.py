@@ -22,8 +22,7 @@ from driftlens.engine.forward_order import Given
 from driftlens.engine.problems import CalibratedLayer, LinearFold
 from driftlens.engine.site_selection import select_sites
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
-from driftlens.jobs.preflight.costs import LayerCost
-from driftlens.jobs.preflight.solving import solving
+from driftlens.jobs.preflight.wire import solved_groups
 from driftlens.linalg.gram import GramPool
 from tests.team.threads import teamed
 from tests.zoo.cases import Case, perturbed, pool_of
@@ -131,9 +130,7 @@ def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.Monke
         2, lambda team: list(calibrator.calibrate(Ground(pools[team.rank], samples(case), sites, team=team)))
     )
 
-    cost = LayerCost(operations=0, parameter_bytes=48, state_bytes=4, width=1)
-    walk = solving(chain, headers, sites, dict.fromkeys(TASKS, 1), [cost] * len(chain.layers))
-    groups = [group for layer in walk.groups for group in layer]
+    groups = [group for layer in solved_groups(chain, headers, sites) for group in layer]
     assert sent["share"] == sum(group.weights for group in groups)
     counted = sum(group.moments for group in groups)
     # Mean input, weight, and by output the mean target, its energy, and the mean output without bias.

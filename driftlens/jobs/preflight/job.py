@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,19 +18,21 @@ from driftlens.base.layers import select_layers
 from driftlens.base.metrics import Metric, metric_called
 from driftlens.base.progress import Reporter
 from driftlens.calibration.calibrator import Calibrator
-from driftlens.data.samples import few_of
+from driftlens.data.samples import Batch, few_of
 from driftlens.data.task_data import TaskData
+from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import coverage, select_sites
+from driftlens.engine.walk import forward, waiting_bytes
 from driftlens.findings.reading import estimate as with_interval
 from driftlens.jobs.analyze.evaluation import scores_of
 from driftlens.jobs.analyze.phases import suitable_threads
 from driftlens.jobs.calibrate.plan import calibrator_of
-from driftlens.jobs.preflight.costs import LayerCost, estimate, layer_costs
-from driftlens.jobs.preflight.load import Load, load_of, merge_cost, merge_passes
+from driftlens.jobs.preflight.jobs import SpecStudy
+from driftlens.jobs.preflight.merge_cost import merge_text, model_runs
 from driftlens.jobs.preflight.models import check_models
 from driftlens.jobs.preflight.outcome import Preflight
-from driftlens.jobs.preflight.processes import Processes, plan_processes
-from driftlens.jobs.preflight.solving import Solving, Trial, solving, trials_cost
+from driftlens.jobs.preflight.processes import plan_processes
+from driftlens.jobs.preflight.shortened import ShortPool
 from driftlens.jobs.study.companions import companions
 from driftlens.jobs.study.merging import merge_of, no_scores
 from driftlens.jobs.study.opening import (
@@ -40,15 +43,18 @@ from driftlens.jobs.study.opening import (
     open_architecture,
     open_data,
     open_heads,
+    open_pool,
     open_study,
+    study_of,
 )
 from driftlens.jobs.study.study import Study
 from driftlens.jobs.study.suspicion import suspicions
-from driftlens.merging.method import READS, merge_methods
+from driftlens.merging.method import READS, MergeMethod, merge_methods
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import LayerChain
 from driftlens.models.own_heads import OwnHead
-from driftlens.models.score_maps import LinearHead
+from driftlens.models.score_maps import Head as ClipHead
+from driftlens.models.score_maps import LinearHead, ScoreMap
 from driftlens.spec import RunSpec
 from driftlens.spec.requests import CalibrationRequest, PreflightRequest
 from driftlens.spec.sections import TextHead
@@ -59,56 +65,81 @@ def preflight(
     request: PreflightRequest = PreflightRequest(),
     access: Access = Access(),
     *,
-    trials: Sequence[Trial] = (),
+    estimate: bool = True,
 ) -> Preflight:
-    """What is wrong, odd or fine about a spec, its checkpoints and its data, and what an analysis will take.
+    """What is wrong, odd or fine about a spec, its checkpoints and its data, and about what an analysis will take.
 
-    Errors become findings, so that all are seen at once. Of the checkpoints, headers and a few matrices are read.
+    Errors become findings, so that all are seen at once. Of the checkpoints, headers, a few matrices and, for the
+    estimate, some layers are read.
 
     Args:
         spec: the run.
         request: whether experts are scored too, which runs the models, and for how many processes is planned.
         access: what may be used, and on which device.
-        trials: calibrations behind the analysis, whose cost is estimated as well.
+        estimate: whether the analysis is rehearsed, if nothing is wrong.
     """
-    checks = Preflight()
+    checks, opened = checked(spec, access)
+    rehearsal = opened and estimate and checks.estimate(opened.analysis)
+    if opened and rehearsal and request.processes is not None:
+        planned = partial(plan_processes, opened, rehearsal, request.processes, request.per_machine)
+        checks.processes = checks.attempt("processes", planned)
+    if request.deep and checks.problems:
+        checks.notice("experts", "not scored: the problems above come first")
+    elif request.deep:
+        whole = checks.attempt("experts", lambda: open_study(spec, access=access))
+        if whole is not None:
+            with suitable_threads(None, "validate", whole[0]):
+                _score_experts(whole[0], checks)
+    return checks
+
+
+def checked(spec: RunSpec, access: Access) -> tuple[Preflight, SpecStudy | None]:
+    """What can be seen of a spec without computing much; and its study, where nothing is wrong with it.
+
+    Heads that are made of prompts, which takes long to read, are of random numbers there.
+    """
+    checks, started = Preflight(), time.perf_counter()
     place = checks.attempt("device", lambda: resolve_device(access.device or spec.compute.device))
     if place is not None:
         checks.ok("device", f"{place}, {spec.compute.dtype}")
     architecture = _check_architecture(spec, checks, access)
     models = None if architecture is None else check_models(spec, architecture, checks, access)
     data = _check_data(spec, architecture, checks, access)
-    layers: tuple[LayerCost, ...] = ()
-    if architecture is not None and data:
-        sample, dtype = next(iter(data.values())).diagnosis.load([0]), getattr(torch, spec.compute.dtype)
-        layers = layer_costs(
-            architecture, sample, dtype, spec.layers.pool or architecture.chain.modality.pool
-        )
+    pool = None
+    if models is not None and models.sources and place is not None:
+        pool = checks.attempt("models", lambda: open_pool(spec, models, device=access.device))
+    width = _final_width(spec, pool, models, data)
+    heads: dict[str, ScoreMap] = {}
     if models is not None:
-        _check_heads(spec, models, data, layers[-1].width if layers else None, checks)
+        heads = _check_heads(spec, models, data, width, checks)
         checks.findings += suspicions(models.architecture.chain, models.sources)
         checks.findings += companions(models)
-    _check_merge(spec, models, data, layers, checks)
+    _check_merge(spec, models, pool, data, checks)
     _check_calibration(spec, models, checks)
     checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
-    if models is not None and place is not None and not checks.problems:
-        load = load_of(spec, models, data, layers, place)
-        checks.cost = estimate(load.work, load.sample, place, more=load.merge)
-        if request.processes is not None:
-            number = request.processes, request.per_machine
-            planned = partial(_processes, spec, models, data, load, place, *number)
-            checks.processes = checks.attempt("processes", planned)
-        if trials:
-            walk_of = partial(_walk, models, load, select_sites(models.architecture.chain))
-            checks.more = trials_cost(load.work, trials, walk_of, load.sample, place)
-    if request.deep and checks.problems:
-        checks.notice("experts", "not scored: the problems above come first")
-    elif request.deep:
-        opened = checks.attempt("experts", lambda: open_study(spec, access=access))
-        if opened is not None:
-            with suitable_threads(None, "validate", opened[0]):
-                _score_experts(opened[0], checks)
-    return checks
+    if models is None or checks.problems:
+        return checks, None
+    seconds = time.perf_counter() - started
+    study = checks.attempt("study", lambda: study_of(spec, models, data, heads, access=access))
+    return checks, None if study is None else SpecStudy(spec, study, models, data, seconds)
+
+
+def _final_width(
+    spec: RunSpec, pool: ModelPool | None, models: OpenModels | None, data: Mapping[str, TaskData]
+) -> int | None:
+    """Of the final features, by a model cut short; None where there is nothing to run."""
+    if pool is None or models is None or not data:
+        return None
+    name, samples = pool.names[0], next(iter(data.values())).diagnosis
+    batch = Batch(0, 1, samples.load([0]))
+    short = ShortPool.of(pool, models.architecture, [name], blocks=1)
+    how = spec.layers.pool or pool.chain.modality.pool
+    try:
+        with torch.no_grad():
+            [(_, features)] = forward(short, name, [batch], pooling=how)
+    except DriftLensError:  # weights that are no numbers are another check's
+        return None
+    return features.shape[-1]
 
 
 def _check_architecture(spec: RunSpec, checks: Preflight, access: Access) -> Architecture | None:
@@ -144,8 +175,8 @@ def _quick_gelu_hint(architecture: Architecture) -> str:
 def _check_merge(
     spec: RunSpec,
     models: OpenModels | None,
+    pool: ModelPool | None,
     data: Mapping[str, TaskData],
-    layers: tuple[LayerCost, ...],
     checks: Preflight,
 ) -> None:
     merge = spec.merge
@@ -159,19 +190,27 @@ def _check_merge(
     text = f"{', '.join(parts)}; it reads {READS[entry.reads]}"
     if entry.reads_sites and entry.others != entry.name:
         text += f", and merges all else by {merge_methods[entry.others].title}"
-    if models is not None and models.sources:
+    if models is not None and pool is not None:
         scored = spec.tasks if models.architecture.lm is not None else heads_of(spec, models)
         without = [task for task in spec.tasks if task not in scored]
         if entry.scores and without:
             checks.problem("merge", no_scores(entry, without))
             return
-        samples = sum(len(opened.calibration) for opened in data.values())
-        text += f"; {merge_cost(entry, len(spec.tasks), models, samples, layers)}"
-        passes = checks.attempt("merge", lambda: merge_passes(entry, settings, data, models))
-        if passes is None:
+        text += f"; {merge_text(entry, len(spec.tasks), models, _waiting(entry, pool, data))}"
+        runs = checks.attempt("merge", lambda: model_runs(entry, settings, data, models))
+        if runs is None:
             return
-        text += f", and layers run {passes:,} times on a sample" if passes else ""
+        text += f", and models run {runs:,} times on a sample" if runs else ""
     checks.ok("merge", text)
+
+
+def _waiting(entry: MergeMethod, pool: ModelPool, data: Mapping[str, TaskData]) -> int:
+    """Bytes of the experts' features that wait at two boundaries where a method reads moments."""
+    if not entry.reads_moments or not data:
+        return 0
+    samples = sum(len(task.calibration) for task in data.values())
+    one = next(iter(data.values())).diagnosis.load([0])
+    return 2 * samples * waiting_bytes(pool, pool.names[0], one)
 
 
 def _check_calibration(spec: RunSpec, models: OpenModels | None, checks: Preflight) -> None:
@@ -209,43 +248,6 @@ def _solved_sites(spec: RunSpec, chain: LayerChain) -> tuple[Calibrator, Mapping
         return calibrator, {}
     patterns = None if spec.calibration is None else spec.calibration.sites
     return calibrator, select_sites(chain, sites=patterns, update=calibrator.update)
-
-
-def _walk(
-    models: OpenModels, load: Load, sites: Mapping[int, tuple[str, ...]], counts: Mapping[str, int]
-) -> Solving:
-    headers = next(iter(models.sources.values())).headers
-    return solving(models.architecture.chain, headers, sites, counts, load.work.layers)
-
-
-def _processes(
-    spec: RunSpec,
-    models: OpenModels,
-    data: Mapping[str, TaskData],
-    load: Load,
-    device: torch.device,
-    number: int,
-    per_machine: int | None,
-) -> Processes:
-    """The plan of an analysis, and of the calibration that the spec or the defaults ask for."""
-    calibrator, sites = _solved_sites(spec, models.architecture.chain)
-    counts = {task: len(opened.calibration) for task, opened in data.items()}
-    reads = sum(
-        sum(header.nbytes for header in source.headers.values()) for source in models.sources.values()
-    )
-    walk = _walk(models, load, sites, counts) if sites and all(counts.values()) else None
-    has_control = spec.base is not None and calibrator.anchor_reach != 1
-    return plan_processes(
-        number,
-        per_machine,
-        load.work,
-        load.sample,
-        device,
-        walk=walk,
-        variants=2 if has_control else 1,
-        effort=calibrator.effort,
-        reads=reads,
-    )
 
 
 def _check_data(
@@ -288,8 +290,9 @@ def _describe_data(data: TaskData, checks: Preflight) -> None:
 
 def _check_heads(
     spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData], width: int | None, checks: Preflight
-) -> None:
-    """File what is wrong with the heads; `width` is that of the final features, if known."""
+) -> dict[str, ScoreMap]:
+    """File what is wrong with the heads, and give those that are sound; `width` of the final features, if known."""
+    sound: dict[str, ScoreMap] = {}
     named = {task: opened.class_names for task, opened in data.items()}
     base = models.base
     if base is not None and any(isinstance(entry, TextHead) for entry in spec.heads.values()):
@@ -307,11 +310,14 @@ def _check_heads(
             names = checks.attempt(subject, partial(classes_of, task, entry, named.get(task)))
             if names is not None:
                 checks.ok(subject, f"{len(names)} class names in {len(entry.templates)} templates")
+                sound[task] = ClipHead(tuple(names), torch.randn(len(names), width or 1), 1.0)
         else:
             alone = spec.model_copy(update={"heads": {task: entry}})
             heads = checks.attempt(subject, partial(open_heads, alone, models, named))
             if heads is not None:
                 _check_width(task, heads[task], width, checks)
+                sound |= heads
+    return sound
 
 
 def _check_width(task: str, head: Any, width: int | None, checks: Preflight) -> None:

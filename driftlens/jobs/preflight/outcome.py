@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from driftlens.base.errors import DriftLensError
-from driftlens.jobs.preflight.costs import Cost
+from driftlens.jobs.preflight.cost import Cost
 from driftlens.jobs.preflight.processes import Processes
+from driftlens.jobs.preflight.rehearsal import Rehearsed
 from driftlens.jobs.study.suspicion import Finding, problem
 
 T = TypeVar("T")
@@ -21,14 +22,12 @@ class Preflight:
 
     Attributes:
         findings: in the order of the checks.
-        cost: what the work will take; None where problems kept it from being estimated.
-        more: what calibrations behind it will take; None where nobody asked.
+        cost: about what the work will take; None where problems kept it from being estimated, or nobody asked.
         processes: what each of several will take, where somebody asked.
     """
 
     findings: list[Finding] = field(default_factory=list)
     cost: Cost | None = None
-    more: Cost | None = None
     processes: Processes | None = None
 
     def ok(self, subject: str, text: str, hint: str = "") -> None:
@@ -50,6 +49,17 @@ class Preflight:
         except DriftLensError as error:
             self.problem(subject, error)
             return None
+
+    def estimate(self, rehearse: Callable[[], Rehearsed]) -> Rehearsed | None:
+        """Set `cost` by a rehearsal; where that is not possible, say why there is no estimate."""
+        try:
+            found = rehearse()
+            self.cost = found.cost
+        except (DriftLensError, MemoryError) as error:
+            told = error.message if isinstance(error, DriftLensError) else "there is too little memory"
+            self.notice("estimate", f"none, as the work could not be rehearsed: {told}")
+            return None
+        return found
 
     @property
     def problems(self) -> list[Finding]:

@@ -1,107 +1,281 @@
-"""A calibration rehearsed: everything that would stop it, and what it will take; nothing is written."""
+"""What a job will take, rehearsed: the job itself runs on the study cut short, a few times, and is multiplied.
+
+Whatever the job does is measured with it, so that nothing here has to know how the engine works. The first run is for
+imports and caches, and doesn't count.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import pathlib
+import itertools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from driftlens.base.access import Context
-from driftlens.base.errors import RunError
-from driftlens.base.files import PathLike, free_bytes
-from driftlens.checkpoints.saving import require_target
-from driftlens.engine.site_selection import coverage
-from driftlens.jobs.calibrate.job import OpenCalibration, open_calibration, require_terms
-from driftlens.jobs.calibrate.plan import Choice, untouched_but_moved
-from driftlens.jobs.preflight.costs import Cost, TaskLoad, Workload, estimate, layer_costs, memory_bytes
-from driftlens.jobs.preflight.outcome import Preflight
-from driftlens.jobs.preflight.solving import solving
-from driftlens.jobs.study.reopening import require_same_samples
-from driftlens.runs.lock import require_unlocked
-from driftlens.spec.requests import CalibrationRequest
+from driftlens.base.files import temporary_folder
+from driftlens.data.samples import SampleSet
+from driftlens.engine.waiting import input_bytes
+from driftlens.engine.walk import waiting_bytes
+from driftlens.jobs.preflight.cost import Cost
+from driftlens.jobs.preflight.extrapolation import Extent, Measured, extrapolated
+from driftlens.jobs.preflight.shortened import Shortened, Size, shortened
+from driftlens.jobs.study.opening import OpenModels
+from driftlens.jobs.study.study import Study, TaskSamples
+from driftlens.runs.writer import RunWriter, peak_rss_bytes
+
+BY_TASK = ("analyze", "evaluate", "explain")
+"""Phases that are done for one task after the other."""
+PASSES = "passes"
+"""A phase of forward passes through one model, for what is too long to be rehearsed itself."""
+_PATIENCE = 4.0
+"""Seconds that all short studies should take together: if they take less, they are repeated; if the first one, with
+imports, takes twice as long, the others are hardly longer."""
+_FEW = 8
+"""Samples that are read to know how large one is, and that any calibration can be chosen by."""
+
+_FIRST = ":0"
+"""How phases of the first task end, in which a few samples are also computed in float64: once in a job, so that it
+doesn't count."""
+
+Job = Callable[[Shortened, RunWriter], None]
+"""Does a job on a short study, in a run directory of its own."""
 
 
-def rehearse(
-    path: PathLike, request: CalibrationRequest, context: Context = Context(), *, choose: Choice | None = None
-) -> Preflight:
-    """What would stop a calibration, what it would do, and what it would take. Arguments as for `calibrate`.
+@dataclass(frozen=True)
+class Share:
+    """How many samples of a task a process has.
 
-    Of the checkpoints, headers are read, and of stem and head the weights; whether files have changed since the run
-    is only found out by the calibration itself, which hashes them.
+    They count by their bytes against those of the task that was rehearsed: texts differ in length.
     """
-    folder, checks = pathlib.Path(path), Preflight()
-    opened = checks.attempt("run", lambda: open_calibration(folder, request, context))
-    if opened is None:
-        return checks
-    plan = opened.plan
-    if not request.attribution:
-        settings = dataclasses.replace(opened.study.settings, jacobian=None)
-        opened = dataclasses.replace(opened, study=dataclasses.replace(opened.study, settings=settings))
-    checks.attempt("lock", lambda: require_unlocked(folder))
-    checks.attempt("name", lambda: require_terms(request, opened, is_chosen=choose is not None))
-    checks.attempt("samples", lambda: require_same_samples(opened.manifest, opened.study))
-    if (place := request.save_weights) is not None:
-        checks.attempt("save-weights", lambda: require_target(opened.models.architecture, place))
-    _describe(opened, checks)
-    effort, look = plan.calibrator.effort, None if choose is None else choose.outlook
-    given = plan.calibrator, plan.counts
-    if look and (found := checks.attempt("auto", lambda: look(*given, has_base=opened.study.has_base))):
-        titles, effort = found
-        checks.ok("candidates", "; ".join(titles))
-        checks.ok("choosing", f"takes about as long as {effort:.0f} calibrations by FeatCal, at most")
-    if request.control and plan.calibrator.anchor_reach != 1:
-        checks.ok("rho 1", "the same calibration is solved for once more")
-        effort += 1
-    checks.cost = _cost(opened, effort)
-    free, need = free_bytes(folder), checks.cost.disk_bytes
-    if free < need:
-        text = f"{folder} is on a disk with {free / 1e6:,.0f} MB free; about {need / 1e6:,.0f} MB are needed"
-        checks.problem("disk", RunError(text, hint="Free some space first."))
-    return checks
+
+    diagnosis: float
+    test: float
+    calibration: float
+
+    def __mul__(self, part: float) -> Share:
+        return Share(self.diagnosis * part, self.test * part, self.calibration * part)
 
 
-def _describe(opened: OpenCalibration, checks: Preflight) -> None:
-    plan = opened.plan
-    settings = ", ".join(f"{name} {_shown(value)}" for name, value in plan.hyperparameters.items())
-    checks.ok("settings", f"{plan.method}: {settings}")
-    pool, where = opened.study.pool, f"in {len(plan.layers)} of {len(opened.study.pool.chain.layers)} layers"
-    if plan.sites:
-        _, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
-        checks.ok("sites", f"{where}: {text}")
+@dataclass(frozen=True)
+class Rehearsed:
+    """What short studies took, and what the whole one comes to.
+
+    Attributes:
+        study: the whole one.
+        seconds: of every phase.
+        stored: bytes in the run directory but for models.
+        resident: largest resident memory of a short study.
+        models: bytes of the models that the job writes.
+        opening: seconds until it can begin.
+        blocks: of the chain, as far as the job walks where it calibrates.
+        rounds: of what is trained.
+        passes: of samples through one model, beside the other phases.
+    """
+
+    study: Study
+    seconds: Mapping[str, Sequence[Measured]]
+    stored: Sequence[Measured]
+    resident: int
+    models: int = 0
+    opening: float = 0.0
+    blocks: int = 0
+    rounds: int = 0
+    passes: float = 0.0
+
+    @property
+    def cost(self) -> Cost:
+        """Of the whole job in one process."""
+        shares = shares_of(self.study)
+        diagnosed = sum(share.diagnosis for share in shares.values())
+        disk = extrapolated("stored", self.stored, Extent(len(self.study.pool.chain.blocks), diagnosed))
+        memory = self.resident + features_bytes(self.study)
+        return Cost(memory, int(disk) + self.models, self.opening + self.seconds_of(shares))
+
+    def seconds_of(self, shares: Mapping[str, Share]) -> float:
+        """Of all phases, of these shares of the tasks."""
+        return sum(self.phase_seconds(phase, shares) for phase in self.seconds)
+
+    def phase_seconds(self, phase: str, shares: Mapping[str, Share]) -> float:
+        """Of one phase, over all these tasks."""
+        measured = self.seconds[phase]
+        return sum(extrapolated(phase, measured, extent) for extent in self._extents(phase, shares))
+
+    def _extents(self, phase: str, shares: Mapping[str, Share]) -> Iterator[Extent]:
+        blocks = len(self.study.pool.chain.blocks)
+        if phase == PASSES:
+            yield Extent(blocks, self.passes)
+        elif phase not in BY_TASK:
+            count = sum(share.calibration for share in shares.values())
+            yield Extent(self.blocks or blocks, count, len(shares), self.rounds)
+        else:
+            jacobian = self.study.settings.jacobian
+            followed = math.inf if jacobian is None or phase != "explain" else jacobian.samples
+            for share in shares.values():
+                count = share.test if phase == "evaluate" else share.diagnosis
+                yield Extent(blocks, min(followed, count))
+
+
+def rehearsed(
+    study: Study, models: OpenModels, job: Job, *, before: Job | None = None, is_trained: bool = False
+) -> Rehearsed:
+    """Do a job on studies cut short until the whole one can be told from them; nothing is left behind.
+
+    Args:
+        study: the whole study.
+        models: its checkpoints.
+        job: what is to be estimated.
+        before: what has to be in the run directory first, and doesn't count.
+        is_trained: whether the job has rounds.
+
+    Raises:
+        DriftLensError: the job can't be done, not even on a short study.
+    """
+    first = short_run(study, models, Size(1, (_FEW,), 2), job, before)
+    is_quick = first.took < 2 * _PATIENCE
+    sizes = _sizes(study, is_quick=is_quick, is_trained=is_trained, is_joint=before is not None)
+    runs = [short_run(study, models, size, job, before) for size in sizes]
+    if sum(run.took for run in runs) < _PATIENCE:
+        runs += [short_run(study, models, size, job, before) for size in sizes]
+    seconds = defaultdict[str, list[Measured]](list)
+    for kind, measured in itertools.chain.from_iterable(run.seconds for run in runs):
+        seconds[kind].append(measured)
+    return Rehearsed(study, seconds, [run.stored for run in runs], max(run.resident for run in runs))
+
+
+@dataclass(frozen=True)
+class ShortRun:
+    """What a job took on one short study.
+
+    Attributes:
+        seconds: of every phase by its kind.
+        stored: bytes that it added to the run directory.
+        resident: largest resident memory meanwhile.
+        took: seconds of all of it, and of what had to be there before.
+    """
+
+    seconds: Sequence[tuple[str, Measured]]
+    stored: Measured
+    resident: int
+    took: float
+
+
+def short_run(study: Study, models: OpenModels, size: Size, job: Job, before: Job | None = None) -> ShortRun:
+    """Do a job once on a study cut to a size; arguments and errors as for `rehearsed`."""
+    started, short = time.perf_counter(), shortened(study, models, size)
+    diagnosed = sum(len(task.diagnosis) for task in short.study.tasks.values())
+    text = f"name: {study.name}\n"
+    with (
+        temporary_folder() as folder,
+        RunWriter.create(folder / "run", spec_yaml=text, spec_digest="", name=study.name) as writer,
+    ):
+        if before is not None:
+            before(short, writer)
+        earlier, there = {*writer.manifest.phases}, _stored_bytes(writer.folder)
+        _restart_peak()
+        job(short, writer)
+        return ShortRun(
+            [
+                _kind_and_measured(short, name, phase.seconds)
+                for name, phase in writer.manifest.phases.items()
+                if name not in earlier and not name.endswith(_FIRST)
+            ],
+            Measured(Extent(short.blocks, diagnosed), _stored_bytes(writer.folder) - there),
+            _peak(),
+            time.perf_counter() - started,
+        )
+
+
+def _sizes(study: Study, *, is_quick: bool, is_trained: bool, is_joint: bool) -> list[Size]:
+    """Studies of which everything that multiplies is varied: depth, samples of a task and of all, tasks, rounds."""
+    batch, deep = (next(iter(study.tasks.values())).diagnosis.batch_size, 4) if is_quick else (1, 3)
+    # Of the tasks that count, one whole batch at least, as that is what the library runs as well.
+    first = _FEW if is_joint else 1
+    one, two = max(first, batch), 2 * max(first, batch)
+    sizes = [
+        Size(1, (first, two, one), batch),
+        Size(2, (first, one, one) if is_joint else (first, one), batch),
+        Size(deep, (first, two, one), batch),
+    ]
+    if is_joint:
+        sizes += [Size(2, (first, one), batch)]
+    if is_trained:
+        sizes += [dataclasses.replace(size, rounds=4 * size.rounds) for size in (sizes[0], sizes[2])]
+    return sizes
+
+
+def _kind_and_measured(short: Shortened, phase: str, seconds: float) -> tuple[str, Measured]:
+    """What a phase does, whatever the names of task and calibration, and how long it took for how much of it."""
+    parts, tasks = phase.split(":"), short.study.tasks
+    kind = parts[0] if parts[0] != "calibrate" or len(parts) < 3 else parts[2]
+    if kind in BY_TASK or kind == PASSES:
+        extent = Extent(short.blocks, _samples_of(kind, tasks[parts[-1]], short.study))
     else:
-        what = "attachments" if plan.calibrator.needs_task_id else "all weights"
-        checks.ok("sites", f"{what} {where}")
-    checks.ok("leaves", plan.calibrator.leaves())
-    checks.ok("samples", ", ".join(f"{task} {count}" for task, count in plan.counts.items()))
-    if plan.control:
-        checks.ok("control", f"{plan.control} shows what the anchor does by itself")
-    changes_all = not plan.sites and not plan.calibrator.needs_task_id
-    for text in () if changes_all else untouched_but_moved(pool, plan.parameters):
-        checks.notice("sites", text)
+        samples = sum(len(task.calibration or ()) for task in tasks.values())
+        extent = Extent(short.blocks, samples, len(tasks), short.size.rounds)
+    return kind, Measured(extent, seconds)
 
 
-def _shown(value: object) -> str:
-    return "+".join(map(str, value)) if isinstance(value, list) else "none" if value is None else str(value)
+def _samples_of(phase: str, task: TaskSamples, study: Study) -> int:
+    """How many of a task's samples a phase looks at."""
+    if phase == "evaluate":
+        return 0 if task.test is None else len(task.test)
+    if phase == "explain" and study.settings.jacobian is not None:
+        return min(len(task.diagnosis), study.settings.jacobian.samples)
+    return len(task.diagnosis)
 
 
-def _cost(opened: OpenCalibration, effort: float) -> Cost:
-    """Of so many solving walks, and of the analysis of the new variants, as the run has the drift of the others."""
-    study, plan, pool = opened.study, opened.plan, opened.study.pool
-    first = next(iter(study.tasks.values())).diagnosis
-    layers = layer_costs(opened.models.architecture, first.load([0]), pool.dtype, study.settings.pool)
-    source = pool.source("merged") if opened.models.base is None else opened.models.base
-    work = Workload(
-        layers=layers,
-        tasks={
-            task: TaskLoad(len(at.diagnosis), 0 if at.test is None or at.head is None else len(at.test), 0)
-            for task, at in study.tasks.items()
-        },
-        variants=len(plan.variants),
-        explained=len(plan.variants),
-        settings=study.settings,
-        batch_size=first.batch_size,
-        merged_bytes=len(plan.variants) * sum(header.nbytes for header in source.headers.values()),
-        ahead=int(pool.device.type == "cuda"),
-    )
-    walk = solving(pool.chain, pool.source("merged").headers, plan.sites, plan.counts, layers)
-    more_memory = walk.memory(work) - memory_bytes(work)
-    return estimate(work, first, pool.device, more=walk.effort * effort, memory=max(0, more_memory))
+def shares_of(study: Study) -> dict[str, Share]:
+    """All samples of all tasks."""
+    sizes = {task: _sample_bytes(at.diagnosis) for task, at in study.tasks.items()}
+    first = next(iter(sizes.values()))
+    return {
+        task: Share(len(at.diagnosis), len(at.test or ()), len(at.calibration or ())) * (sizes[task] / first)
+        for task, at in study.tasks.items()
+    }
+
+
+def _sample_bytes(samples: SampleSet) -> float:
+    """Bytes of a sample's raw inputs, padded as in a batch."""
+    count = min(len(samples), samples.batch_size, _FEW)
+    return max(1, input_bytes(samples.load(range(count)))) / count
+
+
+def features_bytes(study: Study, part: float = 1.0) -> int:
+    """Features that wait in memory: all samples' at one boundary, and a batch's at all of them, within the budget.
+
+    `part` of the samples of the largest task, where processes share them.
+    """
+    pool, layers = study.pool, study.pool.chain.layers
+    task, at_hand = next(iter(study.tasks.items()))
+    per_sample = waiting_bytes(pool, pool.expert(task), at_hand.diagnosis.load([0]), 1 + len(study.variants))
+    count = math.ceil(part * max(len(at.diagnosis) for at in study.tasks.values()))
+    at_once = (count, min(count, at_hand.diagnosis.batch_size) * len(layers))
+    return sum(min(study.settings.feature_budget, per_sample * number) for number in at_once)
+
+
+def _stored_bytes(folder: Path) -> int:
+    """Of a run directory, but for models, whose size is known beforehand."""
+    files = (file for file in folder.rglob("*") if file.is_file() and file.suffix != ".safetensors")
+    return sum(file.stat().st_size for file in files)
+
+
+_PEAK, _RESTART = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def _restart_peak() -> None:
+    """Forget the largest resident memory so far, where the system can do that."""
+    with contextlib.suppress(OSError):
+        _RESTART.write_text("5", encoding="ascii")
+
+
+def _peak() -> int:
+    """Largest resident memory since then, or of the whole process."""
+    with contextlib.suppress(OSError):
+        for line in _PEAK.read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return peak_rss_bytes() or 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,10 @@ from driftlens.base.errors import CheckpointError
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import hub_folder, repository_of
 from driftlens.data.hf_datasets import repository_folder
-from driftlens.jobs.calibrate.plan import calibrator_of
-from driftlens.jobs.preflight.costs import size_text
-from driftlens.jobs.preflight.job import preflight
-from driftlens.jobs.preflight.solving import Trial
+from driftlens.jobs.preflight.cost import Cost, size_text
+from driftlens.jobs.preflight.job import checked
+from driftlens.jobs.preflight.rehearsal import Rehearsed, shares_of
+from driftlens.jobs.study.study import Study
 from driftlens.spec import RunSpec
 from driftlens.spec.requests import CalibrationRequest
 from driftlens.suites.protocols import Protocol, protocol_called
@@ -41,17 +43,30 @@ def plan(
     data = {name: _bytes(repository_folder(*repository_of(name))) for name in hub_ids(first, "data")}
     missing = [name for name, size in models.items() if size is None]
     runs = {}
+    repairs: dict[str, Rehearsed] = {}  # they take as long whatever the merge
     for merger, spec in specs.items() if not missing else ():
         if not study.traces:
             spec = spec.model_copy(update={"metrics": spec.metrics.model_copy(update={"jacobian": False})})
-        trials = list(trials_of(study, suite, spec))
-        checks = preflight(spec, access=Access(access.device, True, access.trust), trials=trials)
+        trials, more = list(trials_of(study, suite, spec)), None
+        checks, opened = checked(spec, Access(access.device, True, access.trust))
+        if opened is not None and checks.estimate(opened.analysis) is not None:
+            for trial in trials:
+                if trial.method not in repairs:
+                    request = CalibrationRequest(
+                        name="plan",
+                        method=trial.method,
+                        parameters=dict(trial.settings),
+                        attribution=study.traces,
+                    )
+                    repairs[trial.method] = opened.calibration(request)
+            more = _together(trials, repairs)
+        others = [found.text for found in checks.findings if found.level != "ok"]
         runs[merger] = {
             "cost": checks.cost and vars(checks.cost),
-            "more": checks.more and vars(checks.more),
+            "more": more and vars(more),
             "calibrations": sum(trial.times for trial in trials),
-            "text": checks.cost.text() if checks.cost else "; ".join(at.text for at in checks.problems),
-            "more_text": checks.more.text() if checks.more else "",
+            "text": checks.cost.text() if checks.cost else "; ".join(others),
+            "more_text": more.text() if more else "",
         }
     return {
         **{"title": suite.title, "protocol": protocol, "about": study.about, "merges": [*specs]},
@@ -60,23 +75,70 @@ def plan(
     }
 
 
+@dataclass(frozen=True)
+class Trial:
+    """Calibrations by one method, with about the same settings.
+
+    Attributes:
+        method: name of the calibrator.
+        settings: of the suite.
+        times: how many.
+        samples: calibration samples per task.
+        is_kept: whether each leaves its models in the run; else it is only solved and scored.
+    """
+
+    method: str
+    settings: Mapping[str, Any]
+    times: int
+    samples: int
+    is_kept: bool = False
+
+
 def trials_of(study: Protocol, suite: Suite, spec: RunSpec) -> Iterator[Trial]:
     """The calibrations that a protocol makes on one of the suite's runs."""
     count = max(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
     for method, settings in study.repairs(suite).items():
-        kind = calibrators[method]
         if study.is_excess:
-            yield Trial(3, count, kind.effort)
+            yield Trial(method, settings, _EXCESS_FITS, count)
         elif study.vary is None:
-            request = CalibrationRequest(name="plan", method=method, parameters=dict(settings))
-            has_control = calibrator_of(request, spec.calibration).anchor_reach != 1
-            yield Trial(1, count, kind.effort, 1 + has_control, study.traces)
+            yield Trial(method, settings, 1, count, is_kept=True)
         elif study.ablate:
-            yield Trial(study.seeds * (1 + len(kind.ablations)), count, kind.effort)
+            yield Trial(method, settings, study.seeds * (1 + len(calibrators[method].ablations)), count)
         else:
             for name, values in study.vary(suite).items():
                 for value in values:
-                    yield Trial(study.seeds, int(value) if name == "n" else count, kind.effort)
+                    yield Trial(method, settings, study.seeds, int(value) if name == "n" else count)
+
+
+_EXCESS_FITS = 3
+"""Fits on the features of the merged model, of the expert and of the deployed one, which are compared."""
+
+
+def _together(trials: Sequence[Trial], repairs: Mapping[str, Rehearsed]) -> Cost:
+    """About what all of them take, one after the other."""
+    seconds, disk, memory = 0.0, 0, 0
+    for trial in trials:
+        rehearsal = repairs[trial.method]
+        shares = {
+            task: dataclasses.replace(share, calibration=share.calibration * trial.samples / count)
+            for (task, share), count in zip(
+                shares_of(rehearsal.study).items(), _counts(rehearsal.study), strict=True
+            )
+        }
+        phases = rehearsal.seconds if trial.is_kept else [of for of in rehearsal.seconds if of in _SCORED]
+        seconds += trial.times * sum(rehearsal.phase_seconds(phase, shares) for phase in phases)
+        cost = rehearsal.cost
+        disk += trial.times * cost.disk_bytes if trial.is_kept else 0
+        memory = max(memory, cost.memory_bytes)
+    return Cost(memory, disk, seconds)
+
+
+_SCORED = ("calibrate", "evaluate")
+"""Phases of a calibration that stand for one which only is solved and scored."""
+
+
+def _counts(study: Study) -> list[int]:
+    return [len(task.calibration or ()) or 1 for task in study.tasks.values()]
 
 
 def plan_text(planned: Mapping[str, Any]) -> str:

@@ -310,15 +310,27 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
         LayerNotFoundError: `layers.select` matches nothing.
     """
     models = open_models(spec, access)
-    pool = open_pool(spec, models, device=access.device)
-    preprocess = models.architecture.preprocess
     data = {task: open_data(spec, task, models.architecture, access=access) for task in spec.tasks}
     heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
+    return study_of(spec, models, data, heads, access=access), models
+
+
+def study_of(
+    spec: RunSpec,
+    models: OpenModels,
+    data: Mapping[str, TaskData],
+    heads: Mapping[str, ScoreMap],
+    *,
+    access: Access = Access(),
+) -> Study:
+    """The study of a spec, of what was opened for it; errors as for `open_study`."""
+    pool = open_pool(spec, models, device=access.device)
+    preprocess = models.architecture.preprocess
     if (lm := models.architecture.lm) is not None:
         own = {task: lm_head(at, models.sources[expert_of(task)], lm) for task, at in data.items()}
-        heads = own | heads
+        heads = {**own, **heads}
     settings = settings_of(spec, pool.chain, heads)
-    study = Study(
+    return Study(
         name=spec.name,
         pool=pool,
         variants=(*(["base"] if spec.base is not None else []), "merged", *map(baseline, spec.baselines)),
@@ -338,7 +350,6 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
         preprocessing="" if preprocess is None else preprocess.backend,
         team=access.team,
     )
-    return study, models
 
 
 def _notices(

@@ -23,8 +23,8 @@ from driftlens.diagnostics.attribution import Contributions, JacobianSettings
 from driftlens.engine.walk import decompose, walk
 from driftlens.jobs.analyze.job import analyze, evaluate
 from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.preflight.job import preflight
-from driftlens.jobs.preflight.rehearsal import rehearse
 from driftlens.jobs.study.reopening import reopened
 from driftlens.linalg.state import norm, subtract
 from driftlens.runs.run import DriftRun, open_run
@@ -98,7 +98,9 @@ def test_the_spec_takes_its_settings_and_refuses_others_before_anything_is_opene
 ) -> None:
     spec = world.one_task(calibration={"method": "toy-scale", **section})
     said = next(
-        finding for finding in preflight(load_spec(spec)).problems if finding.subject == "calibration"
+        finding
+        for finding in preflight(load_spec(spec), estimate=False).problems
+        if finding.subject == "calibration"
     )
     assert message in said.text and hint in said.hint
     with pytest.raises(SpecError, match=re.escape(message)) as caught:
@@ -110,7 +112,8 @@ def test_a_run_is_calibrated_as_its_spec_says(world: World, tmp_path: pathlib.Pa
     spec = world.one_task(
         calibration={"method": "toy-scale", "pull": 3}, metrics={"jacobian": False}, heads=None
     )
-    ok = next(finding for finding in preflight(load_spec(spec)).findings if finding.subject == "calibration")
+    findings = preflight(load_spec(spec), estimate=False).findings
+    ok = next(finding for finding in findings if finding.subject == "calibration")
     assert (ok.level, ok.text) == ("ok", "toy-scale: pull 3.0")
     analyze(spec, AnalysisRequest(out=tmp_path / "run"))
     info = calibrate(tmp_path / "run", request("toy")).manifest.calibrations["toy"]

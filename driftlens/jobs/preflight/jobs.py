@@ -1,0 +1,263 @@
+"""The jobs that are rehearsed: analysis and calibration as they are, but of a study cut short."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from driftlens.base.progress import Reporter
+from driftlens.base.variants import expert_of
+from driftlens.calibration.calibrator import Calibrator
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.data.task_data import TaskData
+from driftlens.jobs.analyze.evaluation import final_features
+from driftlens.jobs.analyze.phases import describe, digest_models, measure_variants, run_phase, run_phases
+from driftlens.jobs.calibrate.job import OpenCalibration, carry_out
+from driftlens.jobs.calibrate.plan import (
+    CalibrationPlan,
+    Choice,
+    calibrator_of,
+    plan_calibration,
+)
+from driftlens.jobs.preflight.extrapolation import Extent, extrapolated
+from driftlens.jobs.preflight.merge_cost import model_runs, seconds_of_work, work_of
+from driftlens.jobs.preflight.rehearsal import PASSES, Job, Rehearsed, rehearsed, shares_of, short_run
+from driftlens.jobs.preflight.shortened import Shortened, Size, first_samples
+from driftlens.jobs.study.merging import merge_of, save_merge
+from driftlens.jobs.study.opening import OpenModels, classes_of
+from driftlens.jobs.study.reopening import MERGED_FILE
+from driftlens.jobs.study.study import Study
+from driftlens.models.heads import text_head
+from driftlens.runs.run import open_run
+from driftlens.runs.writer import RunWriter
+from driftlens.spec import RunSpec
+from driftlens.spec.requests import CalibrationRequest
+from driftlens.spec.sections import TextHead
+
+_THERE_AND_BACK = 3
+"""A pass back through a layer computes derivatives by inputs and by weights: twice what the pass there took."""
+_WAITED_FOR = 2e10
+"""Operations on matrices that are waited for: a second or so of one thread."""
+_CHOSEN_BY = 8
+"""Samples of a task by which a choice can be made: two in every fold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecStudy:
+    """The study of a spec whose models and data are open, and what its merge says of itself.
+
+    Attributes:
+        spec: as given.
+        study: the whole one; without the merged model where that is still to be made.
+        models: its checkpoints.
+        data: of every task.
+        opening: seconds that it took to open them.
+    """
+
+    spec: RunSpec
+    study: Study
+    models: OpenModels
+    data: Mapping[str, TaskData]
+    opening: float = 0.0
+
+    def analysis(self, *, attribution: bool = True) -> Rehearsed:
+        """What the analysis takes.
+
+        Raises:
+            DriftLensError: it can't be done, not even on a short study.
+        """
+
+        def job(short: Shortened, writer: RunWriter) -> None:
+            describe(writer, short.study, synthetic=True)
+            self._merge(short, writer)
+            run_phases(writer, short.study, Reporter(), attribution=attribution)
+
+        found, passes = rehearsed(self.study, self.models, job), 0.0
+        seconds = self.opening + reading_prompts(self.spec, self.models, self.data)
+        if self.spec.merge is not None and self._has_stand_in:
+            entry, settings = self._method
+            chain = self.study.pool.chain
+            passes = _THERE_AND_BACK * model_runs(entry, settings, self.data, self.models)
+            work = work_of(entry, settings, len(self.study.tasks), chain, self.models)
+            seconds += seconds_of_work(work, chain, self.models)
+        merged = self._model_bytes if self.spec.merge is not None else 0
+        return dataclasses.replace(found, opening=seconds, passes=passes, models=merged)
+
+    def calibration(self, request: CalibrationRequest) -> Rehearsed:
+        """What a calibration of the analyzed run takes; errors as for `analysis`, or of the request."""
+        variants = 1
+
+        def before(short: Shortened, writer: RunWriter) -> None:
+            describe(writer, short.study, synthetic=True)
+            self._merge(short, writer)
+            _measure(short, writer)
+
+        def job(short: Shortened, writer: RunWriter) -> None:
+            nonlocal variants
+            plan = plan_calibration(request, open_run(writer.folder), self.spec, short.study)
+            variants = len(plan.variants)
+            calibration(plan, None, attribution=request.attribution)(short, writer)
+
+        rounds = rounds_of(calibrator_of(request, self.spec.calibration))
+        found = rehearsed(self.study, self.models, job, before=before, is_trained=rounds > 0)
+        return dataclasses.replace(found, rounds=rounds, models=variants * self._model_bytes)
+
+    @property
+    def _model_bytes(self) -> int:
+        return sum(header.nbytes for header in self.models.own_form.headers.values())
+
+    def _merge(self, short: Shortened, writer: RunWriter) -> None:
+        """Merge all experts; in the place of a method that nobody waits for stands an average."""
+        if self.spec.merge is None or "merged" in short.study.pool:
+            return
+        method, parameters = self.spec.merge.method, self.spec.merge.parameters
+        if self._has_stand_in:
+            method, parameters = "average", {}
+            for task in short.study.tasks:
+                run_phase(writer, f"{PASSES}:{task}", functools.partial(_pass, short.study, task))
+        count, whole = max(short.size.samples), self.study
+        tasks = {
+            task: first_samples(at, count, whole.pool, short.size.batch) for task, at in whole.tasks.items()
+        }
+        asked = dataclasses.replace(short.study, tasks=tasks)
+
+        def save() -> None:
+            with writer.file(MERGED_FILE) as path:
+                save_merge(short.models, method, parameters, path, asked, Reporter())
+
+        run_phase(writer, "merge", save)
+        short.study.pool.add("merged", open_checkpoint(writer.folder / MERGED_FILE))
+
+    @functools.cached_property
+    def _method(self) -> Any:
+        assert self.spec.merge is not None
+        return merge_of(self.spec, self.spec.merge.method, self.spec.merge.parameters)
+
+    @functools.cached_property
+    def _has_stand_in(self) -> bool:
+        """Whether the method runs whole models as often as it likes, or computes for long on matrices alone."""
+        entry, settings = self._method
+        chain = self.study.pool.chain
+        work = work_of(entry, settings, len(self.study.tasks), chain, self.models)
+        return bool(entry.reads == "samples" or work * min(1, 4 / len(chain.blocks)) > _WAITED_FOR)
+
+
+def reading_prompts(spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData]) -> float:
+    """Seconds until heads are made of all prompts, by those of a few."""
+    prompts = [
+        (classes_of(task, entry, data[task].class_names), entry.templates)
+        for task, entry in spec.heads.items()
+        if isinstance(entry, TextHead)
+    ]
+    if not prompts or models.base is None:
+        return 0.0
+    names, templates = prompts[0]
+    tower, few = models.architecture.text_tower(models.base), names[:_PROMPTS]
+    started = time.perf_counter()
+    text_head(tower, few, templates[:1])
+    each = (time.perf_counter() - started) / len(few)
+    return each * sum(len(classes) * len(of) for classes, of in prompts)
+
+
+_PROMPTS = 8
+"""That are read to know how long all of them take: a small batch."""
+
+
+def _pass(study: Study, task: str) -> None:
+    final_features(study.pool, expert_of(task), task, study.tasks[task].diagnosis, study.settings.pool)
+
+
+def _measure(short: Shortened, writer: RunWriter) -> None:
+    """The part of an analysis that a calibration builds on."""
+    digest_models(writer, short.study, short.study.pool.names)
+    measure_variants(writer, short.study, (*short.study.variants, "expert"), Reporter())
+
+
+def rehearsed_calibration(
+    opened: OpenCalibration,
+    choose: Choice | None = None,
+    *,
+    attribution: bool = True,
+    control: bool = False,
+    opening: float = 0.0,
+) -> Rehearsed:
+    """What a calibration of a finished run takes.
+
+    Args:
+        opened: run, models and plan.
+        choose: chooses hyperparameters, if anything does.
+        attribution: whether its drift is traced back to layers.
+        control: whether the same is solved for once more, at rho 1.
+        opening: seconds that it took to open the run.
+
+    Raises:
+        DriftLensError: it can't be done, not even on a short study.
+    """
+
+    def before(short: Shortened, writer: RunWriter) -> None:
+        describe(writer, short.study, synthetic=True)
+        _measure(short, writer)
+
+    plan, study, models = opened.plan, opened.study, opened.models
+    rounds, last = rounds_of(plan.calibrator), max(plan.sites, default=0)
+    job = calibration(plan, None, attribution=attribution)
+    found = rehearsed(study, models, job, before=before, is_trained=rounds > 0)
+    nbytes = sum(header.nbytes for header in models.own_form.headers.values())
+    found = dataclasses.replace(
+        found,
+        rounds=rounds,
+        models=len(plan.variants) * nbytes,
+        blocks=min(last - 1, len(study.pool.chain.blocks)) if last else 0,
+    )
+    # Before all else the models are hashed once more, as the analysis did.
+    hashing = opened.manifest.phases.get("digests")
+    seconds = opening + (hashing.seconds if hashing is not None else 0.0)
+    once = found.phase_seconds("calibrate", shares_of(study))
+    if control:
+        seconds += once
+    if choose is not None:
+        # A choice makes many calibrations, and goes its own way on every study: it is done once, on the shortest, where
+        # it takes as many times as long as a calibration as on the whole one.
+        size = Size(1, (_CHOSEN_BY,), _CHOSEN_BY)
+        short = short_run(study, models, size, calibration(plan, choose, attribution=False), before)
+        choosing = sum(measured.amount for kind, measured in short.seconds if kind == "choose")
+        extent = Extent(short.stored.extent.blocks, _CHOSEN_BY, 1, size.rounds)
+        seconds += once * choosing / extrapolated("calibrate", found.seconds["calibrate"], extent)
+    return dataclasses.replace(found, opening=seconds)
+
+
+def calibration(plan: CalibrationPlan, choose: Choice | None, *, attribution: bool) -> Job:
+    """A calibration in a run that is measured; the plan may be one for the whole study."""
+
+    def job(short: Shortened, writer: RunWriter) -> None:
+        cut = short_plan(plan, short)
+        opened = OpenCalibration(writer.folder, writer.manifest, short.study, short.models, cut)
+        carry_out(writer, opened, Reporter(), choose, attribution=attribution)
+
+    return job
+
+
+def short_plan(plan: CalibrationPlan, short: Shortened) -> CalibrationPlan:
+    """The plan for a study cut short: in every layer that is left, the sites that the plan has in any layer."""
+    wanted = {site for sites in plan.sites.values() for site in sites}
+    layers, calibrator = short.study.pool.chain.layers, plan.calibrator
+    named = {layer.index: [site.name for site in layer.sites if site.name in wanted] for layer in layers}
+    if calibrator.repeats:
+        calibrator = calibrator.changed(**{calibrator.repeats: min(short.size.rounds, rounds_of(calibrator))})
+    return dataclasses.replace(
+        plan,
+        calibrator=calibrator,
+        sites={index: sites for index, sites in named.items() if sites},
+        boundaries=calibrator.boundaries(len(layers)),
+        samples={
+            task: of.calibration for task, of in short.study.tasks.items() if of.calibration is not None
+        },
+    )
+
+
+def rounds_of(calibrator: Calibrator) -> int:
+    """How often a calibrator that is trained goes through a batch; 0 where it doesn't, or doesn't say."""
+    return int(calibrator.get_params()[calibrator.repeats]) if calibrator.repeats else 0

@@ -183,11 +183,12 @@ def test_a_dry_run_estimates_and_writes_nothing(
     result = run_cli("calibrate", folder, "--name", NAME, "--dry-run")
     assert result.code == 0 and result.out.rstrip().endswith("ready") and "estimate: about" in result.out
     asked = ("calibrate", folder, "--name", NAME, "--dry-run", "--json")
-    walks, rehearsed = [], calibrating.rehearsed_calibration
+    walks, known, rehearsed = [], [], calibrating.rehearsed_calibration
 
     def counted(*given: Any, control: bool, **how: Any) -> Any:
         walks.append(1 + control)
-        return rehearsed(*given, control=control, **how)
+        known.extend([] if known else [rehearsed(*given, control=control, **how)])
+        return known[0]
 
     monkeypatch.setattr(calibrating, "rehearsed_calibration", counted)
     found, more, same = (

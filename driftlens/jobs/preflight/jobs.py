@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from driftlens.base.progress import Reporter
 from driftlens.base.variants import expert_of
@@ -30,6 +29,7 @@ from driftlens.jobs.study.merging import merge_of, save_merge
 from driftlens.jobs.study.opening import OpenModels, classes_of
 from driftlens.jobs.study.reopening import MERGED_FILE
 from driftlens.jobs.study.study import Study
+from driftlens.merging.method import Merge, merge_called
 from driftlens.models.heads import text_head
 from driftlens.runs.run import open_run
 from driftlens.runs.writer import RunWriter
@@ -113,9 +113,8 @@ class SpecStudy:
         """Merge all experts; in the place of a method that nobody waits for stands an average."""
         if self.spec.merge is None or "merged" in short.study.pool:
             return
-        method, parameters = self.spec.merge.method, self.spec.merge.parameters
+        merge = merge_called("average") if self._has_stand_in else self._method
         if self._has_stand_in:
-            method, parameters = "average", {}
             for task in short.study.tasks:
                 run_phase(writer, f"{PASSES}:{task}", functools.partial(_pass, short.study, task))
         count, whole = max(short.size.samples), self.study
@@ -126,13 +125,13 @@ class SpecStudy:
 
         def save() -> None:
             with writer.file(MERGED_FILE) as path:
-                save_merge(short.models, method, parameters, path, asked, Reporter())
+                save_merge(short.models, merge, path, asked, Reporter())
 
         run_phase(writer, "merge", save)
         short.study.pool.add("merged", open_checkpoint(writer.folder / MERGED_FILE))
 
     @functools.cached_property
-    def _method(self) -> Any:
+    def _method(self) -> Merge:
         assert self.spec.merge is not None
         return merge_of(self.spec, self.spec.merge.method, self.spec.merge.parameters)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from driftlens.base.files import temporary_folder
 from driftlens.data.samples import SampleSet
-from driftlens.engine.waiting import input_bytes
+from driftlens.engine.forward_order import input_bytes
 from driftlens.engine.walk import waiting_bytes
 from driftlens.jobs.preflight.cost import Cost
 from driftlens.jobs.preflight.extrapolation import Extent, Measured, extrapolated

@@ -18,6 +18,7 @@ T = TypeVar("T")
 Mode = Literal["auto", "rich", "jsonl", "none"]
 
 _LINE_SECONDS = 10.0
+"""Between two lines of a log: often enough to see that something moves, seldom enough to read the rest."""
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,11 @@ T = TypeVar("T")
 _LOOK_SECONDS = 0.25
 """Between two looks at what became of the others."""
 _BEAT_SECONDS = 2.0
+"""Between two signs of life; ten may be missed before a process counts as dead."""
 _SILENT_SECONDS = 20.0
 """Without a sign of life from another machine's process, it counts as dead."""
 _JOIN_SECONDS = 300.0
+"""For all processes to start: a scheduler may hand out its machines minutes apart."""
 _TOLD_SECONDS = 8.0
 """How long a process that failed leaves it to the first one to say why."""
 _HEARD_SECONDS = 1.0

@@ -25,9 +25,12 @@ from pathlib import Path
 from typing import IO, Any
 
 SECONDS = 3.0
-"""Of the processor: some thirty times what the largest of honest files took on one core of 2020."""
+"""Of the processor. Llama 3.1's template takes 7 ms and 15 us a message, ten patterns on 500 modules less.
+
+What takes hundreds of times as long has no end in sight.
+"""
 MOST_MEMORY = 512 << 20
-"""Bytes beyond what the libraries take: all messages of a large task under the longest templates fit in a tenth."""
+"""Bytes beyond what the libraries take: 10,000 messages of 10 kB, held as texts and as an answer, take 200 MB."""
 MOST_ANSWER = 256 << 20
 """Characters of an answer, for systems that don't limit memory."""
 _PATIENCE, _SLOWEST = 120.0, 20.0

@@ -44,7 +44,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _CONFIGS = ("config.json", "open_clip_config.json")
 
 MOST_LAYERS, MOST_LABELS = 1000, 1_000_000
-"""That a configuration may ask for."""
+"""That a configuration may ask for: the deepest published have some 130 (Llama 3.1 405B: 126), ImageNet-21k 21,841."""
 _MOST = {
     "layers": (MOST_LAYERS, re.compile(r"(layers?|depth)$")),
     "labels": (MOST_LABELS, re.compile(r"(labels|classes)$")),

@@ -41,6 +41,7 @@ from driftlens.checkpoints.weight_files import WEIGHT_FILES, shards_of
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
+"""Bytes, as the format wants its header padded: no type of number is wider."""
 _CODE = frozenset(("auto_map", "custom_pipelines"))
 
 log = logging.getLogger("driftlens")

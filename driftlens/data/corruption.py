@@ -31,6 +31,7 @@ CLEAN = "none"
 SEVERITY = 3
 """The paper's."""
 _SIDE = 224
+"""Pixels of a picture of ImageNet-C, to which its lengths belong."""
 
 
 def parse(given: str) -> tuple[str, int]:

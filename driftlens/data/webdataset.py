@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from driftlens.spec.data import WebdatasetData
 
 LONGEST_LABEL = 2**20
-"""Bytes of a label; more are no label, and are not read."""
+"""Bytes of a label, which is a word, a number or some lines of JSON; more are no label, and are not read."""
 
 
 class _Sample(NamedTuple):

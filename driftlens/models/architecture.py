@@ -287,7 +287,10 @@ def read_text_side(model: nn.Module, base: StateSource, layout: KeyLayout) -> No
 
 
 MOST_FILLED = 1 << 27
-"""Values that a constructor may write into one tensor: random ones before they are thrown away, or a buffer's."""
+"""Values that a constructor may write into one tensor: random ones before they are thrown away, or a buffer's.
+
+Half a gibibyte in float32, which any machine has that models are compared on; tables of positions take a thousandth.
+"""
 
 _FILLING = frozenset(
     {torch.randn, torch.rand, torch.ones, torch.zeros, torch.full, torch.arange, torch.linspace}

@@ -31,7 +31,7 @@ UNLIMITED = 1 << 30
 MEANING = ("model", "normalizer", "pre_tokenizer", "post_processor", "added_tokens")
 """Parts of a tokenizer.json that decide on token ids; the others are settings of calls, and the format's version."""
 SECONDS_PER_MESSAGE = 0.005
-"""Of the processor, for a chat template: ten times what the longest of those with tools take."""
+"""Of the processor, for a chat template: three hundred times what that of Llama 3.1 takes."""
 _BEFORE = ":"
 """Stands for the question where an answer is tokenised: some tokenizers begin a text otherwise than they go on."""
 

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import pathlib
-import pickle
 import shlex
 import warnings
 from collections.abc import Callable
@@ -223,37 +222,6 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(weights: Weights, tmp_pa
 # -------------------------------------------------------------------------------------------------
 
 
-class Harmful:
-    """Leaves a mark when it is unpickled."""
-
-    def __init__(self, mark: pathlib.Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (str(self.mark),)
-
-
-def save_pickled(content: object, path: pathlib.Path) -> None:
-    path.write_bytes(pickle.dumps(content))
-
-
-def save_old(content: object, path: pathlib.Path) -> None:
-    torch.save(content, path, _use_new_zipfile_serialization=False)
-
-
-@pytest.mark.parametrize(
-    "save", [torch.save, save_old, save_pickled], ids=["torch_zip", "torch_old", "plain_pickle"]
-)
-def test_code_in_a_file_is_refused_and_not_run(save: Callable[..., None], tmp_path: pathlib.Path) -> None:
-    path, mark = tmp_path / "harmful.pt", tmp_path / "mark"
-    save({"weight": torch.zeros(2), "extra": Harmful(mark)}, path)
-    with pytest.raises(CheckpointError, match=r"harmful\.pt") as refusal:
-        open_checkpoint(path)
-    assert not mark.exists()
-    assert "convert it" in refusal.value.hint
-    assert refusal.value.context["found"] == "posix.mkdir"
-
-
 def pickled_model(weights: Weights) -> nn.Module:
     module = nn.Module()
     module._buffers.update(weights)
@@ -322,23 +290,6 @@ def test_a_git_lfs_pointer_is_refused_with_the_remedy(name: str, tmp_path: pathl
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     with pytest.raises(CheckpointError, match="Git LFS pointer, not the weights\nRun `git lfs pull`"):
         open_checkpoint(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({}, "holds a dict without tensors"),
-        ({"state_dict": {}}, "holds a dict without tensors"),
-        ([torch.zeros(2)], "holds a list without tensors"),
-        ({"a": {"b": torch.zeros(2)}}, "'a' holds weights too"),
-        ({"a": torch.eye(2).to_sparse()}, "holds a sparse tensor"),
-    ],
-    ids=["empty", "empty_nested", "list", "nested", "sparse"],
-)
-def test_what_is_not_a_state_dict_is_refused(content: object, message: str, tmp_path: pathlib.Path) -> None:
-    torch.save(content, tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(tmp_path / "w.pt")
 
 
 def test_a_safetensors_file_without_tensors_is_refused(tmp_path: pathlib.Path) -> None:

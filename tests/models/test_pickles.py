@@ -350,12 +350,16 @@ def test_what_holds_no_weights_is_refused(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "w.pt"
     for content, words in (
         ({"lr": 0.1}, "a dict without tensors"),
+        ({"state_dict": {}}, "a dict without tensors"),
         ([torch.zeros(2)], "a list without tensors"),
         (types.SimpleNamespace(weight=torch.zeros(2)), "an object types.SimpleNamespace without tensors"),
     ):
         path.write_bytes(pickle.dumps(content))
         with pytest.raises(CheckpointError, match=words):
             open_pickled(path)
+    torch.save({"a": torch.eye(2).to_sparse()}, path)
+    with pytest.raises(CheckpointError, match="it holds a sparse tensor"):
+        open_checkpoint(path)
     path.write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(CheckpointError, match="Git LFS pointer"):
         open_pickled(path)

@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
-from plotly.subplots import make_subplots
 
 from driftlens.base.intervals import wilson
 from driftlens.findings.reading import number, percent
@@ -299,7 +298,15 @@ def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
     """A reliability diagram and a histogram, the expert's beside every variant's."""
     samples = _believed(run, options)
     rows = _reliabilities(samples)
-    figure = make_subplots(1, 2, column_widths=[0.58, 0.42], horizontal_spacing=0.1)
+    grid = panel_grid(
+        ["", ""],
+        x_title=["mean confidence in the bin (%)", "confidence (%)"],
+        y_titles=["accuracy in the bin (%)", "samples (count)"],
+        columns=2,
+        widths=[0.58, 0.42],
+        height=330,
+        dark=options.dark,
+    )
     brush = Brush(run.variants, options.dark)
     for name, bins in rows.groupby("variant", sort=False):
         curve = brush.line(
@@ -318,20 +325,16 @@ def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
             marker_line={"width": 0.5, "color": brush.palette.surface},
             hovertemplate=f"confidence around %{{x:{theme.SHARE}}}<br>%{{y}} samples",
         )
-        figure.add_traces([curve, counts], rows=[1, 1], cols=[1, 2])
-    theme.apply_theme(figure, height=440, dark=options.dark)
-    marks.identity_line(figure, 0, 1, dark=options.dark, row=1, col=1)
-    figure.update_layout(barmode="group", bargap=0.15, bargroupgap=0)
-    reach = [-0.02, 1.02]
-    figure.update_xaxes(range=reach, tickformat=theme.TICK_SHARE)
-    figure.update_xaxes(title_text="mean confidence in the bin (%)", col=1)
-    figure.update_xaxes(title_text="confidence (%)", dtick=0.2, showgrid=False, col=2)
-    figure.update_yaxes(range=reach, tickformat=theme.TICK_SHARE, title_text="accuracy in the bin (%)", col=1)
-    figure.update_yaxes(title_text="samples (count)", rangemode="tozero", col=2)
+        grid.add(0, curve)
+        grid.add(1, counts)
+    marks.identity_line(grid.figure, 0, 1, dark=options.dark, **grid.place(0))
+    share = {"range": [-0.02, 1.02], "tickformat": theme.TICK_SHARE}
+    grid.set_axes(x=[share, {**share, "dtick": 0.2, "showgrid": False}], y=[share, {"rangemode": "tozero"}])
+    grid.figure.update_layout(barmode="group", bargap=0.15, bargroupgap=0)
     errors = rows.drop_duplicates("variant")
     errors_said = words.by_variant(zip(errors["variant"], errors[_ERROR].map(number), strict=True))
     return Drawn(
-        figure,
+        grid.figure,
         alt=f"Reliability diagram. Expected calibration error: {errors_said}.",
         data=rows[["variant", *(name for name in rows if name != "variant")]],
         notes=(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -12,11 +11,11 @@ from driftlens.base import variants
 from driftlens.base.intervals import Interval
 from driftlens.base.metrics import title_of
 from driftlens.base.variants import part_of
-from driftlens.findings.before_after import score_change_note
 from driftlens.findings.features import drift_changes
 from driftlens.findings.frame import Finding
 from driftlens.findings.measures import SCORE, change
 from driftlens.findings.scores import main_metrics
+from driftlens.findings.sentences import paired_by_task, pairing
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, placing, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
@@ -182,7 +181,7 @@ def _no_gains(run: DriftRun, options: ChartOptions) -> str | None:
 def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     """One cloud of labelled points per variant, with lines at no gain."""
     changes = _changes(run, options)
-    rows, shown = _rows(run, changes), [replace(score, answered="") for _, score in changes]
+    rows, scores = _rows(run, changes), [score for _, score in changes]
     metrics = main_metrics(run)
     of = title_of(metrics[task] for task in rows["task"])
     figure = go.Figure()
@@ -228,7 +227,8 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
         notes=(
             f"{words.ranged(rows['n'], 'diagnosis sample')} "
             f"and {words.ranged(rows['test n'], 'test sample')} per task.",
-            f"Bars: 95 % intervals, of the gain in cosine by Student's t. {score_change_note(shown)}",
+            "Bars across: Student's 95 % interval of the mean gain in cosine.",
+            f"Bars up: {pairing(paired_by_task(scores))}",
             *words.overlap_notes(run),
         ),
     )

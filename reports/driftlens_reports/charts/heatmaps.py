@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from driftlens.base.variants import calibrated
 from driftlens.findings.reading import number
@@ -20,8 +19,8 @@ from driftlens_reports.charts.contributions import CONTRIBUTED, REST, share_rows
 from driftlens_reports.charts.layer_curves import of_layers
 from driftlens_reports.charts.per_task import block_of
 
-_ROW, _LEAST, _GAP, _TOP, _BOTTOM = 26, 72, 44, 32, 56
-"""Pixels: of a row of cells, of a panel, between panels, above and below them."""
+_ROW, _LEAST = 26, 72
+"""Pixels: of a row of cells, and of a panel."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +76,15 @@ def draw_cells(
 ) -> go.Figure:
     """The panels below one another, with a colour bar for each scale; `beyond` names a column behind the head."""
     names, layers = list(cells[0].values.index), list(cells[0].values.columns)
-    height = max(_ROW * len(names) + 8, _LEAST)
-    inner = len(cells) * height + (len(cells) - 1) * _GAP
-    spacing = _GAP / inner if len(cells) > 1 else 0
-    figure = make_subplots(
-        len(cells), 1, subplot_titles=[panel.title for panel in cells], vertical_spacing=spacing
+    grid = panels.panel_grid(
+        [panel.title for panel in cells],
+        x_title=panels.layer_title(run),
+        y_titles=[y_title],
+        columns=1,
+        height=max(_ROW * len(names) + 8, _LEAST),
+        dark=dark,
     )
-    for at, panel in enumerate(cells, start=1):
+    for at, panel in enumerate(cells):
         more = "" if panel.more is None else "%{hovertext}"
         coloured = go.Heatmap(
             x=layers,
@@ -97,25 +98,17 @@ def draw_cells(
             hovertext=None if panel.more is None else panel.more.to_numpy().tolist(),
             hovertemplate=f"%{{text}}<br>{panel.what}%{{z:{scales[panel.scale].hover}}}{more}<extra></extra>",
         )
-        figure.add_trace(coloured, row=at, col=1)
-        figure.add_trace(_numbers(coloured, scales[panel.scale]), row=at, col=1)
-    theme.apply_theme(figure, dark=dark, height=inner + _TOP + _BOTTOM)
-    shown_names = [words.label(name) for name in names]
-    figure.update_xaxes(**panels.layer_axis(run, beyond), showgrid=False)
-    figure.update_xaxes(title_text=panels.layer_title(run), row=len(cells), col=1)
+        grid.add(at, coloured, _numbers(coloured, scales[panel.scale]))
     for border in panels.borders(run.layers()):
-        figure.add_vline(border, line={"color": theme.palette(dark).ink, "dash": "dot", "width": 1})
-    figure.update_yaxes(
-        tickvals=list(range(len(names))),
-        ticktext=shown_names,
-        range=[len(names) - 0.5, -0.5],  # the first one on top
-        showgrid=False,
-        title_text=y_title,
-    )
-    figure.update_annotations(font=marks.ink(dark=dark, size=theme.SMALL + 1))
+        grid.add_line("x", border)
+    shown_names = [words.label(name) for name in names]
+    ticks = {"tickvals": list(range(len(names))), "ticktext": shown_names, "showgrid": False}
+    first_on_top = {"range": [len(names) - 0.5, -0.5]}
+    grid.set_axes(x={**panels.layer_axis(run, beyond), "showgrid": False}, y={**ticks, **first_on_top})
+    figure = grid.figure
     # Numbers that don't fit into their cell are left out; hovering tells.
     written = {"uniformtext": {"minsize": theme.SMALL - 2, "mode": "hide"}, "bargap": 0}
-    room = {"t": _TOP, **panels.room_beside(shown_names)}
+    room = panels.room_beside(shown_names)
     figure.update_layout(**written, plot_bgcolor=theme.palette(dark).gap, margin=room)
     for at, shades in enumerate(scales):
         # Of several scales, each is named above its panels.

@@ -187,36 +187,38 @@ def _axis(letter: str, at: int, word: str = "axis") -> str:
 def panel_grid(
     titles: Sequence[str],
     *,
-    x_title: str,
+    x_title: str | Sequence[str],
     y_titles: Sequence[str],
     dark: bool,
     columns: int = MOST_COLUMNS,
     height: int = 190,
     share_y: bool = True,
+    by_row: bool = False,
     legend: Sequence[str] = (),
     below: int = 0,
     widths: Sequence[float] | None = None,
 ) -> Grid:
-    """Empty panels with one x axis range for all.
+    """Empty panels, with one x axis range for all unless columns have titles of their own.
 
     Args:
         titles: one per panel, escaped already.
-        x_title: title of the x axes, below the middle column.
+        x_title: title of the x axes, below the middle column; or one per column, each with a range of its own.
         y_titles: one for all panels, which then have one y axis range, or one per column, each with a range of its own.
         dark: which theme.
         columns: panels in a row; fewer if there are fewer panels.
         height: of a panel, in pixels.
         share_y: False gives every panel a y range of its own.
+        by_row: whether `y_titles` are one per row instead, each with a range of its own.
         legend: what the legend will say, so that there is room for it above the panels.
         below: room for more lines below every panel, in pixels.
         widths: of the columns, against one another; alike if left out.
     """
 
-    is_common = len(y_titles) == 1
+    is_common, x_titles = len(y_titles) == 1, [x_title] if isinstance(x_title, str) else x_title
     columns = 1 if is_common and _ONE_COLUMN.get() else min(columns, len(titles))
     rows = -(-len(titles) // columns)
     columns = -(-len(titles) // rows)  # rows of like length: four panels are two and two
-    gap = _GAP + _TITLE + below
+    gap = _GAP + (_TITLE if any(titles) else 0) + below
     inner = rows * height + (rows - 1) * gap
     figure = make_subplots(
         rows,
@@ -224,19 +226,28 @@ def panel_grid(
         subplot_titles=list(titles),
         column_widths=widths,
         vertical_spacing=gap / inner if rows > 1 else 0,
-        horizontal_spacing=(0.05 if is_common and share_y else 0.09) if columns > 1 else 0,
+        horizontal_spacing=(0.05 if (is_common or by_row) and share_y else 0.09) if columns > 1 else 0,
     )
-    axes = {}
+    axes, apart = {}, len(x_titles)
     for at in range(rows * columns):
-        is_panel, is_lowest = at < len(titles), at + columns >= len(titles)
+        row, column = divmod(at, columns)
+        is_panel, is_lowest = at < len(titles), at + (columns if apart == 1 else apart) >= len(titles)
+        # Once, below the middle: side by side, titles run into each other in a narrow window.
+        is_named = is_lowest and (apart > 1 or column == (columns - 1) // 2)
         axes[_axis("x", at)] = {
-            "matches": "x" if at and is_panel else None,
+            "matches": _axis("x", at % apart, "") if at >= apart and is_panel else None,
             "showticklabels": is_lowest,
-            # Once, below the middle: side by side, titles run into each other in a narrow window.
-            "title": {"text": x_title} if is_lowest and at % columns == (columns - 1) // 2 else None,
+            "title": {"text": x_titles[at % apart]} if is_named else None,
             "visible": is_panel,
         }
-        y_axis = _y_axis(at, at % columns, y_titles, share_y=share_y)
+        # The first axis of a group leads, as plotly refuses one that matches itself.
+        group, first = (row, row * columns) if by_row else (0, 0) if is_common else (column, column)
+        is_beside = column > 0 and (is_common or by_row)
+        y_axis = {
+            "matches": _axis("y", first, "") if share_y and at != first else None,
+            "showticklabels": not (is_beside and share_y),
+            "title": None if is_beside else {"text": y_titles[group]},
+        }
         axes[_axis("y", at)] = y_axis if is_panel else {"visible": False}
     font = {"size": SIZE, "color": palette(dark).ink}
     theme = theme_layout(dark)
@@ -252,15 +263,3 @@ def panel_grid(
     }
     lay_out(figure, settings)
     return Grid(figure, columns, len(titles), dark)
-
-
-def _y_axis(at: int, column: int, titles: Sequence[str], *, share_y: bool) -> dict[str, Any]:
-    """What a panel's y axis is called, and whose range it has."""
-    is_common = len(titles) == 1
-    # The first axis of a group leads, as plotly refuses one that matches itself.
-    first = 0 if is_common else column
-    return {
-        "matches": _axis("y", first, "") if share_y and at != first else None,
-        "showticklabels": column == 0 or not (is_common and share_y),
-        "title": {"text": titles[first]} if column == 0 or not is_common else None,
-    }

@@ -11,7 +11,6 @@ from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from driftlens.base.intervals import Interval, mean_interval, mean_over_tasks
 from driftlens.base.metrics import ACCURACY, METRICS, metric_called, title_of
@@ -384,10 +383,17 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     else:  # of an older run
         inside = modules["path"].map({path: group_of(run, path) for path in modules["path"].unique()})
     groups = _summary(params.loc[inside.index].assign(**{"module group": inside}), "module group")
-    figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.04)
+    grid = panels.panel_grid(
+        ["", ""],
+        x_title=[panels.layer_title(run), "group of modules (name)"],
+        y_titles=["cosine of task vectors (1: same direction)"],
+        columns=2,
+        height=310,
+        dark=options.dark,
+    )
     brush = Brush(run.variants, options.dark)
     for variant in map(str, params["variant"].unique()):
-        for place, rows, by in ((1, layers, "layer"), (2, groups, "module group")):
+        for place, (rows, by) in enumerate([(layers, "layer"), (groups, "module group")]):
             part, is_layer = rows[rows["variant"] == variant], by == "layer"
             reach = zip(part["lowest"], part["highest"], part["cosines"], strict=True)
             points = brush.line(
@@ -401,20 +407,16 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
                 text=[f"{number(low)} to {number(high)} over {count}" for low, high, count in reach],
                 hovertemplate=f"{'layer ' if is_layer else ''}%{{x}}<br>mean cosine %{{y:{theme.NUMBER}}}<br>%{{text}}",
             )
-            figure.add_trace(points, row=1, col=place)
-    theme.apply_theme(figure, height=420, dark=options.dark)
-    figure.update_layout(
-        scattermode="group",
-        scattergap=0.4,
-        xaxis={**panels.layer_axis(run), "title_text": panels.layer_title(run)},
-        xaxis2={"type": "category", "title_text": "group of modules (name)", "showgrid": False},
-        yaxis={"tickformat": theme.TICK_NUMBER, "title_text": "cosine of task vectors (1: same direction)"},
-        yaxis2={"tickformat": theme.TICK_NUMBER, "showticklabels": False},
+            grid.add(place, points)
+    grid.set_axes(
+        x=[panels.layer_axis(run), {"type": "category", "showgrid": False}],
+        y={"tickformat": theme.TICK_NUMBER},
     )
+    grid.figure.update_layout(scattermode="group", scattergap=0.4)
     tasks = words.counted(params["task"].nunique(), "task")
     said = words.spans(layers, _VALUE, lambda row: f"{number(row[_VALUE])} ({run.layer_name(row['layer'])})")
     return Drawn(
-        figure,
+        grid.figure,
         alt=f"Cosine of task vectors to the experts', mean over {tasks}, lowest to highest layer: {said}.",
         data=pd.concat([layers, groups], ignore_index=True).astype({"layer": "Int64"}),
         notes=(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from driftlens.base.intervals import over_draws
 from driftlens.base.metrics import METRICS
@@ -28,7 +29,8 @@ _SETTINGS = {
     "n": "n (calibration samples per task, log)",
 }
 _LOGARITHMIC = ("lam", "n")
-_PANEL, _GAP, _TOP, _BOTTOM = 200, 26, 44, 56
+_PANEL = 200
+"""Pixels: height of a panel."""
 
 
 @dataclass(frozen=True)
@@ -87,39 +89,25 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _swept(run, options)
     measures = _measures(rows, options)
     settings = [name for name in _SETTINGS if (rows["sweep"] == name).any()]
-    inner = len(measures) * _PANEL + (len(measures) - 1) * _GAP
-    figure = make_subplots(
-        len(measures),
-        len(settings),
-        shared_xaxes="columns",
-        shared_yaxes="rows",
-        vertical_spacing=_GAP / inner if len(measures) > 1 else 0,
-        horizontal_spacing=0.03,
+    grid = panels.panel_grid(
+        [""] * (len(measures) * len(settings)),
+        x_title=[_SETTINGS[setting] for setting in settings],
+        y_titles=[measure.title for measure in measures],
+        columns=len(settings),
+        height=_PANEL,
+        by_row=True,
+        dark=options.dark,
     )
-    curves = []
-    for down, measure in enumerate(measures, start=1):
-        for across, setting in enumerate(settings, start=1):
-            points = _by_task(rows[rows["sweep"] == setting], setting, measure.column)
-            points["is default"] = points[setting] == default_of(run, setting)
-            curves.append(points)
-            is_first = down == across == 1
-            for trace in _traces(points, setting, measure, options.dark, legend=is_first):
-                figure.add_trace(trace, row=down, col=across)
-            made = _calibrations(run, setting, measure, picking.chosen_tasks(run, options), options.dark)
-            figure.add_trace(made.update(showlegend=is_first and len(made.x) > 0), row=down, col=across)
-    theme.apply_theme(figure, height=inner + _TOP + _BOTTOM, dark=options.dark)
-    figure.update_layout(margin_t=_TOP)
-    for across, setting in enumerate(settings, start=1):
-        figure.update_xaxes(tickformat=theme.TICK_NUMBER, col=across)
-        if setting in _LOGARITHMIC:
-            values = rows.loc[rows["sweep"] == setting, setting].astype(float)
-            # Over two decades or more, a label per decade; what plotly chooses itself overlaps in narrow panels.
-            is_wide = values.min() > 0 and values.max() / values.min() >= 100
-            figure.update_xaxes(type="log", dtick=1 if is_wide else None, col=across)
-        figure.update_xaxes(title_text=_SETTINGS[setting], row=len(measures), col=across)
-    for down, measure in enumerate(measures, start=1):
-        figure.update_yaxes(tickformat=measure.tick, row=down)
-        figure.update_yaxes(title_text=measure.title, row=down, col=1)
+    curves, tasks = [], picking.chosen_tasks(run, options)
+    for at, (measure, setting) in enumerate(product(measures, settings)):
+        points = _by_task(rows[rows["sweep"] == setting], setting, measure.column)
+        points["is default"] = points[setting] == default_of(run, setting)
+        curves.append(points)
+        grid.add(at, *_traces(points, setting, measure, options.dark, legend=at == 0))
+        made = _calibrations(run, setting, measure, tasks, options.dark)
+        grid.add(at, made.update(showlegend=at == 0 and len(made.x) > 0))
+        grid.figure.update_yaxes(tickformat=measure.tick, **grid.place(at))
+    grid.set_axes(x=[_axis(rows, setting) for setting in settings])
     data = pd.concat(curves, ignore_index=True)
     first, main = measures[0], main_task(data)
     means = data[(data["measure"] == first.column) & (data["task"] == main) & data["mean"].notna()]
@@ -129,7 +117,18 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         for name, sweep in means.groupby("sweep", sort=False)
     ]
     alt = f"Sweeps of {', '.join(settings)}; {first.title}, {main}: {words.joined(said)}."
-    return Drawn(figure, alt, data, tuple(_notes(run, rows)))
+    return Drawn(grid.figure, alt, data, tuple(_notes(run, rows)))
+
+
+def _axis(rows: pd.DataFrame, setting: str) -> dict[str, Any]:
+    """Settings of the axis of a setting."""
+    axis: dict[str, Any] = {"tickformat": theme.TICK_NUMBER}
+    if setting not in _LOGARITHMIC:
+        return axis
+    values = rows.loc[rows["sweep"] == setting, setting].astype(float)
+    # Over two decades or more, a label per decade; what plotly chooses itself overlaps in narrow panels.
+    is_wide = values.min() > 0 and values.max() / values.min() >= 100
+    return {**axis, "type": "log", "dtick": 1 if is_wide else None}
 
 
 def _by_samples(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
@@ -166,10 +165,18 @@ def draw_samples(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _by_samples(run, options)
     tasks, methods = picking.chosen_tasks(run, options), [*rows["method"].unique()]
     measures = [measure for measure in swept.MEASURES if rows[measure].notna().any()]
-    figure = make_subplots(len(measures), 1, shared_xaxes=True, vertical_spacing=0.06)
+    grid = panels.panel_grid(
+        [""] * len(measures),
+        x_title=_SETTINGS["n"],
+        y_titles=[swept.MEASURES[measure][0] for measure in measures],
+        columns=1,
+        height=_PANEL,
+        by_row=True,
+        dark=options.dark,
+    )
     curves = []
     made, models = (Brush(names, options.dark) for names in ([*map(calibrated, methods)], run.variants))
-    for down, measure in enumerate(measures, start=1):
+    for at, measure in enumerate(measures):
         lines = []
         for name, part in rows.groupby("method", sort=False):
             points = over_seeds(part, "n", measure, len(tasks)).drop(columns=["n_test", "std over seeds"])
@@ -182,16 +189,14 @@ def draw_samples(run: DriftRun, options: ChartOptions) -> Drawn:
             points = pd.DataFrame({"n": [rows["n"].min(), rows["n"].max()], **level})
             lines.append(models.line(name, points["n"], points["value"], mode="lines", line_dash="dot"))
             curves.append(points.assign(method=name, measure=measure))
-        figure.add_traces(lines, rows=down, cols=1)
-        figure.update_yaxes(title_text=swept.MEASURES[measure][0], row=down)
-    theme.apply_theme(figure, height=len(measures) * _PANEL + _TOP + _BOTTOM, dark=options.dark)
-    figure.update_xaxes(type="log", title_text=_SETTINGS["n"])
+        grid.add(at, *lines)
+    grid.set_axes(x={"type": "log"})
     data = pd.concat(curves, ignore_index=True)
     best = (
         data[(data["measure"] == measures[0]) & data["method"].isin(methods)].groupby("method")["value"].max()
     )
     said = ", ".join(f"{name} {number(value)}" for name, value in best.items())
-    return Drawn(figure, f"Methods by calibration samples; highest {measures[0]}: {said}.", data)
+    return Drawn(grid.figure, f"Methods by calibration samples; highest {measures[0]}: {said}.", data)
 
 
 def _traces(

@@ -12,6 +12,7 @@ import pytest
 
 from driftlens.base.intervals import Interval, mean_over_tasks, unpaired_difference
 from driftlens.findings.measures import SCORE, change
+from driftlens.findings.sentences import paired_by_task, pairing
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts.arena import _ticks
 from driftlens_reports.charts.chart import ChartOptions, charts
@@ -161,13 +162,15 @@ def test_the_axis_of_seconds_writes_whole_numbers() -> None:
 def test_gains_say_of_their_intervals_whether_they_are_paired(full: DriftRun, tmp_path: pathlib.Path) -> None:
     # As many test samples as diagnosis samples: then single answers of all of them are stored.
     paired = open_run(write_full_run(tmp_path / "run", tasks=["cars"], size=Size(tests=24)))
-    for run, says in ((paired, "count the answers that changed"), (full, "wider than it need be")):
+    for run in (paired, full):
         drawn = charts["gains"].draw(run)
-        assert any(says in note for note in drawn.notes)
-        for row in drawn.data.to_dict("records"):
-            gain = change(run, SCORE, row["task"], ("merged", row["variant"]))
-            assert gain.paired == (run is paired)
-            assert row["accuracy gain (points) low"] == 100 * gain.low
+        changes = [
+            change(run, SCORE, row["task"], ("merged", row["variant"]))
+            for row in drawn.data.to_dict("records")
+        ]
+        assert {gain.paired for gain in changes} == {run is paired}
+        assert any(pairing(paired_by_task(changes)) in note for note in drawn.notes)
+        assert drawn.data["accuracy gain (points) low"].tolist() == [100 * gain.low for gain in changes]
 
 
 @pytest.mark.parametrize("name", ["gains", "sample-cosine"])

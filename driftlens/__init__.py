@@ -35,7 +35,7 @@ _HOMES = {
     "PathJacobian": "driftlens.linalg.state",
     "PrefixSwaps": "driftlens.diagnostics.attribution",
     "ProgressEvent": "driftlens.base.progress",
-    "project": "driftlens.findings.projection",
+    "project": "driftlens.front.api",
     "Report": "driftlens_reports.build",
     "RunSpec": "driftlens.spec",
     "decompose": "driftlens.engine.walk",

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import streamlit as st
 
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.settings import Setting
+from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest
+from driftlens.spec.words import layers_named
 from driftlens_app.jobs.command_line import ask
 from driftlens_app.settings import Settings
 from driftlens_app.show import caption, plain
@@ -32,7 +31,6 @@ _ON_BEST = (
 REPLACE = "Replace a calibration of this name"
 """What the form's field `replace` is called; an error points to it."""
 
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}")
 _COUNTED = re.compile(r"(.+)-(\d{1,9})")
 _TOO_LARGE = 2**53
 """A field of a web page holds no whole number from here on."""
@@ -98,120 +96,6 @@ def loaders() -> list[str]:
     return [*ask(("methods", "--json"), Settings.from_environment().root)["loaders"]]
 
 
-@dataclass(frozen=True)
-class CalibrationSettings:
-    """One calibration, as a form asks for it. What is left out comes from the preset, then from the run's spec.
-
-    Attributes:
-        name: of the calibration; its variant is `calibrated:NAME`.
-        method: name of the calibrator.
-        preset: name of a published setting of it.
-        parameters: its own settings, over the preset's.
-        samples: calibration samples per task.
-        layers: pattern on module paths; empty is all blocks.
-        auto: whether some of its settings are chosen on held-out calibration samples.
-        best: whether the best of all methods is, starting from the preset.
-        save_weights: whether a folder is written that the original library loads, with a model card.
-        replace: whether a calibration of that name may be replaced.
-        resume: whether an interrupted calibration of that name goes on where it stopped.
-    """
-
-    name: str = "featcal"
-    method: str = "featcal"
-    preset: str | None = "paper-clip"
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    samples: int | None = None
-    layers: str = ""
-    auto: bool = False
-    best: bool = False
-    save_weights: bool = False
-    replace: bool = False
-    resume: bool = False
-
-    def check(self) -> None:
-        """Refuse, by a SpecError, what the command line would refuse."""
-        if not _NAME.fullmatch(self.name):
-            raise SpecError(
-                f"{self.name!r} can't be the name of a calibration",
-                hint="Use letters, digits, `-`, `_` and `.`, for example featcal.",
-            )
-        if self.samples is not None and not 1 <= self.samples < _TOO_LARGE:
-            raise SpecError(f"samples is {self.samples}, expected a whole number from 1 upwards")
-        if not self.layers.isprintable() or self.layers.startswith("-"):
-            raise SpecError(f"{self.layers!r} can't be a pattern on module paths")
-        method = _known("calibrator", self.method, methods())
-        if self.preset is not None:
-            _known("preset", self.preset, method.presets)
-        for name, value in self.parameters.items():
-            _known("setting", name, method.settings).read(value)
-        both = [name for name in method.automatic if name in self.parameters]
-        if self.auto and both:
-            raise SpecError(
-                f"{', '.join(both)}: given, and to be chosen too",
-                hint="Leave the fields empty, or switch the automatic choice off.",
-            )
-
-    def require_free_name(self, taken: Container[str]) -> None:
-        """Refuse a name that a finished calibration has, unless that is to be replaced or gone on with."""
-        if self.name in taken and not (self.replace or self.resume):
-            raise SpecError(
-                f"the run has a calibration {self.name!r} already",
-                hint=f"Tick '{REPLACE}', or choose another name.",
-            )
-
-    def with_free_name(self, taken: Container[str]) -> Self:
-        """The same under the first name that is not among `taken`, replacing nothing: `featcal`, `featcal-2` ..."""
-        counted = _COUNTED.fullmatch(self.name)
-        stem, number = counted.groups() if counted is not None else (self.name, "1")
-        numbered = (f"{stem}-{count}" for count in itertools.count(int(number) + 1))
-        free = next(name for name in itertools.chain([self.name], numbered) if name not in taken)
-        return dataclasses.replace(self, name=free, replace=False)
-
-    def arguments(self, run: Path) -> tuple[str, ...]:
-        """Options of `driftlens calibrate`, behind the run; refuses what `check` does."""
-        self.check()
-        values = {
-            "--name": self.name,
-            "--method": None if self.best else self.method,
-            "--preset": self.preset,
-            "--samples": self.samples,
-            "--layers": self.layers or None,
-            # Beside the run, which lists every file in it.
-            "--save-weights": run.parent / f"{run.name}-{self.name}" if self.save_weights else None,
-        }
-        flags = {"--auto": self.auto or self.best, "--replace": self.replace, "--resume": self.resume}
-        # One argument each, so that no value can be taken for an option.
-        options = [f"{option}={value}" for option, value in values.items() if value is not None]
-        options += [f"--set={name}={json.dumps(value)}" for name, value in self.parameters.items()]
-        return (*options, *(flag for flag, is_given in flags.items() if is_given))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """What `dataclasses.asdict` gave, also that of older versions, which had FeatCal's settings beside the others.
-
-        What is missing or ill-typed stays at its default, and everything does where a value can't be.
-        """
-        known = {
-            name: values[name]
-            for name, kinds in _KINDS.items()
-            if name in values and type(values[name]) in kinds
-        }
-        given = values.get("parameters", values)
-        try:
-            method = _known("calibrator", known.get("method", cls.method), methods())
-            known["parameters"] = {
-                name: setting.read(given[name])
-                for name, setting in method.settings.items()
-                if isinstance(given, Mapping) and given.get(name) not in (None, [])
-            }
-            settings = cls(**known)
-            settings.check()
-        except SpecError:
-            return cls()
-        whole = [value for value in settings.parameters.values() if isinstance(value, int)]
-        return settings if all(abs(value) < _TOO_LARGE for value in whole) else cls()
-
-
 def _known(kind: str, name: str, there: Mapping[str, Any]) -> Any:
     if name not in there:
         hint = did_you_mean(name, there) or f"There are {', '.join(there) or 'none'}."
@@ -219,24 +103,66 @@ def _known(kind: str, name: str, there: Mapping[str, Any]) -> Any:
     return there[name]
 
 
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("name", "method", "layers"), (str,)),
-    "preset": (str, type(None)),
-    "samples": (int, type(None)),
-    **dict.fromkeys(("auto", "best", "save_weights", "replace", "resume"), (bool,)),
-}
-"""What may stand in a record, exactly: True is no number."""
+def checked(request: CalibrationRequest) -> CalibrationRequest:
+    """The request with its settings as its method reads them; refuses, by a SpecError, what the method would refuse."""
+    method = _known("calibrator", request.method or DEFAULT_METHOD, methods())
+    if request.preset is not None:
+        _known("preset", request.preset, method.presets)
+    settings = {
+        name: _known("setting", name, method.settings).read(value)
+        for name, value in request.parameters.items()
+    }
+    both = [name for name in method.automatic if name in settings]
+    if request.auto and both:
+        raise SpecError(
+            f"{', '.join(both)}: given, and to be chosen too",
+            hint="Leave the fields empty, or switch the automatic choice off.",
+        )
+    return request.changed(parameters=settings)
+
+
+def recorded(values: Mapping[str, Any]) -> CalibrationRequest | None:
+    """The request that a job's record holds; None where it holds none that a form can show."""
+    try:
+        request = checked(CalibrationRequest(**values))
+    except SpecError:
+        return None
+    whole = [value for value in request.parameters.values() if isinstance(value, int)]
+    return request if all(abs(value) < _TOO_LARGE for value in whole) else None
+
+
+def is_search(request: CalibrationRequest) -> bool:
+    """Whether the best of all methods is looked for, which has a button of its own."""
+    return request.auto and request.method is None
+
+
+def require_free_name(request: CalibrationRequest, taken: Container[str]) -> None:
+    """Refuse a name that a finished calibration has, unless that is to be replaced or gone on with."""
+    if request.name in taken and not (request.replace or request.resume):
+        raise SpecError(
+            f"the run has a calibration {request.name!r} already",
+            hint=f"Tick '{REPLACE}', or choose another name.",
+        )
+
+
+def freely_named(request: CalibrationRequest, taken: Container[str]) -> CalibrationRequest:
+    """The same under the first name that is not among `taken`, replacing nothing: `featcal`, `featcal-2` ..."""
+    counted = _COUNTED.fullmatch(request.name)
+    stem, number = counted.groups() if counted is not None else (request.name, "1")
+    numbered = (f"{stem}-{count}" for count in itertools.count(int(number) + 1))
+    free = next(name for name in itertools.chain([request.name], numbered) if name not in taken)
+    return request.changed(name=free, replace=False)
 
 
 def calibration_form(
-    last: CalibrationSettings | None,
+    last: CalibrationRequest | None,
     *,
     taken: Container[str],
     blocked: bool,
-    may_export: bool,
+    exports: str | None,
     loader: str = "",
     cost: str = "",
-) -> tuple[CalibrationSettings, str]:
+) -> tuple[CalibrationRequest, str]:
     """What the form says, and which of its buttons was pressed: "estimate", "calibrate" or "".
 
     Its fields are the settings that the chosen calibrator declares; an empty one leaves its value to the preset, then
@@ -246,105 +172,121 @@ def calibration_form(
         last: what it is filled in with on its first showing; its name also follows one that was used up.
         taken: names that the run's calibrations have.
         blocked: whether its buttons are off: a job writes to the run, or no jobs may be started at all.
-        may_export: whether a folder may be written beside the run.
+        exports: how folders that are exported beside the run begin; None where none may be written.
         loader: of the run's models, whose published settings stand first.
         cost: what the choice of the best method takes.
     """
-    known = methods()
-    first, label = known[CalibrationSettings.method], "Repair with the best method"
-    best = st.button(label, type="primary", icon=":material/auto_awesome:", disabled=blocked, key=_BEST)
+    first = methods()[DEFAULT_METHOD]
+    best = st.button(
+        "Repair with the best method",
+        type="primary",
+        icon=":material/auto_awesome:",
+        disabled=blocked,
+        key=_BEST,
+    )
     if cost:
         caption(cost)
     caption(_ON_BEST)
-    st.markdown(
-        "\n".join(f"- {plain(tried)}" for tried in _tried_by_best(known, first, first.preset_for(loader)))
-    )
+    preset = first.preset_for(loader)
+    st.markdown("\n".join(f"- {plain(tried)}" for tried in _tried_by_best(methods(), first, preset)))
     with st.expander("Advanced", expanded=last is not None):  # open for whoever used it last
-        names, fresh = [*known], CalibrationSettings(preset=first.preset_for(loader))
-        start = last or fresh.with_free_name(taken)
-        if len(names) > 1:
-            called = st.selectbox(
-                "Calibrator",
-                names,
-                index=names.index(start.method),
-                format_func=lambda name: known[name].title,
-                key="calibrator",
-            )
-            if called != start.method:
-                fresh = CalibrationSettings(called, called, known[called].preset_for(loader))
-                start = fresh.with_free_name(taken)
-        method = known[start.method]
-        usual = method.preset_for(loader)
+        start = _chosen_method(last, taken, loader)
         _fill_name(start, taken)
         with st.form("calibrate", enter_to_submit=False):
-            name = st.text_input(
-                "Name",
-                key="name",
-                help="The new variant is called calibrated:NAME. Letters, digits, - _ .",
-            )
-            presets = [_OWN, *sorted(method.presets, key=lambda name: name != usual)]
-            preset = st.selectbox(
-                "Published settings",
-                presets,
-                index=presets.index(start.preset or _OWN),
-                format_func=lambda name: _preset_label(name, method.presets),
-                key=f"{start.method} preset",
-                help="Values from the paper or its code; the fields below go over them.",
-            )
-            parameters = _fields(start, method)
-            samples = st.number_input(
-                "Samples per task",
-                min_value=1,
-                value=start.samples,
-                step=1,
-                placeholder="as in the run's spec",
-                key="samples",
-                help="Calibration samples; they need no labels and are never those that accuracy is measured on.",
-            )
-            auto = bool(method.automatic) and st.checkbox(
-                f"Choose {', '.join(method.automatic)} on held-out calibration samples",
-                start.auto,
-                key="auto",
-                help="Leave their fields empty then. Takes several calibrations' time.",
-            )
-            layers = st.text_input(
-                "Layers",
-                start.layers,
-                key="layers",
-                placeholder="all blocks",
-                help="Numbers or patterns on module paths, with commas between them.",
-            )
-            save = st.checkbox(
-                "Also export a folder that the original library loads",
-                start.save_weights and may_export,
-                key="save_weights",
-                disabled=not may_export,
-                help="Beside the run, with config, preprocessor and model card. The weights alone are saved anyway.",
-            )
-            replace = st.checkbox(REPLACE, key="replace")
-            with st.container(horizontal=True):
-                calibrate = st.form_submit_button(
-                    f"{method.title} calibrate", icon=":material/tune:", disabled=blocked, key=_START
-                )
-                estimate = st.form_submit_button(
-                    "Estimate", icon=":material/timer:", disabled=blocked, key=_ESTIMATE
-                )
-        published = method.presets.get(preset, {})
-        settings = CalibrationSettings(
-            name=name.strip(),
-            method=start.method,
-            preset=None if preset == _OWN else preset,
-            parameters={key: at for key, at in parameters.items() if at != published.get(key)},
-            samples=samples,
-            layers=layers.strip(),
-            auto=auto,
-            save_weights=save,
-            replace=replace,
-        )
+            said, pressed = _form_fields(start, loader, blocked=blocked, may_export=exports is not None)
     if best:
-        wanted = CalibrationSettings("best", preset=first.preset_for(loader), best=True)
-        settings = wanted.with_free_name(taken)
-    return settings, "calibrate" if calibrate or best else "estimate" if estimate else ""
+        wanted = CalibrationRequest(name="best", preset=preset, auto=True)
+        return freely_named(wanted, taken), "calibrate"
+    if said.pop("export"):
+        said["save_weights"] = f"{exports}-{said['name']}"
+    return CalibrationRequest(**said), pressed
+
+
+def _chosen_method(last: CalibrationRequest | None, taken: Container[str], loader: str) -> CalibrationRequest:
+    """What the form begins with, for the calibrator that is chosen."""
+    known = methods()
+    fresh = CalibrationRequest(
+        name=DEFAULT_METHOD, method=DEFAULT_METHOD, preset=known[DEFAULT_METHOD].preset_for(loader)
+    )
+    start = last or freely_named(fresh, taken)
+    names, method = [*known], start.method or DEFAULT_METHOD
+    if len(names) > 1:
+        called = st.selectbox(
+            "Calibrator",
+            names,
+            index=names.index(method),
+            format_func=lambda name: known[name].title,
+            key="calibrator",
+        )
+        if called != method:
+            return fresh(called)
+    return start
+
+
+def _form_fields(
+    start: CalibrationRequest, loader: str, *, blocked: bool, may_export: bool
+) -> tuple[dict[str, Any], str]:
+    """What the fields say, by those of a request, whether weights are exported, and which button was pressed."""
+    chosen = start.method or DEFAULT_METHOD
+    method = methods()[chosen]
+    said: dict[str, Any] = {"method": chosen}
+    said["name"] = st.text_input(
+        "Name", key="name", help="The new variant is called calibrated:NAME. Letters, digits, - _ ."
+    ).strip()
+    presets = [_OWN, *sorted(method.presets, key=lambda name: name != method.preset_for(loader))]
+    preset = st.selectbox(
+        "Published settings",
+        presets,
+        index=presets.index(start.preset or _OWN),
+        format_func=lambda name: _preset_label(name, method.presets),
+        key=f"{chosen} preset",
+        help="Values from the paper or its code; the fields below go over them.",
+    )
+    said["preset"] = None if preset == _OWN else preset
+    published = method.presets.get(preset, {})
+    parameters = _fields(start, method)
+    said["parameters"] = {name: value for name, value in parameters.items() if value != published.get(name)}
+    said["samples"] = st.number_input(
+        "Samples per task",
+        min_value=1,
+        value=start.samples,
+        step=1,
+        placeholder="as in the run's spec",
+        key="samples",
+        help="Calibration samples; they need no labels and are never those that accuracy is measured on.",
+    )
+    said["auto"] = bool(method.automatic) and st.checkbox(
+        f"Choose {', '.join(method.automatic)} on held-out calibration samples",
+        start.auto,
+        key="auto",
+        help="Leave their fields empty then. Takes several calibrations' time.",
+    )
+    layers = st.text_input(
+        "Layers",
+        ",".join(map(str, start.layers or ())),
+        key="layers",
+        placeholder="all blocks",
+        help="Numbers or patterns on module paths, with commas between them.",
+    )
+    said["layers"] = layers_named(layers) or None
+    said["export"] = st.checkbox(
+        "Also export a folder that the original library loads",
+        start.save_weights is not None and may_export,
+        key="save_weights",
+        disabled=not may_export,
+        help="Beside the run, with config, preprocessor and model card. The weights alone are saved anyway.",
+    )
+    said["replace"] = st.checkbox(REPLACE, key="replace")
+    return said, _pressed(method.title, blocked=blocked)
+
+
+def _pressed(title: str, *, blocked: bool) -> str:
+    with st.container(horizontal=True):
+        calibrate = st.form_submit_button(
+            f"{title} calibrate", icon=":material/tune:", disabled=blocked, key=_START
+        )
+        estimate = st.form_submit_button("Estimate", icon=":material/timer:", disabled=blocked, key=_ESTIMATE)
+    return "calibrate" if calibrate else "estimate" if estimate else ""
 
 
 def _tried_by_best(known: Mapping[str, Method], first: Method, preset: str | None) -> list[str]:
@@ -355,7 +297,7 @@ def _tried_by_best(known: Mapping[str, Method], first: Method, preset: str | Non
     return tried + [f"{of.title} {_valued(at)}".strip() for of in known.values() for at in of.candidates]
 
 
-def _fill_name(start: CalibrationSettings, taken: Container[str]) -> None:
+def _fill_name(start: CalibrationRequest, taken: Container[str]) -> None:
     """Put the name to begin with into the form, and the next one once a calibration has got it or another is meant."""
     state = st.session_state
     if any(state.get(button) for button in (_START, _ESTIMATE, _BEST)):
@@ -367,10 +309,10 @@ def _fill_name(start: CalibrationSettings, taken: Container[str]) -> None:
     state[_SUGGESTED] = start.name
 
 
-def _fields(start: CalibrationSettings, method: Method) -> dict[str, Any]:
+def _fields(start: CalibrationRequest, method: Method) -> dict[str, Any]:
     """What the fields of a calibrator's settings say; those that no published setting is about are folded away."""
     published = {name for preset in method.presets.values() for name in preset} or {*method.settings}
-    given = (start.parameters, start.method)
+    given = (start.parameters, start.method or DEFAULT_METHOD)
     found = fields(
         [method.settings[name] for name in method.settings if name in published], *given, empty="as above"
     )

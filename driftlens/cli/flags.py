@@ -95,15 +95,18 @@ def _field_flag(name: str, field: FieldInfo, option: Option) -> inspect.Paramete
     about: dict[str, Any] = {"help": field.description, "metavar": option.metavar}
     about |= {"show_default": option.unset} if option.unset else {}
     spelled, default = option.name, field.get_default(call_default_factory=True)
-    value = list[str] if option.read is not None else _value_of(field.annotation)
+    words = list[str] if option.is_list else str
+    value = words if option.read is not None else _value_of(field.annotation)
     if value is bool:
         # Named, it gets no second flag that switches it off; one that is on is switched off by its flag.
         spelled, default = spelled or f"--{name.replace('_', '-')}", False
-    if value is int:
-        about["min"] = next(_least(field.annotation, field.metadata), None)
+    if value in (int, float):
+        bounds = [*_bounds(field.annotation, field.metadata)]
+        about["min"] = next((each.ge for each in bounds if isinstance(each, annotated_types.Ge)), None)
+        about["max"] = next((each.le for each in bounds if isinstance(each, annotated_types.Le)), None)
     if field.is_required():
         default = inspect.Parameter.empty
-    elif default is None or value == list[str]:
+    elif default is None or option.read is not None or value == list[str]:
         value, default = value | None, None
     declared = typer.Option(*[spelled] if spelled else [], **about)
     return _flag(option.parameter or name, value, default, declared)
@@ -124,11 +127,11 @@ def _value_of(annotation: Any) -> Any:
     return list[str] if origin is tuple else annotation
 
 
-def _least(annotation: Any, metadata: Any) -> Iterator[Any]:
-    """The least number that an annotation allows."""
+def _bounds(annotation: Any, metadata: Any) -> Iterator[Any]:
+    """What an annotation says of least and greatest numbers."""
     for each in metadata:
-        if isinstance(each, annotated_types.Ge):
-            yield each.ge
-        yield from _least(None, getattr(each, "metadata", ()))
+        if isinstance(each, annotated_types.Ge | annotated_types.Le):
+            yield each
+        yield from _bounds(None, getattr(each, "metadata", ()))
     for each in typing.get_args(annotation):
-        yield from _least(each, getattr(each, "__metadata__", ()))
+        yield from _bounds(each, getattr(each, "__metadata__", ()))

@@ -11,6 +11,7 @@ import typer
 from driftlens.base.errors import DataError, SpecError
 from driftlens.cli.app import Job, JsonFlag, RunFolder, app, note, say, say_json
 from driftlens.cli.flags import flagged
+from driftlens.spec.requests import ExportRequest, ProjectionRequest
 from driftlens.spec.words import layer_named, parts
 
 if TYPE_CHECKING:
@@ -73,94 +74,27 @@ def _beginnings(paths: list[Path]) -> list[str]:
 
 
 @app.command()
+@flagged
 def export(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
-    figures: Annotated[
-        list[str] | None, typer.Option("--figure", metavar="ID", help="A figure; repeatable.")
-    ] = None,
-    tables: Annotated[
-        list[str] | None, typer.Option("--table", metavar="ID", help="A table; repeatable.")
-    ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Every figure and table that shows a measured number.")
-    ] = False,
-    style: Annotated[
-        str, typer.Option(help="Width of the venue: neurips, icml-column or slide.")
-    ] = "neurips",
-    formats: Annotated[
-        str, typer.Option("--format", help="Of figures and tables; csv, json and txt are always written.")
-    ] = "pdf,svg,png,tex,csv",
-    out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("exhibits"),
-    task: Annotated[
-        str | None, typer.Option(help="Task of exhibits about one; the one that drifts most if left out.")
-    ] = None,
-    baseline: Annotated[
-        str | None, typer.Option(help="Variant to compare with; the merged model if left out.")
-    ] = None,
-    calibrated: Annotated[
-        str | None,
-        typer.Option(help="Calibrations to show, joined by commas; the last one (tables: all) if left out."),
-    ] = None,
-    tasks: Annotated[str | None, typer.Option(help="Only these tasks, joined by commas.")] = None,
-    variants: Annotated[
-        str | None,
-        typer.Option(help="Variants to compare, joined by commas; merged and calibrated if left out."),
-    ] = None,
-    names: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME=SHOWN,...",
-            help="What tasks and variants are called, such as mnist=MNIST,merged=Ours; over `names` in the spec.",
-        ),
-    ] = "",
-    width: Annotated[
-        float | None, typer.Option(min=1, max=20, help="Width in inches, instead of the style's.")
-    ] = None,
-    method: Annotated[str, typer.Option(help="Projection of features: pca, umap or tsne.")] = "pca",
-    paper: Annotated[
-        bool,
-        typer.Option(
-            "--with-paper", help="Also show the paper's printed numbers, told apart from measured ones."
-        ),
-    ] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 4 if a part is missing.")] = False,
+    request: ExportRequest,
     as_json: JsonFlag = False,
 ) -> None:
     """Write figures and tables for a paper, with their numbers, provenance and a caption draft."""
     from driftlens.runs.run import open_run
-    from driftlens_reports.paper.exhibit import ExhibitOptions
+    from driftlens_reports.paper.export import exhibit_options
     from driftlens_reports.paper.export import export as write
-    from driftlens_reports.paper.export import width_of
 
-    options = ExhibitOptions(
-        width=width or width_of(style),
-        **{"task": task, "baseline": baseline, "calibrated": calibrated, "method": method, "paper": paper},
-        tasks=parts(tasks) if tasks else None,
-        variants=parts(variants) if variants else None,
-        names=_named_pairs(names),
-    )
     written = write(
         [open_run(run) for run in runs],
-        out,
-        names=None if everything else _named(figures or [], tables or []),
-        formats=["tex" if name == "latex" else name for name in parts(formats)],
-        options=options,
+        request.out,
+        names=None if request.everything else _named(request.figures, request.tables),
+        formats=["tex" if name == "latex" else name for name in parts(request.formats)],
+        options=exhibit_options(request),
     )
-    _tell(written, out, as_json)
-    if strict and any(entry.missing for entry in written):
+    _tell(written, request.out, as_json)
+    if request.strict and any(entry.missing for entry in written):
         raise typer.Exit(DataError.exit_code)
-
-
-def _named_pairs(names: str) -> dict[str, str]:
-    found = {}
-    for pair in parts(names):
-        name, equals, shown = (part.strip() for part in pair.partition("="))
-        if not (name and equals and shown):
-            raise SpecError(
-                f"--names has {pair!r}, expected NAME=SHOWN", hint="Write --names mnist=MNIST,merged=Ours."
-            )
-        found[name] = shown
-    return found
 
 
 def _named(figures: Sequence[str], tables: Sequence[str]) -> list[str]:
@@ -231,11 +165,13 @@ def project(
                 lay_out(
                     opened,
                     name,
-                    layer=layer_named(layer),
-                    method=chosen,
-                    seed=seed,
-                    fit_on=fit_on,
-                    max_points=max_points,
+                    ProjectionRequest(
+                        layer=layer_named(layer),
+                        method=chosen,
+                        seed=seed,
+                        fit_on=fit_on,
+                        max_points=max_points,
+                    ),
                     on_progress=context.on_progress,
                     cancel=context.cancel,
                 )

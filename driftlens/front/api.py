@@ -23,6 +23,7 @@ from driftlens.spec.requests import (
     LiveSettings,
     MergeRequest,
     PreflightRequest,
+    ProjectionRequest,
     SweepRequest,
 )
 
@@ -125,14 +126,15 @@ class Run(DriftRun):
 
         return frame_of(findings(self))
 
-    def project(self, task: str, **choices: Any) -> Projection:
+    @keywords(request=ProjectionRequest, around=Quietly)
+    def project(
+        self, task: str, request: ProjectionRequest, around: Around, *, store_it: bool = True
+    ) -> Projection:
         """One layout of the expert's and the variants' features on a plane, stored in the run once computed.
 
-        Options and errors as for `driftlens.project`: layer, method, seed, variants, fit_on, max_points.
+        Keywords and errors as for `driftlens.project`.
         """
-        from driftlens.findings.projection import project
-
-        return project(self, task, **choices)
+        return project(self, task, store_it=store_it, **dict(request), **vars(around))
 
     def _repr_html_(self) -> str:
         """The summary, for notebooks."""
@@ -332,6 +334,34 @@ def calibrated(
     if request.control:
         control(folder, request.name, context)
     return _with_modules(Run.at(folder), run)
+
+
+@keywords(request=ProjectionRequest, around=Quietly)
+def project(
+    run: PathLike | DriftRun,
+    task: str,
+    request: ProjectionRequest,
+    around: Around,
+    *,
+    store_it: bool = True,
+) -> Projection:
+    """One joint layout of the expert's and the variants' features; coordinates that the run has are read, not redone.
+
+    Args:
+        run: a run, or its directory.
+        task: the task.
+        request: by keywords, the fields of `driftlens.spec.requests.ProjectionRequest`.
+        around: by keywords, the fields of `driftlens.front.keywords.Around`.
+        store_it: whether to keep a new layout in the run.
+
+    Raises:
+        DriftLensError: as for `driftlens.findings.projection.project`.
+    """
+    from driftlens.findings.projection import project as lay_out
+
+    with around.context() as context:
+        watched = context.on_progress, context.cancel
+        return lay_out(run, task, request, store_it=store_it, on_progress=watched[0], cancel=watched[1])
 
 
 @keywords(request=MergeRequest)

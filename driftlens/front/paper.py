@@ -9,7 +9,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from driftlens.front.keywords import keywords
+from driftlens.spec.requests import ExhibitRequest
 
 if TYPE_CHECKING:
     from driftlens.runs.run import DriftRun
@@ -18,30 +21,27 @@ if TYPE_CHECKING:
 __all__ = ["figure", "names", "table"]
 
 
-def figure(
-    name: str, runs: DriftRun | Sequence[DriftRun], *, style: str = "neurips", **options: Any
-) -> Artifact:
+@keywords(request=ExhibitRequest)
+def figure(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitRequest) -> Artifact:
     """The figure called `name`, with `save`, `caption` and `data`.
 
     Args:
         name: its id, for example "intro"; `names` lists them.
         runs: one run, or several.
-        style: width of the venue: neurips, icml-column or slide.
-        options: fields of `driftlens_reports.paper.exhibit.ExhibitOptions`, for example `task` or `baseline`.
+        request: by keywords, the fields of `driftlens.spec.requests.ExhibitRequest`, for example `style` or `task`.
 
     Raises:
         SpecError: no such figure or style.
         DataError: the runs lack a task or variant that was asked for.
         RunError: a table can't be read.
     """
-    return _drawn("figure", name, runs, style, options)
+    return _drawn("figure", name, runs, request)
 
 
-def table(
-    name: str, runs: DriftRun | Sequence[DriftRun], *, style: str = "neurips", **options: Any
-) -> Artifact:
+@keywords(request=ExhibitRequest)
+def table(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitRequest) -> Artifact:
     """The table called `name`, with `to_latex`, `save`, `caption` and `data`. Arguments and errors as for `figure`."""
-    return _drawn("table", name, runs, style, options)
+    return _drawn("table", name, runs, request)
 
 
 def names() -> dict[str, str]:
@@ -51,12 +51,9 @@ def names() -> dict[str, str]:
     return {name: entry.title for name, entry in exhibits.items()}
 
 
-def _drawn(
-    kind: str, name: str, runs: DriftRun | Sequence[DriftRun], style: str, options: dict[str, Any]
-) -> Artifact:
+def _drawn(kind: str, name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitRequest) -> Artifact:
     from driftlens.runs.run import DriftRun
-    from driftlens_reports.paper.exhibit import ExhibitOptions
-    from driftlens_reports.paper.export import check_kind, draw, width_of
+    from driftlens_reports.paper.export import check_kind, draw, exhibit_options
 
     given = [runs] if isinstance(runs, DriftRun) else list(runs)
-    return draw(check_kind(name, kind), given, ExhibitOptions(width=width_of(style), **options))
+    return draw(check_kind(name, kind), given, exhibit_options(request))

@@ -6,6 +6,7 @@ A field says once what it is called, of which type, within which bounds, what it
 
 from __future__ import annotations
 
+import json
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -26,7 +27,18 @@ from pydantic.fields import FieldInfo
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.spec.problems import spec_error
 from driftlens.spec.types import Count, Flag, Part, Seed, Text, problem
-from driftlens.spec.words import assignments, layers_named, lists, parts, with_settings
+from driftlens.spec.words import (
+    assignments,
+    layers_named,
+    lists,
+    names_shown,
+    parts,
+    spelled_out,
+    with_settings,
+)
+
+DEFAULT_METHOD = "featcal"
+"""The calibrator where neither a request nor the run's spec names one."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,7 @@ class Option:
         metavar: what stands for the value in its help.
         unset: what its help says of leaving it out, where that isn't the default.
         read: words of the command line, a list of them where it is repeatable -> the value.
+        is_list: whether an option whose words are read may be repeated.
         is_given: whether there is such an option at all.
     """
 
@@ -47,6 +60,7 @@ class Option:
     metavar: str | None = None
     unset: str = ""
     read: Callable[[Any], Any] | None = None
+    is_list: bool = True
     is_given: bool = True
 
     @classmethod
@@ -99,6 +113,24 @@ class Request(Part):
         own = {name: given[name] for name in cls.short if given.get(name) is not None}
         rest = {name: value for name, value in given.items() if name not in cls.short}
         return {**rest, "parameters": {**(rest.get("parameters") or {}), **own}}
+
+    def words(self) -> list[str]:
+        """The options of the command line that ask for the same, one word each: no value can be taken for an option."""
+        said = []
+        for name, field in type(self).model_fields.items():
+            option, value = Option.of(field), getattr(self, name)
+            if not option.is_given or value == field.get_default(call_default_factory=True):
+                continue
+            spelled = option.name.partition("/")[0] or f"--{name.replace('_', '-')}"
+            if isinstance(value, bool):
+                said.append(spelled)
+            elif isinstance(value, dict):
+                said += [f"{spelled}={key}={json.dumps(entry)}" for key, entry in value.items()]
+            elif isinstance(value, tuple):
+                said.append(f"{spelled}={','.join(map(spelled_out, value))}")
+            else:
+                said.append(f"{spelled}={value}")
+        return said
 
     def changed(self, **changes: Any) -> Self:
         """The same with some fields changed, checked like a new one."""
@@ -201,9 +233,9 @@ class CalibrationRequest(Request):
     }
 
     name: Named
-    method: Annotated[Text | None, Option(unset="featcal"), Field(description="A registered calibrator.")] = (
-        None
-    )
+    method: Annotated[
+        Text | None, Option(unset=DEFAULT_METHOD), Field(description="A registered calibrator.")
+    ] = None
     preset: Annotated[
         Text | None, Field(description="Published settings; `driftlens methods` lists them.")
     ] = None
@@ -275,7 +307,7 @@ class SweepRequest(Request):
     method: Annotated[
         tuple[Text, ...] | None,
         BeforeValidator(_several),
-        Option(unset="featcal", read=parts),
+        Option(unset=DEFAULT_METHOD, read=parts),
         Field(description="Registered calibrators, joined by commas."),
     ] = None
     preset: Annotated[Text | None, Field(description="Published settings for what is not varied.")] = None
@@ -394,6 +426,104 @@ class PreflightRequest(Request):
         Count | None,
         Field(description="How many of them share a machine like this; one per core or GPU if left out."),
     ] = None
+
+
+class ProjectionRequest(Request):
+    """Features to be laid out on a plane.
+
+    Attributes:
+        layer: index, "final" or module path.
+        method: "pca", "umap" or "tsne".
+        seed: of the method's random numbers. With one, a layout repeats on one machine with the same libraries;
+            elsewhere only the stored coordinates do.
+        variants: whose features to draw beside the expert's; None, which is every variant but the base.
+        fit_on: "all", or "expert" for a layout that variants added later don't move.
+        max_points: most points, over expert and variants together. Samples beyond are left out, evenly over classes.
+    """
+
+    command: ClassVar[str] = "project"
+
+    layer: int | str = "final"
+    method: Any = "pca"
+    seed: int = 0
+    variants: tuple[str, ...] | None = None
+    fit_on: Any = "all"
+    max_points: int = 2000
+
+
+class ExhibitRequest(Request):
+    """What a writer may choose of figures and tables for a paper.
+
+    Attributes:
+        layer: layer index, "final" or module path, for exhibits of one layer.
+        digits: decimals of percentages in tables.
+    """
+
+    command: ClassVar[str] = "export"
+
+    style: Annotated[Text, Field(description="Width of the venue: neurips, icml-column or slide.")] = (
+        "neurips"
+    )
+    task: Annotated[
+        str | None, Field(description="Task of exhibits about one; the one that drifts most if left out.")
+    ] = None
+    baseline: Annotated[
+        str | None, Field(description="Variant to compare with; the merged model if left out.")
+    ] = None
+    calibrated: Annotated[
+        str | tuple[str, ...] | None,
+        Option(read=str, is_list=False),
+        Field(description="Calibrations to show, joined by commas; the last one (tables: all) if left out."),
+    ] = None
+    tasks: Annotated[
+        tuple[str, ...] | None,
+        Option(read=parts, is_list=False),
+        Field(description="Only these tasks, joined by commas."),
+    ] = None
+    variants: Annotated[
+        tuple[str, ...] | None,
+        Option(read=parts, is_list=False),
+        Field(description="Variants to compare, joined by commas; merged and calibrated if left out."),
+    ] = None
+    names: Annotated[
+        dict[str, str],
+        Option(metavar="NAME=SHOWN,...", read=names_shown, is_list=False),
+        Field(
+            description="What tasks and variants are called, such as mnist=MNIST,merged=Ours; over `names` in the spec."
+        ),
+    ] = Field(default_factory=dict)
+    width: Annotated[
+        float | None, Field(ge=1, le=20, description="Width in inches, instead of the style's.")
+    ] = None
+    method: Annotated[str, Field(description="Projection of features: pca, umap or tsne.")] = "pca"
+    paper: Annotated[
+        Flag,
+        Option("--with-paper"),
+        Field(description="Also show the paper's printed numbers, told apart from measured ones."),
+    ] = False
+    layer: Annotated[int | str, Option(is_given=False)] = "final"
+    digits: Annotated[int, Option(is_given=False)] = 1
+
+
+class ExportRequest(ExhibitRequest):
+    """Files of figures and tables for a paper."""
+
+    figures: Annotated[
+        tuple[str, ...], Option("--figure", metavar="ID"), Field(description="A figure; repeatable.")
+    ] = ()
+    tables: Annotated[
+        tuple[str, ...], Option("--table", metavar="ID"), Field(description="A table; repeatable.")
+    ] = ()
+    everything: Annotated[
+        Flag, Option("--all"), Field(description="Every figure and table that shows a measured number.")
+    ] = False
+    formats: Annotated[
+        str,
+        Option("--format"),
+        Field(description="Of figures and tables; csv, json and txt are always written."),
+    ] = "pdf,svg,png,tex,csv"
+    out: Annotated[Path, Field(description="Folder for the files.")] = Path("exhibits")
+    strict: Annotated[Flag, Field(description="Exit with 4 if a part is missing.")] = False
 
 
 class LiveInputs(Request):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -73,3 +74,28 @@ def with_settings(given: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
         name, *settings = text.strip().split(":")
         methods.append((name, assignments(settings)))
     return methods
+
+
+def spelled_out(entry: object) -> str:
+    """An entry of a list as its option has it: a name, a number, or a method with its settings."""
+    if not isinstance(entry, tuple):
+        return str(entry)
+    method, settings = entry
+    return ":".join([method, *(f"{name}={json.dumps(value)}" for name, value in settings.items())])
+
+
+def names_shown(given: str) -> dict[str, str]:
+    """What names are shown as, from `mnist=MNIST,merged=Ours`.
+
+    Raises:
+        SpecError: a part is not of this form.
+    """
+    shown = {}
+    for pair in parts(given):
+        name, equals, text = (part.strip() for part in pair.partition("="))
+        if not (name and equals and text):
+            raise SpecError(
+                f"--names has {pair!r}, expected NAME=SHOWN", hint="Write --names mnist=MNIST,merged=Ours."
+            )
+        shown[name] = text
+    return shown

@@ -7,7 +7,7 @@ from pathlib import Path
 from streamlit.testing.v1 import AppTest
 
 from driftlens.runs.run import open_run
-from driftlens_app.calibration import CalibrationSettings
+from driftlens.spec.requests import CalibrationRequest
 from driftlens_app.jobs import Job, start, watch
 from driftlens_app.jobs.record import write_job
 from driftlens_app.jobs.requests import (
@@ -32,7 +32,7 @@ def errors(app: AppTest) -> str:
 
 
 def begin(run: Path, name: str) -> Job:
-    return start(calibrate_request(open_run(run), CalibrationSettings(name=name)))
+    return start(calibrate_request(open_run(run), CalibrationRequest(name=name)))
 
 
 def state(run: Path) -> str:

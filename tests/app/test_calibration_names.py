@@ -12,7 +12,8 @@ from streamlit.testing.v1 import AppTest
 from driftlens.base.errors import SpecError
 from driftlens.runs.layout import begun_calibration
 from driftlens.runs.run import open_run
-from driftlens_app.calibration import CalibrationSettings
+from driftlens.spec.requests import CalibrationRequest
+from driftlens_app.calibration import freely_named
 from driftlens_app.jobs import processes, start
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.requests import calibrate_request
@@ -65,17 +66,17 @@ def chosen(app: AppTest) -> str:
     ],
 )
 def test_the_first_free_name_follows_its_stem(name: str, taken: list[str], free: str) -> None:
-    settings = CalibrationSettings(name=name, samples=5, replace=True).with_free_name(taken)
-    assert settings == CalibrationSettings(name=free, samples=5)
+    request = freely_named(CalibrationRequest(name=name, samples=5, replace=True), taken)
+    assert request == CalibrationRequest(name=free, samples=5)
 
 
 def test_a_taken_name_is_refused_unless_it_is_to_be_replaced_or_gone_on_with(run: Path) -> None:
     opened = open_run(run)
     with pytest.raises(SpecError, match="has a calibration 'featcal' already") as caught:
-        calibrate_request(opened, CalibrationSettings())
+        calibrate_request(opened, CalibrationRequest(name="featcal"))
     assert caught.value.hint == "Tick 'Replace a calibration of this name', or choose another name."
-    for settings in (CalibrationSettings(replace=True), CalibrationSettings(resume=True)):
-        assert calibrate_request(opened, settings).name == "featcal"
+    for allowed in ({"replace": True}, {"resume": True}):
+        assert calibrate_request(opened, CalibrationRequest(name="featcal", **allowed)).name == "featcal"
 
 
 def test_the_form_begins_with_a_free_name(open_app: Open, run: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_calibration_that_was_chosen_stays_chosen(open_app: Open, run: Path) -
 def test_one_that_is_replaced_is_shown_again(open_app: Open, run: Path) -> None:
     with_calibrations(run, ["steady", "featcal"])
     app = open_app(run.parent, "repair")
-    start(calibrate_request(open_run(run), CalibrationSettings(name="steady", replace=True)))
+    start(calibrate_request(open_run(run), CalibrationRequest(name="steady", replace=True)))
     end(run, ["featcal", "steady"])
     assert chosen(app.run()) == "steady" and "Calibration steady is done." in said(app)
 
@@ -151,7 +152,7 @@ def test_going_on_is_offered_only_where_something_was_begun(open_app: Open, run:
 def test_one_to_replace_is_tried_again_as_it_was(open_app: Open, run: Path) -> None:
     with_calibrations(run, ["featcal", "failing"])
     open_app(run.parent)
-    start(calibrate_request(open_run(run), CalibrationSettings(name="failing", replace=True)))
+    start(calibrate_request(open_run(run), CalibrationRequest(name="failing", replace=True)))
     (run.parent / "step-0").touch()
     until(lambda: state(run) == "failed", "it has failed")
     app = open_app(run.parent, "repair")

@@ -11,8 +11,8 @@ import pytest
 
 from driftlens.base.errors import RunError
 from driftlens.runs.run import open_run
+from driftlens.spec.requests import CalibrationRequest
 from driftlens_app import runs, samples, settings
-from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import processes, start, watch
 from driftlens_app.jobs.record import Job, job_of, jobs_beside, write_job
 from driftlens_app.jobs.requests import analyze_request, calibrate_request
@@ -209,7 +209,7 @@ def test_records_beside_the_runs_are_not_read_through_a_link(root: Path, outside
 @pytest.mark.usefixtures("worker")
 @pytest.mark.parametrize("entry", ["logs", "logs/start.lock", "calibrations", "tables"])
 def test_no_job_is_started_that_would_write_through_a_link(run: Path, outside: Path, entry: str) -> None:
-    request = calibrate_request(open_run(run), CalibrationSettings(name="refused"))
+    request = calibrate_request(open_run(run), CalibrationRequest(name="refused"))
     target = outside / "target"
     if entry.endswith(".lock"):
         (run / "logs").mkdir(exist_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,21 +9,22 @@ from typing import Any
 import pytest
 
 from driftlens.runs.status import Status, write_status
-from driftlens_app.calibration import CalibrationSettings
+from driftlens.spec.requests import CalibrationRequest
+from driftlens_app.calibration import recorded
 from driftlens_app.jobs import Job, watch
 from driftlens_app.jobs import watching as log_of_jobs
 from driftlens_app.jobs.record import job_of, write_job
 from tests.app.conftest import Open
 from tests.app.pages import errors
 
-WANTED = CalibrationSettings(
+WANTED = CalibrationRequest(
     name="mine", samples=16, parameters={"lam": 0.5, "alpha": 0.25, "update": ("linear",)}
 )
 
 
-def as_json(settings: CalibrationSettings) -> dict[str, Any]:
+def as_json(settings: CalibrationRequest) -> dict[str, Any]:
     """The settings as a record has them."""
-    return dict(json.loads(json.dumps(dataclasses.asdict(settings))))
+    return dict(json.loads(settings.model_dump_json()))
 
 
 @pytest.fixture
@@ -125,46 +125,11 @@ def test_a_job_out_of_sight_whose_status_has_no_heartbeat_is_stopped(root: Path,
     assert view is not None and view.state == "stopped"
 
 
-@pytest.mark.parametrize("missing", [entry.name for entry in dataclasses.fields(CalibrationSettings)])
-def test_settings_without_one_value_keep_the_others(missing: str) -> None:
+@pytest.mark.parametrize("missing", sorted(CalibrationRequest.model_fields.keys() - {"name"}))
+def test_a_request_without_one_value_keeps_the_others(missing: str) -> None:
     values = as_json(WANTED)
     del values[missing]
-    default = getattr(CalibrationSettings(), missing)
-    assert CalibrationSettings.from_dict(values) == dataclasses.replace(WANTED, **{missing: default})
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"preset": 5}, {"preset": "paper-clip"}),
-        ({"preset": None}, {"preset": None}),
-        ({"method": 5}, {}),
-        ({"samples": 1.5}, {"samples": None}),
-        ({"samples": True}, {"samples": None}),
-        ({"parameters": 5}, {"parameters": {}}),
-        ({"parameters": {"lam": 1}}, {"parameters": {"lam": 1.0}}),
-        ({"parameters": {"lam": None, "update": []}}, {"parameters": {}}),
-        ({"parameters": {"odd": 5}}, {"parameters": {}}),
-        ({"replace": 1}, {}),
-        ({"unknown": 1}, {}),
-    ],
-    ids=str,
-)
-def test_a_value_of_another_type_stays_at_its_default(
-    values: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    found = CalibrationSettings.from_dict({**as_json(WANTED), **values})
-    assert found == dataclasses.replace(WANTED, **expected)
-    assert all(type(value) is not int for value in found.parameters.values())
-
-
-def test_a_record_of_an_older_version_has_the_methods_settings_beside_the_others() -> None:
-    record = {"name": "mine", "preset": "demo-clip", "lam": 0.5, "rho": None, "alpha": 1, "samples": 16}
-    record |= {"layers": "", "update": ["linear"], "auto": False, "save_weights": False, "replace": False}
-    expected = CalibrationSettings(
-        "mine", preset="demo-clip", parameters={"lam": 0.5, "alpha": 1.0, "update": ("linear",)}, samples=16
-    )
-    assert CalibrationSettings.from_dict(record) == expected
+    assert recorded(values) == WANTED.changed(**{missing: CalibrationRequest.keywords()[missing]})
 
 
 @pytest.mark.parametrize(
@@ -178,18 +143,23 @@ def test_a_record_of_an_older_version_has_the_methods_settings_beside_the_others
         {"parameters": {"alpha": 7.0}},
         {"parameters": {"update": 5}},
         {"parameters": {"update": ["bias", {}, "odd"]}},
+        {"parameters": {"odd": 5}},
+        {"parameters": 5},
         {"method": "gone"},
+        {"method": 5},
         {"samples": 0},
+        {"samples": True},
         {"samples": 2**60},
         {"name": "../up"},
         {"preset": "papier"},
-        {"layers": "--trust-code"},
+        {"replace": 1},
         {"auto": True},
+        {"best": False},
     ],
     ids=lambda values: str(values)[:40],
 )
-def test_values_that_cannot_be_are_read_as_the_defaults(values: dict[str, Any]) -> None:
-    assert CalibrationSettings.from_dict({**as_json(WANTED), **values}) == CalibrationSettings()
+def test_a_record_of_what_cannot_be_asked_fills_no_form(values: dict[str, Any]) -> None:
+    assert recorded({**as_json(WANTED), **values}) is None
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ import pytest
 from driftlens.base.errors import RunError, RunLockedError, SpecError
 from driftlens.runs.lock import RunLock
 from driftlens.runs.run import open_run
-from driftlens_app.calibration import CalibrationSettings
+from driftlens.spec.requests import CalibrationRequest
+from driftlens_app.calibration import recorded
 from driftlens_app.jobs import cancel, command_line, processes, start, watch
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.requests import analyze_request, calibrate_request, demo_request, project_request
@@ -240,13 +241,13 @@ def test_a_recycled_process_id_is_not_signalled(run: Path) -> None:
 
 
 def test_settings_survive_for_the_form(run: Path) -> None:
-    wanted = CalibrationSettings(
+    wanted = CalibrationRequest(
         name="refused", parameters={"lam": 0.5, "update": ("linear", "norm")}, samples=16
     )
     start(calibrate_request(open_run(run), wanted))
     job = job_of(run)
     assert job is not None
-    assert CalibrationSettings.from_dict(job.settings) == wanted
+    assert recorded(job.settings) == wanted
     until(lambda: state(run) == "failed", "it is refused")
 
 

@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from driftlens.base.errors import RunError, RunLockedError
 from driftlens.runs.run import open_run
-from driftlens_app.calibration import CalibrationSettings
+from driftlens.spec.requests import CalibrationRequest
 from driftlens_app.jobs import Request, processes, start
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.requests import calibrate_request, demo_request
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("worker")
 @pytest.fixture
 def request_(root: Path) -> Request:
     """A calibration that would go on until it is told otherwise."""
-    return calibrate_request(open_run(root / "full"), CalibrationSettings(name="steady"))
+    return calibrate_request(open_run(root / "full"), CalibrationRequest(name="steady"))
 
 
 def test_a_job_whose_record_cannot_be_written_is_ended(

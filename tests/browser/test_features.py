@@ -13,6 +13,7 @@ from playwright.sync_api import expect
 
 from driftlens.findings.projection import project, stored_projection
 from driftlens.runs.run import open_run
+from driftlens.spec.requests import ProjectionRequest
 from driftlens_app.jobs import watch
 from driftlens_app.samples import pictures
 from driftlens_app.settings import Settings
@@ -220,11 +221,13 @@ def test_a_layout_is_computed_by_a_job_and_then_drawn(
     features(page, address, run, task="cars", method="t-SNE", seed="3")
     page.get_by_role("button", name="Compute this layout").click()
     drawn = places_of_layout(page)
-    stored = stored_projection(run, "cars", method="tsne", seed=3)
+    stored = stored_projection(run, "cars", ProjectionRequest(method="tsne", seed=3))
     assert stored is not None
     rows = stored.frame[stored.frame["variant"] == "merged"]
     assert drawn == dict(zip(rows["sample_id"], zip(rows["x"], rows["y"], strict=True), strict=True))
-    assert project(run, "cars", method="tsne", seed=3, store_it=False).digest == stored.digest
+    assert (
+        project(run, "cars", ProjectionRequest(method="tsne", seed=3), store_it=False).digest == stored.digest
+    )
     view = watch(run, "project")
     assert view is not None and view.state == "done"
     assert view.progress is not None and (view.progress.done, view.progress.total) == (3, 3)

@@ -6,6 +6,7 @@ import math
 import pathlib
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,7 +16,12 @@ import driftlens as dl
 from driftlens.base.errors import DataError, LayerNotFoundError, NumericsError, SpecError
 from driftlens.findings.projection import stored_projection
 from driftlens.runs.run import DriftRun
+from driftlens.spec.requests import ProjectionRequest
 from tests.projection.clouds import cloud, places, run_of
+
+
+def stored(run: DriftRun, task: str, **asked: Any) -> object:
+    return stored_projection(run, task, ProjectionRequest(**asked))
 
 
 @pytest.mark.parametrize("method", ["umap", "tsne"])
@@ -26,8 +32,8 @@ def test_few_points_are_drawn_by_pca_and_the_note_says_why(tmp_path: pathlib.Pat
     assert found.method == "pca" and found.settings.method == method
     assert found.notes == (f"14 distinct points are too few for {title}; this is PCA",)
     np.testing.assert_array_equal(places(found, "merged"), places(dl.project(run, "cars"), "merged"))
-    stored = stored_projection(run, "cars", method=method)
-    assert stored is not None and stored.notes == found.notes
+    kept = stored_projection(run, "cars", ProjectionRequest(method=method))
+    assert kept is not None and kept.notes == found.notes
 
 
 def test_equal_rows_are_not_counted_as_points(tmp_path: pathlib.Path) -> None:
@@ -110,7 +116,7 @@ def test_features_that_are_no_numbers_are_refused_by_name(tmp_path: pathlib.Path
         "task",
     ],
 )
-@pytest.mark.parametrize("ask", [dl.project, stored_projection], ids=["project", "stored"])
+@pytest.mark.parametrize("ask", [dl.project, stored], ids=["project", "stored"])
 def test_what_makes_no_sense_is_refused(
     run: DriftRun,
     ask: Callable[..., object],

@@ -16,6 +16,7 @@ from driftlens.base.errors import RunError
 from driftlens.findings.projection import stored_projection
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
+from driftlens.spec.requests import ProjectionRequest
 from tests.projection.clouds import cloud, run_of
 
 
@@ -23,7 +24,7 @@ from tests.projection.clouds import cloud, run_of
 def test_asking_again_reads_what_is_stored(
     run: DriftRun, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    assert stored_projection(run, "cars", method=method) is None
+    assert stored_projection(run, "cars", ProjectionRequest(method=method)) is None
     first = dl.project(run, "cars", method=method)
 
     def refuse(*_: object) -> None:
@@ -31,7 +32,7 @@ def test_asking_again_reads_what_is_stored(
 
     monkeypatch.setattr("driftlens.findings.projection.lay_out", refuse)
     again = dl.project(open_run(run.path), "cars", method=method)
-    stored = stored_projection(run.path, "cars", method=method)
+    stored = stored_projection(run.path, "cars", ProjectionRequest(method=method))
     assert stored is not None
     for other in (again, stored):
         pd.testing.assert_frame_equal(other.frame, first.frame, check_exact=True)
@@ -71,7 +72,7 @@ def test_a_layout_made_by_other_libraries_is_still_shown(
     monkeypatch.setattr("driftlens.findings.projection.store.version_of", lambda package: "99")
     shown = stored_projection(run, "cars")
     assert shown is not None and shown.digest == first.digest
-    assert stored_projection(run, "cars", seed=5) is None
+    assert stored_projection(run, "cars", ProjectionRequest(seed=5)) is None
     assert dl.project(run, "cars").digest != first.digest
 
 
@@ -96,7 +97,7 @@ def test_names_with_markup_are_kept_as_they_are(tmp_path: pathlib.Path) -> None:
     run = run_of(tmp_path / "run", features, task)
     found = dl.project(run, task, variants=[variant])
     assert set(found.frame["task"]) == {task} and set(found.frame["variant"]) == {"expert", variant}
-    stored = stored_projection(run, task, variants=[variant])
+    stored = stored_projection(run, task, ProjectionRequest(variants=[variant]))
     assert stored is not None and stored.frame.equals(found.frame)
 
 

@@ -77,8 +77,8 @@ def test_what_is_of_another_kind_is_refused_and_all_else_can_be_written_again(
     except RunError as error:
         assert "manifest.json is damaged" in error.message
         return
-    written(tmp_path, manifest)
-    assert read_manifest(tmp_path) == manifest
+    there = written(tmp_path, manifest)
+    assert written(tmp_path, read_manifest(tmp_path)) == there
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ A spec is under the root, of a sane size, and found by looking, not by typing.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -20,7 +19,8 @@ from driftlens.findings.projection import METHODS
 from driftlens.runs.layout import COMPARISON, MANIFEST, SPEC
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
-from driftlens_app.calibration import CalibrationSettings, methods
+from driftlens.spec.requests import DEFAULT_METHOD, ArenaRequest, CalibrationRequest, ComparisonRequest
+from driftlens_app.calibration import checked, methods, require_free_name
 from driftlens_app.jobs.record import Request, job_of
 from driftlens_app.runs import listed_runs
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_root
@@ -76,11 +76,8 @@ def compare_request(settings: Settings, spec: str, name: str, merges: Merges) ->
     file, run = spec_file(settings.root, spec), _new_folder(settings, name)
     if run.exists():
         raise SpecError(f"{name} exists already", hint="Choose another name.")
-    asked = [
-        ":".join([method, *(f"{key}={json.dumps(value)}" for key, value in given.items())])
-        for method, given in merges.items()
-    ]
-    arguments = ("merge", str(file), f"--compare={','.join(asked)}", "--out", str(run), *_PROGRESS)
+    asked = ComparisonRequest(merges=[(method, dict(given)) for method, given in merges.items()])
+    arguments = ("merge", str(file), *asked.words(), "--out", str(run), *_PROGRESS)
     return Request("compare", name, run, arguments, {"spec": spec, "name": name, "merges": dict(merges)})
 
 
@@ -120,11 +117,11 @@ def analyze_request(
     return Request("analyze", name, run, arguments, {"spec": spec, "name": name, "merge": dict(merge)})
 
 
-def calibrate_request(run: DriftRun, settings: CalibrationSettings) -> Request:
+def calibrate_request(run: DriftRun, asked: CalibrationRequest) -> Request:
     """The calibration of a run; a value out of its range and a name that is taken are refused."""
-    settings.require_free_name(run.manifest.calibrations)
-    arguments = ("calibrate", str(run.path), *settings.arguments(run.path), *_PROGRESS)
-    return Request("calibrate", settings.name, run.path, arguments, dataclasses.asdict(settings))
+    require_free_name(asked, run.manifest.calibrations)
+    arguments = ("calibrate", str(run.path), *checked(asked).words(), *_PROGRESS)
+    return Request("calibrate", asked.name, run.path, arguments, asked.model_dump(mode="json"))
 
 
 _FACTORS = {"lam": (0.04, 0.2, 1, 5, 25), "rho": (0.25, 0.5, 1, 1.5), "alpha": (0, 0.5, 1, 2, 3)}
@@ -133,7 +130,7 @@ _FACTORS = {"lam": (0.04, 0.2, 1, 5, 25), "rho": (0.25, 0.5, 1, 1.5), "alpha": (
 
 def sweep_request(run: DriftRun) -> Request:
     """FeatCal's coefficients, one at a time around what is published for models of the run's kind."""
-    method = methods()[CalibrationSettings.method]
+    method = methods()[DEFAULT_METHOD]
     preset = str(method.preset_for(run.manifest.architecture.get("loader", "")))
     arguments = ["sweep", str(run.path), "--resume", f"--preset={preset}"]
     for name, factors in _FACTORS.items():
@@ -148,8 +145,8 @@ def arena_request(run: DriftRun, names: Sequence[str]) -> Request:
     """Repairs by several methods on the same samples, each kept as a calibration of the run."""
     if not names:
         raise SpecError("no method was chosen", hint="Choose two or more to be compared.")
-    asked = ",".join(names)
-    return Request("arena", asked, run.path, ("arena", str(run.path), f"--methods={asked}", *_PROGRESS))
+    arguments = ("arena", str(run.path), *ArenaRequest(methods=names).words(), *_PROGRESS)
+    return Request("arena", ",".join(names), run.path, arguments)
 
 
 def explain_request(run: DriftRun) -> Request:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import streamlit as st
 
@@ -21,7 +20,16 @@ from driftlens.findings.table import Table
 from driftlens.findings.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.layout import begun_calibration, calibration_folder, calibration_weights
 from driftlens.runs.run import DriftRun
-from driftlens_app.calibration import CalibrationSettings, calibration_form, methods
+from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest
+from driftlens_app.calibration import (
+    calibration_form,
+    checked,
+    freely_named,
+    is_search,
+    methods,
+    recorded,
+    require_free_name,
+)
 from driftlens_app.jobs import Job, View, start, watch
 from driftlens_app.jobs.command_line import ask
 from driftlens_app.jobs.requests import arena_request, calibrate_request, sweep_request
@@ -77,13 +85,13 @@ def show() -> None:
     blocked = is_at_work(run.path) or settings.read_only
     with left, shown_errors():
         known = methods()
-        choosing = known[CalibrationSettings.method].choosing
+        choosing = known[DEFAULT_METHOD].choosing
         efforts = {name: method.effort for name, method in known.items()}
         wanted, pressed = calibration_form(
             _last(run, job),
             taken=run.manifest.calibrations,
             blocked=blocked,
-            may_export=not settings.is_one_run,
+            exports=None if settings.is_one_run else str(run.path),
             loader=run.manifest.architecture.get("loader", ""),
             cost=choosing_cost(run, choosing, efforts),
         )
@@ -93,32 +101,32 @@ def show() -> None:
         if job is not None and job.state in BAD_ENDS:
             show_ended(job)
             if not settings.read_only:
-                _offer_to_continue(run, job.job, may_export=not settings.is_one_run)
+                _offer_to_continue(run, job.job)
         _results(run, job)
     if run.manifest.calibrations:
         _sensitivity(run, blocked=blocked)
     _arena(run, blocked=blocked)
 
 
-def _last(run: DriftRun, job: View | None) -> CalibrationSettings | None:
+def _last(run: DriftRun, job: View | None) -> CalibrationRequest | None:
     """The newest job's settings, as they were if it is to be tried again, else under a name that is free.
 
     None of a search of the best, which has a button of its own.
     """
-    last = None if job is None else CalibrationSettings.from_dict(job.job.settings)
-    if last is None or last.best:
+    last = None if job is None else recorded(job.job.settings)
+    if last is None or is_search(last):
         return None
     is_again = job is not None and job.state != "done" and last.replace
-    return last if is_again else last.with_free_name(run.manifest.calibrations)
+    return last if is_again else freely_named(last, run.manifest.calibrations)
 
 
-def _act(run: DriftRun, wanted: CalibrationSettings, pressed: str, *, blocked: bool) -> None:
+def _act(run: DriftRun, wanted: CalibrationRequest, pressed: str, *, blocked: bool) -> None:
     if pressed == "calibrate":
         start(calibrate_request(run, wanted))
         st.rerun()
     if pressed == "estimate":
-        wanted.require_free_name(run.manifest.calibrations)
-        arguments = ("calibrate", str(run.path), *wanted.arguments(run.path), "--dry-run", "--json")
+        require_free_name(wanted, run.manifest.calibrations)
+        arguments = ("calibrate", str(run.path), *checked(wanted).words(), "--dry-run", "--json")
         with st.spinner("Checking weights and data"):
             st.session_state[_ESTIMATE] = (run.id, wanted, ask(arguments, run.path.parent))
     known = st.session_state.get(_ESTIMATE)
@@ -128,17 +136,18 @@ def _act(run: DriftRun, wanted: CalibrationSettings, pressed: str, *, blocked: b
         show_outlook(run)
 
 
-def _offer_to_continue(run: DriftRun, job: Job, *, may_export: bool) -> None:
-    if not (run.path / begun_calibration(job.name)).is_file():
+def _offer_to_continue(run: DriftRun, job: Job) -> None:
+    last = recorded(job.settings)
+    if last is None or not (run.path / begun_calibration(job.name)).is_file():
         return  # It ended before it had begun: with a fresh start nothing is lost.
     if st.button("Continue where it stopped", icon=":material/resume:", key="resume-calibration"):
         with shown_errors():
-            last = CalibrationSettings.from_dict(job.settings)
             # A record may say anything, and the folder of an export lies beside the run.
-            save = last.save_weights and may_export
+            is_one_run = Settings.from_environment().is_one_run
+            place = None if last.save_weights is None or is_one_run else f"{run.path}-{last.name}"
             # What has the name stays until its successor is solved for.
             stays = last.replace and job.name in run.manifest.calibrations
-            start(calibrate_request(run, replace(last, resume=True, replace=stays, save_weights=save)))
+            start(calibrate_request(run, last.changed(resume=True, replace=stays, save_weights=place)))
             st.rerun()
 
 

@@ -7,8 +7,6 @@ plane are indicative only; every quality number comes from the features themselv
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 
@@ -29,6 +27,7 @@ from driftlens.findings.projection.store import (
 )
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.tables import conform
+from driftlens.spec.requests import ProjectionRequest
 
 __all__ = ["METHODS", "FitOn", "Method", "Projection", "project", "stored_projection"]
 
@@ -38,11 +37,11 @@ _STEPS = ("reading features", "laying out", "comparing neighbours")
 def project(
     run: DriftRun | PathLike,
     task: str,
+    request: ProjectionRequest = ProjectionRequest(),
     *,
     store_it: bool = True,
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
-    **choices: Any,
 ) -> Projection:
     """One joint layout of the expert's and the variants' features; coordinates that the run has are read, not redone.
 
@@ -53,11 +52,10 @@ def project(
     Args:
         run: a run, or its folder.
         task: the task.
+        request: what is laid out, and how.
         store_it: whether to keep a new layout in the run; a viewer that may not write says no.
         on_progress: told of every step; most time goes into one of them, which can't say how far it has come.
         cancel: polled between the steps.
-        **choices: layer="final", method="pca", seed=0, variants=None, fit_on="all" and max_points=2000: see
-            `settings_of`.
 
     Raises:
         Cancelled: somebody asked to stop.
@@ -69,7 +67,7 @@ def project(
         RunLockedError: a new layout can't be kept, for another process is writing to the run.
     """
     opened = run if isinstance(run, DriftRun) else open_run(run)
-    settings = settings_of(opened, task, **choices)
+    settings = settings_of(opened, task, request)
     features, versions = feature_digests(opened, settings), library_versions(settings.method)
     digest = content_key(settings, features, versions)
     reporter = Reporter(on_progress, cancel)
@@ -107,14 +105,16 @@ def project(
     return found
 
 
-def stored_projection(run: DriftRun | PathLike, task: str, **choices: Any) -> Projection | None:
+def stored_projection(
+    run: DriftRun | PathLike, task: str, request: ProjectionRequest = ProjectionRequest()
+) -> Projection | None:
     """The layout that `project` stored, for viewers that must not compute; None where there is none.
 
     One made by other versions of the libraries is as good: its coordinates are what was stored. Arguments and errors as
     for `project`; nothing is computed, imported for computing, or written.
     """
     opened = run if isinstance(run, DriftRun) else open_run(run)
-    settings = settings_of(opened, task, **choices)
+    settings = settings_of(opened, task, request)
     features = feature_digests(opened, settings)
     digest = content_key(settings, features, library_versions(settings.method))
     return store.read(opened, digest) or store.read_like(opened, settings, features)

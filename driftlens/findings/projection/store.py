@@ -21,6 +21,7 @@ from driftlens.runs.manifest import version_of
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import LABEL, SAMPLE_ID, TASK, VARIANT, Column, Table
 from driftlens.runs.tables import append_rows, plain_rows, read_table
+from driftlens.spec.requests import ProjectionRequest
 
 Method = Literal["pca", "umap", "tsne"]
 FitOn = Literal["all", "expert"]
@@ -81,34 +82,14 @@ class Settings:
         return {**asdict(self), "variants": list(self.variants)}
 
 
-def settings_of(
-    run: DriftRun,
-    task: str,
-    *,
-    layer: int | str = "final",
-    method: Method = "pca",
-    seed: int = 0,
-    variants: Sequence[str] | None = None,
-    fit_on: FitOn = "all",
-    max_points: int = 2000,
-) -> Settings:
+def settings_of(run: DriftRun, task: str, request: ProjectionRequest) -> Settings:
     """The settings, checked.
-
-    Args:
-        run: the run.
-        task: the task.
-        layer: index, "final" or module path.
-        method: "pca", "umap" or "tsne".
-        seed: of the method's random numbers. With one, a layout repeats on one machine with the same libraries;
-            elsewhere only the stored coordinates do.
-        variants: whose features to draw beside the expert's; None, which is every variant but the base.
-        fit_on: "all", or "expert" for a layout that variants added later don't move.
-        max_points: most points, over expert and variants together. Samples beyond are left out, evenly over classes.
 
     Raises:
         SpecError: no such method or reference, t-SNE asked to place rows it was not fitted on, or a bad count.
         LayerNotFoundError: the run has no such layer.
     """
+    method, fit_on, seed, most = request.method, request.fit_on, request.seed, request.max_points
     for what, given, allowed in (("method", method, METHODS), ("fit_on", fit_on, get_args(FitOn))):
         if given not in allowed:
             there = ", ".join(allowed)
@@ -120,12 +101,14 @@ def settings_of(
     if not 0 <= seed < 2**32:
         raise SpecError(f"seed should be from 0 to {2**32 - 1:,}, got {str(seed)[:40]}")
     chosen = (
-        [variant for variant in run.variants if variant != "base"] if variants is None else list(variants)
+        [variant for variant in run.variants if variant != "base"]
+        if request.variants is None
+        else list(request.variants)
     )
     chosen = [variant for variant in dict.fromkeys(chosen) if variant != "expert"]
-    if not 1 + len(chosen) <= max_points <= MOST_POINTS:
-        raise SpecError(f"max_points should be from {1 + len(chosen)} to {MOST_POINTS}, got {max_points}")
-    return Settings(task, run.layer_index(layer), method, seed, tuple(chosen), fit_on, max_points)
+    if not 1 + len(chosen) <= most <= MOST_POINTS:
+        raise SpecError(f"max_points should be from {1 + len(chosen)} to {MOST_POINTS}, got {most}")
+    return Settings(task, run.layer_index(request.layer), method, seed, tuple(chosen), fit_on, most)
 
 
 def feature_digests(run: DriftRun, settings: Settings) -> dict[str, str]:

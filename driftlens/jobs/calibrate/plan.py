@@ -23,13 +23,11 @@ from driftlens.models.chain import Layer
 from driftlens.runs.layout import calibration_folder, calibration_weights
 from driftlens.runs.manifest import Manifest, ids_digest
 from driftlens.runs.run import DriftRun
+from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest
 
 if TYPE_CHECKING:
     from driftlens.spec import RunSpec
-    from driftlens.spec.requests import CalibrationRequest
     from driftlens.spec.sections import Calibration
-
-DEFAULT_METHOD = "featcal"
 
 
 @dataclass(frozen=True)

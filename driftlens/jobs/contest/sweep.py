@@ -32,7 +32,6 @@ from driftlens.jobs.analyze.evaluation import final_drift, scores_of
 from driftlens.jobs.analyze.phases import deterministic_algorithms, suitable_threads, thumb
 from driftlens.jobs.calibrate.job import OpenCalibration, open_calibration
 from driftlens.jobs.calibrate.plan import (
-    DEFAULT_METHOD,
     CalibrationPlan,
     calibrator_of,
     method_called,
@@ -53,7 +52,7 @@ from driftlens.runs import layout
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens.spec import load_spec
-from driftlens.spec.requests import CalibrationRequest, SweepRequest
+from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest, SweepRequest
 
 if TYPE_CHECKING:
     import pandas as pd

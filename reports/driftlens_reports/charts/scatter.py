@@ -14,6 +14,7 @@ from driftlens.base.errors import DataError
 from driftlens.findings.projection import Projection, project, stored_projection
 from driftlens.findings.reading import number, percent
 from driftlens.runs.run import DriftRun
+from driftlens.spec.requests import ProjectionRequest
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Brush
@@ -60,10 +61,10 @@ def shown_task(run: DriftRun, options: ChartOptions) -> str:
 
 def _projection(run: DriftRun, options: ChartOptions) -> Projection | None:
     """The stored layout of all variants, so that it stays where it is whichever are chosen; PCA at once without one."""
-    where: dict[str, Any] = {"layer": options.layer, "method": options.method, "seed": options.seed}
+    asked = ProjectionRequest(layer=options.layer, method=options.method, seed=options.seed)
     task = shown_task(run, options)
-    stored = stored_projection(run, task, **where)
-    return stored or (project(run, task, **where, store_it=False) if options.method == "pca" else None)
+    stored = stored_projection(run, task, asked)
+    return stored or (project(run, task, asked, store_it=False) if options.method == "pca" else None)
 
 
 def _laid_out(run: DriftRun, options: ChartOptions) -> list[str]:

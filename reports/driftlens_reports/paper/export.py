@@ -18,6 +18,7 @@ from driftlens.base.files import PathLike, atomic_path
 from driftlens.runs.manifest import versions
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
+from driftlens.spec.requests import ExhibitRequest
 from driftlens_reports.paper.exhibit import Exhibit, Exhibited, ExhibitOptions, Gap, Kind, exhibits
 from driftlens_reports.paper.published import source
 from driftlens_reports.paper.style import WIDTHS, encode, venue_of
@@ -212,6 +213,12 @@ def width_of(style: str) -> float:
     if style not in WIDTHS:
         raise SpecError(f"no style called {style!r}", hint=f"There are {', '.join(WIDTHS)}.")
     return WIDTHS[style]
+
+
+def exhibit_options(request: ExhibitRequest) -> ExhibitOptions:
+    """What a request says of exhibits; errors as for `width_of`."""
+    said = {field.name: getattr(request, field.name) for field in dataclasses.fields(ExhibitOptions)}
+    return ExhibitOptions(**{**said, "width": request.width or width_of(request.style)})
 
 
 def check_kind(name: str, kind: Kind) -> str:

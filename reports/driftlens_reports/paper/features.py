@@ -20,6 +20,7 @@ from matplotlib.lines import Line2D
 from driftlens.base.errors import DataError, NumericsError
 from driftlens.findings.reading import number
 from driftlens.runs.run import DriftRun
+from driftlens.spec.requests import ProjectionRequest
 from driftlens_reports.charts.marks import thinned
 from driftlens_reports.charts.theme import look
 from driftlens_reports.charts.words import called, spaced, title
@@ -183,8 +184,8 @@ def _layout_of(
     from driftlens.findings.projection import project, stored_projection
 
     try:
-        projection = stored_projection(run, task, layer=layer, method=method)
-        projection = projection or project(run, task, layer=layer, method=method, store_it=False)
+        asked = ProjectionRequest(layer=layer, method=method)
+        projection = stored_projection(run, task, asked) or project(run, task, asked, store_it=False)
     except (DataError, NumericsError) as error:
         return error.message
     rows = projection.frame[projection.frame["variant"].isin(["expert", *variants])]

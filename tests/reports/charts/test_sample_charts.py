@@ -9,6 +9,7 @@ import pytest
 
 from driftlens.findings.projection import project
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.spec.requests import ProjectionRequest
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
 from tests.records.full_run import write_full_run
 from tests.reports.charts.crowd import write_crowd
@@ -104,7 +105,7 @@ def test_points_without_a_place_on_logarithmic_axes_are_counted(full: DriftRun) 
 def test_scatter_draws_the_projection_with_the_expert_first(layer: int | str, full: DriftRun) -> None:
     options = ChartOptions(tasks=["cars"], layer=layer)
     drawn = charts["scatter"].draw(full, options)
-    found = project(full, "cars", layer=layer, store_it=False)
+    found = project(full, "cars", ProjectionRequest(layer=layer), store_it=False)
     for variant, trace in zip(["expert", "merged", CONTROL, CALIBRATED], clouds(drawn), strict=True):
         rows = found.frame[found.frame["variant"] == variant]
         assert np.array_equal(trace.x, rows["x"]) and np.array_equal(trace.y, rows["y"])

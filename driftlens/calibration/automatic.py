@@ -156,7 +156,9 @@ def search(
     best, known = start, dict[str, tuple[Calibrator, Scores]]()
     for name in varies:
         around = [best, *(best.changed(**{name: value}) for value in best.steps_from(name))]
-        new = [at for at in around if repr(at) not in known]
-        known |= {repr(at): (at, scores) for at, scores in zip(new, score(new), strict=True)}
-        best = min((known[repr(at)] for at in around), key=lambda tried: tried[1].mean)[0]
+        new = [calibrator for calibrator in around if repr(calibrator) not in known]
+        known |= {
+            repr(calibrator): (calibrator, scores) for calibrator, scores in zip(new, score(new), strict=True)
+        }
+        best = min((known[repr(calibrator)] for calibrator in around), key=lambda tried: tried[1].mean)[0]
     return best, [*known.values()]

@@ -86,11 +86,11 @@ def _state(
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
     """All that a descent goes on from; of parameters that no gradient has reached, Adam remembers nothing."""
-    found = {"at": torch.tensor(step), "order": order, "generator": generator.get_state()}
+    state = {"at": torch.tensor(step), "order": order, "generator": generator.get_state()}
     for at, parameter in enumerate(parameters):
-        found[f"parameter.{at}"] = parameter.detach()
-        found |= {f"{name}.{at}": value for name, value in descent.state[parameter].items()}
-    return found
+        state[f"parameter.{at}"] = parameter.detach()
+        state |= {f"{name}.{at}": value for name, value in descent.state[parameter].items()}
+    return state
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def _taken_up(
     for at, parameter in enumerate(parameters):
         parameter.copy_(kept[f"parameter.{at}"])
         if f"step.{at}" in kept:
-            own = {name: kept[f"{name}.{at}"] for name in _MOMENTS}
-            descent.state[parameter] = own | {name: own[name].to(parameter) for name in _MOMENTS[1:]}
+            moments = {name: kept[f"{name}.{at}"] for name in _MOMENTS}
+            descent.state[parameter] = moments | {name: moments[name].to(parameter) for name in _MOMENTS[1:]}
     generator.set_state(kept["generator"])
     return int(kept["at"]), kept["order"]

@@ -58,13 +58,13 @@ class Distill(WeightTrainer, Descent, Calibrator):
         starts = [sum(walk.count for walk in walks[:at]) for at in range(len(walks))]
 
         def loss(chosen: Tensor) -> Tensor:
-            found = []
+            losses = []
             for start, walk in zip(starts, walks, strict=True):
-                own = chosen[(chosen >= start) & (chosen < start + walk.count)] - start
-                if len(own):
-                    [(merged, expert)] = walk.pairs(own, weights=weights).values()
-                    found.append((merged - expert).abs().mean() / expert.abs().mean())
-            return torch.stack(found).mean()
+                of_task = chosen[(chosen >= start) & (chosen < start + walk.count)] - start
+                if len(of_task):
+                    [(merged, expert)] = walk.pairs(of_task, weights=weights).values()
+                    losses.append((merged - expert).abs().mean() / expert.abs().mean())
+            return torch.stack(losses).mean()
 
         self.descend(list(weights.values()), loss, sum(walk.count for walk in walks), course)
         return {slot: value.detach() for slot, value in weights.items()}

@@ -122,24 +122,24 @@ class IntervMerge(Descent, Trained, JointTrainer):
         """The edits of one task, by the block that they are in."""
         device, dtype = walk.pool.device, walk.pool.dtype
         first = walk.pool.chain.modality.pool == "cls"
-        found: dict[int, Edit] = {}
+        edits: dict[int, Edit] = {}
         for boundary, (site, width) in walk.joined().items():
             weight = partial(uniform, self.rank, width, course.generator)
             bias = partial(uniform, 1, self.rank, course.generator, width)
             drawn = (weight(), bias()[0], weight(), bias()[0])
             leaves = (each.to(device, dtype).requires_grad_() for each in drawn)
-            found[boundary] = Edit.of(dict(zip(_PARTS, leaves, strict=True)), site, first=first)
+            edits[boundary] = Edit.of(dict(zip(_PARTS, leaves, strict=True)), site, first=first)
 
         def loss(chosen: Tensor) -> Tensor:
-            [(merged, expert)] = walk.pairs(chosen, found).values()
+            [(merged, expert)] = walk.pairs(chosen, edits).values()
             return (merged - expert).abs().mean()
 
-        self.descend([leaf for each in found.values() for leaf in each.parts()], loss, walk.count, course)
+        self.descend([leaf for each in edits.values() for leaf in each.parts()], loss, walk.count, course)
         return {
             at: Edit.of(
                 {name: leaf.detach() for name, leaf in each.tensors().items()}, each.site, first=first
             )
-            for at, each in found.items()
+            for at, each in edits.items()
         }
 
     @classmethod

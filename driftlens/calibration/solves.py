@@ -39,21 +39,21 @@ def solve_linear(
     for site in problem.sites:  # one by one: all at once would hold several copies of all weights
         name = f"{site.name}.weight"
         merged = problem.merged[name]
-        mine = moments.of_outputs(slice(start, start + len(merged)))
+        of_site = moments.of_outputs(slice(start, start + len(merged)))
         start += len(merged)
-        weights = _Weights.of(mine, merged, None if anchor is None else anchor[name], pull, factor)
+        weights = _Weights.of(of_site, merged, None if anchor is None else anchor[name], pull, factor)
         parameters = {name: weights.value} if solves else {}
         error = None
         if direction is not None and image is not None:
-            wanted = mine.weight_sum * (mine.output_cross @ direction)
+            wanted = of_site.weight_sum * (of_site.output_cross @ direction)
             if anchor is not None:
                 wanted = wanted + pull * (anchor[name] @ direction)
             error = stationarity_error(weights.value, image, wanted)
         if "bias" in update and site.name in problem.expert_bias:
             parameters[f"{site.name}.bias"] = solve_bias(
-                mine.mean_target + problem.expert_bias[site.name],
-                weights.value @ mine.mean_in,
-                mine.weight_sum,
+                of_site.mean_target + problem.expert_bias[site.name],
+                weights.value @ of_site.mean_in,
+                of_site.weight_sum,
                 None if anchor is None else anchor[f"{site.name}.bias"],
                 lam=lam,
             )

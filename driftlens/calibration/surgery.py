@@ -100,11 +100,15 @@ class Surgery(LowRankTrained, LayerTrainer):
         width, device = features.merged.shape[-1], features.merged.device
         down = uniform(self.rank, width, course.generator).to(device).requires_grad_()
         up = torch.zeros(width, self.rank, device=device, requires_grad=True)
-        found = LowRank(down, up, self.normalize)
+        correction = LowRank(down, up, self.normalize)
 
         def loss(chosen: Tensor) -> Tensor:
             merged, expert = features.rows(chosen)
-            return (found(merged) - (F.normalize(expert, dim=-1) if self.normalize else expert)).abs().mean()
+            return (
+                (correction(merged) - (F.normalize(expert, dim=-1) if self.normalize else expert))
+                .abs()
+                .mean()
+            )
 
         self.descend([down, up], loss, len(features.merged), course)
         return LowRank(down.detach(), up.detach(), self.normalize)

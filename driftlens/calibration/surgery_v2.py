@@ -51,16 +51,16 @@ class SurgeryV2(LowRankTrained, JointTrainer):
     def train_jointly(self, walk: FrozenWalk, course: Course) -> Mapping[int, LowRank]:
         """The corrections of one task."""
         device, dtype = walk.pool.device, walk.pool.dtype
-        found: dict[int, LowRank] = {}
+        corrections: dict[int, LowRank] = {}
         for boundary, width in walk.widths.items():
             down = uniform(self.rank, width, course.generator).to(device, dtype).requires_grad_()
             up = torch.zeros(width, self.rank, device=device, dtype=dtype, requires_grad=True)
-            found[boundary] = LowRank(down, up)
+            corrections[boundary] = LowRank(down, up)
 
         def loss(chosen: Tensor) -> Tensor:
-            pairs = walk.pairs(chosen, found).values()
+            pairs = walk.pairs(chosen, corrections).values()
             return torch.stack([(merged - expert).abs().mean() for merged, expert in pairs]).sum()
 
-        leaves = [leaf for each in found.values() for leaf in (each.down, each.up)]
+        leaves = [leaf for each in corrections.values() for leaf in (each.down, each.up)]
         self.descend(leaves, loss, walk.count, course)
-        return {at: LowRank(each.down.detach(), each.up.detach()) for at, each in found.items()}
+        return {at: LowRank(each.down.detach(), each.up.detach()) for at, each in corrections.items()}

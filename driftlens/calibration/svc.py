@@ -77,8 +77,8 @@ def stretched(merged: Tensor, experts: Iterable[Tensor], alpha: float) -> Tensor
     rows = sizes[:, None] * right
     total, count = torch.zeros_like(sizes), 0
     for change in experts:
-        own = left.mT @ change
-        size = own.square().sum(dim=1)
-        share = torch.where(size > 0, (rows * own).sum(dim=1) / size.where(size > 0, 1.0), 0.0)
+        along = left.mT @ change
+        size = along.square().sum(dim=1)
+        share = torch.where(size > 0, (rows * along).sum(dim=1) / size.where(size > 0, 1.0), 0.0)
         total, count = total + share.clamp_min(alpha), count + 1
     return left @ ((count / total)[:, None] * rows)

@@ -166,17 +166,17 @@ class Ground:
             }
             owners = self.team.owners(self.tasks, weights if all(weights.values()) else None)
             return {task: self.parts[task] for task in self.tasks if owners[task] == self.team.rank}, {}
-        own: dict[str, Sequence[Part]] = {}
+        here: dict[str, Sequence[Part]] = {}
         ranks: dict[str, list[int]] = {}
         for task, runs in self.team.shares(
             {task: -(-known[task] // sizes[task]) for task in self.tasks}
         ).items():
             for rank, first, behind in runs:
                 if rank == self.team.rank:
-                    own[task] = [_batches_of(self.parts[task][0], first, behind)]
+                    here[task] = [_batches_of(self.parts[task][0], first, behind)]
             if len(runs) > 1:
                 ranks[task] = [rank for rank, *_ in runs]
-        return own, ranks
+        return here, ranks
 
 
 def _batches_of(part: Part, first: int, behind: int) -> Part:

@@ -50,9 +50,9 @@ class BoundaryFeatures:
             IncompatibleModelsError: there are no tokens: channels come before space, as in convolutions.
         """
         _require_tokens(self.layer, self.merged)
-        at = slice(None) if chosen is None else chosen.to(self.merged.device)
-        mask = None if self.mask is None else self.mask[at]
-        return _token_rows(self.merged[at], mask), _token_rows(self.expert[at], mask)
+        places = slice(None) if chosen is None else chosen.to(self.merged.device)
+        mask = None if self.mask is None else self.mask[places]
+        return _token_rows(self.merged[places], mask), _token_rows(self.expert[places], mask)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from driftlens.base.team import Team
 from driftlens.engine.problems import (
     InputSums,
     Layerwise,
-    LinearFold,
     LinearProblem,
     NormProblem,
     TaskMoments,
     Wanted,
+    WeightedFold,
 )
 from driftlens.engine.site_rows import SiteRows, require_rule, row_weights, stacked
 from driftlens.linalg.gram import GramPool, GramSum
@@ -122,10 +122,10 @@ class LayerSums:
 
         for group in self._groups:
             rows = _flat(merged_rows.inputs[group.sites[0].name])
-            theirs = _flat(expert_rows.inputs[group.sites[0].name])
+            wanted_rows = _flat(expert_rows.inputs[group.sites[0].name])
             outputs = [_flat(expert_rows.outputs[site.name]) for site in group.sites]
             weights = weights_of(group.sites[0], group.wanted.token_weights)
-            group.add(rows, theirs, outputs, weights, expert, len(rows) * max(1, num_batches), task)
+            group.add(rows, wanted_rows, outputs, weights, expert, len(rows) * max(1, num_batches), task)
         for norm in self._norms:
             rows = _flat(merged_rows.inputs[norm.site.name])
             norm.add(rows, weights_of(norm.site, norm.rule))
@@ -175,7 +175,7 @@ class LinearSums:
         sites: Sequence[Site],
         *,
         wanted: Wanted,
-        fold: LinearFold,
+        fold: WeightedFold,
         dtype: torch.dtype,
         objectives: bool,
         grams: GramPool,
@@ -287,8 +287,8 @@ class LinearSums:
             sites=self.sites,
             moments=self._fold.moments(),
             expert_bias=self._fold.mean_bias(),
-            merged=_own(merged, self.sites),
-            base=None if base is None else _own(base, self.sites),
+            merged=_of_sites(merged, self.sites),
+            base=None if base is None else _of_sites(base, self.sites),
         )
 
 
@@ -382,11 +382,11 @@ class NormSums:
         for moments in self._tasks:
             total = self._fold(total, moments)
         assert total is not None
-        own = _own(merged, self.sites), None if base is None else _own(base, self.sites)
-        return NormProblem(self.site, total, *own)
+        parameters = _of_sites(merged, self.sites), None if base is None else _of_sites(base, self.sites)
+        return NormProblem(self.site, total, *parameters)
 
 
-def _own(parameters: Parameters, sites: Sequence[Site]) -> dict[str, Tensor]:
+def _of_sites(parameters: Parameters, sites: Sequence[Site]) -> dict[str, Tensor]:
     """Those of some sites alone."""
     names = (f"{site.name}.{part}" for site in sites for part in ("weight", "bias"))
     return {name: parameters[name] for name in names if name in parameters}

@@ -88,12 +88,12 @@ def attachments_from(
     tensors: Iterable[tuple[str, Tensor]], make: Callable[[Mapping[str, Tensor], str], Attachment]
 ) -> dict[tuple[str, int], Attachment]:
     """What `attachment_tensors` took apart, put together by `make` from the tensors of a place and its site."""
-    found: defaultdict[tuple[str, int, str], dict[str, Tensor]] = defaultdict(dict)
+    by_place: defaultdict[tuple[str, int, str], dict[str, Tensor]] = defaultdict(dict)
     for key, value in tensors:
         place, tensor, task = key.split("/", 2)
         boundary, _, site = place.partition(":")
-        found[task, int(boundary), site][tensor] = value
-    return {(task, boundary): make(own, site) for (task, boundary, site), own in found.items()}
+        by_place[task, int(boundary), site][tensor] = value
+    return {(task, boundary): make(parts, site) for (task, boundary, site), parts in by_place.items()}
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,9 @@ class Variant:
 
     def attached(self, task: str) -> dict[int, Attachment]:
         """What is attached for one task, by boundary."""
-        return {boundary: found for (name, boundary), found in self.attachments.items() if name == task}
+        return {
+            boundary: attachment for (name, boundary), attachment in self.attachments.items() if name == task
+        }
 
 
 @dataclass(frozen=True)
@@ -269,8 +271,8 @@ class ModelPool:
         Raises:
             NumericsError: a weight is NaN or infinite.
         """
-        if self._ahead is not None and (found := self._ahead.take((model, layer.index))) is not None:
-            return found
+        if self._ahead is not None and (ahead := self._ahead.take((model, layer.index))) is not None:
+            return ahead
         return self._read(model, layer)
 
     def expect(self, models: Iterable[str], boundary: int) -> None:
@@ -429,9 +431,9 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
         name: TensorHeader(tuple(p.shape), p.dtype) for name, p in skeleton.state_dict(keep_vars=True).items()
     }
     needed = {key: wanted[key] for key in chain.parameter_keys()}
-    found = source.headers
-    missing = [key for key in needed if key not in found]
-    unknown = [key for key in found if key not in wanted]
+    headers = source.headers
+    missing = [key for key in needed if key not in headers]
+    unknown = [key for key in headers if key not in wanted]
     if missing or unknown:
         parts = [f"lacks {_some(missing)}"] if missing else []
         parts += [f"has {_some(unknown)}, which {chain.architecture} does not know"] if unknown else []
@@ -442,16 +444,16 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
             unknown=unknown,
         )
     for key, header in needed.items():
-        if found[key].shape != header.shape:
+        if headers[key].shape != header.shape:
             raise IncompatibleModelsError(
-                f"{source.name}: {key!r} has shape {list(found[key].shape)}; "
+                f"{source.name}: {key!r} has shape {list(headers[key].shape)}; "
                 f"the architecture wants {list(header.shape)}",
                 hint="The checkpoint belongs to another model size; merge only models fine-tuned from one base.",
                 key=key,
             )
-        if header.dtype.is_floating_point and not found[key].dtype.is_floating_point:
+        if header.dtype.is_floating_point and not headers[key].dtype.is_floating_point:
             raise IncompatibleModelsError(
-                f"{source.name}: {key!r} is stored as {found[key].dtype}; expected a floating dtype",
+                f"{source.name}: {key!r} is stored as {headers[key].dtype}; expected a floating dtype",
                 hint="Quantised weights can't be compared; load the model in float16 or wider and save it again.",
                 key=key,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,43 +151,6 @@ class Wanted:
     token_weights: str
 
 
-class LinearFold(Protocol):
-    """Per-task moments of one group of linear sites on their way to the moments that are solved from."""
-
-    def add(self, task: TaskMoments) -> None:
-        """Take in one task; its memory serves the next task afterwards."""
-        ...
-
-    def join(
-        self,
-        team: Team,
-        to: int,
-        shape: Sequence[int],
-        like: Tensor,
-        biases: Mapping[str, int],
-        energies: bool,
-    ) -> None:
-        """Add up what several processes have taken in, for one of them.
-
-        Args:
-            team: those processes.
-            to: the rank of that one.
-            shape: [O, k] of the stacked weights; this process may have taken in nothing.
-            like: of the dtype and on the device of the sums.
-            biases: outputs of every site that has a bias.
-            energies: whether energies are summed up.
-        """
-        ...
-
-    def moments(self) -> Moments:
-        """What is solved from."""
-        ...
-
-    def mean_bias(self) -> dict[str, Tensor]:
-        """By site, the experts' biases folded as the moments are."""
-        ...
-
-
 class InputSums(NamedTuple):
     """Sums over the rows of one task that belong to inputs alone: Gram matrix [k, k], inputs [k], weights []."""
 
@@ -245,7 +208,7 @@ class TaskMoments:
 
 
 class WeightedFold:
-    """Sums over tasks, each divided by its rows' weight and multiplied by its task weight.
+    """Moments of linear sites: sums over tasks, each divided by its rows' weight and multiplied by its task weight.
 
     Args:
         grams: where the sum of Gram matrices comes from.
@@ -277,7 +240,16 @@ class WeightedFold:
         biases: Mapping[str, int],
         energies: bool,
     ) -> None:
-        """Add up what several processes have taken in; the unit is the folded sum, half a Gram matrix of it."""
+        """Add up what several processes have taken in, for one of them; half a Gram matrix goes over the wire.
+
+        Args:
+            team: those processes.
+            to: the rank of that one.
+            shape: [O, k] of the stacked weights; this process may have taken in nothing.
+            like: of the dtype and on the device of the sums.
+            biases: outputs of every site that has a bias.
+            energies: whether energies are summed up.
+        """
         gram = self._begun(shape, like)
         sums = [*gram.tiles(), self._cross, self._rows, self._targets, self._weight]
         if energies:
@@ -287,18 +259,18 @@ class WeightedFold:
         team.sum([*sums, *self._bias.values()], to=to)
 
     def add(self, task: TaskMoments) -> None:
-        """Take in one task."""
+        """Take in one task; its memory serves the next task afterwards."""
         gram = self._begun(task.shape, task.rows)
         omega = self._task_weight(task.gram.norm() / task.weight_sum)
         scale = float(omega / task.weight_sum)
-        found = task.cross.sums(task.gram)
+        sums = task.cross.sums(task.gram)
         gram.add(task.gram, scale)
-        add_scaled(self._cross, found.cross, scale)
-        if found.energy is not None:
-            energy = scale * found.energy.to(self._rows.dtype)
+        add_scaled(self._cross, sums.cross, scale)
+        if sums.energy is not None:
+            energy = scale * sums.energy.to(self._rows.dtype)
             self._energy = energy if self._energy is None else self._energy + energy
         self._rows += scale * task.rows
-        self._targets += scale * found.target
+        self._targets += scale * sums.target
         self._weight += omega
         for name, bias in task.biases.items():
             self._bias[name] = self._bias.get(name, 0.0) + omega * bias.to(self._rows.dtype)
@@ -365,7 +337,7 @@ class Layerwise(ClosedForm):
         """How much a task counts whose Gram matrix has this Frobenius norm."""
         return torch.ones_like(gram_norm)
 
-    def fold(self, grams: GramPool) -> LinearFold:
+    def fold(self, grams: GramPool) -> WeightedFold:
         """An empty fold of tasks for one group of linear sites; Gram matrices come from `grams`."""
         return WeightedFold(grams, self.task_weight)
 

@@ -33,13 +33,13 @@ class ReadAhead:
         coming = self._coming.pop(key, None)
         if coming is None:
             return None
-        found, current = coming.result(), torch.cuda.current_stream(self._device)
+        read, current = coming.result(), torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
-        for tensor in found.values():
+        for tensor in read.values():
             tensor.record_stream(
                 current
             )  # else its memory could be handed out while that work still reads it
-        return found
+        return read
 
     def forget(self) -> None:
         """Let go of all that nobody asked for."""

@@ -42,10 +42,10 @@ class Asked:
         """The parameter tensors behind them: keys, and the rows of what a file fuses."""
         slots = [slot for layer in self._pool.chain.layers for slot in layer.parameters.values()]
         rows: dict[str, list[tuple[int, int] | None]] = {key: [] for key in self.keys}
-        for key, mine in dict.fromkeys((slot.key, slot.rows) for slot in slots):
-            rows[key].append(mine)
-        fused = {key: found for key, found in rows.items() if found and None not in found}
-        return tuple((key, mine) for key in rows for mine in fused.get(key, [None]))
+        for key, place in dict.fromkeys((slot.key, slot.rows) for slot in slots):
+            rows[key].append(place)
+        fused = {key: places for key, places in rows.items() if places and None not in places}
+        return tuple((key, place) for key in rows for place in fused.get(key, [None]))
 
     def placed(self, weight: Tensor) -> Tensor:
         """A weight where and in what it is computed."""

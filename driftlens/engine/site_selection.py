@@ -34,19 +34,19 @@ def site_groups(layer: Layer) -> dict[str, str]:
     Queries, keys and values are known by a word of their name. All else is told by what shares an input and by order:
     behind them comes `o`, and what is left widens (`up`, with a second one on the same input `gate`), then narrows.
     """
-    found = {site.name: "norms" for site in layer.sites if site.kind != "linear"}
+    groups = {site.name: "norms" for site in layer.sites if site.kind != "linear"}
     linear = [site for site in layer.sites if site.kind == "linear"]
     if layer.role != "block":
-        return found | {site.name: "head" if layer.role == "head" else "embeddings" for site in linear}
+        return groups | {site.name: "head" if layer.role == "head" else "embeddings" for site in linear}
     awaited = ""
     for _, run in itertools.groupby(linear, key=lambda site: site.input):
         names = sorted(site.name for site in run)
-        told = {name: letter for name in names if (letter := _letter(name))}
-        rest = [name for name in names if name not in told]
+        lettered = {name: letter for name in names if (letter := _letter(name))}
+        rest = [name for name in names if name not in lettered]
         wide = ("gate", "up") if len(rest) == 2 else ("up",) * len(rest)
-        found |= told | dict(zip(rest, [awaited] * len(rest) if awaited else wide, strict=True))
-        awaited = "o" if told else "" if awaited else "down"
-    return found
+        groups |= lettered | dict(zip(rest, [awaited] * len(rest) if awaited else wide, strict=True))
+        awaited = "o" if lettered else "" if awaited else "down"
+    return groups
 
 
 def parameter_groups(layer: Layer) -> dict[str, str]:
@@ -89,7 +89,7 @@ def select_sites(
         if pattern not in there:
             _require_match(pattern, paths, [group for group in GROUPS if group in there])
     wanted = None if layers is None else select_layers([layer.path for layer in chain.layers], layers)
-    found: dict[int, tuple[str, ...]] = {}
+    chosen: dict[int, tuple[str, ...]] = {}
     tied = tied_sites(chain)
     for layer in chain.layers:
         if wanted is not None and layer.index not in wanted:
@@ -101,15 +101,15 @@ def select_sites(
                 continue
             _require_one_input(site, path)
             _require_one_place(path, tied)
-            found[layer.index] = (*found.get(layer.index, ()), site.name)
-    if not found:
+            chosen[layer.index] = (*chosen.get(layer.index, ()), site.name)
+    if not chosen:
         raise LayerNotFoundError(
             f"nothing to calibrate: {chain.architecture} has no site that matches "
             f"layers {layers!r}, sites {sites!r} and update {list(update)}",
             hint=f"Its sites are called like {', '.join(paths[:3]) or '(there are none)'}; "
             f"{len(tied)} of them share their weights with other places.",
         )
-    return found
+    return chosen
 
 
 def tied_sites(chain: LayerChain) -> dict[str, tuple[str, ...]]:
@@ -117,15 +117,15 @@ def tied_sites(chain: LayerChain) -> dict[str, tuple[str, ...]]:
 
     Each place would be solved for by itself and the last one win, so such sites have no solution of their own.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    by_path: dict[str, tuple[str, ...]] = {}
     for layer in chain.layers:
         for site in layer.sites:
             slots = (layer.parameters.get(f"{site.name}.{part}") for part in ("weight", "bias"))
             keys = [slot.key for slot in slots if slot is not None]
             others = tuple(other for key in keys for other in chain.tied.get(key, ()) if other not in keys)
             if others:
-                found[site_path(layer, site)] = others
-    return found
+                by_path[site_path(layer, site)] = others
+    return by_path
 
 
 def coverage(
@@ -231,12 +231,12 @@ def updated_sites(
     chain: LayerChain, sites: Mapping[int, Sequence[str]], update: Collection[str]
 ) -> dict[int, tuple[str, ...]]:
     """Those of the sites at which a calibrator that updates other kinds of parameters changes anything."""
-    found = {}
+    updated = {}
     for index, names in sites.items():
         known = {site.name: site for site in chain.layers[index - 1].sites}
         if kept := tuple(name for name in names if _is_updated(known[name], update)):
-            found[index] = kept
-    return found
+            updated[index] = kept
+    return updated
 
 
 def _is_updated(site: Site, update: Collection[str]) -> bool:

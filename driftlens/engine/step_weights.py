@@ -42,12 +42,12 @@ class Group:
 
 def groups_of(layer: Layer, names: Collection[str]) -> list[Group]:
     """The named linear sites of a layer in the order in which they run, those that read the same rows together."""
-    found: dict[tuple[str, str, bool], list[Site]] = {}
+    groups: dict[tuple[str, str, bool], list[Site]] = {}
     for site in layer.sites:
         if site.name in names and site.kind == "linear":
             key = site.input, site.token_weights, f"{site.name}.bias" in layer.parameters
-            found.setdefault(key, []).append(site)
-    return [Group(tuple(sites), has_bias) for (_, _, has_bias), sites in found.items()]
+            groups.setdefault(key, []).append(site)
+    return [Group(tuple(sites), has_bias) for (_, _, has_bias), sites in groups.items()]
 
 
 @dataclass
@@ -102,43 +102,46 @@ Key = tuple[int, int]
 
 
 def weighed(
-    team: Team, mine: Mapping[str, Mapping[Key, Weighable]]
+    team: Team, seen: Mapping[str, Mapping[Key, Weighable]]
 ) -> tuple[dict[str, dict[Key, Weighted]], dict[str, dict[Key, float]]]:
     """Token weights of what this process has seen of some tasks, and how much every task counts, by task and key.
 
     Other processes may have seen the rest of a task; all call this at the same time.
     """
     totals = _added_up(
-        team, {task: {key: of.totals() for key, of in at.items()} for task, at in mine.items()}
+        team, {task: {key: of.totals() for key, of in groups.items()} for task, groups in seen.items()}
     )
     energies = {
-        task: {key: seen / max(counted, 1e-300) for key, (counted, seen, _) in of.items()}
-        for task, of in totals.items()
+        task: {key: energy / max(counted, 1e-300) for key, (counted, energy, _) in groups.items()}
+        for task, groups in totals.items()
     }
-    raw = {task: {key: of.raw(energies[task][key]) for key, of in at.items()} for task, at in mine.items()}
+    raw = {
+        task: {key: of.raw(energies[task][key]) for key, of in groups.items()}
+        for task, groups in seen.items()
+    }
     sizes = _added_up(
-        team, {task: {key: (size,) for key, (_, size) in of.items()} for task, of in raw.items()}
+        team, {task: {key: (size,) for key, (_, size) in groups.items()} for task, groups in raw.items()}
     )
-    weights: dict[str, dict[Key, Weighted]] = {task: {} for task in mine}
-    for task, by_key in raw.items():
-        for key, (rows, _) in by_key.items():
+    weights: dict[str, dict[Key, Weighted]] = {task: {} for task in seen}
+    for task, groups in raw.items():
+        for key, (rows, _) in groups.items():
             [size], (_, _, trace) = sizes[task][key], totals[task][key]
             rows = [row / max(size, 1e-300) for row in rows]
-            weights[task][key] = Weighted(rows, mine[task][key].metric, trace, energies[task][key])
+            weights[task][key] = Weighted(rows, seen[task][key].metric, trace, energies[task][key])
     return weights, energies
 
 
 def _added_up(
-    team: Team, mine: Mapping[str, Mapping[Key, tuple[float, ...]]]
+    team: Team, numbers_here: Mapping[str, Mapping[Key, tuple[float, ...]]]
 ) -> dict[str, dict[Key, tuple[float, ...]]]:
     """Sums over the processes that have seen something of a task."""
-    found: dict[str, dict[Key, tuple[float, ...]]] = {}
-    for of in team.gather(mine):
-        for task, numbers in of.items():
-            kept = found.setdefault(task, {})
+    sums: dict[str, dict[Key, tuple[float, ...]]] = {}
+    for by_task in team.gather(numbers_here):
+        for task, numbers in by_task.items():
+            kept = sums.setdefault(task, {})
             for key, values in numbers.items():
                 kept[key] = tuple(map(sum, zip(kept.get(key, (0.0,) * len(values)), values, strict=True)))
-    return found
+    return sums
 
 
 def _total(numbers: Sequence[Tensor]) -> float:
@@ -150,8 +153,8 @@ def row_counts(
     chain: LayerChain, layer: Layer, site: Site, y: Tensor, state: State, side: SideInputs
 ) -> Tensor:
     """How much each row of a site's output counts by its rule and its mask, [T]."""
-    found = row_weights(chain, layer, site, y, state, side)
-    return y.new_ones(y.shape[:-1].numel()) if found is None else found
+    weights = row_weights(chain, layer, site, y, state, side)
+    return y.new_ones(y.shape[:-1].numel()) if weights is None else weights
 
 
 @dataclass(frozen=True)

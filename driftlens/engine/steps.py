@@ -475,13 +475,13 @@ def added_to(
     out = layer.call(parameters, state, side, tap)
     sums = [*inputs.values(), out[layer.stream]]
     entered = {_ENTERED: state[layer.stream]} if layer.stream in state else {}
-    found = {}
+    streams = {}
     for site, (y, before) in outputs.items():
         for name, h in (entered | inputs).items():
             if h.shape == y.shape and any(z.shape == y.shape and _is_sum(z, h, y) for z in sums[before:]):
-                found[site] = name
+                streams[site] = name
                 break
-    return found
+    return streams
 
 
 def _is_sum(z: Tensor, h: Tensor, y: Tensor) -> bool:

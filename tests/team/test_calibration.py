@@ -19,7 +19,7 @@ from driftlens.calibration.residual import ResidualCal
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import Ground, Step
 from driftlens.engine.forward_order import Given
-from driftlens.engine.problems import CalibratedLayer, LinearFold
+from driftlens.engine.problems import CalibratedLayer, WeightedFold
 from driftlens.engine.site_selection import select_sites
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.jobs.preflight.wire import solved_groups
@@ -253,7 +253,7 @@ def test_a_system_that_one_process_cannot_solve_is_refused_by_all() -> None:
 class _Own:
     """A fold that a plugin brings, from before there were teams."""
 
-    def __init__(self, inner: LinearFold) -> None:
+    def __init__(self, inner: WeightedFold) -> None:
         self.add, self.moments, self.mean_bias = inner.add, inner.moments, inner.mean_bias
 
 

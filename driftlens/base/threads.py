@@ -1,4 +1,4 @@
-"""How many threads torch computes with: settled by measurement whenever a phase of the work begins.
+"""How torch computes: with how many threads, settled by measurement whenever a phase begins, and to how many bits.
 
 After every operation threads wait for the slowest of them. Beside another busy process one of them is made to wait by
 the scheduler, and with small layers, which have many short operations, all others wait with it most of the time.
@@ -11,8 +11,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -143,3 +144,70 @@ def _allowed(wanted: int | str, what: str) -> int:
 @functools.cache
 def _tell(kind: str, number: int, available: int) -> None:
     log.info("%s: computes with %d of %d threads; --threads N decides instead", kind, number, available)
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """While this is open, float32 products keep all their bits: no TF32, no bfloat16, no autocast.
+
+    It overrides every way in which torch lets a process choose less: `set_float32_matmul_precision`, the flags of
+    cuDNN, and since torch 2.9 `fp32_precision` of all backends, of one and of one kind of operation. What was chosen
+    comes back, and what follows a setting above it goes on following it.
+    """
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(
+            _exact_switches() if hasattr(torch.backends, "fp32_precision") else _exact_flags()
+        )
+        yield
+
+
+@contextmanager
+def _exact_switches() -> Iterator[None]:
+    """The switches of torch 2.9: one kind of operation's wins over its backend's, and that over the general one."""
+    backends: Any = torch.backends
+    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    finer = [cudnn, mkldnn, cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
+    general = backends.fp32_precision
+    matmuls = [(switch, switch.fp32_precision) for switch in (cuda.matmul, mkldnn.matmul)]
+    held: list[tuple[Any, str]] = []
+    try:
+        backends.fp32_precision = "ieee"
+        for switch in finer:
+            # One that doesn't follow what stands above it was set on its own, to what it says.
+            if switch.fp32_precision != "ieee":
+                held.append((switch, switch.fp32_precision))
+                switch.fp32_precision = "ieee"
+        # Asked only now: torch refuses to answer while old and new settings contradict each other.
+        old = torch.get_float32_matmul_precision()
+        if old != "highest":
+            torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            if old != "highest":
+                torch.set_float32_matmul_precision(old)
+                held += matmuls  # the old setting overwrites both
+    finally:
+        for switch, chosen in held:
+            switch.fp32_precision = chosen
+        backends.fp32_precision = general
+
+
+@contextmanager
+def _exact_flags() -> Iterator[None]:
+    """The settings of torch before 2.9."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(
+            enabled=torch.backends.cudnn.enabled,
+            benchmark=torch.backends.cudnn.benchmark,
+            deterministic=torch.backends.cudnn.deterministic,
+            allow_tf32=False,
+        ):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)

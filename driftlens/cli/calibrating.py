@@ -34,7 +34,8 @@ def calibrate(
         from driftlens.jobs.preflight.calibrating import rehearse
 
         asked = Context(job.access)
-        checks = manner.team.once(lambda: rehearse(run, request, asked, choose=choice_of(request)))
+        choose = choice_of(request) if request.auto else None
+        checks = manner.team.once(lambda: rehearse(run, request, asked, choose=choose))
         say_json(checks.as_dict()) if as_json else say(checks.text())
         raise typer.Exit(checks.exit_code)
     from driftlens.front.api import calibrated

@@ -6,7 +6,8 @@ Norms and cosines are of pooled vectors; amplification and growth are of the ful
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from driftlens.base.diagnostic import Seen, diagnostic
+from driftlens.base.errors import NumericsError
 from driftlens.base.intervals import RESAMPLES
 from driftlens.engine.walk import LayerView, decompose
 from driftlens.linalg.state import expert_cosine, norm, subtract
@@ -188,3 +190,53 @@ def _mean(values: NDArray[np.float64]) -> float:
 def _std(values: NDArray[np.float64]) -> float:
     known = values[~np.isnan(values)]
     return float(known.std()) if len(known) else np.nan
+
+
+_RELATIVE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+"""How far two ways to compute one drift may be apart, relative to it: orders above what either dtype rounds."""
+
+ROUNDING = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
+"""The same relative to the features. Drift is their difference, so it inherits rounding of their size, some tens of
+machine epsilons after many layers; where models hardly differ, that is all there is to see."""
+
+
+def tolerance(dtype: str, drift_rel: float) -> float:
+    """The largest error, relative to the drift, that rounding explains.
+
+    Args:
+        dtype: in which features are computed.
+        drift_rel: size of the drift relative to the features.
+    """
+    return _RELATIVE[dtype] + ROUNDING[dtype] / drift_rel
+
+
+def require_closed(rows: Iterable[Mapping[Any, Any]], dtype: str) -> None:
+    """Refuse a run whose drift is not that of ordinary forward passes.
+
+    Args:
+        rows: of its layer table, with `closure_error` and `drift_rel`.
+        dtype: in which its features were computed, as the manifest says.
+
+    Raises:
+        NumericsError: names layer, task, error and tolerance.
+    """
+    for row in rows:
+        error, drift = row["closure_error"], row["drift_rel"]
+        if error > 0 and drift > 0 and error > tolerance(dtype, drift):  # false for NaN: nothing was measured
+            limit = tolerance(dtype, drift)
+            raise not_closed(row["layer"], row["path"], row["task"], row["variant"], error, limit)
+
+
+def not_closed(layer: int, path: str, task: str, variant: str, error: float, limit: float) -> NumericsError:
+    """The refusal of a drift that the library does not have."""
+    return NumericsError(
+        f"the drift of {variant} behind layer {layer} ({path}), task {task!r}, is not that of ordinary forward passes: "
+        f"closure error {error:.2g}, at most {limit:.1g} is rounding",
+        hint="The layers taken apart are not the model: its blocks may hand on more than features, or the mask leave "
+        "out tokens that others read. Pass blocks= another list or mask=, or wrap the model.",
+        layer=layer,
+        task=task,
+        variant=variant,
+        closure_error=error,
+        tolerance=limit,
+    )

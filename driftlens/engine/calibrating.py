@@ -22,8 +22,8 @@ from torch import Tensor
 from driftlens.base.errors import DataError, NumericsError, SpecError
 from driftlens.base.progress import LayerSteps
 from driftlens.base.team import ALONE, Team
+from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
-from driftlens.engine.exactness import exact_products
 from driftlens.engine.forward_order import FeatureStore, Given, Part, Parts, Passage, forward_order
 from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.engine.problems import (

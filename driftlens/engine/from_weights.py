@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
 from driftlens.engine.calibrating import CalibrationWalk, Ground, solve_layer, solved_by_all
-from driftlens.engine.exactness import exact_products
 from driftlens.engine.problems import CalibratedLayer, WeightProblem, Weightwise
 from driftlens.engine.site_selection import site_path
 from driftlens.models.chain import Layer, Site

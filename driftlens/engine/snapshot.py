@@ -20,6 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from driftlens.base.threads import exact_products
 from driftlens.engine.calibrating import (
     EXPERT,
     CalibrationWalk,
@@ -29,7 +30,6 @@ from driftlens.engine.calibrating import (
     solve_layer,
     solved_by_all,
 )
-from driftlens.engine.exactness import exact_products
 from driftlens.engine.forward_order import WaitingBatch
 from driftlens.engine.layer_sums import LayerSums
 from driftlens.engine.problems import CalibratedLayer, InputSums, Layerwise, Problem

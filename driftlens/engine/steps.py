@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from driftlens.base.errors import DataError
+from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
 from driftlens.engine.calibrating import (
     EXPERT,
@@ -29,7 +30,6 @@ from driftlens.engine.calibrating import (
     solve_layer,
     solved_by_all,
 )
-from driftlens.engine.exactness import exact_products
 from driftlens.engine.forward_order import WaitingBatch
 from driftlens.engine.problems import CalibratedLayer, SiteReport, StepProblem, Stepwise
 from driftlens.engine.site_rows import require_rule, rows_and_output, stacked

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from driftlens.base.progress import Reporter
+from driftlens.base.threads import exact_products
 from driftlens.calibration import featcal, residual
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.engine.calibrating import Ground
-from driftlens.engine.exactness import exact_products
 from driftlens.engine.problems import SiteReport
 from driftlens.engine.site_selection import coverage, select_sites, tied_sites
 from driftlens.front.keywords import Around, Quietly, keywords
 from driftlens.jobs.analyze.diagnosis import check_closure
 from driftlens.jobs.analyze.live import live_study
 from driftlens.jobs.analyze.modules import Modules
-from driftlens.jobs.calibrate.walk import history_rows
+from driftlens.jobs.calibrate.solution import history_rows
 from driftlens.models.chain import ParameterKey, fused
 from driftlens.spec.requests import FitRequest, LiveInputs, LiveSettings
 

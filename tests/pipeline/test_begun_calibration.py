@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
-from driftlens.jobs.calibrate.scratch import CalibrationScratch
+from driftlens.jobs.calibrate.solution import CalibrationScratch
 from driftlens.runs.layout import begun_calibration
 
 

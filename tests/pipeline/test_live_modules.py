@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 import driftlens as dl
 from driftlens.base.errors import IncompatibleModelsError, NumericsError, SpecError
+from driftlens.diagnostics.drift import require_closed
 from driftlens.jobs.analyze import phases
-from driftlens.jobs.analyze.diagnosis import LibraryDrift, check_closure, require_closed
+from driftlens.jobs.analyze.diagnosis import LibraryDrift, check_closure
 from driftlens.jobs.analyze.live import live_study
 from driftlens.jobs.analyze.modules import Modules
 from driftlens.runs.run import DriftRun
@@ -444,7 +445,7 @@ def test_models_without_drift_are_closed(tmp_path: pathlib.Path) -> None:
     given = dict.fromkeys(("base", "merged", "expert"), base)
     run = analyzed(given, torch.randn(6, 5), tmp_path / "run", blocks="blocks")
     assert run.layers()["drift_l2_mean"].max() == 0 and run.layers()["closure_error"].isna().all()
-    require_closed(run.layers(), "float32")
+    require_closed(run.layers().to_dict("records"), "float32")
 
 
 def test_the_table_of_a_run_with_a_broken_closure_is_refused() -> None:
@@ -455,12 +456,14 @@ def test_the_table_of_a_run_with_a_broken_closure_is_refused() -> None:
         "path": ["stem", "blocks.0"],
         "drift_rel": 0.1,
     }
-    require_closed(pd.DataFrame({**rows, "closure_error": [1e-6, 1e-6]}), "float32")
-    require_closed(pd.DataFrame({**rows, "closure_error": [float("nan"), 0.02]}), "bfloat16")
+    require_closed(pd.DataFrame({**rows, "closure_error": [1e-6, 1e-6]}).to_dict("records"), "float32")
+    require_closed(
+        pd.DataFrame({**rows, "closure_error": [float("nan"), 0.02]}).to_dict("records"), "bfloat16"
+    )
     with pytest.raises(NumericsError, match=r"merged behind layer 2 \(blocks.0\), task 'cars'"):
-        require_closed(pd.DataFrame({**rows, "closure_error": [1e-6, 0.02]}), "float32")
+        require_closed(pd.DataFrame({**rows, "closure_error": [1e-6, 0.02]}).to_dict("records"), "float32")
     with pytest.raises(NumericsError, match="layer 1"):
-        require_closed(pd.DataFrame({**rows, "closure_error": [1e-6, 1e-6]}), "float64")
+        require_closed(pd.DataFrame({**rows, "closure_error": [1e-6, 1e-6]}).to_dict("records"), "float64")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

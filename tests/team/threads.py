@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 
 from driftlens.base.team import Team
-from driftlens.engine.exactness import exact_products
+from driftlens.base.threads import exact_products
 
 T = TypeVar("T")
 

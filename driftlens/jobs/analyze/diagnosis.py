@@ -22,6 +22,7 @@ from driftlens.base.diagnostic import Diagnostic, Seen
 from driftlens.base.errors import NumericsError
 from driftlens.base.progress import Reporter, TaskMeter
 from driftlens.data.samples import Batch, SampleSet
+from driftlens.diagnostics.drift import ROUNDING, not_closed, tolerance
 from driftlens.engine.forward_order import on_device
 from driftlens.engine.walk import LayerView, waiting_bytes, walk
 from driftlens.jobs.study.study import Study
@@ -29,7 +30,7 @@ from driftlens.linalg.state import norm, subtract
 from driftlens.models.chain import Layer, Pool, State
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 Array = NDArray[np.float64]
 K = TypeVar("K")
@@ -260,23 +261,6 @@ def _identified(key: Row, samples: SampleSet, columns: Mapping[str, object]) -> 
 VERIFIED_SAMPLES = 2
 """Samples of the first task whose drift is computed once more in float64."""
 
-_RELATIVE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
-"""How far two ways to compute one drift may be apart, relative to it: orders above what either dtype rounds."""
-
-_ROUNDING = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
-"""The same relative to the features. Drift is their difference, so it inherits rounding of their size, some tens of
-machine epsilons after many layers; where models hardly differ, that is all there is to see."""
-
-
-def tolerance(dtype: str, drift_rel: float) -> float:
-    """The largest error, relative to the drift, that rounding explains.
-
-    Args:
-        dtype: in which features are computed.
-        drift_rel: size of the drift relative to the features.
-    """
-    return _RELATIVE[dtype] + _ROUNDING[dtype] / drift_rel
-
 
 class LibraryDrift:
     """Drift of a task's first samples as the models' own library gives it, to hold the walk's drift against.
@@ -325,25 +309,8 @@ class LibraryDrift:
         error = self.error[view.variant, view.layer.index] = difference / size if size > 0 else math.nan
         # Where the walk sees no drift at all, the library must see none either.
         limit = tolerance(self._dtype, size / features) if size > 0 and features > 0 else 0.0
-        if error > limit or (size == 0 and difference > _ROUNDING[self._dtype] * features):
-            raise _broken(view.layer.index, view.layer.path, view.task, view.variant, error, limit)
-
-
-def require_closed(layers: pd.DataFrame, dtype: str) -> None:
-    """Refuse a run whose drift is not that of ordinary forward passes.
-
-    Args:
-        layers: rows of its layer table, with `closure_error` and `drift_rel`.
-        dtype: in which its features were computed, as the manifest says.
-
-    Raises:
-        NumericsError: names layer, task, error and tolerance.
-    """
-    for row in layers.to_dict("records"):
-        error, drift = row["closure_error"], row["drift_rel"]
-        if error > 0 and drift > 0 and error > tolerance(dtype, drift):  # false for NaN: nothing was measured
-            limit = tolerance(dtype, drift)
-            raise _broken(row["layer"], row["path"], row["task"], row["variant"], error, limit)
+        if error > limit or (size == 0 and difference > ROUNDING[self._dtype] * features):
+            raise not_closed(view.layer.index, view.layer.path, view.task, view.variant, error, limit)
 
 
 def check_closure(study: Study) -> None:
@@ -356,20 +323,6 @@ def check_closure(study: Study) -> None:
         library = LibraryDrift(study, task)
         for view in walk(study.pool, task, study.variants, [library.batch], ids=at_hand.diagnosis.ids):
             library.compare(view)
-
-
-def _broken(layer: int, path: str, task: str, variant: str, error: float, limit: float) -> NumericsError:
-    return NumericsError(
-        f"the drift of {variant} behind layer {layer} ({path}), task {task!r}, is not that of ordinary forward passes: "
-        f"closure error {error:.2g}, at most {limit:.1g} is rounding",
-        hint="The layers taken apart are not the model: its blocks may hand on more than features, or the mask leave "
-        "out tokens that others read. Pass blocks= another list or mask=, or wrap the model.",
-        layer=layer,
-        task=task,
-        variant=variant,
-        closure_error=error,
-        tolerance=limit,
-    )
 
 
 def precision_error(

@@ -19,6 +19,7 @@ from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.base.files import plain_file
 from driftlens.base.layers import select_layers
 from driftlens.base.progress import Reporter
+from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of, task_of
 from driftlens.checkpoints.refusals import DECODERS, T5
 from driftlens.checkpoints.sources import module_source
@@ -26,7 +27,6 @@ from driftlens.data.live import live_samples, live_texts
 from driftlens.data.samples import SampleSet
 from driftlens.data.sources import Split
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.exactness import exact_products
 from driftlens.engine.forward_order import on_device
 from driftlens.engine.pool import ModelPool
 from driftlens.jobs.analyze.modules import Modules

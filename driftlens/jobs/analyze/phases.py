@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from driftlens.base.diagnostic import chosen
 from driftlens.base.progress import Reporter
-from driftlens.base.threads import settled_threads
-from driftlens.engine.exactness import exact_products
+from driftlens.base.threads import exact_products, settled_threads
 from driftlens.jobs.analyze.causes import explain
 from driftlens.jobs.analyze.diagnosis import TaskDiagnosis, diagnosis_of, walked
 from driftlens.jobs.analyze.evaluation import scores_of

@@ -14,9 +14,9 @@ from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.base.files import PathLike
 from driftlens.base.progress import Reporter
 from driftlens.checkpoints.saving import require_target
+from driftlens.diagnostics.drift import require_closed
 from driftlens.engine.pool import attachment_tensors
 from driftlens.engine.site_selection import coverage
-from driftlens.jobs.analyze.diagnosis import require_closed
 from driftlens.jobs.analyze.evaluation import first_look
 from driftlens.jobs.analyze.phases import (
     complete_variants,
@@ -33,9 +33,8 @@ from driftlens.jobs.calibrate.plan import (
     plan_calibration,
     untouched_but_moved,
 )
-from driftlens.jobs.calibrate.scratch import CalibrationScratch
+from driftlens.jobs.calibrate.solution import CalibrationScratch, calibration_info, record_solution, solve
 from driftlens.jobs.calibrate.variants import save_for_others, save_variants
-from driftlens.jobs.calibrate.walk import calibration_info, record_solution, solve
 from driftlens.jobs.study.card import model_card
 from driftlens.jobs.study.opening import OpenModels
 from driftlens.jobs.study.reopening import (
@@ -162,7 +161,7 @@ def open_calibration(
     run = open_run(folder)
     if context.live is None:
         require_spec(folder, run.manifest)
-    require_closed(run.layers(variant="merged"), run.manifest.dtype)
+    require_closed(run.layers(variant="merged").to_dict("records"), run.manifest.dtype)
     study, models = reopened(folder, context, num_calibration=request.samples, with_calibrations=False)
     spec = load_spec(folder / layout.SPEC) if context.live is None else None
     plan = plan_calibration(request, run, spec, study)

@@ -16,7 +16,7 @@ from driftlens.checkpoints.saving import Patched, library_prefix, save_model, sa
 from driftlens.checkpoints.sources import InDtypes, OnDemand, StateSource, TensorsSource
 from driftlens.engine.pool import Attachments, ModelPool, attachment_tensors, portable_tensors
 from driftlens.jobs.calibrate.plan import CalibrationPlan
-from driftlens.jobs.calibrate.walk import Solution
+from driftlens.jobs.calibrate.solution import Solution
 from driftlens.jobs.study.card import model_card
 from driftlens.jobs.study.opening import OpenModels, head_files
 from driftlens.jobs.study.study import Study

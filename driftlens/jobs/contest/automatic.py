@@ -364,10 +364,8 @@ BEST = Chooser(functools.partial(choose_settings, others=True), functools.partia
 """The same among all calibrators that declare candidates."""
 
 
-def choice_of(request: CalibrationRequest) -> Chooser | None:
-    """How a request wants its hyperparameters chosen; None where it says them."""
-    if not request.auto:
-        return None
+def choice_of(request: CalibrationRequest) -> Chooser:
+    """How a request for `--auto` wants its hyperparameters chosen."""
     return BEST if request.method is None else HELD_OUT
 
 

@@ -22,12 +22,12 @@ from driftlens.base.errors import Cancelled, DataError, DriftLensError, RunError
 from driftlens.base.files import PathLike, from_json, require_free, temporary_folder
 from driftlens.base.intervals import Interval, mean_interval, mean_over_tasks
 from driftlens.base.progress import CancelToken, Reporter
+from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
 from driftlens.calibration.automatic import Scores, folds_of
 from driftlens.checkpoints.saving import require_target
 from driftlens.checkpoints.sources import StateSource
 from driftlens.data.samples import SampleSet, part_of
-from driftlens.engine.exactness import exact_products
 from driftlens.jobs.calibrate.variants import anchors, with_parameters
 from driftlens.jobs.contest.contest import (
     Candidate,

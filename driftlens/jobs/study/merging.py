@@ -18,12 +18,11 @@ from driftlens.base.access import Context
 from driftlens.base.errors import ShapeError, SpecError
 from driftlens.base.files import PathLike, scratch_beside
 from driftlens.base.progress import Reporter
-from driftlens.base.threads import computing_with
+from driftlens.base.threads import computing_with, exact_products
 from driftlens.base.variants import expert_of, task_of
 from driftlens.checkpoints.saving import require_target, save_model
 from driftlens.checkpoints.sources import StateSource, TensorHeader, TensorsSource, check_finite, require_key
 from driftlens.data.samples import SampleSet
-from driftlens.engine.exactness import exact_products
 from driftlens.engine.forward_order import Passage, forward_order
 from driftlens.engine.layer_sums import normalised
 from driftlens.engine.pool import LayerMap

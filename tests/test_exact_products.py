@@ -12,7 +12,7 @@ NEW_SWITCHES = hasattr(torch.backends, "fp32_precision")
 
 SCRIPT = """
 import os, sys, torch
-from driftlens.engine.exactness import exact_products
+from driftlens.base.threads import exact_products
 
 b = torch.backends
 torch.testing.assert_close(torch.ones(1), torch.ones(1))  # imports much, once for all children
@@ -96,7 +96,7 @@ def test_every_choice_is_overridden_and_comes_back(choices: list[str]) -> None:
 
 
 def test_autocast_is_off_inside_and_on_again_afterwards() -> None:
-    from driftlens.engine.exactness import exact_products
+    from driftlens.base.threads import exact_products
 
     x = torch.randn(4, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -12,7 +12,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -24,10 +24,13 @@ from driftlens.base.intervals import Interval
 from driftlens.base.metrics import metric_called
 from driftlens.base.variants import calibrated
 from driftlens.findings.features import drift_changes
-from driftlens.findings.reading import number
+from driftlens.findings.reading import Kind, number
 from driftlens.findings.scores import changed_score, score_of
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
+
+if TYPE_CHECKING:
+    from driftlens.findings.table import Table
 
 Relation = Literal[">=", "<=", ">", "<"]
 Severity = Literal["error", "warn"]
@@ -127,6 +130,9 @@ class CheckResult:
         return f"{self.name} [{group}]" if group else self.name
 
 
+_WRITTEN = {"<=": "≤", ">=": "≥"}
+
+
 @dataclass(frozen=True)
 class CheckReport:
     """How all checks of a run ended, in the order they were given."""
@@ -148,14 +154,31 @@ class CheckReport:
         """The results that fail the run."""
         return tuple(result for result in self.results if result.status == "fail")
 
-    def _repr_html_(self) -> str:
-        """Every check in a row, for notebooks."""
+    def table(self, name: str = "checks", heading: str = "Checks", kind: Kind = "number") -> Table:
+        """A row per check, its value written as `kind` says."""
+        from driftlens.findings.table import Table  # with pydantic, which judging does without
+
         rows = [
-            (at.title, at.status, f"{at.value:.2g}", f"{at.relation} {at.threshold:g}", at.reason)
+            (
+                *(
+                    at.title,
+                    at.status,
+                    at.value,
+                    f"{_WRITTEN.get(at.relation, at.relation)} {at.threshold:g}",
+                ),
+                *(at.margin, at.n, at.where, at.reason),
+            )
             for at in self.results
         ]
-        heads = ["check", "status", "value", "wanted", "reason"]
-        return pd.DataFrame(rows, columns=heads).to_html(index=False)
+        kinds: dict[str, Kind] = {
+            **{"check": "text", "status": "text", "value": kind, "wanted": "text"},
+            **{"margin": kind, "rows": "count", "where": "text", "reason": "text"},
+        }
+        return Table.of(name, heading, kinds, rows)
+
+    def _repr_html_(self) -> str:
+        """Every check in a row, for notebooks."""
+        return self.table()._repr_html_()
 
     def raise_if_failed(self) -> CheckReport:
         """This report, unless a check failed. One that was skipped or only warns does not.

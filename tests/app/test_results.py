@@ -196,6 +196,6 @@ def test_the_self_checks_are_listed_with_their_verdicts(open_app: Open, root: Pa
     from driftlens.findings.checks import self_checks
 
     report = self_checks(open_run(root / "full"))
-    (rows,) = shown_data(app)
-    assert rows["result"].tolist() == [result.status for result in report.results]
+    (rows,) = [frame.value for frame in app.dataframe]
+    assert rows["status"].tolist() == [result.status for result in report.results]
     assert not errors(app)

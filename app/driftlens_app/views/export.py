@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pandas as pd
 import streamlit as st
 
 from driftlens.findings.checks import self_checks
-from driftlens.findings.reading import error, is_measured, size
+from driftlens.findings.reading import size
 from driftlens.runs.run import DriftRun
 from driftlens.runs.status import Failure
 from driftlens_app.jobs import command_line
@@ -22,7 +21,7 @@ from driftlens_app.jobs.command_line import told_failure
 from driftlens_app.pages import Page
 from driftlens_app.runs import key_of
 from driftlens_app.selection import selection
-from driftlens_app.show import caption, note, open_part, plain, show_data, show_error
+from driftlens_app.show import caption, note, open_part, plain, show_error, show_sheet
 from driftlens_reports.build import formats
 from driftlens_reports.paper.exhibit import exhibits
 from driftlens_reports.paper.style import WIDTHS
@@ -44,7 +43,6 @@ _FORMATS = {
     "csv": "CSV, a file per table",
     "latex": "LaTeX",
 }
-_ICONS = {"pass": "check", "warn": "warning", "fail": "error", "skip": "remove"}
 _EXHIBIT_FORMATS = "pdf,png,tex,csv"
 _MOST_PREVIEW = 5_000_000
 _LOG_LINES = 20
@@ -219,21 +217,7 @@ def _checks(run: DriftRun) -> None:
         "Claims that are exact in theory, tested on this run. `driftlens check RUN --tests FILE` holds it against "
         "bounds of your own."
     )
-    results = self_checks(run).results
-    rows = pd.DataFrame(
-        {
-            "result": result.status,
-            "check": result.name,
-            "largest error": error(result.value) if is_measured(result.value) else "–",
-            "limit": f"{result.relation} {result.threshold:g}",
-            "where": result.where,
-            "rows": result.n,
-        }
-        for result in results
-    )
-    for result in results:
-        st.markdown(f":material/{_ICONS[result.status]}: **{result.status}** {plain(result.title)}")
-    show_data(rows, f"{run.id}-checks", key="checks")
+    show_sheet(self_checks(run).table("self-checks", "Self-checks", "error"))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from driftlens.base.variants import control_of, part_of, title
 from driftlens.findings.checks import CheckReport, Status, self_checks
 from driftlens.findings.features import RELATIVE
 from driftlens.findings.measures import common, level, mean, mean_change
-from driftlens.findings.reading import Kind
 from driftlens.findings.sentences import change_in_words
 from driftlens.findings.summary import final_sheet
 from driftlens.findings.table import Table
@@ -23,8 +22,6 @@ from driftlens_reports.content import (
     Outcome,
     Verdict,
 )
-
-_RELATIONS = {"<=": "≤", ">=": "≥"}
 
 
 def _compared(run: DriftRun) -> tuple[str | None, str | None, str | None]:
@@ -151,31 +148,8 @@ def checks_sentence(outcome: Outcome, noun: str) -> str:
 def checks_parts(self_checks: CheckReport, checks: CheckReport | None) -> tuple[list[str], list[Table]]:
     """Sentences and tables of the self-checks that every run has, and of the user's checks where there are any."""
     sentences = [checks_sentence(outcome_of(self_checks), "self-check")]
-    tables = [
-        _check_table("self-checks", "Self-checks: claims that are exact in theory", self_checks, "error")
-    ]
+    tables = [self_checks.table("self-checks", "Self-checks: claims that are exact in theory", "error")]
     if checks is not None:
         sentences.append(checks_sentence(outcome_of(checks), "check"))
-        tables.append(_check_table("checks", "Checks asked for", checks))
+        tables.append(checks.table("checks", "Checks asked for"))
     return sentences, tables
-
-
-def _check_table(name: str, heading: str, report: CheckReport, kind: Kind = "number") -> Table:
-    rows = [
-        (
-            result.title,
-            result.status,
-            result.value,
-            f"{_RELATIONS.get(result.relation, result.relation)} {result.threshold:g}",
-            result.margin,
-            result.n,
-            result.where,
-            result.reason,
-        )
-        for result in report.results
-    ]
-    kinds: dict[str, Kind] = {
-        **{"check": "text", "status": "text", "value": kind, "wanted": "text"},
-        **{"margin": kind, "rows": "count", "where": "text", "reason": "text"},
-    }
-    return Table.of(name, heading, kinds, rows)

@@ -1,4 +1,8 @@
-"""The Python front door: the command line's verbs as functions, some for live modules too, and runs to add to."""
+"""The Python front door: the command line's verbs as functions, some for live modules too, and runs to add to.
+
+Keywords are the fields of requests in `driftlens.spec.requests`, and of `driftlens.front.keywords.Around`: progress,
+device, cancel ... Whatever goes wrong is a `DriftLensError`, see the tree in `driftlens.base.errors`.
+"""
 
 from __future__ import annotations
 
@@ -249,12 +253,7 @@ def analyze(
 
     The run of live modules remembers them, so that `Run.calibrate` can go on with them.
 
-    Args:
-        spec: a spec file, its values, or a checked spec; leave it out to pass modules.
-        request: by keywords, the fields of `driftlens.spec.requests.AnalysisRequest`; with modules out, resume, force.
-        modules: by keywords, the fields of `driftlens.jobs.analyze.modules.Modules`: merged, experts, data, base, ...
-        settings: by keywords, with modules, the fields of `driftlens.spec.requests.LiveSettings`.
-        around: by keywords, the fields of `driftlens.front.keywords.Around`.
+    Keywords are the fields of `AnalysisRequest` and of `Modules` and of `LiveSettings` and of `Around`.
 
     Raises:
         SpecError: both a spec and modules are given, or neither, or a keyword that belongs to the other.
@@ -300,17 +299,8 @@ def calibrate(
 
         run = dl.calibrate("runs/ta8", name="featcal", preset="paper-clip", lam=0.1)
 
-    Args:
-        run: a run, or its directory.
-        request: by keywords, the fields of `driftlens.spec.requests.CalibrationRequest`, and lam, rho, alpha.
-        around: by keywords, the fields of `driftlens.front.keywords.Around`.
-        modules: live modules and what belongs to them, as for `Run.calibrate`.
-        data: samples to calibrate on, as for `Run.calibrate`.
-        on_first: called with a sentence on drift and accuracy of a few samples, once the layers are solved.
-        on_measured: called with the run when drift and accuracy are there.
-
-    Raises:
-        DriftLensError: see the tree in `driftlens.base.errors`.
+    Keywords are the fields of `CalibrationRequest` and of `Around`, and `modules`
+    and `data` as of `Run.calibrate`.
     """
     with around.context(_live_study(run, modules, data, around.device)) as context:
         return calibrated(run, request, context, on_first=on_first, on_measured=on_measured)
@@ -347,12 +337,7 @@ def project(
 ) -> Projection:
     """One joint layout of the expert's and the variants' features; coordinates that the run has are read, not redone.
 
-    Args:
-        run: a run, or its directory.
-        task: the task.
-        request: by keywords, the fields of `driftlens.spec.requests.ProjectionRequest`.
-        around: by keywords, the fields of `driftlens.front.keywords.Around`.
-        store_it: whether to keep a new layout in the run.
+    Keywords are the fields of `ProjectionRequest` and of `Around`.
 
     Raises:
         DriftLensError: as for `driftlens.findings.projection.project`.
@@ -370,17 +355,10 @@ def merge(spec: SpecLike, request: MergeRequest, around: Around) -> Path:
 
         dl.merge("run.yaml", method="task_arithmetic", out="merged/", parameters={"scaling": 0.3})
 
-    Args:
-        spec: a spec file, its values, or a checked spec.
-        request: by keywords: `method`, `parameters` by name, and `out`, a .safetensors file, or a folder that the
-            original library loads.
-        around: by keywords, the fields of `driftlens.front.keywords.Around`.
+    Keywords are the fields of `MergeRequest` and of `Around`.
 
     Returns:
         Where it was saved.
-
-    Raises:
-        DriftLensError: see the tree in `driftlens.base.errors`.
     """
     from driftlens.jobs.study.merging import merge_experts
     from driftlens.spec import load_spec
@@ -398,19 +376,10 @@ def compare_merges(spec: SpecLike, request: ComparisonRequest, around: Around) -
 
         dl.compare_merges("run.yaml", ["average", "ties", ("ties", {"scaling": 0.4})]).frame()
 
-    Args:
-        spec: a spec file, its values, or a checked spec.
-        request: by keywords: `merges`, also without its name, registered merge methods, or pairs of one and its
-            settings by name, every method if left out; `out`, a new folder for the table as CSV, JSON and HTML, and its
-            picture, or that of the same comparison which was stopped, and goes on; nothing is written without; `keep`,
-            to save every merge too, in that folder.
-        around: by keywords, the fields of `driftlens.front.keywords.Around`.
+    Keywords are the fields of `ComparisonRequest` and of `Around`.
 
     Returns:
         The ranking with intervals: a table in a notebook; `frame()` has its numbers, `notes()` what to know of them.
-
-    Raises:
-        DriftLensError: see the tree in `driftlens.base.errors`.
     """
     from driftlens.jobs.contest.merges import compare_merges as compared
     from driftlens.jobs.contest.merges import require_place, wanted_merges
@@ -436,10 +405,7 @@ def validate(spec: SpecLike, request: PreflightRequest, around: Around) -> Prefl
         print(checks.text())
         assert not checks.problems
 
-    Args:
-        spec: a spec file, its values, or a checked spec.
-        request: by keywords, the fields of `driftlens.spec.requests.PreflightRequest`.
-        around: by keywords, the fields of `driftlens.front.keywords.Around`.
+    Keywords are the fields of `PreflightRequest` and of `Around`.
 
     Returns:
         All findings, problems among them, and an estimate of the cost.
@@ -466,15 +432,8 @@ def sweep(
 
         dl.sweep("runs/ta8", param={"lam": [0.01, 0.05, 0.25]}).sweeps()
 
-    Args:
-        run: a run, or its directory.
-        request: by keywords, the fields of `driftlens.spec.requests.SweepRequest`.
-        around: by keywords, the fields of `driftlens.front.keywords.Around`.
-        modules: live modules and what belongs to them, as for `Run.calibrate`.
-        data: samples to calibrate on, as for `Run.calibrate`; a sweep of live modules needs them.
-
-    Raises:
-        DriftLensError: see the tree in `driftlens.base.errors`.
+    Keywords are the fields of `SweepRequest` and of `Around`, and `modules` and
+    `data` as of `Run.calibrate`; a sweep of live modules needs them.
     """
     from driftlens.jobs.contest.sweep import sweep as run_sweep
 
@@ -489,17 +448,10 @@ def arena(run: PathLike | DriftRun, request: ArenaRequest, around: Around) -> Ta
 
         dl.arena("runs/ta8", ["featcal", "residual", ("surgery", {"rank": 4})]).frame()
 
-    Args:
-        run: a run of a spec, or its directory; every repair becomes a calibration of it.
-        request: by keywords, the fields of `driftlens.spec.requests.ArenaRequest`: `methods`, also without its name,
-            registered calibrators, or pairs of one and its settings by name, `all` being every method; ...
-        around: by keywords, the fields of `driftlens.front.keywords.Around`.
+    Keywords are the fields of `ArenaRequest` and of `Around`.
 
     Returns:
         What each gains and costs: a table in a notebook; `frame()` has its numbers, `notes()` what to know of them.
-
-    Raises:
-        DriftLensError: see the tree in `driftlens.base.errors`.
     """
     from driftlens.findings.arena import arena_sheet
     from driftlens.jobs.contest.arena import compete, entrants

@@ -66,28 +66,39 @@ class Option:
     @classmethod
     def of(cls, field: FieldInfo) -> Option:
         """The one that a field states, or the usual one."""
-        return next((each for each in field.metadata if isinstance(each, cls)), cls())
+        said: Any = field.json_schema_extra or {}
+        return cls(**said)
 
 
-class Request(Part):
+def asked(text: str, default: Any = None, **option: Any) -> Any:
+    """A field with what it does, what it is if nobody says, and the attributes of its `Option`."""
+    how = {"default_factory": default} if default is dict else {"default": default}
+    return Field(description=text, json_schema_extra=option, **how)
+
+
+def unspoken(default: Any) -> Any:
+    """A field that the command line has no option for."""
+    return asked("", default, is_given=False)
+
+
+class Request(Part, title="calibrate"):
     """What one command is asked to do.
 
     Attributes:
-        command: what messages call it.
         short: settings of methods with flags and keywords of their own, and what these do; `parameters` takes them up.
     """
 
-    command: ClassVar[str] = ""
     short: ClassVar[Mapping[str, str]] = {}
 
     if not TYPE_CHECKING:  # a type checker reads the fields
 
         def __init__(self, **given: Any) -> None:
-            refuse_unknown(self.command, given, self.keywords())
+            command = self.model_config.get("title", "")
+            refuse_unknown(command, given, self.keywords())
             try:
                 super().__init__(**given)
             except ValidationError as error:
-                raise spec_error(error, given, self.command) from None
+                raise spec_error(error, given, command) from None
 
     @classmethod
     def keywords(cls) -> dict[str, Any]:
@@ -179,93 +190,64 @@ def _several(given: Any) -> Any:
     return [given] if isinstance(given, str) else given
 
 
-Named = Annotated[
-    str, AfterValidator(_calibration_name), Field(description="Its variant will be called calibrated:NAME.")
-]
-LayerPatterns = Annotated[
-    tuple[str | int, ...] | None,
-    BeforeValidator(_plain_layers),
-    Option(read=layers_named),
-    Field(description="Layers to calibrate: numbers or patterns on module paths, all blocks if left out."),
-]
-SitePatterns = Annotated[
-    tuple[Text, ...] | None,
-    Option(read=parts),
-    Field(
-        description="Modules to calibrate: patterns on their paths, or groups (q, k, v, o, gate, up, down, norms); "
-        "linear and norm modules if left out."
-    ),
-]
-Samples = Annotated[
-    Count | None, Option(unset="the spec's"), Field(description="Calibration samples per task.")
-]
-Attribution = Annotated[
-    Flag,
-    Option("--no-attribution", "no_attribution"),
-    Field(
-        description="Measure drift and accuracy, not where the drift comes from; `driftlens explain` does so later."
-    ),
-]
-Methods = Annotated[
-    tuple[tuple[Text, dict[str, Any]], ...],
-    BeforeValidator(_pairs),
-    Option(metavar="A,B:key=value,...", read=with_settings),
-]
+_SAMPLES = "Calibration samples per task."
+_LAYERS = "Layers to calibrate: numbers or patterns on module paths, all blocks if left out."
+_SITES = (
+    "Modules to calibrate: patterns on their paths, or groups (q, k, v, o, gate, up, down, norms); linear and norm "
+    "modules if left out."
+)
+_MERGED_TO = (
+    "A .safetensors file, or a folder the original library loads; of a comparison its folder, merges/<name> if left "
+    "out."
+)
+LayerPatterns = Annotated[tuple[str | int, ...] | None, BeforeValidator(_plain_layers)]
+Methods = Annotated[tuple[tuple[Text, dict[str, Any]], ...], BeforeValidator(_pairs)]
 
 
-MergedTo = Annotated[
-    Path | None,
-    Field(
-        description="A .safetensors file, or a folder the original library loads; of a comparison its folder, "
-        "merges/<name> if left out."
-    ),
-]
+def _attribution() -> Any:
+    text = "Measure drift and accuracy, not where the drift comes from; `driftlens explain` does so later."
+    return asked(text, True, name="--no-attribution", parameter="no_attribution")
+
+
+def _overrides() -> Any:
+    return asked("Override one value of the spec; repeatable.", (), name="--set", metavar="a.b=value")
+
+
+def _parameters(text: str) -> Any:
+    return asked(text, dict, name="--set", metavar="name=value", read=assignments)
 
 
 class CalibrationRequest(Request):
     """One calibration; what is left out comes from the preset, then from the run's spec."""
 
-    command: ClassVar[str] = "calibrate"
     short: ClassVar[Mapping[str, str]] = {
         "lam": "Ridge, for Gram matrices of norm 1; >= 0.",
         "rho": "Anchor: rho * merged + (1 - rho) * base.",
         "alpha": "Share of the expert in the target; 0 to 1.",
     }
 
-    name: Named
-    method: Annotated[
-        Text | None, Option(unset=DEFAULT_METHOD), Field(description="A registered calibrator.")
-    ] = None
-    preset: Annotated[
-        Text | None, Field(description="Published settings; `driftlens methods` lists them.")
-    ] = None
-    parameters: Annotated[
-        dict[str, Any],
-        Option("--set", metavar="name=value", read=assignments),
-        Field(description="Another hyperparameter of the method; repeatable."),
-    ] = Field(default_factory=dict)
-    samples: Samples = None
-    layers: LayerPatterns = None
-    sites: SitePatterns = None
-    top_layers: Annotated[
-        Count | None,
-        Field(description="Only so many layers: those that most of the final drift comes from."),
-    ] = None
-    auto: Annotated[
-        Flag,
-        Field(
-            description="Choose the best on held-out calibration samples: the merged model, the base, these settings, "
-            "a search from them and, without --method, what other methods offer."
-        ),
-    ] = False
-    control: Annotated[Flag, Field(description="Measure the same at rho 1 too.")] = False
-    save_weights: Annotated[
-        Path | None,
-        Field(description="A .safetensors file, or a folder the original library loads, with model card."),
-    ] = None
-    resume: Annotated[Flag, Field(description="Go on with an interrupted calibration.")] = False
-    replace: Annotated[Flag, Field(description="Take out the calibration of this name.")] = False
-    attribution: Attribution = True
+    name: Annotated[str, AfterValidator(_calibration_name)] = asked(
+        "Its variant will be called calibrated:NAME.", ...
+    )
+    method: Text | None = asked("A registered calibrator.", unset=DEFAULT_METHOD)
+    preset: Text | None = asked("Published settings; `driftlens methods` lists them.")
+    parameters: dict[str, Any] = _parameters("Another hyperparameter of the method; repeatable.")
+    samples: Count | None = asked(_SAMPLES, unset="the spec's")
+    layers: LayerPatterns = asked(_LAYERS, read=layers_named)
+    sites: tuple[Text, ...] | None = asked(_SITES, read=parts)
+    top_layers: Count | None = asked("Only so many layers: those that most of the final drift comes from.")
+    auto: Flag = asked(
+        "Choose the best on held-out calibration samples: the merged model, the base, these settings, a search from "
+        "them and, without --method, what other methods offer.",
+        False,
+    )
+    control: Flag = asked("Measure the same at rho 1 too.", False)
+    save_weights: Path | None = asked(
+        "A .safetensors file, or a folder the original library loads, with model card."
+    )
+    resume: Flag = asked("Go on with an interrupted calibration.", False)
+    replace: Flag = asked("Take out the calibration of this name.", False)
+    attribution: Flag = _attribution()
 
     @model_validator(mode="after")
     def _one_choice_of_layers(self) -> Self:
@@ -274,7 +256,7 @@ class CalibrationRequest(Request):
         return self
 
 
-class SweepRequest(Request):
+class SweepRequest(Request, title="sweep"):
     """Many calibrations side by side: one or several sweeps.
 
     Attributes:
@@ -284,122 +266,79 @@ class SweepRequest(Request):
         control: a calibration of the run, which the sweep called `control` repeats at rho 1 and with all else its own.
     """
 
-    command: ClassVar[str] = "sweep"
-
-    param: Annotated[
-        dict[str, list[Any]],
-        Option(metavar="name=values", read=lists),
-        Field(
-            description="A setting of the method, or n (samples per task), and values: lam=0.01,0.05. Repeatable."
-        ),
-    ] = Field(default_factory=dict)
-    ablate: Annotated[Flag, Field(description="Take the method apart: every declared part by itself.")] = (
-        False
+    param: dict[str, list[Any]] = asked(
+        "A setting of the method, or n (samples per task), and values: lam=0.01,0.05. Repeatable.",
+        dict,
+        metavar="name=values",
+        read=lists,
     )
-    seeds: Annotated[
-        Count, Field(description="Draws of the calibration samples; the first is the run's own.")
-    ] = 1
-    grid: Annotated[
-        Flag,
-        Option("--grid/--one-factor"),
-        Field(description="All combinations, or one factor at a time around the preset."),
-    ] = False
-    method: Annotated[
-        tuple[Text, ...] | None,
-        BeforeValidator(_several),
-        Option(unset=DEFAULT_METHOD, read=parts),
-        Field(description="Registered calibrators, joined by commas."),
-    ] = None
-    preset: Annotated[Text | None, Field(description="Published settings for what is not varied.")] = None
-    settings: Annotated[dict[str, dict[str, Any]], Option(is_given=False)] = Field(default_factory=dict)
-    samples: Annotated[
-        Count | None,
-        Option(unset="the spec's"),
-        Field(description="Calibration samples per task where n is not varied."),
-    ] = None
-    accuracy: Annotated[
-        Flag,
-        Option("--no-accuracy", "no_accuracy"),
-        Field(description="Drift only; the test samples are not read."),
-    ] = True
-    resume: Annotated[Flag, Field(description="Leave out points that are there.")] = False
-    replace: Annotated[Flag, Field(description="Take earlier sweeps of the same factors out first.")] = False
-    control: Annotated[str, Option(is_given=False)] = ""
+    ablate: Flag = asked("Take the method apart: every declared part by itself.", False)
+    seeds: Count = asked("Draws of the calibration samples; the first is the run's own.", 1)
+    grid: Flag = asked(
+        "All combinations, or one factor at a time around the preset.", False, name="--grid/--one-factor"
+    )
+    method: Annotated[tuple[Text, ...] | None, BeforeValidator(_several)] = asked(
+        "Registered calibrators, joined by commas.", unset=DEFAULT_METHOD, read=parts
+    )
+    preset: Text | None = asked("Published settings for what is not varied.")
+    settings: dict[str, dict[str, Any]] = unspoken(dict)
+    samples: Count | None = asked("Calibration samples per task where n is not varied.", unset="the spec's")
+    accuracy: Flag = asked(
+        "Drift only; the test samples are not read.", True, name="--no-accuracy", parameter="no_accuracy"
+    )
+    resume: Flag = asked("Leave out points that are there.", False)
+    replace: Flag = asked("Take earlier sweeps of the same factors out first.", False)
+    control: str = unspoken("")
 
 
-class ArenaRequest(Request):
+class ArenaRequest(Request, title="arena"):
     """Several repairs of one run, on the same samples."""
 
-    command: ClassVar[str] = "arena"
-
-    methods: Annotated[
-        Methods,
-        Field(
-            description="Repairs to compare, by `driftlens methods`; settings behind colons; `all` is every method."
-        ),
-    ]
-    samples: Samples = None
-    against: Annotated[
-        Text | None,
-        Option(unset="the best"),
-        Field(description="The repair that the others are compared with, by its name."),
-    ] = None
-    attribution: Attribution = True
+    methods: Methods = asked(
+        "Repairs to compare, by `driftlens methods`; settings behind colons; `all` is every method.",
+        ...,
+        metavar="A,B:key=value,...",
+        read=with_settings,
+    )
+    samples: Count | None = asked(_SAMPLES, unset="the spec's")
+    against: Text | None = asked(
+        "The repair that the others are compared with, by its name.", unset="the best"
+    )
+    attribution: Flag = _attribution()
 
 
-class MergeRequest(Request):
+class MergeRequest(Request, title="merge"):
     """A merge of a spec's experts."""
 
-    command: ClassVar[str] = "merge"
-
-    method: Annotated[
-        Text | None, Field(description="A merge method; one that is not there gets the list.")
-    ] = None
-    out: MergedTo = None
-    parameters: Annotated[
-        dict[str, Any],
-        Option("--set", metavar="name=value", read=assignments),
-        Field(description="A parameter of the method; repeatable."),
-    ] = Field(default_factory=dict)
+    method: Text | None = asked("A merge method; one that is not there gets the list.")
+    out: Path | None = asked(_MERGED_TO)
+    parameters: dict[str, Any] = _parameters("A parameter of the method; repeatable.")
 
 
-class ComparisonRequest(Request):
+class ComparisonRequest(Request, title="compare_merges"):
     """Merges of a spec's experts, ranked."""
 
-    command: ClassVar[str] = "compare_merges"
-
-    merges: Annotated[
-        Methods | None,
-        Option("--compare", "compare", metavar="A,B:key=value,...", read=with_settings),
-        Field(
-            description="Several merges, ranked without labels by how near they are to the experts; `all` is every "
-            "method."
-        ),
-    ] = None
-    out: MergedTo = None
-    keep: Annotated[Flag, Field(description="Save every compared model too, in the folder.")] = False
+    merges: Methods | None = asked(
+        "Several merges, ranked without labels by how near they are to the experts; `all` is every method.",
+        name="--compare",
+        parameter="compare",
+        metavar="A,B:key=value,...",
+        read=with_settings,
+    )
+    out: Path | None = asked(_MERGED_TO)
+    keep: Flag = asked("Save every compared model too, in the folder.", False)
 
 
-class AnalysisRequest(Request):
-    """A run to be made from a spec.
+class AnalysisRequest(Request, title="analyze"):
+    """A run to be made from a spec; `synthetic` stamps it as made of drawn data, so that it's no benchmark."""
 
-    Attributes:
-        synthetic: stamps the run as made of drawn data, so that nobody takes it for a benchmark.
-    """
-
-    command: ClassVar[str] = "analyze"
-
-    out: Annotated[Path | None, Field(description="The run directory; runs/<name> if left out.")] = None
-    resume: Annotated[Flag, Field(description="Go on with an interrupted run.")] = False
-    force: Annotated[Flag, Field(description="Replace the run that is there.")] = False
-    seed: Annotated[int | None, Field(description="Over data.defaults.seed.")] = None
-    overrides: Annotated[
-        tuple[str, ...],
-        Option("--set", metavar="a.b=value"),
-        Field(description="Override one value of the spec; repeatable."),
-    ] = ()
-    attribution: Attribution = True
-    synthetic: Annotated[Flag, Option(is_given=False)] = False
+    out: Path | None = asked("The run directory; runs/<name> if left out.")
+    resume: Flag = asked("Go on with an interrupted run.", False)
+    force: Flag = asked("Replace the run that is there.", False)
+    seed: int | None = asked("Over data.defaults.seed.")
+    overrides: tuple[str, ...] = _overrides()
+    attribution: Flag = _attribution()
+    synthetic: Flag = unspoken(False)
 
     @property
     def over_spec(self) -> tuple[str, ...]:
@@ -407,28 +346,18 @@ class AnalysisRequest(Request):
         return self.overrides if self.seed is None else (*self.overrides, f"data.defaults.seed={self.seed}")
 
 
-class PreflightRequest(Request):
+class PreflightRequest(Request, title="validate"):
     """A spec to be checked before anything large is read."""
 
-    command: ClassVar[str] = "validate"
-
-    overrides: Annotated[
-        tuple[str, ...],
-        Option("--set", metavar="a.b=value"),
-        Field(description="Override one value of the spec; repeatable."),
-    ] = ()
-    deep: Annotated[Flag, Field(description="Also score every expert on its own data.")] = False
-    processes: Annotated[
-        Count | None,
-        Field(description="Also plan for so many: seconds, memory and bytes on the wire of each."),
-    ] = None
-    per_machine: Annotated[
-        Count | None,
-        Field(description="How many of them share a machine like this; one per core or GPU if left out."),
-    ] = None
+    overrides: tuple[str, ...] = _overrides()
+    deep: Flag = asked("Also score every expert on its own data.", False)
+    processes: Count | None = asked("Also plan for so many: seconds, memory and bytes on the wire of each.")
+    per_machine: Count | None = asked(
+        "How many of them share a machine like this; one per core or GPU if left out."
+    )
 
 
-class ProjectionRequest(Request):
+class ProjectionRequest(Request, title="project"):
     """Features to be laid out on a plane.
 
     Attributes:
@@ -441,8 +370,6 @@ class ProjectionRequest(Request):
         max_points: most points, over expert and variants together. Samples beyond are left out, evenly over classes.
     """
 
-    command: ClassVar[str] = "project"
-
     layer: int | str = "final"
     method: Any = "pca"
     seed: int = 0
@@ -451,7 +378,7 @@ class ProjectionRequest(Request):
     max_points: int = 2000
 
 
-class ExhibitRequest(Request):
+class ExhibitRequest(Request, title="export"):
     """What a writer may choose of figures and tables for a paper.
 
     Attributes:
@@ -459,71 +386,49 @@ class ExhibitRequest(Request):
         digits: decimals of percentages in tables.
     """
 
-    command: ClassVar[str] = "export"
-
-    style: Annotated[Text, Field(description="Width of the venue: neurips, icml-column or slide.")] = (
-        "neurips"
+    style: Text = asked("Width of the venue: neurips, icml-column or slide.", "neurips")
+    task: str | None = asked("Task of exhibits about one; the one that drifts most if left out.")
+    baseline: str | None = asked("Variant to compare with; the merged model if left out.")
+    calibrated: str | tuple[str, ...] | None = asked(
+        "Calibrations to show, joined by commas; the last one (tables: all) if left out.",
+        read=str,
+        is_list=False,
     )
-    task: Annotated[
-        str | None, Field(description="Task of exhibits about one; the one that drifts most if left out.")
-    ] = None
-    baseline: Annotated[
-        str | None, Field(description="Variant to compare with; the merged model if left out.")
-    ] = None
-    calibrated: Annotated[
-        str | tuple[str, ...] | None,
-        Option(read=str, is_list=False),
-        Field(description="Calibrations to show, joined by commas; the last one (tables: all) if left out."),
-    ] = None
-    tasks: Annotated[
-        tuple[str, ...] | None,
-        Option(read=parts, is_list=False),
-        Field(description="Only these tasks, joined by commas."),
-    ] = None
-    variants: Annotated[
-        tuple[str, ...] | None,
-        Option(read=parts, is_list=False),
-        Field(description="Variants to compare, joined by commas; merged and calibrated if left out."),
-    ] = None
-    names: Annotated[
-        dict[str, str],
-        Option(metavar="NAME=SHOWN,...", read=names_shown, is_list=False),
-        Field(
-            description="What tasks and variants are called, such as mnist=MNIST,merged=Ours; over `names` in the spec."
-        ),
-    ] = Field(default_factory=dict)
-    width: Annotated[
-        float | None, Field(ge=1, le=20, description="Width in inches, instead of the style's.")
-    ] = None
-    method: Annotated[str, Field(description="Projection of features: pca, umap or tsne.")] = "pca"
-    paper: Annotated[
-        Flag,
-        Option("--with-paper"),
-        Field(description="Also show the paper's printed numbers, told apart from measured ones."),
-    ] = False
-    layer: Annotated[int | str, Option(is_given=False)] = "final"
-    digits: Annotated[int, Option(is_given=False)] = 1
+    tasks: tuple[str, ...] | None = asked("Only these tasks, joined by commas.", read=parts, is_list=False)
+    variants: tuple[str, ...] | None = asked(
+        "Variants to compare, joined by commas; merged and calibrated if left out.",
+        read=parts,
+        is_list=False,
+    )
+    names: dict[str, str] = asked(
+        "What tasks and variants are called, such as mnist=MNIST,merged=Ours; over `names` in the spec.",
+        dict,
+        metavar="NAME=SHOWN,...",
+        read=names_shown,
+        is_list=False,
+    )
+    width: Annotated[float, Field(ge=1, le=20)] | None = asked("Width in inches, instead of the style's.")
+    method: str = asked("Projection of features: pca, umap or tsne.", "pca")
+    paper: Flag = asked(
+        "Also show the paper's printed numbers, told apart from measured ones.", False, name="--with-paper"
+    )
+    layer: int | str = unspoken("final")
+    digits: int = unspoken(1)
 
 
-class ExportRequest(ExhibitRequest):
+class ExportRequest(ExhibitRequest, title="analyze"):
     """Files of figures and tables for a paper."""
 
-    figures: Annotated[
-        tuple[str, ...], Option("--figure", metavar="ID"), Field(description="A figure; repeatable.")
-    ] = ()
-    tables: Annotated[
-        tuple[str, ...], Option("--table", metavar="ID"), Field(description="A table; repeatable.")
-    ] = ()
-    everything: Annotated[
-        Flag, Option("--all"), Field(description="Every figure and table that shows a measured number.")
-    ] = False
-    formats: Annotated[
-        str,
-        Option("--format"),
-        Field(description="Of figures and tables; csv, json and txt are always written."),
-    ] = "pdf,svg,png,tex,csv"
-    out: Annotated[Path, Field(description="Folder for the files.")] = Path("exhibits")
-    strict: Annotated[Flag, Field(description="Exit with 4 if a part is missing.")] = False
+    figures: tuple[str, ...] = asked("A figure; repeatable.", (), name="--figure", metavar="ID")
+    tables: tuple[str, ...] = asked("A table; repeatable.", (), name="--table", metavar="ID")
+    everything: Flag = asked("Every figure and table that shows a measured number.", False, name="--all")
+    formats: str = asked(
+        "Of figures and tables; csv, json and txt are always written.",
+        "pdf,svg,png,tex,csv",
+        name="--format",
+    )
+    out: Path = asked("Folder for the files.", Path("exhibits"))
+    strict: Flag = asked("Exit with 4 if a part is missing.", False)
 
 
 class LiveInputs(Request):
@@ -568,8 +473,6 @@ class LiveSettings(LiveInputs):
         name: of the run.
     """
 
-    command: ClassVar[str] = "analyze"
-
     layers: Annotated[str | int | tuple[str | int, ...], BeforeValidator(_plain_layers)] = "blocks"
     pool: Literal["cls", "mean", "last", "all"] | None = None
     n_calibration: Count | None = 256
@@ -580,7 +483,7 @@ class LiveSettings(LiveInputs):
     name: Text = "live"
 
 
-class FitRequest(LiveInputs):
+class FitRequest(LiveInputs, title="fit"):
     """A copy of a live module to be calibrated.
 
     Attributes:
@@ -588,7 +491,5 @@ class FitRequest(LiveInputs):
         sites: patterns on module paths; linear and norm modules inside blocks if left out.
     """
 
-    command: ClassVar[str] = "fit"
-
     layers: LayerPatterns = None
-    sites: SitePatterns = None
+    sites: tuple[Text, ...] | None = None

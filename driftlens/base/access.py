@@ -31,6 +31,12 @@ class Access:
     trust: bool = False
     team: Team = ALONE
 
+    @property
+    def words(self) -> list[str]:
+        """Options of the command line that allow the same."""
+        device = [] if self.device is None else ["--device", self.device]
+        return [*device, *["--offline"] * self.offline, *["--trust-code"] * self.trust]
+
     def function(self, target: str, what: str) -> Callable[..., Any]:
         """The function `package.module:function`; importing it runs its code.
 

@@ -15,6 +15,9 @@ from driftlens.runs.manifest import Manifest
 from driftlens.runs.run import DriftRun
 from driftlens.runs.status import Status
 
+COMMAND = "command"
+"""In what a calibration begins with: the options of its command line."""
+
 _EXPLAIN = ":explain:"
 """In the names of phases that attribute the drift, behind `calibrate:NAME` or at the beginning."""
 
@@ -91,26 +94,23 @@ def _begun(run: DriftRun) -> list[str]:
 
 def how_to_resume(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
     """What to do about a calibration that was begun and not finished, perhaps to take the place of one of its name."""
-    is_replacing, is_chosen = name in manifest.calibrations, _is_chosen(folder / begun_calibration(name))
+    is_replacing = name in manifest.calibrations
     if is_live(manifest):
-        flags = [
-            f"name={name!r}",
-            *["replace=True"] * is_replacing,
-            *["auto=True"] * is_chosen,
-            "resume=True",
-        ]
-        return f"`run.calibrate(..., {', '.join(flags)})` with the same modules and settings goes on"
-    command = f"driftlens calibrate {shlex.quote(str(folder))} --name {shlex.quote(name)}"
-    flags = [*["--replace"] * is_replacing, *["--auto"] * is_chosen, "--resume"]
-    return f"`{command} {' '.join(flags)}` with the same settings goes on, without --resume it begins afresh"
+        both = f"name={name!r}, {'replace=True, ' if is_replacing else ''}resume=True"
+        return f"`run.calibrate(..., {both})` with the same modules and settings goes on"
+    words = _words_of(folder / begun_calibration(name))
+    flags = [*(words or ()), *["--replace"] * is_replacing, "--resume"]
+    command = shlex.join(["driftlens", "calibrate", str(folder), "--name", name, *flags])
+    same = " with the same settings" if words is None else ""
+    return f"`{command}`{same} goes on, without --resume it begins afresh"
 
 
-def _is_chosen(begun: pathlib.Path) -> bool:
-    """Whether a calibration that was begun chooses its settings; False also where nobody can tell."""
+def _words_of(begun: pathlib.Path) -> list[str] | None:
+    """The options with which a calibration was begun; None where nobody can tell."""
     try:
-        return bool(from_json(begun.read_bytes())["automatic"])
+        return [str(word) for word in from_json(begun.read_bytes())[COMMAND]]
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return None
 
 
 def is_live(manifest: Manifest) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from tests.cli.conftest import Result
 from tests.cli.worker import COMMAND
-from tests.pipeline.calibrating import NAME, copied, files_of, same_rows
+from tests.pipeline.calibrating import NAME, calibrate_until, copied, files_of, same_rows
 from tests.pipeline.roomy import roomy_run
 from tests.zoo.world import TASKS, World
 
@@ -192,11 +193,11 @@ def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
         process.send_signal(signal.SIGCONT)
         _, errors = process.communicate(timeout=300)
     kept = [*tried.glob("*.safetensors")]
-    command = f"driftlens calibrate {folder} --name {NAME} --auto --resume"
-    if sent == signal.SIGTERM:
-        assert process.returncode == 130 and f"What was finished is kept: `{command}`" in errors
     (left,) = find_runs(folder)[0].left
-    assert f"`{command}` with the same settings goes on" in left and len(kept) > 9
+    command = left.split("`")[1]
+    assert f"`{command}` goes on" in left and len(kept) > 9
+    if sent == signal.SIGTERM:
+        assert process.returncode == 130 and f"What was finished is kept: `{command}` goes on" in errors
 
     solved, attempts = [], Trials.outcomes
 
@@ -206,7 +207,7 @@ def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
 
     monkeypatch.setattr(Trials, "outcomes", counted)
     quiet = ("--name", NAME, *flags, "--progress", "none")
-    assert run_cli("calibrate", folder, *quiet, "--resume").code == 0
+    assert run_cli(*shlex.split(command)[1:], "--progress", "none").code == 0
     missing = len(solved)
     assert run_cli("calibrate", whole, *quiet).code == 0
     assert len(solved) - missing == missing + len(kept), "what was finished was solved for again"
@@ -216,3 +217,23 @@ def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
     same_rows(open_run(folder), open_run(whole))
     assert not (folder / f"scratch/calibrate-{NAME}").exists() and find_runs(folder)[0].left == ()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parameters": {"lam": 0.1, "update": ["linear"]}, "layers": (2, 3), "attribution": False},
+        {"preset": "demo-clip", "sites": ["*.mlp.*"], "samples": 3},
+    ],
+    ids=["settings", "preset"],
+)
+def test_the_command_that_is_named_goes_on_whatever_was_asked_for(
+    folder: pathlib.Path, run_cli: Cli, changes: dict[str, Any]
+) -> None:
+    calibrate_until(folder, lambda event: event.phase == "calibrate" and "layer 3" in event.label, **changes)
+    (left,) = find_runs(folder)[0].left
+    solved = [file.name for file in (folder / f"scratch/calibrate-{NAME}").glob("*.safetensors")]
+    assert solved == ["002.safetensors"]
+    done = run_cli(*shlex.split(left.split("`")[1])[1:], "--progress", "none")
+    assert done.code == 0, done.err
+    assert NAME in open_run(folder).manifest.calibrations and find_runs(folder)[0].left == ()

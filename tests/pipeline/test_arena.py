@@ -12,7 +12,9 @@ import yaml
 from typer.testing import CliRunner
 
 import driftlens as dl
-from driftlens.base.errors import DataError, SpecError
+from driftlens.base.access import Context
+from driftlens.base.errors import Cancelled, DataError, SpecError
+from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.cli import app
 from driftlens.findings.arena import arena_rows, arena_sheet
 from driftlens.jobs.contest.arena import compete, entrants
@@ -111,6 +113,24 @@ def test_a_second_call_changes_nothing_and_adds_what_is_missing(met: pathlib.Pat
     found = json.loads(shown.stdout)
     assert {row["model"] for row in found["rows"]} >= {"react", "svc"} and found["failed"] == {}
     assert dict(open_run(met).manifest.calibrations) == before
+
+
+def test_a_stopped_arena_goes_on_with_what_is_missing(light: DriftRun, tmp_path: pathlib.Path) -> None:
+    folder, token = copied(light, tmp_path / "run"), CancelToken()
+
+    def stop(event: ProgressEvent) -> None:
+        if event.phase == "calibrate" and "react" in open_run(folder).manifest.calibrations:
+            token.cancel()
+
+    wanted = entrants([("react", {}), ("svc", {})])
+    with pytest.raises(Cancelled) as caught:
+        compete(folder, wanted, Context(on_progress=stop, cancel=token), attribution=False)
+    assert caught.value.hint == "What was finished is kept; the same command goes on where it stopped."
+    before = open_run(folder).manifest.calibrations
+    assert [*before] == ["react"]
+    compete(folder, wanted, attribution=False)
+    after = open_run(folder).manifest.calibrations
+    assert [*after] == ["react", "svc"] and after["react"] == before["react"]
 
 
 def test_what_cannot_be_made_is_said_beside_the_others(met: pathlib.Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -51,7 +51,7 @@ from driftlens.merging.method import merge_methods
 from driftlens.runs import layout
 from driftlens.runs.manifest import CalibrationInfo, Manifest
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.standing import how_to_explain, how_to_resume
+from driftlens.runs.standing import COMMAND, how_to_explain, how_to_resume
 from driftlens.runs.writer import RunWriter
 from driftlens.spec import load_spec
 from driftlens.spec.requests import CalibrationRequest
@@ -139,13 +139,14 @@ def carry_out(
 
 @dataclass(frozen=True)
 class OpenCalibration:
-    """A run reopened, and what a calibration will do to it."""
+    """A run reopened, and what a calibration will do to it; `words` are the options that ask for it once more."""
 
     folder: pathlib.Path
     manifest: Manifest
     study: Study
     models: OpenModels
     plan: CalibrationPlan
+    words: Sequence[str] = ()
 
 
 def open_calibration(
@@ -165,7 +166,9 @@ def open_calibration(
     study, models = reopened(folder, context, num_calibration=request.samples, with_calibrations=False)
     spec = load_spec(folder / layout.SPEC) if context.live is None else None
     plan = plan_calibration(request, run, spec, study)
-    return OpenCalibration(folder, run.manifest, study, models, plan)
+    asked = request.changed(resume=False, replace=False).words()
+    words = [*(word for word in asked if not word.startswith("--name=")), *context.access.words]
+    return OpenCalibration(folder, run.manifest, study, models, plan, words)
 
 
 def require_terms(request: CalibrationRequest, opened: OpenCalibration, *, is_chosen: bool) -> None:
@@ -264,8 +267,8 @@ def _calibrate(
     if choose is not None:
         plan = _chosen(writer, opened, scratch, reporter, choose)
     identity = plan.identity(opened.manifest, study)
-
-    team.once(lambda: scratch.go_on(identity | {"selection": dict(plan.selection)}))
+    begun = identity | {"selection": dict(plan.selection), COMMAND: list(opened.words)}
+    team.once(lambda: scratch.go_on(begun))
     if replaces:
         _solve_and_make_room(writer, study, plan, scratch, reporter)
     notices = team.once(lambda: _notices(plan, study, opened.manifest))
@@ -310,12 +313,13 @@ def _chosen(
     """The plan with what is chosen; what is tried on the way is kept, and so is the choice."""
     plan, study, team = opened.plan, opened.study, opened.study.team
     phase, identity = f"{plan.phase}:choose", plan.identity(opened.manifest, study) | {"automatic": True}
-    team.once(lambda: scratch.go_on(identity | {"selection": {}}, asked=plan.asked))
+    start = identity | {"selection": {}, COMMAND: list(opened.words)}
+    team.once(lambda: scratch.go_on(start, asked=plan.asked))
     begun = team.once(lambda: scratch.begun)
     with writer.phase(phase), suitable_threads(writer, phase, study):
         plan = plan.chosen(choose, study, reporter, begun, scratch.tried)
     if not begun["selection"]:
-        settled = plan.identity(opened.manifest, study) | {"selection": dict(plan.selection)}
+        settled = start | plan.identity(opened.manifest, study) | {"selection": dict(plan.selection)}
         team.once(lambda: scratch.settle(settled))
     return plan
 

@@ -32,6 +32,7 @@ from driftlens.runs import layout
 from driftlens.runs.contents import remove_tree
 from driftlens.runs.manifest import CalibrationInfo, versions
 from driftlens.runs.schema import CALIBRATION
+from driftlens.runs.standing import COMMAND
 from driftlens.runs.writer import RunWriter
 
 PHASE = "calibrate"
@@ -57,7 +58,7 @@ class CalibrationScratch(Begun):
     """The folder of one unfinished calibration inside a run; it belongs to nothing that a reader sees.
 
     Among the settings that it begins with is, as `selection`, how they were chosen: nothing as long as they are being
-    chosen.
+    chosen; and as `command`, with which options.
     """
 
     what = "calibration"
@@ -88,9 +89,9 @@ class CalibrationScratch(Begun):
         """Refuse what `go_on` would, if anything was begun."""
         if not self.is_there:
             return
-        before, now, skipped = self.begun, dict(settings), {"selection"}
+        before, now, skipped = self.begun, dict(settings), {"selection", COMMAND}
         if asked and (chosen := before.get("selection")):
-            before, now, skipped = before | chosen["asked"], {**now, **asked}, {"selection", "sites"}
+            before, now, skipped = before | chosen["asked"], {**now, **asked}, {*skipped, "sites"}
         self.require_same(*({name: of[name] for name in of if name not in skipped} for of in (before, now)))
 
     def solved(self) -> dict[int, SolvedLayer]:

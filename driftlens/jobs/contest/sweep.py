@@ -158,8 +158,7 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
     settings = list(dict.fromkeys(itertools.chain(*sweeps.values())))
     for setting in settings:
         setting.calibrator.check(has_base=opened.study.has_base)
-    terms = _Terms(sweeps, resume=request.resume, replace=request.replace)
-    terms.points(open_run(folder).sweeps())
+    _Table(open_run(folder).sweeps(), sweeps, request)  # refused here where they would mix with others
     team = opened.study.team
     team.once(lambda: require_same_samples(opened.manifest, opened.study))
     seeds = range(opened.study.seed, opened.study.seed + request.seeds)
@@ -175,14 +174,14 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
     unsolved = dict[Setting, DriftLensError]()
     with writing(team, functools.partial(RunWriter.resume, folder)) as writer:
         reporter = context.reporter(writer.progress)
-        points = terms.points(team.once(lambda: open_run(folder).sweeps()))
+        table = _Table(team.once(lambda: open_run(folder).sweeps()), sweeps, request)
         (folder / layout.SCRATCH).mkdir(exist_ok=True)
         if len(corruptions) > 1:
             _keep_pictures(writer, next(iter(samples[study.seed].values())), corruptions, study.seed)
         visits = _Visits(study, opened.plan, request, settings, reporter, folder / layout.SCRATCH / PHASE)
         with deterministic_algorithms(study.settings.deterministic):
             for seed, drawn in samples.items():
-                phase, ledger = f"{PHASE}:{seed}", _Points(writer, points, seed, tuple(tasks), visits.scored)
+                phase, ledger = f"{PHASE}:{seed}", _Ledger(writer, table, seed, tuple(tasks), visits.scored)
                 attempts = functools.partial(visits.attempts, drawn, seed)
                 with writer.phase(phase), suitable_threads(writer, phase, study):
                     for setting, outcome in contest(settings, attempts, ledger):
@@ -362,46 +361,42 @@ class _Visits:
         return select_sites(chain, layers=layers, sites=self.plan.patterns or None, update=update)
 
 
-@dataclass(frozen=True)
-class _Terms:
-    """The settings to visit by sweep, and what becomes of points that the run has already."""
+class _Table:
+    """The settings to visit as points beside the rows that the run has.
 
-    sweeps: Mapping[str, Sequence[Setting]]
-    resume: bool
-    replace: bool
+    Attributes:
+        points: one that the run has keeps its number, a new one gets the next.
+        rows: those of points that are left as they are.
+        outdated: sweeps that make room for the first new row.
+    """
 
-    def points(self, rows: pd.DataFrame) -> _PointsOf:
-        """The settings as points beside the run's `rows`; raises as `sweep` where they would mix with others."""
-        outdated = {
-            name
-            for name, settings in self.sweeps.items()
-            if self.replace and not (self.resume and _are_all_among(rows[rows["sweep"] == name], settings))
-        }
-        stay = rows[~rows["sweep"].isin(outdated)]
-        gone = set(rows["sweep"]) & outdated
-        return _PointsOf(_numbered(self.sweeps, stay), stay if self.resume else stay[:0], gone)
-
-
-@dataclass(frozen=True)
-class _PointsOf:
-    """All points of a sweep, the rows that are left as they are, and sweeps that make room for the first new row."""
-
-    points: Sequence[_Point]
-    rows: pd.DataFrame
-    outdated: set[str]
-
-
-def _are_all_among(rows: pd.DataFrame, settings: Sequence[Setting]) -> bool:
-    """Whether a sweep has no other points than these, as one has that took another's place and was stopped."""
-    return {settings[0].stored(row) for row in rows.to_dict("records")} <= {*settings}
+    def __init__(
+        self, rows: pd.DataFrame, sweeps: Mapping[str, Sequence[Setting]], request: SweepRequest
+    ) -> None:
+        self.points: list[_Point] = []
+        self.outdated: set[str] = set()
+        for name, settings in sweeps.items():
+            there = rows[rows["sweep"] == name].to_dict("records")
+            known = {settings[0].stored(row): int(row["point"]) for row in there}
+            # A sweep that took another's place and was stopped has no points but these.
+            if request.replace and known and not (request.resume and known.keys() <= {*settings}):
+                self.outdated.add(name)
+                known = {}
+            _require_same_rest(name, settings, known)
+            following = itertools.count(max(known.values(), default=-1) + 1)
+            self.points += [
+                _Point(name, known[setting] if setting in known else next(following), setting)
+                for setting in settings
+            ]
+        self.rows = rows[~rows["sweep"].isin(self.outdated)] if request.resume else rows[:0]
 
 
 @dataclass(frozen=True)
-class _Points:
-    """The run's sweep table as a ledger of one seed: a setting is finished where all its points have their rows."""
+class _Ledger:
+    """The run's sweep table for one seed: a setting is finished where all its points have their rows."""
 
     writer: RunWriter
-    known: _PointsOf
+    table: _Table
     seed: int
     tasks: tuple[str, ...]
     scored: tuple[str, ...]
@@ -412,19 +407,29 @@ class _Points:
     def write(self, setting: Setting, outcome: Outcome[Rows]) -> None:
         import pandas as pd
 
-        if self.known.outdated:  # once: their rows go, and the others keep their exact values
-            self.writer.drop("sweeps", "sweep", self.known.outdated)
-            self.known.outdated.clear()
-        rows = pd.DataFrame(_rows(self._missing(setting), self.seed, outcome))
-        self.writer.append("sweeps", rows, replace=True)
+        assert outcome.value is not None
+        if self.table.outdated:  # once: their rows go, and the others keep their exact values
+            self.writer.drop("sweeps", "sweep", self.table.outdated)
+            self.table.outdated.clear()
+        known = {"seed": self.seed, "seconds": outcome.seconds, **dataclasses.asdict(setting)}
+        known |= {name: setting.values.get(name) for name in ("lam", "rho", "alpha")}
+        rows = [
+            {"sweep": point.sweep, "point": point.point, **known, **row}
+            for point in self._missing(setting)
+            for row in outcome.value.values()
+        ]
+        self.writer.append("sweeps", pd.DataFrame(rows), replace=True)
 
     def _missing(self, setting: Setting) -> list[_Point]:
-        return [
-            point
-            for point in self.known.points
-            if point.setting == setting
-            and not _is_there(point, self.seed, self.tasks, self.scored, self.known.rows)
-        ]
+        return [at for at in self.table.points if at.setting == setting and not self._is_there(at)]
+
+    def _is_there(self, point: _Point) -> bool:
+        """Whether the run has a point's rows for all tasks, with a score for those that are scored."""
+        rows = self.table.rows
+        rows = rows[(rows["sweep"] == point.sweep) & (rows["point"] == point.point)]
+        rows = rows[rows["seed"] == self.seed]
+        has_score = set(rows["task"][rows[[*METRICS]].notna().any(axis=1)])
+        return set(rows["task"]) >= set(self.tasks) and has_score >= set(self.scored)
 
 
 def _keep_pictures(writer: RunWriter, samples: SampleSet, corruptions: Iterable[str], seed: int) -> None:
@@ -493,43 +498,6 @@ def _settings_of(
             around[0].changed({} if unpulled is None else unpulled.get_params())
         ]
     return sweeps
-
-
-def _rows(points: Sequence[_Point], seed: int, outcome: Outcome[Rows]) -> list[dict[str, Any]]:
-    """Rows of points that share a setting, by task."""
-    assert outcome.value is not None
-    found = []
-    for point in points:
-        known = {"seed": seed, "seconds": outcome.seconds, **dataclasses.asdict(point.setting)}
-        known |= {name: point.setting.values.get(name) for name in ("lam", "rho", "alpha")}
-        found += [
-            {"sweep": point.sweep, "point": point.point, **known, **row} for row in outcome.value.values()
-        ]
-    return found
-
-
-def _numbered(sweeps: Mapping[str, Sequence[Setting]], rows: pd.DataFrame) -> list[_Point]:
-    """The settings as points: one that the run has in `rows` keeps its number, a new one gets the next."""
-    points = []
-    for name, settings in sweeps.items():
-        there = rows[rows["sweep"] == name].to_dict("records")
-        known = {settings[0].stored(row): int(row["point"]) for row in there}
-        _require_same_rest(name, settings, known)
-        following = itertools.count(max(known.values(), default=-1) + 1)
-        points += [
-            _Point(name, known[setting] if setting in known else next(following), setting)
-            for setting in settings
-        ]
-    return points
-
-
-def _is_there(
-    point: _Point, seed: int, tasks: Collection[str], scored: Collection[str], rows: pd.DataFrame
-) -> bool:
-    """Whether the run has a point's rows of one seed for all tasks, with a score for those `scored`."""
-    mine = rows[(rows["sweep"] == point.sweep) & (rows["point"] == point.point) & (rows["seed"] == seed)]
-    has_score = set(mine["task"][mine[[*METRICS]].notna().any(axis=1)])
-    return set(mine["task"]) >= set(tasks) and has_score >= set(scored)
 
 
 def _require_same_rest(sweep: str, settings: Sequence[Setting], known: Collection[Setting]) -> None:

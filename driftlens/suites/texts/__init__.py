@@ -1,1 +1,0 @@
-"""The written tasks, one per file; the registry imports them all."""

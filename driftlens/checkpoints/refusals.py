@@ -20,27 +20,16 @@ _ROUTES = {
     "hf-auto": "The loader hf-auto takes it, with the path of its list of blocks in `architecture.blocks`.",
     "": LIVE,
 }
-CLIP = ("clip", "clip_vision_model")
-"""Model types of transformers that `hf-clip` reads."""
-VISION = ("deit", "dinov2", "dinov2_with_registers", "siglip", "siglip_vision_model", "vit")
-"""Model types of transformers that `hf-vit` reads."""
-DECODERS = (
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "llama",
-    "mistral",
-    "olmo2",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-)
-"""Model types of transformers that `hf-decoder` reads."""
-T5 = "t5"
-"""Model type of transformers that `hf-t5` reads."""
-ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "deberta", "deberta-v2")
-"""Model types of transformers that `hf-encoder` reads."""
+MODEL_TYPES = {
+    "hf-clip": ("clip", "clip_vision_model"),
+    "hf-vit": ("deit", "dinov2", "dinov2_with_registers", "siglip", "siglip_vision_model", "vit"),
+    "hf-decoder": (
+        *("gemma", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
+    ),
+    "hf-t5": ("t5",),
+    "hf-encoder": ("bert", "roberta", "xlm-roberta", "distilbert", "deberta", "deberta-v2"),
+}
+"""By loader, the model types of transformers that it reads; hf-auto reads the others."""
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 _FAMILIES = (
     ("visual.trunk.", "a timm trunk (SigLIP, EVA02, ConvNeXt and others)", ""),
@@ -119,16 +108,9 @@ def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> Incom
     elif kind is None and isinstance(config.get("architecture"), str):
         what, loader = f"a timm model ({config['architecture']})", "timm"
     elif kind in CONFIG_MAPPING and not num_experts(config):
-        known = {
-            "hf-clip": CLIP,
-            "hf-vit": VISION,
-            "hf-decoder": DECODERS,
-            "hf-t5": (T5,),
-            "hf-encoder": ENCODERS,
-        }
         # Of two streams no family but T5 is taken apart.
         other = "" if config.get("is_encoder_decoder") else "hf-auto"
-        loader = next((name for name, kinds in known.items() if kind in kinds), other)
+        loader = next((name for name, kinds in MODEL_TYPES.items() if kind in kinds), other)
     mixture = f", a mixture of {count} experts" if (count := num_experts(config)) else ""
     unknown = "The transformers that is installed knows no such model type. "
     hint = route(loader) if loader or kind in CONFIG_MAPPING else unknown + LIVE

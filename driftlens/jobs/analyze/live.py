@@ -21,7 +21,7 @@ from driftlens.base.layers import select_layers
 from driftlens.base.progress import Reporter
 from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of, task_of
-from driftlens.checkpoints.refusals import DECODERS, T5
+from driftlens.checkpoints.refusals import MODEL_TYPES
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.live import live_samples, live_texts
 from driftlens.data.samples import SampleSet
@@ -354,12 +354,13 @@ def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
     config, answers = getattr(module, "config", None), getattr(module, "can_generate", bool)()
     kind = getattr(config, "model_type", None)
     form: Form = "encoder"
-    if answers and kind in (*DECODERS, T5):
-        form = "encoder-decoder" if kind == T5 else "decoder"
+    answering = (*MODEL_TYPES["hf-decoder"], *MODEL_TYPES["hf-t5"])
+    if answers and kind in answering:
+        form = "encoder-decoder" if kind in MODEL_TYPES["hf-t5"] else "decoder"
     elif answers or kind is None:
         raise IncompatibleModelsError(
             f"the {type(module).__name__} is of type {kind}; of models of transformers that answer by text tokenizer= "
-            f"serves {', '.join((*DECODERS, T5))}",
+            f"serves {', '.join(answering)}",
             hint="Leave it out and give batches of what the model reads: drift is measured, answers are not.",
         )
     own: Any = getattr(module, "generation_config", None) or config

@@ -19,10 +19,8 @@ from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.loading import TOKENIZERS, missing_config, read_config
 from driftlens.checkpoints.refusals import (
-    CLIP,
     LIVE,
-    T5,
-    VISION,
+    MODEL_TYPES,
     num_experts,
     require_plain,
     running,
@@ -84,7 +82,7 @@ def load_hf_vit(request: ArchitectureRequest) -> Architecture:
     Raises:
         DriftLensError: as for `load_hf_auto`, and for any other model.
     """
-    architecture = load_transformers(request, "hf-vit", VISION)
+    architecture = load_transformers(request, "hf-vit")
     assert architecture.folder is not None
     stated: Any = architecture.folder.configs["config.json"]
     if "text_config" not in stated or not (stated.get("architectures") or [""])[0].endswith("Model"):
@@ -111,23 +109,32 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
     return load_transformers(request, "hf-auto")
 
 
+@loaders.register("hf-encoder")
+def load_hf_encoder(request: ArchitectureRequest) -> Architecture:
+    """The architecture of an encoder of texts, BERT and its kin, with or without a classifier.
+
+    All that a model for classification has behind the features of its tokens, BERT's pooler included, is its head: it
+    is merged with no other, and tasks are scored with that of their expert. Of samples, features are taken as heads
+    read them, the class token, or else as masked means.
+
+    Raises:
+        DriftLensError: as for `load_hf_auto`, and for any other model.
+    """
+    return load_transformers(request, "hf-encoder", whole_heads=True)
+
+
 def load_transformers(
-    request: ArchitectureRequest, loader: str, kinds: Collection[str] = (), *, whole_heads: bool = False
+    request: ArchitectureRequest, loader: str, *, whole_heads: bool = False
 ) -> Architecture:
     """See `load_hf_auto`; for loaders of some families, under their name.
 
     Args:
         request: what is asked for.
         loader: who asks.
-        kinds: the model types that it takes, whose blocks it knows; none for any.
         whole_heads: whether all that reads the features of tokens is part of a classifier, a core's pooler included.
     """
     source, offline = request.source, request.access.offline
-    if kinds:
-        require_own_blocks(request, loader)
-    stated = read_plain_config(request)
-    if kinds and stated.get("model_type") not in kinds:
-        raise wrong_family(stated, source, f"one of {', '.join(kinds)}")
+    stated = read_plain_config(request, loader)
     config, model_class = _class_of(stated, source)
     skeleton = weightless(partial(built, model_class, config), source)
     names = file_names(skeleton)
@@ -225,13 +232,16 @@ def usage_of_texts(usage: str, keys: Collection[str], files: Collection[str]) ->
     return "" if set(TOKENIZERS).isdisjoint(files) else usage
 
 
-def read_plain_config(request: ArchitectureRequest) -> dict[str, Any]:
-    """The `config.json` of a request's source.
+def read_plain_config(request: ArchitectureRequest, loader: str) -> dict[str, Any]:
+    """The `config.json` of a request's source, of a model that the loader reads.
 
     Raises:
-        SpecError: there is none.
-        IncompatibleModelsError: its model is quantised, or wants remote code.
+        SpecError: there is none, or the request names blocks, which loaders of some families know.
+        IncompatibleModelsError: its model is quantised, wants remote code, or is of another family.
     """
+    kinds = MODEL_TYPES.get(loader, ())
+    if kinds:
+        require_own_blocks(request, loader)
     config = read_config(request.source, "config.json", offline=request.access.offline)
     if config is None:
         raise missing_config(
@@ -242,6 +252,9 @@ def read_plain_config(request: ArchitectureRequest) -> dict[str, Any]:
             hint="Give a folder of save_pretrained or a Hub id.",
         )
     require_plain(config, request.source)
+    if kinds and (config.get("model_type") not in kinds or num_experts(config)):
+        expected = f"one of {', '.join(kinds)}, without a mixture of experts"
+        raise wrong_family(config, request.source, expected)
     return config
 
 
@@ -252,9 +265,9 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = stated.get("model_type")
-    if kind in CLIP:
+    if kind in MODEL_TYPES["hf-clip"]:
         raise wrong_family(stated, source, "one whose final feature is not projected")
-    if kind == T5:
+    if kind in MODEL_TYPES["hf-t5"]:
         raise wrong_family(stated, source, "one with a single stream of features")
     if num_experts(stated):  # files keep apart what the library fuses
         raise wrong_family(stated, source, "one without a mixture of experts")

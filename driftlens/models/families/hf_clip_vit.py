@@ -21,10 +21,7 @@ from driftlens.checkpoints.alignment import KeyLayout
 from driftlens.checkpoints.loading import (
     TOKENIZERS,
     image_processor_config,
-    missing_config,
-    read_config,
 )
-from driftlens.checkpoints.refusals import require_plain, wrong_family
 from driftlens.checkpoints.saving import FolderFormat
 from driftlens.checkpoints.sources import StateSource
 from driftlens.checkpoints.tokenizer_files import tokenizer_in
@@ -34,10 +31,10 @@ from driftlens.models.architecture import (
     loaders,
     no_text_tower,
     read_text_side,
-    require_own_blocks,
     weightless,
 )
 from driftlens.models.chain import adapters
+from driftlens.models.families.hf_auto import read_plain_config
 from driftlens.models.families.vit import ClipViT, Names, scrambled
 from driftlens.models.heads import TextTower
 from driftlens.models.preprocessing import hf_preprocess
@@ -120,13 +117,8 @@ def load_hf_clip(request: ArchitectureRequest) -> Architecture:
         CheckpointError: a file can't be fetched or read.
         IncompatibleModelsError: the model is no CLIP.
     """
-    require_own_blocks(request, "hf-clip")
     source, offline = request.source, request.access.offline
-    config = read_config(source, "config.json", offline=offline)
-    if config is None:
-        hint = "Give a folder of save_pretrained or a Hub id; open_clip's need the loader open-clip."
-        raise missing_config(source, "config.json", "a CLIP of transformers", offline=offline, hint=hint)
-    require_plain(config, source)
+    config = read_plain_config(request, "hf-clip")
     skeleton = _skeleton(config, source)
     size = skeleton.config.image_size
     preprocess = hf_preprocess(image_processor_config(source, offline=offline), (size, size), source)
@@ -184,14 +176,10 @@ def _usage(tower: str, keys: Collection[str], files: Collection[str]) -> str:
 def _skeleton(config: dict[str, Any], source: str) -> Any:
     from transformers import CLIPVisionConfig, CLIPVisionModel, CLIPVisionModelWithProjection
 
-    kind, named = config.get("model_type"), config.get("architectures") or []
-    if kind == "clip":
+    vision, named = config, config.get("architectures") or []
+    if config["model_type"] == "clip":
         # A whole CLIP projects to its own projection_dim; the copy inside vision_config may be stale.
         vision = {**config.get("vision_config", {}), "projection_dim": config.get("projection_dim", 512)}
-    elif kind == "clip_vision_model":
-        vision = config
-    else:
-        raise wrong_family(config, source, "a CLIP of transformers")
     tower = CLIPVisionModel if "CLIPVisionModel" in named else CLIPVisionModelWithProjection
 
     def build() -> Any:

@@ -13,13 +13,12 @@ from functools import partial
 from typing import Any
 
 from driftlens.checkpoints.alignment import Spellings
-from driftlens.checkpoints.refusals import DECODERS, num_experts, running, wrong_family
+from driftlens.checkpoints.refusals import running
 from driftlens.checkpoints.saving import FolderFormat
 from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
     loaders,
-    require_own_blocks,
     weightless,
 )
 from driftlens.models.chain import TEXT, LayerChain
@@ -51,11 +50,8 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
         CheckpointError: a file can't be fetched or read.
         IncompatibleModelsError: it is of another family, mixes experts, is quantised, or wants remote code.
     """
-    require_own_blocks(request, "hf-decoder")
     source, offline = request.source, request.access.offline
-    stated = read_plain_config(request)
-    if stated.get("model_type") not in DECODERS or num_experts(stated):
-        raise wrong_family(stated, source, f"one of {', '.join(DECODERS)}, without a mixture of experts")
+    stated = read_plain_config(request, "hf-decoder")
     config, model_class = _class_of(stated)
     skeleton = weightless(partial(built, model_class, config), source)
     preprocess = hf_text_preprocess(source, config, offline, "decoder")

@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.checkpoints.alignment import Spellings
-from driftlens.checkpoints.refusals import LIVE, T5, wrong_family
+from driftlens.checkpoints.refusals import LIVE
 from driftlens.checkpoints.saving import FolderFormat
 from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
     loaders,
-    require_own_blocks,
     weightless,
 )
 from driftlens.models.chain import (
@@ -364,11 +363,8 @@ def load_hf_t5(request: ArchitectureRequest) -> Architecture:
         CheckpointError: a file can't be fetched or read.
         IncompatibleModelsError: the model is no T5.
     """
-    require_own_blocks(request, "hf-t5")
     source = request.source
-    stated = read_plain_config(request)
-    if stated.get("model_type") != T5:
-        raise wrong_family(stated, source, "a T5 of transformers")
+    stated = read_plain_config(request, "hf-t5")
     skeleton, is_tied = _skeleton(stated, source)
     chain, offline = HfT5().chain(skeleton), request.access.offline
     preprocess = hf_text_preprocess(source, skeleton.config, offline, "encoder-decoder")

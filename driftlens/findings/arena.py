@@ -10,9 +10,9 @@ from driftlens.base.errors import DataError
 from driftlens.base.variants import calibrated
 from driftlens.base.words import counted
 from driftlens.findings.features import COSINE, RELATIVE
+from driftlens.findings.frame import pairing
 from driftlens.findings.measures import SCORE, common, mean, mean_change
 from driftlens.findings.reading import Kind, is_measured
-from driftlens.findings.sentences import pairing
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain

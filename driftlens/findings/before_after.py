@@ -18,7 +18,7 @@ from driftlens.base.metrics import ACCURACY, metric_called, title_of
 from driftlens.base.variants import calibrated, title
 from driftlens.base.words import counted
 from driftlens.findings.features import COSINE, DRIFT, DRIFT_CHANGE, RELATIVE
-from driftlens.findings.frame import Finding
+from driftlens.findings.frame import Finding, paired_by_task, pairing
 from driftlens.findings.measures import SCORE, change, common, level, mean, mean_change
 from driftlens.findings.reading import (
     Kind,
@@ -26,7 +26,6 @@ from driftlens.findings.reading import (
     signed,
 )
 from driftlens.findings.scores import score_of
-from driftlens.findings.sentences import paired_by_task, pairing
 from driftlens.findings.swept import rho_control
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
@@ -190,9 +189,9 @@ def _features(run: DriftRun, rows: pd.DataFrame, name: str) -> Table:
 
 def _told(metrics: Iterable[str]) -> tuple[str, bool, list[str]]:
     """What scores of these metrics are called, whether all are shares, and what each is unless all are accuracies."""
-    found = [metric_called(name) for name in dict.fromkeys(metrics)] or [ACCURACY]
-    says = [] if found == [ACCURACY] else [f"{at.title.capitalize()}: {at.described}" for at in found]
-    return title_of(found), all(at.kind == "share" for at in found), says
+    measures = [metric_called(name) for name in dict.fromkeys(metrics)] or [ACCURACY]
+    says = [] if measures == [ACCURACY] else [f"{at.title.capitalize()}: {at.described}" for at in measures]
+    return title_of(measures), all(at.kind == "share" for at in measures), says
 
 
 def _scores(rows: pd.DataFrame, name: str) -> Table:
@@ -225,6 +224,7 @@ def _counted(run: DriftRun) -> str:
 
 def _drifts(run: DriftRun, name: str) -> Table:
     changes = final_drift_changes(run, name)
+    paired = ", paired by sample" if all(drift.paired for drift, _ in changes) else ""
     return Table.of(
         f"drift-change-{name}",
         f"{title(calibrated(name))}: change of the final L2 drift against the merged model",
@@ -233,7 +233,7 @@ def _drifts(run: DriftRun, name: str) -> Table:
             **{"relative": "share", "relative low": "share", "relative high": "share", "samples": "count"},
         },
         [(drift.task, *_parts(drift), *_parts(relative), drift.n) for drift, relative in changes],
-        "Of the mean over diagnosis samples; intervals are Student's, paired by sample.",
+        f"Of the mean over diagnosis samples; intervals are Student's{paired}.",
     )
 
 
@@ -336,25 +336,25 @@ _COMPARED = {"compared", "choice", "kept", "best", "base_stands", "score", "corr
 
 def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
     """What was chosen and by how much, whether to use the merge at all, and the numbers of every candidate."""
-    found = {entry["name"]: entry for entry in record["compared"]}
-    choice, best = found[record["choice"]], found.get(record["best"], {})
+    candidates = {entry["name"]: entry for entry in record["compared"]}
+    choice, best = candidates[record["choice"]], candidates.get(record["best"], {})
     what = "KL" if record["score"].startswith("KL") else "relative drift"
-    told = f"95 % interval, {record['correction']}"
+    interval = f"95 % interval, {record['correction']}"
     if record["kept"] == "merged":
         text = "the merged model was kept as it is, as nothing was clearly better"
         if best:
-            text += f": the best of the others, {best['title']}, {_lower(best, what, told)}"
+            text += f": the best of the others, {best['title']}, {_lower(best, what, interval)}"
     elif record["kept"] == "base":
-        text = f"the base was chosen, which {_lower(choice, what, told)}, and nothing was clearly better"
+        text = f"the base was chosen, which {_lower(choice, what, interval)}, and nothing was clearly better"
     else:
-        text = f"{choice['title']} was chosen, which {_lower(choice, what, told)}"
+        text = f"{choice['title']} was chosen, which {_lower(choice, what, interval)}"
     said = [
         f"On held-out calibration samples {text}; {counted(record['num_calibrations'], 'calibration')} tried in "
         f"{record['seconds']:.0f} s."
     ]
     if record["base_stands"]:
         said.append("Advice: don't use the merge, as the base is as near to the experts.")
-    numbers = [f"{entry['title']} {_scored(entry)}" for entry in found.values()]
+    numbers = [f"{entry['title']} {_scored(entry)}" for entry in candidates.values()]
     n = choice["n"]
     return [
         *said,
@@ -362,13 +362,13 @@ def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _lower(entry: Mapping[str, Any], what: str, told: str) -> str:
+def _lower(entry: Mapping[str, Any], what: str, interval: str) -> str:
     """By how much a candidate is better than the merged model."""
     if entry.get("advantage") is None:
         return "could not be solved for"
     gap = entry["advantage"]
     unit = " nat" if what == "KL" else ""
-    ends = "" if entry["low"] is None else f" ({told}: {brief(entry['low'])} to {brief(entry['high'])})"
+    ends = "" if entry["low"] is None else f" ({interval}: {brief(entry['low'])} to {brief(entry['high'])})"
     way = "higher" if gap < 0 else "lower"
     return f"has a held-out {what} {way} than the merged model's by {brief(abs(gap))}{unit}{ends}"
 

@@ -2,6 +2,8 @@
 
 A check passes only on numbers that are there. What was not measured is skipped, with the reason. `self_checks` are
 claims that are exact in theory, with the error up to which they count as holding: this is the one home of those limits.
+
+Whatever reads a table raises RunError where that can't be read.
 """
 
 from __future__ import annotations
@@ -445,11 +447,7 @@ _PLACE = {
 
 
 def self_checks(run: DriftRun) -> CheckReport:
-    """The largest error of each claim that a run checks about itself; `metric` is the claim's short name.
-
-    Raises:
-        RunError: a table can't be read.
-    """
+    """The largest error of each claim that a run checks about itself; `metric` is the claim's short name."""
     results = (
         _self_check(run, getattr(run, table)(), column, name, claim, limit)
         for name, (claim, table, column, limit) in _CLAIMS.items()

@@ -22,11 +22,10 @@ from driftlens.findings.features import (
     drift_changes,
     same_samples,
 )
-from driftlens.findings.frame import Finding, finding
+from driftlens.findings.frame import Finding, finding, pairing
 from driftlens.findings.measures import FLIPS, changes_between, level
 from driftlens.findings.reading import Kind
 from driftlens.findings.scores import changed_score, main_metrics, score_of
-from driftlens.findings.sentences import pairing
 from driftlens.findings.table import Table, with_ends
 from driftlens.runs.run import DriftRun, open_run
 

@@ -1,4 +1,7 @@
-"""How far final features of variants are from the expert's on each task, and how that changes, as rows."""
+"""How far final features of variants are from the expert's on each task, and how that changes, as rows.
+
+Whatever reads a table raises RunError where that can't be read.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,7 @@ _COLUMNS = ["task", "variant", "drift_l2_mean", "drift_l2_std", "drift_rel", "co
 
 
 def feature_levels(run: DriftRun) -> Iterator[Finding]:
-    """Means over diagnosis samples, with Student's interval; that of relative drift takes the expert's norm as known.
-
-    Raises:
-        RunError: the table can't be read.
-    """
+    """Means over diagnosis samples, with Student's interval; relative drift takes the expert's norm as known."""
     rows = run.layers(layer="final") if run.manifest.layers else run.layers()
     numbers = rows[_COLUMNS[2:]].astype(float).to_numpy().tolist()
     for task, variant, values in zip(rows["task"], rows["variant"], numbers, strict=True):

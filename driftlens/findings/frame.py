@@ -1,20 +1,28 @@
 """The frame of findings: one row for every number a run tells, with the two ends of its 95 % interval.
 
 A row says how a variant does by one measure on one task, or how that changes from another variant, `against`, to it.
-Rows whose task is empty are means over `tasks`. Verdict, tables, sentences and pages are made from such rows.
+Rows whose task is empty are means over `tasks`. Verdict, tables, sentences and pages are made from such rows. What
+several surfaces say of rows stands here once, and claims no more than a row's interval supports.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import pandas as pd
 
 from driftlens.base.intervals import Interval, Paired
-from driftlens.findings.reading import Kind
+from driftlens.findings.reading import (
+    Kind,
+    is_measured,
+    percent_interval,
+    points,
+    points_interval,
+    signed,
+)
 
 
 @dataclass(frozen=True)
@@ -117,3 +125,43 @@ def frame_of(rows: Iterable[Finding]) -> pd.DataFrame:
         for row in rows
     ]
     return pd.DataFrame(cells, columns=[*COLUMNS]).astype({"paired": "boolean"})
+
+
+def pairing(paired: Mapping[str, bool | None]) -> str:
+    """How the intervals of changes were taken, by the name of each: in pairs of samples, or as if of other samples."""
+    apart = [name for name, is_paired in paired.items() if not is_paired]
+    if not paired:
+        return ""
+    if not apart:
+        return "95 % intervals of changes are paired by sample."
+    where = "" if len(apart) == len(paired) else f" of {', '.join(apart)}"
+    return (
+        f"95 % intervals of changes{where} are not paired, as single answers are not stored: they take the two scores "
+        "for independent and are wider than they need be where both models answered the same samples; "
+        "`driftlens evaluate RUN --again` stores them."
+    )
+
+
+def paired_by_task(rows: Sequence[Finding]) -> dict[str, bool]:
+    """By task, whether all changes on it that have an interval are paired."""
+    known = [row for row in rows if is_measured(row.low)]
+    return {row.task: all(other.paired for other in known if other.task == row.task) for row in known}
+
+
+def change_in_words(measure: Measure, before: float, change: Interval) -> str:
+    """A change with its interval: a share's in points, a length's against the one before, else in its own unit.
+
+    Where the interval holds 0, no change is claimed. Empty where nothing is compared.
+    """
+    if not is_measured(change.value):
+        return ""
+    if measure.kind == "share":
+        text, ends = f"{points(change.value)} points", points_interval(change.low, change.high)
+    elif measure.worse == "higher" and before:
+        relative = change.scaled(1 / before)
+        text, ends = f"{points(relative.value)} %", percent_interval(relative.low, relative.high)
+    else:
+        text = signed(change.value)
+        ends = f"{signed(change.low)} to {signed(change.high)}" if is_measured(change.low) else ""
+    claimed = "no clear change, " if change.low <= 0 <= change.high else ""
+    return f"{claimed}{text}{f' ({ends})' if ends else ''}"

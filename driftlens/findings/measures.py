@@ -2,6 +2,8 @@
 
 A measure comes with a function that yields its rows of a run, and one that yields those of a change; both stand in the
 table `_SOURCES`, and then in every table, sentence and page that shows what variants are measured by.
+
+Whatever reads a table raises RunError where that can't be read.
 """
 
 from __future__ import annotations
@@ -65,11 +67,7 @@ def _levels(run: DriftRun, source: _Source) -> Mapping[tuple[str, str, str], Fin
 
 
 def level(run: DriftRun, of: Measure, task: str, variant: str) -> Finding:
-    """What a variant has on a task; NaN where that was not measured.
-
-    Raises:
-        RunError: a table can't be read.
-    """
+    """What a variant has on a task; NaN where that was not measured."""
     row = _levels(run, _BY_ROLE[of.role]).get((of.role, task, variant))
     metric = main_metrics(run).get(task, ACCURACY) if of is SCORE else None
     return row or finding(measure_of(metric) if metric else of, Interval(math.nan), task, variant)
@@ -127,11 +125,7 @@ def mean_change(run: DriftRun, of: Measure, tasks: Sequence[str], pair: tuple[st
 
 
 def common(run: DriftRun, variants: Sequence[str]) -> list[tuple[Measure, tuple[str, ...]]]:
-    """Every measure that was taken of all these variants on at least one task, and those tasks.
-
-    Raises:
-        RunError: a table can't be read.
-    """
+    """Every measure that was taken of all these variants on at least one task, and those tasks."""
     groups = [(about, run.tasks) for about in _AVERAGED]
     metrics = main_metrics(run)
     for group in dict.fromkeys("" if metric.is_averaged else metric.name for metric in metrics.values()):

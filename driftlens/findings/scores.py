@@ -1,4 +1,7 @@
-"""What variants score on each task's test samples and how that changes, as rows; metrics of single results."""
+"""What variants score on each task's test samples and how that changes, as rows; metrics of single results.
+
+Whatever reads a table raises RunError where that can't be read.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,7 @@ def measure_of(metric: Metric) -> Measure:
 
 
 def score_levels(run: DriftRun) -> Iterator[Finding]:
-    """What every variant scores by what each task is judged by, with the table's interval.
-
-    Raises:
-        RunError: the table can't be read.
-    """
+    """What every variant scores by what each task is judged by, with the table's interval."""
     metrics, rows = main_metrics(run), run.accuracy()
     rows = rows[rows["metric"] == rows["task"].map({task: metric.name for task, metric in metrics.items()})]
     numbers = rows[["value", "ci_low", "ci_high", "n"]].astype(float).to_numpy().tolist()
@@ -134,11 +133,7 @@ def score_of(run: DriftRun, task: str, variant: str, metric: Metric) -> Interval
 
 @remembered
 def main_metrics(run: DriftRun) -> Mapping[str, Metric]:
-    """What each scored task is judged by: accuracy where it was measured, else the first metric of the list.
-
-    Raises:
-        RunError: the table can't be read.
-    """
+    """What each scored task is judged by: accuracy where it was measured, else the first metric of the list."""
     rows, order = run.accuracy(), [*METRICS]
     rows = rows[rows["value"].notna() & rows["task"].isin(run.tasks)]
     found: dict[str, Metric] = {}

@@ -1,4 +1,7 @@
-"""The tables of a run by task: all models beside each other, and how far their final features are from the experts'."""
+"""The tables of a run by task: all models beside each other, and how far their final features are from the experts'.
+
+Whatever reads a table raises RunError where that can't be read.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,6 @@ def summary_sheet(run: DriftRun) -> Table:
     """A row per task, then their mean: what base, experts, merged and calibrated models score, and their final drift.
 
     Scores have 95 % intervals; a model that was not measured has no columns.
-
-    Raises:
-        RunError: a table can't be read.
     """
     listed = dict.fromkeys(("base", "expert", *run.variants))
     named = {name: title(name) for name in listed if part_of(name) != "baseline"}
@@ -59,11 +59,7 @@ def summary_sheet(run: DriftRun) -> Table:
 
 
 def final_sheet(run: DriftRun) -> Table:
-    """How far each variant's final features are from each task's expert, with intervals; the base's distance beside.
-
-    Raises:
-        RunError: a table can't be read.
-    """
+    """How far each variant's final features are from each task's expert, with intervals; the base's distance beside."""
     final = run.layers(layer="final") if run.manifest.layers else run.layers()
     to_base = final.set_index(["task", "variant"])["drift_vs_base"].to_dict()
     rows = []

@@ -1,4 +1,7 @@
-"""What the points of a sweep reached: means over tasks, then over draws of the samples, with 95 % intervals."""
+"""What the points of a sweep reached: means over tasks, then over draws of the samples, with 95 % intervals.
+
+Whatever reads a table raises RunError where that can't be read.
+"""
 
 from __future__ import annotations
 
@@ -93,9 +96,6 @@ def rho_control(run: DriftRun, name: str) -> list[Finding]:
 
     With another rho the anchor itself is another merge, so that this is what a gain is to be held against. A sweep
     keeps no samples: drifts and cosines have no interval.
-
-    Raises:
-        RunError: a table can't be read.
     """
     made, rows = run.manifest.calibrations[name], run.sweeps()
     if made.settings.get("rho", 1) == 1 or rows.empty:
@@ -148,19 +148,21 @@ def ablation_sheets(run: DriftRun, name: str) -> list[Table]:
         kinds: dict[str, Kind] = {"model": "text"}
         for head, how in ((heading, kind), (f"against {method}", change)):
             kinds |= {head: how, f"{head} low": how, f"{head} high": how}
-        found: list[list[Any]] = [
+        table: list[list[Any]] = [
             [title(variant), level(run, variant, measure), *[math.nan] * 6] for variant in LEVELS
         ]
-        for point, own in its.items():
+        for point, settings_here in its.items():
             changed = [
-                f"{key}={setting_text(value)}" for key, value in own.items() if value != its[start][key]
+                f"{key}={setting_text(value)}"
+                for key, value in settings_here.items()
+                if value != its[start][key]
             ]
-            mine, gaps = drawn.loc[point], drawn.loc[point] - drawn.loc[start]
-            both = [over_draws(at[measure].to_numpy()) for at in (mine, gaps if changed else gaps[:0])]
+            reached, gaps = drawn.loc[point], drawn.loc[point] - drawn.loc[start]
+            both = [over_draws(at[measure].to_numpy()) for at in (reached, gaps if changed else gaps[:0])]
             ends = [end for one in both for end in (one.value, one.low, one.high)]
-            found.append([", ".join(changed) or method, *ends, mine["seconds"].mean()])
+            table.append([", ".join(changed) or method, *ends, reached["seconds"].mean()])
         if rows[measure].notna().any():
             file = f"ablation-{method}-{measure}".replace("_", "-")
             called = f"{method}, part by part: {heading}"
-            sheets.append(Table.of(file, called, {**kinds, "s": "number"}, found, note))
+            sheets.append(Table.of(file, called, {**kinds, "s": "number"}, table, note))
     return sheets

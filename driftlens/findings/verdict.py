@@ -2,6 +2,8 @@
 
 The same words stand first in terminal, model card, report and dashboard. A word such as "worse" is said only where the
 95 % interval of the difference excludes 0.
+
+Whatever reads a table raises RunError where that can't be read.
 """
 
 from __future__ import annotations
@@ -19,10 +21,9 @@ from driftlens.base.variants import calibrated, part_of, title
 from driftlens.base.words import counted
 from driftlens.findings.checks import self_checks
 from driftlens.findings.features import RELATIVE
-from driftlens.findings.frame import Measure
+from driftlens.findings.frame import Measure, paired_by_task, pairing
 from driftlens.findings.measures import SCORE, change, common, level, mean, mean_change
 from driftlens.findings.reading import Kind, is_measured, written
-from driftlens.findings.sentences import paired_by_task, pairing
 from driftlens.findings.swept import rho_control
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun, remembered
@@ -101,11 +102,7 @@ class Verdict:
 
 @remembered
 def verdict(run: DriftRun, name: str = "") -> Verdict:
-    """The verdict on the merged model and on one calibration: `name`, or the one that was added last.
-
-    Raises:
-        RunError: a table can't be read.
-    """
+    """The verdict on the merged model and on one calibration: `name`, or the one that was added last."""
     others = [variant for variant in run.variants if part_of(variant) in ("merged", "baseline")]
     merged = "merged" if "merged" in others else next(iter(others), "")
     made = [variant for variant in run.variants if part_of(variant) == "calibrated"]
@@ -132,10 +129,12 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     command = _next(run, gaps.get((after or merged, "expert")), bad)
     shown = tuple(gaps[pair] for pair in pairs if pair in gaps)
     means = {variant: mean(run, about, tasks, variant).interval for variant in compared}
-    found = Verdict(about, tasks, merged, after, means, shown, worst, bad, source, command, ())
+    judgement = Verdict(about, tasks, merged, after, means, shown, worst, bad, source, command, ())
     on_worst = {variant: level(run, about, worst, variant).interval for variant in means} if worst else {}
     which = " (newest calibration)" if len(made) > 1 and after == made[-1] else ""
-    return replace(found, sentences=_sentences(found, on_worst, which, self_checks(run).count("fail")))
+    return replace(
+        judgement, sentences=_sentences(judgement, on_worst, which, self_checks(run).count("fail"))
+    )
 
 
 def _judged_by(
@@ -153,21 +152,23 @@ def _judged_by(
     return (*most, tuple(compared)) if most else None
 
 
-def _sentences(found: Verdict, own: Mapping[str, Interval], which: str, failed: int) -> tuple[str, ...]:
+def _sentences(
+    judgement: Verdict, on_worst: Mapping[str, Interval], which: str, failed: int
+) -> tuple[str, ...]:
     """The verdict in words: `own` is what models have on the worst task, `which` calibration it is, `failed` checks."""
-    bad = [f"Experts worse than base: {_listed(found.bad_experts)}."] if found.bad_experts else []
-    is_told = len(found.tasks) > 1 and found.worst and not bad
-    worst = [f"Worst: {found.worst} ({_values(own, found.measure.kind)})."] if is_told else []
+    bad = [f"Experts worse than base: {_listed(judgement.bad_experts)}."] if judgement.bad_experts else []
+    is_told = len(judgement.tasks) > 1 and judgement.worst and not bad
+    worst = [f"Worst: {judgement.worst} ({_values(on_worst, judgement.measure.kind)})."] if is_told else []
     end = [f"Self-checks failed: {failed}."] if failed else []
-    end += [f"Next: `{found.command}`."] if found.command else []
+    end += [f"Next: `{judgement.command}`."] if judgement.command else []
     said: tuple[str, ...] = ()
     # Tasks are counted as far as that leaves room: for the source, or else for experts that are bad themselves.
     for counting, whole, rank in _ROOM:
         parts = (
-            (0, [_of_means(found), *_of_gaps(found, which, counting)]),
+            (0, [_of_means(judgement), *_of_gaps(judgement, which, counting)]),
             (1, bad),
             (3, worst),
-            (2, _of_source(found.source, found.merged, whole=whole)),
+            (2, _of_source(judgement.source, judgement.merged, whole=whole)),
             (0, end),
         )
         ranked = [(at, text) for at, texts in parts for text in texts]
@@ -228,38 +229,44 @@ def _next(run: DriftRun, gap: Gap | None, bad: Sequence[str]) -> str:
     return f"driftlens advise {at} --search"
 
 
-def _of_means(found: Verdict) -> str:
+def _of_means(judgement: Verdict) -> str:
     """What every model has, side by side."""
-    what, n = found.measure.title, max(at.n for at in found.means.values())
-    over = "" if len(found.tasks) > 1 else f" on {found.tasks[0]}"
-    counts = [f"{len(found.tasks)} tasks"] * (len(found.tasks) > 1) + [f"n = {n}"] * bool(n)
+    what, n = judgement.measure.title, max(at.n for at in judgement.means.values())
+    over = "" if len(judgement.tasks) > 1 else f" on {judgement.tasks[0]}"
+    counts = [f"{len(judgement.tasks)} tasks"] * (len(judgement.tasks) > 1) + [f"n = {n}"] * bool(n)
     behind = f" ({', '.join(counts)})" if counts else ""
-    return f"{what[:1].upper()}{what[1:]}{over}{behind}: {_values(found.means, found.measure.kind)}."
+    return f"{what[:1].upper()}{what[1:]}{over}{behind}: {_values(judgement.means, judgement.measure.kind)}."
 
 
-def _values(found: Mapping[str, Interval], kind: Kind) -> str:
-    return ", ".join(f"{_called(variant)} {written(at.value, kind)}" for variant, at in found.items())
+def _values(judgement: Mapping[str, Interval], kind: Kind) -> str:
+    return ", ".join(f"{_called(variant)} {written(at.value, kind)}" for variant, at in judgement.items())
 
 
 def _called(variant: str) -> str:
     return "experts" if variant == "expert" else title(variant)
 
 
-def _of_gaps(found: Verdict, which: str, counting: str) -> Iterator[str]:
+def _of_gaps(judgement: Verdict, which: str, counting: str) -> Iterator[str]:
     """A sentence per model, with what it is compared with; units and the number of tasks are said once."""
-    for variant, gaps in itertools.groupby(found.gaps, lambda gap: gap.variant):
-        own = "; ".join(_of_gap(gap, found, counting, is_first=gap is found.gaps[0]) for gap in gaps)
-        yield f"{title(variant)}{which if part_of(variant) == 'calibrated' else ''}: {own}."
+    for variant, gaps in itertools.groupby(judgement.gaps, lambda gap: gap.variant):
+        clauses = "; ".join(
+            _of_gap(gap, judgement, counting, is_first=gap is judgement.gaps[0]) for gap in gaps
+        )
+        yield f"{title(variant)}{which if part_of(variant) == 'calibrated' else ''}: {clauses}."
 
 
-def _of_gap(gap: Gap, found: Verdict, counting: str, *, is_first: bool) -> str:
-    change = _change(gap, found.measure.kind) + " points" * (found.measure.kind == "share" and is_first)
+def _of_gap(gap: Gap, judgement: Verdict, counting: str, *, is_first: bool) -> str:
+    change = _change(gap, judgement.measure.kind) + " points" * (
+        judgement.measure.kind == "share" and is_first
+    )
     is_counted = counting == "all" or (counting == "mixed" and bool(gap.better and gap.worse))
-    begins = gap is next((at for at in found.gaps if at.side), gap)
-    counts = _counts(gap, len(found.tasks), is_first=begins) if is_counted and len(found.tasks) > 1 else ""
+    begins = gap is next((at for at in judgement.gaps if at.side), gap)
+    counts = (
+        _counts(gap, len(judgement.tasks), is_first=begins) if is_counted and len(judgement.tasks) > 1 else ""
+    )
     if not gap.side:
-        told = f"{change}; {counts}" if counts else change
-        return f"no clear difference to {_called(gap.against)} ({told})"
+        counted_change = f"{change}; {counts}" if counts else change
+        return f"no clear difference to {_called(gap.against)} ({counted_change})"
     way = "better" if gap.side > 0 else "worse"
     return f"{change} {way} than {_called(gap.against)}{f' ({counts})' if counts else ''}"
 
@@ -297,10 +304,10 @@ def _counts(gap: Gap, num_tasks: int, *, is_first: bool) -> str:
 
 def source_of(run: DriftRun, variant: str) -> Source | None:
     """The layer with the largest share of a variant's final drift; None where no share was measured."""
-    found = shares(run, variant)
-    if not found:
+    by_layer = shares(run, variant)
+    if not by_layer:
         return None
-    (layer, (share, by_task)), *others = found.items()
+    (layer, (share, by_task)), *others = by_layer.items()
     # Without an interval any other layer may carry as much.
     rivals = tuple(run.layer_name(at) for at, (other, _) in others if not other.high < share.low)
     return Source(layer, run.layer_name(layer), share, min(by_task), max(by_task), rivals)
@@ -310,12 +317,12 @@ def source_of(run: DriftRun, variant: str) -> Source | None:
 def shares(run: DriftRun, variant: str, task: str | None = None) -> dict[int, tuple[Interval, list[float]]]:
     """Every layer's share of the final drift, the largest first: the mean over tasks, and that of every task."""
     rows = run.layers(task, variant) if variant else run.layers().head(0)
-    found: dict[int, tuple[Interval, list[float]]] = {}
+    by_layer: dict[int, tuple[Interval, list[float]]] = {}
     rows = rows[rows["final_share"].notna()].filter(regex="^(layer|final_share.*|jacobian_samples)$")
     for layer in rows["layer"].unique().tolist():
         by_task = [share_of(row) for row in rows[rows["layer"] == layer].to_dict("records")]
-        found[layer] = mean_over_tasks(by_task), [at.value for at in by_task]
-    return dict(sorted(found.items(), key=lambda item: -item[1][0].value))
+        by_layer[layer] = mean_over_tasks(by_task), [at.value for at in by_task]
+    return dict(sorted(by_layer.items(), key=lambda item: -item[1][0].value))
 
 
 def share_of(row: Mapping[Any, Any]) -> Interval:
@@ -345,20 +352,22 @@ def _listed(names: Sequence[str], most: int = 2) -> str:
     return f"{', '.join(names[:most])}{more}"
 
 
-def task_sheet(run: DriftRun, found: Verdict) -> Table:
+def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
     """A row per task and one for their mean: every model, a change, the drift that is left, the main source."""
-    if not found.means:
+    if not judgement.means:
         return Table.of("tasks", "Task by task", {"task": "text"}, [])
-    heads = {variant: title(variant) for variant in found.means}
+    heads = {variant: title(variant) for variant in judgement.means}
     heads |= {variant: variant for variant in heads if [*heads.values()].count(heads[variant]) > 1}
-    gap = next((gap for gap in found.gaps if gap.against == found.merged), next(iter(found.gaps), None))
-    last = found.after if found.after in heads else found.merged
+    gap = next(
+        (gap for gap in judgement.gaps if gap.against == judgement.merged), next(iter(judgement.gaps), None)
+    )
+    last = judgement.after if judgement.after in heads else judgement.merged
     what = f"{heads[gap.variant]} - {heads[gap.against]}" if gap else ""
-    unit: Kind = "points" if found.measure.kind == "share" else "number"
-    kinds: dict[str, Kind] = {"task": "text", **dict.fromkeys(heads.values(), found.measure.kind)}
+    unit: Kind = "points" if judgement.measure.kind == "share" else "number"
+    kinds: dict[str, Kind] = {"task": "text", **dict.fromkeys(heads.values(), judgement.measure.kind)}
     kinds |= dict.fromkeys((what, "95 % low", "95 % high"), unit) if gap else {}
-    kinds |= {} if found.measure.role == RELATIVE.role else {"relative drift": "share"}
-    kinds |= {"main source": "text"} if found.source else {}
+    kinds |= {} if judgement.measure.role == RELATIVE.role else {"relative drift": "share"}
+    kinds |= {"main source": "text"} if judgement.source else {}
 
     def row_of(task: str, values: Mapping[str, Interval], change: Interval | None) -> dict[str, Any]:
         row = {"task": task, **{heads[variant]: at.value for variant, at in values.items()}}
@@ -367,47 +376,56 @@ def task_sheet(run: DriftRun, found: Verdict) -> Table:
 
     rows = []
     for task in run.tasks:
-        is_common = task in found.tasks  # elsewhere its score may be of another metric
-        values = {variant: level(run, found.measure, task, variant) for variant in heads if is_common}
+        is_common = task in judgement.tasks  # elsewhere its score may be of another metric
+        values = {variant: level(run, judgement.measure, task, variant) for variant in heads if is_common}
         row = row_of(task, values, gap.by_task.get(task) if gap else None)
         row["relative drift"] = level(run, RELATIVE, task, last).value
-        for layer, (share, _) in [*shares(run, found.merged, task).items()][:1]:
+        for layer, (share, _) in [*shares(run, judgement.merged, task).items()][:1]:
             row["main source"] = f"{run.layer_name(layer)} {100 * share.value:.0f} %"
         rows.append(row)
-    if len(found.tasks) > 1:
-        rows.append(row_of(f"mean of {len(found.tasks)}", found.means, gap.change if gap else None))
+    if len(judgement.tasks) > 1:
+        rows.append(row_of(f"mean of {len(judgement.tasks)}", judgement.means, gap.change if gap else None))
     table = [[row.get(head) for head in kinds] for row in rows]
-    heading, note = f"Task by task: {found.measure.title}", _note_on_tasks(run, found, gap, last)
+    heading, note = f"Task by task: {judgement.measure.title}", _note_on_tasks(run, judgement, gap, last)
     return Table.of("tasks", heading, kinds, table, note)
 
 
-def _note_on_tasks(run: DriftRun, found: Verdict, gap: Gap | None, last: str) -> str:
+def _note_on_tasks(run: DriftRun, judgement: Verdict, gap: Gap | None, last: str) -> str:
     """What the columns of `task_sheet` are of, and how its intervals were taken."""
     note = f"Relative drift is that of {title(last)} (pooled feature)"
-    if found.source:
-        num_tasks, n = len(shares(run, found.merged)[found.source.layer][1]), found.source.share.n
+    if judgement.source:
+        num_tasks, n = len(shares(run, judgement.merged)[judgement.source.layer][1]), judgement.source.share.n
         share_n = f", n = {n // num_tasks} a task" if n else ""
-        note += f"; main source is the largest share of {title(found.merged)}'s drift (full state{share_n})"
+        note += (
+            f"; main source is the largest share of {title(judgement.merged)}'s drift (full state{share_n})"
+        )
     rows = (
-        [change(run, found.measure, task, (gap.against, gap.variant)) for task in gap.by_task] if gap else []
+        [change(run, judgement.measure, task, (gap.against, gap.variant)) for task in gap.by_task]
+        if gap
+        else []
     )
-    return f"{note}. {pairing(paired_by_task(rows))}".rstrip()
+    by_task = paired_by_task(rows)
+    if judgement.measure.role == RELATIVE.role and not all(by_task.values()):
+        return f"{note}."  # whose samples differ, which no single answers would mend
+    return f"{note}. {pairing(by_task)}".rstrip()
 
 
-def others_sheet(run: DriftRun, found: Verdict) -> Table:
+def others_sheet(run: DriftRun, judgement: Verdict) -> Table:
     """Means over tasks of what the verdict leaves out: anchors alone, controls, other calibrations, baselines."""
-    is_drift = found.measure.role == RELATIVE.role
+    is_drift = judgement.measure.role == RELATIVE.role
     rows = []
-    for variant in (name for name in run.variants if name not in found.means):
+    for variant in (name for name in run.variants if name not in judgement.means):
         means = {about.title: mean(run, about, tasks, variant) for about, tasks in common(run, [variant])}
-        own, drift = (means.get(name, Interval(math.nan)) for name in (found.measure.title, RELATIVE.title))
+        own, drift = (
+            means.get(name, Interval(math.nan)) for name in (judgement.measure.title, RELATIVE.title)
+        )
         rows.append((title(variant), own.value, own.low, own.high, drift.value))
     for control in filter(None, (rho_control(run, name) for name in run.manifest.calibrations)):
-        judged = [row for row in control if row.about.role == found.measure.role]
-        own = mean_over_tasks([row for row in judged if row.task in found.tasks])
+        judged = [row for row in control if row.about.role == judgement.measure.role]
+        own = mean_over_tasks([row for row in judged if row.task in judgement.tasks])
         drift = mean_over_tasks([row for row in control if row.about is RELATIVE])
         rows.append((title(control[0].variant), own.value, own.low, own.high, drift.value))
-    what = "mean" if is_drift else f"mean {found.measure.title}"
-    kind = found.measure.kind
+    what = "mean" if is_drift else f"mean {judgement.measure.title}"
+    kind = judgement.measure.kind
     kinds = {"model": "text", what: kind, "95 % low": kind, "95 % high": kind, "relative drift": "share"}
     return Table.of("others", "Other models, means over tasks", kinds, rows)

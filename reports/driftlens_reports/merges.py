@@ -22,30 +22,32 @@ from driftlens_reports.charts.chart import Drawn
 NAMES = {"kl": "KL to the experts (nat)", "drift_rel": "relative final drift"}
 
 
-def table_of(found: Mapping[str, Any]) -> pd.DataFrame:
+def table_of(ranking: Mapping[str, Any]) -> pd.DataFrame:
     """A row per merge, without the numbers by task."""
-    return pd.DataFrame([{key: at for key, at in row.items() if key != "by_task"} for row in found["merges"]])
+    return pd.DataFrame(
+        [{key: at for key, at in row.items() if key != "by_task"} for row in ranking["merges"]]
+    )
 
 
-def merges_sheet(found: Mapping[str, Any]) -> Table:
+def merges_sheet(ranking: Mapping[str, Any]) -> Table:
     """The ranking; its note says which of its differences are none, and why a merge is missing."""
-    placed = [row for row in found["merges"] if row["place"]]
+    placed = [row for row in ranking["merges"] if row["place"]]
     heads = {key: name for key, name in NAMES.items() if any(row[key] is not None for row in placed)}
     columns: dict[str, tuple[Kind, str]] = {"merge": ("text", "merge"), "place": ("count", "place")}
     for key, name in {**heads, "behind": "behind the first"}.items():
         columns |= with_ends(name, "number", (key, f"{key}_low", f"{key}_high"))
-    counts, tied = found["samples"], [row["merge"] for row in placed if row["is_tied"]]
-    which = "that no method has read" if found["held_out"] else "without their labels"
-    failed = [f"{row['merge']}: not made, as {row['reason']}" for row in found["merges"] if row["reason"]]
+    counts, tied = ranking["samples"], [row["merge"] for row in placed if row["is_tied"]]
+    which = "that no method has read" if ranking["held_out"] else "without their labels"
+    failed = [f"{row['merge']}: not made, as {row['reason']}" for row in ranking["merges"] if row["reason"]]
     said = [f"{'; '.join(failed)}."] if failed else []
     said.append(
-        f"Ranked by {NAMES[found['score']]}: mean over {counted(len(counts), 'task')}, "
+        f"Ranked by {NAMES[ranking['score']]}: mean over {counted(len(counts), 'task')}, "
         f"{counted(sum(counts.values()), 'calibration sample')} {which}. Behind the first: on the same "
         "samples, with intervals that hold for all pairs together."
     )
     if tied:
         said.append(f"{', '.join(tied)}: not told apart from the first by these samples.")
-    return Table.from_rows("merges", f"Merges of {found['name']}", columns, placed, " ".join(said))
+    return Table.from_rows("merges", f"Merges of {ranking['name']}", columns, placed, " ".join(said))
 
 
 def read_merges(folder: Path) -> dict[str, Any]:
@@ -55,19 +57,19 @@ def read_merges(folder: Path) -> dict[str, Any]:
         RunError: there is none, or it can't be read.
     """
     try:
-        found = from_json((folder / COMPARISON).read_text(encoding="utf-8"))
-        merges_sheet(found)
+        ranking = from_json((folder / COMPARISON).read_text(encoding="utf-8"))
+        merges_sheet(ranking)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise RunError(f"{folder} holds no comparison of merges that can be read") from None
-    assert isinstance(found, dict)
-    return found
+    assert isinstance(ranking, dict)
+    return ranking
 
 
-def draw_merges(found: Mapping[str, Any], *, dark: bool = False) -> Drawn:
+def draw_merges(ranking: Mapping[str, Any], *, dark: bool = False) -> Drawn:
     """Both measures of every merge with their intervals, best at the top."""
     from plotly.subplots import make_subplots
 
-    rows = table_of(found)
+    rows = table_of(ranking)
     rows = rows[rows["place"].notna()][::-1]
     measures = [measure for measure in NAMES if rows[measure].notna().any()]
     figure = make_subplots(cols=len(measures), shared_yaxes=True, horizontal_spacing=0.05)
@@ -88,11 +90,11 @@ def draw_merges(found: Mapping[str, Any], *, dark: bool = False) -> Drawn:
         figure.update_xaxes(title_text=title, rangemode="tozero", row=1, col=column)
     figure.update_layout(height=126 + 26 * len(rows), margin={"t": 20, "b": 66, "l": 160, "r": 20})
     worst, best = rows["merge"].iloc[[0, -1]]
-    alt = f"{counted(len(rows), 'merge')} ranked by {NAMES[found['score']]}: {best} is first, {worst} last."
+    alt = f"{counted(len(rows), 'merge')} ranked by {NAMES[ranking['score']]}: {best} is first, {worst} last."
     return Drawn(figure, alt, rows[::-1])
 
 
-def write_merges(found: Mapping[str, Any], folder: Path) -> list[Path]:
+def write_merges(ranking: Mapping[str, Any], folder: Path) -> list[Path]:
     """`merges.csv`, `.json`, `.png`, `.svg` and `.html` in a folder, in the place of those there.
 
     Raises:
@@ -103,16 +105,16 @@ def write_merges(found: Mapping[str, Any], folder: Path) -> list[Path]:
 
     places = {kind: folder / f"merges.{kind}" for kind in ("csv", "json", "png", "svg", "html")}
     with sheet(PAGE):
-        figure = draw_static(draw_merges(found).figure, PAGE_WIDTH)
+        figure = draw_static(draw_merges(ranking).figure, PAGE_WIDTH)
     pictures = {kind: encode(figure, kind, PAGE) for kind in ("png", "svg")}
     folder.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(places["csv"], table_of(found).to_csv(index=False))
-    write_json_atomic(places["json"], found)
+    write_text_atomic(places["csv"], table_of(ranking).to_csv(index=False))
+    write_json_atomic(places["json"], ranking)
     for kind, picture in pictures.items():
         with atomic_path(places[kind]) as path:
             path.write_bytes(picture)
     drawn = pictures["svg"].decode()
-    table = merges_sheet(found)
+    table = merges_sheet(ranking)
     body, title = f"{drawn[drawn.index('<svg') :]}{table._repr_html_()}", html.escape(printable(table.title))
     write_text_atomic(
         places["html"],

@@ -1,4 +1,7 @@
-"""Saved runs and what commands find of them, in plain text for the terminal."""
+"""Saved runs and what commands find of them, in plain text for the terminal.
+
+Whatever reads a table raises RunError where that can't be read.
+"""
 
 from __future__ import annotations
 
@@ -78,9 +81,6 @@ def summary(run: DriftRun, *, verbose: bool = False) -> str:
     """What a run found: the verdict, a row per task, other models; of a verbose reader every table and check.
 
     Nothing is said that the tables do not hold; a number that is null reads "not measured".
-
-    Raises:
-        RunError: a table can't be read.
     """
     parts = [[f"{run.name} ({run.id})", *facts.stamps(run)], *_verdict_parts(run)]
     if verbose:
@@ -101,19 +101,15 @@ def summary(run: DriftRun, *, verbose: bool = False) -> str:
 
 def _verdict_parts(run: DriftRun, name: str = "") -> Iterator[list[str]]:
     """The verdict, then a row per task, then the models that it leaves out."""
-    found = verdict(run, name)
-    yield [*found.sentences]
-    for sheet in (task_sheet(run, found), others_sheet(run, found)):
+    judgement = verdict(run, name)
+    yield [*judgement.sentences]
+    for sheet in (task_sheet(run, judgement), others_sheet(run, judgement)):
         if sheet.rows:
             yield _sheet_lines(sheet)
 
 
 def accuracy_text(run: DriftRun) -> str:
-    """Scores of every variant on every task with intervals, one line per task and metric, and one for the mean.
-
-    Raises:
-        RunError: the table can't be read.
-    """
+    """Scores of every variant on every task with intervals, one line per task and metric, and one for the mean."""
     (_, own), *attached = _score_sections(run)
     lines = [*(own or [NOT_MEASURED]), *(line for part in attached for line in ("", *_section(*part)))]
     return "\n".join(map(printable, lines))
@@ -134,8 +130,8 @@ def listing_text(runs: Sequence[RunSummary]) -> str:
 def verification_text(result: VerifyResult) -> str:
     """What `verify` found: the verdict first, then the files that differ."""
     verdict = "unchanged" if result.ok else "not as they were written"
-    found = (("missing", result.missing), ("changed", result.changed), ("not listed", result.unlisted))
-    files = [printable(f"{how}: {name}") for how, names in found for name in names]
+    by_kind = (("missing", result.missing), ("changed", result.changed), ("not listed", result.unlisted))
+    files = [printable(f"{how}: {name}") for how, names in by_kind for name in names]
     return "\n".join([f"{counted(result.checked, 'file')} checked: {verdict}", *files])
 
 
@@ -174,7 +170,7 @@ def _score_lines(rows: pd.DataFrame) -> list[str]:
     metrics = {name: metric_called(name) for name in rows["metric"].unique()}
     says = [] if [*metrics] == [ACCURACY.name] else [f"{at.title}: {at.described}" for at in metrics.values()]
     header = ["task", *(["metric"] if says else []), *map(title, variants), "samples"]
-    found = {
+    scores = {
         (name, task): {
             variant: Interval(*ends)
             for variant, ends in zip(
@@ -192,9 +188,9 @@ def _score_lines(rows: pd.DataFrame) -> list[str]:
         named = [task, *([metrics[name].title] if says else [])]
         return [*named, *cells, str(count) if count else ""]
 
-    lines = [line(str(task), name, at, counts[name, task]) for (name, task), at in found.items()]
+    lines = [line(str(task), name, at, counts[name, task]) for (name, task), at in scores.items()]
     for name in (name for name, metric in metrics.items() if metric.is_averaged):
-        of_tasks = [at for (own, _), at in found.items() if own == name]
+        of_tasks = [at for (own, _), at in scores.items() if own == name]
         shared = [variant for variant in variants if all(variant in at for at in of_tasks)]
         means = {variant: mean_over_tasks([at[variant] for at in of_tasks]) for variant in shared}
         if len(of_tasks) > 1:
@@ -230,19 +226,23 @@ def checks_text(report: CheckReport) -> str:
     return "\n".join(printable(line) for line in [*lines, ", ".join(counts)])
 
 
-def comparison_text(found: Comparison, equal: Equality | None = None, tolerance: float = TOLERANCE) -> str:
+def comparison_text(
+    comparison: Comparison, equal: Equality | None = None, tolerance: float = TOLERANCE
+) -> str:
     """Whether two runs are equal, mean changes, then final drift, flips and accuracy before and after, task by task.
 
     Of what is equal to the last bit, no tables of zeros are shown.
     """
-    before, after = (f"{run.name} ({run.id})" for run in (found.before, found.after))
-    parts = [[before] if found.before is found.after else [f"before: {before}", f"after: {after}"]]
+    before, after = (f"{run.name} ({run.id})" for run in (comparison.before, comparison.after))
+    parts = [[before] if comparison.before is comparison.after else [f"before: {before}", f"after: {after}"]]
     parts += [] if equal is None else [equality_text(equal, tolerance).split("\n")]
-    parts += [[f"Not the same in both: {text}" for text in found.mismatches]] if found.mismatches else []
+    parts += (
+        [[f"Not the same in both: {text}" for text in comparison.mismatches]] if comparison.mismatches else []
+    )
     is_equal = equal is not None and equal.bit_equal
     pairs = [
         (pair, rows)
-        for pair, rows in found.tasks.groupby(["before", "after"], sort=False)
+        for pair, rows in comparison.tasks.groupby(["before", "after"], sort=False)
         if not is_equal or pair[0] != pair[1]
     ]
     heads = {pair: " -> ".join(map(title, pair)) for pair, _ in pairs}
@@ -251,26 +251,29 @@ def comparison_text(found: Comparison, equal: Equality | None = None, tolerance:
     for pair, rows in pairs:
         mean = _mean(rows) if len(pairs) == 1 else []
         parts.append([heads[pair], *mean, *_sheet_lines(comparison_table(rows))[1:], *_notes(rows)])
-    if found.notes and pairs:
-        parts.append([f"{note[:1].upper()}{note[1:]}." for note in found.notes])
+    if comparison.notes and pairs:
+        parts.append([f"{note[:1].upper()}{note[1:]}." for note in comparison.notes])
     return "\n\n".join("\n".join(printable(line) for line in part) for part in parts if part)
 
 
-def equality_text(found: Equality, tolerance: float) -> str:
+def equality_text(compared: Equality, tolerance: float) -> str:
     """Whether two runs are equal: to the last bit, within a tolerance, or where not."""
-    if found.bit_equal:
-        return f"Equal to the last bit: {counted(found.num_values, 'value')} in {counted(len(found.tables), 'table')}."
-    largest = f"the largest difference of a number is {error(found.largest)} of its column ({found.where})"
-    if found.within(tolerance):
+    if compared.bit_equal:
+        values, tables = counted(compared.num_values, "value"), counted(len(compared.tables), "table")
+        return f"Equal to the last bit: {values} in {tables}."
+    largest = (
+        f"the largest difference of a number is {error(compared.largest)} of its column ({compared.where})"
+    )
+    if compared.within(tolerance):
         return printable(f"Equal within {tolerance:g}: {largest}.")
-    lines = [f"Not equal within {tolerance:g}" + (f": {largest}." if found.where else ".")]
-    lines += found.unequal[:_SHOWN]
-    if len(found.unequal) > _SHOWN:
-        lines.append(f"and {len(found.unequal) - _SHOWN} more (--json lists all)")
+    lines = [f"Not equal within {tolerance:g}" + (f": {largest}." if compared.where else ".")]
+    lines += compared.unequal[:_SHOWN]
+    if len(compared.unequal) > _SHOWN:
+        lines.append(f"and {len(compared.unequal) - _SHOWN} more (--json lists all)")
     return "\n".join(printable(line) for line in lines)
 
 
-def projections_text(found: Sequence[Projection]) -> str:
+def projections_text(projections: Sequence[Projection]) -> str:
     """How far each layout can be trusted, one line per variant; what a reader must know besides."""
     where = ["task", "layer", "method", "variant"]
     header = [*where, "points", "cosine", "L2 drift", "kept neighbours", "trust"]
@@ -280,11 +283,13 @@ def projections_text(found: Sequence[Projection]) -> str:
             *(str(row["n_shown"]), number(row["mean_cosine"]), number(row["mean_drift"])),
             *(percent(row["knn_overlap"]), number(row["trustworthiness"])),
         ]
-        for entry in found
+        for entry in projections
         for row in entry.quality.to_dict("records")
     ]
     notes = dict.fromkeys(
-        f"{entry.settings.task}, {entry.settings.method}: {text}" for entry in found for text in entry.notes
+        f"{entry.settings.task}, {entry.settings.method}: {text}"
+        for entry in projections
+        for text in entry.notes
     )
     return "\n".join(
         [*aligned([header, *rows], num_names=len(where)), *map(printable, [*notes, _INDICATIVE])]
@@ -316,11 +321,7 @@ def _value(value: float) -> str:
 
 
 def first_numbers_text(run: DriftRun, name: str) -> str:
-    """One line per task: final drift and score of the merged and of the calibrated model, and nothing else.
-
-    Raises:
-        RunError: a table can't be read.
-    """
+    """One line per task: final drift and score of the merged and of the calibrated model, and nothing else."""
     variants = ("merged", calibrated(name))
     metrics = main_metrics(run)
     of = title_of(dict.fromkeys(metrics.get(task, ACCURACY) for task in run.tasks))
@@ -351,11 +352,7 @@ def before_after_text(run: DriftRun, name: str, *, verbose: bool = False) -> str
 
 
 def sweep_text(run: DriftRun, name: str) -> str:
-    """The points of one sweep in the order of what is varied, and below them what the numbers are.
-
-    Raises:
-        RunError: the table can't be read.
-    """
+    """The points of one sweep in the order of what is varied, and below them what the numbers are."""
     if name.endswith(ABLATION):
         return "\n\n".join(map(sheet_text, ablation_sheets(run, name)))
     rows = run.sweeps()
@@ -364,15 +361,15 @@ def sweep_text(run: DriftRun, name: str) -> str:
     for factor in set(varied) - {*rows}:
         rows = rows.assign(**{factor: [setting_text(settings_of(row)[factor]) for _, row in rows.iterrows()]})
     factors = [at for at in dict.fromkeys([*_FACTORS, *varied]) if rows[at].notna().any()]
-    found = _sweep_points(rows, factors)
-    found = found.sort_values("point" if varied == ["corruption"] else varied, kind="stable")
-    has_accuracy = bool(found["accuracy"].notna().any())
+    swept = _sweep_points(rows, factors)
+    swept = swept.sort_values("point" if varied == ["corruption"] else varied, kind="stable")
+    has_accuracy = bool(swept["accuracy"].notna().any())
     others = [
         metric for metric in METRICS.values() if metric is not ACCURACY and rows[metric.name].notna().any()
     ]
     scored = ["accuracy", "95 % interval", "std"] * has_accuracy + [metric.title for metric in others]
     lines = [[*factors, "L2 drift", "relative", "cosine", "KL", *scored, "s"]]
-    for _, point in found.iterrows():
+    for _, point in swept.iterrows():
         settings = [at if isinstance(at := point[factor], str) else f"{at:g}" for factor in factors]
         features = [number(point[column]) for column in ("drift_l2_mean", "drift_rel", "cos_mean", "kl")]
         ends = f"{written(point['low'], 'share', '')} to {written(point['high'], 'share', '')}"

@@ -58,5 +58,5 @@ def test_fits_on_stale_features_lose_from_the_second_block_on(
     assert "the merged" in text and "the expert" in text
     layer, inputs = rows["layer"].max(), "expert"
     own = rows[(rows["layer"] == layer) & (rows["inputs"] == inputs)]
-    line = next(row for row in told.sheets[0].rows if row[1:3] == [f"the {inputs}", layer])
+    line = next(row for row in told.sheets[0].rows if row[1:3] == (f"the {inputs}", layer))
     assert line[3] == pytest.approx(own["excess"].sum() / own["gain"].sum())

@@ -10,7 +10,7 @@ import pytest
 import driftlens as dl
 from driftlens.base.intervals import Interval, mean_over_tasks
 from driftlens.findings.compare import compare
-from driftlens.findings.sentences import pairing
+from driftlens.findings.frame import pairing
 from tests.records.full_run import Size, write_full_run
 from tests.records.scored_run import write_scored_run
 

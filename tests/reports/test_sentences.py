@@ -213,7 +213,8 @@ def test_advice_calls_a_layer_the_largest_only_where_all_intervals_lie_below(
     elif num_tasks == 1:
         assert "There is one expert, so no task vectors conflict." in text
     else:
-        assert f"conflict in {len(below) or 'none'} of {len(cosines)} layers" in text
+        layers = "1 layer;" if len(cosines) == 1 else f"{len(cosines)} layers;"
+        assert f"conflict in {len(below) or 'none'} of {layers}" in text
         assert text.count(", less than the ") == len(below) and "without intervals" in text
 
 

@@ -50,20 +50,20 @@ def _changes(chosen: Selection) -> None:
     whole = _comparison(chosen)
     if whole is None:
         return
-    found = of_task(whole, chosen.task)
-    if found.mismatches:
-        differing = "; ".join(plain(text) for text in found.mismatches)
+    comparison = of_task(whole, chosen.task)
+    if comparison.mismatches:
+        differing = "; ".join(plain(text) for text in comparison.mismatches)
         st.warning(
             f"These runs differ in {differing}. Such numbers are no before and after; what both have is compared.",
             icon=":material/warning:",
         )
-    for remark in found.notes:
+    for remark in comparison.notes:
         caption(remark)
-    names = f"{found.before.id}-{found.after.id}"
+    names = f"{comparison.before.id}-{comparison.after.id}"
     st.subheader("Change by layer", anchor=False)
-    show_drawn("change", names, _curves(found, chosen.task, is_dark(), is_narrow()))
-    show_sheet(comparison_table(found.tasks))
-    show_data(found.tasks, f"{names}-tasks", key="data-tasks")
+    show_drawn("change", names, _curves(comparison, chosen.task, is_dark(), is_narrow()))
+    show_sheet(comparison_table(comparison.tasks))
+    show_data(comparison.tasks, f"{names}-tasks", key="data-tasks")
 
 
 def _comparison(chosen: Selection) -> Comparison | None:
@@ -105,17 +105,17 @@ def _pair(first: DriftRun, second: DriftRun) -> tuple[str, str] | None:
 
 def show_merges(settings: Settings, of: str = "") -> None:
     """A ranking of merges that was written to the root: of the runs with the name `of`, or any."""
-    found: dict[str, Any] = {}
+    rankings: dict[str, Any] = {}
     for name in comparisons(settings.root):
         with shown_errors():
             ranking = read_merges(settings.root / name)
-            found |= {name: ranking} if of in ("", ranking["name"]) else {}
-    if not found:
+            rankings |= {name: ranking} if of in ("", ranking["name"]) else {}
+    if not rankings:
         return
     st.subheader("Compared merges", anchor=False)
-    chosen = st.selectbox("Comparison", [*found], label_visibility="collapsed", key="comparison")
-    show_drawn("merges", chosen, draw_merges(found[chosen], dark=is_dark()))
-    show_sheet(merges_sheet(found[chosen]))
+    chosen = st.selectbox("Comparison", [*rankings], label_visibility="collapsed", key="comparison")
+    show_drawn("merges", chosen, draw_merges(rankings[chosen], dark=is_dark()))
+    show_sheet(merges_sheet(rankings[chosen]))
 
 
 # Shared by all readers, as runs are: nobody changes a comparison, and a copy would hold copies of both runs.
@@ -125,24 +125,24 @@ def _compared(first: DriftRun, second: DriftRun, before: str, after: str) -> Com
     return compare(first, other, before=before, after=after, allow_mismatch=True)
 
 
-def _pair_of(found: Comparison) -> tuple[object, ...]:
-    return key_of(found.before), key_of(found.after), found.pairs
+def _pair_of(comparison: Comparison) -> tuple[object, ...]:
+    return key_of(comparison.before), key_of(comparison.after), comparison.pairs
 
 
 @st.cache_resource(max_entries=16, show_spinner="Drawing", hash_funcs={Comparison: _pair_of})
-def _curves(found: Comparison, task: str | None, dark: bool, narrow: bool) -> Drawn:
+def _curves(comparison: Comparison, task: str | None, dark: bool, narrow: bool) -> Drawn:
     with one_column(narrow):
-        drawn = change_curves(found, dark=dark)  # of the rows of this task
+        drawn = change_curves(comparison, dark=dark)  # of the rows of this task
     drawn_once(drawn.figure)
     return drawn
 
 
-def of_task(found: Comparison, task: str | None) -> Comparison:
+def of_task(comparison: Comparison, task: str | None) -> Comparison:
     """The comparison's rows of one task, which both runs must have; None is all."""
     if task is None:
-        return found
-    kept = {name: getattr(found, name) for name in ("layers", "tasks")}
+        return comparison
+    kept = {name: getattr(comparison, name) for name in ("layers", "tasks")}
     kept = {name: rows[rows["task"] == task] if len(rows) else rows for name, rows in kept.items()}
     if kept["tasks"].empty:
         raise DataError(f"only one of the runs has the task {task!r}", hint="Choose another task.")
-    return replace(found, **kept)
+    return replace(comparison, **kept)

@@ -14,8 +14,8 @@ from driftlens.findings.before_after import (
     calibration_sheets,
     selection_sentences,
 )
+from driftlens.findings.frame import change_in_words
 from driftlens.findings.reading import estimate, size, written
-from driftlens.findings.sentences import change_in_words
 from driftlens.findings.table import Table
 from driftlens.findings.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.layout import begun_calibration, calibration_folder, calibration_weights

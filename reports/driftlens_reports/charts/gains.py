@@ -12,10 +12,9 @@ from driftlens.base.intervals import Interval
 from driftlens.base.metrics import title_of
 from driftlens.base.variants import part_of
 from driftlens.findings.features import drift_changes
-from driftlens.findings.frame import Finding
+from driftlens.findings.frame import Finding, paired_by_task, pairing
 from driftlens.findings.measures import SCORE, change
 from driftlens.findings.scores import main_metrics
-from driftlens.findings.sentences import paired_by_task, pairing
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, placing, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart

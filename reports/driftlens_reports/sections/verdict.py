@@ -1,4 +1,7 @@
-"""The verdict as the content of a report, its tables, and the checks."""
+"""The verdict as the content of a report, its tables, and the checks.
+
+Whatever reads a table raises RunError where that can't be read.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from driftlens.base.intervals import Interval
 from driftlens.base.variants import control_of, part_of, title
 from driftlens.findings.checks import CheckReport, Status, self_checks
 from driftlens.findings.features import RELATIVE
+from driftlens.findings.frame import change_in_words
 from driftlens.findings.measures import common, level, mean, mean_change
-from driftlens.findings.sentences import change_in_words
 from driftlens.findings.summary import final_sheet
 from driftlens.findings.table import Table
 from driftlens.findings.verdict import shareable, task_sheet, verdict
@@ -63,11 +66,7 @@ def _estimate(numbers: Interval | None) -> Estimate | None:
 
 
 def verdict_of(run: DriftRun) -> Verdict:
-    """The verdict on a run: its merged model, and the calibration that was added last.
-
-    Raises:
-        RunError: a table can't be read.
-    """
+    """The verdict on a run: its merged model, and the calibration that was added last."""
     found, compared = verdict(run), _compared(run)
     before, control, after = compared
     last = after or before

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from driftlens.base.intervals import Interval, mean_over_tasks, unpaired_difference
+from driftlens.findings.frame import paired_by_task, pairing
 from driftlens.findings.measures import SCORE, change
-from driftlens.findings.sentences import paired_by_task, pairing
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts.arena import _ticks
 from driftlens_reports.charts.chart import ChartOptions, charts

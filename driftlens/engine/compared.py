@@ -13,9 +13,10 @@ from torch import Tensor
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.base.variants import expert_of
 from driftlens.data.samples import Batch
+from driftlens.engine.attached import Attachment
 from driftlens.engine.forward_order import Passage, WaitingBatch, forward_order, on_device
-from driftlens.engine.pool import Attachment, LayerMap, ModelPool
-from driftlens.engine.steps import added_to
+from driftlens.engine.pool import LayerMap, ModelPool
+from driftlens.engine.site_rows import added_to
 from driftlens.models.chain import Layer, Slot
 
 EXPERT, MERGED = "expert", "merged"

@@ -1,20 +1,17 @@
 """All models of a study side by side, read layer by layer.
 
-A variant is weights and what is attached to their boundaries. Everything that compares models goes through `LayerMap`,
-so an attachment is part of the layer before it: e = m + p, p = A e and the split of the final drift hold with it as
-they hold without.
+A variant is weights and what is attached to their boundaries. Everything that compares models goes through `LayerMap`.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,78 +19,19 @@ from torch import Tensor, nn
 from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.base.variants import task_of
 from driftlens.checkpoints.sources import StateSource, Table, TensorHeader, check_finite
+from driftlens.engine.attached import (
+    Attachment,
+    Attachments,
+    attached_to,
+    behind,
+    changing,
+    module_of,
+    site_of,
+)
 from driftlens.engine.read_ahead import ReadAhead
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Slot, State, Tap
-from driftlens.models.frames import features_of, find_features
 from driftlens.models.score_maps import LmHead, ScoreMap
 from driftlens.models.taking_apart.interception import buffers_on
-
-
-class Attachment(Protocol):
-    """A pure, differentiable map of the features at one boundary of one variant, for one task.
-
-    Surgery puts one behind the last layer, SurgeryV2 one behind every layer. One that has an attribute `site`, the name
-    of a site of the layer, is put on the output of that site in place of the layer's (IntervMerge).
-    """
-
-    def __call__(self, stream: Tensor) -> Tensor:
-        """Features [n, t, d] or [n, d] in the place of those that left the layer, of the same shape."""
-        ...
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """All numbers that make up the map, by name: what is saved of it.
-
-        An attribute `code` may hold Python that makes `f` anew of `f` and of these tensors, `t`, for others to read.
-        """
-        ...
-
-
-Attachments = Mapping[tuple[str, int], Attachment]
-"""(task, boundary) -> what is attached there; boundary l is what leaves layer l."""
-
-
-def site_of(attachment: Attachment) -> str:
-    """The site of the layer on whose output it is put; empty where it is put on what leaves the layer."""
-    return str(getattr(attachment, "site", ""))
-
-
-def attachment_tensors(attachments: Attachments) -> dict[str, Tensor]:
-    """All tensors of some attachments by their names in files: `boundary/tensor/task`, `boundary:site/tensor/task`."""
-    return {
-        f"{boundary}{f':{site}' if (site := site_of(attachment)) else ''}/{name}/{task}": value.detach()
-        for (task, boundary), attachment in sorted(attachments.items(), key=lambda entry: entry[0])
-        for name, value in attachment.tensors().items()
-    }
-
-
-def portable_tensors(
-    module: nn.Module, chain: LayerChain, attachments: Attachments, prefix: str = ""
-) -> dict[str, Tensor]:
-    """All tensors of some attachments as `module/tensor/task`, by the path of the module behind which they act.
-
-    `prefix` is what the paths begin with where the library's whole model holds the module.
-
-    Raises:
-        IncompatibleModelsError: one acts where no module ends.
-    """
-    paths = {at: module_of(module, chain, at[1], site_of(each)) for at, each in attachments.items()}
-    return {
-        f"{prefix}{paths[place]}".rstrip(".") + f"/{name}/{place[0]}": value.detach()
-        for place, attachment in attachments.items()
-        for name, value in attachment.tensors().items()
-    }
-
-
-def attachments_from(
-    tensors: Iterable[tuple[str, Tensor]], make: Callable[[Mapping[str, Tensor], str], Attachment]
-) -> dict[tuple[str, int], Attachment]:
-    """What `attachment_tensors` took apart, put together by `make` from the tensors of a place and its site."""
-    by_place: defaultdict[tuple[str, int, str], dict[str, Tensor]] = defaultdict(dict)
-    for key, value in tensors:
-        place, tensor, task = key.split("/", 2)
-        boundary, _, site = place.partition(":")
-        by_place[task, int(boundary), site][tensor] = value
-    return {(task, boundary): make(parts, site) for (task, boundary, site), parts in by_place.items()}
 
 
 @dataclass(frozen=True)
@@ -134,7 +72,7 @@ class LayerMap:
     def __call__(self, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Features at the next boundary."""
         if self.attachment is not None and (site := site_of(self.attachment)):
-            return self.layer.call(self.parameters, state, side, _changing(site, self.attachment, tap))
+            return self.layer.call(self.parameters, state, side, changing(site, self.attachment, tap))
         out = self.layer.call(self.parameters, state, side, tap)
         if self.attachment is None:
             return out
@@ -144,22 +82,6 @@ class LayerMap:
     def at(self, side: SideInputs) -> Callable[[State], State]:
         """The map with the side inputs of one batch."""
         return lambda state: self(state, side)
-
-
-def _changing(site: str, attachment: Attachment, tap: Tap | None) -> Tap:
-    """A tap that puts an attachment on the output of a site; another one hears what comes of it."""
-
-    def both(name: str, x: Tensor) -> Callable[[Tensor], Tensor | None] | None:
-        hear = None if tap is None else tap(name, x)
-
-        def change(output: Tensor) -> Tensor:
-            changed = attachment(output)
-            heard = None if hear is None else hear(changed)
-            return changed if heard is None else heard
-
-        return change if name == site else hear
-
-    return both
 
 
 class ModelPool:
@@ -331,7 +253,8 @@ class ModelPool:
         """
         attached = self._models[model].attached(task)
         module = self._modules.get(model, self._skeleton)
-        with self._weights_of(model), attached_to(module, self.chain, attached):
+        hooks = attached_to(module, self.chain, attached) if attached else nullcontext()
+        with self._weights_of(model), hooks:
             states = self.chain.library_states(module, inputs)
         # What reaches the first block and what leaves the head are recorded before anything is attached to them.
         for layer in (self.chain.layers[0], self.chain.layers[-1]):
@@ -391,7 +314,7 @@ class ModelPool:
             last = len(self.chain.layers)
             if last in attached:
                 path = module_of(module, self.chain, last)
-                hook = _behind(path, attached[last])
+                hook = behind(path, attached[last])
                 stack.callback(module.get_submodule(path).register_forward_hook(hook).remove)
             yield module
 
@@ -462,72 +385,6 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
 def _some(keys: list[str]) -> str:
     shown = ", ".join(repr(key) for key in keys[:3])
     return shown if len(keys) <= 3 else f"{shown} and {len(keys) - 3} more"
-
-
-@contextmanager
-def attached_to(
-    module: nn.Module, chain: LayerChain, attachments: Mapping[int, Attachment]
-) -> Iterator[None]:
-    """Inside the context, an ordinary forward pass of `module` runs with attachments behind its stem and blocks.
-
-    What is attached behind the head is not: no module's output is the final feature in every library.
-    """
-    with ExitStack() as hooks:
-        for layer in chain.blocks:
-            if layer.index in attachments:
-                path = module_of(module, chain, layer.index, site_of(attachments[layer.index]))
-                hook = _behind(path, attachments[layer.index])
-                hooks.callback(module.get_submodule(path).register_forward_hook(hook).remove)
-        if 1 in attachments:
-            first = chain.blocks[0].path
-            enter = _before(first, attachments[1])
-            hooks.callback(
-                module.get_submodule(first).register_forward_pre_hook(enter, with_kwargs=True).remove
-            )
-        yield
-
-
-def module_of(module: nn.Module, chain: LayerChain, boundary: int, site: str = "") -> str:
-    """The path of the library's module that gives what leaves a layer, or a site of it.
-
-    An attention may not call its projection as a module; then its own output is that.
-
-    Raises:
-        IncompatibleModelsError: no module gives it.
-    """
-    layer = chain.layers[boundary - 1]
-    if layer.role != "block":
-        if layer.role == "stem" or chain.final is None:
-            raise IncompatibleModelsError(
-                f"what leaves the {layer.role} is no module's output in {chain.architecture}, so nothing can be "
-                "attached to the library's own model there",
-                hint="Choose a method that attaches behind blocks, or one that changes weights.",
-            )
-        return chain.final
-    parent = f"{layer.path}.{site}".rpartition(".")[0]
-    if site and isinstance(module.get_submodule(parent), nn.MultiheadAttention):
-        return parent
-    return f"{layer.path}.{site}" if site else layer.path
-
-
-def _behind(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, Any], Any]:
-    def change(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-        changed = attachment(features_of(path, output))
-        return changed if isinstance(output, Tensor) else type(output)([changed, *output[1:]])
-
-    return change
-
-
-def _before(path: str, attachment: Attachment) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-    def change(
-        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        place, features = find_features(path, args, kwargs)
-        if isinstance(place, int):
-            return (*args[:place], attachment(features), *args[place + 1 :]), kwargs
-        return args, {**kwargs, place: attachment(features)}
-
-    return change
 
 
 @contextmanager

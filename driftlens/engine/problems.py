@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from driftlens.base.team import Team
-from driftlens.engine.pool import Attachment
+from driftlens.engine.attached import Attachment
 from driftlens.linalg.gram import GramPool, GramSum, add_scaled
 from driftlens.linalg.joint_ridge import JointMoments
 from driftlens.linalg.norm_affine import NormMoments

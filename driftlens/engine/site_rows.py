@@ -18,6 +18,10 @@ from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Si
 
 UNIFORM = "uniform"
 """The rule of token weights that counts all tokens alike."""
+ENTERED = ""
+"""Stands for what enters a block, among the streams that are added to."""
+_ROWS = 64
+"""Of a batch without tokens, which say whether one tensor is the sum of two others."""
 
 
 @dataclass(frozen=True)
@@ -140,3 +144,40 @@ def stacked(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
     """The weights of some sites below each other, [O, k]; not a copy where there is one site."""
     weights = [parameters[f"{site.name}.weight"] for site in sites]
     return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
+def added_to(
+    layer: Layer, parameters: Parameters, state: State, side: SideInputs, names: Collection[str]
+) -> dict[str, str]:
+    """Site of those named -> the module whose input h its output y is added to, `""` for what enters the layer.
+
+    Found by running the layer once: a later module reads h + y, or the layer returns it. Sites without such a sum are
+    left out; the others come in the order in which they run.
+    """
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, tuple[Tensor, int]] = {}  # and how many inputs had been read by then
+
+    def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
+        inputs[site] = x
+        return (lambda y: outputs.__setitem__(site, (y, len(inputs)))) if site in names else None
+
+    out = layer.call(parameters, state, side, tap)
+    sums = [*inputs.values(), out[layer.stream]]
+    entered = {ENTERED: state[layer.stream]} if layer.stream in state else {}
+    streams = {}
+    for site, (y, before) in outputs.items():
+        for name, h in (entered | inputs).items():
+            if h.shape == y.shape and any(z.shape == y.shape and _is_sum(z, h, y) for z in sums[before:]):
+                streams[site] = name
+                break
+    return streams
+
+
+def _is_sum(z: Tensor, h: Tensor, y: Tensor) -> bool:
+    """Whether z = h + y where it isn't padding, and y counts."""
+    few = slice(1 if z.dim() > 2 else _ROWS)  # the first sample says it
+    z, h, y = z[few], h[few], y[few]
+    real = (z != 0).any(dim=-1)
+    z, h, y = z[real], h[real], y[real]
+    gap, size = torch.linalg.vector_norm(z - h - y), torch.linalg.vector_norm(y)
+    return bool(gap <= 1e-3 * size) and bool(size > 0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,7 +32,7 @@ from driftlens.engine.calibrating import (
 )
 from driftlens.engine.forward_order import WaitingBatch
 from driftlens.engine.problems import CalibratedLayer, SiteReport, StepProblem, Stepwise
-from driftlens.engine.site_rows import require_rule, rows_and_output, stacked
+from driftlens.engine.site_rows import ENTERED, added_to, require_rule, rows_and_output, stacked
 from driftlens.engine.site_selection import site_path
 from driftlens.engine.step_weights import (
     NUM_PASSES,
@@ -49,14 +49,10 @@ from driftlens.linalg.joint_ridge import BIAS_INPUT, JointSums
 from driftlens.models.chain import Layer, Parameters, SideInputs, State
 
 _WANTED = "wanted"
-_ROWS = 64
 _AT_ONCE = 2048
 """Rows that are multiplied together at least, where there are so many: products of few are slow."""
 _LEAST = 1e-12
 """Of the weight of a task beside the others, so that no expert that answers always the same divides by zero."""
-_ENTERED = ""
-"""Stands for what enters a block, among the streams that are added to."""
-
 
 _Rows = list[tuple[Tensor, Tensor]]
 """Of one fold: x~ [T, k] and both targets [T, 2 o], some at a time."""
@@ -284,7 +280,7 @@ class StepWalk(CalibrationWalk):
         stops: bool,
     ) -> State:
         """The expert's layer on a batch; what its sites give waits, and how much their rows count is added."""
-        tapped = {*streams.values()} - {_ENTERED}
+        tapped = {*streams.values()} - {ENTERED}
         seen, left = rows_and_output(layer, expert, state, side, tapped, names, stops=stops)
         for group, rows in zip(self.groups[layer.index], counts, strict=True):
             y = seen.outputs[group.names[0]]
@@ -330,12 +326,8 @@ class StepWalk(CalibrationWalk):
                 metric = self._metric(weighted, merged_map.to(dtype), is_first=is_first)
                 task_sums = [JointSums(lend(dtype=dtype), outputs)]
                 sums.tasks[task] = metric, task_sums[0]
-            for x, wanted, root, sizes in self._by_fold(layer, student, group, streams, task, weighted):
-                root = root * factor**0.5
-                x, wanted = x * root, wanted * root
-                targets = x @ maps.mT
-                upstream = targets[:, outputs:]
-                torch.sub(wanted, upstream, out=upstream)
+            rows_by_fold = self._by_fold(layer, student, group, streams, task, weighted)
+            for x, targets, sizes in _weighted(rows_by_fold, maps, factor):
                 if len(x) + sum(len(rows) for kept in pending for rows, _ in kept) > _AT_ONCE:
                     _take_in(pending, folds)
                 parts = (part.split_with_sizes(sizes) for part in (x, targets))
@@ -414,7 +406,7 @@ class StepWalk(CalibrationWalk):
         """Of one batch, what the student feeds a group, x~ [T, k], and what the sites should give, y1 [T, o]."""
         state, given = batch.get(TRUNK), batch.get(_WANTED)
         added = {name: streams[name] for name in group.names if name in streams}
-        tapped = {group.names[0], *added.values()} - {_ENTERED}
+        tapped = {group.names[0], *added.values()} - {ENTERED}
         seen, _ = rows_and_output(layer, student, state, batch.side, tapped, stops=True)
         x = seen.inputs[group.names[0]]
         x = x.reshape(-1, x.shape[-1])
@@ -432,6 +424,22 @@ class StepWalk(CalibrationWalk):
         eye = torch.eye(len(moment), dtype=like.dtype, device=like.device) * is_first
         gradients = len(moment) * moment / weighted.trace if weighted.trace > 0 else eye
         return (1 - mu) * eye + mu * gradients
+
+
+def _weighted(
+    by_fold: Iterator[tuple[Tensor, Tensor, Tensor, list[int]]], maps: Tensor, factor: float
+) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+    """Rows of `_by_fold` times the roots of their weights: x~ [T, k] and both targets [T, 2 o], and rows per fold.
+
+    `maps` are what the expert's module has more than the merged one, and the expert's, below each other, [2 o, k].
+    """
+    for x, wanted, root, sizes in by_fold:
+        root = root * factor**0.5
+        x, wanted = x * root, wanted * root
+        targets = x @ maps.mT
+        upstream = targets[:, wanted.shape[1] :]
+        torch.sub(wanted, upstream, out=upstream)
+        yield x, targets, sizes
 
 
 def _take_in(some: Sequence[_Rows], folds: Sequence[JointSums], *every: JointSums) -> None:
@@ -454,41 +462,4 @@ def _affine(parameters: Parameters, group: Group) -> Tensor:
 
 
 def _stream(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tensor]) -> Tensor:
-    return entered[layer.stream] if name == _ENTERED else inputs[name]
-
-
-def added_to(
-    layer: Layer, parameters: Parameters, state: State, side: SideInputs, names: Collection[str]
-) -> dict[str, str]:
-    """Site of those named -> the module whose input h its output y is added to, `""` for what enters the layer.
-
-    Found by running the layer once: a later module reads h + y, or the layer returns it. Sites without such a sum are
-    left out; the others come in the order in which they run.
-    """
-    inputs: dict[str, Tensor] = {}
-    outputs: dict[str, tuple[Tensor, int]] = {}  # and how many inputs had been read by then
-
-    def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
-        inputs[site] = x
-        return (lambda y: outputs.__setitem__(site, (y, len(inputs)))) if site in names else None
-
-    out = layer.call(parameters, state, side, tap)
-    sums = [*inputs.values(), out[layer.stream]]
-    entered = {_ENTERED: state[layer.stream]} if layer.stream in state else {}
-    streams = {}
-    for site, (y, before) in outputs.items():
-        for name, h in (entered | inputs).items():
-            if h.shape == y.shape and any(z.shape == y.shape and _is_sum(z, h, y) for z in sums[before:]):
-                streams[site] = name
-                break
-    return streams
-
-
-def _is_sum(z: Tensor, h: Tensor, y: Tensor) -> bool:
-    """Whether z = h + y where it isn't padding, and y counts."""
-    few = slice(1 if z.dim() > 2 else _ROWS)  # the first sample says it
-    z, h, y = z[few], h[few], y[few]
-    real = (z != 0).any(dim=-1)
-    z, h, y = z[real], h[real], y[real]
-    gap, size = torch.linalg.vector_norm(z - h - y), torch.linalg.vector_norm(y)
-    return bool(gap <= 1e-3 * size) and bool(size > 0)
+    return entered[layer.stream] if name == ENTERED else inputs[name]

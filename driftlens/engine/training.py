@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from driftlens.base.variants import expert_of
+from driftlens.engine.attached import Attachment, attachment_tensors, attachments_from
 from driftlens.engine.calibrating import Ground, Memory, Step
 from driftlens.engine.compared import EXPERT, MERGED, BoundaryFeatures, FrozenWalk, frozen_walk, gathered
 from driftlens.engine.forward_order import Passage, forward_order
-from driftlens.engine.pool import Attachment, attachment_tensors, attachments_from
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.models.chain import Layer, Slot
 

@@ -6,7 +6,7 @@ import pytest
 
 from driftlens.base.errors import SpecError
 from driftlens.calibration.calibrator import Trained, calibrators, require_task_id
-from driftlens.engine.pool import attachment_tensors
+from driftlens.engine.attached import attachment_tensors
 from tests.calibration.helpers import TASKS, subject
 from tests.calibration.training import trained
 

@@ -13,7 +13,7 @@ from driftlens.base.errors import IncompatibleModelsError
 from driftlens.calibration.descent import uniform
 from driftlens.calibration.interv_merge import Edit, IntervMerge
 from driftlens.calibration.react import Linear
-from driftlens.engine.pool import attachment_tensors, attachments_from
+from driftlens.engine.attached import attachment_tensors, attachments_from
 from driftlens.models.chain import Layer
 from tests.calibration.helpers import TASKS, subject
 from tests.calibration.training import attention_edited, final_features, trained

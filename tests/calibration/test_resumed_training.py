@@ -13,7 +13,7 @@ from driftlens.calibration.interv_merge import IntervMerge
 from driftlens.calibration.prob_surgery import ProbSurgery
 from driftlens.calibration.surgery import Surgery
 from driftlens.calibration.surgery_v2 import SurgeryV2
-from driftlens.engine.pool import attachment_tensors
+from driftlens.engine.attached import attachment_tensors
 from tests.calibration.helpers import subject
 from tests.calibration.training import Memory, learnt, trained
 

@@ -15,7 +15,7 @@ from driftlens.base.files import PathLike
 from driftlens.base.progress import Reporter
 from driftlens.checkpoints.saving import require_target
 from driftlens.diagnostics.drift import require_closed
-from driftlens.engine.pool import attachment_tensors
+from driftlens.engine.attached import attachment_tensors
 from driftlens.engine.site_selection import coverage
 from driftlens.jobs.analyze.evaluation import first_look
 from driftlens.jobs.analyze.phases import (

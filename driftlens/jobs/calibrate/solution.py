@@ -21,8 +21,8 @@ from driftlens.base.progress import Reporter
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.saving import save_state_dict
 from driftlens.checkpoints.sources import OnDemand
+from driftlens.engine.attached import Attachment
 from driftlens.engine.calibrating import Ground, Step
-from driftlens.engine.pool import Attachment
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.jobs.calibrate.plan import CalibrationPlan
 from driftlens.jobs.study.kept import Begun, Kept

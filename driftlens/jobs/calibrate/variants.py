@@ -14,7 +14,8 @@ from torch import Tensor
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.saving import Patched, library_prefix, save_model, save_state_dict
 from driftlens.checkpoints.sources import InDtypes, OnDemand, StateSource, TensorsSource
-from driftlens.engine.pool import Attachments, ModelPool, attachment_tensors, portable_tensors
+from driftlens.engine.attached import Attachments, attachment_tensors, portable_tensors
+from driftlens.engine.pool import ModelPool
 from driftlens.jobs.calibrate.plan import CalibrationPlan
 from driftlens.jobs.calibrate.solution import Solution
 from driftlens.jobs.study.card import model_card

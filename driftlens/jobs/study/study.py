@@ -15,7 +15,8 @@ from driftlens.base.variants import expert_of
 from driftlens.checkpoints.sources import StateSource, TensorsSource, content_digest
 from driftlens.data.samples import SampleSet
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.pool import ModelPool, attachment_tensors
+from driftlens.engine.attached import attachment_tensors
+from driftlens.engine.pool import ModelPool
 from driftlens.engine.scored import Asked
 from driftlens.models.chain import Pool
 from driftlens.models.score_maps import ScoreMap
@@ -172,8 +173,8 @@ class Study:
         keys, source = self.pool.chain.parameter_keys(), self.pool.source(name)
         count = sum(torch.Size(source.headers[key].shape).numel() for key in keys)
         digest = content_digest(source, keys)
-        attached = attachment_tensors(self.pool.variant(name).attachments)
-        if attached:
+        if attachments := self.pool.variant(name).attachments:
+            attached = attachment_tensors(attachments)
             both = f"{digest} {content_digest(TensorsSource(name, attached))}"
             digest = hashlib.sha256(both.encode()).hexdigest()
             count += sum(value.numel() for value in attached.values())

@@ -54,7 +54,7 @@ def test_what_a_notebook_is_handed_shows_itself(full: DriftRun) -> None:
 def test_checks_and_comparisons_are_tables_of_what_they_hold(full: DriftRun) -> None:
     report = dl.check(full, {"checks": [{"metric": "cos_mean", "gte": 2.0, "name": "<b>too much"}]})
     shown = report._repr_html_()
-    assert "<td>fail</td>" in shown and "&lt;b&gt;too much" in shown and "<td>&gt;= 2</td>" in shown
+    assert "<td>fail</td>" in shown and "&lt;b&gt;too much" in shown and "<td>≥ 2</td>" in shown
     found = dl.compare(full)
     shown = found._repr_html_()
     for row in found.tasks.to_dict("records"):

@@ -76,7 +76,7 @@ def settled_threads(rows: int, width: int, *, phase: str) -> Iterator[int]:
         number = 1
         if available > 1:
             powers = {1 << power for power in range(available.bit_length())}
-            number = fewest_threads(_layer(rows, width), sorted({*powers, available}))
+            number = fewest_threads(some_layer(rows, width), sorted({*powers, available}))
             _tell(phase.partition(":")[0], number, available)
     with computing_with(number):
         yield number
@@ -110,10 +110,11 @@ def fewest_threads(
     return min(number for number in candidates if seconds[number] <= GAIN * min(seconds.values()))
 
 
-def _layer(rows: int, width: int) -> Callable[[], object]:
+def some_layer(rows: int, width: int, device: torch.device | None = None) -> Callable[[], object]:
     """A linear map and the operations around it, as a transformer has them, at the size given or a little below."""
     rows = max(1, min(rows, int(_LARGEST_PRODUCT / width**2)))
-    inputs, weight = torch.ones(rows, width), torch.full((width, width), 1 / width)
+    inputs = torch.ones(rows, width, device=device)
+    weight = torch.full((width, width), 1 / width, device=device)
 
     @torch.no_grad()
     def call() -> object:

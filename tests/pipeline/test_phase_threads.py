@@ -34,7 +34,7 @@ def test_every_phase_that_runs_models_settles_its_own_threads(
         return lambda: None
 
     answers = iter([1, 2, 1, 2, 2])
-    monkeypatch.setattr(threads, "_layer", measured)
+    monkeypatch.setattr(threads, "some_layer", measured)
     monkeypatch.setattr(threads, "fewest_threads", lambda work, candidates: next(answers))
     run = dl.analyze(world.spec(metrics={"jacobian": False}), out=tmp_path / "run", progress="none")
     first = TASKS[0]

@@ -16,9 +16,15 @@ from driftlens.jobs.preflight import processes, rates
 from driftlens.jobs.preflight.extrapolation import Extent, Measured
 from driftlens.jobs.preflight.job import checked
 from driftlens.jobs.preflight.jobs import SpecStudy
-from driftlens.jobs.preflight.processes import Processes, plan_processes
+from driftlens.jobs.preflight.processes import (
+    Group,
+    Processes,
+    plan_processes,
+    solve_share,
+    solved_groups,
+    wire_bytes,
+)
 from driftlens.jobs.preflight.rehearsal import Rehearsed
-from driftlens.jobs.preflight.wire import Group, solve_share, solved_groups, wire_bytes
 from driftlens.jobs.study.opening import open_models
 from driftlens.spec import load_spec
 from tests.pipeline.checking import check

@@ -22,7 +22,7 @@ from driftlens.engine.forward_order import Given
 from driftlens.engine.problems import CalibratedLayer, WeightedFold
 from driftlens.engine.site_selection import select_sites
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
-from driftlens.jobs.preflight.wire import solved_groups
+from driftlens.jobs.preflight.processes import solved_groups
 from driftlens.linalg.gram import GramPool
 from tests.team.threads import teamed
 from tests.zoo.cases import Case, perturbed, pool_of

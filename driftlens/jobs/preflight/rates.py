@@ -1,7 +1,7 @@
 """What processes on one machine take from each other, and what they say to each other costs: by `doctor --measure`.
 
-One process walks through a small language model alone, then one on every core at once, as processes that share a
-machine also share its memory. How fast one process is by itself is found out by every rehearsal anew.
+One process computes a layer alone, then one on every core at once, as processes that share a machine also share its
+memory. How fast one process is by itself is found out by every rehearsal anew.
 """
 
 from __future__ import annotations
@@ -22,16 +22,9 @@ import torch
 
 from driftlens.base.errors import RunError
 from driftlens.base.files import from_json, write_json_atomic
-from driftlens.base.threads import computing_with
-from driftlens.checkpoints.sources import TensorsSource
-from driftlens.data.samples import Batch
-from driftlens.engine.pool import ModelPool
-from driftlens.engine.walk import walk
-from driftlens.models.architecture import weightless
-from driftlens.models.families.hf_decoder import decoder_chain
+from driftlens.base.threads import computing_with, some_layer
 
-_WIDTH, _TOKENS, _SAMPLES, _LAYERS = 768, 64, 10, 2
-"""Of the model and its batch: as wide as usual ones are, and larger than the caches of a core."""
+_ROWS, _WIDTH = 256, 768
 _SECONDS = 1.0
 _BYTES = 2**26
 
@@ -126,37 +119,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@torch.no_grad()
-def _walks_per_second(device: torch.device, seconds: float) -> float:
-    """The engine's own walk of an expert and a variant, through two blocks of a language model."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=_WIDTH,
-        intermediate_size=3 * _WIDTH,
-        num_hidden_layers=_LAYERS,
-        num_attention_heads=_WIDTH // 64,
-        vocab_size=4,
-    )
-    skeleton = weightless(functools.partial(LlamaForCausalLM, config), "a few blocks")
-    shapes = {key: value.shape for key, value in skeleton.state_dict().items()}
-    weights = {key: torch.randn(shape, device=device) * _WIDTH**-0.5 for key, shape in shapes.items()}
-    ones = torch.ones(_SAMPLES, _TOKENS, dtype=torch.long)
-    chain = decoder_chain(skeleton, {"input_ids": ones[:2, :2], "attention_mask": ones[:2, :2]})
-    sources = dict.fromkeys(("expert:a", "merged"), TensorsSource("a few blocks", weights))
-    pool = ModelPool(chain, skeleton, sources, device=device, dtype=torch.float32)
-    batch = Batch(0, _SAMPLES, {"input_ids": ones, "attention_mask": ones})
-
-    def work() -> None:
-        for _ in walk(pool, "a", ["merged"], [batch]):
-            pass
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
+def _rate(device: torch.device, seconds: float) -> float:
+    """How often a second a layer is computed that is as wide as usual ones, and larger than the caches of a core."""
+    work = some_layer(_ROWS, _WIDTH, device)
     work()  # the first call also loads libraries
     done, started = 0, time.perf_counter()
     while True:
         work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         done += 1
         if (passed := time.perf_counter() - started) >= seconds:
             return done / passed
@@ -193,10 +164,10 @@ def _member(rank: int, number: int, folder: str, name: str, threads: int) -> Non
         many = alone = 0.0
         if rank == 0:
             with computing_with(threads):
-                many = _walks_per_second(device, _SECONDS)
-            alone = _walks_per_second(device, _SECONDS)
+                many = _rate(device, _SECONDS)
+            alone = _rate(device, _SECONDS)
         distributed.barrier()
-        rate = torch.tensor([_walks_per_second(device, 2 * _SECONDS)], dtype=torch.float64)
+        rate = torch.tensor([_rate(device, 2 * _SECONDS)], dtype=torch.float64)
         distributed.all_reduce(rate)
         tiny, large = torch.zeros(1), torch.zeros(_BYTES // 8, dtype=torch.float64)
         latency, heavy = (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from driftlens.base.access import Access
 from driftlens.base.errors import CheckpointError
@@ -16,7 +15,6 @@ from driftlens.data.hf_datasets import repository_folder
 from driftlens.jobs.preflight.cost import Cost, size_text
 from driftlens.jobs.preflight.job import checked
 from driftlens.jobs.preflight.rehearsal import Rehearsed, shares_of
-from driftlens.jobs.study.study import Study
 from driftlens.spec import RunSpec
 from driftlens.spec.requests import CalibrationRequest
 from driftlens.suites.protocols import Protocol, protocol_called
@@ -55,7 +53,7 @@ def plan(
                     request = CalibrationRequest(
                         name="plan",
                         method=trial.method,
-                        parameters=dict(trial.settings),
+                        parameters=dict(study.repairs(suite)[trial.method]),
                         attribution=study.traces,
                     )
                     repairs[trial.method] = opened.calibration(request)
@@ -75,20 +73,10 @@ def plan(
     }
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Calibrations by one method, with about the same settings.
-
-    Attributes:
-        method: name of the calibrator.
-        settings: of the suite.
-        times: how many.
-        samples: calibration samples per task.
-        is_kept: whether each leaves its models in the run; else it is only solved and scored.
-    """
+class Trial(NamedTuple):
+    """So many calibrations by one method, on so many samples per task; `is_kept` if each leaves its models in the run."""
 
     method: str
-    settings: Mapping[str, Any]
     times: int
     samples: int
     is_kept: bool = False
@@ -97,48 +85,36 @@ class Trial:
 def trials_of(study: Protocol, suite: Suite, spec: RunSpec) -> Iterator[Trial]:
     """The calibrations that a protocol makes on one of the suite's runs."""
     count = max(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
-    for method, settings in study.repairs(suite).items():
+    for method in study.repairs(suite):
         if study.is_excess:
-            yield Trial(method, settings, _EXCESS_FITS, count)
+            yield Trial(
+                method, 3, count
+            )  # on features of the merged model, of the expert and of the deployed one
         elif study.vary is None:
-            yield Trial(method, settings, 1, count, is_kept=True)
+            yield Trial(method, 1, count, is_kept=True)
         elif study.ablate:
-            yield Trial(method, settings, study.seeds * (1 + len(calibrators[method].ablations)), count)
+            yield Trial(method, study.seeds * (1 + len(calibrators[method].ablations)), count)
         else:
             for name, values in study.vary(suite).items():
                 for value in values:
-                    yield Trial(method, settings, study.seeds, int(value) if name == "n" else count)
-
-
-_EXCESS_FITS = 3
-"""Fits on the features of the merged model, of the expert and of the deployed one, which are compared."""
+                    yield Trial(method, study.seeds, int(value) if name == "n" else count)
 
 
 def _together(trials: Sequence[Trial], repairs: Mapping[str, Rehearsed]) -> Cost:
-    """About what all of them take, one after the other."""
+    """About what all of them take, one after the other; what is not kept is only solved and scored."""
     seconds, disk, memory = 0.0, 0, 0
-    for trial in trials:
-        rehearsal = repairs[trial.method]
+    for method, times, samples, is_kept in trials:
+        rehearsal = repairs[method]
+        count = max(len(task.calibration or ()) for task in rehearsal.study.tasks.values())
         shares = {
-            task: dataclasses.replace(share, calibration=share.calibration * trial.samples / count)
-            for (task, share), count in zip(
-                shares_of(rehearsal.study).items(), _counts(rehearsal.study), strict=True
-            )
+            task: dataclasses.replace(share, calibration=share.calibration * samples / max(1, count))
+            for task, share in shares_of(rehearsal.study).items()
         }
-        phases = rehearsal.seconds if trial.is_kept else [of for of in rehearsal.seconds if of in _SCORED]
-        seconds += trial.times * sum(rehearsal.phase_seconds(phase, shares) for phase in phases)
-        cost = rehearsal.cost
-        disk += trial.times * cost.disk_bytes if trial.is_kept else 0
-        memory = max(memory, cost.memory_bytes)
+        phases = rehearsal.seconds if is_kept else {"calibrate", "evaluate"} & rehearsal.seconds.keys()
+        seconds += times * sum(rehearsal.phase_seconds(phase, shares) for phase in phases)
+        disk += times * is_kept * rehearsal.cost.disk_bytes
+        memory = max(memory, rehearsal.cost.memory_bytes)
     return Cost(memory, disk, seconds)
-
-
-_SCORED = ("calibrate", "evaluate")
-"""Phases of a calibration that stand for one which only is solved and scored."""
-
-
-def _counts(study: Study) -> list[int]:
-    return [len(task.calibration or ()) or 1 for task in study.tasks.values()]
 
 
 def plan_text(planned: Mapping[str, Any]) -> str:

@@ -74,7 +74,7 @@ def plan(
 
 
 class Trial(NamedTuple):
-    """So many calibrations by one method, on so many samples per task; `is_kept` if each leaves its models in the run."""
+    """So many calibrations by one method, on so many samples a task; `is_kept` if each leaves models in the run."""
 
     method: str
     times: int

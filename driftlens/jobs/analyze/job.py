@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from driftlens.base.progress import Reporter
 from driftlens.base.variants import calibrated
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.jobs.analyze.phases import (
-    complete_variants,
+    Phase,
+    analysis,
+    completing,
     describe,
     deterministic_algorithms,
-    explain_variants,
-    measure_accuracy,
-    run_phase,
+    explaining,
+    measuring,
     run_phases,
 )
 from driftlens.jobs.study.companions import companions
@@ -98,7 +100,8 @@ def analyze(
         lead(team, writer, begin)
         if resolved.merge is not None:
             _merge(writer, resolved, study, models, reporter)
-        run_phases(writer, study, reporter, attribution=request.attribution)
+        with deterministic_algorithms(study.settings.deterministic):
+            run_phases(writer, analysis(writer, study, reporter, attribution=request.attribution))
     return open_run(out)
 
 
@@ -127,7 +130,7 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
         with writer.file(MERGED_FILE) as path, deterministic_algorithms(study.settings.deterministic):
             save_merge(models, merge, path, study, reporter)
 
-    run_phase(writer, "merge", lambda: lead(study.team, writer, save))
+    run_phases(writer, [Phase("merge", save, leads=study.team)])
     saved = open_checkpoint(writer.folder / MERGED_FILE)
     study.pool.add("merged", models.architecture.align(saved))
 
@@ -160,12 +163,12 @@ def explain(path: PathLike, context: Context = Context()) -> DriftRun:
         made |= {info.control: name for name, info in manifest.calibrations.items() if info.control}
         with deterministic_algorithms(study.settings.deterministic):
             own = [variant for variant in study.explained_variants if variant not in made]
-            explain_variants(writer, study, own, reporter)
+            run_phases(writer, explaining(writer, study, own, reporter))
             for name in manifest.calibrations:
                 variants = [variant for variant in study.explained_variants if made.get(variant) == name]
                 prefix = f"calibrate:{name}:"
-                complete_variants(writer, study, variants, reporter, prefix=prefix)
-                explain_variants(writer, study, variants, reporter, prefix=prefix)
+                run_phases(writer, completing(writer, study, variants, reporter, prefix=prefix))
+                run_phases(writer, explaining(writer, study, variants, reporter, prefix=prefix))
     return open_run(folder)
 
 
@@ -191,9 +194,7 @@ def evaluate(path: PathLike, context: Context = Context(), *, again: bool = Fals
             study, _ = reopened(path, context)
             reporter = context.reporter(writer.progress)
             with deterministic_algorithms(study.settings.deterministic):
-                for task in wanted:
-                    work = partial(
-                        measure_accuracy, writer, study, task, [*study.variants, "expert"], reporter
-                    )
-                    run_phase(writer, f"evaluate:{task}", work, study=study, again=True)
+                measured = measuring(writer, study, (*study.variants, "expert"), reporter)
+                names = {f"evaluate:{task}" for task in wanted}
+                run_phases(writer, (replace(phase, again=True) for phase in measured if phase.name in names))
     return open_run(path)

@@ -30,7 +30,7 @@ from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.forward_order import on_device
 from driftlens.engine.pool import ModelPool
 from driftlens.jobs.analyze.modules import Modules
-from driftlens.jobs.analyze.phases import describe, run_phases
+from driftlens.jobs.analyze.phases import analysis, describe, deterministic_algorithms, run_phases
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
 from driftlens.models.architecture import Architecture, architecture_of
 from driftlens.models.chain import IMAGE, LayerChain, Pool, SideInputs, pooled
@@ -229,7 +229,8 @@ def analyze_study(
     ) as writer:
         reporter = context.reporter(writer.progress)
         describe(writer, study, synthetic=False)
-        run_phases(writer, study, reporter)
+        with deterministic_algorithms(study.settings.deterministic):
+            run_phases(writer, analysis(writer, study, reporter))
     return open_run(out)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,13 @@ from numpy.typing import NDArray
 
 from driftlens.base.diagnostic import chosen
 from driftlens.base.progress import Reporter
+from driftlens.base.team import Team
 from driftlens.base.threads import exact_products, settled_threads
 from driftlens.jobs.analyze.causes import explain
 from driftlens.jobs.analyze.diagnosis import TaskDiagnosis, diagnosis_of, walked
 from driftlens.jobs.analyze.evaluation import scores_of
 from driftlens.jobs.study.study import Study
+from driftlens.jobs.study.writing import lead
 from driftlens.models.score_maps import is_of_vocabulary
 from driftlens.runs.layout import LONGEST_TEXT, MOST_THUMBS, THUMB_SIDE, texts_file, thumbs_file
 from driftlens.runs.manifest import LayerInfo
@@ -34,32 +37,89 @@ if TYPE_CHECKING:
     from driftlens.jobs.study.study import TaskSamples
 
 
-def run_phases(writer: RunWriter, study: Study, reporter: Reporter, *, attribution: bool = True) -> None:
-    """Do all phases of an analysis that are not done yet: drift and accuracy of all tasks first, then their causes.
+@dataclass(frozen=True)
+class Phase:
+    """One part of a job.
 
-    With `attribution` the drift is traced back to layers, if the study's settings say how.
-
-    Raises:
-        DriftLensError: as for `driftlens.jobs.analyze.job.analyze`.
+    Attributes:
+        name: under which it is recorded.
+        work: what is done.
+        study: whose models it runs, with as many threads as suit these just then; None where it runs none.
+        leads: the team whose first process does it alone, because it writes; None where all do their share.
+        again: whether it is done although it was done before.
     """
-    with deterministic_algorithms(study.settings.deterministic):
-        run_phase(writer, "digests", lambda: digest_models(writer, study, study.pool.names))
-        measure_variants(writer, study, (*study.variants, "expert"), reporter)
-        if study.has_base:
-            run_phase(writer, "params", lambda: compare_parameters(writer, study, reporter), study=study)
-        if attribution:
-            explain_variants(writer, study, study.explained_variants, reporter)
+
+    name: str
+    work: Callable[[], object]
+    study: Study | None = None
+    leads: Team | None = None
+    again: bool = False
 
 
-def explain_variants(
-    writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str = ""
-) -> None:
-    """Do the phases that trace drift back to layers, for all tasks and variants whose rows lack it.
-
-    The study's settings say how; without Jacobians nothing happens. `prefix` begins the phases' names.
+def run_phases(writer: RunWriter, phases: Iterable[Phase]) -> None:
+    """Do the phases that are not done yet, one after the other, and record what each used.
 
     Raises:
-        DriftLensError: as for `driftlens.jobs.analyze.job.analyze`.
+        DriftLensError: what their work raises.
+    """
+    for phase in phases:
+        if writer.done(phase.name) and not phase.again:
+            continue
+        threads = suitable_threads(writer, phase.name, phase.study)
+        with exact_products(), writer.phase(phase.name) as usage, threads:
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            if phase.leads is None:
+                phase.work()
+            else:
+                lead(phase.leads, writer, phase.work)
+            if torch.cuda.is_available():
+                usage["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
+
+
+def analysis(
+    writer: RunWriter, study: Study, reporter: Reporter, *, attribution: bool = True
+) -> Iterator[Phase]:
+    """All phases of an analysis: drift and accuracy of all tasks first, then, with `attribution`, their causes."""
+    yield Phase("digests", lambda: digest_models(writer, study, study.pool.names))
+    yield from measuring(writer, study, (*study.variants, "expert"), reporter)
+    if study.has_base:
+        yield Phase("params", lambda: compare_parameters(writer, study, reporter), study)
+    if attribution:
+        yield from explaining(writer, study, study.explained_variants, reporter)
+
+
+def measuring(
+    writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str = ""
+) -> Iterator[Phase]:
+    """The drift and accuracy of variants that the study's pool holds: all that is asked of them first.
+
+    Among them `expert` is each task's own. `prefix` begins the phases' names.
+    """
+    new = _only(study, variants)
+    for task in new.tasks:
+        yield Phase(f"{prefix}analyze:{task}", partial(_diagnose, writer, new, variants, task, reporter), new)
+    for task in new.tasks:
+        work = partial(measure_accuracy, writer, new, task, variants, reporter)
+        yield Phase(f"{prefix}evaluate:{task}", work, new)
+
+
+def completing(
+    writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str
+) -> Iterator[Phase]:
+    """What nobody waits for: digests of the models, and how their task vectors lie. Arguments as above."""
+    new = _only(study, variants)
+    yield Phase(f"{prefix}digests", lambda: digest_models(writer, new, variants))
+    if study.has_base:
+        yield Phase(f"{prefix}params", lambda: compare_parameters(writer, new, reporter), new)
+
+
+def explaining(
+    writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str = ""
+) -> Iterator[Phase]:
+    """What traces drift back to layers, for all tasks and variants whose rows lack it. Arguments as above.
+
+    The study's settings say how; without Jacobians there is nothing to do.
     """
     if study.settings.jacobian is None:
         return
@@ -72,11 +132,11 @@ def explain_variants(
     explained = study.team.once(known)
     for task in study.tasks:
         missing = [variant for variant in variants if (task, variant) not in explained]
-        phase = f"{prefix}explain:{task}"
+        name = f"{prefix}explain:{task}"
         # A phase that was stopped behind its last row is recorded as done now.
-        if missing or phase in writer.manifest.phases:
+        if missing or name in writer.manifest.phases:
             work = partial(_explain, writer, study, task, missing, reporter)
-            run_phase(writer, phase, work, study=study, again=bool(missing))
+            yield Phase(name, work, study, again=bool(missing))
 
 
 def _explain(writer: RunWriter, study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> None:
@@ -95,23 +155,6 @@ def _explain(writer: RunWriter, study: Study, task: str, variants: Sequence[str]
         writer.fill("samples", _stacked(found.samples))
         # Last: by these rows it is known what is explained.
         writer.fill("layers", pd.DataFrame(found.layers))
-
-
-def run_phase(
-    writer: RunWriter, name: str, work: Callable[[], None], *, study: Study | None = None, again: bool = False
-) -> None:
-    """Do one phase unless it is done already, and record what it used; `again` does it in any case.
-
-    With the study whose models it runs, it computes with as many threads as suit these just then.
-    """
-    if writer.done(name) and not again:
-        return
-    with exact_products(), writer.phase(name) as usage, suitable_threads(writer, name, study):
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        work()
-        if torch.cuda.is_available():
-            usage["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
 
 
 @contextmanager
@@ -261,35 +304,6 @@ def measure_accuracy(
     for name, new in (("scores", found.results), ("accuracy", found.rows)):
         if new:
             writer.append(name, pd.DataFrame(new), replace=True)
-
-
-def measure_variants(
-    writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str = ""
-) -> None:
-    """Measure drift and accuracy of variants that the study's pool holds: all that is asked of them first.
-
-    Among them `expert` is each task's own. `prefix` begins the phases' names; one that is done is not done again.
-
-    Raises:
-        DriftLensError: as for `driftlens.jobs.analyze.job.analyze`.
-    """
-    new = _only(study, variants)
-    for task in new.tasks:
-        work = partial(_diagnose, writer, new, variants, task, reporter)
-        run_phase(writer, f"{prefix}analyze:{task}", work, study=new)
-    for task in new.tasks:
-        work = partial(measure_accuracy, writer, new, task, variants, reporter)
-        run_phase(writer, f"{prefix}evaluate:{task}", work, study=new)
-
-
-def complete_variants(
-    writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str
-) -> None:
-    """Add what nobody waits for: digests of the models, and how their task vectors lie. Arguments as above."""
-    new = _only(study, variants)
-    run_phase(writer, f"{prefix}digests", lambda: digest_models(writer, new, variants))
-    if study.has_base:
-        run_phase(writer, f"{prefix}params", lambda: compare_parameters(writer, new, reporter), study=new)
 
 
 def _diagnose(

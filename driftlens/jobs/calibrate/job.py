@@ -19,11 +19,12 @@ from driftlens.engine.attached import attachment_tensors
 from driftlens.engine.site_selection import coverage
 from driftlens.jobs.analyze.evaluation import first_look
 from driftlens.jobs.analyze.phases import (
-    complete_variants,
+    Phase,
+    completing,
     deterministic_algorithms,
-    explain_variants,
-    measure_variants,
-    run_phase,
+    explaining,
+    measuring,
+    run_phases,
     suitable_threads,
 )
 from driftlens.jobs.calibrate.plan import (
@@ -284,7 +285,7 @@ def _calibrate(
 
         lead(team, writer, save)
 
-    run_phase(writer, plan.phase, work, study=study)
+    run_phases(writer, [Phase(plan.phase, work, study)])
     add_calibration(study, opened.models, writer.folder, plan.name, plan.method, plan.control)
 
     def look() -> None:
@@ -293,8 +294,8 @@ def _calibrate(
         if on_first is not None:
             on_first(said)
 
-    run_phase(writer, f"{plan.phase}:look", lambda: lead(team, writer, look), study=study)
-    measure_variants(writer, study, plan.variants, reporter, prefix=f"{plan.phase}:")
+    measured = measuring(writer, study, plan.variants, reporter, prefix=f"{plan.phase}:")
+    run_phases(writer, [Phase(f"{plan.phase}:look", look, study, leads=team), *measured])
     attached = attachment_tensors(study.pool.variant(plan.variant).attachments)
     seconds = team.once(lambda: scratch.seconds)
     numbers = sum(tensor.numel() for tensor in attached.values() if tensor.dim())
@@ -391,7 +392,7 @@ def _complete(writer: RunWriter, opened: OpenCalibration, reporter: Reporter, *,
     variants = [control, plan.variant] if control else [plan.variant]
     if plan.variant not in study.pool:
         add_calibration(study, opened.models, writer.folder, plan.name, plan.method, control)
-    complete_variants(writer, study, variants, reporter, prefix=f"{plan.phase}:")
+    run_phases(writer, completing(writer, study, variants, reporter, prefix=f"{plan.phase}:"))
 
     def describe() -> None:
         with writer.file(plan.card) as file:
@@ -399,4 +400,4 @@ def _complete(writer: RunWriter, opened: OpenCalibration, reporter: Reporter, *,
 
     lead(study.team, writer, describe)
     if attribution:
-        explain_variants(writer, study, variants, reporter, prefix=f"{plan.phase}:")
+        run_phases(writer, explaining(writer, study, variants, reporter, prefix=f"{plan.phase}:"))

@@ -13,7 +13,7 @@ from driftlens.calibration.calibrator import Calibrator
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.data.task_data import TaskData
 from driftlens.jobs.analyze.evaluation import final_features
-from driftlens.jobs.analyze.phases import describe, digest_models, measure_variants, run_phase, run_phases
+from driftlens.jobs.analyze.phases import Phase, analysis, describe, digest_models, measuring, run_phases
 from driftlens.jobs.calibrate.job import OpenCalibration, carry_out
 from driftlens.jobs.calibrate.plan import (
     CalibrationPlan,
@@ -73,7 +73,7 @@ class SpecStudy:
         def job(short: Shortened, writer: RunWriter) -> None:
             describe(writer, short.study, synthetic=True)
             self._merge(short, writer)
-            run_phases(writer, short.study, Reporter(), attribution=attribution)
+            run_phases(writer, analysis(writer, short.study, Reporter(), attribution=attribution))
 
         found, passes = rehearsed(self.study, self.models, job), 0.0
         seconds = self.opening + reading_prompts(self.spec, self.models, self.data)
@@ -115,8 +115,10 @@ class SpecStudy:
             return
         merge = merge_called("average") if self._has_stand_in else self._method
         if self._has_stand_in:
-            for task in short.study.tasks:
-                run_phase(writer, f"{PASSES}:{task}", functools.partial(_pass, short.study, task))
+            passes = {
+                f"{PASSES}:{task}": functools.partial(_pass, short.study, task) for task in short.study.tasks
+            }
+            run_phases(writer, [Phase(name, work, short.study) for name, work in passes.items()])
         count, whole = max(short.size.samples), self.study
         tasks = {
             task: first_samples(at, count, whole.pool, short.size.batch) for task, at in whole.tasks.items()
@@ -127,7 +129,7 @@ class SpecStudy:
             with writer.file(MERGED_FILE) as path:
                 save_merge(short.models, merge, path, asked, Reporter())
 
-        run_phase(writer, "merge", save)
+        run_phases(writer, [Phase("merge", save)])
         short.study.pool.add("merged", open_checkpoint(writer.folder / MERGED_FILE))
 
     @functools.cached_property
@@ -172,7 +174,8 @@ def _pass(study: Study, task: str) -> None:
 def _measure(short: Shortened, writer: RunWriter) -> None:
     """The part of an analysis that a calibration builds on."""
     digest_models(writer, short.study, short.study.pool.names)
-    measure_variants(writer, short.study, (*short.study.variants, "expert"), Reporter())
+    variants = (*short.study.variants, "expert")
+    run_phases(writer, measuring(writer, short.study, variants, Reporter()))
 
 
 def rehearsed_calibration(

@@ -20,6 +20,7 @@ from driftlens.jobs.preflight.shortened import ShortPool, Size, kept_layers, sho
 from driftlens.jobs.study.opening import open_study
 from driftlens.runs.writer import RunWriter
 from driftlens.spec import load_spec
+from driftlens.spec.requests import AnalysisRequest
 from tests.pipeline.checking import check
 from tests.zoo.cases import CASES, family
 from tests.zoo.world import DEPTH, World, write_images
@@ -201,7 +202,7 @@ def test_disk_agrees_with_a_run(world: World, tmp_path: pathlib.Path) -> None:
     spec["heads"] = {task: {**entry, "classes": ["a", "b", "c"]} for task, entry in spec["heads"].items()}
     cost = check(spec, estimate=True).cost
     assert cost is not None
-    run = analyze(spec, out=tmp_path / "run")
+    run = analyze(spec, AnalysisRequest(out=tmp_path / "run"))
     used = sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file())
     assert used / 2 < cost.disk_bytes < 2 * used
 

@@ -124,17 +124,10 @@ def calibrate(
     return run
 
 
-def carry_out(
-    writer: RunWriter,
-    opened: OpenCalibration,
-    reporter: Reporter,
-    choose: Choice | None = None,
-    *,
-    attribution: bool = True,
-) -> None:
+def carry_out(writer: RunWriter, opened: OpenCalibration, reporter: Reporter, *, attribution: bool) -> None:
     """Calibrate in a run that is open, from the first layer to the last table; arguments as for `calibrate`."""
     scratch = CalibrationScratch(writer.folder, opened.plan.name)
-    _calibrate(writer, opened, scratch, reporter, choose, resume=False, on_first=None)
+    _calibrate(writer, opened, scratch, reporter, None, resume=False, on_first=None)
     _complete(writer, opened, reporter, attribution=attribution)
 
 

@@ -21,10 +21,9 @@ from driftlens.jobs.calibrate.plan import (
     calibrator_of,
     plan_calibration,
 )
-from driftlens.jobs.preflight.extrapolation import Extent, extrapolated
 from driftlens.jobs.preflight.merge_cost import model_runs, seconds_of_work, work_of
-from driftlens.jobs.preflight.rehearsal import PASSES, Job, Rehearsed, rehearsed, shares_of, short_run
-from driftlens.jobs.preflight.shortened import Shortened, Size, first_samples
+from driftlens.jobs.preflight.rehearsal import PASSES, Job, Rehearsed, rehearsed, shares_of
+from driftlens.jobs.preflight.shortened import Shortened, first_samples
 from driftlens.jobs.study.merging import merge_of, save_merge
 from driftlens.jobs.study.opening import OpenModels, classes_of
 from driftlens.jobs.study.reopening import MERGED_FILE
@@ -41,8 +40,6 @@ _THERE_AND_BACK = 3
 """A pass back through a layer computes derivatives by inputs and by weights: twice what the pass there took."""
 _WAITED_FOR = 2e10
 """Operations on matrices that are waited for: a second or so of one thread."""
-_CHOSEN_BY = 8
-"""Samples of a task by which a choice can be made: two in every fold."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +96,7 @@ class SpecStudy:
             nonlocal variants
             plan = plan_calibration(request, open_run(writer.folder), self.spec, short.study)
             variants = len(plan.variants)
-            calibration(plan, None, attribution=request.attribution)(short, writer)
+            calibration(plan, attribution=request.attribution)(short, writer)
 
         rounds = rounds_of(calibrator_of(request, self.spec.calibration))
         found = rehearsed(self.study, self.models, job, before=before, is_trained=rounds > 0)
@@ -205,7 +202,7 @@ def rehearsed_calibration(
 
     plan, study, models = opened.plan, opened.study, opened.models
     rounds, last = rounds_of(plan.calibrator), max(plan.sites, default=0)
-    job = calibration(plan, None, attribution=attribution)
+    job = calibration(plan, attribution=attribution)
     found = rehearsed(study, models, job, before=before, is_trained=rounds > 0)
     nbytes = sum(header.nbytes for header in models.own_form.headers.values())
     found = dataclasses.replace(
@@ -221,23 +218,19 @@ def rehearsed_calibration(
     if control:
         seconds += once
     if choose is not None:
-        # A choice makes many calibrations, and goes its own way on every study: it is done once, on the shortest, where
-        # it takes as many times as long as a calibration as on the whole one.
-        size = Size(1, (_CHOSEN_BY,), _CHOSEN_BY)
-        short = short_run(study, models, size, calibration(plan, choose, attribution=False), before)
-        choosing = sum(measured.amount for kind, measured in short.seconds if kind == "choose")
-        extent = Extent(short.stored.extent.blocks, _CHOSEN_BY, 1, size.rounds)
-        seconds += once * choosing / extrapolated("calibrate", found.seconds["calibrate"], extent)
+        # A choice goes its own way on every study; it says itself how many calibrations it makes, in those by FeatCal.
+        _, number = choose.outlook(plan.calibrator, plan.counts, has_base=study.has_base)
+        seconds += once * (number / plan.calibrator.effort - 1)
     return dataclasses.replace(found, opening=seconds)
 
 
-def calibration(plan: CalibrationPlan, choose: Choice | None, *, attribution: bool) -> Job:
+def calibration(plan: CalibrationPlan, *, attribution: bool) -> Job:
     """A calibration in a run that is measured; the plan may be one for the whole study."""
 
     def job(short: Shortened, writer: RunWriter) -> None:
         cut = short_plan(plan, short)
         opened = OpenCalibration(writer.folder, writer.manifest, short.study, short.models, cut)
-        carry_out(writer, opened, Reporter(), choose, attribution=attribution)
+        carry_out(writer, opened, Reporter(), attribution=attribution)
 
     return job
 

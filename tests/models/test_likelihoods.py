@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from driftlens.models.language.likelihoods import log_likelihoods
+from driftlens.models.language.generation import log_likelihoods
 from driftlens.models.language.texts import TextReader
 from tests.zoo.decoders import QUESTIONS, llama, t5
 from tests.zoo.tokenizers import word_tokenizer

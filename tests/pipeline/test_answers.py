@@ -20,8 +20,7 @@ from driftlens.jobs.analyze.job import analyze, evaluate
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest.sweep import sweep
 from driftlens.jobs.preflight.job import preflight
-from driftlens.models.language.generation import generate
-from driftlens.models.language.likelihoods import log_likelihoods
+from driftlens.models.language.generation import generate, log_likelihoods
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest, CalibrationRequest, PreflightRequest, SweepRequest

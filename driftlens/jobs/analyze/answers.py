@@ -17,8 +17,7 @@ from driftlens.base.progress import Reporter
 from driftlens.base.variants import expert_of
 from driftlens.data.samples import SampleSet
 from driftlens.jobs.study.study import Study
-from driftlens.models.language.generation import generate
-from driftlens.models.language.likelihoods import log_likelihoods
+from driftlens.models.language.generation import generate, log_likelihoods
 from driftlens.models.language.texts import Text, TextReader
 from driftlens.models.score_maps import is_of_vocabulary
 

@@ -1,4 +1,4 @@
-"""Greedy answers of language models, by their library's own `generate`."""
+"""Answers of language models: greedy ones by their `generate`, the likelihood of given ones by their forward pass."""
 
 from __future__ import annotations
 
@@ -85,3 +85,96 @@ def _greedy(module: Any, reader: TextReader, max_new_tokens: int) -> Iterator[An
     finally:
         module.generation_config = own_settings
         module.train(was_training)
+
+
+@torch.no_grad()
+def log_likelihoods(
+    module: nn.Module, reader: TextReader, questions: Sequence[str], answers: Sequence[Sequence[str]]
+) -> tuple[Tensor, Tensor]:
+    """How likely every answer is as what follows its question, and of how many tokens it consists.
+
+    A log-likelihood is the sum over the tokens of the answer, each given the question and the tokens before it. Of an
+    encoder-decoder, whose answers always end so, the end token counts; of a decoder it does not.
+
+    Args:
+        module: the library's own whole model, with weights; it computes as in evaluation.
+        reader: of its texts. Questions that leave no room for the longest answer are cut as it says.
+        questions: [n], templates filled in; they are one batch, and no result depends on what else is in it.
+        answers: [n, c], as many for every question.
+
+    Returns:
+        Log-likelihoods in nat and numbers of tokens, [n, c] each, on the CPU in float64.
+    """
+    was_training = module.training
+    module.eval()
+    try:
+        run = _encoded_once if reader.form == "encoder-decoder" else _continued
+        columns = list(zip(*answers, strict=True))
+        results = list(run(module, reader, questions, columns))
+    finally:
+        module.train(was_training)
+    sums, counts = (torch.stack(side, dim=1) for side in zip(*results, strict=True))
+    return sums, counts
+
+
+def _summed(scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool) -> tuple[Tensor, Tensor]:
+    """Sums over the tokens of each row, and their numbers.
+
+    Args:
+        scores: of the next token, [n, t, vocabulary]; t is that of the longest row.
+        tokens: of every row.
+        at_end: whether the scores of a shorter row are the last ones, not the first.
+    """
+    longest = scores.shape[1]
+    gaps = [[0] * (longest - len(row)) for row in tokens]
+    ids = torch.tensor(
+        [[*gap, *row] if at_end else [*row, *gap] for row, gap in zip(tokens, gaps, strict=True)]
+    )
+    counts, places = torch.tensor([len(row) for row in tokens]), torch.arange(longest)
+    is_own = places >= longest - counts[:, None] if at_end else places < counts[:, None]
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(dim=-1)
+    log_probabilities = wide.gather(2, ids.to(wide.device).long()[:, :, None])[:, :, 0].double().cpu()
+    return log_probabilities.where(is_own, 0.0).sum(dim=1), counts.double()
+
+
+def _continued(
+    module: Any, reader: TextReader, questions: Sequence[str], columns: Sequence[Sequence[str]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of a decoder: rows of question and answer, padded on the left, so that scores of few places are asked for."""
+    device = next(module.parameters()).device
+    every = [[reader.answer_tokens(answer) for answer in column] for column in columns]
+    asked = reader.questions(questions, spare=max(len(tokens) for column in every for tokens in column))
+    for tokens in every:
+        rows = [[*question, *answer] for question, answer in zip(asked, tokens, strict=True)]
+        longest = max(map(len, rows))
+        ids = torch.tensor([[reader.tokenizer.pad_token_id] * (longest - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        kept = max(map(len, tokens)) + 1
+        scores = module(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            position_ids=(mask.cumsum(dim=1) - 1).clamp_min(0).to(device),
+            logits_to_keep=kept,
+            use_cache=False,
+        ).logits
+        yield _summed(scores[:, -kept:-1], tokens, at_end=True)
+
+
+def _encoded_once(
+    module: Any, reader: TextReader, questions: Sequence[str], columns: Sequence[Sequence[str]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of an encoder-decoder: questions are encoded once, and every answer is read against that."""
+    device = next(module.parameters()).device
+    asked = {name: value.to(device) for name, value in reader([(text, "") for text in questions]).items()}
+    mask = asked["attention_mask"]
+    encoded = module.get_encoder()(input_ids=asked["input_ids"], attention_mask=mask)
+    ends = () if reader.end is None else (reader.end,)
+    for column in columns:
+        tokens = [(*reader.answer_tokens(answer), *ends) for answer in column]
+        longest = max(map(len, tokens))
+        rows = [[reader.start or 0, *row[:-1]] for row in tokens]
+        ids = torch.tensor([row + [reader.tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
+        scores = module(
+            encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=ids.to(device), use_cache=False
+        ).logits
+        yield _summed(scores, tokens, at_end=False)

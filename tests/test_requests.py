@@ -1,0 +1,111 @@
+"""Requests: flags and keywords are made of their fields, and say the same as these."""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import typer
+
+import driftlens as dl
+from driftlens.base.errors import SpecError
+from driftlens.cli.flags import flagged
+from driftlens.spec.requests import (
+    AnalysisRequest,
+    ArenaRequest,
+    CalibrationRequest,
+    ComparisonRequest,
+    ExportRequest,
+    PreflightRequest,
+    Request,
+    SweepRequest,
+)
+
+SAID = [
+    CalibrationRequest(name="x"),
+    SweepRequest(),
+    CalibrationRequest(
+        name="x",
+        method="featcal",
+        preset="paper-clip",
+        parameters={"lam": 0.5, "update": ["linear", "norm"], "anchor": "none"},
+        samples=3,
+        layers=[2, "*.mlp"],
+        sites=["q", "*.k"],
+        save_weights=pathlib.Path("out"),
+        resume=True,
+        attribution=False,
+    ),
+    SweepRequest(seeds=2, grid=True, method=["featcal", "residual"], accuracy=False, replace=True),
+    ArenaRequest(methods=["featcal", ("surgery", {"rank": 4})], against="featcal"),
+    ComparisonRequest(merges=["average", ("ties", {"scaling": 0.4})], keep=True),
+    AnalysisRequest(out="runs/x", force=True, seed=4),
+    PreflightRequest(deep=True, processes=2),
+    ExportRequest(tasks=["a", "b"], width=3.5, everything=True, paper=True),
+]
+
+
+@pytest.mark.parametrize("request_", SAID, ids=lambda each: type(each).__name__)
+def test_its_words_on_the_command_line_ask_for_the_same(request_: Request) -> None:
+    heard: list[Request] = []
+
+    def command(request: Any) -> None:
+        heard.append(request)
+
+    command.__annotations__["request"] = type(request_)
+    app = typer.Typer()
+    app.command()(flagged(command))
+    typer.main.get_command(app).main(request_.words(), standalone_mode=False)  # defaults are left out
+    assert heard == [request_]
+
+
+@pytest.mark.parametrize(
+    ("function", "misspelt", "meant"),
+    [
+        (dl.analyze, "attribtion", "attribution"),
+        (dl.analyze, "baselins", "baselines"),
+        (dl.calibrate, "lamb", "lam"),
+        (dl.sweep, "sampels", "samples"),
+        (dl.arena, "agianst", "against"),
+        (dl.merge, "methd", "method"),
+        (dl.compare_merges, "kep", "keep"),
+        (dl.validate, "devise", "device"),
+        (dl.project, "max_point", "max_points"),
+        (dl.paper.figure, "stile", "style"),
+        (dl.FeatCal.fit, "batchsize", "batch_size"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_an_unknown_keyword_ends_with_the_one_that_was_meant(
+    function: Callable[..., object], misspelt: str, meant: str
+) -> None:
+    with pytest.raises(SpecError, match=f"has no '{misspelt}'; it takes ") as refused:
+        function("x", **{misspelt: 1})
+    assert refused.value.hint == f"Did you mean '{meant}'?"
+    assert meant in inspect.signature(function).parameters
+
+
+def test_settings_with_keywords_of_their_own_are_among_the_parameters() -> None:
+    asked = CalibrationRequest(name="x", lam=0.1, alpha=None, parameters={"eps": 0.0})
+    assert asked.parameters == {"eps": 0.0, "lam": 0.1}
+    assert asked.changed(rho=2.0).parameters == {"eps": 0.0, "lam": 0.1, "rho": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"samples": 0}, "samples: expected at least 1, got 0"),
+        ({"samples": True}, "samples: expected a whole number, got True"),
+        ({"layers": "*.mlp"}, "layers: expected a list"),
+        ({"layers": [1], "top_layers": 1}, "both choose layers"),
+        ({"resume": "yes"}, "resume: expected true or false"),
+        ({"name": None}, "name: expected text"),
+    ],
+    ids=str,
+)
+def test_a_value_that_cannot_be_is_refused_by_name(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        CalibrationRequest(**{"name": "x", **values})

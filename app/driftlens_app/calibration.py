@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import streamlit as st
+from pydantic import BeforeValidator, TypeAdapter
 
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.settings import Setting
@@ -36,6 +37,10 @@ _TOO_LARGE = 2**53
 """A field of a web page holds no whole number from here on."""
 
 
+def _by_name(settings: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {setting["name"]: setting for setting in settings}
+
+
 @dataclass(frozen=True)
 class Method:
     """A calibrator or a merge method.
@@ -54,15 +59,15 @@ class Method:
     """
 
     title: str
-    settings: Mapping[str, Setting]
-    source: str
-    reads: str
-    presets: Mapping[str, Mapping[str, Any]]
-    suited: Mapping[str, str]
-    automatic: tuple[str, ...]
-    candidates: tuple[Mapping[str, Any], ...]
-    effort: float
-    choosing: float
+    settings: Annotated[Mapping[str, Setting], BeforeValidator(_by_name)]
+    source: str = ""
+    reads: str = ""
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    suited: Mapping[str, str] = field(default_factory=dict)
+    automatic: tuple[str, ...] = ()
+    candidates: tuple[Mapping[str, Any], ...] = ()
+    effort: float = 1.0
+    choosing: float = 0.0
 
     def preset_for(self, loader: str) -> str | None:
         """The published setting for models of a loader; None where the method has none."""
@@ -72,22 +77,8 @@ class Method:
 @st.cache_resource(show_spinner="Asking for the methods")
 def methods(kind: str = "calibrators") -> Mapping[str, Method]:
     """The methods of a kind by name. The command line is asked, since they need torch, once per server and kind."""
-    found = ask(("methods", "--json"), Settings.from_environment().root)[kind]
-    return {
-        name: Method(
-            title=entry["title"],
-            settings={setting["name"]: Setting(**setting) for setting in entry["settings"]},
-            source=entry["source"],
-            reads=entry.get("reads", ""),
-            presets=entry.get("presets", {}),
-            suited=entry.get("suited", {}),
-            automatic=tuple(entry.get("automatic", ())),
-            candidates=tuple(entry.get("candidates", ())),
-            effort=float(entry.get("effort", 1.0)),
-            choosing=float(entry.get("choosing", 0.0)),
-        )
-        for name, entry in found.items()
-    }
+    entries = ask(("methods", "--json"), Settings.from_environment().root)[kind]
+    return TypeAdapter(dict[str, Method]).validate_python(entries)
 
 
 @st.cache_resource(show_spinner="Reading the methods")

@@ -22,13 +22,13 @@ import typer
 from driftlens.base import stopping
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError, harmless
 from driftlens.base.team import joined, members
-from driftlens.cli import calibrating, converting, looking, reporting, reproducing, running
+from driftlens.cli import calibrating, looking, reporting, running
 from driftlens.cli.app import app, hearing, manner, spelling_homes_out, stopped
 
 DIVIDED = ("analyze", "explain", "evaluate", "calibrate", "sweep", "arena")
 """Commands that divide their work among processes."""
 _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug"}
-_MODULES = (running, converting, calibrating, reproducing, looking, reporting)
+_MODULES = (running, calibrating, looking, reporting)
 """Imported for their commands, which are listed in this order."""
 _PLACES = {module.__name__: place for place, module in enumerate(_MODULES)}
 app.registered_commands.sort(key=lambda command: _PLACES[attrgetter("callback.__module__")(command)])

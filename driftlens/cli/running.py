@@ -1,4 +1,4 @@
-"""Commands that compute: demo, init, validate, analyze, merge, evaluate."""
+"""Commands that make and measure runs, and what they are made from: demo, init, validate, analyze, merge ..."""
 
 from __future__ import annotations
 
@@ -258,3 +258,34 @@ def attach(
     found = attach_results(run, variant, results)
     renew_cards(found)
     say_json(found.accuracy()) if as_json else say(accuracy_text(found))
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A suite's folder (zeroshot.pt, TASK/finetuned.pt, head_TASK.pt), or one file.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder, or for one file the .safetensors, to write; beside SOURCE if left out. "
+            "Nothing is overwritten."
+        ),
+    ] = None,
+) -> None:
+    """Turn pickled checkpoints into safetensors; no code in them is run, imported or needed.
+
+    A task-vector suite becomes a folder: base.safetensors, one file per task, heads.safetensors (class
+    embeddings of unit norm), the architecture as the weights tell it, and a run.yaml that lacks only the
+    paths of the images. A single file (a pickled module, a state dict, a training checkpoint) becomes
+    one file of its tensors.
+    """
+    from driftlens.suites.conversion import convert as run_conversion
+
+    place = run_conversion(source, out, tell=note)
+    spec = place / "run.yaml"
+    say(f"wrote {place}" + (f"; fill in the data, then: driftlens validate {spec}" if spec.exists() else ""))

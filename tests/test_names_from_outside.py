@@ -36,3 +36,15 @@ def test_no_test_module_imports_from_another() -> None:
     tests = pathlib.Path(__file__).parent
     between = re.compile(r"^\s*(?:from|import) tests\.(?:\w+\.)*test_\w+", re.MULTILINE)
     assert not [path for path in tests.rglob("*.py") if between.search(path.read_text(encoding="utf-8"))]
+
+
+def test_the_page_on_architecture_and_the_contracts_know_every_room() -> None:
+    root = pathlib.Path(__file__).parent.parent
+    rooms = {path.parent.name for path in (root / "driftlens").glob("*/__init__.py")} - {"records"}
+    page = (root / "docs" / "architecture.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page.split("## To change")[0], re.MULTILINE)
+    assert {room for row in told for room in re.findall(r"\w+", row)} == rooms | {"reports", "app"}
+    contracts = (root / "pyproject.toml").read_text(encoding="utf-8").partition("[tool.importlinter]")[2]
+    assert all(
+        re.search(rf'"driftlens\.{room}"|"{room}"|\b{room} \||\| {room}\b', contracts) for room in rooms
+    )

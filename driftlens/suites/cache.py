@@ -6,10 +6,10 @@ import json
 import pathlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -35,10 +35,65 @@ class Suite(ABC):
     Attributes:
         folder: where the files are; `suite.json` says what was measured when they were made.
         digest: names the recipe and the seed.
+        prefix: beginning of the folder's name; the digest follows.
+        usual: the recipe, unless another one is given.
     """
 
     folder: pathlib.Path
     digest: str
+    prefix: ClassVar[str]
+    usual: ClassVar[AnyRecipe]
+
+    @classmethod
+    def made(
+        cls,
+        *,
+        seed: int = 0,
+        cache: pathlib.Path | None = None,
+        reporter: Reporter | None = None,
+        rebuild: bool = False,
+        recipe: AnyRecipe | None = None,
+    ) -> Self:
+        """The suite from the cache; built first where there is none, or where the one there is damaged.
+
+        Building takes a few minutes on two cores. Of several processes that want the same suite one builds it, and the
+        others wait.
+
+        Args:
+            seed: of everything random; each seed is a suite of its own.
+            cache: folder that holds suites; the user's cache folder if left out.
+            reporter: told what is being drawn or trained; also asked whether to stop.
+            rebuild: whether to build it anew even if a whole one is there.
+            recipe: sizes and schedules, if not the usual ones.
+
+        Raises:
+            SpecError: the seed is negative.
+            RunError: the cache can't be written to, or the disk is full.
+            Cancelled: somebody asked to stop; no half of a suite is left behind.
+        """
+        import platformdirs
+
+        if seed < 0:
+            raise SpecError(f"the seed is {seed}", hint="Give a whole number from 0 upwards.")
+        recipe, reporter = recipe or cls.usual, reporter or Reporter()
+        digest = recipe.digest(seed)
+        folder = (
+            cache or platformdirs.user_cache_path("driftlens")
+        ) / f"{cls.prefix}-{digest[:_NAME_LENGTH]}"
+        suite = cls(folder, digest)
+        if rebuild or not suite.is_whole():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _building(folder, reporter):
+                # Asked again: another process may have built it while this one waited.
+                if rebuild or not suite.is_whole():
+                    with atomic_folder(folder, replace=True) as partial:
+                        cls.build(partial, recipe, seed, reporter)
+        return suite
+
+    @staticmethod
+    @abstractmethod
+    def build(folder: pathlib.Path, recipe: Any, seed: int, reporter: Reporter) -> None:
+        """Fill an empty folder, with a record that vouches for every file at last."""
 
     def record(self) -> dict[str, Any]:
         """What `suite.json` says: heads, recipe, test accuracies, seconds, size and SHA-256 of every file."""
@@ -66,56 +121,6 @@ class Suite(ABC):
     @abstractmethod
     def spec(self) -> dict[str, Any]:
         """The run spec of this suite, all paths absolute: Task Arithmetic of the experts."""
-
-
-S = TypeVar("S", bound=Suite)
-
-
-def kept(
-    kind: type[S],
-    prefix: str,
-    recipe: AnyRecipe,
-    build: Callable[[pathlib.Path], None],
-    *,
-    seed: int,
-    cache: pathlib.Path | None,
-    reporter: Reporter,
-    rebuild: bool,
-) -> S:
-    """The suite from the cache; built first where there is none, or where the one there is damaged.
-
-    Of several processes that want the same suite one builds it, and the others wait.
-
-    Args:
-        kind: class of the suite.
-        prefix: beginning of the folder's name; the digest follows.
-        recipe: what, with the seed, decides what the suite is.
-        build: fills an empty folder, the record included.
-        seed: of everything random; each seed is a suite of its own.
-        cache: folder that holds suites; the user's cache folder if left out.
-        reporter: told while this process waits for another; also asked whether to stop.
-        rebuild: whether to build it anew even if a whole one is there.
-
-    Raises:
-        SpecError: the seed is negative.
-        RunError: the cache can't be written to, or the disk is full.
-        Cancelled: somebody asked to stop; no half of a suite is left behind.
-    """
-    import platformdirs
-
-    if seed < 0:
-        raise SpecError(f"the seed is {seed}", hint="Give a whole number from 0 upwards.")
-    digest = recipe.digest(seed)
-    folder = (cache or platformdirs.user_cache_path("driftlens")) / f"{prefix}-{digest[:_NAME_LENGTH]}"
-    suite = kind(folder, digest)
-    if rebuild or not suite.is_whole():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _building(folder, reporter):
-            # Asked again: another process may have built it while this one waited.
-            if rebuild or not suite.is_whole():
-                with atomic_folder(folder, replace=True) as partial:
-                    build(partial)
-    return suite
 
 
 @contextmanager

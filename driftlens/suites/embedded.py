@@ -6,7 +6,6 @@ import itertools
 import pathlib
 import shutil
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 
 from driftlens.base.files import write_json_atomic
 from driftlens.base.progress import Reporter
-from driftlens.suites.cache import SCALING, Heard, Suite, describe, kept, save
+from driftlens.suites.cache import SCALING, Heard, Suite, describe, save
 from driftlens.suites.drawing import PURPOSES, Purpose, tasks
 from driftlens.suites.recipe import Recipe, stream
 from driftlens.suites.training import (
@@ -37,6 +36,9 @@ _DRAWN = "drawn"
 class ImageSuite(Suite):
     """A CLIP, experts fine-tuned from its image tower, and their pictures."""
 
+    prefix = "embedded"
+    usual = Recipe()
+
     def spec(self) -> dict[str, Any]:
         """The run spec of this suite, all paths absolute: Task Arithmetic of the experts, zero-shot heads."""
         folder = self.folder.resolve()
@@ -56,37 +58,26 @@ class ImageSuite(Suite):
             },
         }
 
+    @staticmethod
+    def build(folder: pathlib.Path, recipe: Recipe, seed: int, reporter: Reporter) -> None:
+        """As of a `Suite`."""
+        reporter.step("draw", 0, None, "starting two processes")
+        for name in (_DRAWN, "data", "experts"):
+            (folder / name).mkdir()
+        untrained = build_clip(recipe.model_config(), stream(seed, "weights"))
+        sizes = {
+            "draw": (len(tasks) * len(PURPOSES), 1),
+            "train base": (1, recipe.base.steps),
+            "train experts": (len(tasks), recipe.expert.steps),
+        }
+        heard = Heard(sizes, reporter)
+        num_values = sum(parameter.numel() for parameter in untrained.parameters())
+        work_together(_work, (folder, recipe, seed), heard, num_values)
+        shutil.rmtree(folder / _DRAWN)
+        _describe(folder, recipe, seed, heard)
 
-def embedded_suite(
-    *,
-    seed: int = 0,
-    cache: pathlib.Path | None = None,
-    reporter: Reporter | None = None,
-    rebuild: bool = False,
-    recipe: Recipe | None = None,
-) -> ImageSuite:
-    """The suite from the cache; drawn and trained first where there is none, or where the one there is damaged.
 
-    Building takes a few minutes on two cores. Of several processes that want the same suite one builds it, and the
-    others wait.
-
-    Args:
-        seed: of everything random; each seed is a suite of its own.
-        cache: folder that holds suites; the user's cache folder if left out.
-        reporter: told what is being drawn or trained; also asked whether to stop.
-        rebuild: whether to build it anew even if a whole one is there.
-        recipe: sizes and schedules, if not the usual ones.
-
-    Raises:
-        SpecError: the seed is negative.
-        RunError: the cache can't be written to, or the disk is full.
-        Cancelled: somebody asked to stop; no half of a suite is left behind.
-    """
-    recipe, reporter = recipe or Recipe(), reporter or Reporter()
-    build = partial(_build, recipe=recipe, seed=seed, reporter=reporter)
-    return kept(
-        ImageSuite, "embedded", recipe, build, seed=seed, cache=cache, reporter=reporter, rebuild=rebuild
-    )
+embedded_suite = ImageSuite.made
 
 
 def expert_file(task: str) -> str:
@@ -97,24 +88,6 @@ def expert_file(task: str) -> str:
 def data_file(task: str) -> str:
     """Where the pictures of a task lie in the folder."""
     return f"data/{task}.npz"
-
-
-def _build(folder: pathlib.Path, recipe: Recipe, seed: int, reporter: Reporter) -> None:
-    """Fill the empty `folder` with models and pictures, then with a record that vouches for every file."""
-    reporter.step("draw", 0, None, "starting two processes")
-    for name in (_DRAWN, "data", "experts"):
-        (folder / name).mkdir()
-    untrained = build_clip(recipe.model_config(), stream(seed, "weights"))
-    sizes = {
-        "draw": (len(tasks) * len(PURPOSES), 1),
-        "train base": (1, recipe.base.steps),
-        "train experts": (len(tasks), recipe.expert.steps),
-    }
-    heard = Heard(sizes, reporter)
-    num_values = sum(parameter.numel() for parameter in untrained.parameters())
-    work_together(_work, (folder, recipe, seed), heard, num_values)
-    shutil.rmtree(folder / _DRAWN)
-    _describe(folder, recipe, seed, heard)
 
 
 def _work(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:

@@ -11,7 +11,6 @@ import time
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.base.progress import Reporter
-from driftlens.suites.cache import SCALING, Heard, Suite, describe, kept
+from driftlens.suites.cache import SCALING, Heard, Suite, describe
 from driftlens.suites.drawing import PURPOSES
 from driftlens.suites.recipe import TextRecipe, stream
 from driftlens.suites.training import train
@@ -35,6 +34,9 @@ _WORDS = re.compile(r"\w+|[^\w\s]+")
 @dataclass(frozen=True)
 class TextSuite(Suite):
     """A small Llama, experts fine-tuned from it and one of adapters, as transformers and peft save them, and texts."""
+
+    prefix = "embedded-text"
+    usual = TextRecipe()
 
     def spec(self) -> dict[str, Any]:
         """The run spec of this suite, all paths absolute: Task Arithmetic of the experts, answers of one word."""
@@ -58,21 +60,37 @@ class TextSuite(Suite):
             },
         }
 
+    @staticmethod
+    def build(folder: pathlib.Path, recipe: TextRecipe, seed: int, reporter: Reporter) -> None:
+        """As of a `Suite`."""
+        reporter.step("draw", 0, None, "starting two processes")
+        for name in ("data", "experts"):
+            (folder / name).mkdir()
+        sizes = {
+            "draw": (len(texts) * len(PURPOSES), 1),
+            "train base": (1, recipe.base.steps),
+            # Adapters may take more or fewer steps than the others: they count as far as they are.
+            "train experts": (len(texts), recipe.expert.steps),
+        }
+        heard = Heard(sizes, reporter)
+        counts = {"base": recipe.num_base, "train": recipe.num_train, "test": recipe.num_test}
+        # More than there can be: the vocabulary is known when all is drawn.
+        num_values = sum(each.numel() for each in build_decoder(recipe.model_config(2000), 0).parameters())
+        work_together(_work, (folder, recipe, seed, counts), heard, num_values)
+        for name in texts:
+            (folder / _file(name, "base")).unlink()
+        describe(
+            folder,
+            recipe,
+            seed,
+            heard,
+            heads={name: {"classes": list(task.classes)} for name, task in texts.items()},
+            test_accuracy={name: heard.measured[name] for name in texts},
+            cpu_seconds={rank: seconds for rank, seconds in heard.measured.items() if rank not in texts},
+        )
 
-def text_suite(
-    *,
-    seed: int = 0,
-    cache: pathlib.Path | None = None,
-    reporter: Reporter | None = None,
-    rebuild: bool = False,
-    recipe: TextRecipe | None = None,
-) -> TextSuite:
-    """The text suite from the cache, as `embedded_suite` has that of images; same arguments, same errors."""
-    recipe, reporter = recipe or TextRecipe(), reporter or Reporter()
-    build = partial(_build, recipe=recipe, seed=seed, reporter=reporter)
-    return kept(
-        TextSuite, "embedded-text", recipe, build, seed=seed, cache=cache, reporter=reporter, rebuild=rebuild
-    )
+
+text_suite = TextSuite.made
 
 
 @dataclass(frozen=True)
@@ -136,35 +154,6 @@ def code(task: WrittenTask, answer: str) -> str:
 
 def _file(task: str, purpose: str) -> str:
     return f"data/{task}-{purpose}.jsonl"
-
-
-def _build(folder: pathlib.Path, recipe: TextRecipe, seed: int, reporter: Reporter) -> None:
-    """Fill the empty `folder` with models and texts, then with a record that vouches for every file."""
-    reporter.step("draw", 0, None, "starting two processes")
-    for name in ("data", "experts"):
-        (folder / name).mkdir()
-    sizes = {
-        "draw": (len(texts) * len(PURPOSES), 1),
-        "train base": (1, recipe.base.steps),
-        # Adapters may take more or fewer steps than the others: they count as far as they are.
-        "train experts": (len(texts), recipe.expert.steps),
-    }
-    heard = Heard(sizes, reporter)
-    counts = {"base": recipe.num_base, "train": recipe.num_train, "test": recipe.num_test}
-    # More than there can be: the vocabulary is known when all is drawn.
-    num_values = sum(each.numel() for each in build_decoder(recipe.model_config(2000), 0).parameters())
-    work_together(_work, (folder, recipe, seed, counts), heard, num_values)
-    for name in texts:
-        (folder / _file(name, "base")).unlink()
-    describe(
-        folder,
-        recipe,
-        seed,
-        heard,
-        heads={name: {"classes": list(task.classes)} for name, task in texts.items()},
-        test_accuracy={name: heard.measured[name] for name in texts},
-        cpu_seconds={rank: seconds for rank, seconds in heard.measured.items() if rank not in texts},
-    )
 
 
 def _work(

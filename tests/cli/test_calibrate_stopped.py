@@ -133,30 +133,15 @@ def in_gradients(event: Event) -> bool:
     return event["phase"] == "calibrate" and event["done"] > 0 and "weighing tokens" in event["label"]
 
 
-KILLED: dict[str, tuple[tuple[str, ...], tuple[str, ...], list[Callable[[Event], bool]]]] = {
-    "residual": (
-        TASKS,
-        ("--method", "residual"),
-        [in_gradients, of_a_layer(3, kept=2), of_a_layer(3, kept=None), middle_of("analyze")],
-    ),
-    "auto": (
-        TASKS[:1],  # without its head: drift, unlike divergence, is much alike for all samples of a few
-        ("--auto",),
-        [lambda event: event["phase"] == "choose" and "layer 3" in event["label"], of_a_layer(3, kept=2)],
-    ),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KILLED)
 def test_a_calibration_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
-    world: World, tmp_path: pathlib.Path, run_cli: Cli, name: str
+    world: World, tmp_path: pathlib.Path, run_cli: Cli
 ) -> None:
-    """In the experts' gradients, in the middle of layers, in the choice, and while its drift is measured."""
-    tasks, options, moments = KILLED[name]
-    run = roomy_run(World(world.folder, tasks), tmp_path, **({} if len(tasks) > 1 else {"heads": None}))
+    """In the experts' gradients, in the middle of layers, and while its drift is measured."""
+    moments = [in_gradients, of_a_layer(3, kept=2), of_a_layer(3, kept=None), middle_of("analyze")]
+    run = roomy_run(world, tmp_path)
     folder, whole = copied(run, tmp_path / "killed"), copied(run, tmp_path / "whole")
-    flags = (*options, "--layers", "2,3")
+    flags = ("--method", "residual", "--layers", "2,3")
     quiet = ("--name", NAME, *flags, "--progress", "none")
     assert run_cli("calibrate", whole, *quiet).code == 0
     assert open_run(whole).manifest.calibrations[NAME].layers == [2, 3], "something should be solved"

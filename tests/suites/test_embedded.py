@@ -97,7 +97,9 @@ def test_saved_pictures_are_the_drawn_ones_and_need_no_pickle(suite: Suite):
 def test_a_whole_suite_is_opened_and_not_built_again(
     suite: Suite, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("driftlens.suites.embedded._build", lambda *_, **__: pytest.fail("built again"))
+    monkeypatch.setattr(
+        "driftlens.suites.embedded.ImageSuite.build", lambda *_, **__: pytest.fail("built again")
+    )
     assert embedded_suite(cache=cache, recipe=TINY) == suite
 
 

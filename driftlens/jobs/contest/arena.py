@@ -83,20 +83,10 @@ def compete(
         return Outcome()
 
     try:
-        met = contest(wanted, one_by_one(attempt, context.access.team), _InTheRun())
+        met = contest(wanted, one_by_one(attempt, context.access.team))
         outcomes = {entrant.name: outcome for entrant, outcome in met}
     except Cancelled as error:
         error.hint = "What was finished is kept; the same command goes on where it stopped."
         raise
     require_any(outcomes.values())
     return {name: at.error.message for name, at in outcomes.items() if at.error is not None}
-
-
-class _InTheRun:
-    """A repair is kept by its calibration, which knows best what is still to be done of it."""
-
-    def read(self, _: Candidate) -> None:
-        return None
-
-    def write(self, _: Candidate, outcome: Outcome[None]) -> None:
-        assert outcome.error is None

@@ -149,11 +149,12 @@ _SECONDS = "seconds"
 
 
 def contest(
-    entered: Iterable[C], attempts: Attempts[C, T], ledger: Ledger[C, T]
+    entered: Iterable[C], attempts: Attempts[C, T], ledger: Ledger[C, T] | None = None
 ) -> Iterator[tuple[C, Outcome[T]]]:
     """Every candidate with what became of it: first those that are kept, then the others, each kept when it is known.
 
-    What failed is not kept: a later sitting tries it once more, for the reason may be gone.
+    What failed is not kept: a later sitting tries it once more, for the reason may be gone. Without a ledger the
+    attempts know by themselves what is there.
 
     Raises:
         Cancelled: somebody asked to stop; what is finished is kept.
@@ -161,13 +162,13 @@ def contest(
     """
     missing = []
     for candidate in entered:
-        outcome = ledger.read(candidate)
+        outcome = None if ledger is None else ledger.read(candidate)
         if outcome is None:
             missing.append(candidate)
         else:
             yield candidate, outcome
     for candidate, outcome in attempts(missing) if missing else ():
-        if outcome.error is None:
+        if ledger is not None and outcome.error is None:
             ledger.write(candidate, outcome)
         yield candidate, outcome
 

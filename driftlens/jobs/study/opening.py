@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from driftlens.base.access import Access, resolve_device
-from driftlens.base.errors import CheckpointError, SpecError
+from driftlens.base.errors import CheckpointError, DataError, SpecError
 from driftlens.base.files import expanded
 from driftlens.base.layers import select_layers
 from driftlens.base.metrics import METRICS
@@ -23,7 +23,7 @@ from driftlens.checkpoints.lora import is_lora_folder
 from driftlens.checkpoints.saving import HEADS
 from driftlens.checkpoints.sources import StateSource
 from driftlens.data.samples import SampleSet, unequal_counts
-from driftlens.data.task_data import TaskData, open_task_data
+from driftlens.data.task_data import TaskData, open_task_data, plain_form, require_same_classes
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
@@ -43,9 +43,8 @@ from driftlens.models.score_maps import LmHead, LmScores, ScoreMap, is_of_vocabu
 from driftlens.models.taking_apart.interception import settle
 from driftlens.runs.layout import escape
 from driftlens.spec import RunSpec
-from driftlens.spec.published import published_task
+from driftlens.spec.published import PublishedTask, published_task
 from driftlens.spec.sections import FileHead, Head, LinearHead
-from driftlens.suites.published_rows import rows_of
 
 
 @dataclass(frozen=True)
@@ -290,13 +289,34 @@ def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[s
     """
     named = class_names(entry.classes) if entry.classes is not None else named
     if entry.suite is not None:
-        return rows_of(published_task(entry.suite), named)
+        return _rows_of(published_task(entry.suite), named)
     if named is None:
         raise SpecError(
             f"heads.{task}: no class names, and the data of {task} names none",
             hint=f"Add heads.{task}.classes, a list or a JSON file, in the order of the rows.",
         )
     return class_names(named)
+
+
+def _rows_of(task: PublishedTask, named: Sequence[str] | None) -> tuple[str, ...]:
+    """The classes of a published task in label order, by the names that somebody's data gives them.
+
+    Those may be the words of the prompts or the data set's own labels, in any case and with any spaces or punctuation,
+    or the numbers of the labels. None, for data that names none, gives the words of the prompts.
+
+    Raises:
+        DataError: the data has other classes.
+    """
+    if named is None:
+        return task.classes
+    theirs = {str(int(name)) if name.isdecimal() else plain_form(name): name for name in named}
+    numbers = tuple(map(str, range(len(task.classes))))
+    if len(theirs) == len(named) == len(task.classes):
+        for spelt in (task.classes, task.labels, numbers):
+            if theirs.keys() == {plain_form(name) for name in spelt}:
+                return tuple(theirs[plain_form(name)] for name in spelt)
+    require_same_classes(named, task.classes, where=f"the suite's {task.title}")
+    raise DataError(f"the suite's {task.title}: class names occur more than once")
 
 
 def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, OpenModels]:

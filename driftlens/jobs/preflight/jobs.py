@@ -88,7 +88,6 @@ class SpecStudy:
         variants = 1
 
         def before(short: Shortened, writer: RunWriter) -> None:
-            describe(writer, short.study, synthetic=True)
             self._merge(short, writer)
             _measure(short, writer)
 
@@ -170,6 +169,7 @@ def _pass(study: Study, task: str) -> None:
 
 def _measure(short: Shortened, writer: RunWriter) -> None:
     """The part of an analysis that a calibration builds on."""
+    describe(writer, short.study, synthetic=True)
     digest_models(writer, short.study, short.study.pool.names)
     variants = (*short.study.variants, "expert")
     run_phases(writer, measuring(writer, short.study, variants, Reporter()))
@@ -195,15 +195,10 @@ def rehearsed_calibration(
     Raises:
         DriftLensError: it can't be done, not even on a short study.
     """
-
-    def before(short: Shortened, writer: RunWriter) -> None:
-        describe(writer, short.study, synthetic=True)
-        _measure(short, writer)
-
     plan, study, models = opened.plan, opened.study, opened.models
     rounds, last = rounds_of(plan.calibrator), max(plan.sites, default=0)
     job = calibration(plan, attribution=attribution)
-    found = rehearsed(study, models, job, before=before, is_trained=rounds > 0)
+    found = rehearsed(study, models, job, before=_measure, is_trained=rounds > 0)
     nbytes = sum(header.nbytes for header in models.own_form.headers.values())
     found = dataclasses.replace(
         found,

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from driftlens.base.errors import SpecError
-from driftlens.findings.checks import Check
 from driftlens.findings.checks_file import load_checks
 
 EXAMPLE = """
@@ -24,19 +23,19 @@ def test_the_example_means_what_it_says(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "checks.yaml"
     file.write_text(EXAMPLE)
     first, second, third = load_checks(file)
-    assert first == Check(
-        metric="cos_mean",
-        table="layers",
-        bounds={">=": 0.8},
-        where={"variant": "calibrated:featcal", "layer": "final"},
-        per=("task",),
-        name="cos_mean >= 0.8 where variant is calibrated:featcal, layer is final",
+    assert (first.metric, first.home, first.bounds, first.per) == (
+        "cos_mean",
+        "layers",
+        {">=": 0.8},
+        ("task",),
     )
-    assert second.change == ("merged", "calibrated:featcal") and second.severity == "warn"
+    assert first.where == {"variant": "calibrated:featcal", "layer": "final"} and first.severity == "error"
+    assert first.title == "cos_mean >= 0.8 where variant is calibrated:featcal, layer is final"
+    assert second.ends == ("merged", "calibrated:featcal") and second.severity == "warn"
     assert (
-        second.name == "drift_l2_mean change from merged to calibrated:featcal <= -0.2 where layer is final"
+        second.title == "drift_l2_mean change from merged to calibrated:featcal <= -0.2 where layer is final"
     )
-    assert (third.name, third.aggregate, third.bounds) == ("closure", "max", {"<=": 1e-4})
+    assert (third.title, third.agg, third.bounds) == ("closure", "max", {"<=": 1e-4})
 
 
 def test_a_score_is_checked_by_its_own_name_and_a_change_in_points_or_relative() -> None:
@@ -47,10 +46,10 @@ def test_a_score_is_checked_by_its_own_name_and_a_change_in_points_or_relative()
     ]
     points, relative = load_checks({"checks": entries})
     for check in (points, relative):
-        assert (check.table, check.metric, check.change) == ("accuracy", "value", tuple(ends))
+        assert (check.home, check.metric, check.ends) == ("accuracy", "value", tuple(ends))
         assert check.where == {"task": "dtd", "metric": "accuracy"}
     assert (points.relative, relative.relative) == (False, True)
-    assert points.name.startswith("accuracy difference from merged") and "change" in relative.name
+    assert points.title.startswith("accuracy difference from merged") and "change" in relative.title
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_a_score_is_checked_by_its_own_name_and_a_change_in_points_or_relative()
 )
 def test_a_column_finds_its_table(metric: str, table: str) -> None:
     (check,) = load_checks({"checks": [{"metric": metric, "gte": 0}]})
-    assert check.table == table
+    assert check.home == table
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -34,6 +34,9 @@ from driftlens.runs.schema import TABLES
 if TYPE_CHECKING:
     from driftlens.findings.table import Table
 
+if TYPE_CHECKING:
+    from driftlens.findings.checks_file import Check
+
 Relation = Literal[">=", "<=", ">", "<"]
 Severity = Literal["error", "warn"]
 Status = Literal["pass", "warn", "fail", "skip"]
@@ -53,35 +56,6 @@ _AVERAGES: Mapping[str, Callable[[Array], float]] = {
     "mean": lambda values: float(np.mean(values)),
     "median": lambda values: float(np.median(values)),
 }
-
-
-@dataclass(frozen=True)
-class Check:
-    """One bound on some rows of a table. `spec.checks` makes these from a file, and refuses what makes no sense.
-
-    Attributes:
-        metric: a numeric column of `table`.
-        table: name of the table.
-        bounds: what the value is held against.
-        where: which rows: column to value; `layer` may be "final".
-        per: columns that each group of rows, judged by itself, shares.
-        aggregate: what of a group is judged; "worst" is the row nearest to breaking a bound, so every row must hold.
-        change: the variants (from, to) whose change is judged row by row.
-        relative: whether that is (to - from) / |from|, or else to - from in the metric's own unit (points of a share).
-        severity: whether breaking it fails the run or only warns.
-        name: what messages call it.
-    """
-
-    metric: str
-    table: str
-    bounds: Mapping[Relation, float]
-    where: Mapping[str, str | int] = field(default_factory=dict)
-    per: tuple[str, ...] = ()
-    aggregate: Aggregate = "worst"
-    change: tuple[str, str] | None = None
-    severity: Severity = "error"
-    name: str = ""
-    relative: bool = True
 
 
 @dataclass(frozen=True)
@@ -249,9 +223,9 @@ def _judge_group(
         return _skipped(check, group, lacking)
     at = _judged_row(check, values)
     with np.errstate(invalid="ignore"):
-        value = _AVERAGES[check.aggregate](values) if at is None else float(values[at])
+        value = _AVERAGES[check.agg](values) if at is None else float(values[at])
     if math.isnan(value):
-        return _skipped(check, group, f"the {check.aggregate} of infinite values is no number")
+        return _skipped(check, group, f"the {check.agg} of infinite values is no number")
     margin, relation = min(
         (_margin(relation, bound, value), relation) for relation, bound in check.bounds.items()
     )
@@ -268,7 +242,7 @@ def _judge_group(
         f"wanted {relation} {_exact(check.bounds[relation])}"
     )
     return CheckResult(
-        check.name,
+        check.title,
         check.metric,
         group,
         status="pass" if holds else "warn" if check.severity == "warn" else "fail",
@@ -292,11 +266,11 @@ def _exact(value: float) -> str:
 
 def _judged_row(check: Check, values: Array) -> int | None:
     """The row whose value is judged; None where it is no row's."""
-    if check.aggregate == "worst":
+    if check.agg == "worst":
         margins = [_margin(relation, bound, values) for relation, bound in check.bounds.items()]
         return int(np.min(margins, axis=0).argmin())
-    if check.aggregate in ("max", "min"):
-        return int(values.argmax() if check.aggregate == "max" else values.argmin())
+    if check.agg in ("max", "min"):
+        return int(values.argmax() if check.agg == "max" else values.argmin())
     return None
 
 
@@ -308,7 +282,7 @@ def _margin(relation: Relation, bound: float, value: Number) -> Number:
 def _skipped(check: Check, group: Mapping[str, str | int], reason: str) -> CheckResult:
     relation, bound = next(iter(check.bounds.items()))
     return CheckResult(
-        check.name, check.metric, group, "skip", math.nan, relation, bound, math.nan, n=0, reason=reason
+        check.title, check.metric, group, "skip", math.nan, relation, bound, math.nan, n=0, reason=reason
     )
 
 
@@ -329,16 +303,16 @@ def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[
         rows = rows[(rows[column] == value).fillna(False).to_numpy(dtype=bool)]
         if rows.empty:
             return _no_row(run, check, column, value)
-    key = [column for column in TABLES[check.table].key if column in rows]
+    key = [column for column in TABLES[check.home].key if column in rows]
     if check.change is not None:
-        for variant in check.change:
+        for variant in check.ends:
             if not (rows["variant"] == variant).any():
                 return _no_row(run, check, "variant", variant)
         key = [column for column in key if column not in ("variant", "name")]
-        rows = _changes(rows, key, *check.change, relative=check.relative)
-        if check.table == "accuracy" or check.metric == "drift_l2_mean":
-            rows = _with_intervals(rows, run, check, check.change)
-    elif check.table == "accuracy" and check.metric == "value":
+        rows = _changes(rows, key, *check.ends, relative=check.relative)
+        if check.home == "accuracy" or check.metric == "drift_l2_mean":
+            rows = _with_intervals(rows, run, check, check.ends)
+    elif check.home == "accuracy" and check.metric == "value":
         rows = rows.rename(columns={"ci_low": "low", "ci_high": "high"})
     shown = [column for column in key if column not in wanted and column not in check.per]
     tasks = [task for task in run.tasks if wanted.get("task", task) == task] if "task" in key else []
@@ -347,23 +321,23 @@ def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[
 
 def _measured(run: DriftRun, check: Check) -> pd.DataFrame | str:
     """The table's rows with the metric as `value`, where it exists; or why there is none."""
-    rows: pd.DataFrame = getattr(run, check.table)()  # a run's tables are its methods
+    rows: pd.DataFrame = getattr(run, check.home)()  # a run's tables are its methods
     if rows.empty:
-        return f"the run has no rows in its table {check.table!r}"
-    if check.table == "calibration":
+        return f"the run has no rows in its table {check.home!r}"
+    if check.home == "calibration":
         rows = rows.assign(variant=rows["name"].map(calibrated))
     rows = rows.assign(value=rows[check.metric].astype("Float64").astype("float64"))
     if rows["value"].isna().all():
         return f"{check.metric} was not measured"
-    if check.table not in _GAPS_BY:
+    if check.home not in _GAPS_BY:
         return rows
-    return rows[rows["value"].groupby(rows[_GAPS_BY[check.table]]).transform("count") > 0]
+    return rows[rows["value"].groupby(rows[_GAPS_BY[check.home]]).transform("count") > 0]
 
 
 def _wanted(run: DriftRun, check: Check) -> dict[str, str | int]:
     """Which rows, by column, with the index of the layer."""
     wanted = dict(check.where)
-    if check.table == "params" and not {"scope", "path"} & set(wanted):
+    if check.home == "params" and not {"scope", "path"} & set(wanted):
         wanted["scope"] = "backbone"  # modules, layers and the whole would otherwise be one heap
     if "layer" in wanted:
         wanted["layer"] = run.layer_index(wanted["layer"])
@@ -389,7 +363,7 @@ def _changes(rows: pd.DataFrame, key: list[str], start: str, end: str, *, relati
 def _with_intervals(rows: pd.DataFrame, run: DriftRun, check: Check, change: tuple[str, str]) -> pd.DataFrame:
     """The rows with what is known of their changes' intervals, those of shares of a score left out."""
     ends: list[Interval]
-    if check.table == "accuracy":
+    if check.home == "accuracy":
         ends = []
         for task, name in zip(rows["task"], rows["metric"], strict=True):
             metric = metric_called(name)

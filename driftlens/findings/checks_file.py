@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from driftlens.base.errors import did_you_mean
 from driftlens.base.files import PathLike
 from driftlens.base.metrics import ATTACHED, METRICS
-from driftlens.findings.checks import CHECKED_TABLES, Check, Relation
+from driftlens.findings.checks import CHECKED_TABLES, Relation
 from driftlens.runs.schema import TABLES
 from driftlens.spec.problems import checked
 from driftlens.spec.types import Name, Number, Part, Text, problem
@@ -56,8 +56,13 @@ _Value = Annotated[int | str, BeforeValidator(_plain_value)]
 _Change = Annotated[dict[Literal["points", "relative"], tuple[Name, Name]], BeforeValidator(_both_ends)]
 
 
-class _Entry(Part):
-    """One entry of `checks`."""
+class Check(Part):
+    """One entry of `checks`: bounds on some rows of a table.
+
+    `metric` is a numeric column of the table `home`; `where` says which rows (`layer` may be "final"), and `per` which
+    columns each group of rows, judged by itself, shares. `agg` is what of a group is judged: "worst" is the row nearest
+    to breaking a bound, so that every row must hold. With `change` that is what changes between two variants.
+    """
 
     metric: Text
     table: Literal["layers", "outputs", "accuracy", "params", "calibration"] | None = None
@@ -112,21 +117,25 @@ class _Entry(Part):
         given = {relation: getattr(self, key) for key, relation in _RELATIONS.items()}
         return {relation: bound for relation, bound in given.items() if bound is not None}
 
-    def check(self) -> Check:
-        """What the entry asks."""
-        [(kind, change)] = self.change.items() if self.change else [("relative", None)]
-        return Check(
-            self.metric,
-            _table_of(self.metric, self.table),
-            self.bounds,
-            self.where,
-            self.per,
-            self.agg,
-            change,
-            self.severity,
-            self.name or " ".join(self._words()),
-            kind == "relative",
-        )
+    @property
+    def home(self) -> str:
+        """The table that holds the metric."""
+        return _table_of(self.metric, self.table)
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The variants from and to which a change is judged, row by row."""
+        return next(iter(self.change.values())) if self.change else ("", "")
+
+    @property
+    def relative(self) -> bool:
+        """Whether a change is (to - from) / |from|, or else to - from in the metric's own unit (points of a share)."""
+        return not self.change or "relative" in self.change
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return self.name or " ".join(self._words())
 
     def _words(self) -> Iterator[str]:
         where = dict(self.where)
@@ -142,7 +151,7 @@ class _Entry(Part):
 class _Checks(Part):
     """The whole file."""
 
-    checks: Annotated[tuple[_Entry, ...], Field(min_length=1)]
+    checks: Annotated[tuple[Check, ...], Field(min_length=1)]
 
 
 def load_checks(source: PathLike | Mapping[str, Any]) -> list[Check]:
@@ -156,7 +165,7 @@ def load_checks(source: PathLike | Mapping[str, Any]) -> list[Check]:
         raw, where = copy.deepcopy(dict(source)), "checks"
     else:
         raw, where = read_mapping(Path(source), "checks", "Begin with a line `checks:`."), str(source)
-    return [entry.check() for entry in checked(_Checks, raw, where).checks]
+    return [*checked(_Checks, raw, where).checks]
 
 
 def _table_of(metric: str, table: str | None) -> str:

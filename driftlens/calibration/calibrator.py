@@ -15,12 +15,11 @@ from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.registry import Registry
 from driftlens.base.settings import settings_of
 from driftlens.engine.calibrating import Ground
-from driftlens.engine.problems import CalibratedLayer, Layerwise
-from driftlens.engine.snapshot import Lane, from_snapshots
+from driftlens.engine.problems import CalibratedLayer, Layerwise, Method
 from driftlens.engine.training import AttachmentTrainer
 
 
-class Calibrator:
+class Calibrator(Method):
     """Settings in the manner of scikit-learn: the constructor only stores them, `check` refuses what can't be.
 
     Attributes:
@@ -34,7 +33,6 @@ class Calibrator:
         ablations: settings that each take one part of the method away, for `sweep --ablate`.
         update: kinds of parameters that it changes; none where it only attaches.
         needs_task_id: whether it has another model for every task, so that the task of an input must be known.
-        takes_sites: whether a user may say which modules it solves for.
         repeats: name of the setting that says how often it goes through a batch; empty where it doesn't.
     """
 
@@ -47,7 +45,6 @@ class Calibrator:
     effort: ClassVar[float] = 1.0
     ablations: ClassVar[Sequence[Mapping[str, Any]]] = ()
     needs_task_id: ClassVar[bool] = False
-    takes_sites: ClassVar[bool] = True
     repeats: ClassVar[str] = ""
     update: Sequence[str] = ()
 
@@ -88,18 +85,6 @@ class Calibrator:
         """
         self.check(has_base=ground.base is not None)
         return self.calibrated(ground)
-
-    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
-        """The same of settings that were checked; a subclass says how."""
-        raise NotImplementedError(f"{type(self).__name__} doesn't say how it calibrates")
-
-    def lane(self, parts: frozenset[int] = frozenset({0})) -> Lane | None:
-        """Its lane beside other calibrations on these parts of the samples; None where it walks alone."""
-        return None
-
-    def boundaries(self, num_layers: int) -> Sequence[int]:
-        """Layers that it changes, or attaches something to, whatever sites are chosen."""
-        return ()
 
     def require_samples(self, count: int, task: str) -> None:
         """Refuse too few samples of a task.
@@ -150,16 +135,8 @@ class ClosedFormBase(Calibrator, Layerwise):
 
     update: Sequence[str] = ("linear", "bias", "norm")
 
-    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
-        """All sites of a layer are solved from one snapshot of its features."""
-        return from_snapshots(ground, self)
 
-    def lane(self, parts: frozenset[int] = frozenset({0})) -> Lane:
-        """The same moments serve many of them."""
-        return Lane(self, parts)
-
-
-class Trained(AttachmentTrainer, Calibrator):
+class Trained(Calibrator, AttachmentTrainer):
     """A calibrator that learns a map of features per task and boundary; the weights stay as they are.
 
     A subclass adds `added` and `attachment`, and `train` of a `LayerTrainer` or `train_jointly` of a `JointTrainer`.

@@ -17,7 +17,7 @@ from driftlens.models.chain import Slot
 
 
 @calibrators.register("distill")
-class Distill(WeightTrainer, Descent, Calibrator):
+class Distill(Calibrator, Descent, WeightTrainer):
     """One model for all tasks, by the mean |difference| of its final features to those of the task's own expert.
 
     The reference for what gradients reach on the samples that closed forms are given: every parameter is trained, on

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -11,9 +11,7 @@ from driftlens.base.errors import DataError, SingularGramError, SpecError
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.solves import relative_change
-from driftlens.engine.calibrating import Ground
-from driftlens.engine.problems import CalibratedLayer, SiteReport, SiteUpdate, StepProblem, Stepwise
-from driftlens.engine.steps import step_by_step
+from driftlens.engine.problems import SiteReport, SiteUpdate, StepProblem, Stepwise
 from driftlens.linalg.joint_ridge import BIAS_INPUT, Ridges, choose_ridges, solve_joint, total
 
 
@@ -104,10 +102,6 @@ class ResidualCal(Calibrator, Stepwise):
                 f"task {task} has {count} calibration samples, which {self.num_folds} folds can't share",
                 hint=f"Bring more samples, or set folds to at most {count}; cv=off needs one sample.",
             )
-
-    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
-        """Layers are solved in several steps."""
-        return step_by_step(ground, self)
 
     def solve(self, problem: StepProblem) -> list[SiteUpdate]:
         """New weights and biases of sites that share a Gram matrix, and with it their ridges and share.

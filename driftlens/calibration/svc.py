@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import torch
@@ -12,9 +12,7 @@ from driftlens.base.errors import SpecError
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.solves import relative_change
-from driftlens.engine.calibrating import Ground
-from driftlens.engine.from_weights import from_weights
-from driftlens.engine.problems import CalibratedLayer, SiteReport, SiteUpdate, WeightProblem, Weightwise
+from driftlens.engine.problems import SiteReport, SiteUpdate, WeightProblem, Weightwise
 
 
 @calibrators.register("svc")
@@ -49,10 +47,6 @@ class SVC(Calibrator, Weightwise):
         super().check(has_base=has_base)
         if not has_base:
             raise SpecError("SVC looks at what merging changed, and there is no base", hint="Name the base.")
-
-    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
-        """No sample is read."""
-        return from_weights(ground, self)
 
     def solve(self, problem: WeightProblem) -> list[SiteUpdate]:
         """The new weight of the problem's site."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ from driftlens.linalg.norm_affine import NormMoments
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.linalg.ridge import Moments
 from driftlens.models.chain import Parameters, Site, SiteKind
+
+if TYPE_CHECKING:
+    from driftlens.engine.calibrating import Ground
+    from driftlens.engine.snapshot import Lane
 
 
 @dataclass(frozen=True)
@@ -292,7 +296,29 @@ class WeightedFold:
         return {name: bias / self._weight for name, bias in self._bias.items()}
 
 
-class ClosedForm(ABC):
+class Method:
+    """What every way to calibrate says of itself.
+
+    Attributes:
+        takes_sites: whether a user may say which modules it solves for.
+    """
+
+    takes_sites: ClassVar[bool] = True
+
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """What is calibrated on some ground, by settings that were checked; see `Calibrator.calibrate`."""
+        raise NotImplementedError(f"{type(self).__name__} doesn't say how it calibrates")
+
+    def lane(self, parts: frozenset[int] = frozenset({0})) -> Lane | None:
+        """Its lane beside other calibrations on these parts of the samples; None where it walks alone."""
+        return None
+
+    def boundaries(self, num_layers: int) -> Sequence[int]:
+        """Layers that it changes, or attaches something to, whatever sites are chosen."""
+        return ()
+
+
+class ClosedForm(Method, ABC):
     """A calibrator that never holds a model: `Layerwise` and `Stepwise` solve from moments, `Weightwise` from weights.
 
     Attributes:
@@ -323,6 +349,18 @@ class Layerwise(ClosedForm):
     """
 
     inputs: str = "deployed"
+
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """All sites of a layer are solved from one snapshot of its features."""
+        from driftlens.engine.snapshot import from_snapshots  # which knows the problems
+
+        return from_snapshots(ground, self)
+
+    def lane(self, parts: frozenset[int] = frozenset({0})) -> Lane:
+        """The same moments serve many of them."""
+        from driftlens.engine.snapshot import Lane
+
+        return Lane(self, parts)
 
     @property
     def moments_key(self) -> Hashable:
@@ -374,6 +412,12 @@ class Stepwise(ClosedForm):
     mu: float
     seed: int
 
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """Layers are solved in several steps."""
+        from driftlens.engine.steps import step_by_step  # which knows the problems
+
+        return step_by_step(ground, self)
+
     @property
     @abstractmethod
     def num_folds(self) -> int:
@@ -386,6 +430,12 @@ class Stepwise(ClosedForm):
 
 class Weightwise(ClosedForm):
     """A calibrator that solves linear sites from the weights of merged model, base and experts alone."""
+
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """No sample is read."""
+        from driftlens.engine.from_weights import from_weights  # which knows the problems
+
+        return from_weights(ground, self)
 
     @abstractmethod
     def solve(self, problem: WeightProblem) -> Sequence[SiteUpdate]:

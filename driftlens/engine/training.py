@@ -21,7 +21,7 @@ from driftlens.engine.attached import Attachment, attachment_tensors, attachment
 from driftlens.engine.calibrating import Ground, Memory, Step
 from driftlens.engine.compared import EXPERT, MERGED, BoundaryFeatures, FrozenWalk, frozen_walk, gathered
 from driftlens.engine.forward_order import Passage, forward_order
-from driftlens.engine.problems import CalibratedLayer
+from driftlens.engine.problems import CalibratedLayer, Method
 from driftlens.models.chain import Layer, Slot
 
 OnEpoch = Callable[[int, int, float], None]
@@ -54,7 +54,7 @@ class Course:
             self.memory.write(self.name, tensors)
 
 
-class Trainer(ABC):
+class Trainer(Method, ABC):
     """What learns: a map at every boundary by itself, all maps of a task, or the weights; see the subclasses.
 
     Attributes:

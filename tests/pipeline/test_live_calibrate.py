@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import pathlib
+import shutil
 from typing import Any
 
 import numpy as np
@@ -314,3 +316,18 @@ def test_baselines_stand_beside_the_merged_model(tmp_path: pathlib.Path) -> None
     assert run.value("drift_l2_mean", task="a", variant="baseline:own") == 0
     twin, merged = (run.layers(variant=name)["drift_l2_mean"] for name in ("baseline:twin", "merged"))
     assert twin.tolist() == merged.tolist()
+
+
+def test_a_run_from_before_has_its_settings_in_lines_of_its_spec(
+    analyzed: Any, tmp_path: pathlib.Path
+) -> None:
+    older = pathlib.Path(shutil.copytree(analyzed.path, tmp_path / "older"))
+    manifest = json.loads((older / "manifest.json").read_text())
+    live = manifest.pop("live")
+    (older / "manifest.json").write_text(json.dumps(manifest))
+    with (older / "spec.yaml").open("a") as spec:
+        spec.writelines(f"{name}: {json.dumps(live[name])}\n" for name in ("settings", "contents"))
+    with pytest.raises(SpecError, match="pool='mean', the run was made with pool=None"):
+        calibrate(dl.open_run(older), "other", modules=given() | {"pool": "mean"}, data=others())
+    run = calibrate(dl.open_run(older), "x", modules=given(), data=others())
+    assert "calibrated:x" in run.variants

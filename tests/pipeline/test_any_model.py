@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pathlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 import driftlens as dl
 from driftlens.base.access import Access
-from driftlens.base.errors import DriftLensError, IncompatibleModelsError, SpecError
+from driftlens.base.errors import IncompatibleModelsError, SpecError
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.opening import open_study
@@ -35,7 +34,6 @@ from tests.zoo.saved_families import (
     WORDS,
     Family,
     bert,
-    convnext,
     save,
     spelling_tokenizer,
     trained,
@@ -43,10 +41,6 @@ from tests.zoo.saved_families import (
 
 TASKS = {"beasts": ("cat", "dog", "newt"), "sizes": ("big", "small")}
 MERGE = {"method": "task_arithmetic", "scaling": 0.4}
-
-
-def hf(build: Callable[[int], nn.Module], path: pathlib.Path) -> None:
-    build(0).save_pretrained(path)
 
 
 def logits(model: Any, pixels: Tensor) -> Tensor:
@@ -284,42 +278,6 @@ def test_checkpoints_under_other_spellings_are_the_same_model(form: str, tmp_pat
     assert all(torch.equal(one.read(key), other.read(key)) for key in one.headers)
 
 
-def refusals(tmp_path: pathlib.Path) -> dict[str, tuple[str, dict[str, Any], type[DriftLensError], str]]:
-    return {
-        "remote code": (
-            "hf-auto",
-            {"model_type": "vit", "auto_map": {"AutoModel": "x.Y"}},
-            IncompatibleModelsError,
-            "auto_map",
-        ),
-        "quantised": (
-            "hf-auto",
-            {"model_type": "vit", "quantization_config": {"quant_method": "gptq"}},
-            IncompatibleModelsError,
-            "gptq",
-        ),
-        "unknown": ("hf-auto", {"model_type": "nothing"}, IncompatibleModelsError, "nothing"),
-        "clip": ("hf-auto", {"model_type": "clip"}, IncompatibleModelsError, "projected"),
-        "family": ("hf-vit", {"model_type": "llama"}, IncompatibleModelsError, "llama"),
-        "teacher": (
-            "hf-vit",
-            {"model_type": "deit", "architectures": ["DeiTForImageClassificationWithTeacher"]},
-            IncompatibleModelsError,
-            "two classifiers",
-        ),
-        "timm": ("timm", {"model_type": "vit"}, IncompatibleModelsError, "config.json of timm"),
-    }
-
-
-@pytest.mark.parametrize("name", ["remote code", "quantised", "unknown", "clip", "family", "teacher", "timm"])
-def test_what_can_not_be_read_is_refused_by_name(name: str, tmp_path: pathlib.Path) -> None:
-    loader, config, error, words = refusals(tmp_path)[name]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(error, match=words) as refusal:
-        load_architecture(loader, str(tmp_path))
-    assert refusal.value.hint and refusal.value.exit_code == 4
-
-
 def test_blocks_are_for_loaders_that_read_any_model(tmp_path: pathlib.Path) -> None:
     with pytest.raises(SpecError, match="knows where its blocks are"):
         load_architecture("hf-clip", str(tmp_path), blocks="layers")
@@ -449,7 +407,7 @@ def test_the_first_names_of_layer_norms_are_understood(tmp_path: pathlib.Path) -
 
 
 def test_pixels_are_prepared_by_the_family_only_where_no_file_says_how(tmp_path: pathlib.Path) -> None:
-    convnext(3).save_pretrained(tmp_path)
+    FAMILIES["ConvNeXt"].build(3).save_pretrained(tmp_path)
     found = load_architecture("hf-auto", str(tmp_path), blocks="convnext.encoder.stages")
     assert "no preprocessor_config.json" in found.notices[0]
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Nothing"}')

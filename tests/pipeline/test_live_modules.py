@@ -27,52 +27,26 @@ from driftlens.runs.run import DriftRun
 from driftlens.spec.requests import LiveSettings
 from tests.quick import few
 from tests.zoo.cases import Stack, perturbed, with_seed
+from tests.zoo.small import small
 
-WORDS, WIDTH = 40, 16
+WORDS = 40
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=WIDTH,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    return transformers.LlamaModel(config)
+    return small("LlamaModel", vocab_size=WORDS, num_key_value_heads=1)
 
 
 def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=32)
-    return transformers.GPT2Model(config)
+    return small("GPT2Model", vocab_size=WORDS, n_positions=32)
 
 
 def bert(**settings: Any) -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=WORDS,
-        hidden_size=WIDTH,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        **settings,
-    )
-    return transformers.BertModel(config)
+    return small("BertModel", vocab_size=WORDS, max_position_embeddings=32, **settings)
 
 
 def t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=WORDS,
-        d_model=WIDTH,
-        d_kv=8,
-        d_ff=24,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        feed_forward_proj="gated-gelu",  # smooth, unlike the first version's ReLU
-    )
-    return transformers.T5Model(config)
+    """Smooth, unlike the first version's, which has a ReLU."""
+    return small("T5Model", vocab_size=WORDS, dropout_rate=0.0, feed_forward_proj="gated-gelu")
 
 
 def words(n: int = 6, length: int = 7, seed: int = 0) -> Tensor:

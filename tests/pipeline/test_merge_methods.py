@@ -12,12 +12,11 @@ from safetensors.torch import load_file
 import driftlens as dl
 from driftlens.base.errors import SpecError
 from driftlens.merging.method import merge_methods
-from tests.contracts.one_file.toys import tower
 from tests.merging.applying import FEW
 from tests.pipeline.checking import check, found
 from tests.pipeline.fixtures import spec_file, world
 from tests.zoo.clip import under_transformers_names
-from tests.zoo.world import World
+from tests.zoo.world import World, tower
 
 __all__ = ["spec_file", "world"]
 

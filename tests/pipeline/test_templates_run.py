@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import datasets
@@ -19,6 +20,7 @@ from driftlens.models.families.hf_t5 import HfT5
 from driftlens.spec.templates import template_text
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import CONFIGS
+from tests.zoo.small import small
 from tests.zoo.tokenizers import word_tokenizer
 
 ROWS = 24
@@ -79,16 +81,9 @@ def bert(models: pathlib.Path, data: pathlib.Path) -> None:
     for seed, (name, classes) in enumerate(
         {"base": None, "topics": ("a", "b"), "reviews": ("c", "d")}.items()
     ):
-        config = transformers.BertConfig(
-            vocab_size=40,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=24,
-            max_position_embeddings=64,
-            **({} if classes is None else {"id2label": dict(enumerate(classes))}),
-        )
-        plain = with_seed(lambda config=config: transformers.BertForSequenceClassification(config))()
+        sizes: dict[str, Any] = {"vocab_size": 40, "max_position_embeddings": 64}
+        sizes |= {} if classes is None else {"id2label": dict(enumerate(classes))}
+        plain = with_seed(partial(small, "BertForSequenceClassification", **sizes))()
         model = perturbed(plain, seed, 0.05)
         (model.bert if classes is None else model).save_pretrained(models / name)
         word_tokenizer("encoder").save_pretrained(models / name)
@@ -97,11 +92,10 @@ def bert(models: pathlib.Path, data: pathlib.Path) -> None:
 
 
 def vit(models: pathlib.Path, data: pathlib.Path) -> None:
-    tiny = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     for seed, (name, classes) in enumerate({"base": None, "cars": ("a", "b"), "birds": ("c", "d")}.items()):
-        labels = {} if classes is None else {"id2label": dict(enumerate(classes))}
-        config = transformers.ViTConfig(**tiny, image_size=16, patch_size=8, **labels)
-        plain = with_seed(lambda config=config: transformers.ViTForImageClassification(config))()
+        sizes: dict[str, Any] = {"image_size": 16, "patch_size": 8}
+        sizes |= {} if classes is None else {"id2label": dict(enumerate(classes))}
+        plain = with_seed(partial(small, "ViTForImageClassification", **sizes))()
         model = perturbed(plain, seed, 0.05)
         (model.vit if classes is None else model).save_pretrained(models / name)
     rng = np.random.default_rng(0)

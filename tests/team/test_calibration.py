@@ -80,7 +80,7 @@ def compared(one: list[CalibratedLayer], many: list[list[CalibratedLayer]], tole
     [
         ("open_clip_vit", FeatCal()),
         (
-            "encoder_decoder",
+            "t5",
             FeatCal(update=["linear", "bias"]),
         ),  # keys and values of one stream in many layers
         ("open_clip_vit", ResidualCal(folds=2)),
@@ -141,7 +141,7 @@ def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.Monke
     ("world", "calibrator"),
     [
         ("open_clip_vit", FeatCal()),
-        ("encoder_decoder", FeatCal()),
+        ("t5", FeatCal()),
         ("open_clip_vit", ResidualCal(folds=2)),
         ("open_clip_vit", ResidualCal(folds=2, mu=0.9, order="block")),
         ("open_clip_vit", ResidualCal(weights="uniform", cv="off")),

@@ -10,6 +10,7 @@ import transformers
 
 from driftlens.models.language.texts import TextReader
 from tests.zoo.cases import perturbed, with_seed
+from tests.zoo.small import small
 from tests.zoo.tokenizers import word_tokenizer
 
 QUESTIONS = ("is it red", "no", "is green it blue yes no red")
@@ -19,33 +20,13 @@ NEW = 6
 
 
 def llama(vocabulary: int) -> Any:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=32,
-            initializer_range=0.6,
-        )
-    )
+    sizes = {"vocab_size": vocabulary, "num_key_value_heads": 1, "max_position_embeddings": 32}
+    return small("LlamaForCausalLM", initializer_range=0.6, **sizes)
 
 
 def t5(vocabulary: int) -> Any:
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=vocabulary,
-            d_model=16,
-            d_kv=8,
-            d_ff=24,
-            num_layers=2,
-            num_heads=2,
-            decoder_start_token_id=0,
-            initializer_factor=3.0,
-        )
-    )
+    settings = {"decoder_start_token_id": 0, "initializer_factor": 3.0}
+    return small("T5ForConditionalGeneration", vocab_size=vocabulary, **settings)
 
 
 def plain(model: Any, reader: TextReader, question: str) -> list[int]:

@@ -8,57 +8,30 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 from tests.zoo.cases import perturbed, with_seed
+from tests.zoo.small import DEBERTA, small
 from tests.zoo.tokenizers import word_tokenizer
 
 TEXTS = ("red green ? is it blue", "yes", "question : no red", "is it green ?")
 
 
-def _settings(**more: Any) -> dict[str, Any]:
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 24,
-        "pad_token_id": 0,
-    }
-    return {"vocab_size": len(word_tokenizer("encoder")), **sizes, **more}
-
-
-_DEBERTA = {
-    "relative_attention": True,
-    "position_buckets": 4,
-    "norm_rel_ebd": "layer_norm",
-    "share_att_key": True,
-    "pos_att_type": ["p2c", "c2p"],
-    "position_biased_input": False,
-    "type_vocab_size": 0,
-}
-_DISTILBERT = {"dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 24}
 _OTHERS = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
 
+
+def _builder(name: str, **settings: Any) -> Callable[[int], Any]:
+    sizes = {"vocab_size": len(word_tokenizer("encoder")), "max_position_embeddings": 24, "pad_token_id": 0}
+    whole = f"{name}ForSequenceClassification"
+    return lambda classes: small(whole, num_labels=classes, **sizes, **settings)
+
+
 ENCODERS: dict[str, Callable[[int], Any]] = {
-    "BERT": lambda classes: transformers.BertForSequenceClassification(
-        transformers.BertConfig(**_settings(num_labels=classes))
-    ),
-    "RoBERTa": lambda classes: transformers.RobertaForSequenceClassification(
-        transformers.RobertaConfig(**_settings(num_labels=classes))
-    ),
-    "DistilBERT": lambda classes: transformers.DistilBertForSequenceClassification(
-        transformers.DistilBertConfig(
-            vocab_size=len(word_tokenizer("encoder")), pad_token_id=0, num_labels=classes, **_DISTILBERT
-        )
-    ),
-    "DeBERTa-v3": lambda classes: transformers.DebertaV2ForSequenceClassification(
-        transformers.DebertaV2Config(**_settings(num_labels=classes, **_DEBERTA))
-    ),
-    "ModernBERT": lambda classes: transformers.ModernBertForSequenceClassification(
-        transformers.ModernBertConfig(**_settings(num_labels=classes, classifier_pooling="mean", **_OTHERS))
-    ),
+    "BERT": _builder("Bert"),
+    "RoBERTa": _builder("Roberta"),
+    "DistilBERT": _builder("DistilBert"),
+    "DeBERTa-v3": _builder("DebertaV2", **DEBERTA),
+    "ModernBERT": _builder("ModernBert", classifier_pooling="mean", **_OTHERS),
 }
 """By family, so many classes -> a classifier; all but the last are those of the loader `hf-encoder`."""
 

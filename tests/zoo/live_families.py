@@ -12,6 +12,8 @@ import torch
 from _pytest.mark.structures import ParameterSet
 from torch import Tensor, nn
 
+from tests.zoo.small import DEBERTA, small
+
 CLASSES, WORDS, WIDTH = 5, 40, 16
 
 
@@ -109,13 +111,6 @@ def levit() -> nn.Module:
     return Levit(
         32, num_classes=CLASSES, embed_dim=(16, 24), key_dim=8, depth=(1, 1), num_heads=2, stem_type="s8"
     )
-
-
-def transformers(name: str, **settings: Any) -> nn.Module:
-    import transformers as library
-
-    model: Any = getattr(library, name)
-    return model(model.config_class(**settings))
 
 
 FAMILIES = {
@@ -216,7 +211,7 @@ FAMILIES = {
     ),
     "ResNet (transformers)": Family(
         partial(
-            transformers,
+            small,
             "ResNetModel",
             embedding_size=8,
             hidden_sizes=[8, 12, 16],
@@ -230,7 +225,7 @@ FAMILIES = {
         left_alone=("10 BatchNorm2d",),
     ),
     "ConvNeXt (transformers)": Family(
-        partial(transformers, "ConvNextModel", num_stages=2, hidden_sizes=[8, 12], depths=[1, 3]),
+        partial(small, "ConvNextModel", num_stages=2, hidden_sizes=[8, 12], depths=[1, 3]),
         pixel_values,
         found="encoder.stages",
         widths=(8, 8, 12),
@@ -239,13 +234,7 @@ FAMILIES = {
     ),
     "Swin (transformers)": Family(
         partial(
-            transformers,
-            "SwinModel",
-            image_size=32,
-            embed_dim=8,
-            depths=[2, 2],
-            num_heads=[2, 2],
-            window_size=4,
+            small, "SwinModel", image_size=32, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4
         ),
         pixel_values,
         found="encoder.layers",
@@ -254,29 +243,13 @@ FAMILIES = {
         left_alone=("4 SwinRelativePositionBias",),
     ),
     "ViT (transformers)": Family(
-        partial(
-            transformers,
-            "ViTForImageClassification",
-            image_size=32,
-            hidden_size=WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=24,
-        ),
+        partial(small, "ViTForImageClassification", image_size=32),
         pixel_values,
         found="vit.layers",
         widths=(WIDTH,) * 3,
     ),
     "DINOv2 (transformers)": Family(
-        partial(
-            transformers,
-            "Dinov2Model",
-            image_size=32,
-            patch_size=16,
-            hidden_size=WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-        ),
+        partial(small, "Dinov2Model", image_size=32, patch_size=16),
         pixel_values,
         found="encoder.layer",
         widths=(WIDTH,) * 3,
@@ -284,36 +257,13 @@ FAMILIES = {
         left_alone=("4 Dinov2LayerScale",),
     ),
     "BERT": Family(
-        partial(
-            transformers,
-            "BertModel",
-            vocab_size=WORDS,
-            hidden_size=WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=24,
-        ),
+        partial(small, "BertModel", vocab_size=WORDS),
         words,
         found="encoder.layer",
         widths=(WIDTH,) * 3,
     ),
     "DeBERTa-v3": Family(
-        partial(
-            transformers,
-            "DebertaV2Model",
-            vocab_size=WORDS,
-            hidden_size=WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=24,
-            relative_attention=True,
-            position_buckets=4,
-            norm_rel_ebd="layer_norm",
-            share_att_key=True,
-            pos_att_type=["p2c", "c2p"],
-            position_biased_input=False,
-            type_vocab_size=0,
-        ),
+        partial(small, "DebertaV2Model", vocab_size=WORDS, **DEBERTA),
         words,
         found="encoder.layer",
         widths=(WIDTH,) * 3,
@@ -321,38 +271,19 @@ FAMILIES = {
         left_alone=("4 Linear (",),
     ),
     "GPT-2": Family(
-        partial(transformers, "GPT2Model", vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=2),
+        partial(small, "GPT2Model", vocab_size=WORDS),
         words,
         found="h",
         widths=(WIDTH,) * 3,
     ),
     "Llama": Family(
-        partial(
-            transformers,
-            "LlamaModel",
-            vocab_size=WORDS,
-            hidden_size=WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            intermediate_size=24,
-        ),
+        partial(small, "LlamaModel", vocab_size=WORDS, num_key_value_heads=1),
         words,
         found="layers",
         widths=(WIDTH,) * 3,
     ),
     "Mixtral": Family(
-        partial(
-            transformers,
-            "MixtralModel",
-            vocab_size=WORDS,
-            hidden_size=WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            intermediate_size=24,
-            num_local_experts=4,
-        ),
+        partial(small, "MixtralModel", vocab_size=WORDS, num_key_value_heads=1, num_local_experts=4),
         words,
         found="layers",
         widths=(WIDTH,) * 3,
@@ -361,16 +292,7 @@ FAMILIES = {
         is_smooth=False,
     ),
     "T5": Family(
-        partial(
-            transformers,
-            "T5EncoderModel",
-            vocab_size=WORDS,
-            d_model=WIDTH,
-            d_kv=8,
-            d_ff=24,
-            num_layers=2,
-            num_heads=2,
-        ),
+        partial(small, "T5EncoderModel", vocab_size=WORDS),
         words,
         refused="computed from weights",
     ),

@@ -10,21 +10,12 @@ from typing import Any
 import timm
 import transformers
 from timm.models import save_for_hf
-from torch import nn
 
 from tests.zoo.cases import perturbed, with_seed
+from tests.zoo.small import small
 
 SIZE = 16
-
-
-TINY: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": SIZE,
-    "patch_size": 8,
-}
+IMAGES: dict[str, Any] = {"image_size": SIZE, "patch_size": 8}
 
 
 @dataclass(frozen=True)
@@ -38,53 +29,10 @@ class Family:
     args: dict[str, Any] = field(default_factory=dict)
 
 
-def vit(classes: int) -> nn.Module:
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**TINY, num_labels=classes))
-
-
-def deit(classes: int) -> nn.Module:
-    return transformers.DeiTForImageClassification(transformers.DeiTConfig(**TINY, num_labels=classes))
-
-
-def dinov2(classes: int) -> nn.Module:
-    given = {key: value for key, value in TINY.items() if key != "intermediate_size"}
-    return transformers.Dinov2ForImageClassification(
-        transformers.Dinov2Config(**given, mlp_ratio=2, num_labels=classes)
-    )
-
-
-def siglip(classes: int) -> nn.Module:
-    return transformers.SiglipForImageClassification(
-        transformers.SiglipConfig(vision_config=TINY, num_labels=classes)
-    )
-
-
-def resnet(classes: int) -> nn.Module:
-    return transformers.ResNetForImageClassification(
-        transformers.ResNetConfig(
-            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic", num_labels=classes
-        )
-    )
-
-
-def convnext(classes: int) -> nn.Module:
-    return transformers.ConvNextForImageClassification(
-        transformers.ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 2], num_stages=2, num_labels=classes)
-    )
-
-
-def swin(classes: int) -> nn.Module:
-    return transformers.SwinForImageClassification(
-        transformers.SwinConfig(
-            image_size=32,
-            patch_size=4,
-            embed_dim=8,
-            depths=[1, 2],
-            num_heads=[2, 2],
-            window_size=4,
-            num_labels=classes,
-        )
-    )
+def of_transformers(loader: str, name: str, blocks: str | None = None, **settings: Any) -> Family:
+    """A small model of transformers by the name of its class."""
+    size = settings.get("image_size", SIZE)
+    return Family(loader, lambda classes: small(name, num_labels=classes, **settings), blocks, size)
 
 
 def of_timm(name: str, *, blocks: str | None = None, size: int = 32, **args: Any) -> Family:
@@ -95,13 +43,32 @@ def of_timm(name: str, *, blocks: str | None = None, size: int = 32, **args: Any
 
 
 FAMILIES = {
-    "ResNet": Family("hf-auto", resnet, "resnet.encoder.stages"),
-    "ConvNeXt": Family("hf-auto", convnext, "convnext.encoder.stages"),
-    "Swin": Family("hf-auto", swin, size=32),
-    "ViT": Family("hf-vit", vit),
-    "DeiT": Family("hf-vit", deit),
-    "DINOv2": Family("hf-vit", dinov2),
-    "SigLIP vision": Family("hf-vit", siglip),
+    "ResNet": of_transformers(
+        "hf-auto",
+        "ResNetForImageClassification",
+        "resnet.encoder.stages",
+        **{"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic"},
+    ),
+    "ConvNeXt": of_transformers(
+        "hf-auto",
+        "ConvNextForImageClassification",
+        "convnext.encoder.stages",
+        **{"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2},
+    ),
+    "Swin": of_transformers(
+        "hf-auto",
+        "SwinForImageClassification",
+        **{"image_size": 32, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2], "window_size": 4},
+    ),
+    "ViT": of_transformers("hf-vit", "ViTForImageClassification", **IMAGES),
+    "DeiT": of_transformers("hf-vit", "DeiTForImageClassification", **IMAGES),
+    "DINOv2": of_transformers("hf-vit", "Dinov2ForImageClassification", **IMAGES, mlp_ratio=2),
+    "SigLIP vision": of_transformers(
+        "hf-vit",
+        "SiglipForImageClassification",
+        vision_config=IMAGES
+        | {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
+    ),
     "timm ViT": of_timm(
         "vit_tiny_patch16_224", size=SIZE, img_size=SIZE, patch_size=8, embed_dim=24, depth=2, num_heads=2
     ),
@@ -148,17 +115,8 @@ WORDS = ("a", "b", "c", "red", "green", "blue", "[PAD]", "[UNK]", "[CLS]", "[SEP
 
 
 def bert(classes: int) -> Any:
-    config = transformers.BertConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-        pad_token_id=WORDS.index("[PAD]"),
-        num_labels=classes,
-    )
-    return transformers.BertForSequenceClassification(config)
+    sizes = {"vocab_size": len(WORDS), "max_position_embeddings": 16, "pad_token_id": WORDS.index("[PAD]")}
+    return small("BertForSequenceClassification", num_labels=classes, **sizes)
 
 
 def spelling_tokenizer() -> Any:

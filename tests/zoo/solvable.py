@@ -13,22 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, State, Tap, adapters
+from driftlens.models.chain import adapters
 from driftlens.models.families.hf_decoder import decoder_chain as hf_decoder_chain
 from driftlens.models.families.sequential import sequential_chain
-from driftlens.models.taking_apart.sites import registered_sites, tapped
 from tests.reference import decoder, t5
-from tests.reference.calibration import PlainBlock, TokenWeights
+from tests.reference.calibration import PlainBlock
 from tests.reference.drift import STEPS
 from tests.zoo.cases import CASES, Case, perturbed, rows, with_seed
-from tests.zoo.hand_made import (
-    Decoder,
-    EncoderDecoder,
-    causal,
-    decoder_chain,
-    encoder_decoder_chain,
-    two_texts,
-)
+from tests.zoo.hand_made import two_texts
 
 Inputs = Any
 
@@ -62,7 +54,6 @@ class World:
         names: the product's name of a site inside its block -> the reference's, where they differ.
         enter: (model, inputs of one batch, sample) -> what enters the first block.
         run: (block, that state, inputs, sample) -> the state that leaves it.
-        token_weights: inputs -> how much tokens count.
     """
 
     case: Case
@@ -70,7 +61,6 @@ class World:
     enter: Callable[[nn.Module, Inputs, int], Any]
     run: Callable[[nn.Module, Any, Inputs, int], Any]
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    token_weights: Callable[[Inputs], TokenWeights] = lambda inputs: lambda block, name, sample: None
 
 
 def plain_block(
@@ -133,72 +123,6 @@ def first_step(name: str) -> Callable[[nn.Module, Inputs, int], Tensor]:
 
 def of_one_tensor(block: nn.Module, hidden: Tensor, inputs: Inputs, sample: int) -> Tensor:
     return block(hidden)
-
-
-# --- text models whose chains offer sites -------------------------------------------------------------------------
-
-
-def with_sites(
-    chain: LayerChain,
-    blocks: list[nn.Module],
-    rule: Callable[[int, str], str],
-    token_weights: Mapping[str, Callable[[State, SideInputs], Tensor]],
-) -> LayerChain:
-    """The chain, its blocks offering their linear and norm modules as sites with the given token-weight rules."""
-    layers = list(chain.layers)
-    for index, block in enumerate(blocks):
-        layers[index + 1] = _with_sites(layers[index + 1], block, lambda name, i=index: rule(i, name))
-    return dataclasses.replace(chain, layers=tuple(layers), token_weights=token_weights)
-
-
-def _with_sites(layer: Layer, block: nn.Module, rule: Callable[[str], str]) -> Layer:
-    sites = tuple(
-        dataclasses.replace(site, token_weights=rule(site.name))
-        for site in registered_sites(block, layer.parameters)
-    )
-
-    def call(parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        with tapped(block, sites, tap):
-            return layer.call(parameters, state, side)
-
-    return dataclasses.replace(layer, call=call, sites=sites)
-
-
-def decoder_with_sites(model: Decoder) -> LayerChain:
-    weights = {"real": lambda state, side: side["hidden_mask"]}
-    return with_sites(decoder_chain(model), list(model.blocks), lambda index, name: "real", weights)
-
-
-def encoder_decoder_with_sites(model: EncoderDecoder) -> LayerChain:
-    weights = {"encoded": lambda state, side: side["encoded_mask"]}
-    blocks = [*model.encoder, *model.decoder]
-    rule = lambda index, name: "encoded" if reads_encoded(len(model.encoder), index, name) else "uniform"  # noqa: E731
-    return with_sites(encoder_decoder_chain(model), blocks, rule, weights)
-
-
-def reads_encoded(depth: int, index: int, name: str) -> bool:
-    return index < depth or name in ("cross.key", "cross.value")
-
-
-def run_decoder(block: nn.Module, hidden: Tensor, inputs: Inputs, sample: int) -> Tensor:
-    mask = inputs["mask"][sample : sample + 1]
-    return block(hidden[None], causal(mask))[0] * mask[0][:, None]
-
-
-def enter_encoder_decoder(model: nn.Module, inputs: Inputs, sample: int) -> tuple[Tensor, Tensor]:
-    encoded = model.embed(inputs["ids"][sample]) * inputs["mask"][sample][:, None]
-    return encoded, model.embed(inputs["targets"][sample])
-
-
-def run_encoder_decoder(
-    block: nn.Module, state: tuple[Tensor, Tensor], inputs: Inputs, sample: int
-) -> tuple[Tensor, Tensor]:
-    encoded, hidden = state
-    visible = inputs["mask"][sample : sample + 1, None, :]
-    if block.cross is None:
-        return block(encoded[None], visible)[0] * inputs["mask"][sample][:, None], hidden
-    allowed = causal(torch.ones(1, len(hidden), dtype=torch.bool))
-    return encoded, block(hidden[None], allowed, encoded[None], visible)[0]
 
 
 class ExactNorm(T5LayerNorm):
@@ -308,21 +232,5 @@ WORLDS: dict[str, World] = {
         lambda model: list(model.blocks),
         first_step("sequential"),
         of_one_tensor,
-    ),
-    "masked_decoder": World(
-        dataclasses.replace(CASES["masked_decoder"], chain=decoder_with_sites),
-        lambda model: list(model.blocks),
-        lambda model, inputs, i: model.embed(inputs["ids"][i]) * inputs["mask"][i][:, None],
-        run_decoder,
-        token_weights=lambda inputs: lambda block, name, sample: inputs["mask"][sample],
-    ),
-    "encoder_decoder": World(
-        dataclasses.replace(CASES["encoder_decoder"], chain=encoder_decoder_with_sites),
-        lambda model: [*model.encoder, *model.decoder],
-        enter_encoder_decoder,
-        run_encoder_decoder,
-        token_weights=lambda inputs: (
-            lambda block, name, sample: inputs["mask"][sample] if reads_encoded(2, block, name) else None
-        ),
     ),
 }

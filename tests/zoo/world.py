@@ -161,6 +161,13 @@ def merged_weights(world: World, scaling: float = SCALING) -> Weights:
     }
 
 
+def tower(weights: Mapping[str, Tensor]) -> Weights:
+    """The image tower of an open_clip state dict, by its own names."""
+    return {
+        name.removeprefix("visual."): value for name, value in weights.items() if name.startswith("visual.")
+    }
+
+
 def clip(weights: Mapping[str, Tensor]) -> nn.Module:
     """open_clip's own module with these weights."""
     import open_clip
@@ -174,11 +181,8 @@ def save_transformers(weights: Mapping[str, Tensor], folder: pathlib.Path) -> No
     """The image tower of an open_clip state dict as a folder of transformers, written by that library."""
     import transformers
 
-    tower = {
-        name.removeprefix("visual."): value for name, value in weights.items() if name.startswith("visual.")
-    }
     module = transformers.CLIPVisionModelWithProjection(transformers.CLIPVisionConfig(**TRANSFORMERS))
-    module.load_state_dict(under_transformers_names(tower), strict=True)
+    module.load_state_dict(under_transformers_names(tower(weights)), strict=True)
     module.save_pretrained(folder)
     settings = {
         "image_processor_type": "CLIPImageProcessor",

@@ -10,7 +10,7 @@ import pytest
 from driftlens.cli import main
 from tests.pipeline.fixtures import finished, light, spec_file, world
 
-__all__ = ["Result", "finished", "light", "run_cli", "spec_file", "world"]
+__all__ = ["Cli", "Result", "finished", "light", "run_cli", "spec_file", "world"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,11 @@ class Result:
         return self.err.split("\nhint: ", 1)[1].rstrip("\n") if "\nhint: " in self.err else ""
 
 
+Cli = Callable[..., Result]
+
+
 @pytest.fixture
-def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+def run_cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     """Runs one command line in this process."""
 
     def run(*arguments: object) -> Result:

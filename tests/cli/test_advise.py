@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from driftlens.runs.run import DriftRun
 from driftlens_reports.advice import advice, advice_text
-from tests.cli.conftest import Result
+from tests.cli.conftest import Cli
 from tests.zoo.world import NUM_TEST, World, clip, pixels, write_spec
-
-Cli = Callable[..., Result]
 
 
 def test_advice_is_that_of_the_tables(finished: DriftRun, run_cli: Cli) -> None:

@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable
 
 import pytest
 
 from driftlens.findings.before_after import selection_sentences
 from driftlens.jobs.study.card import escaped
-from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.run import open_run
 from driftlens_reports.build import Report
 from driftlens_reports.terminal import before_after_text
-from tests.cli.conftest import Result
-from tests.pipeline.calibrating import NAME, copied, files_of
+from tests.cli.conftest import Cli
+from tests.pipeline.calibrating import NAME
 from tests.pipeline.roomy import roomy_run, spoil_merged
 from tests.zoo.world import World
 
 QUIET = ("--progress", "none")
 
 
-def test_too_few_samples_to_hold_any_out_are_refused_and_leave_no_trace(
-    light: DriftRun, tmp_path: pathlib.Path, run_cli: Callable[..., Result]
-) -> None:
-    folder = copied(light, tmp_path / "run")
-    before = files_of(folder)
-    refused = run_cli("calibrate", folder, "--name", NAME, "--auto", *QUIET)
-    assert refused.code == 4 and "has 4 calibration samples" in refused.message and "preset" in refused.hint
-    assert files_of(folder) == before
-
-
 @pytest.mark.slow
 def test_the_settings_chosen_are_those_calibrated_with(
-    world: World, tmp_path: pathlib.Path, run_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: pathlib.Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil_merged(monkeypatch)
     folder = roomy_run(world, tmp_path).path
@@ -59,7 +48,7 @@ def test_the_settings_chosen_are_those_calibrated_with(
 
 @pytest.mark.slow
 def test_a_merged_model_that_nothing_is_clearly_better_than_is_kept_and_said(
-    world: World, tmp_path: pathlib.Path, run_cli: Callable[..., Result]
+    world: World, tmp_path: pathlib.Path, run_cli: Cli
 ) -> None:
     folder = roomy_run(world, tmp_path).path
     result = run_cli("calibrate", folder, "--name", NAME, "--auto", "--layers", "2", *QUIET)
@@ -78,7 +67,7 @@ def test_a_merged_model_that_nothing_is_clearly_better_than_is_kept_and_said(
 
 @pytest.mark.slow
 def test_the_terminal_names_the_preset_that_the_search_began_with(
-    world: World, tmp_path: pathlib.Path, run_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: pathlib.Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil_merged(monkeypatch)
     folder = roomy_run(world, tmp_path).path

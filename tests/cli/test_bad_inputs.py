@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from driftlens.runs.run import DriftRun, open_run
-from tests.cli.conftest import Result
+from tests.cli.conftest import Cli
 from tests.cli.spoiled import CASES, TASK, Bench, no_gpu
 from tests.zoo.world import LOGIT_SCALE, World, write_spec
 
@@ -34,11 +34,7 @@ def leftovers(out: pathlib.Path) -> list[pathlib.Path]:
     ("spoil", "code"), CASES.items(), ids=[spoil.__name__.replace("_", " ") for spoil in CASES]
 )
 def test_bad_input_is_named_and_leaves_nothing_behind(
-    bench: Bench,
-    run_cli: Callable[..., Result],
-    spec_file: pathlib.Path,
-    spoil: Callable[[Bench], list[str]],
-    code: int,
+    bench: Bench, run_cli: Cli, spec_file: pathlib.Path, spoil: Callable[[Bench], list[str]], code: int
 ) -> None:
     if spoil is no_gpu and torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -68,7 +64,7 @@ class _Trap:
 
 @pytest.mark.parametrize("suffix", ["pt", "bin", "pkl"])
 def test_code_in_a_checkpoint_is_not_run(
-    bench: Bench, run_cli: Callable[..., Result], spec_file: pathlib.Path, suffix: str
+    bench: Bench, run_cli: Cli, spec_file: pathlib.Path, suffix: str
 ) -> None:
     trace, path = bench.folder / "trace", bench.folder / f"trap.{suffix}"
     torch.save({"weight": _Trap(trace)}, path)
@@ -86,11 +82,7 @@ def test_code_in_a_checkpoint_is_not_run(
     "given", [[], ["--set", "data.flowers={kind: python, target: os:getcwd}"]], ids=["spec", "flag"]
 )
 def test_code_that_a_spec_names_needs_trust_on_the_command_line(
-    bench: Bench,
-    run_cli: Callable[..., Result],
-    spec_file: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-    given: list[str],
+    bench: Bench, run_cli: Cli, spec_file: pathlib.Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
 ) -> None:
     monkeypatch.setenv("DRIFTLENS_ANALYZE_TRUST", "1")
     if not given:
@@ -100,7 +92,7 @@ def test_code_that_a_spec_names_needs_trust_on_the_command_line(
 
 
 def test_a_run_of_a_newer_schema_is_refused_by_name(
-    finished: DriftRun, run_cli: Callable[..., Result], tmp_path: pathlib.Path
+    finished: DriftRun, run_cli: Cli, tmp_path: pathlib.Path
 ) -> None:
     manifest = json.loads((finished.path / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"schema_version": "9.0"}))
@@ -111,11 +103,7 @@ def test_a_run_of_a_newer_schema_is_refused_by_name(
 
 @pytest.mark.parametrize("after", ["models/merged.safetensors", "tables/samples.parquet", "features/"])
 def test_a_full_disk_fails_the_run_and_what_was_finished_stays(
-    bench: Bench,
-    run_cli: Callable[..., Result],
-    spec_file: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-    after: str,
+    bench: Bench, run_cli: Cli, spec_file: pathlib.Path, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
     out = bench.folder / "run"
     replace = pathlib.Path.replace
@@ -175,7 +163,7 @@ def strange_names(bench: Bench) -> None:
     ids=lambda change: change.__name__.replace("_", " "),
 )
 def test_unusual_input_is_no_error(
-    bench: Bench, run_cli: Callable[..., Result], spec_file: pathlib.Path, change: Callable[[Bench], None]
+    bench: Bench, run_cli: Cli, spec_file: pathlib.Path, change: Callable[[Bench], None]
 ) -> None:
     bench.spec["metrics"] = {"jacobian": {"samples": 2}, "cka": True}
     change(bench)

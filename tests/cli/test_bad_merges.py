@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from driftlens.base.settings import settings_of
 from driftlens.merging.method import merge_methods
-from tests.cli.conftest import Result
+from tests.cli.conftest import Cli, Result
 from tests.merging.applying import FEW
 from tests.models.writing import train
 from tests.zoo.world import World, write_spec
@@ -23,8 +22,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
 ]
-
-Cli = Callable[..., Result]
 Spec = dict[str, Any]
 KEY = "transformer.resblocks.1.mlp.c_fc.weight"
 """Of the image tower, whose tensors lie in whole CLIPs behind `visual.`."""

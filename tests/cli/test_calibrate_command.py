@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import signal
-import subprocess
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,12 +13,10 @@ from safetensors.torch import load_file, save_file
 from driftlens.jobs.preflight import calibrating
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
-from tests.cli.conftest import Result
-from tests.cli.worker import COMMAND
+from tests.cli.conftest import Cli
 from tests.pipeline.calibrating import NAME, VARIANT, copied, files_of, same_rows
 from tests.zoo.world import TASKS, World, clip, write_spec
 
-Cli = Callable[..., Result]
 QUIET = ("--progress", "none")
 
 
@@ -165,17 +160,6 @@ def test_a_name_is_wanted_and_a_run_too(folder: pathlib.Path, run_cli: Cli, tmp_
     assert run_cli("calibrate", folder, "--name", "a/b").code == 2
 
 
-@pytest.mark.slow
-def test_the_same_name_twice_is_refused_unless_replaced(folder: pathlib.Path, run_cli: Cli) -> None:
-    command = ("calibrate", folder, "--name", NAME, "--layers", "2,3", *QUIET)
-    assert run_cli(*command).code == 0
-    refused = run_cli(*command)
-    assert refused.code == 2 and "--replace" in refused.hint
-    assert run_cli(*command, "--replace").code == 0
-    assert run_cli("verify", folder).code == 0
-    assert open_run(folder).manifest.calibrations[NAME].layers == [2, 3]
-
-
 def test_a_dry_run_estimates_and_writes_nothing(
     folder: pathlib.Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,41 +185,6 @@ def test_a_dry_run_estimates_and_writes_nothing(
     refused = run_cli("calibrate", folder, "--name", NAME, "--lam", -1, "--dry-run", "--json")
     assert refused.code == 2 and json.loads(refused.out)["findings"][0]["level"] == "problem"
     assert files_of(folder) == before
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_the_middle_leaves_nothing_half_and_resumes(
-    folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path, run_cli: Cli
-) -> None:
-    command = [*COMMAND, "calibrate", str(folder), "--name", NAME, "--progress", "jsonl"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            event = json.loads(line)
-            if event["phase"] == "calibrate" and event["done"] == 2:
-                assert event["metrics"]["layer"] == 2 and event["metrics"]["drift_l2_mean"] > 0
-                process.send_signal(signal.SIGINT)
-                break
-        written = process.stderr.read()
-        process.wait(timeout=300)
-    assert process.returncode == 130 and "--resume" in written and "Traceback" not in written
-    half = open_run(folder)
-    assert (
-        half.variants == light.variants and not (folder / f"calibrations/{NAME}/weights.safetensors").exists()
-    )
-    same_rows(half, light)
-    assert set(half.manifest.files) == set(light.manifest.files)
-    assert run_cli("show", folder).code == 0 and run_cli("verify", folder).code == 0
-    listed = run_cli("ls", folder.parent)
-    assert " done " in listed.out and f"calibration '{NAME}' was cancelled" in listed.out
-
-    assert run_cli("calibrate", folder, "--name", NAME, "--resume", *QUIET).code == 0
-    straight = copied(light, tmp_path / "straight")
-    assert run_cli("calibrate", straight, "--name", NAME, *QUIET).code == 0
-    weights = f"calibrations/{NAME}/weights.safetensors"
-    assert (folder / weights).read_bytes() == (straight / weights).read_bytes()
-    same_rows(open_run(folder), open_run(straight))
-    assert run_cli("verify", folder).code == 0
 
 
 def test_a_locked_run_is_refused(folder: pathlib.Path, run_cli: Cli) -> None:

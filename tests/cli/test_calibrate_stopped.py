@@ -23,13 +23,11 @@ from driftlens.findings.listing import find_runs
 from driftlens.jobs.contest.trials import Trials
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
-from tests.cli.conftest import Result
+from tests.cli.conftest import Cli
 from tests.cli.worker import COMMAND
 from tests.pipeline.calibrating import NAME, calibrate_until, copied, files_of, same_rows
 from tests.pipeline.roomy import roomy_run
 from tests.zoo.world import TASKS, World
-
-Cli = Callable[..., Result]
 
 
 @pytest.fixture
@@ -39,7 +37,6 @@ def folder(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
 
 PHASES = pytest.mark.parametrize("phase", ["calibrate", pytest.param("analyze", marks=pytest.mark.slow)])
 SIGNALS = [
-    # The fast tests ask the same of this signal in test_calibrate_command.py.
     pytest.param(signal.SIGINT, id="ctrl-c", marks=pytest.mark.slow),
     pytest.param(signal.SIGKILL, id="kill", marks=pytest.mark.slow),
 ]
@@ -78,8 +75,9 @@ def test_a_stopped_calibration_leaves_the_run_done_and_every_file_listed(
     with calibrating(folder, middle_of(phase)) as process:
         process.send_signal(sent)
         process.send_signal(signal.SIGCONT)
-        process.communicate(timeout=300)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}[sent]
+    assert "Traceback" not in errors and ("--resume" in errors) == (sent == signal.SIGINT)
     same_rows(open_run(folder), light)
     assert set(read_manifest(folder).files) == set(light.manifest.files)
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import pathlib
 import shlex
-from collections.abc import Callable
 
 import pytest
 from safetensors import safe_open
@@ -16,7 +15,7 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.study.card import calibration_command, model_card
 from driftlens.runs.run import DriftRun
-from tests.cli.conftest import Result
+from tests.cli.conftest import Cli
 from tests.pipeline.calibrating import NAME, copied, request
 
 WEIGHTS = f"calibrations/{NAME}/weights.safetensors"
@@ -34,7 +33,7 @@ def run(light: DriftRun, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
 
 
 def test_the_command_on_the_card_makes_the_same_weights(
-    run: DriftRun, light: DriftRun, tmp_path: pathlib.Path, run_cli: Callable[..., Result]
+    run: DriftRun, light: DriftRun, tmp_path: pathlib.Path, run_cli: Cli
 ) -> None:
     card = (run.path / f"calibrations/{NAME}/README.md").read_text(encoding="utf-8")
     (line,) = (line for line in card.splitlines() if line.startswith("    driftlens calibrate RUN "))

@@ -27,7 +27,7 @@ from driftlens.models.families.vit import scrambled
 from driftlens.models.heads import file_head, linear_head
 from driftlens.spec import load_spec
 from driftlens.spec.sections import LinearHead
-from tests.cli.conftest import Result
+from tests.cli.conftest import Cli
 from tests.models.hostile import hostile
 from tests.zoo.world import MEAN, MODEL, SIZE, STD, WIDTH, write_images, write_spec
 
@@ -103,7 +103,7 @@ def suite(made: tuple[pathlib.Path, Encoders], tmp_path: pathlib.Path) -> tuple[
 
 
 def test_a_suite_becomes_a_folder_that_its_original_library_and_validate_accept(
-    suite: tuple[pathlib.Path, Encoders], run_cli: Callable[..., Result], tmp_path: pathlib.Path
+    suite: tuple[pathlib.Path, Encoders], run_cli: Cli, tmp_path: pathlib.Path
 ) -> None:
     folder, encoders = suite
     before, out = set(sys.modules), tmp_path / "ViT-tiny-safetensors"
@@ -157,7 +157,7 @@ def test_a_suite_becomes_a_folder_that_its_original_library_and_validate_accept(
 
 @pytest.mark.parametrize("trap", ["base", "expert", "head"])
 def test_a_hostile_file_in_a_suite_leaves_neither_trace_nor_half_a_folder(
-    suite: tuple[pathlib.Path, Encoders], run_cli: Callable[..., Result], tmp_path: pathlib.Path, trap: str
+    suite: tuple[pathlib.Path, Encoders], run_cli: Cli, tmp_path: pathlib.Path, trap: str
 ) -> None:
     folder, _ = suite
     files = {"base": "zeroshot.pt", "expert": "shapes/finetuned.pt", "head": "head_shapes.pt"}
@@ -175,7 +175,7 @@ def change_head(folder: pathlib.Path, weight: Tensor, bias: Tensor) -> None:
 
 
 def test_a_head_that_is_no_zero_shot_head_stays_a_linear_classifier(
-    suite: tuple[pathlib.Path, Encoders], run_cli: Callable[..., Result], tmp_path: pathlib.Path
+    suite: tuple[pathlib.Path, Encoders], run_cli: Cli, tmp_path: pathlib.Path
 ) -> None:
     folder, _ = suite
     weight, bias = rows(3) * torch.tensor([[1.0], [2.0], [3.0]]), torch.ones(3)
@@ -278,7 +278,7 @@ ODD = {
 )
 def test_what_is_no_suite_is_refused_and_nothing_is_written(
     suite: tuple[pathlib.Path, Encoders],
-    run_cli: Callable[..., Result],
+    run_cli: Cli,
     tmp_path: pathlib.Path,
     spoil: Callable[[pathlib.Path], list[str]],
 ) -> None:
@@ -290,7 +290,7 @@ def test_what_is_no_suite_is_refused_and_nothing_is_written(
 
 
 def test_a_normalisation_that_is_not_plain_numbers_is_left_out_with_a_notice(
-    suite: tuple[pathlib.Path, Encoders], run_cli: Callable[..., Result], tmp_path: pathlib.Path
+    suite: tuple[pathlib.Path, Encoders], run_cli: Cli, tmp_path: pathlib.Path
 ) -> None:
     clip = scrambled(lambda: open_clip.CLIP(**MODEL))
     for name, mean in {"numpy": list(np.float64(MEAN)), "nan": [math.nan, *MEAN[1:]]}.items():
@@ -302,7 +302,7 @@ def test_a_normalisation_that_is_not_plain_numbers_is_left_out_with_a_notice(
 
 
 def test_suites_of_validation_splits_and_whole_models_convert_too(
-    suite: tuple[pathlib.Path, Encoders], run_cli: Callable[..., Result], tmp_path: pathlib.Path
+    suite: tuple[pathlib.Path, Encoders], run_cli: Cli, tmp_path: pathlib.Path
 ) -> None:
     """Bases beside their experts, state dicts, `TASKVal` folders, text towers that were kept."""
     folder = tmp_path / "whole"
@@ -329,7 +329,7 @@ def test_suites_of_validation_splits_and_whole_models_convert_too(
 
 
 def test_one_file_becomes_one_file_and_nothing_is_overwritten(
-    suite: tuple[pathlib.Path, Encoders], run_cli: Callable[..., Result], tmp_path: pathlib.Path
+    suite: tuple[pathlib.Path, Encoders], run_cli: Cli, tmp_path: pathlib.Path
 ) -> None:
     folder, encoders = suite
     file = folder / "flowers" / "finetuned.pt"
@@ -352,7 +352,7 @@ def test_one_file_becomes_one_file_and_nothing_is_overwritten(
 
 
 def test_the_folder_above_is_written_beside_itself(
-    suite: tuple[pathlib.Path, Encoders], run_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+    suite: tuple[pathlib.Path, Encoders], run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = suite
     monkeypatch.chdir(folder / "flowers")
@@ -363,7 +363,7 @@ def test_the_folder_above_is_written_beside_itself(
 
 
 def test_a_damaged_archive_is_not_sent_to_the_command_that_refuses_it(
-    suite: tuple[pathlib.Path, Encoders], run_cli: Callable[..., Result]
+    suite: tuple[pathlib.Path, Encoders], run_cli: Cli
 ) -> None:
     path = suite[0] / "head_flowers.pt"
     content = path.read_bytes()

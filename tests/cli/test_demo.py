@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +10,14 @@ import pytest
 from driftlens.findings.verdict import verdict
 from driftlens.runs.run import open_run
 from driftlens.suites.text import text_suite
-from tests.cli.conftest import Result
+from tests.cli.conftest import Cli
 from tests.pipeline.calibrating import CONTROL, VARIANT
 from tests.suites.conftest import TINY_TEXT
 from tests.zoo.world import TASKS, World
 
 
 def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
-    world: World, tmp_path: pathlib.Path, run_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: pathlib.Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     suite = SimpleNamespace(spec=lambda: world.spec(metrics={"jacobian": False}))
     monkeypatch.setattr("driftlens.suites.embedded.embedded_suite", lambda **_: suite)
@@ -37,10 +36,7 @@ def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
 
 @pytest.mark.slow
 def test_the_demo_runs_on_the_text_suite(
-    common: pathlib.Path,
-    tmp_path: pathlib.Path,
-    run_cli: Callable[..., Result],
-    monkeypatch: pytest.MonkeyPatch,
+    common: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = text_suite(cache=common / "suites", recipe=TINY_TEXT)
     monkeypatch.setattr("driftlens.suites.text.text_suite", lambda **_: text)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-from collections.abc import Callable
 
 from driftlens.runs.run import open_run
-from tests.cli.conftest import Result
+from tests.cli.conftest import Cli
 from tests.zoo.world import World, write_spec
-
-Cli = Callable[..., Result]
 
 
 def test_attribution_is_left_out_and_added_later(

@@ -6,7 +6,6 @@ import os
 import pathlib
 import shutil
 import signal
-from collections.abc import Callable
 
 import pandas as pd
 import pytest
@@ -17,11 +16,10 @@ from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.runs.lock import owner_of
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
-from tests.cli.conftest import Result
+from tests.cli.conftest import Cli
 from tests.cli.worker import COMMAND, analyzing
 from tests.zoo.world import TASKS, World, write_spec
 
-Cli = Callable[..., Result]
 TABLES = ("layers", "samples", "outputs", "params", "accuracy")
 
 
@@ -173,24 +171,6 @@ def test_a_folder_with_something_in_it_is_left_alone(
     refused = run_cli("analyze", spec, "--out", tmp_path / "mine")
     assert refused.code == 2 and "not empty" in refused.message and "--force" in refused.hint
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
-
-
-def test_force_replaces_a_run_and_nothing_else(
-    world: World, finished: DriftRun, tmp_path: pathlib.Path, spec_file: pathlib.Path, run_cli: Cli
-) -> None:
-    out = shutil.copytree(finished.path, tmp_path / "run")
-    (out / "notes.txt").write_text("mine")
-    merged = {"weights": str(world.weights(TASKS[1]))}
-    spec = world.one_task(merge=None, merged=merged, heads=None, metrics={"jacobian": False})
-    arguments = ("analyze", write_spec(spec_file, spec), "--out", out, "--progress", "none")
-    assert run_cli(*arguments).code == 2
-    assert open_run(out).id == finished.id
-    assert run_cli(*arguments, "--force").code == 0
-    run = open_run(out)
-    assert run.tasks == TASKS[:1] and run.accuracy().empty
-    assert sorted(path.name for path in (out / "features").iterdir()) == [TASKS[0]]
-    assert not (out / "models").exists(), "the merged model of the run before is not this run's"
-    assert (out / "notes.txt").read_text() == "mine"
 
 
 def test_a_run_in_progress_holds_its_lock_in_this_process_too(

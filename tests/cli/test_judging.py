@@ -15,11 +15,10 @@ import pytest
 import driftlens as dl
 from driftlens.findings.compare import compare
 from driftlens.runs.run import open_run
-from tests.cli.conftest import Result
+from tests.cli.conftest import Cli
 from tests.records.full_run import Size, write_full_run
 from tests.records.spoiling import spoil
 
-Cli = Callable[..., Result]
 SIZE = Size(blocks=1, samples=8, width=5, tests=200)
 
 

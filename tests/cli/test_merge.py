@@ -6,7 +6,6 @@ import html
 import json
 import pathlib
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,19 +22,12 @@ import driftlens as dl
 from driftlens.base.errors import Cancelled, RunError, SpecError
 from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.runs.run import DriftRun
-from tests.cli.conftest import Result
+from tests.cli.conftest import Cli
 from tests.cli.worker import started
 from tests.zoo.clip import under_transformers_names
-from tests.zoo.world import NUM_TRAIN, SCALING, World, clip, merged_weights, pixels, write_spec
+from tests.zoo.world import NUM_TRAIN, SCALING, World, clip, merged_weights, pixels, tower, write_spec
 
-Cli = Callable[..., Result]
 METHOD = ("--method", "task_arithmetic", "--set", f"scaling={SCALING}")
-
-
-def tower(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name.removeprefix("visual."): value for name, value in weights.items() if name.startswith("visual.")
-    }
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -55,19 +47,6 @@ def test_a_merged_state_dict_is_one_that_open_clip_loads(
     assert text and all(torch.equal(saved[name], world.state("base")[name]) for name in text)
     of_run = load_file(finished.path / "models/merged.safetensors")
     assert all(torch.equal(saved[name], of_run[name]) for name in saved)
-
-
-def test_text_towers_that_are_not_merged_are_named(
-    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
-) -> None:
-    weights = world.state("flowers")
-    weights["text_projection"] += 0.01
-    save_file(weights, tmp_path / "expert.safetensors")
-    experts = {**world.spec()["experts"], "flowers": {"weights": str(tmp_path / "expert.safetensors")}}
-    spec = write_spec(spec_file, world.spec(experts=experts))
-    result = run_cli("merge", spec, *METHOD, "--out", tmp_path / "merged.safetensors")
-    assert result.code == 0 and result.err.count("text tower") == 1
-    assert "notice: the expert of flowers has a fine-tuned text tower, which is not used" in result.err
 
 
 def test_the_file_says_with_which_parameters_it_was_merged_defaults_included(
@@ -94,12 +73,14 @@ def test_a_merged_folder_is_one_that_open_clip_loads(
     spec = world.spec()
     spec["experts"] = spec["experts"] | own
 
-    assert run_cli("merge", write_spec(spec_file, spec), *METHOD, "--out", tmp_path / "merged").code == 0
+    result = run_cli("merge", write_spec(spec_file, spec), *METHOD, "--out", tmp_path / "merged")
+    said = "the expert of flowers has a fine-tuned text tower, which is not used"
+    assert result.code == 0 and result.err.count("text tower") == 1 and f"notice: {said}" in result.err
     module, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'merged'}")
     same(dict(module.state_dict()), merged_weights(world))
     assert tuple(preprocess.transforms[-1].mean) == (0.5, 0.4, 0.3)
     card = (tmp_path / "merged/README.md").read_text(encoding="utf-8")
-    assert "the expert of flowers has a fine-tuned text tower, which is not used" in card
+    assert said in card
 
 
 def test_a_merged_folder_is_one_that_transformers_loads(

@@ -6,7 +6,6 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor
 
 import driftlens as dl
 from driftlens.runs.run import DriftRun
-from tests.cli.conftest import Result
+from tests.cli.conftest import Cli
 from tests.zoo.world import write_spec
 
 NET = """
@@ -144,10 +143,7 @@ def is_right(run: DriftRun, own: dict[str, Any], calibrated: pathlib.Path) -> No
 
 
 def test_a_trusted_function_loads_what_is_analyzed_and_calibrated(
-    own: dict[str, Any],
-    run_cli: Callable[..., Result],
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
+    own: dict[str, Any], run_cli: Cli, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     own["architecture"] = {"loader": "python:own_net:load", "source": "any"}

@@ -7,7 +7,6 @@ import os
 import pathlib
 import shutil
 import subprocess
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,10 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from driftlens.checkpoints.loading import open_checkpoint
-from tests.cli.conftest import Result
+from tests.cli.conftest import Cli
 from tests.zoo.decoders import CONFIGS, saved
 
-Cli = Callable[..., Result]
 MERGEKIT = os.environ.get("DRIFTLENS_MERGEKIT") or shutil.which("mergekit-yaml")
 MODELS = ("base", "one", "two")
 Folders = dict[str, str]

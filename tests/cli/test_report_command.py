@@ -7,16 +7,13 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
 from driftlens.runs.run import open_run
 from driftlens.runs.verify import verify
-from tests.cli.conftest import Result
+from tests.cli.conftest import Cli
 from tests.records.full_run import Size, write_full_run
-
-Cli = Callable[..., Result]
 
 
 @pytest.fixture

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable
 
 import pytest
 
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
-from tests.cli.conftest import Result
+from tests.cli.conftest import Cli
 from tests.pipeline.calibrating import copied, files_of
 
-Cli = Callable[..., Result]
 QUIET = ("--progress", "none")
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from driftlens.base.errors import Cancelled
-from tests.cli.conftest import Result
+from tests.cli.conftest import Cli
 
 COMMANDS = {
     "analyze": ("driftlens.jobs.analyze.job.analyze", ("{spec}",)),
@@ -32,7 +31,7 @@ def spec(world: Any, spec_file: pathlib.Path) -> pathlib.Path:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_option_decides_before_the_variable(
-    command: str, spec: pathlib.Path, run_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+    command: str, spec: pathlib.Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, arguments = COMMANDS[command]
     found: list[int] = []

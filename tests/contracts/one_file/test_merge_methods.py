@@ -25,17 +25,15 @@ from driftlens.jobs.study.opening import open_study
 from driftlens.merging.method import READS, merge_called, merge_methods
 from driftlens.runs.manifest import read_manifest
 from driftlens.spec import load_spec
-from tests.cli.conftest import Result, run_cli
-from tests.contracts.one_file.toys import tower
+from tests.cli.conftest import Cli, run_cli
 from tests.merging.applying import LAWS, apply, assert_same, states
 from tests.pipeline.checking import check, found
 from tests.pipeline.fixtures import spec_file, world
 from tests.zoo.clip import under_transformers_names
-from tests.zoo.world import Weights, World, clip, pixels, write_spec
+from tests.zoo.world import Weights, World, clip, pixels, tower, write_spec
 
 __all__ = ["run_cli", "spec_file", "world"]
 
-Cli = Callable[..., Result]
 SHARE = 0.25
 
 HEAD = '''

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from tests.zoo.world import Weights
-
 CLOSED = '''
 """Weights that reproduce the experts' outputs as well as a diagonal change can."""
 
@@ -102,10 +100,3 @@ class ToyMap(Trained, LayerTrainer):
     def attachment(cls, tensors, site):
         return Affine(tensors["matrix"], tensors["shift"])
 '''
-
-
-def tower(weights: Weights) -> Weights:
-    """The image tower of an open_clip state dict, by its own names."""
-    return {
-        name.removeprefix("visual."): value for name, value in weights.items() if name.startswith("visual.")
-    }

@@ -13,6 +13,7 @@ from driftlens.base.errors import DataError
 from driftlens.data.task_data import open_task_data
 from driftlens.spec.data import DataDefaults
 from tests.data.sources import colour, entry_of, images, labels_of, opened, shades, write_images
+from tests.refusing import refusing
 
 FILES = {
     "sedan/b.png": 1,
@@ -102,37 +103,28 @@ def test_a_damaged_image_is_refused_by_name_when_it_is_read_and_not_before(tmp_p
     view = images(**folder_entry(tmp_path))
     assert shades([view.read(view.ids.index("a/good.png"))]) == [1]
     for name in ("a/cut.png", "a/text.png"):
-        with pytest.raises(DataError, match=name) as caught:
+        with refusing(DataError, match=name, hint="Replace the file"):
             view.read(view.ids.index(name))
-        assert "Replace the file" in caught.value.hint
 
 
-def test_a_class_without_images_is_refused_by_name(tmp_path: Path) -> None:
-    write_images(tmp_path, {"full/x.png": 1})
-    (tmp_path / "leer").mkdir()
-    with pytest.raises(DataError, match="leer: the class folder holds no images") as caught:
-        opened(**folder_entry(tmp_path))
-    assert "remove the folder" in caught.value.hint
-
-
-def test_images_beside_class_folders_are_refused_rather_than_dropped(tmp_path: Path) -> None:
-    write_images(tmp_path, {"a/x.png": 1, "stray.png": 2})
-    with pytest.raises(DataError, match=r"stray\.png"):
-        opened(**folder_entry(tmp_path))
-
-
-def test_a_folder_without_images_is_refused_with_the_endings_that_count(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no images") as caught:
-        opened(**folder_entry(tmp_path))
-    assert ".jpeg" in caught.value.hint
-
-
-@pytest.mark.parametrize("name", ["missing", "file.png"])
-def test_what_is_no_folder_is_refused_with_how_paths_resolve(tmp_path: Path, name: str) -> None:
-    write_images(tmp_path, {"file.png": 1})
-    with pytest.raises(DataError, match=name) as caught:
-        opened(**folder_entry(tmp_path / name))
-    assert "spec file's folder" in caught.value.hint
+@pytest.mark.parametrize(
+    ("files", "place", "message", "hint"),
+    [
+        ({"full/x.png": 1}, "", "leer: the class folder holds no images", "remove the folder"),
+        ({"leer/x.png": 1, "stray.png": 2}, "", "stray.png", ""),
+        ({}, "leer", "no images", ".jpeg"),
+        ({}, "missing", "missing", "spec file's folder"),
+        ({"file.png": 1}, "file.png", "file.png", "spec file's folder"),
+    ],
+    ids=["empty class", "beside class folders", "no images", "no folder", "a file"],
+)
+def test_what_is_no_folder_of_images_is_refused_by_name(
+    tmp_path: Path, files: dict[str, int], place: str, message: str, hint: str
+) -> None:
+    write_images(tmp_path, files)
+    (tmp_path / "leer").mkdir(exist_ok=True)
+    with refusing(DataError, message, hint=hint):
+        opened(**folder_entry(tmp_path / place))
 
 
 def test_sub_folders_of_unlabelled_splits_are_no_classes(tmp_path: Path) -> None:
@@ -141,15 +133,17 @@ def test_sub_folders_of_unlabelled_splits_are_no_classes(tmp_path: Path) -> None
         tmp_path, {"all/2024/may/a.png": 1, "all/b.png": 2, "test/cat/c.png": 3, "test/dog/d.png": 4}
     )
     entry = {"kind": "imagefolder", "calibration": str(tmp_path / "all"), "test": str(tmp_path / "test")}
-    with pytest.raises(DataError, match="beside class folders") as refusal:
+    with refusing(DataError, match="beside class folders", hint="unlabelled: [calibration]"):
         opened("calibration", **entry)
-    assert "unlabelled: [calibration]" in refusal.value.hint
     for splits, named in ((["calibration"], ("cat", "dog")), (["calibration", "test"], None)):
         views = {split: images(split, **entry, unlabelled=splits) for split in ("calibration", "test")}
         assert views["calibration"].ids == ("2024/may/a.png", "b.png")
         assert labels_of(views["calibration"]) == [None, None] and views["calibration"].class_names is None
         assert views["test"].class_names == named
     (tmp_path / "all" / "b.png").unlink()
-    with pytest.raises(DataError, match=r"none of its sub-folders .*'2024'.* is a class.*'cat'") as refusal:
+    with refusing(
+        DataError,
+        match=r"none of its sub-folders .*'2024'.* is a class.*'cat'",
+        hint="unlabelled: [calibration]",
+    ):
         open_task_data("task", entry_of(**entry), DataDefaults(n=1, n_diagnosis=1), list, reads="image")
-    assert "unlabelled: [calibration]" in refusal.value.hint

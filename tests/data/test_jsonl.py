@@ -9,6 +9,7 @@ import pytest
 
 from driftlens.base.errors import DataError
 from tests.data.sources import opened
+from tests.refusing import refusing
 
 
 def entry(folder: Path, text: str | bytes, **values: Any) -> dict[str, Any]:
@@ -48,11 +49,8 @@ def test_the_keys_may_have_other_names(tmp_path: Path) -> None:
 def test_a_bad_line_is_refused_by_file_and_number(
     tmp_path: Path, text: str | bytes, message: str, hint: str
 ) -> None:
-    with pytest.raises(DataError) as caught:
+    with refusing(DataError, message, "rows.jsonl", hint=hint):
         opened(**entry(tmp_path, text))
-    assert message in caught.value.message
-    assert "rows.jsonl" in caught.value.message
-    assert hint in caught.value.hint
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:

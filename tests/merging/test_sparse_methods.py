@@ -217,6 +217,8 @@ def test_model_stock_is_the_formula_of_the_mean_cosine() -> None:
         ("adamerging", {"steps": 10**12}, "at least 0 and at most"),
         ("consensus_ta", {"treshold": 1}, "no parameter 'treshold'"),
         ("ties", {"densty": 1}, "no parameter 'densty'"),
+        ("task_arithmetic", {"scaling": "big"}, "finite number"),
+        ("task_arithmetic", {"scaling": float("nan")}, "finite"),
     ],
 )
 def test_settings_out_of_range_are_refused(name: str, settings: dict[str, object], message: str) -> None:

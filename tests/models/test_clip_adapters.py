@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from driftlens.models.families.hf_clip_vit import HfClipViT
 from driftlens.models.families.open_clip_vit import OpenClipViT
@@ -217,41 +216,6 @@ def test_rows_that_reach_no_feature_weigh_nothing() -> None:
     )
     rule = chain.token_weights[head.sites[0].token_weights]
     assert rule({"hidden": hidden}, {})[0].tolist() == [0, *[1] * 16]
-
-
-# torch scripts some of its forward-mode formulas on first use, and warns that it shouldn't.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
-def test_vectorised_jacobian_products_equal_single_ones() -> None:
-    module = open_clip_tower()
-    chain = OpenClipViT().chain(module)
-    block, hidden = chain.blocks[1], chain_states(chain, module, pixels())[1]["hidden"]
-    given = parameters(block, module.state_dict())
-    directions = torch.randn(
-        3, *hidden.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
-    )
-
-    def product(direction: Tensor) -> Tensor:
-        call = lambda x: block.call(given, {"hidden": x}, {})["hidden"]  # noqa: E731
-        return torch.func.jvp(call, (hidden,), (direction,))[1]
-
-    with sdpa_kernel(SDPBackend.MATH):
-        together = torch.func.vmap(product)(directions)
-        one_by_one = torch.stack([product(direction) for direction in directions])
-    torch.testing.assert_close(together, one_by_one, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("adapter", "build"),
-    [(OpenClipViT(), open_clip_tower), (HfClipViT(), hf_tower)],
-    ids=["open_clip", "transformers"],
-)
-def test_a_module_without_memory_is_taken_apart_the_same_way(
-    adapter: Any, build: Callable[[], nn.Module]
-) -> None:
-    real, empty = adapter.chain(build()), adapter.chain(build().to("meta"))
-    assert empty.settings == real.settings
-    for layer, other in zip(real.layers, empty.layers, strict=True):
-        assert (layer.path, layer.parameters, layer.sites) == (other.path, other.parameters, other.sites)
 
 
 def test_settings_name_what_shapes_do_not_show() -> None:

@@ -18,6 +18,7 @@ from driftlens.checkpoints.saving import Patched, save_model
 from driftlens.checkpoints.sources import StateSource, TensorsSource, module_source
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.chain import fused
+from tests.refusing import refusing
 from tests.zoo.clip import chain_states, parameters
 from tests.zoo.towers import hf_folder, hf_tower, open_clip_folder, open_clip_tower, pixels
 
@@ -47,21 +48,6 @@ def doubled(architecture: Architecture, base: StateSource) -> StateSource:
         for name, value in parameters(layer, weights).items()
     }
     return Patched(tower, fused(architecture.chain, changes, tower))
-
-
-@pytest.mark.parametrize("build", [open_clip_tower, hf_tower], ids=["open_clip", "transformers"])
-def test_cutting_out_and_writing_back_changes_nothing(build: Callable[[], nn.Module]) -> None:
-    module = build()
-    chain, weights = architecture_of(module).chain, module.state_dict()
-    empty = TensorsSource("empty", {key: torch.zeros_like(value) for key, value in weights.items()})
-    cut = {
-        (layer.index, name): value
-        for layer in chain.layers
-        for name, value in parameters(layer, weights).items()
-    }
-    back = fused(chain, cut, empty)
-    assert back.keys() == weights.keys()
-    assert all(torch.equal(back[key], value) for key, value in weights.items())
 
 
 def test_rows_that_are_not_given_stay_those_of_the_start() -> None:
@@ -188,9 +174,8 @@ def test_a_model_with_a_hole_is_not_saved(
     tower = architecture.align(base)
     key = architecture.chain.parameter_keys()[5]
     holed = TensorsSource("calibrated", {name: tower.read(name) for name in tower.headers if name != key})
-    with pytest.raises(IncompatibleModelsError, match="calibrated lacks") as refusal:
+    with refusing(IncompatibleModelsError, key, match="calibrated lacks"):
         save_model(architecture, base, holed, tmp_path / "out")
-    assert key in refusal.value.message
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from types import SimpleNamespace
 from typing import Any
@@ -165,22 +164,3 @@ def test_a_head_that_reads_more_than_one_vector_is_left_where_it_is() -> None:
     core = whole.core
     assert behind_core(whole, {key: key for key in whole.state_dict()}) is None
     assert whole.core is core
-
-
-@pytest.mark.parametrize(
-    ("kind", "loader"),
-    [
-        ("electra", "hf-auto"),
-        ("vit", "hf-vit"),
-        ("llama", "hf-decoder"),
-        ("t5", "hf-t5"),
-        ("clip", "hf-clip"),
-    ],
-)
-def test_other_families_are_refused_with_the_loader_that_takes_them(
-    kind: str, loader: str, tmp_path: pathlib.Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    with pytest.raises(IncompatibleModelsError, match=f"is a {kind} model") as refusal:
-        load_architecture("hf-encoder", str(tmp_path))
-    assert loader in str(refusal.value.hint) and refusal.value.exit_code == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from driftlens.base.errors import DataError, IncompatibleModelsError
+from driftlens.base.errors import DataError
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.saving import save_model
 from driftlens.checkpoints.sources import StateSource, TensorsSource
@@ -178,50 +177,6 @@ def test_a_saved_folder_reloads_with_every_weight_that_was_merged(
     assert torch.equal(again.lm_head.weight, scores)
     answers = again.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=3)
     assert answers.shape[0] == len(QUESTIONS)
-
-
-@T5
-@pytest.mark.shows(files="hf-t5")
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.filterwarnings("ignore:.*tied:UserWarning")
-def test_adapters_open_against_their_base(tmp_path: pathlib.Path) -> None:
-    peft = pytest.importorskip("peft")
-    place = folder(flan(), tmp_path / "base")
-    model = transformers.T5ForConditionalGeneration.from_pretrained(place)
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q", "v"], init_lora_weights="gaussian")
-    adapted = peft.get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.1)
-    adapted.save_pretrained(tmp_path / "lora")
-    architecture = load_architecture("hf-t5", str(place))
-    base = architecture.align(open_checkpoint(place))
-    expert = architecture.align(open_checkpoint(tmp_path / "lora", base=base))
-    merged = adapted.merge_and_unload().state_dict()
-    for key in expert.headers:
-        torch.testing.assert_close(expert.read(key), merged[key])
-    crossed = "decoder.block.1.layer.1.EncDecAttention.v.weight"
-    assert not torch.equal(expert.read(crossed), base.read(crossed))
-
-
-@pytest.mark.parametrize(
-    ("loader", "kind", "said", "hint"),
-    [
-        ("hf-t5", "bart", "is a bart model", "dl.analyze"),
-        ("hf-t5", "umt5", "is a umt5 model", "dl.analyze"),
-        ("hf-t5", "bert", "is a bert model", "hf-encoder"),
-        ("hf-auto", "t5", "is a t5 model", "hf-t5"),
-    ],
-)
-def test_other_families_are_refused_by_name(
-    loader: str, kind: str, said: str, hint: str, tmp_path: pathlib.Path
-) -> None:
-    config = transformers.AutoConfig.for_model(kind).to_dict()
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(IncompatibleModelsError, match=said) as caught:
-        load_architecture(loader, str(tmp_path))
-    assert hint in str(caught.value.hint)
 
 
 def test_a_batch_without_tokens_or_with_unknown_ones_is_refused() -> None:

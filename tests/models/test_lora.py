@@ -18,6 +18,9 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.lora import lora_source
 from driftlens.checkpoints.sources import StateSource, TensorsSource, module_source, renamed
 from tests.models.writing import train
+from tests.refusing import refusing
+from tests.zoo.cases import with_seed
+from tests.zoo.small import small
 
 # peft 0.21 asks transformers 5 for an attribute that this has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -25,19 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 
 def clip() -> nn.Module:
     """A tiny CLIP image tower of transformers."""
-    from transformers import CLIPVisionConfig, CLIPVisionModel
-
-    config = CLIPVisionConfig(
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=8,
-        patch_size=4,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return CLIPVisionModel(config).eval()
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "image_size": 8, "patch_size": 4}
+    return with_seed(lambda: small("CLIPVisionModel", **sizes))().eval()
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -170,9 +162,8 @@ def test_what_is_more_than_lora_is_refused_with_the_remedy(
 ) -> None:
     train(clip(), tmp_path, **OPTIONS["plain"])
     spoil(tmp_path)
-    with pytest.raises(CheckpointError, match=message) as refusal:
+    with refusing(CheckpointError, match=message, hint="merge_and_unload"):
         lora_source(base, tmp_path)
-    assert "merge_and_unload" in refusal.value.hint
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.families.vit import scrambled
 from driftlens.models.pretrained import resolve_pretrained
 from driftlens.spec import load_spec
+from tests.refusing import refusing
 from tests.specs import minimal
 from tests.zoo.towers import OPEN_CLIP_CONFIG, open_clip_folder
 
@@ -88,9 +89,8 @@ def test_what_is_not_in_the_cache_is_refused_offline_and_where_fetching_fails(
         (True, "the network is not to be used"),
         (False, "FileNotFoundError: no such host"),
     ):
-        with pytest.raises(CheckpointError, match=words) as refusal:
+        with refusing(CheckpointError, "somebody/tiny", match=words, hint="--offline"):
             resolve_pretrained("pretrained:openai", tiny(), offline=offline)
-        assert "somebody/tiny" in refusal.value.message and "--offline" in refusal.value.hint
 
 
 @pytest.mark.parametrize(

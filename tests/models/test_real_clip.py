@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.saving import save_model
 from driftlens.checkpoints.sources import StateSource
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.heads import file_head, text_head
@@ -136,35 +134,6 @@ def test_transformers_reads_the_real_text_tower_too(real: pathlib.Path, tmp_path
     expected = text_head(architecture.text_tower(base), names, templates)
     torch.testing.assert_close(made.embeddings, expected.embeddings, rtol=0, atol=1e-5)
     torch.testing.assert_close(F.normalize(made.embeddings), made.embeddings)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_saved_expert_classifies_in_transformers_as_here(
-    real: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    """Zero-shot: images and prompts are read from the saved folder by the library alone."""
-    from transformers import CLIPModel, CLIPProcessor
-
-    folder, data = whole_of_transformers(real, tmp_path / "whole"), np.load(real / "data" / "clothing10.npz")
-    architecture, base = load_architecture("hf-clip", str(folder)), open_checkpoint(folder)
-    expert = architecture.align(open_checkpoint(real / "hf" / "clothing10"))
-    save_model(architecture, base, expert, tmp_path / "out")
-    names, images = data["class_names"].tolist(), data["x_test"]
-    head = text_head(architecture.text_tower(base), names, ["a photo of a {}."])
-    scores = head.scores(features(architecture, expert, images))
-    processor = CLIPProcessor.from_pretrained(tmp_path / "out")
-    found = CLIPModel.from_pretrained(tmp_path / "out")(
-        **processor(
-            text=[f"a photo of a {name}." for name in names],
-            images=[Image.fromarray(image) for image in images],
-            padding=True,
-            return_tensors="pt",
-        )
-    ).logits_per_image
-    torch.testing.assert_close(found, scores, rtol=1e-4, atol=1e-3)
-    right = [(one.argmax(dim=1) == torch.tensor(data["y_test"])).double().mean() for one in (found, scores)]
-    assert right[0] == right[1] > 0.5  # by chance 0.1
 
 
 def text_under_transformers_names(text: dict[str, Tensor]) -> dict[str, Tensor]:

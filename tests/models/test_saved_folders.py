@@ -207,46 +207,6 @@ def test_open_clip_reads_prompts_with_the_tokenizer_in_the_folder(
     assert torch.equal(*tokens) and not torch.equal(*tokens[1])
 
 
-@torch.no_grad()
-def test_the_card_of_a_text_classifier_does_so_too(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import transformers
-
-    folder, out = tmp_path / "base", tmp_path / "out"
-    folder.mkdir()
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "sentence"]
-    (folder / "vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizer.from_pretrained(folder).save_pretrained(folder)
-    sizes = {"vocab_size": len(words), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.BertConfig(**sizes, intermediate_size=24, num_labels=3)
-    transformers.BertForSequenceClassification(config).save_pretrained(folder)
-    architecture, base = load_architecture("hf-auto", str(folder)), open_checkpoint(folder)
-    model = moved(architecture, base)
-    save_model(architecture, base, model, out, card=lambda usage: usage)
-    computed = used((out / "README.md").read_text(), out, monkeypatch)["features"]
-    expected = own_features(architecture, model, [("a sentence", "")])
-    torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["ViT", "timm ViT"])
-@torch.no_grad()
-def test_the_card_of_a_classifier_computes_what_the_tasks_heads_read(
-    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family = FAMILIES[name]
-    folder, out = save(family, trained(family, 3, 0), tmp_path / "base"), tmp_path / "out"
-    (folder / "LICENSE").write_text("ours")
-    architecture, base = load_architecture(family.loader, str(folder)), open_checkpoint(folder)
-    model = moved(architecture, base)
-    save_model(architecture, base, model, out, card=lambda usage: usage)
-    computed = used((out / "README.md").read_text(), out, monkeypatch)["features"]
-    expected = own_features(architecture, model, pictures()[:1])
-    expected = expected if expected.dim() == 2 else expected[:, 0]
-    torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-5)
-    assert (out / "LICENSE").read_text() == "ours"
-
-
 @pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
 def test_a_base_in_shards_is_saved_in_shards(index: str, tmp_path: pathlib.Path) -> None:
     from transformers import CLIPConfig, CLIPModel
@@ -310,16 +270,13 @@ def bert_folder(folder: pathlib.Path) -> tuple[str, Any]:
     return "hf-auto", model
 
 
-def vit_folder(folder: pathlib.Path) -> tuple[str, Any]:
-    model = trained(FAMILIES["ViT"], 3, 1)
-    save(FAMILIES["ViT"], model, folder)
-    return "hf-vit", model
+def family_folder(name: str) -> Callable[[pathlib.Path], tuple[str, Any]]:
+    def prepare(folder: pathlib.Path) -> tuple[str, Any]:
+        model = trained(FAMILIES[name], 3, 1)
+        save(FAMILIES[name], model, folder)
+        return FAMILIES[name].loader, model
 
-
-def timm_folder(folder: pathlib.Path) -> tuple[str, Any]:
-    model = trained(FAMILIES["timm ViT"], 3, 1)
-    save(FAMILIES["timm ViT"], model, folder)
-    return "timm", model
+    return prepare
 
 
 def decoder_folder(name: str) -> Callable[[pathlib.Path], tuple[str, Any]]:
@@ -344,11 +301,32 @@ def encoder_folder(name: str) -> Callable[[pathlib.Path], tuple[str, Any]]:
     )
 
 
+@pytest.mark.parametrize("prepare", [family_folder("ViT"), family_folder("timm ViT"), bert_folder])
+@torch.no_grad()
+def test_the_card_of_a_classifier_computes_what_the_tasks_heads_read(
+    prepare: Callable[[pathlib.Path], tuple[str, Any]],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, out = tmp_path / "base", tmp_path / "out"
+    loader, _ = prepare(folder)
+    (folder / "LICENSE").write_text("ours")
+    architecture, base = load_architecture(loader, str(folder)), open_checkpoint(folder)
+    model = moved(architecture, base)
+    save_model(architecture, base, model, out, card=lambda usage: usage)
+    computed = used((out / "README.md").read_text(), out, monkeypatch)["features"]
+    samples = [("a sentence", "")] if prepare is bert_folder else pictures()[:1]
+    expected = own_features(architecture, model, samples)
+    expected = expected if expected.dim() == computed.dim() else expected[:, 0]
+    torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-5)
+    assert (out / "LICENSE").read_text() == "ours"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "prepare",
     [
-        *(clip_folder, bert_folder, vit_folder, timm_folder, t5_folder),
+        *(clip_folder, bert_folder, family_folder("ViT"), family_folder("timm ViT"), t5_folder),
         *map(decoder_folder, ("Llama", "Llama, untied", "Gemma 3", "Phi-3")),
         *map(encoder_folder, ("BERT", "RoBERTa", "DistilBERT", "DeBERTa-v3")),
     ],

@@ -17,7 +17,6 @@ from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import LayerChain
 from driftlens.models.families.sequential import check_deterministic, sequential_chain
 from tests.models.walking import assert_close, plain_forward, walk, weights
-from tests.zoo.hand_made import tiny_stack
 from tests.zoo.stacks import STACKS, WIDTH, Plain, Residual, Stack, rows
 
 N = 4
@@ -497,9 +496,3 @@ def test_randomness_in_eval_mode_is_found(generator: torch.Generator) -> None:
     check_deterministic(Plain().double().train(), inputs)
     with pytest.raises(NumericsError, match="two outputs for one batch"):
         check_deterministic(Noisy().double(), inputs)
-
-
-def test_a_transformer_of_images_is_taken_apart(generator: torch.Generator) -> None:
-    module = tiny_stack().double()
-    images = torch.randn(N, 3, 16, 24, generator=generator, dtype=torch.float64)
-    assert_close(walk(sequential_chain(module), module, images)[-1]["hidden"], plain_forward(module, images))

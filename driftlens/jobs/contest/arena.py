@@ -53,8 +53,7 @@ def compete(
         Name -> why it could not be made, of those that could not.
 
     Raises:
-        Cancelled: somebody asked to stop; what was finished is kept.
-        RunError: the run can't be written to, for example as the disk is full; what was finished is kept.
+        Cancelled, RunError: somebody asked to stop, or the disk is full; what was finished is kept.
         DriftLensError: no repair could be made; the reason of the first.
     """
     loader = str(open_run(run).manifest.architecture.get("loader"))

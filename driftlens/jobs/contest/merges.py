@@ -71,11 +71,7 @@ def wanted_merges(given: Sequence[tuple[str, Mapping[str, object]]]) -> list[Can
 
 
 def require_place(out: PathLike) -> None:
-    """Refuse a folder for a comparison that holds something else than one that was stopped.
-
-    Raises:
-        RunError: a file is there, or a folder that is not empty.
-    """
+    """Refuse a folder for a comparison that holds something else than one that was stopped; as for `require_free`."""
     if not _Comparison(Path(out)).is_there:
         require_free(out)
 
@@ -113,7 +109,6 @@ def compare_merges(
 
     Raises:
         Cancelled: somebody asked to stop; what was kept is whole.
-        RunError: the folder can't be written to.
         SpecError: another comparison was stopped there.
         DriftLensError: as for `open_study`, or none of the merges can be made; the reason of the first.
     """
@@ -135,13 +130,7 @@ def compare_merges(
 
 
 class _Compared:
-    """One comparison: the merges, and the samples on which they are judged.
-
-    Attributes:
-        shown: the samples that methods may read, by task.
-        judged: those that all are judged on.
-        held_out: whether these are others than those.
-    """
+    """One comparison: the merges, the samples that methods are `shown`, and those on which all are `judged`."""
 
     def __init__(
         self,
@@ -170,11 +159,7 @@ class _Compared:
         return "drift_rel" if self._judge.bare else "kl"
 
     def outcomes(self, kept: Kept) -> list[tuple[Candidate, Outcome[Scored]]]:
-        """What became of the models that are there, which have no method, and of every merge, in their order.
-
-        Raises:
-            DriftLensError: none of the merges can be made; the reason of the first.
-        """
+        """What became of the models that are there, which have no method, and of every merge, in their order."""
         held_out = HeldOut(self._study, self.judged, self._measured, self._say)
         there = [Candidate(name, "", {}) for name in ("base", "merged") if name in self._study.pool]
 

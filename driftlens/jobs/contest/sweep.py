@@ -300,20 +300,12 @@ def _measured(
 
 @dataclass(frozen=True)
 class _Visits:
-    """How the settings of a sweep are tried and measured.
-
-    Attributes:
-        study: tasks with the samples to measure on.
-        plan: of the calibration that sweeps vary around.
-        request: what to vary.
-        settings: all that are visited; which parts sums of samples are made of depends on them, and on nothing else.
-        reporter: told of every layer and setting; may cancel.
-        spill: folder for features beyond the budget.
-    """
+    """How the settings of a sweep are tried and measured; `plan` is what they vary around."""
 
     study: Study
     plan: CalibrationPlan
     request: SweepRequest
+    # All that are visited: of which parts sums of samples are made depends on them, and not on what is left to do.
     settings: Sequence[Setting]
     reporter: Reporter
     spill: pathlib.Path

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from driftlens.base.errors import CheckpointError
+from driftlens.checkpoints.guarded import guarded
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.lora import lora_source
 from driftlens.checkpoints.sources import StateSource, TensorsSource, module_source, renamed
@@ -192,7 +193,10 @@ def test_a_configuration_that_is_none_is_refused(
         lora_source(base, tmp_path)
 
 
-def test_patterns_have_so_long_to_match_and_no_longer(base: StateSource, tmp_path: pathlib.Path) -> None:
+def test_patterns_have_so_long_to_match_and_no_longer(
+    base: StateSource, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(guarded.__kwdefaults__, "seconds", 0.5)
     train(clip(), tmp_path, **OPTIONS["plain"])
     edit_config(rank_pattern={"fc2": 2, "(([a-z_.0-9]+)+)+X": 3})(tmp_path)
     with pytest.raises(CheckpointError, match=r"rank_pattern: '\(\(.*X' takes too long"):

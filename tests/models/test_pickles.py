@@ -290,7 +290,7 @@ def _repeated(called: bytes, given: bytes, opcode: bytes) -> bytes:
 def test_what_unfolds_without_end_is_stopped_elsewhere(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_files, "SECONDS", 0.5)
+    monkeypatch.setattr(torch_files, "SECONDS", 0.2)
     path, names = tmp_path / "bomb.pt", dict.fromkeys(map(str, range(50)))
     items = b"N" * 400_000
     cases = {

@@ -59,22 +59,15 @@ def folder(light: DriftRun, tmp_path: pathlib.Path, toys: None) -> pathlib.Path:
     return copied(light, tmp_path / "run")
 
 
-@pytest.mark.parametrize(("method", "setting"), [("toy-scale", "pull"), ("toy-map", "epochs")])
+@pytest.mark.parametrize(
+    ("method", "setting"),
+    [("toy-scale", "pull"), pytest.param("toy-map", "epochs", marks=pytest.mark.slow)],
+)
 def test_a_calibrator_is_found_on_the_command_line_and_rehearsed(
     folder: pathlib.Path, method: str, setting: str
 ) -> None:
-    command = [
-        "calibrate",
-        str(folder),
-        "--name",
-        "toy",
-        "--method",
-        method,
-        "--dry-run",
-        "--set",
-        f"{setting}=3",
-    ]
-    shown = CliRunner().invoke(app, command)
+    flags = ["--name", "toy", "--method", method, "--dry-run", "--set", f"{setting}=3"]
+    shown = CliRunner().invoke(app, ["calibrate", str(folder), *flags])
     assert shown.exit_code == 0, shown.output
     assert f"{method}: {setting} 3" in shown.output
     refused = rehearse(folder, request("toy", method=method, parameters={setting: -1}))

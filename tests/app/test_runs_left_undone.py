@@ -39,7 +39,8 @@ def test_a_damaged_status_is_told_and_keeps_no_page_from_its_run(
     (root / "full" / "status.json").write_text('{"state": "done", "done": "x"}')
     app = open_app(root, view)
     assert not app.error and open_run(root / "full").id in app.query_params["run"]
-    told = "status.json can't be read: done is 'x'. Remove it; the results do not depend on it."
+    told = "status.json can't be read: done: input should be a valid integer, got 'x'. Remove it; "
+    told += "the results do not depend on it."
     assert (told in said(app)) == (view == "overview")
     assert told in said(open_app(root, "runs"))
 

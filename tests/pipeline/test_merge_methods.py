@@ -53,7 +53,7 @@ def test_preflight_plans_what_methods_cost_and_refuses_one_without_scores(
         check(world.spec(merge={"method": "wudi", "steps": steps}), estimate=True).cost
         for steps in (1, 10**6)
     )
-    assert few is not None and many is not None and many.seconds > few.seconds + 10
+    assert few is not None and many is not None and many.seconds > 2 * few.seconds
     spec = world.spec(merge={"method": "fisher"}, heads=None)
     assert "there is none of" in found(check(spec), "problem", "merge").text
     with pytest.raises(SpecError, match="reads the score map"):

@@ -196,10 +196,12 @@ def calibration_form(
 def _chosen_method(last: CalibrationRequest | None, taken: Container[str], loader: str) -> CalibrationRequest:
     """What the form begins with, for the calibrator that is chosen."""
     known = methods()
-    fresh = CalibrationRequest(
-        name=DEFAULT_METHOD, method=DEFAULT_METHOD, preset=known[DEFAULT_METHOD].preset_for(loader)
-    )
-    start = last or freely_named(fresh, taken)
+
+    def fresh(method: str) -> CalibrationRequest:
+        preset = known[method].preset_for(loader)
+        return freely_named(CalibrationRequest(name=method, method=method, preset=preset), taken)
+
+    start = last or fresh(DEFAULT_METHOD)
     names, method = [*known], start.method or DEFAULT_METHOD
     if len(names) > 1:
         called = st.selectbox(

@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,12 +42,14 @@ def drawn(seed: int, device: torch.device) -> Found:
     from driftlens.calibration.calibrator import calibrators
     from driftlens.engine.site_selection import select_sites
     from driftlens.jobs.contest.automatic import BEST
+    from driftlens.jobs.study.kept import Kept
     from driftlens.jobs.study.reopening import reopened
 
     with tempfile.TemporaryDirectory() as place:
         study = reopened(dl.analyze(_spec(seed, device), out=f"{place}/run", progress="none").path)[0]
         start = calibrators["featcal"](**calibrators["featcal"].presets["paper-clip"])
-        _, record = BEST.choose(study, start, select_sites(study.pool.chain), Reporter())
+        tried = Kept(Path(place) / "tried")
+        _, record = BEST.choose(study, start, select_sites(study.pool.chain), Reporter(), tried)
     folders = {"base": "base"} | {f"expert:{task}": task for task in TASKS}
     models: Any = {
         name: CLIPVisionModelWithProjection.from_pretrained(REAL / "hf" / folder).to(device).eval()

@@ -105,7 +105,6 @@ class Ground:
         objectives: whether reports hold the objectives of linear sites; on CPUs they cost about a tenth of the time.
         seed: every task and boundary that is trained draws from a generator of its own.
         memory: keeps how far a training is; what it has is not trained again.
-        only: walk through these layers alone, whose cost is asked for; None walks through all.
     """
 
     pool: ModelPool
@@ -121,7 +120,6 @@ class Ground:
     objectives: bool = True
     seed: int = 0
     memory: Memory | None = None
-    only: Collection[int] | None = None
 
     @property
     def tasks(self) -> list[str]:
@@ -131,11 +129,6 @@ class Ground:
     def store(self) -> FeatureStore:
         """An empty one for the features that wait."""
         return FeatureStore(self.feature_budget, self.spill)
-
-    def layers(self, last: int) -> list[Layer]:
-        """Those to walk through, up to the last one that is wanted."""
-        there = self.pool.chain.layers[:last]
-        return [layer for layer in there if self.only is None or layer.index in self.only]
 
     def require_tasks(self) -> None:
         """Refuse tasks without an expert.
@@ -231,7 +224,7 @@ class CalibrationWalk(ABC):
     def walked(self) -> Iterator[list[CalibratedLayer]]:
         """Calibrated layers of all lanes; the walk ends behind the last one with chosen sites."""
         with self.passage.store:
-            yield from forward_order(self, self.ground.layers(self.last))
+            yield from forward_order(self, self.ground.pool.chain.layers[: self.last])
 
     def visit(self, layer: Layer) -> Iterator[list[CalibratedLayer]]:
         """The layer, calibrated, if it is to be."""

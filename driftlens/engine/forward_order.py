@@ -79,8 +79,7 @@ def forward_order(visitor: Visitor[T], layers: Sequence[Layer]) -> Iterator[T]:
 
     Args:
         visitor: is sent every layer.
-        layers: in forward order. All, up to some layer; or a few, each of which takes what the one before it gives,
-            where only their cost is asked for.
+        layers: in forward order: all, or those up to some layer.
     """
     for layer in layers:
         yield from visitor.visit(layer)

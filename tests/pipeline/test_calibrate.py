@@ -40,8 +40,8 @@ def before(form: Form, world: World, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("exported")
+def exported(form: Form, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("exported") / form
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def run(
 ) -> DriftRun:
     """The same run, calibrated; the model is also saved as a folder."""
     folder = copied(before, tmp_path_factory.mktemp("after") / "run")
-    return calibrate(folder, request(preset="paper-clip", save_weights=exported / form))
+    return calibrate(folder, request(preset="paper-clip", save_weights=exported))
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +72,13 @@ def encode(form: Form, run: DriftRun, exported: pathlib.Path) -> Callable[[torch
     if form == "open_clip":
         import open_clip
 
-        model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{exported / form}")
+        model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{exported}")
         return model.eval().encode_image
     from transformers import CLIPImageProcessor, CLIPVisionModelWithProjection
 
-    tower, loading = CLIPVisionModelWithProjection.from_pretrained(exported / form, output_loading_info=True)
+    tower, loading = CLIPVisionModelWithProjection.from_pretrained(exported, output_loading_info=True)
     assert not any(loading.values()), loading
-    assert list(CLIPImageProcessor.from_pretrained(exported / form).image_mean) == [0.5, 0.4, 0.3]
+    assert list(CLIPImageProcessor.from_pretrained(exported).image_mean) == [0.5, 0.4, 0.3]
     return lambda images: tower.eval()(images).image_embeds
 
 

@@ -1,8 +1,4 @@
-"""Scores of language models by what they answer: generated, chosen, or as likely as they find the answers wanted.
-
-The whole model has to be in memory for that, one variant's at a time: each is loaded once per task, and every metric of
-the task is measured while it is there.
-"""
+"""Scores of language models by what they answer: each is whole in memory, once per task, for all its metrics."""
 
 from __future__ import annotations
 
@@ -27,33 +23,16 @@ SPARE_TOKENS = 8
 
 @dataclass
 class Said:
-    """What the variants said to some test samples of one task.
-
-    Attributes:
-        results: variant and metric -> of every sample value, reference, answer and target; of accuracy the value alone.
-        notices: what a reader should know.
-    """
+    """What was said to some test samples, by variant and metric: of every sample value, reference, answer, target."""
 
     results: dict[tuple[str, str], list[tuple[Any, ...]]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
 
 
 def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Said:
-    """What variants answer to a task's test samples, by the metrics that ask for that; `expert` is the task's own.
+    """What variants answer to test samples of a task, by the metrics that ask for that; `expert` is the task's own.
 
-    A variant whose weights don't fit `compute.feature_budget` is left out with a notice. What it attaches for the task
-    acts inside the library's own model while that answers.
-
-    Args:
-        study: whose variants are asked.
-        task: one of its tasks.
-        variants: names in the study's pool.
-        reporter: told of every batch; may cancel.
-        part: positions of the samples to ask of.
-
-    Raises:
-        DataError: a target is missing, or is no number where one is wanted.
-        Cancelled: somebody asked to stop.
+    A variant whose weights don't fit `compute.feature_budget` is left out with a notice.
     """
     found, samples = Said(), study.tasks[task].test
     metrics = [name for name in metrics_of(study, task) if name != ACCURACY.name]
@@ -80,10 +59,7 @@ def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter
 
 
 def metrics_of(study: Study, task: str) -> tuple[str, ...]:
-    """What a task is scored by: what its data entry names, else accuracy by classes, else the answers themselves.
-
-    Classes whose answers begin alike, which no single token tells apart, are chosen between by their likelihoods.
-    """
+    """What a task is scored by: its data entry's metrics, else accuracy by classes, else the answers themselves."""
     at = study.tasks[task]
     if at.metrics or at.test is None:
         return at.metrics

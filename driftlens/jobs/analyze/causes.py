@@ -42,15 +42,7 @@ BATCH = 8
 
 @dataclass
 class Explanation:
-    """Where the drift of some variants on one task comes from.
-
-    Attributes:
-        layers: keys of rows of the layer table, and the columns to fill in them.
-        samples: the same of the sample table, as columns, for the samples that were followed.
-        adjoint: rows of the adjoint table, as columns.
-        groups: rows of the table of module groups.
-        warnings: what may spoil these numbers.
-    """
+    """Where the drift of some variants on one task comes from: keys and columns of tables, and what may spoil them."""
 
     layers: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -63,10 +55,6 @@ def explain(study: Study, task: str, variants: Sequence[str], reporter: Reporter
     """The attribution of these variants' drift to layers, as the study's settings ask for it.
 
     Processes may share the samples, except for what is taken back; None in all but the first.
-
-    Raises:
-        NumericsError: weights or features are NaN or infinite.
-        Cancelled: somebody asked to stop.
     """
     work = partial(_followed, study, task, variants, reporter)
     batches = {name: _first_samples(study, name).num_batches for name in study.tasks}
@@ -229,13 +217,7 @@ def _joined(parts: list[Tensor]) -> NDArray[np.float64]:
 def adjoint_columns(
     study: Study, task: str, variant: str, nodes: Mapping[int, int]
 ) -> Iterator[dict[str, Any]]:
-    """Columns of the `adjoint` table, for one target and one layer at a time.
-
-    `nodes` are the quadrature nodes per layer that the forward pass found sufficient.
-
-    Raises:
-        NumericsError: weights or features are NaN or infinite.
-    """
+    """Columns of the `adjoint` table, by target and layer; `nodes` sufficed for the forward pass, by layer."""
     samples = study.tasks[task].diagnosis
     for seen, steps in _taken_back(study, task, variant, nodes):
         last = seen[-1]

@@ -42,11 +42,7 @@ Features = Mapping[tuple[str, int], NDArray[np.float32]]
 
 @dataclass
 class TaskDiagnosis:
-    """What one task's walk found.
-
-    `features` holds pooled features [n, d] (float32) by (variant, layer); the expert's are among them.
-    `precision_error` is what the function of that name found; NaN where it was not measured.
-    """
+    """What one task's walk found: rows, and pooled features [n, d] (float32) by (variant, layer), the expert's too."""
 
     layers: list[Row] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -62,10 +58,8 @@ class Walked:
 
     Attributes:
         columns: numbers of every sample, by (variant, layer) and name.
-        features: pooled, of the expert, too.
         closure: |e - e_library| / |e| by (variant, layer), with the first batch alone.
         precision_error: what the function of that name found, with the first batch of the first task.
-        warnings: what may spoil these numbers.
     """
 
     columns: dict[tuple[str, int], dict[str, Array]]
@@ -77,20 +71,7 @@ class Walked:
 
 @torch.no_grad()
 def walked(study: Study, task: str, reporter: Reporter, first: int, last: int) -> Walked:
-    """What every diagnostic sees of every variant on some batches of one task's diagnosis samples.
-
-    Args:
-        study: whose variants walk beside the expert.
-        task: one of its tasks.
-        reporter: told of every layer; may cancel.
-        first: batch.
-        last: the batch behind the last one.
-
-    Raises:
-        NumericsError: weights or features are NaN or infinite, or the drift is not that of ordinary forward passes or
-            of float64.
-        Cancelled: somebody asked to stop.
-    """
+    """What every diagnostic sees of every variant on some batches of one task's diagnosis samples."""
     samples = study.tasks[task].diagnosis
     num_layers = len(study.pool.chain.layers)
     meter = TaskMeter(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
@@ -129,8 +110,7 @@ def _chunks(study: Study, task: str, samples: SampleSet, part: range) -> Iterato
 class _Recorder:
     """Collects per-sample columns and pooled features, in sample order, by variant and layer.
 
-    What was seen of a layer stays on the device until another layer comes: a device is asked to wait once per layer and
-    model, not for every batch.
+    What was seen of a layer stays on the device until another comes: it is asked to wait once per layer and model.
     """
 
     def __init__(self, pool: Pool, first_variant: str, measured: Sequence[Diagnostic]) -> None:
@@ -192,14 +172,7 @@ def _end_to_end(parts: Sequence[Mapping[K, NDArray[N]]]) -> dict[K, NDArray[N]]:
 def diagnosis_of(
     study: Study, task: str, parts: Sequence[Walked], base: Mapping[int, Array] | None = None
 ) -> TaskDiagnosis:
-    """The tables of one task.
-
-    Args:
-        study: whose variants walked.
-        task: one of its tasks.
-        parts: all of its batches, in order.
-        base: norms of the base's drift [n] by layer, where it is known and did not walk along.
-    """
+    """The tables of one task."""
     at_hand, first, measured = study.tasks[task], parts[0], study.settings.measured
     found = TaskDiagnosis(
         features=_end_to_end([part.features for part in parts]),
@@ -265,10 +238,8 @@ VERIFIED_SAMPLES = 2
 class LibraryDrift:
     """Drift of a task's first samples as the models' own library gives it, to hold the walk's drift against.
 
-    They are a batch, or less where all its boundaries' features don't fit into the budget of features.
-
-    Attributes:
-        error: |e - e_library| / |e| by variant and layer; NaN where there is no drift.
+    They are a batch, or less where all its boundaries' features don't fit into the budget of features. `error` is
+    |e - e_library| / |e| by variant and layer; NaN where there is no drift.
     """
 
     def __init__(self, study: Study, task: str) -> None:
@@ -291,11 +262,7 @@ class LibraryDrift:
         self.error: dict[tuple[str, int], float] = {}
 
     def compare(self, view: LayerView) -> None:
-        """Keep the closure error of the first samples.
-
-        Raises:
-            NumericsError: it is larger than rounding explains.
-        """
+        """Keep the closure error of the first samples."""
         if view.start != 0:
             return
         merged, expert = (
@@ -314,11 +281,7 @@ class LibraryDrift:
 
 
 def check_closure(study: Study) -> None:
-    """Compare the first samples of every task with the library's own forward pass, before anything is built on drift.
-
-    Raises:
-        NumericsError: a layer's drift is not that of ordinary forward passes.
-    """
+    """Hold the first samples of every task against the library's own forward pass, before drift is built on."""
     for task, at_hand in study.tasks.items():
         library = LibraryDrift(study, task)
         for view in walk(study.pool, task, study.variants, [library.batch], ids=at_hand.diagnosis.ids):
@@ -332,14 +295,6 @@ def precision_error(
 
     The float64 pass reads the same weights and shares no product with the run, so that products of fewer bits show,
     however they came to be chosen. NaN where there is no drift, and for a run that is computed in float64.
-
-    Args:
-        study: whose models are computed once more.
-        task: whose samples.
-        features: pooled features of the run [n, d] by (variant, layer), the expert's among them.
-
-    Raises:
-        NumericsError: the run's drift is further off than its dtype rounds.
     """
     if study.pool.dtype == torch.float64:
         return math.nan

@@ -37,13 +37,7 @@ CHUNK_BYTES = 256 << 20
 
 @dataclass
 class Scores:
-    """What the variants score on one task.
-
-    Attributes:
-        rows: of the accuracy table.
-        results: of the table `scores`, one per sample.
-        notices: what a reader should know.
-    """
+    """What the variants score on one task: rows of `accuracy` and `scores`, and what a reader should know."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
@@ -51,15 +45,7 @@ class Scores:
 
 
 def scores_of(study: Study, task: str, variants: list[str], reporter: Reporter) -> Scores | None:
-    """What variants score on a task's test samples by all its metrics, accuracy among them; `expert` is its own.
-
-    Processes may share the samples; None in all but the first.
-
-    Raises:
-        NumericsError: weights or features are NaN or infinite.
-        DataError: a target is missing, or is no number where one is wanted.
-        Cancelled: somebody asked to stop.
-    """
+    """What variants score on a task's test samples by all its metrics; None in all but the first process."""
     batches = {name: at.test.num_batches if at.test else 0 for name, at in study.tasks.items()}
 
     def said(first: int, last: int) -> Said:
@@ -132,11 +118,7 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
 
 @torch.no_grad()
 def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, pooling: Pool) -> Tensor:
-    """What leaves the last layer of one model, one vector per sample, [n, d].
-
-    Raises:
-        NumericsError: weights or features are NaN or infinite.
-    """
+    """What leaves the last layer of one model, one vector per sample, [n, d]."""
     length = samples.fitting(waiting_bytes(pool, model, samples.load([0])), CHUNK_BYTES)
     parts = ((first, min(first + length, len(samples))) for first in range(0, len(samples), length))
     chunks = (forward(pool, model, samples.batches(*part), task=task, pooling=pooling) for part in parts)
@@ -156,12 +138,7 @@ def final_drift(found: Tensor, expert: Tensor) -> dict[str, float]:
 def first_look(run: DriftRun, study: Study, variant: str, counts: Mapping[str, int]) -> str:
     """What a few diagnosis samples say of a new variant beside the merged model and the experts, in one sentence.
 
-    It costs one forward pass of the new model on at most `counts` samples of each task, and its answers to as many test
-    samples where these are scored: all else is in the run.
-
-    Raises:
-        NumericsError: weights or features are NaN or infinite.
-        RunError: a table can't be read.
+    It costs one forward pass on at most `counts` samples of each task, and answers to as many where these are scored.
     """
     import pandas as pd
 

@@ -52,16 +52,7 @@ def analyze(
     request: AnalysisRequest = AnalysisRequest(),
     context: Context = Context(),
 ) -> DriftRun:
-    """Measure the drift of every variant of a spec, and write it all into a run directory.
-
-    Args:
-        spec: a file, the values themselves, or a checked spec.
-        request: where the run goes, and what of the spec is overridden.
-        context: what may be used, and who watches.
-
-    Raises:
-        DriftLensError: see the tree in `driftlens.base.errors`; the run directory's status says the same.
-    """
+    """Measure the drift of every variant of a spec, and write it all into a run directory."""
     resolved = load_spec(spec, request.over_spec)
     out = request.out or Path("runs", resolved.name)
     # First of all: nothing need be opened to see that a setting is wrong.
@@ -136,20 +127,7 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
 
 
 def explain(path: PathLike, context: Context = Context()) -> DriftRun:
-    """Trace the drift of every variant of a run back to layers, where that was left out or interrupted.
-
-    The run's spec says how; where it leaves Jacobians out, their default settings do.
-
-    Args:
-        path: the run directory.
-        context: what may be used, and who watches.
-
-    Raises:
-        RunError: the analysis itself is unfinished, or the run is damaged.
-        SpecError: the run was made from live modules.
-        CheckpointError: a checkpoint is not the one that the run was made with.
-        DriftLensError: as for `analyze`.
-    """
+    """Trace the drift of every variant of a run back to layers where that was left out, by defaults if need be."""
     folder = Path(path)
     require_analyzed(folder)
     # Before the lock: a refusal must not turn a finished run into a failed one.
@@ -173,18 +151,7 @@ def explain(path: PathLike, context: Context = Context()) -> DriftRun:
 
 
 def evaluate(path: PathLike, context: Context = Context(), *, again: bool = False) -> DriftRun:
-    """Measure the accuracy of every variant of a run that has not been measured yet, or of all.
-
-    Args:
-        path: the run directory.
-        again: measure anew what is there.
-        context: what may be used, and who watches.
-
-    Raises:
-        RunError: the analysis itself is unfinished, or the run is damaged.
-        SpecError: the run was made from live modules, and there is something to measure.
-        DriftLensError: as for `analyze`.
-    """
+    """Measure the accuracy of every variant of a run that has not been measured yet, or of all."""
     require_analyzed(Path(path))
     if again:  # before the lock: a refusal must not turn a finished run into a failed one
         require_spec(Path(path), read_manifest(Path(path)))

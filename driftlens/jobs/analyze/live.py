@@ -56,16 +56,7 @@ LOADER = "live"
 
 
 def live_study(given: Modules, settings: LiveSettings = LiveSettings()) -> Study:
-    """A study of modules that the caller has built. They run in eval mode; nothing about them is changed.
-
-    Raises:
-        SpecError: tasks of `experts` and `data` differ, there is no such pooling or device, or blocks pass on more than
-            features.
-        IncompatibleModelsError: the modules differ in class, parameters or shapes, or in what they give their blocks
-            beside features.
-        NumericsError: a module gives two outputs for one batch in eval mode.
-        DataError: the data doesn't repeat, or its batches don't fit together.
-    """
+    """A study of modules that the caller has built. They run in eval mode; nothing about them is changed."""
     experts, merged = given.experts or {}, given.merged
     stated = {**{task: {} for task in experts}, **(settings.texts or {})}
     _require_same_tasks(experts, {"data": given.data, "calibration data": given.calibration, "texts": stated})
@@ -141,18 +132,8 @@ def live_again(
 ) -> tuple[Study, OpenModels]:
     """The study behind a run of live modules, whose modules and samples are handed in again, and its models.
 
-    Settings, samples, labels and heads are compared with the run's; to compare weights is up to the caller.
-
-    Args:
-        folder: the run.
-        given: fields of `Modules` and of `LiveSettings`; the run's own settings stand in for those that are left out.
-        calibration: samples to calibrate on; those of the analysis if left out.
-        num_calibration: how many of them per task; 256 at most if left out.
-
-    Raises:
-        SpecError: something is missing that the run can't know, or settings or heads are not those of the run.
-        DataError: samples or labels are not.
-        DriftLensError: as for `live_study`.
+    `given` are fields of `Modules` and `LiveSettings`; what is left out is the run's. Settings, samples, labels and
+    heads are compared with the run's; to compare weights is up to the caller.
     """
     from driftlens.jobs.study.opening import OpenModels
 
@@ -207,11 +188,7 @@ def _require_what_was_given(
 def analyze_study(
     study: Study, request: AnalysisRequest, settings: LiveSettings, context: Context = Context()
 ) -> DriftRun:
-    """Measure the drift of a study of live modules and write a run directory, in which `settings` are written down.
-
-    Raises:
-        DriftLensError: as for `driftlens.jobs.analyze.job.analyze`.
-    """
+    """Measure the drift of a study of live modules and write a run directory, in which `settings` are written down."""
     out = request.out or pathlib.Path("runs", study.name)
     live = {"settings": recorded(settings), "contents": _contents(study)}
     digest = hashlib.sha256(json.dumps(live["settings"], sort_keys=True).encode()).hexdigest()

@@ -42,8 +42,6 @@ class Phase:
     """One part of a job.
 
     Attributes:
-        name: under which it is recorded.
-        work: what is done.
         study: whose models it runs, with as many threads as suit these just then; None where it runs none.
         leads: the team whose first process does it alone, because it writes; None where all do their share.
         again: whether it is done although it was done before.
@@ -57,11 +55,7 @@ class Phase:
 
 
 def run_phases(writer: RunWriter, phases: Iterable[Phase]) -> None:
-    """Do the phases that are not done yet, one after the other, and record what each used.
-
-    Raises:
-        DriftLensError: what their work raises.
-    """
+    """Do the phases that are not done yet, one after the other, and record what each used."""
     for phase in phases:
         if writer.done(phase.name) and not phase.again:
             continue
@@ -92,10 +86,7 @@ def analysis(
 def measuring(
     writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str = ""
 ) -> Iterator[Phase]:
-    """The drift and accuracy of variants that the study's pool holds: all that is asked of them first.
-
-    Among them `expert` is each task's own. `prefix` begins the phases' names.
-    """
+    """The drift and accuracy of variants in the study's pool (`expert` is each task's own): what is asked first."""
     new = _only(study, variants)
     for task in new.tasks:
         yield Phase(f"{prefix}analyze:{task}", partial(_diagnose, writer, new, variants, task, reporter), new)
@@ -117,10 +108,7 @@ def completing(
 def explaining(
     writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str = ""
 ) -> Iterator[Phase]:
-    """What traces drift back to layers, for all tasks and variants whose rows lack it. Arguments as above.
-
-    The study's settings say how; without Jacobians there is nothing to do.
-    """
+    """What traces drift back to layers, for all tasks and variants whose rows lack it, as the study's settings say."""
     if study.settings.jacobian is None:
         return
 
@@ -333,12 +321,7 @@ def _only(study: Study, variants: Sequence[str]) -> Study:
 
 
 def store_shown(writer: RunWriter, task: str, samples: TaskSamples) -> None:
-    """Keep small pictures of a task's diagnosis samples, in their order, or what they ask; nothing of other samples.
-
-    Raises:
-        DataError: an image can't be read.
-        RunError: the file can't be written.
-    """
+    """Keep small pictures of a task's diagnosis samples, in their order, or what they ask; nothing of other samples."""
     ids = samples.diagnosis.ids[:MOST_THUMBS]
     if samples.diagnosis.texts is not None:
         texts = {name: _shortened(samples.diagnosis.text(at).input) for at, name in enumerate(ids)}

@@ -69,23 +69,9 @@ def calibrate(
 ) -> DriftRun:
     """Calibrate the merged model of a finished run; the run gains the variant `calibrated:NAME`, and its control.
 
-    Rows that are there keep their exact values. Readers see the variant as soon as its drift and accuracy are measured,
-    and nothing of it before; where its drift comes from is added behind that.
-
-    Args:
-        path: the run directory.
-        request: what to calibrate, and with which settings. Beside weights that are saved for other libraries lies what
-            is attached, with lines of Python in the card that hook it into the library's model.
-        context: what may be used, who watches, and the study of a run of live modules.
-        choose: chooses hyperparameters from the calibration samples, starting from those of the request.
-        on_first: called with a sentence on drift and accuracy of a few samples, as soon as the layers are solved.
-        on_measured: called once with the run when drift and accuracy are there; not where they were before.
-
-    Raises:
-        SpecError: a setting that can't be, or a name that is taken.
-        LayerNotFoundError: a pattern matches no layer or no site.
-        CheckpointError: a checkpoint is not the one that the run was made with.
-        DriftLensError: see the tree in `driftlens.base.errors`.
+    Rows that are there keep their exact values. Readers see the variant as soon as its drift and accuracy are
+    measured, and nothing of it before; where its drift comes from is added behind that. `on_first` is told of a few
+    samples as soon as the layers are solved, `on_measured` once when drift and accuracy are there.
     """
     folder = pathlib.Path(path)
     # All that can be refused is refused before the lock is taken: a finished run must not become a failed one.
@@ -146,12 +132,7 @@ class OpenCalibration:
 def open_calibration(
     folder: pathlib.Path, request: CalibrationRequest, context: Context = Context()
 ) -> OpenCalibration:
-    """The run's models and samples with a request's plan; nothing is written. Arguments as for `calibrate`.
-
-    Raises:
-        NumericsError: the run's own drift is not that of ordinary forward passes, so nothing can be built on it.
-        DriftLensError: as for `calibrate`.
-    """
+    """The run's models and samples with a request's plan; nothing is written. Arguments as for `calibrate`."""
     require_analyzed(folder)
     run = open_run(folder)
     if context.live is None:
@@ -166,16 +147,7 @@ def open_calibration(
 
 
 def require_terms(request: CalibrationRequest, opened: OpenCalibration, *, is_chosen: bool) -> None:
-    """Refuse a name that is taken, or to go on with something else than what was begun.
-
-    Args:
-        request: which says whether one that was begun, or is finished, may be gone on with or taken out.
-        opened: the run, and what is to be made in it.
-        is_chosen: whether hyperparameters are still to be chosen, so that they can't be compared yet.
-
-    Raises:
-        SpecError: as said.
-    """
+    """Refuse a name that is taken, or to go on with something else than what was begun."""
     plan = opened.plan
     require_free_name(request, plan, opened.manifest, is_chosen=is_chosen)
     if request.resume:
@@ -187,11 +159,7 @@ def require_terms(request: CalibrationRequest, opened: OpenCalibration, *, is_ch
 def require_free_name(
     request: CalibrationRequest, plan: CalibrationPlan, manifest: Manifest, *, is_chosen: bool
 ) -> None:
-    """Refuse a name that a finished calibration has, unless that is to be replaced or is the very same.
-
-    Raises:
-        SpecError: the name is taken.
-    """
+    """Refuse a name that a finished calibration has, unless that is to be replaced or is the very same."""
     taken = manifest.calibrations.get(plan.name)
     if taken is None or request.replace:
         return

@@ -37,9 +37,9 @@ class Choice:
     Attributes:
         choose: (study, calibrator to start from, sites, reporter, where to keep what is tried) -> calibrator with the
             hyperparameters chosen, and how they were. It sees calibration samples and nothing else. Where it says
-            `kept`, no module is solved for, and the calibration's variant is that model, `merged` or `base`, as it is.
+            `kept`, the calibration's variant is that model, `merged` or `base`, as it is.
         outlook: (calibrator to start from, samples by task, has_base) -> titles of candidates, and the most that
-            choosing and calibrating take, in calibrations by FeatCal; refuses at once what nothing can be chosen for.
+            choosing and calibrating take, in calibrations by FeatCal; refuses what nothing can be chosen for.
     """
 
     choose: Callable[
@@ -53,16 +53,11 @@ class CalibrationPlan:
     """A calibration with everything resolved.
 
     Attributes:
-        name: of the calibration.
         method: name of the calibrator.
-        calibrator: with all hyperparameters.
         sites: layer index -> names of the sites that are solved for.
-        samples: calibration samples by task.
         control: variant of the anchor alone; empty where the anchor is the merged model, or there is none.
-        automatic: whether the hyperparameters were chosen from the calibration samples.
-        selection: how they were chosen, as plain values.
+        selection: how the hyperparameters were chosen, as plain values.
         patterns: that the sites' paths match; none means linear and norm modules inside blocks.
-        seed: with which the samples were drawn.
         boundaries: layers that a trained calibrator changes or attaches something to; it solves for no site.
     """
 
@@ -86,14 +81,7 @@ class CalibrationPlan:
     def chosen(
         self, choose: Choice, study: Study, reporter: Reporter, begun: Mapping[str, Any], kept: Kept
     ) -> CalibrationPlan:
-        """The plan with hyperparameters that `choose` finds on its samples, or found before: what had `begun`.
-
-        What it tries is kept in `kept` until it is chosen.
-
-        Raises:
-            SpecError: it chose what can't be.
-            Cancelled: somebody asked to stop.
-        """
+        """The plan with hyperparameters that `choose` finds on its samples, or found before: what had `begun`."""
         selection = begun.get("selection") or {}
         if selection.get("asked") == self.asked:
             kind = calibrators[begun["method"]]
@@ -202,15 +190,7 @@ class CalibrationPlan:
 def plan_calibration(
     request: CalibrationRequest, run: DriftRun, spec: RunSpec | None, study: Study
 ) -> CalibrationPlan:
-    """The plan of a request for a finished run, whose attribution ranks layers for `top_layers`.
-
-    The `calibration` section of the run's spec, where there is one, counts where the request says nothing.
-
-    Raises:
-        SpecError: a setting that can't be, or a name that a baseline has.
-        LayerNotFoundError: a pattern matches no layer or no site.
-        DataError: a task has fewer calibration samples than asked for, or than there are folds.
-    """
+    """The plan of a request; where it says nothing, the `calibration` section of the run's spec counts."""
     section = None if spec is None else spec.calibration
     calibrator = calibrator_of(request, section)
     calibrator.check(has_base=study.has_base)
@@ -314,12 +294,7 @@ def _top_layers(run: DriftRun, count: int) -> list[int]:
 
 
 def untouched_but_moved(pool: ModelPool, calibrated: Collection[tuple[int, str]]) -> list[str]:
-    """One notice per layer outside the blocks that differs between base and experts but was not calibrated.
-
-    Args:
-        pool: base and experts; without a base, the experts are compared with one another.
-        calibrated: layer index and own name of every parameter that was solved for.
-    """
+    """One notice per layer outside the blocks that differs between base and experts but was not calibrated."""
     experts = [name for name in pool.names if task_of(name) is not None]
     first, *others = [*(["base"] if "base" in pool else []), *experts]
     notices = []
@@ -368,11 +343,7 @@ def method_of(request: CalibrationRequest, section: Calibration | None) -> str:
 
 
 def method_called(calibrator: Calibrator) -> str:
-    """The name under which the calibrator's class, or the one it extends, is registered.
-
-    Raises:
-        SpecError: it is not.
-    """
+    """The name under which the calibrator's class, or the one it extends, is registered."""
     for known, kind in sorted(calibrators.items(), key=lambda entry: entry[1] is not type(calibrator)):
         if isinstance(calibrator, kind):
             return known
@@ -383,15 +354,7 @@ def method_called(calibrator: Calibrator) -> str:
 
 
 def calibrator_of(request: CalibrationRequest, section: Calibration | None) -> Calibrator:
-    """The calibrator with all hyperparameters resolved: parameters over preset over spec over defaults.
-
-    Args:
-        request: what the user asks for.
-        section: the spec's `calibration`, which counts if it is of the same method; its values stand over its preset.
-
-    Raises:
-        SpecError: no such method, preset or parameter, or a value out of its range.
-    """
+    """The calibrator with all hyperparameters resolved: parameters over preset over spec over defaults."""
     method = method_of(request, section)
     given: dict[str, Any] = {}
     if section is not None and section.method == method:  # else its settings are another method's

@@ -41,13 +41,7 @@ PHASE = "calibrate"
 
 @dataclass(frozen=True)
 class SolvedLayer:
-    """One layer's solution.
-
-    Attributes:
-        updates: the layer's own parameter names -> calibrated values, which stay on disk until they are asked for.
-        reports: one per site.
-        seconds: time since the calibration began, over all sittings.
-    """
+    """One layer's solution: own parameter names -> values, which stay on disk, and seconds over all sittings."""
 
     updates: Mapping[str, Tensor]
     reports: Sequence[SiteReport]
@@ -57,8 +51,7 @@ class SolvedLayer:
 class CalibrationScratch(Begun):
     """The folder of one unfinished calibration inside a run; it belongs to nothing that a reader sees.
 
-    Among the settings that it begins with is, as `selection`, how they were chosen: nothing as long as they are being
-    chosen; and as `command`, with which options.
+    Of what it begins with, `selection` is how settings were chosen (nothing until then), `command` with which options.
     """
 
     what = "calibration"
@@ -70,16 +63,7 @@ class CalibrationScratch(Begun):
         self._seconds = 0.0
 
     def go_on(self, settings: Mapping[str, Any], *, asked: Mapping[str, Any] | None = None) -> None:
-        """Begin, unless that was done before, with the same settings.
-
-        Args:
-            settings: everything that the solutions depend on, as plain values.
-            asked: what a choice begins with: where one was made, it is compared with what that one began with.
-
-        Raises:
-            SpecError: what is there was begun with other settings; the first difference is named.
-            RunError: the folder can't be written to.
-        """
+        """Begin, unless that was done before, with the same settings; `asked` is what a choice begins with."""
         if self.is_there:
             self.require_begun(settings, asked=asked)
         else:
@@ -117,11 +101,7 @@ class CalibrationScratch(Begun):
         return self.kept("tried")
 
     def settle(self, settings: Mapping[str, Any]) -> None:
-        """Go on with what was chosen: `settings` take the place of those that the choice began with.
-
-        Raises:
-            RunError: the folder can't be written to, or the run was removed since the calibration began.
-        """
+        """Go on with what was chosen: `settings` take the place of those that the choice began with."""
         self.require_there()
         write_json_atomic(self._settings, settings)
         remove_tree(self._folder / "tried")
@@ -141,11 +121,7 @@ class CalibrationScratch(Begun):
         return self._training.read(name)
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep what a training has reached, whole or not at all.
-
-        Raises:
-            RunError: the disk is full, or the run was removed since the calibration began.
-        """
+        """Keep what a training has reached, whole or not at all."""
         self._training.write(name, tensors, self._seconds)
 
     @property
@@ -153,15 +129,7 @@ class CalibrationScratch(Begun):
         return self.kept("training")
 
     def keep(self, layer: CalibratedLayer, seconds: float) -> SolvedLayer:
-        """Store one layer's solution, whole or not at all; returns what was stored.
-
-        Args:
-            layer: what was solved.
-            seconds: time since the calibration began, over all sittings.
-
-        Raises:
-            RunError: the disk is full, or the run was removed since the calibration began.
-        """
+        """Store one layer's solution, whole or not at all; returns what was stored."""
         self.require_there()
         reports = json.dumps([dataclasses.asdict(report) for report in layer.reports])
         file = self._folder / f"{layer.layer:03d}.safetensors"
@@ -185,12 +153,7 @@ def _read(path: pathlib.Path) -> SolvedLayer:
 
 @dataclass
 class Solution:
-    """What a walk solved.
-
-    Attributes:
-        layers: what was solved, by index.
-        attachments: (task, boundary) -> what a trained calibrator attaches there.
-    """
+    """What a walk solved: layers by index, and (task, boundary) -> what a trained calibrator attaches there."""
 
     layers: dict[int, SolvedLayer] = field(default_factory=dict)
     attachments: dict[tuple[str, int], Attachment] = field(default_factory=dict)
@@ -211,14 +174,7 @@ class Solution:
 def solve(
     writer: RunWriter, study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, reporter: Reporter
 ) -> Solution:
-    """What a plan solves for or trains, in forward order; all of it is kept in `scratch` as soon as it is there.
-
-    What earlier sittings have reached is not done again.
-
-    Raises:
-        NumericsError: weights or features are NaN or infinite, or a system can't be solved as asked.
-        Cancelled: somebody asked to stop; what was solved is kept.
-    """
+    """What a plan solves for or trains, in forward order; it is kept at once, and not done again when resumed."""
     solution, started = Solution(scratch.solved()), time.monotonic() - scratch.seconds
     metrics: dict[str, float] = {}  # of the last finished layer: enough to draw a curve while it runs
 
@@ -281,11 +237,7 @@ def record_solution(
     identity: dict[str, Any],
     info: CalibrationInfo,
 ) -> None:
-    """Write the history of every site and `config.yaml`, in which all settings are resolved.
-
-    Raises:
-        RunError: the folder can't be written to.
-    """
+    """Write the history of every site and `config.yaml`, in which all settings are resolved."""
     import pandas as pd
 
     from driftlens.spec.yaml_text import to_yaml

@@ -58,14 +58,7 @@ def save_variants(
     solution: Solution,
     info: CalibrationInfo,
 ) -> None:
-    """Write the calibrated model, and its control where there is one, in the base's key names and dtypes.
-
-    Each file lands whole or not at all; its header repeats `info`.
-
-    Raises:
-        NumericsError: a solution overflows in the base's dtype.
-        RunError: the disk is full.
-    """
+    """Write the calibrated model, and its control where there is one, in the base's key names and dtypes."""
     pool = study.pool
     merged = pool.source(plan.kept or "merged")
     for variant, relative in plan.weights.items():
@@ -102,10 +95,9 @@ def weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:
 def with_parameters(
     chain: LayerChain, merged: StateSource, like: StateSource, parameters: Mapping[ParameterKey, Tensor]
 ) -> StateSource:
-    """The merged model with some parameters replaced, in the dtypes of `like`.
+    """The merged model with some parameters, in the layers' own layout, replaced, in the dtypes of `like`.
 
-    That is the base, or what stands for it: a merged model stored in fewer bits must not round the solution. The new
-    values come in the layers' own layout, and are checked as `Patched` does it, when they are read.
+    That is the base, or what stands for it: a merged model stored in fewer bits must not round the solution.
     """
     start = InDtypes(merged, {key: header.dtype for key, header in like.headers.items()})
     return Patched(start, fused(chain, parameters, start))
@@ -114,10 +106,7 @@ def with_parameters(
 def anchors(
     chain: LayerChain, merged: StateSource, base: StateSource, reach: float, keys: Collection[ParameterKey]
 ) -> OnDemand[ParameterKey]:
-    """base + reach * (merged - base) (Eq. 11) for the given parameters, in float64.
-
-    With these in place of the solution a calibration becomes its own control: what an infinite pull would give.
-    """
+    """Eq. 11, base + reach * (merged - base), for the given parameters, in float64: the control of a calibration."""
 
     def anchor(key: ParameterKey) -> Tensor:
         slot = chain.layers[key[0] - 1].parameters[key[1]]

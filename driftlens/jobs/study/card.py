@@ -37,19 +37,9 @@ _SHOWN_VERSIONS = ("driftlens", "python", "torch", "open_clip_torch", "transform
 
 
 def model_card(run: DriftRun, name: str, usage: str = "") -> str:
-    """Markdown with the Hub's front matter, made from the run's tables and manifest, and of a calibrated model.
+    """Markdown with the Hub's front matter of a calibrated model, from the run's tables and manifest.
 
-    The license is what the base's own card says, where that is at hand. Names that a user chose are escaped, and of
-    local paths only the last part is shown.
-
-    Args:
-        run: with the finished calibration.
-        name: of the calibration.
-        usage: Python that loads the model; empty where it lies in the run, and not in a library's folder.
-
-    Raises:
-        DataError: the run has no finished calibration of that name.
-        RunError: a table can't be read.
+    Names that a user chose are escaped, of local paths only the last part is shown. `usage` is Python that loads it.
     """
     compared_variants(run, name)  # says which calibrations there are when this is none
     manifest = run.manifest
@@ -85,11 +75,7 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
 
 
 def renew_cards(run: DriftRun) -> None:
-    """Write the cards that lie in a run again, as scores were attached to it since.
-
-    Raises:
-        RunError: one can't be written.
-    """
+    """Write the cards that lie in a run again, as scores were attached to it since."""
     for name in run.manifest.calibrations:
         place = f"{calibration_folder(name)}/README.md"
         if (run.path / place).is_file():
@@ -104,15 +90,7 @@ def merge_card(
     notices: Sequence[str],
     usage: str = "",
 ) -> str:
-    """The same of a model that was merged and not measured.
-
-    Args:
-        merge: what the merge method records of itself.
-        architecture: its `loader` and `source`.
-        origins: where base and experts came from, by their name in the pool.
-        notices: what a reader should know.
-        usage: Python that loads the model.
-    """
+    """The same of a model that was merged and not measured."""
     origins = {model: origin for model, origin in origins.items() if part_of(model) in ("base", "expert")}
     tasks = [task for model in origins if (task := task_of(model)) is not None]
     name = f"{merge['title']} of {', '.join(tasks)}"
@@ -194,10 +172,7 @@ def _license(origin: str) -> dict[str, str]:
 
 
 def _measured(run: DriftRun, name: str) -> list[dict[str, Any]]:
-    """The scores on every task's test samples, as the Hub lists results.
-
-    None with attachments: whoever loads the weights as the Hub says would not have these scores.
-    """
+    """Scores on test samples as the Hub lists results; none with attachments, which whoever loads the weights lacks."""
     if (run.path / calibration_attachments(name)).exists():
         return []
     data, architecture = _spec(run).get("data", {}), run.manifest.architecture
@@ -413,18 +388,7 @@ _FLAGS = ("lam", "rho", "alpha")
 
 
 def calibration_command(name: str, info: CalibrationInfo) -> str:
-    """`driftlens calibrate RUN ...` with every setting written out, for a run of the same spec.
-
-    No preset is used and nothing is chosen again, so that neither a newer preset nor the spec's own section can change
-    the outcome.
-
-    Args:
-        name: of the calibration.
-        info: what the manifest says; `seed` is None where an older DriftLens did not record which sites were meant.
-
-    Returns:
-        One line for a POSIX shell; empty where the calibration can't be repeated from `info` alone.
-    """
+    """`driftlens calibrate RUN ...` with every setting written out: no newer preset or spec changes the outcome."""
     if info.seed is None:
         return ""
     return shlex.join(["driftlens", "calibrate", "RUN", "--name", name, *_flags(info)])

@@ -24,11 +24,7 @@ MOST_READ = 1 << 16
 
 
 def companions(models: OpenModels) -> list[Finding]:
-    """What is odd about what comes with the weights of a spec's models; of text towers a few rows are read.
-
-    Raises:
-        CheckpointError: a file can't be read any more.
-    """
+    """What is odd about what comes with the weights of a spec's models; of text towers a few rows are read."""
     found: list[Finding] = []
     folders = {name: model_folder(models.origins[name], source) for name, source in models.stored.items()}
     for name, source in models.stored.items():

@@ -37,11 +37,7 @@ class Kept:
             return {}
 
     def write(self, name: str, tensors: Mapping[str, Tensor], seconds: float = 0.0) -> None:
-        """Keep tensors, with the time that all work took until then, over all sittings.
-
-        Raises:
-            RunError: the disk is full, or the run was removed since the job began.
-        """
+        """Keep tensors, with the time that all work took until then, over all sittings."""
         self._require_there()
         self._folder.mkdir(exist_ok=True)
         contiguous = {key: value.cpu().contiguous() for key, value in tensors.items()}
@@ -76,12 +72,7 @@ def _seconds_of(file: pathlib.Path) -> float:
 
 
 class Begun:
-    """The folder of a job that was begun and is not finished: what its results depend on, and those it has so far.
-
-    Attributes:
-        what: was begun, for messages.
-        afresh: how to do without it, for hints.
-    """
+    """The folder of a job that was begun and is not finished: what its results depend on, and those it has so far."""
 
     what = "job"
     afresh = "begin afresh"
@@ -97,11 +88,7 @@ class Begun:
 
     @property
     def begun(self) -> dict[str, Any]:
-        """What it began with; nothing where nothing was begun.
-
-        Raises:
-            RunError: that is damaged.
-        """
+        """What it began with; nothing where nothing was begun."""
         if not self.is_there:
             return {}
         try:
@@ -115,23 +102,12 @@ class Begun:
         return found
 
     def begin(self, settings: Mapping[str, Any]) -> None:
-        """Begin afresh: what is there is thrown away.
-
-        Args:
-            settings: everything that results depend on, as plain values.
-
-        Raises:
-            RunError: the folder can't be written to.
-        """
+        """Begin afresh: what is there is thrown away."""
         self.remove()
         write_json_atomic(self._settings, settings)
 
     def require_same(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Refuse to go on with other settings than those `before`.
-
-        Raises:
-            SpecError: the first that differs.
-        """
+        """Refuse to go on with other settings than those `before`."""
         flat_before, flat_now = _flat(before), _flat(now)
         for name in {**flat_now, **flat_before}:
             was, given = flat_before.get(name), flat_now.get(name)
@@ -146,11 +122,7 @@ class Begun:
         return Kept(self._folder / name, self.require_there)
 
     def require_there(self) -> None:
-        """Refuse to write where the job is not any more, which would bring a folder back.
-
-        Raises:
-            RunError: it was removed.
-        """
+        """Refuse to write where the job is not any more, which would bring a folder back."""
         if not self.is_there:
             raise RunError(
                 f"{self._folder} was removed while it was being written to",

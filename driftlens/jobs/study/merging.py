@@ -51,10 +51,7 @@ PIECE = 2**22
 
 
 class _Weights(Mapping[str, Tensor]):
-    """The floating-point tensors of a checkpoint in float32, each read and checked whenever it is asked for.
-
-    They go by their keys, or are those parameters that `named` tells the place of.
-    """
+    """A checkpoint's floating-point tensors in float32, by keys or by `named`, each read and checked when asked for."""
 
     def __init__(self, source: StateSource, named: Mapping[str, Slot] | None = None) -> None:
         self._source = source
@@ -78,11 +75,7 @@ class _Weights(Mapping[str, Tensor]):
         return _Weights(self._source, named)
 
     def at(self, slot: Slot) -> Tensor:
-        """What lies there, in the layer's layout.
-
-        Raises:
-            NumericsError: it is NaN or infinite; names the file, which nobody could tell after a sum.
-        """
+        """What lies there, in the layer's layout."""
         tensor = self._source.read(slot.key, slot.rows)
         check_finite(self._source.name, slot.key, tensor)
         return slot.own(tensor.float())
@@ -178,16 +171,7 @@ def merged_source(
 ) -> StateSource:
     """The experts of a spec, merged by what the method reads at a time; the result waits on disk to be read.
 
-    Only methods that run models need the `study`. The result waits in files without a name, on the disk of `beside` or
-    where temporary files are. The reporter is told of every part of a tensor. One thread computes.
-
-    Raises:
-        Cancelled: somebody asked to stop.
-        SpecError: as for `Merge.require`.
-        NumericsError: a tensor of the base or of an expert is NaN or infinite; names the file.
-        CheckpointError: the method gave a tensor that the models don't have.
-        ShapeError: the method gave a tensor in another shape, twice, or not at all.
-        RunError: the disk is full.
+    It waits in files without a name, on the disk of `beside` or where temporary files are.
     """
     reporter = reporter or Reporter()
     inputs = _inputs(models, merge, study, reporter)
@@ -236,11 +220,7 @@ def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Rep
 
 
 def _asked(study: Study, merge: Merge, reporter: Reporter) -> Study:
-    """What a method of samples is given: no labels, and of texts it scores no answers; every reading is reported.
-
-    Raises:
-        SpecError: the method would take too long.
-    """
+    """What a method of samples is given: no labels, and of texts it scores no answers; every reading is reported."""
     (entry, settings), total, done = merge, 0, 0
 
     def shown(samples: SampleSet) -> SampleSet:
@@ -320,16 +300,8 @@ def site_moments(
     """Layers in forward order, each with {site: {task: E[x x'] [k, k]}} of what the task's expert feeds its sites.
 
     The mean, in float64 on the CPU, is over the tokens of the calibration samples by the sites' token weights, masked
-    ones left out. Sites that run twice are left out too. One boundary's features of all tasks wait at a time.
-
-    Args:
-        study: models and samples.
-        norms: whether norms are told of too, with E[z * z] [k] of their normalised inputs z.
-        merged: a parameter of the merged model as it is stored, known once its layer has been given; then an expert's
-            layer reads what merged layers have made of the samples. None leaves experts to what their own layers make.
-
-    Raises:
-        NumericsError: weights or features are NaN or infinite; names layer, task and sample.
+    ones and sites that run twice left out; of `norms` it is E[z * z] [k] of their normalised inputs z. With `merged`,
+    which tells a parameter of a layer that was given, an expert's layer reads what merged layers made of the samples.
     """
     sets = {task: [at.calibration] for task, at in study.tasks.items() if at.calibration is not None}
     passage = Passage(study.pool, sets, [_WALKER], is_full=False)
@@ -425,15 +397,7 @@ def save_merge(
     *,
     source: StateSource | None = None,
 ) -> None:
-    """Merge, unless that was done already, and write the result in the format of the base.
-
-    A folder gets a card that says what it was made of, and how.
-
-    Raises:
-        SpecError: as for `merged_source`, or the base can't be saved in this form.
-        RunError: the path can't be written to.
-        DriftLensError: as for `merged_source`.
-    """
+    """Merge, unless that was done already, and write the result in the format of the base; a folder gets a card."""
     known = models.architecture
     require_target(known, path)
     if source is None:
@@ -456,11 +420,7 @@ def save_merge(
 
 
 def merge_of(spec: RunSpec, method: str, parameters: Mapping[str, object]) -> Merge:
-    """A merge that a spec's experts can be merged by; no file is opened.
-
-    Raises:
-        SpecError: as for `merge_called` and `Merge.require`.
-    """
+    """A merge that a spec's experts can be merged by; no file is opened."""
     merge = merge_called(method, parameters)
     without = [task for task in spec.tasks if task not in spec.data.tasks]
     merge.require(has_base=spec.base is not None, without=without)
@@ -474,14 +434,7 @@ def merge_experts(
     path: PathLike,
     context: Context = Context(),
 ) -> list[str]:
-    """Open what the method reads of a spec, merge, and write the result in the format of the base.
-
-    Returns:
-        What the user should know of it, such as text towers that were not merged.
-
-    Raises:
-        DriftLensError: as for `save_merge` and `open_models`, or `open_study` if the method runs models.
-    """
+    """Open what the method reads of a spec, merge, and write the result in the format of the base."""
     merge, study = merge_of(spec, method, parameters), None
     if merge.method.runs_models:
         study, models = open_study(spec, access=context.access)

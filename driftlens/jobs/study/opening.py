@@ -52,10 +52,8 @@ class OpenModels:
     """The checkpoints of a spec, headers read.
 
     Attributes:
-        architecture: of all of them.
         stored: weights by their name in the pool, under their own key names, text towers and classifiers included.
         sources: the same under the skeleton's key names.
-        origins: where each came from, as the spec gives it.
         form: what a saved model looks like where that is neither the base nor an expert.
         notices: what was done so that they fit together.
     """
@@ -96,15 +94,7 @@ def open_models(
     architecture: Architecture | None = None,
     attempt: Attempt = lambda name, opened: opened(),
 ) -> OpenModels:
-    """All checkpoints that the spec names; the merged model only if it is a file.
-
-    The base comes first, and `attempt` may do without a model that is broken.
-
-    Raises:
-        CheckpointError: a file is missing, damaged or unsafe to read.
-        IncompatibleModelsError: a checkpoint is of another architecture, or another tokenizer or vocabulary.
-        SpecError: the loader is not there yet, or vocabularies are to be aligned that the models don't have.
-    """
+    """All checkpoints that the spec names, the base first; `attempt` may do without a model that is broken."""
     known, origins = architecture or open_architecture(spec, access), origins_of(spec)
     stored: dict[str, StateSource] = {}
     sources: dict[str, StateSource] = {}
@@ -149,11 +139,7 @@ def model_folder(origin: str, source: StateSource) -> pathlib.Path | None:
 
 
 def open_architecture(spec: RunSpec, access: Access) -> Architecture:
-    """The architecture of a spec.
-
-    Raises:
-        DriftLensError: as for `load_architecture`.
-    """
+    """The architecture of a spec."""
     entry = spec.architecture
     return load_architecture(entry.loader, entry.source or "", blocks=entry.blocks, access=access)
 
@@ -167,12 +153,7 @@ def origins_of(spec: RunSpec) -> dict[str, str]:
 
 
 def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -> ModelPool:
-    """The models side by side, keys, shapes and kinds of number compared; `device` stands over the spec's.
-
-    Raises:
-        IncompatibleModelsError: a model differs from the architecture.
-        SpecError: there is no such device.
-    """
+    """The models side by side, keys, shapes and kinds of number compared; `device` stands over the spec's."""
     place = resolve_device(device or spec.compute.device)
     # Modules that run as they are bring tensors of their own, such as positions.
     settle(models.architecture.skeleton, place)
@@ -189,15 +170,7 @@ def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -
 def open_heads(
     spec: RunSpec, models: OpenModels, data: Mapping[str, tuple[str, ...] | None]
 ) -> dict[str, ScoreMap]:
-    """The score map of every task that has one; `data` holds class names by task, for heads that name none.
-
-    Where models end in a classifier, a task without a head in the spec is scored by its expert's.
-
-    Raises:
-        SpecError: nobody names the classes, or prompts are given and there is no text tower.
-        CheckpointError: an expert has no classifier of its own.
-        DataError: names repeat, or their number is not that of the rows.
-    """
+    """The score map of every task that has one: the spec's, else its expert's classifier; `data` holds class names."""
     tower: TextTower | None = None  # read once for all tasks, and only if one needs it
     heads: dict[str, ScoreMap] = {}
     for task, entry in heads_of(spec, models).items():
@@ -233,10 +206,7 @@ def heads_of(spec: RunSpec, models: OpenModels) -> dict[str, Head]:
 
 
 def lm_head(data: TaskData, source: StateSource, lm: LmScores) -> LmHead:
-    """Scores of the tokens with which a task's answers begin, by its expert `source`.
-
-    Of the whole vocabulary where it has no classes, or where the answers of two begin alike.
-    """
+    """Scores of the tokens with which a task's answers begin; of the whole vocabulary where those tell none apart."""
     reader = None if data.test.texts is None else data.test.texts.reader
     assert reader is not None
     first = {name: reader.answer_tokens(answer)[0] for name, answer in data.answers().items()}
@@ -281,12 +251,7 @@ def named_by_expert(spec: RunSpec, task: str, entry: Head | None) -> tuple[str, 
 
 
 def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The names of a head's rows: its own, or those that the task's data gives; a suite puts them in its own order.
-
-    Raises:
-        SpecError: neither names any.
-        DataError: names repeat, or their file can't be read.
-    """
+    """The names of a head's rows: its own, or those that the task's data gives; a suite puts them in its own order."""
     named = class_names(entry.classes) if entry.classes is not None else named
     if entry.suite is not None:
         return _rows_of(published_task(entry.suite), named)
@@ -303,9 +268,6 @@ def _rows_of(task: PublishedTask, named: Sequence[str] | None) -> tuple[str, ...
 
     Those may be the words of the prompts or the data set's own labels, in any case and with any spaces or punctuation,
     or the numbers of the labels. None, for data that names none, gives the words of the prompts.
-
-    Raises:
-        DataError: the data has other classes.
     """
     if named is None:
         return task.classes
@@ -320,15 +282,7 @@ def _rows_of(task: PublishedTask, named: Sequence[str] | None) -> tuple[str, ...
 
 
 def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, OpenModels]:
-    """Everything the spec names, opened and compared; the merged model is still missing if the spec asks for a merge.
-
-    Raises:
-        SpecError: a value that only shows to be wrong when it is used.
-        CheckpointError: a file is missing, damaged or unsafe to read.
-        IncompatibleModelsError: the models don't belong together.
-        DataError: samples or class names are missing or contradict each other.
-        LayerNotFoundError: `layers.select` matches nothing.
-    """
+    """Everything the spec names, opened and compared; a merge that the spec asks for is still to be made."""
     models = open_models(spec, access)
     data = {task: open_data(spec, task, models.architecture, access=access) for task in spec.tasks}
     heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
@@ -398,12 +352,7 @@ def _notices(
 
 
 def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, access: Access) -> TaskData:
-    """The samples of one task, drawn; without the architecture, which says how, they can be listed but not read.
-
-    Raises:
-        SpecError: the task has no data, or wants code to run that is not trusted.
-        DataError: samples or class names are missing or contradict each other.
-    """
+    """The samples of one task, drawn; without the architecture, which says how, they can be listed but not read."""
     entry, head = spec.data.tasks.get(task), spec.heads.get(task)
     if entry is None:
         raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: imagefolder, ...}}.")
@@ -424,11 +373,7 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
 
 
 def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
-    """The same samples; where their task wants it, they show the answers of its own expert.
-
-    These are greedy, generated when the samples are first read, and the same every time. The expert is whole in memory
-    meanwhile.
-    """
+    """The same samples; where their task wants it, with the greedy answers of its own expert, made when first read."""
     texts = samples.texts
     if texts is None or texts.reader is None or texts.shown != "expert":
         return samples
@@ -483,12 +428,7 @@ _LACKING = {
 
 
 def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] | None = None) -> Settings:
-    """What a spec asks to be computed; features are pooled as heads of the experts' own read them.
-
-    Raises:
-        LayerNotFoundError: `layers.select` matches nothing.
-        SpecError: features are to be pooled in another way than a head reads them.
-    """
+    """What a spec asks to be computed; features are pooled as heads of the experts' own read them."""
     pool = spec.layers.pool
     for task, head in (heads or {}).items():
         if isinstance(head, OwnHead) and (pool := pool or head.form.pool) != head.form.pool:
@@ -516,11 +456,7 @@ def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] 
 
 
 def calibration_settings(spec: RunSpec) -> dict[str, Any] | None:
-    """All settings of the calibration that the spec asks for; None where it asks for none.
-
-    Raises:
-        SpecError: no such method, preset or setting, a value that is not allowed, or as for `require_task_id`.
-    """
+    """All settings of the calibration that the spec asks for; None where it asks for none."""
     section = spec.calibration
     if section is None:
         return None

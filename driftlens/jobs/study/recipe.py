@@ -1,7 +1,6 @@
 """mergekit's recipes, for the methods that both have: read, and merged tensor by tensor like any others.
 
-Arithmetic is in float32 unless the recipe's `dtype` says another. Random masks are drawn by the same law, not by
-mergekit's own draws, which can't be repeated.
+Arithmetic is in float32 unless the recipe says another; random masks are of the same law, not mergekit's own draws.
 """
 
 from __future__ import annotations
@@ -160,11 +159,7 @@ def _sparse(vector: Tensor, kind: str, own: Settings, rescale: bool, task: str, 
 
 
 def read_recipe(file: PathLike) -> Recipe:
-    """A recipe of mergekit.
-
-    Raises:
-        SpecError: the file can't be read, or asks for something that is not done here; says what.
-    """
+    """A recipe of mergekit."""
     raw = read_mapping(Path(file), "recipe", "It needs `merge_method` and `models`.")
     method, base = _method(raw)
     slices = raw["slices"] if "slices" in raw else [{"sources": raw.get("models")}]
@@ -296,12 +291,7 @@ def _require_setting(method: str, name: str, value: Any) -> None:
 
 
 def merge_recipe(file: PathLike, path: PathLike, access: Access) -> list[str]:
-    """Merge decoder-only language models as a recipe says, in the format of the base or first model; returns notices.
-
-    Raises:
-        SpecError: as for `read_recipe`, or its slices end elsewhere than the models.
-        DriftLensError: as for `open_models` and `save_merge`.
-    """
+    """Merge decoder-only language models as a recipe says, in the format of the base or first model; returns notices."""
     recipe = read_recipe(file)
     source = recipe.base or next(iter(recipe.experts.values()))
     described: dict[str, Any] = {"version": 1, "architecture": {"loader": "hf-decoder", "source": source}}

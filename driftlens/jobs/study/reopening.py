@@ -34,19 +34,7 @@ def reopened(
     with_calibrations: bool = True,
     with_jacobian: bool = False,
 ) -> tuple[Study, OpenModels]:
-    """The study behind a run directory, the merged model included, and its checkpoints.
-
-    Args:
-        path: the run directory.
-        context: what may be used, on which device, and the study of a run that was made from live modules.
-        num_calibration: calibration samples per task; the spec's number if left out.
-        with_calibrations: whether calibrated variants and their controls are opened too.
-        with_jacobian: whether path-averaged Jacobians are computed in any case, by default settings if need be.
-
-    Raises:
-        SpecError: the run was made from live modules, and nobody gives them.
-        DriftLensError: as for `analyze`; the files the run's spec names may have moved.
-    """
+    """The study behind a run directory, the merged model included, and its checkpoints."""
     folder = pathlib.Path(path)
     manifest = read_manifest(folder)
     if context.live is None:
@@ -79,12 +67,7 @@ def _of_spec(
 def add_calibration(
     study: Study, models: OpenModels, folder: pathlib.Path, name: str, method: str, control: str
 ) -> None:
-    """Put a calibrated variant, with what is attached to it, and its control into the study's pool.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or holds attachments that `method` does not make.
-        SpecError: no calibrator is called `method`.
-    """
+    """Put a calibrated variant, with what is attached to it, and its control into the study's pool."""
     weights = {calibrated(name): layout.calibration_weights(name)}
     if control:
         weights[control] = layout.calibration_weights(name, control=True)
@@ -108,11 +91,7 @@ def _attached(run: pathlib.Path, name: str, method: str) -> Attachments:
 
 
 def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
-    """Refuse a run of live modules where nobody hands them in again: no spec says how to get them back.
-
-    Raises:
-        SpecError: it is one.
-    """
+    """Refuse a run of live modules where nobody hands them in again: no spec says how to get them back."""
     if is_live(manifest):
         raise SpecError(
             f"{folder} was made from live modules, which are not there any more: it can be read, not added to",
@@ -122,11 +101,7 @@ def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
 
 
 def require_analyzed(folder: pathlib.Path) -> None:
-    """Refuse a run whose analysis was interrupted: to finish here would call it done.
-
-    Raises:
-        RunError: a task is still to be analyzed, and nobody is at it.
-    """
+    """Refuse a run whose analysis was interrupted: to finish here would call it done."""
     manifest = read_manifest(folder)
     missing = unanalyzed(manifest)
     if missing and living_owner_of(folder) is None:  # else taking the lock will say who is at it
@@ -149,11 +124,7 @@ def redrawn(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -
 
 
 def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) -> None:
-    """Refuse models that changed since the run looked at them; their files are read and hashed again.
-
-    Raises:
-        CheckpointError: a model is not the one of that name any more.
-    """
+    """Refuse models that changed since the run looked at them; their files are read and hashed again."""
     names = [name for name in manifest.models if name in study.pool]
     for name in reporter.track(names, "check", lambda name: f"is {name} unchanged?"):
         recorded = manifest.models[name]
@@ -166,13 +137,7 @@ def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) ->
 
 
 def require_same_samples(manifest: Manifest, study: Study) -> None:
-    """Refuse data whose diagnosis or test samples are no longer those that the run's rows are about.
-
-    Samples of live objects are numbered, so that of these a few are looked at, too.
-
-    Raises:
-        DataError: a task's sample ids or samples differ from the recorded ones.
-    """
+    """Refuse data that the run's rows are not about; live samples are numbered, so that a few are looked at, too."""
     for task, at_hand in study.tasks.items():
         for split, samples in (("diagnosis", at_hand.diagnosis), ("test", at_hand.test)):
             recorded = manifest.sample_ids.get(split, {}).get(task)

@@ -36,12 +36,11 @@ class TaskSamples:
     Attributes:
         diagnosis: the samples every diagnostic looks at.
         test: the samples accuracy is measured on; None when the data has no labels or no classes are known.
-        head: final features -> class scores, of the expert and of all variants without one of their own; None when no
-            classes are known. `Study.head` tells a variant's.
+        head: final features -> class scores, of the expert and of all variants without one of their own.
         own_heads: by variant, where its score map is another; those of language-model heads follow from their weights.
         calibration: the samples a calibrator may look at; None where there are none but the others.
         picture: image of a diagnosis sample, by its id; None where the samples are no images.
-        metrics: what the test samples are scored by, as the data's entry says; empty leaves it to what they are.
+        metrics: what the test samples are scored by; empty leaves it to what they are.
         choices: by class the text that answers with it; empty without classes, or where samples are no texts.
     """
 
@@ -60,7 +59,6 @@ class Settings:
     """What an analysis computes beyond the drift itself.
 
     Attributes:
-        pool: how one vector per sample is taken for norms and cosines.
         stored_layers: indices of the layers whose rows and features are kept (stem and head always are).
         options: of the optional diagnostics that are switched on, as `metrics` in the spec names them.
         jacobian: how path-averaged Jacobians and contributions are computed; None leaves them out.
@@ -86,13 +84,7 @@ class Study:
     """Models and samples of one analysis.
 
     Attributes:
-        name: the run's name.
-        pool: all models; an expert per task, and the variants.
         variants: those compared with the expert, in the order of the tables: base (if any), merged, others.
-        tasks: by name, sorted.
-        settings: what is computed.
-        seed: with which the samples were drawn.
-        notices: what the user should know, in sentences.
         provenance: of every model: where it came from.
         preprocessing: which code made inputs of images or texts.
         architecture: what the manifest says of it beyond the chain's own settings.
@@ -126,14 +118,7 @@ class Study:
     ) -> U | None:
         """What is made of all batches of a task, which processes may share; None in all but the first.
 
-        Args:
-            task: the one at hand; the others are so, too, in the same order.
-            batches: of every task.
-            work: what is made of some batches, from the first to the one behind the last.
-            join: what is made of all of it, in order, in one process.
-
-        Raises:
-            DriftLensError: what work or join raises, in the process that does it; it ends the job.
+        `batches` are counts of every task; `work` takes the first and the one behind the last, `join` all of it.
         """
         runs = self.team.shares(batches)[task]
         pieces = self.team.pieces(runs, work)
@@ -166,10 +151,7 @@ class Study:
         return tuple(variant for variant in self.variants if variant != "base")
 
     def model_info(self, name: str) -> ModelInfo:
-        """Digest, number of parameters and origin of one model of the pool; reads all its tensors once.
-
-        What is attached counts as part of the model.
-        """
+        """Digest, number of parameters, attachments among them, and origin of a model; reads all its tensors once."""
         keys, source = self.pool.chain.parameter_keys(), self.pool.source(name)
         count = sum(torch.Size(source.headers[key].shape).numel() for key in keys)
         digest = content_digest(source, keys)

@@ -35,15 +35,7 @@ Level = Literal["ok", "notice", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked.
-
-    Attributes:
-        level: how bad it is.
-        subject: what was looked at: a model, a task's data, the device.
-        text: what was found, in a sentence that names its subject.
-        hint: what to do about it.
-        exit_code: of the command if this is the gravest problem; 0 unless it is a problem.
-    """
+    """One thing that was checked: how bad it is, what was looked at, what was found, and what to do about it."""
 
     level: Level
     subject: str
@@ -58,12 +50,7 @@ def problem(subject: str, error: DriftLensError) -> Finding:
 
 
 def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Finding]:
-    """What is odd, or reassuring, about models that have the same parameters; reads them once, large ones in part.
-
-    Args:
-        chain: of the architecture.
-        sources: weights by their name in the pool, under the skeleton's key names.
-    """
+    """What is odd, or reassuring, about models that have the same parameters; reads them once, large ones in part."""
     findings = [_same(*pair) for pair in _equal_pairs(chain, sources)]
     if not sources:
         return findings
@@ -185,14 +172,12 @@ def _span(values: Sequence[float] | Tensor) -> str:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """Inner products of the models' weights, tensor by tensor.
+    """Inner products of the models' weights, tensor by tensor; where only first rows were read, scaled up to all.
 
     Attributes:
         names: of the models in the pool, in the order of rows and columns.
-        grams: the Gram matrices of the tensors, [tensors, models, models], float64; where only the first rows were
-            read, those of the rows times the share that was not.
+        grams: the Gram matrices of the tensors, [tensors, models, models], float64.
         is_matrix: which of the tensors have two axes or more, [tensors].
-        is_whole: whether every entry was read.
         changed: number of tensors in which a model differs from the base, by the model's name.
         num_tensors: of the checkpoint; a fused one counts once here and has several Gram matrices.
     """
@@ -292,11 +277,9 @@ def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
     """How well task vectors explain a merged model: with one coefficient per expert, and with one per tensor too.
 
     Task vectors start at the base, and the share is of the merged model's own task vector. Without a base they start at
-    the experts' mean; where the merged model is closer to it than the experts, the share is of the experts' energy.
-
-    Returns:
-        For both fits the coefficients, [tensors, experts], and the share of the energy that is left; nothing where the
-        model is where the task vectors start, up to rounding. Tensors that no expert moved have no coefficients.
+    the experts' mean; where the merged model is closer to it than the experts, the share is of the experts' energy. For
+    both fits: coefficients [tensors that an expert moved, experts] and the share of the energy left; nothing where the
+    model is where they start, up to rounding.
     """
     grams, names = sampled.grams, sampled.names
     experts = [names.index(expert) for expert in sampled.experts]

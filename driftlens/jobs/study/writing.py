@@ -17,12 +17,7 @@ from driftlens.runs.writer import RunWriter
 
 @contextmanager
 def writing(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
-    """The writer of a run, open for the length of the block; all processes enter it and leave it together.
-
-    Args:
-        team: the first of these gets the writer, the others a `Follower`.
-        opened: opens the run; what it raises, all raise.
-    """
+    """The writer of a run, open for the length of the block; all processes enter it and leave it together."""
     team.meet()  # what others still read before they come here must not change
     with ExitStack() as stack:
         held: list[RunWriter] = []
@@ -37,11 +32,7 @@ def writing(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
 
 
 def lead(team: Team, writer: RunWriter, work: Callable[[], object]) -> None:
-    """Work that the first process does alone, because it writes; the others know the manifest afterwards.
-
-    Raises:
-        DriftLensError: in all processes, what the work raises.
-    """
+    """Work that the first process does alone, because it writes; the others know the manifest afterwards."""
 
     def done() -> Manifest:
         work()

@@ -291,7 +291,7 @@ def _require_setting(method: str, name: str, value: Any) -> None:
 
 
 def merge_recipe(file: PathLike, path: PathLike, access: Access) -> list[str]:
-    """Merge decoder-only language models as a recipe says, in the format of the base or first model; returns notices."""
+    """Merge decoder-only language models as a recipe says, in the form of the base or first model; returns notices."""
     recipe = read_recipe(file)
     source = recipe.base or next(iter(recipe.experts.values()))
     described: dict[str, Any] = {"version": 1, "architecture": {"loader": "hf-decoder", "source": source}}

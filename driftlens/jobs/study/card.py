@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import pathlib
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from huggingface_hub import metadata_load
+from huggingface_hub import EvalResult, ModelCardData, metadata_load
+from markupsafe import Markup
 
 from driftlens.base.files import plain_file
 from driftlens.base.metrics import ACCURACY, ATTACHED, metric_called
@@ -20,198 +21,26 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import is_hub_id, library_folder, repository_of
 from driftlens.findings.before_after import calibration_sheets, compared_variants, selection_sentences
 from driftlens.findings.reading import printable, setting_text
-from driftlens.findings.table import Table
 from driftlens.findings.verdict import shareable, task_sheet, verdict
 from driftlens.runs.contents import attach
 from driftlens.runs.layout import SPEC, calibration_attachments, calibration_folder
 from driftlens.runs.manifest import CalibrationInfo, versions
 from driftlens.runs.run import DriftRun
 from driftlens.runs.standing import is_live
-from driftlens.spec.yaml_text import from_yaml, to_yaml
+from driftlens.spec.requests import CalibrationRequest
+from driftlens.spec.yaml_text import from_yaml
 
+if TYPE_CHECKING:
+    import jinja2
+
+Rows = list[tuple[object, ...]]
+"""Of a table, its heading first."""
 _SPECIAL = re.compile(r"[\\`*_{}\[\]#|~<>&$@]|:(?=//)|(?<=www)\.")
 """What Markdown would read as more than text; the last two make links of bare addresses."""
 _ENTITIES = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
+_PARENTS = ("base", "merged", "expert")
 _LIBRARIES = {"open": "open_clip", "hf": "transformers", "timm": "timm"}
 _SHOWN_VERSIONS = ("driftlens", "python", "torch", "open_clip_torch", "transformers", "safetensors")
-
-
-def model_card(run: DriftRun, name: str, usage: str = "") -> str:
-    """Markdown with the Hub's front matter of a calibrated model, from the run's tables and manifest.
-
-    Names that a user chose are escaped, of local paths only the last part is shown. `usage` is Python that loads it.
-    """
-    compared_variants(run, name)  # says which calibrations there are when this is none
-    manifest = run.manifest
-    tasks = ", ".join(escaped(task) for task in run.tasks)
-    method = manifest.calibrations[name].method
-    is_trained = method in calibrators and not calibrators[method].takes_sites
-    text = f"One model merged from {counted(len(run.tasks), 'expert')} ({tasks}) "
-    if attached := manifest.calibrations[name].attached:
-        text += (
-            f"and, for every task, maps of its features that were fitted to that expert's: {attached:,} numbers beside "
-            "the weights. Whoever uses them must know the task of an input; the scores below are with the maps."
-        )
-    else:
-        by = "by gradients" if is_trained else "in closed form, layer by layer,"
-        text += f"and calibrated {by} so that its features follow each expert's. Same architecture, no added modules."
-    if manifest.synthetic:
-        text += (
-            "\n\n**Synthetic demo**: samples and models were made by DriftLens; the numbers are no benchmark."
-        )
-    text += f"\n\n## Verdict\n\n{_verdict(run, name)}"
-    origins = {model: info.source for model, info in manifest.models.items() if _is_parent(model)}
-    sections = {
-        "How it was made": _recipe(run, name),
-        "Models": _models(run, name),
-        "Calibration data": _calibration_data(run, name),
-        "Before and after": _results(run, name),
-        "What to know": _to_know(_notices(run, name), origins, manifest.architecture),
-        "Versions": _versions(manifest.versions),
-    }
-    tags = (manifest.calibrations[name].method,)
-    front = _front_matter(manifest.architecture, origins, tags, run.name, _measured(run, name))
-    return _text(front, f"{run.name}: {title(calibrated(name))}", text, usage, sections)
-
-
-def renew_cards(run: DriftRun) -> None:
-    """Write the cards that lie in a run again, as scores were attached to it since."""
-    for name in run.manifest.calibrations:
-        place = f"{calibration_folder(name)}/README.md"
-        if (run.path / place).is_file():
-            with attach(run.path, place) as file:
-                file.write_text(model_card(run, name), encoding="utf-8")
-
-
-def merge_card(
-    merge: Mapping[str, Any],
-    architecture: Mapping[str, Any],
-    origins: Mapping[str, str],
-    notices: Sequence[str],
-    usage: str = "",
-) -> str:
-    """The same of a model that was merged and not measured."""
-    origins = {model: origin for model, origin in origins.items() if part_of(model) in ("base", "expert")}
-    tasks = [task for model in origins if (task := task_of(model)) is not None]
-    name = f"{merge['title']} of {', '.join(tasks)}"
-    about = f"One model merged from {counted(len(tasks), 'expert')}. Same architecture, no added modules."
-    settings = [(escaped(key), escaped(setting_text(value))) for key, value in merge["parameters"].items()]
-    recipe = [("Merge", escaped(merge["method"])), *settings, ("Source", escaped(merge["source"]))]
-    if "samples" in merge:
-        recipe.append(("Calibration samples", escaped(merge["samples"])))
-    parents = [(escaped(model), escaped(_shown(origin))) for model, origin in origins.items()]
-    unmeasured = "Nothing was measured of it; driftlens analyze says how far it drifts from its experts."
-    sections = {
-        "How it was made": _table(("Setting", "Value"), recipe),
-        "Models": _table(("Model", "From"), parents),
-        "What to know": _to_know([unmeasured, *notices], origins, architecture),
-        "Versions": _versions(versions()),
-    }
-    return _text(_front_matter(architecture, origins, (), name, []), name, about, usage, sections)
-
-
-def _text(front: Mapping[str, Any], heading: str, about: str, usage: str, sections: Mapping[str, str]) -> str:
-    parts = [f"---\n{to_yaml(dict(front))}---", f"# {escaped(heading)}", about]
-    if usage:
-        parts.append(f"## How to use it\n\n```python\n{usage}```")
-    parts += [f"## {section}\n\n{body}" for section, body in sections.items()]
-    return "\n\n".join(parts) + "\n"
-
-
-def escaped(text: str) -> str:
-    """Text that Markdown, and the HTML it may become, shows as it is, on one line."""
-    return _SPECIAL.sub(lambda found: _ENTITIES.get(found[0], f"\\{found[0]}"), printable(text))
-
-
-def _front_matter(
-    architecture: Mapping[str, Any],
-    origins: Mapping[str, str],
-    tags: Sequence[str],
-    name: str,
-    results: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """What the Hub reads of a model; it knows no other parents than its own models."""
-    tags = ("merge", "model-merging", *(("feature-calibration", *tags) if tags else ()), "driftlens")
-    values: dict[str, Any] = {"tags": list(dict.fromkeys(tags))}
-    loader = str(architecture.get("loader"))
-    library = _LIBRARIES.get(loader.partition("-")[0])
-    if library is not None:
-        values["library_name"] = library
-    if loader in _PIPELINES:
-        values["pipeline_tag"] = _PIPELINES[loader]
-    values |= _licenses(origins)[0]
-    hub = [known for origin in origins.values() if (known := _hub_id(origin))]
-    if hub:
-        values |= {"base_model": list(dict.fromkeys(hub)), "base_model_relation": "merge"}
-    if results:
-        values["model-index"] = [{"name": name, "results": list(results)}]
-    return values
-
-
-def _licenses(origins: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The base's license in the Hub's terms unless an expert states another one, and a sentence on those left out."""
-    stated = {model: found for model, origin in origins.items() if (found := _license(origin))}
-    base = stated.get("base", {})
-    if all(found == base for found in stated.values()):
-        return base, []
-    listed = ", ".join(f"{model} {found['license']}" for model, found in stated.items())
-    return {}, [f"No license is stated here: the models that it was made from state {listed}."]
-
-
-def _license(origin: str) -> dict[str, str]:
-    folder = library_folder(origin)
-    card = None if folder is None else folder / "README.md"
-    if card is None or not card.is_file():
-        return {}
-    try:
-        found = metadata_load(card) or {}
-    except Exception:  # somebody's file: whatever is wrong with it, it states no license
-        return {}
-    known = {key: found[key] for key in ("license", "license_name", "license_link") if key in found}
-    return known if "license" in known and all(isinstance(said, str) for said in known.values()) else {}
-
-
-def _measured(run: DriftRun, name: str) -> list[dict[str, Any]]:
-    """Scores on test samples as the Hub lists results; none with attachments, which whoever loads the weights lacks."""
-    if (run.path / calibration_attachments(name)).exists():
-        return []
-    data, architecture = _spec(run).get("data", {}), run.manifest.architecture
-    kind = _TASKS.get(str(architecture.get("loader"))) or _TASKS.get(str(architecture.get("adapter")))
-    # Older runs don't say what their models read.
-    read = architecture.get("reads", "image" if run.manifest.preprocessing else "")
-    kind = kind or {"image": "image-classification", "text": "text-classification"}.get(
-        read, "classification"
-    )
-    rows = run.accuracy(variant=calibrated(name))
-    return [
-        {
-            "task": {"type": kind},
-            "dataset": {
-                "type": _hub_id(str(data.get(row["task"], {}).get("path", ""))) or row["task"],
-                "name": row["task"],
-                "split": "test",
-                **({} if pd.isna(row["n"]) else {"args": {"num_samples": int(row["n"])}}),
-            },
-            **({"source": {"name": "lm-evaluation-harness", "url": _HARNESS}} if metric.is_attached else {}),
-            "metrics": [
-                {
-                    **{"type": metric.hub or metric.name, "value": float(row["value"])},
-                    **({"name": metric.title} if metric != ACCURACY else {}),
-                    **(
-                        {}
-                        if pd.isna(row["ci_low"])
-                        else {
-                            "args": {"confidence_interval_95": [float(row["ci_low"]), float(row["ci_high"])]}
-                        }
-                    ),
-                }
-            ],
-        }
-        for row in rows.to_dict("records")
-        for metric in [metric_called(row["metric"])]
-    ]
-
-
 _TASKS = {
     **{"hf-t5": "text2text-generation", "hf_t5": "text2text-generation", "hf-decoder": "text-generation"},
     "hf-encoder": "text-classification",
@@ -225,139 +54,290 @@ _PIPELINES = {
 _HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
 
 
-def _recipe(run: DriftRun, name: str) -> str:
-    info = run.manifest.calibrations[name]
-    merge = _merge_of(run)
-    layers = f"{escaped(info.method)} on layers {_ranges(info.layers)}" if info.layers else "none"
-    rows = [("Merge", merge), ("Calibration", layers)]
-    rows += _sites(run, name)
-    rows.append(("Preset", escaped(info.preset or "none")))
-    rows += [(escaped(key), escaped(setting_text(value))) for key, value in info.settings.items()]
-    rows.append(("Time", f"{info.seconds:.1f} s on {escaped(run.manifest.device)}, without the analysis"))
-    said = [escaped(text) for text in selection_sentences(run, name)]
-    command = [] if is_live(run.manifest) else _command(name, info)
-    return "\n\n".join([_table(("Setting", "Value"), rows), *said, *command])
+def model_card(run: DriftRun, name: str, usage: str = "") -> str:
+    """Markdown with the Hub's front matter of a calibrated model, from the run's tables and manifest.
+
+    Names that a user chose are escaped, of local paths only the last part is shown. `usage` is Python that loads it.
+    """
+    compared_variants(run, name)  # says which calibrations there are when this is none
+    manifest, info, own = run.manifest, run.manifest.calibrations[name], calibrated(name)
+    judgement = verdict(run, name)
+    tasks = task_sheet(run, judgement)
+    parents = {model: made for model, made in manifest.models.items() if part_of(model) in _PARENTS}
+    models = [(model, _shown(made.source), _code(made.digest)) for model, made in parents.items()]
+    models.append((own, "this model", _code(manifest.models[own].digest)))
+    digests = info.sample_digests
+    samples = [(task, count, _code(digests[task])) for task, count in info.samples.items()]
+    known_by = "contents" if is_live(manifest) else "ids"  # of live objects nobody but their content knows
+    notices = [
+        "Accuracy is measured on the run's test samples, drift on its diagnosis samples.",
+        *manifest.warnings,
+        *(said for said in manifest.notices if not said.startswith(calibrated(""))),
+        *info.notices,
+    ]
+    command = "" if is_live(manifest) else printable(calibration_command(name, info))
+    return _written(
+        manifest.architecture,
+        {model: made.source for model, made in parents.items()},
+        notices,
+        run.name,
+        tags=("feature-calibration", info.method),
+        results=_measured(run, name),
+        heading=f"{run.name}: {title(own)}",
+        about=_about(run, info),
+        is_synthetic=manifest.synthetic,
+        sentences=[shareable(run, text) for text in judgement.sentences],
+        verdict_sheets=[tasks] if tasks.rows else [],
+        usage=Markup(usage),
+        settings=[("Setting", "Value"), *_settings(run, name)],
+        chosen=selection_sentences(run, name),
+        command=Markup(command),
+        seed=info.seed,
+        models=[("Model", "From", "SHA-256 of the weights"), *models],
+        samples=[("Task", "Samples", f"SHA-256 of their {known_by}"), *samples],
+        is_live=is_live(manifest),
+        sheets=calibration_sheets(run, name),
+        attached=_attached(run, name),
+        versions=_listed_versions(manifest.versions),
+    )
 
 
-def _sites(run: DriftRun, name: str) -> list[tuple[str, str]]:
-    """Which modules of the layers were solved for; none where an older run does not say which were meant."""
-    info = run.manifest.calibrations[name]
-    if info.seed is None:
+def merge_card(
+    merge: Mapping[str, Any],
+    architecture: Mapping[str, Any],
+    origins: Mapping[str, str],
+    notices: Sequence[str],
+    usage: str = "",
+) -> str:
+    """The same of a model that was merged and not measured; `origins` say where models of the pool came from."""
+    parents = {model: origin for model, origin in origins.items() if part_of(model) in ("base", "expert")}
+    tasks = [task for model in parents if (task := task_of(model)) is not None]
+    name = f"{merge['title']} of {', '.join(tasks)}"
+    settings: Rows = [("Setting", "Value"), ("Merge", merge["method"]), *_texts(merge["parameters"])]
+    settings.append(("Source", merge["source"]))
+    if "samples" in merge:
+        settings.append(("Calibration samples", merge["samples"]))
+    unmeasured = "Nothing was measured of it; driftlens analyze says how far it drifts from its experts."
+    return _written(
+        architecture,
+        parents,
+        [unmeasured, *notices],
+        name,
+        heading=name,
+        about=f"One model merged from {counted(len(tasks), 'expert')}. Same architecture, no added modules.",
+        usage=Markup(usage),
+        settings=settings,
+        models=[("Model", "From"), *((model, _shown(origin)) for model, origin in parents.items())],
+        versions=_listed_versions(versions()),
+    )
+
+
+def renew_cards(run: DriftRun) -> None:
+    """Write the cards that lie in a run again, as scores were attached to it since."""
+    for name in run.manifest.calibrations:
+        place = f"{calibration_folder(name)}/README.md"
+        if (run.path / place).is_file():
+            with attach(run.path, place) as file:
+                file.write_text(model_card(run, name), encoding="utf-8")
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown, and the HTML it may become, shows as it is, on one line."""
+    return _SPECIAL.sub(lambda match: _ENTITIES.get(match[0], f"\\{match[0]}"), printable(text))
+
+
+def calibration_command(name: str, info: CalibrationInfo) -> str:
+    """`driftlens calibrate RUN ...` with every setting written out: no newer preset or spec changes the outcome.
+
+    Empty where an older run did not record which sites were meant, and where no layer was calibrated.
+    """
+    if info.seed is None or not info.layers:
+        return ""
+    counts = set(info.samples.values())
+    chooses_itself = info.method in calibrators and not calibrators[info.method].takes_sites
+    request = CalibrationRequest(
+        name=name,
+        method=info.method,
+        parameters=dict(info.settings),
+        samples=counts.pop() if len(counts) == 1 else None,  # unequal ones are the spec's own
+        layers=None if chooses_itself else tuple(info.layers),
+        sites=tuple(info.sites) or None,
+    )
+    return shlex.join(["driftlens", "calibrate", "RUN", *request.words()])
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    """Of a card; whatever it shows is escaped, but for `Markup`."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else Markup(escaped(str(value))),
+    )
+    return environment.get_template("card.md.jinja")
+
+
+def _written(
+    architecture: Mapping[str, Any],
+    origins: Mapping[str, str],
+    notices: Sequence[str],
+    name: str,
+    tags: Sequence[str] = (),
+    results: Sequence[EvalResult] = (),
+    **shown: Any,
+) -> str:
+    """A card; the Hub knows no other parents than its own models, and of paths only the last part is shown."""
+    loader, (license_said, left_out) = str(architecture.get("loader")), _licenses(origins)
+    hub = list(dict.fromkeys(filter(None, map(_hub_id, origins.values()))))
+    front = ModelCardData(
+        tags=["merge", "model-merging", *tags, "driftlens"],
+        library_name=_LIBRARIES.get(loader.partition("-")[0]),
+        pipeline_tag=_PIPELINES.get(loader),
+        base_model=hub or None,
+        base_model_relation="merge" if hub else None,
+        **({"model_name": name, "eval_results": list(results)} if results else {}),
+        **license_said,
+    )
+    notices = [*notices, *left_out]
+    for place in sorted(
+        {str(architecture.get("source", "")), *origins.values()} - {""}, key=len, reverse=True
+    ):
+        notices = [line.replace(place, _shown(place)) for line in notices]
+    return _template().render(front=Markup(front.to_yaml()), notices=notices, **shown) + "\n"
+
+
+def _about(run: DriftRun, info: CalibrationInfo) -> str:
+    text = f"One model merged from {counted(len(run.tasks), 'expert')} ({', '.join(run.tasks)}) and"
+    if info.attached:
+        return (
+            f"{text}, for every task, maps of its features that were fitted to that expert's: {info.attached:,} "
+            "numbers beside the weights. Whoever uses them must know the task of an input; the scores below are with "
+            "the maps."
+        )
+    is_trained = info.method in calibrators and not calibrators[info.method].takes_sites
+    by = "by gradients" if is_trained else "in closed form, layer by layer,"
+    return f"{text} calibrated {by} so that its features follow each expert's. Same architecture, no added modules."
+
+
+def _licenses(origins: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The base's license in the Hub's terms unless an expert states another one, and a sentence on those left out."""
+    stated = {model: terms for model, origin in origins.items() if (terms := _license(origin))}
+    base = stated.get("base", {})
+    if all(terms == base for terms in stated.values()):
+        return base, []
+    listed = ", ".join(f"{model} {terms['license']}" for model, terms in stated.items())
+    return {}, [f"No license is stated here: the models that it was made from state {listed}."]
+
+
+def _license(origin: str) -> dict[str, str]:
+    folder = library_folder(origin)
+    card = None if folder is None else folder / "README.md"
+    if card is None or not card.is_file():
+        return {}
+    try:
+        stated = metadata_load(card) or {}
+    except Exception:  # somebody's file: whatever is wrong with it, it states no license
+        return {}
+    known = {key: stated[key] for key in ("license", "license_name", "license_link") if key in stated}
+    return known if "license" in known and all(isinstance(said, str) for said in known.values()) else {}
+
+
+def _measured(run: DriftRun, name: str) -> list[EvalResult]:
+    """Scores on test samples as the Hub lists results; none with attachments, which whoever loads the weights lacks."""
+    if (run.path / calibration_attachments(name)).exists():
         return []
-    solved = run.calibration(name)[["layer", "site", "kind"]].drop_duplicates(["layer", "site"])
-    if solved.empty:  # a trained calibrator solves for none
-        return []
-    is_linear = solved["kind"] == "linear"
-    kinds = [name for name, there in (("linear", is_linear.any()), ("norm", (~is_linear).any())) if there]
-    meant = ", ".join(info.sites) or f"every {' and '.join(kinds)} module of these layers"
-    return [("Sites", escaped(f"{meant} ({counted(len(solved), 'module')})")), *_repair(run, name)]
+    data, architecture = _spec(run).get("data", {}), run.manifest.architecture
+    kind = _TASKS.get(str(architecture.get("loader"))) or _TASKS.get(str(architecture.get("adapter")))
+    # Older runs don't say what their models read.
+    read = architecture.get("reads", "image" if run.manifest.preprocessing else "")
+    by_input = {"image": "image-classification", "text": "text-classification"}
+    results = []
+    for row in run.accuracy(variant=calibrated(name)).to_dict("records"):
+        task, metric = row["task"], metric_called(row["metric"])
+        ends = None if pd.isna(row["ci_low"]) else [float(row["ci_low"]), float(row["ci_high"])]
+        results.append(
+            EvalResult(
+                task_type=kind or by_input.get(read, "classification"),
+                dataset_type=_hub_id(str(data.get(task, {}).get("path", ""))) or task,
+                dataset_name=task,
+                dataset_split="test",
+                dataset_args=None if pd.isna(row["n"]) else {"num_samples": int(row["n"])},
+                metric_type=metric.hub or metric.name,
+                metric_value=float(row["value"]),
+                metric_name=None if metric == ACCURACY else metric.title,
+                metric_args=None if ends is None else {"confidence_interval_95": ends},
+                source_name="lm-evaluation-harness" if metric.is_attached else None,
+                source_url=_HARNESS if metric.is_attached else None,
+            )
+        )
+    return results
 
 
-def _repair(run: DriftRun, name: str) -> list[tuple[str, str]]:
-    """How much repair of what earlier modules left the data supported, layer by layer, where there was such repair."""
+def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
+    """What was merged and calibrated, and how."""
+    info, merge = run.manifest.calibrations[name], _spec(run).get("merge") or {}
+    given = ", ".join(f"{key} {text}" for key, text in _texts(merge) if key != "method")
+    merged = f"{merge['method']}{f' ({given})' if given else ''}" if merge else "a given checkpoint"
+    yield "Merge", merged
+    yield "Calibration", f"{info.method} on layers {_ranges(info.layers)}" if info.layers else "none"
+    if info.seed is not None:  # else an older run does not say which sites were meant
+        yield from _sites(run, name)
+    yield "Preset", info.preset or "none"
+    yield from _texts(info.settings)
+    yield "Time", f"{info.seconds:.1f} s on {run.manifest.device}, without the analysis"
+
+
+def _sites(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
+    """Which modules were solved for, and how much repair of earlier modules the data supported where there was any."""
     rows = run.calibration(name)
-    if "upstream_share" not in rows or rows["upstream_share"].isna().all():
-        return []
-    means = rows.groupby("layer")["upstream_share"].mean().dropna()
-    by_layer = zip(means.index.tolist(), means.tolist(), strict=True)
-    shares = ", ".join(f"{escaped(run.layer_name(layer))} {share:.2f}" for layer, share in by_layer)
-    return [("Upstream repair supported", f"{shares} (mean share of the modules)")]
-
-
-def _command(name: str, info: CalibrationInfo) -> list[str]:
-    # Indented, not fenced: nothing in a pattern can end the block.
-    told = f"To repeat it in a run of the same models and data (sample seed {info.seed}):"
-    line = calibration_command(name, info)
-    return [told, f"    {printable(line)}"] if line else []
+    solved = rows[["layer", "site", "kind"]].drop_duplicates(["layer", "site"])
+    if solved.empty:  # a trained calibrator solves for none
+        return
+    is_linear = solved["kind"] == "linear"
+    kinds = [kind for kind, there in (("linear", is_linear.any()), ("norm", (~is_linear).any())) if there]
+    meant = ", ".join(run.manifest.calibrations[name].sites)
+    meant = meant or f"every {' and '.join(kinds)} module of these layers"
+    yield "Sites", f"{meant} ({counted(len(solved), 'module')})"
+    if "upstream_share" in rows and rows["upstream_share"].notna().any():
+        means = rows.groupby("layer")["upstream_share"].mean().dropna()
+        by_layer = zip(means.index.tolist(), means.tolist(), strict=True)
+        shares = ", ".join(f"{run.layer_name(layer)} {share:.2f}" for layer, share in by_layer)
+        yield "Upstream repair supported", f"{shares} (mean share of the modules)"
 
 
 def _spec(run: DriftRun) -> Mapping[str, Any]:
-    found = from_yaml(plain_file(run.path / SPEC).read_text(encoding="utf-8"), SPEC)
-    return found if isinstance(found, Mapping) else {}
+    spec = from_yaml(plain_file(run.path / SPEC).read_text(encoding="utf-8"), SPEC)
+    return spec if isinstance(spec, Mapping) else {}
 
 
-def _merge_of(run: DriftRun) -> str:
-    merge = _spec(run).get("merge")
-    if not merge:
-        return "a given checkpoint"
-    parameters = ", ".join(f"{key} {setting_text(value)}" for key, value in merge.items() if key != "method")
-    return escaped(f"{merge['method']}{f' ({parameters})' if parameters else ''}")
-
-
-def _models(run: DriftRun, name: str) -> str:
-    wanted = {model: info for model, info in run.manifest.models.items() if _is_parent(model)}
-    wanted[calibrated(name)] = run.manifest.models[calibrated(name)]
-    origins = {name: _shown(at.source) if _is_parent(name) else "this model" for name, at in wanted.items()}
-    rows = [(escaped(model), escaped(origins[model]), f"`{at.digest}`") for model, at in wanted.items()]
-    return _table(("Model", "From", "SHA-256 of the weights"), rows)
-
-
-def _calibration_data(run: DriftRun, name: str) -> str:
-    info, digests = run.manifest.calibrations[name], run.manifest.calibrations[name].sample_digests
-    drawn = "" if info.seed is None else f" The samples were drawn with seed {info.seed}."
-    rows = [(escaped(task), str(count), f"`{digests[task]}`") for task, count in info.samples.items()]
-    # Of live objects nobody but their content knows; a notice says where they are test samples, too.
-    apart, known_by = ("", "contents") if is_live(run.manifest) else (", and no test sample", "ids")
-    text = _table(("Task", "Samples", f"SHA-256 of their {known_by}"), rows)
-    return f"Inputs only: no label was used{apart}.{drawn}\n\n{text}"
-
-
-def _results(run: DriftRun, name: str) -> str:
-    """Every table of the calibration."""
-    return "\n\n".join([*map(_sheet, calibration_sheets(run, name)), *_attached(run, name)])
-
-
-def _verdict(run: DriftRun, name: str) -> str:
-    found = verdict(run, name)
-    lines = "\n".join(f"- {escaped(shareable(run, text))}" for text in found.sentences)
-    return "\n\n".join([lines, *(_sheet(sheet) for sheet in [task_sheet(run, found)] if sheet.rows)])
-
-
-def _attached(run: DriftRun, name: str) -> Iterator[str]:
-    """What another tool has measured, of the models that the card is about."""
+def _attached(run: DriftRun, name: str) -> Rows:
+    """What another tool has measured of the models that the card is about; empty without."""
     rows = run.accuracy()
-    rows = rows[
-        rows["variant"].isin(["base", "merged", calibrated(name)]) & rows["metric"].str.startswith(ATTACHED)
-    ]
-    cells = [
+    is_shown = rows["variant"].isin(["base", "merged", calibrated(name)])
+    rows = rows[is_shown & rows["metric"].str.startswith(ATTACHED)].sort_values(
+        ["task", "metric"], kind="stable"
+    )
+    cells: Rows = [
         (row["task"], row["metric"].removeprefix(ATTACHED), title(row["variant"]), f"{row['value']:.3g}")
-        for row in rows.sort_values(["task", "metric"], kind="stable").to_dict("records")
+        for row in rows.to_dict("records")
     ]
-    if cells:
-        yield "### Scores by other tools (lm-evaluation-harness)"
-        yield _table(("Task", "Metric", "Model", "Score"), [tuple(map(escaped, row)) for row in cells])
+    return [("Task", "Metric", "Model", "Score"), *cells] if cells else []
 
 
-def _sheet(sheet: Table) -> str:
-    header, *rows = [[escaped(cell) for cell in row] for row in sheet.texts()]
-    notes = [escaped(sheet.notes())] if sheet.notes() else []
-    return "\n\n".join([f"### {escaped(sheet.title)}", _table(header, rows), *notes])
+def _texts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(key, setting_text(value)) for key, value in settings.items()]
 
 
-def _notices(run: DriftRun, name: str) -> list[str]:
-    return [
-        "Accuracy is measured on the run's test samples, drift on its diagnosis samples.",
-        *run.manifest.warnings,
-        *(said for said in run.manifest.notices if not said.startswith(calibrated(""))),
-        *run.manifest.calibrations[name].notices,
-    ]
+def _code(digest: str) -> Markup:
+    return Markup(f"`{digest}`")
 
 
-def _to_know(lines: Sequence[str], origins: Mapping[str, str], architecture: Mapping[str, Any]) -> str:
-    """Sentences, one on licenses among them, as a list; of paths only the last part is shown."""
-    lines = [*lines, *_licenses(origins)[1]]
-    places = {str(architecture.get("source", "")), *origins.values()}
-    for place in sorted(places - {""}, key=len, reverse=True):
-        lines = [line.replace(place, _shown(place)) for line in lines]
-    return "\n".join(f"- {escaped(line)}" for line in lines)
-
-
-def _versions(found: Mapping[str, str]) -> str:
-    return ", ".join(escaped(f"{name} {found[name]}") for name in _SHOWN_VERSIONS if name in found)
-
-
-def _is_parent(model: str) -> bool:
-    return part_of(model) in ("base", "merged", "expert")
+def _listed_versions(known: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {known[name]}" for name in _SHOWN_VERSIONS if name in known)
 
 
 def _shown(origin: str) -> str:
@@ -377,39 +357,3 @@ def _ranges(layers: Sequence[int]) -> str:
     if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):
         return f"{layers[0]} to {layers[-1]}"
     return ", ".join(map(str, layers))
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-_FLAGS = ("lam", "rho", "alpha")
-
-
-def calibration_command(name: str, info: CalibrationInfo) -> str:
-    """`driftlens calibrate RUN ...` with every setting written out: no newer preset or spec changes the outcome."""
-    if info.seed is None:
-        return ""
-    return shlex.join(["driftlens", "calibrate", "RUN", "--name", name, *_flags(info)])
-
-
-def _flags(info: CalibrationInfo) -> Iterator[str]:
-    yield from ("--method", info.method)
-    for setting, value in info.settings.items():
-        if setting in _FLAGS:
-            yield from (f"--{setting}", f"{value}")
-        else:
-            yield from ("--set", f"{setting}={_as_yaml(value)}")
-    yield from ("--layers", ",".join(map(str, info.layers)))
-    for pattern in info.sites:
-        yield from ("--sites", pattern)
-    counts = set(info.samples.values())
-    if len(counts) == 1:  # unequal ones are the spec's own
-        yield from ("--samples", str(*counts))
-
-
-def _as_yaml(value: Any) -> str:
-    """The value as `--set` reads it back; words stand as they are where YAML takes them for nothing else."""
-    is_word = isinstance(value, str) and value.isidentifier() and from_yaml(value, "--set") == value
-    return value if is_word else json.dumps(value, separators=(",", ":"))

@@ -129,11 +129,7 @@ class KeyLayout:
     projection: str
 
     def prefix(self, keys: Collection[str], name: str) -> str:
-        """What stands before the tower's keys: `visual.`, `module.visual.`, `vision_model.`, nothing at all.
-
-        Raises:
-            IncompatibleModelsError: there is no such tower, there are several, or it is of another architecture.
-        """
+        """What stands before the tower's keys: `visual.`, `module.visual.`, `vision_model.`, nothing at all."""
         family = family_of_keys(keys)
         if family is not None and family.loader != self.loader:
             raise IncompatibleModelsError(

@@ -83,11 +83,7 @@ def open_checkpoint(
 
 
 def fetched(path: str, *, offline: bool = False) -> str:
-    """The folder in the local cache of what reads like a Hub id and is no file; any other path as it is.
-
-    Raises:
-        CheckpointError: as for `hub_folder`.
-    """
+    """The folder in the local cache of what reads like a Hub id and is no file; any other path as it is."""
     place = expanded(path)
     if place.exists() or not is_hub_id(path) or place.suffix in _READABLE:
         return path
@@ -153,9 +149,6 @@ def hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
 
     A download is announced on the `driftlens` logger. With `offline`, or `HF_HUB_OFFLINE` in the environment,
     nothing is asked of the network.
-
-    Raises:
-        CheckpointError: the repository is not in the cache and may not be downloaded, or the download failed.
     """
     from huggingface_hub import constants
 
@@ -177,9 +170,6 @@ def files_beside_weights(place: str, *, offline: bool = False) -> pathlib.Path |
     """The folder with the settings and tokenizer of a folder or Hub repository; None where there is none.
 
     What is not in the local cache yet is downloaded as a whole, and announced as `hub_folder` does.
-
-    Raises:
-        CheckpointError: the download failed.
     """
     from huggingface_hub import constants
 
@@ -255,10 +245,6 @@ def image_processor_config(source: str, *, offline: bool = False) -> dict[str, A
 
     Version 5 saves that as a part of processor_config.json, which it prefers to the preprocessor_config.json of
     older versions.
-
-    Raises:
-        SpecError: `source` is neither a folder nor a Hub id.
-        CheckpointError: a file can't be fetched, or holds something else.
     """
     nested = (read_config(source, "processor_config.json", offline=offline) or {}).get("image_processor")
     if isinstance(nested, dict):
@@ -267,13 +253,7 @@ def image_processor_config(source: str, *, offline: bool = False) -> dict[str, A
 
 
 def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, Any] | None:
-    """The JSON object in `file` of a folder or Hub repository, or None when it has no such file.
-
-    Raises:
-        SpecError: `source` is neither a folder nor a Hub id.
-        CheckpointError: the file can't be fetched, or holds something else.
-        IncompatibleModelsError: it asks for a model without end.
-    """
+    """The JSON object in `file` of a folder or Hub repository, or None when it has no such file."""
     folder = files_beside_weights(source, offline=offline)
     if folder is None and not is_hub_id(source):
         raise SpecError(
@@ -308,9 +288,6 @@ def missing_config(source: str, file: str, expected: str, *, offline: bool, hint
         expected: what the loader takes.
         offline: whether only the local cache was looked into.
         hint: what to give.
-
-    Raises:
-        CheckpointError: the folder has weights, but in a form alone that can't be read.
     """
     for other in ("config.json", "open_clip_config.json"):
         if other != file and (stated := read_config(source, other, offline=True)) is not None:
@@ -321,11 +298,7 @@ def missing_config(source: str, file: str, expected: str, *, offline: bool, hint
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        CheckpointError: the file can't be read, or holds something else.
-    """
+    """The JSON object in a file."""
     try:
         value = from_json(plain_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -54,11 +54,7 @@ def is_lora_folder(folder: pathlib.Path) -> bool:
 
 
 def named_base(folder: pathlib.Path) -> tuple[str, str]:
-    """The model that adapters were trained on, as their configuration names it, and its revision; empty where unsaid.
-
-    Raises:
-        CheckpointError: the configuration can't be read, or means more than plain LoRA.
-    """
+    """The model that adapters name as the one they were trained on, and its revision; empty where unsaid."""
     config = _config(folder)
     return str(config.get("base_model_name_or_path") or ""), str(config.get("revision") or "")
 

@@ -125,10 +125,6 @@ class Unpickled:
         top: what was pickled: an `Inert` for an object, or a mapping.
         tensors: those of the state dict in it, by name.
         modules: the modules by their path, for a pickled module; the module itself is at "".
-
-    Raises:
-        CheckpointError: the file uses anything that is no part of weights.
-        Exception: whatever a damaged file provokes.
     """
 
     def __init__(self, path: pathlib.Path) -> None:

@@ -126,11 +126,7 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def require_plain(config: Mapping[str, Any], source: str) -> None:
-    """Refuse a `config.json` of quantised weights, or one whose model is code that lies beside it and is never run.
-
-    Raises:
-        IncompatibleModelsError: says what it is, and what to give instead.
-    """
+    """Refuse a `config.json` of quantised weights, or one whose model is code that lies beside it and is never run."""
     require_unquantised(config, source)
     if foreign := foreign_code(config):
         raise IncompatibleModelsError(
@@ -139,11 +135,7 @@ def require_plain(config: Mapping[str, Any], source: str) -> None:
 
 
 def require_unquantised(config: Mapping[str, Any], source: str) -> None:
-    """Refuse a `config.json` of quantised weights, whose tensors are packed integers.
-
-    Raises:
-        IncompatibleModelsError: names the method, and what to give instead.
-    """
+    """Refuse a `config.json` of quantised weights, whose tensors are packed integers."""
     quantised = config.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
@@ -173,11 +165,7 @@ def foreign_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
 
 @contextlib.contextmanager
 def running(source: str) -> Iterator[None]:
-    """What a library raises inside, over a configuration or on a small batch, becomes a refusal.
-
-    Raises:
-        IncompatibleModelsError: the model can't be used; names the library's error.
-    """
+    """What a library raises inside, over a configuration or on a small batch, becomes a refusal."""
     try:
         yield
     except DriftLensError:
@@ -190,11 +178,7 @@ def running(source: str) -> Iterator[None]:
 
 
 def refuse_pointer(path: pathlib.Path) -> None:
-    """Refuse what Git LFS leaves in the place of a file that was not fetched.
-
-    Raises:
-        CheckpointError: it is such a pointer.
-    """
+    """Refuse what Git LFS leaves in the place of a file that was not fetched."""
     with plain_file(path).open("rb") as file:
         start = file.read(64)
     if start.startswith(b"version https://git-lfs"):
@@ -206,11 +190,7 @@ def refuse_pointer(path: pathlib.Path) -> None:
 
 
 def refuse_torchscript(path: pathlib.Path) -> None:
-    """Refuse a TorchScript archive, and one whose parts unfold.
-
-    Raises:
-        CheckpointError: it is one of these, or a damaged zip file.
-    """
+    """Refuse a TorchScript archive, and one whose parts unfold."""
     try:
         if not zipfile.is_zipfile(path):
             return

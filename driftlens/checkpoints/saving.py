@@ -104,9 +104,6 @@ class Patched:
     Args:
         base: where all other tensors come from.
         updates: key of `base` -> new value, in any floating-point dtype; cast to the base's.
-
-    Raises:
-        CheckpointError: `base` has no such key.
     """
 
     def __init__(self, base: StateSource, updates: Mapping[str, Tensor]) -> None:
@@ -118,13 +115,7 @@ class Patched:
         self._updates = updates
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The update of `key` in the base's dtype, or the base's own tensor.
-
-        Raises:
-            CheckpointError: the update would be cut to integers.
-            ShapeError: it has another shape than the base's tensor.
-            NumericsError: it is NaN or infinite, or becomes so in the base's dtype.
-        """
+        """The update of `key` in the base's dtype, or the base's own tensor."""
         if key not in self._updates:
             return self._base.read(key, rows)
         header, update = self.headers[key], self._updates[key].detach()
@@ -277,9 +268,6 @@ def library_prefix(architecture: Savable, base: StateSource, key: str) -> str:
     """What the library's whole model has before the skeleton's module paths, with its dot; empty where they are one.
 
     It is told from one key of the skeleton's.
-
-    Raises:
-        IncompatibleModelsError: the library calls the skeleton's modules otherwise.
     """
     assert architecture.folder is not None and architecture.layout is not None
     stored = architecture.layout.key_map(base.headers, architecture.keys, base.name)[key]
@@ -294,12 +282,7 @@ def library_prefix(architecture: Savable, base: StateSource, key: str) -> str:
 
 
 def require_target(architecture: Savable, path: str | os.PathLike[str]) -> None:
-    """Refuse a place that a model could not be written to, before anything is computed for it.
-
-    Raises:
-        RunError: it is a folder with something in it, or a file where a folder should be.
-        SpecError: the architecture can only be saved as a state dict.
-    """
+    """Refuse a place that a model could not be written to, before anything is computed for it."""
     place = pathlib.Path(path)
     if place.suffix == ".safetensors":
         if place.is_dir():

@@ -112,11 +112,7 @@ class TensorsSource:
         self._tensors = tensors
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows [start, stop) of it; on the CPU it is not a copy.
-
-        Raises:
-            CheckpointError: there is no such key.
-        """
+        """The tensor, or rows [start, stop) of it; on the CPU it is not a copy."""
         require_key(self, key)
         tensor = self._tensors[key].detach()
         return (tensor if rows is None else tensor[slice(*rows)]).cpu()
@@ -139,11 +135,7 @@ class InDtypes:
 
 
 class SafetensorsSource:
-    """One `.safetensors` file. The header is read at once, a tensor when it is asked for.
-
-    Raises:
-        CheckpointError: it is missing, truncated, corrupt or holds no tensors.
-    """
+    """One `.safetensors` file. The header is read at once, a tensor when it is asked for."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.name = str(path)
@@ -159,11 +151,7 @@ class SafetensorsSource:
         self._stamp = _stamp(path)
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows [start, stop) of it; only its own bytes are read.
-
-        Raises:
-            CheckpointError: there is no such key, or the file can't be read any more.
-        """
+        """The tensor, or rows [start, stop) of it; only its own bytes are read."""
         require_key(self, key)
         # Reading on from a file that was cut short meanwhile would kill the process.
         if self._kept is not None and _stamp(self._path) == self._stamp:
@@ -299,33 +287,21 @@ class Composed:
         self._places = places
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows [start, stop) of it, from the source that has it.
-
-        Raises:
-            CheckpointError: there is no such key, or its source can't be read any more.
-        """
+        """The tensor, or rows [start, stop) of it, from the source that has it."""
         require_key(self, key)
         source, stored = self._places[key]
         return source.read(stored, rows)
 
 
 def renamed(source: StateSource, mapping: Mapping[str, str]) -> StateSource:
-    """The same tensors under other names, new -> old, in the order wanted; keys that `mapping` leaves out are hidden.
-
-    Raises:
-        CheckpointError: `mapping` names a key that `source` lacks.
-    """
+    """The same tensors under other names, new -> old, in that order; keys that `mapping` leaves out are hidden."""
     for stored in mapping.values():
         require_key(source, stored)
     return Composed(source.name, {key: (source, stored) for key, stored in mapping.items()})
 
 
 def require_key(source: StateSource, key: str) -> None:
-    """Refuse a key that `source` lacks, naming the nearest one it has.
-
-    Raises:
-        CheckpointError: there is no such key.
-    """
+    """Refuse a key that `source` lacks, naming the nearest one it has."""
     if key in source.headers:
         return
     near = difflib.get_close_matches(key, source.headers, n=1)
@@ -338,9 +314,6 @@ def content_digest(source: StateSource, keys: Iterable[str] | None = None) -> st
 
     Sharded or not, a file or a live module: the same weights under the same keys have the same digest. One
     tensor is in memory at a time.
-
-    Raises:
-        CheckpointError: a key is missing.
     """
     digest = hashlib.sha256()
     for key in sorted(source.headers if keys is None else keys):
@@ -357,11 +330,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def check_finite(name: str, key: str, tensor: Tensor) -> None:
-    """Refuse NaN and infinity; tensors of other than floating-point numbers pass.
-
-    Raises:
-        NumericsError: some entry is NaN or infinite; says how many.
-    """
+    """Refuse NaN and infinity; tensors of other than floating-point numbers pass."""
     if not tensor.is_floating_point():
         return
     # One-byte floats know neither sums nor `isfinite`; float32 holds all their values.

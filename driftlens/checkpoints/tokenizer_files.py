@@ -33,10 +33,6 @@ def tokenizer_in(source: str, *, offline: bool, kind: str = "AutoTokenizer") -> 
         source: where it is.
         offline: whether the network may not be asked.
         kind: the class of transformers that builds it.
-
-    Raises:
-        IncompatibleModelsError: it asks for more than any machine has, or the library breaks down on it.
-        CheckpointError: the repository can't be had.
     """
     folder = files_beside_weights(source, offline=offline)
     if folder is None:

@@ -27,9 +27,6 @@ def open_torch_file(path: pathlib.Path) -> StateSource:
 
     Training checkpoints that keep the weights under `state_dict`, `model` or `model_state_dict` are looked
     into, and the prefix `module.` of distributed training is taken off.
-
-    Raises:
-        CheckpointError: as `open_pickled`, or the file holds modules, whose structure would be lost unsaid.
     """
     pickled = open_pickled(path)
     if pickled.modules:
@@ -44,12 +41,7 @@ def open_torch_file(path: pathlib.Path) -> StateSource:
 
 
 def open_pickled(path: pathlib.Path) -> Pickled:
-    """The tensors of a pickled checkpoint, in whatever it holds them, once a process apart has read it.
-
-    Raises:
-        CheckpointError: the file is damaged, uses anything that is no part of weights, holds none, or takes more time
-            or memory than any of weights.
-    """
+    """The tensors of a pickled checkpoint, in whatever it holds them, once a process apart has read it."""
     refuse_pointer(path)
     refuse_torchscript(path)
     memory = MOST_MEMORY + MEMORY_PER_BYTE * path.stat().st_size
@@ -93,11 +85,7 @@ class Pickled:
         }
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows [start, stop) of it, mapped into memory.
-
-        Raises:
-            CheckpointError: there is no such key.
-        """
+        """The tensor, or rows [start, stop) of it, mapped into memory."""
         require_key(self, key)
         tensor = _tensor(self._tensors[key])
         return tensor if rows is None else tensor[slice(*rows)]

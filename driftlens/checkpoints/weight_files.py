@@ -23,11 +23,7 @@ WEIGHT_FILES = (
 
 
 def open_folder(folder: pathlib.Path) -> StateSource:
-    """The weights in a folder written by `save_pretrained`, open_clip or a Hub download.
-
-    Raises:
-        CheckpointError: no known file is there, a shard is missing or lacks a key, or a file can't be read.
-    """
+    """The weights in a folder written by `save_pretrained`, open_clip or a Hub download."""
     for name in WEIGHT_FILES:
         path = folder / name
         if path.is_file():
@@ -43,32 +39,20 @@ def open_folder(folder: pathlib.Path) -> StateSource:
 
 
 def shards_of(source: StateSource) -> Mapping[str, str]:
-    """The file name of each tensor's shard, of a source that `open_folder` made of shards; nothing for others.
-
-    Raises:
-        CheckpointError: the index has become malformed.
-    """
+    """The file name of each tensor's shard, of a source that `open_folder` made of shards; nothing for others."""
     folder = pathlib.Path(source.name)
     index = next((path for name in WEIGHT_FILES if (path := folder / name).is_file()), None)
     return _weight_map(index) if index is not None and index.suffix == ".json" else {}
 
 
 def open_file(path: pathlib.Path) -> StateSource:
-    """The weights in one file, `.safetensors` or PyTorch's.
-
-    Raises:
-        CheckpointError: it is a Git LFS pointer, truncated, corrupt, unsafe or empty.
-    """
+    """The weights in one file, `.safetensors` or PyTorch's."""
     refuse_pointer(path)
     return SafetensorsSource(path) if path.suffix.lower() == ".safetensors" else open_torch_file(path)
 
 
 def _open_shards(index: pathlib.Path) -> StateSource:
-    """Shards listed by an index file, as one source; the headers of all are read at once.
-
-    Raises:
-        CheckpointError: the index is malformed, a shard is missing, or lacks a key that the index promises.
-    """
+    """Shards listed by an index file, as one source; the headers of all are read at once."""
     shards = _weight_map(index)
     sources = {shard: _open_shard(index, shard) for shard in sorted(set(shards.values()))}
     for key, shard in shards.items():

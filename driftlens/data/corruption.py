@@ -35,11 +35,7 @@ _SIDE = 224
 
 
 def parse(given: str) -> tuple[str, int]:
-    """Kind and severity of `fog` (severity 3), `fog:5` or `none` (0).
-
-    Raises:
-        SpecError: no such kind, or a severity beyond 1 to 5.
-    """
+    """Kind and severity of `fog` (severity 3), `fog:5` or `none` (0)."""
     kind, colon, severity = str(given).partition(":")
     if kind == CLEAN and not colon:
         return CLEAN, 0
@@ -60,12 +56,7 @@ def written(given: str) -> str:
 
 
 def corrupted(samples: SampleSet, corruption: str, seed: int) -> SampleSet:
-    """The same samples, their pictures corrupted; each draws from the seed, the kind and its own id alone.
-
-    Raises:
-        SpecError: as for `parse`.
-        DataError: the samples are no pictures that are read from somewhere.
-    """
+    """The same samples, their pictures corrupted; each draws from the seed, the kind and its own id alone."""
     kind, severity = parse(corruption)
     if kind == CLEAN:
         return samples

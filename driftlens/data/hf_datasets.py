@@ -24,12 +24,7 @@ log = logging.getLogger(__name__)
 
 @data_sources.register("hf")
 def open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
-    """The rows of one split; ids are row numbers, class names those of the label column's ClassLabel.
-
-    Raises:
-        DataError: `datasets` is not installed, no such data set, split or column, a column of another kind, a
-            row without a label, or a Hub id while offline.
-    """
+    """The rows of one split; ids are row numbers, class names those of the label column's ClassLabel."""
     splits, name = _load(entry, access), getattr(entry, split)
     from datasets import Image  # `_load` says what to do without it
 

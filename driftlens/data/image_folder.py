@@ -28,9 +28,6 @@ def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> S
     As in torchvision's ImageFolder, a class is a direct sub-folder whose images may lie at any depth. Hidden
     files and folders are skipped. Images without class folders make an unlabelled split, and so does a split that the
     entry calls so, whose images may lie at any depth.
-
-    Raises:
-        DataError: no such folder, no images, a class without images, or images beside class folders.
     """
     folder = Path(getattr(entry, split))
     classes, loose = _listing(folder)
@@ -91,11 +88,7 @@ def _is_image(name: str) -> bool:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse names of files that can't be written into a table.
-
-    Raises:
-        DataError: one is no UTF-8.
-    """
+    """Refuse names of files that can't be written into a table."""
     for name in names:
         try:
             name.encode("utf-8")
@@ -104,11 +97,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def read_image(source: Path | BinaryIO, where: str = "", mode: str | None = "RGB") -> Image:
-    """The image in a file, or in an open one that messages call `where`, fully decoded; without `mode` in its own.
-
-    Raises:
-        DataError: missing, truncated, not an image, or suspiciously large.
-    """
+    """The image in a file, or in an open one that messages call `where`, fully decoded; without `mode` in its own."""
     from PIL import Image
 
     hint = "Replace the file, or take the image out."

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 @data_sources.register("jsonl")
 def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
-    """The rows of a split's file; ids are line numbers, counted from 1. Blank lines are skipped.
-
-    Raises:
-        DataError: the file can't be read, a line is no JSON object, or no line has a key that is asked for.
-    """
+    """The rows of a split's file; ids are line numbers, counted from 1. Blank lines are skipped."""
     file = Path(getattr(entry, split))
     rows = {
         str(number): _row(line, f"{file}, line {number}")

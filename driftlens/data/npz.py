@@ -29,9 +29,6 @@ def open_npz(entry: NpzData, split: Split, access: Access) -> SplitView:
 
     Pixels are read from the file when the first image is asked for. Labels are class names, or numbers that
     index the array `class_names`; without that array the numbers themselves are the names.
-
-    Raises:
-        DataError: a missing or damaged file, a missing array, pixels that are not bytes, labels out of range.
     """
     file, images, labels = _arrays(entry, split)
     shape, dtype = file.header(images)

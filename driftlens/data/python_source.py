@@ -22,10 +22,6 @@ def open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
 
     A data set of torchvision is one. Images are PIL images or uint8 arrays. Labels are class names, numbers that
     index the attribute `class_names` or `classes` of what was returned, or None. Ids are positions.
-
-    Raises:
-        SpecError: the code is not trusted, or there is no such function.
-        DataError: the function fails, or returns something else.
     """
     function, where = access.function(entry.target, "data source"), f"{entry.target}({split!r})"
     with refused(f"{where} failed", DEBUG_HINT):

@@ -183,11 +183,7 @@ class SampleSet:
         return [] if self.texts is None else [self.texts.read(position) for position in range(len(self))]
 
     def answering(self, answers: Sequence[str]) -> SampleSet:
-        """The same questions of a model's with these answers, which `load` shows it; an empty one shows none.
-
-        Raises:
-            DataError: the samples are no texts.
-        """
+        """The same questions of a model's with these answers, which `load` shows it; an empty one shows none."""
         given = tuple(Text(self.text(row).input, answer) for row, answer in enumerate(answers))
         texts = replace(cast("Texts", self.texts), read=given.__getitem__, shown="target")
         reader = cast("TextReader", texts.reader)

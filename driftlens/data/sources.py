@@ -75,11 +75,7 @@ def refused(what: str, hint: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def check_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> None:
-    """Refuse what is not one grey [h, w] or one colour [h, w, 3] image of bytes, by its shape and dtype.
-
-    Raises:
-        DataError: another shape or kind of number; the hint says how to convert it.
-    """
+    """Refuse what is not one grey [h, w] or one colour [h, w, 3] image of bytes, by its shape and dtype."""
     if dtype != np.uint8:
         raise DataError(f"{where}: pixels are {dtype}, expected uint8", hint=BYTES_REMEDY)
     if len(shape) == 2 or (len(shape) == 3 and shape[2] == 3):
@@ -95,11 +91,7 @@ def check_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> No
 
 
 def as_picture(value: Any, where: str) -> Picture:
-    """`value` itself, if it is a PIL image or a uint8 array.
-
-    Raises:
-        DataError: it is something else.
-    """
+    """`value` itself, if it is a PIL image or a uint8 array."""
     from PIL import Image
 
     if isinstance(value, Image.Image):
@@ -113,11 +105,7 @@ def as_picture(value: Any, where: str) -> Picture:
 
 
 def class_name(label: int | str, known: Sequence[str] | None, where: str) -> str:
-    """The name of a class that is given by its name, or by a number: its place among the known names, if there are any.
-
-    Raises:
-        DataError: the number is no such place.
-    """
+    """The name of a class that is given by its name, or by its place among the known names, if there are any."""
     if isinstance(label, str):
         return label
     if known is None:
@@ -136,9 +124,6 @@ def named(
     """Class name per sample, and all class names: the known ones, or else those that occur, in order.
 
     Numbers may be written as text. They index the known names, unless all of them are such names themselves.
-
-    Raises:
-        DataError: a label is neither text nor a whole number, or no place among the known names.
     """
     odd = [label for label in labels if not isinstance(label, int | str | None)]
     if odd:
@@ -179,11 +164,7 @@ def names_of(samples: Any) -> Any:
 
 
 def require_column(column: str, columns: Collection[str], key: str, where: str) -> None:
-    """Refuse a column that is not there; `key` is what names it in the spec.
-
-    Raises:
-        DataError: with the columns there are, and the nearest one.
-    """
+    """Refuse a column that is not there; `key` is what names it in the spec."""
     if column not in columns:
         raise DataError(
             f"{where}: no column {column!r}; there are {', '.join(columns)}",

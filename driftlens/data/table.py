@@ -35,10 +35,6 @@ def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
 
     Labels are text, or numbers that index `classes`; a split that serves no accuracy may lack their column. Where rows
     are texts, ids are their numbers, counted from 0 over the whole file.
-
-    Raises:
-        DataError: the file can't be read, a column or an image is missing, a row is incomplete, a path occurs twice, or
-            some of the images are calibration samples too.
     """
     if entry.holds_texts:
         return _open_texts(entry, split)

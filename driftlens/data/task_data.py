@@ -71,11 +71,7 @@ class TaskData:
         )
 
     def picture(self, split: Split, sample_id: str) -> Picture:
-        """One sample's image as the source holds it, before any preprocessing.
-
-        Raises:
-            DataError: there is no such sample, or the task has no images.
-        """
+        """One sample's image as the source holds it, before any preprocessing."""
         view = self._views[split]
         if view.holds != "image" or sample_id not in view.ids:
             raise DataError(f"task {self.task}: {view.origin} has no image {sample_id!r}")
@@ -235,9 +231,6 @@ def require_same_classes(
     """Refuse data whose classes are not those of the head; order plays no part.
 
     With `all_of_head` the data must have every class; splits that serve no accuracy need not.
-
-    Raises:
-        DataError: the sets differ; the message lists what only one of them has, the hint names alike.
     """
     only_data = sorted(set(data) - set(head))
     only_head = sorted(set(head) - set(data))

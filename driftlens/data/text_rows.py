@@ -50,9 +50,6 @@ def text_view(
         origin: where they lie.
         unit: what an id counts.
         names: what whole numbers among the targets mean.
-
-    Raises:
-        DataError: a column that is asked for is not there.
     """
     from driftlens.spec.data import filled
 
@@ -107,10 +104,6 @@ def as_texts(
         entry: the task's entry in the spec.
         reader: of the model; None where its code reads texts in a way of its own.
         preprocess: that way.
-
-    Raises:
-        DataError: some rows have a target and others none, or a question is too long.
-        SpecError: the entry asks for what the model or its tokenizer doesn't have.
     """
     task, split = samples.task, samples.split
     have = [bool(row.target) for row in rows]

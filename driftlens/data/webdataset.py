@@ -37,10 +37,6 @@ def open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> Spli
 
     Headers and labels are read once, an image when it is asked for, from its place in the file. Nothing is unpacked,
     and members that are no plain files (links, devices) are not followed.
-
-    Raises:
-        DataError: no tar files, a damaged one, a sample without image or with several, a label that can't be read, or
-            some of the files are those of the calibration samples too.
     """
     place = getattr(entry, split)
     shards = _shards(Path(place))

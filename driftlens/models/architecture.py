@@ -86,9 +86,6 @@ class Architecture:
         Args:
             source: a checkpoint of this architecture, under its own key names.
             fallback: the base, aligned or not; gives the projection to experts that were saved without.
-
-        Raises:
-            IncompatibleModelsError: the checkpoint is of another architecture, or lacks the projection.
         """
         return source if self.layout is None else self.layout.align(source, self.keys, fallback)
 
@@ -144,12 +141,7 @@ class Architecture:
         return renamed(stored, {f"{self.classifier}.{part}": key for part, key in held.items()})
 
     def text_tower(self, base: StateSource) -> TextTower:
-        """The text tower of a base, which is given under its own key names.
-
-        Raises:
-            SpecError: there is none.
-            IncompatibleModelsError: its configuration is not that of the base's weights.
-        """
+        """The text tower of a base, which is given under its own key names."""
         if self.open_text is None:
             raise no_text_tower(self.source)
         with running(self.source):
@@ -205,11 +197,7 @@ def load_architecture(
 
 
 def require_own_blocks(request: ArchitectureRequest, loader: str) -> None:
-    """Refuse `blocks` where a loader knows its models.
-
-    Raises:
-        SpecError: they are given.
-    """
+    """Refuse `blocks` where a loader knows its models."""
     if request.blocks is not None:
         raise SpecError(
             f"architecture.blocks is {request.blocks!r}, but the loader {loader} knows where its blocks are",
@@ -218,12 +206,7 @@ def require_own_blocks(request: ArchitectureRequest, loader: str) -> None:
 
 
 def _from_python(loader: str, request: ArchitectureRequest) -> Architecture:
-    """The module that a function of the user's returns, and how it reads an image.
-
-    Raises:
-        SpecError: the code is not trusted, there is no such function, or it returns something else.
-        IncompatibleModelsError: the function fails.
-    """
+    """The module that a function of the user's returns, and how it reads an image."""
     target = loader.removeprefix(PYTHON)
     function = request.access.function(target, "loader")
     try:
@@ -274,11 +257,7 @@ def no_text_tower(what: str) -> SpecError:
 
 
 def read_text_side(model: nn.Module, base: StateSource, layout: KeyLayout) -> None:
-    """Give all of a whole CLIP but its image tower the base's weights, in float32.
-
-    Raises:
-        SpecError: the base lacks some of them.
-    """
+    """Give all of a whole CLIP but its image tower the base's weights, in float32."""
     before = layout.wrapper(base.headers, base.name)
     wanted = [key for key in model.state_dict() if not key.startswith((layout.tower, layout.projection))]
     if not all(before + key in base.headers for key in wanted):
@@ -309,11 +288,7 @@ class _WithinReason(TorchFunctionMode):
 
 
 def weightless(build: Callable[[], nn.Module], source: str) -> Any:
-    """The module that `build` returns, parameters on meta, buffers real, in eval mode and without gradients.
-
-    Raises:
-        IncompatibleModelsError: the library can't build what the configuration describes, or not without weights.
-    """
+    """The module that `build` returns, parameters on meta, buffers real, in eval mode and without gradients."""
     from accelerate import init_empty_weights
 
     try:

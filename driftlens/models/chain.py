@@ -241,11 +241,7 @@ adapters: Registry[Adapter] = Registry("adapter", "driftlens.models.families", "
 
 
 def require_pool(how: str) -> None:
-    """Refuse an unknown way to take one vector per sample, which would be taken for another one.
-
-    Raises:
-        SpecError: there is no such way.
-    """
+    """Refuse an unknown way to take one vector per sample, which would be taken for another one."""
     if how not in get_args(Pool):
         raise SpecError(f"pool is {how!r}, expected one of {', '.join(get_args(Pool))}")
 

@@ -111,11 +111,7 @@ class Inputs:
 
 
 def raw_inputs(inputs: Any) -> Inputs:
-    """A batch as the model takes it: a tensor, a tuple of positional or a dict of keyword arguments.
-
-    Raises:
-        SpecError: it is something else.
-    """
+    """A batch as the model takes it: a tensor, a tuple of positional or a dict of keyword arguments."""
     if isinstance(inputs, Tensor):
         return Inputs({"input": inputs}, by_keyword=False)
     if isinstance(inputs, Mapping):
@@ -129,11 +125,7 @@ def raw_inputs(inputs: Any) -> Inputs:
 
 
 def find_features(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, Tensor]:
-    """Where a block's features stand among its arguments, and they: the first tensor, positional ones first.
-
-    Raises:
-        SpecError: the block is called without any tensor.
-    """
+    """Where a block's features stand among its arguments, and they: the first tensor, positional ones first."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in places:
         if isinstance(value, Tensor):
@@ -142,11 +134,7 @@ def find_features(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def features_of(path: str, output: Any) -> Tensor:
-    """The features a block returned: its output, or the first entry of a tuple or list.
-
-    Raises:
-        SpecError: it returned something else.
-    """
+    """The features a block returned: its output, or the first entry of a tuple or list."""
     first = output[0] if isinstance(output, tuple | list) and output else output
     if isinstance(first, Tensor):
         return first
@@ -157,11 +145,7 @@ def features_of(path: str, output: Any) -> Tensor:
 
 
 def result(output: Any) -> Tensor:
-    """The features in what a model returns: the tensor, or the first one in a tuple or dict.
-
-    Raises:
-        SpecError: there is none.
-    """
+    """The features in what a model returns: the tensor, or the first one in a tuple or dict."""
     entries = output.values() if isinstance(output, Mapping) else output
     for entry in entries if isinstance(entries, Iterable) and not isinstance(entries, Tensor) else [entries]:
         if isinstance(entry, Tensor):
@@ -180,9 +164,6 @@ class SideInputs(Mapping[str, Tensor]):
         tensors: by name. `<stream>_mask` [n, t] is true where a token of that stream counts.
         frames: how a module calls its blocks, with references into `tensors`; of generic modules only.
         inputs: the batch's raw inputs, likewise; of generic modules only.
-
-    Raises:
-        SpecError: an entry is no tensor.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -223,11 +204,7 @@ class SideInputs(Mapping[str, Tensor]):
 def side_inputs(
     paths: Sequence[str], frames: Sequence[Frame], inputs: Inputs, mask: Tensor | None = None
 ) -> SideInputs:
-    """Frames and raw inputs as side inputs: every tensor once, under a readable name.
-
-    Raises:
-        SpecError: a block is given something that carries state, such as a key-value cache.
-    """
+    """Frames and raw inputs as side inputs: every tensor once, under a readable name."""
     tensors: dict[str, Tensor] = {} if mask is None else {"hidden_mask": mask}
     kept_inputs = replace(inputs, values=_stowed(inputs.values, "inputs", tensors))
     kept_frames = tuple(
@@ -328,11 +305,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
-    """Where tokens count, [n, t] of booleans; None where all of them do.
-
-    Raises:
-        SpecError: there is no such entry, it is not [n, t] of ones and zeros, or two streams could be meant.
-    """
+    """Where tokens count, [n, t] of booleans; None where all of them do."""
     if chosen is False:
         return None
     if isinstance(chosen, str) or chosen is None:
@@ -360,11 +333,7 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
 
 
 def without_padding(path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """Features with zeros in the rows of padding.
-
-    Raises:
-        SpecError: the mask is of other tokens than the features.
-    """
+    """Features with zeros in the rows of padding."""
     if mask is None or hidden.dim() == 2:
         return hidden
     if hidden.shape[:2] != mask.shape:

@@ -40,11 +40,7 @@ class TextTower:
 
 
 def class_names(given: ClassNames) -> tuple[str, ...]:
-    """Class names from a list, or from a JSON file that holds a list.
-
-    Raises:
-        DataError: the file can't be read or holds something else, there are no names, or one occurs twice.
-    """
+    """Class names from a list, or from a JSON file that holds a list."""
     if isinstance(given, str | os.PathLike):
         given = _names_in(pathlib.Path(given))
     names = tuple(given)

@@ -70,11 +70,7 @@ class OwnHead:
     weights: Mapping[str, Tensor]
 
     def scores(self, features: Tensor) -> Tensor:
-        """Class scores [n, classes] of final features [n, d], on their device and in their dtype.
-
-        Raises:
-            DataError: the features are not as wide as those the head reads.
-        """
+        """Class scores [n, classes] of final features [n, d], on their device and in their dtype."""
         if features.dim() != 2 or features.shape[1] != self.form.width:
             raise DataError(
                 f"the classifier reads {self.form.width} features, the model gives {list(features.shape[1:])}",
@@ -123,13 +119,7 @@ class HeadForm:
         return result(call(self.module, weights, (), inputs))
 
     def head(self, source: StateSource, keys: Sequence[str], classes: Sequence[str]) -> OwnHead:
-        """The head with the weights that lie under `keys`, in the order of `names`.
-
-        Raises:
-            IncompatibleModelsError: they are of another head.
-            DataError: there are more or fewer scores than names, or names repeat.
-            NumericsError: a weight is NaN or infinite.
-        """
+        """The head with the weights that lie under `keys`, in the order of `names`."""
         weights = {name: source.read(key).float() for name, key in zip(self.names, keys, strict=True)}
         for key, value in zip(keys, weights.values(), strict=True):
             check_finite(source.name, key, value)

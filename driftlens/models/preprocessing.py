@@ -58,9 +58,6 @@ def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int],
     """Preprocessing by a `preprocessor_config.json`, with PIL even where torchvision would be preferred.
 
     Without that file (None) CLIP's defaults are taken, with a notice.
-
-    Raises:
-        IncompatibleModelsError: the file belongs to another model family, or gives pixels of another size.
     """
     import transformers
 
@@ -92,9 +89,6 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     """Preprocessing of any image model of transformers, by its own processor with PIL.
 
     Without a `preprocessor_config.json` the family's defaults for `config.image_size` are taken, with a notice.
-
-    Raises:
-        IncompatibleModelsError: there is no processor that works.
     """
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
@@ -142,9 +136,6 @@ def open_clip_preprocess(
     """Preprocessing by the `preprocess_cfg` of an open_clip configuration.
 
     Without that section (None) CLIP's defaults are taken, with a notice.
-
-    Raises:
-        IncompatibleModelsError: the section has unusable values, or gives pixels of another size.
     """
     from open_clip.transform import PreprocessCfg, image_transform_v2, merge_preprocess_dict
 
@@ -184,10 +175,6 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
         config: the model's configuration, as the library has it.
         offline: whether the network may not be asked.
         form: what the model is made of.
-
-    Raises:
-        IncompatibleModelsError: the tokenizer asks for more than any machine has.
-        SpecError: there is no tokenizer, it knows more tokens than the model, or no start token is named.
     """
     code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
     generation = read_config(source, "generation_config.json", offline=offline) or {}

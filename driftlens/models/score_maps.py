@@ -58,11 +58,7 @@ class Head:
     logit_scale: float
 
     def scores(self, features: Tensor) -> Tensor:
-        """Class scores [n, classes] of final features [n, d], on their device and in their dtype.
-
-        Raises:
-            DataError: the features are not as wide as the class embeddings.
-        """
+        """Class scores [n, classes] of final features [n, d], on their device and in their dtype."""
         if features.shape[-1] != self.embeddings.shape[-1]:
             raise DataError(
                 f"the class embeddings have {self.embeddings.shape[-1]} entries, the features {features.shape[-1]}",
@@ -102,11 +98,7 @@ class LinearHead:
     normalize: bool = False
 
     def scores(self, features: Tensor) -> Tensor:
-        """Class scores [n, classes] of final features [n, d], on their device and in their dtype.
-
-        Raises:
-            DataError: the features are not as wide as the rows.
-        """
+        """Class scores [n, classes] of final features [n, d], on their device and in their dtype."""
         if features.shape[-1] != self.weight.shape[-1]:
             raise DataError(
                 f"the classifier reads {self.weight.shape[-1]} features, the model gives {features.shape[-1]}",
@@ -183,11 +175,7 @@ class LmHead:
         return self if source is self.source else replace(self, source=source)
 
     def scores(self, features: Tensor) -> Tensor:
-        """Scores of the next token [n, classes] for final features [n, d], on their device and in their dtype.
-
-        Raises:
-            DataError: the features are not as wide as the rows.
-        """
+        """Scores of the next token [n, classes] for final features [n, d], on their device and in their dtype."""
         parts = []
         for weight in self._weights():
             if features.shape[-1] != weight.shape[-1]:

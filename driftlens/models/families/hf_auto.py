@@ -77,11 +77,7 @@ scores = model(**inputs).logits
 
 @loaders.register("hf-vit")
 def load_hf_vit(request: ArchitectureRequest) -> Architecture:
-    """The architecture of a ViT, DeiT, DINOv2 or SigLIP image tower, with or without classifier.
-
-    Raises:
-        DriftLensError: as for `load_hf_auto`, and for any other model.
-    """
+    """The architecture of a ViT, DeiT, DINOv2 or SigLIP image tower, with or without classifier."""
     architecture = load_transformers(request, "hf-vit")
     assert architecture.folder is not None
     stated: Any = architecture.folder.configs["config.json"]
@@ -99,13 +95,7 @@ def load_hf_vit(request: ArchitectureRequest) -> Architecture:
 
 @loaders.register("hf-auto")
 def load_hf_auto(request: ArchitectureRequest) -> Architecture:
-    """The architecture of a model of transformers; its source is a folder or Hub id.
-
-    Raises:
-        SpecError: the source names nothing, has no config.json or tokenizer, or no list of blocks is found.
-        CheckpointError: a file can't be fetched or read.
-        IncompatibleModelsError: transformers doesn't know the model, it is quantised, or it wants remote code.
-    """
+    """The architecture of a model of transformers; its source is a folder or Hub id."""
     return load_transformers(request, "hf-auto")
 
 
@@ -116,9 +106,6 @@ def load_hf_encoder(request: ArchitectureRequest) -> Architecture:
     All that a model for classification has behind the features of its tokens, BERT's pooler included, is its head: it
     is merged with no other, and tasks are scored with that of their expert. Of samples, features are taken as heads
     read them, the class token, or else as masked means.
-
-    Raises:
-        DriftLensError: as for `load_hf_auto`, and for any other model.
     """
     return load_transformers(request, "hf-encoder", whole_heads=True)
 
@@ -233,12 +220,7 @@ def usage_of_texts(usage: str, keys: Collection[str], files: Collection[str]) ->
 
 
 def read_plain_config(request: ArchitectureRequest, loader: str) -> dict[str, Any]:
-    """The `config.json` of a request's source, of a model that the loader reads.
-
-    Raises:
-        SpecError: there is none, or the request names blocks, which loaders of some families know.
-        IncompatibleModelsError: its model is quantised, wants remote code, or is of another family.
-    """
+    """The `config.json` of a request's source, of a model that the loader reads."""
     kinds = MODEL_TYPES.get(loader, ())
     if kinds:
         require_own_blocks(request, loader)

@@ -110,13 +110,7 @@ adapters.register(HfClipViT.name)(HfClipViT())
 
 @loaders.register("hf-clip")
 def load_hf_clip(request: ArchitectureRequest) -> Architecture:
-    """The architecture of a CLIP, or a CLIP image tower, of transformers; its source is a folder or Hub id.
-
-    Raises:
-        SpecError: `source` names nothing, or has no config.json.
-        CheckpointError: a file can't be fetched or read.
-        IncompatibleModelsError: the model is no CLIP.
-    """
+    """The architecture of a CLIP, or a CLIP image tower, of transformers; its source is a folder or Hub id."""
     source, offline = request.source, request.access.offline
     config = read_plain_config(request, "hf-clip")
     skeleton = _skeleton(config, source)

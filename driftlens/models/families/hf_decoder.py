@@ -43,13 +43,7 @@ _BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
 
 @loaders.register("hf-decoder")
 def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
-    """The architecture of a decoder-only language model.
-
-    Raises:
-        SpecError: the source names nothing, or has no config.json or tokenizer.
-        CheckpointError: a file can't be fetched or read.
-        IncompatibleModelsError: it is of another family, mixes experts, is quantised, or wants remote code.
-    """
+    """The architecture of a decoder-only language model."""
     source, offline = request.source, request.access.offline
     stated = read_plain_config(request, "hf-decoder")
     config, model_class = _class_of(stated)

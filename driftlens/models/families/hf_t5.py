@@ -72,11 +72,7 @@ class HfT5:
         return _why_not(module) is None
 
     def chain(self, module: nn.Module) -> LayerChain:
-        """The model taken apart; keys are those of `module.state_dict()`.
-
-        Raises:
-            IncompatibleModelsError: it is another model.
-        """
+        """The model taken apart; keys are those of `module.state_dict()`."""
         reason = _why_not(module)
         if reason is not None:
             raise IncompatibleModelsError(
@@ -286,11 +282,7 @@ def _run_norm(
 
 
 def _read(inputs: Any, *, start_token: int, num_tokens: int) -> dict[str, Tensor]:
-    """A batch as the library takes it: tokens and masks of both stacks, the decoder's start alone where it has none.
-
-    Raises:
-        DataError: it has no tokens, or tokens that the model doesn't know.
-    """
+    """A batch as the library takes it: tokens and masks of both stacks, the decoder's start alone where it has none."""
     given = dict(inputs) if isinstance(inputs, Mapping) else {}
     tokens = given.get("input_ids")
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
@@ -356,13 +348,7 @@ def _library_states(module: nn.Module, batch: Mapping[str, Tensor]) -> list[Stat
 
 @loaders.register("hf-t5")
 def load_hf_t5(request: ArchitectureRequest) -> Architecture:
-    """The architecture of a T5, v1.0 or v1.1 (FLAN); its source is a folder or Hub id.
-
-    Raises:
-        SpecError: `source` names nothing, or has no config.json or tokenizer.
-        CheckpointError: a file can't be fetched or read.
-        IncompatibleModelsError: the model is no T5.
-    """
+    """The architecture of a T5, v1.0 or v1.1 (FLAN); its source is a folder or Hub id."""
     source = request.source
     stated = read_plain_config(request, "hf-t5")
     skeleton, is_tied = _skeleton(stated, source)

@@ -142,13 +142,7 @@ adapters.register(OpenClipViT.name)(OpenClipViT())
 
 @loaders.register("open-clip")
 def load_open_clip(request: ArchitectureRequest) -> Architecture:
-    """The architecture of an open_clip model, of a name, configuration file, folder or Hub id (`hf-hub:` or not).
-
-    Raises:
-        SpecError: `source` names nothing.
-        CheckpointError: a file can't be fetched or read.
-        IncompatibleModelsError: the tower is not supported.
-    """
+    """The architecture of an open_clip model, of a name, configuration file, folder or Hub id (`hf-hub:` or not)."""
     require_own_blocks(request, "open-clip")
     source = request.source
     stated = _config(source, request.access.offline)

@@ -107,12 +107,7 @@ def sequential_chain(
 
 
 def _block_list(module: nn.Module, path: str | None) -> tuple[str, dict[str, nn.Module]]:
-    """Path of the list of blocks or their pattern, and path -> block in forward order; None looks for the list.
-
-    Raises:
-        SpecError: `path` is no list of blocks and matches none, there is none, or several lists are equally good; the
-            message names the candidates.
-    """
+    """Path of the list of blocks or their pattern, and path -> block in forward order; None looks for the list."""
     lists = _candidates(module)
     if path is None:
         path = _found(module, lists)
@@ -253,9 +248,6 @@ def _traced(parts: Dissection, example: Any) -> _Seen:
     """What a batch shows that runs through a module's pieces, with its own weights and in its own dtype.
 
     Of a module that has shapes only, stem and head run on numbers that stand for weights, and blocks on shapes.
-
-    Raises:
-        SpecError: features don't flow from block to block.
     """
     module = parts.module
     state, side = parts.start(fitted(module, example))

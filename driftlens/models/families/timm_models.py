@@ -44,13 +44,7 @@ _PIXELS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode"
 
 @loaders.register("timm")
 def load_timm(request: ArchitectureRequest) -> Architecture:
-    """The architecture of a model of timm; its source is a model name, a folder or a Hub id.
-
-    Raises:
-        SpecError: the source names nothing, or no list of blocks is found.
-        CheckpointError: a file can't be fetched or read.
-        IncompatibleModelsError: timm can't build the model, or it ends in several classifiers.
-    """
+    """The architecture of a model of timm; its source is a model name, a folder or a Hub id."""
     import timm
     from timm.data import create_transform, resolve_data_config
 

@@ -257,11 +257,7 @@ class ClipViT(ABC):
         return reason
 
     def chain(self, module: nn.Module) -> LayerChain:
-        """The tower taken apart; keys are those of `module.state_dict()`.
-
-        Raises:
-            IncompatibleModelsError: it is another tower, or one with an option that is not supported.
-        """
+        """The tower taken apart; keys are those of `module.state_dict()`."""
         reason = self._why_not(module)
         if reason is not None:
             raise IncompatibleModelsError(
@@ -402,11 +398,7 @@ PIXELS = "pixel_values"
 
 
 def pixels_in(inputs: Any) -> Tensor:
-    """The pixels of a batch: the tensor that it is, or its entry `pixel_values`.
-
-    Raises:
-        DataError: it has no such entry.
-    """
+    """The pixels of a batch: the tensor that it is, or its entry `pixel_values`."""
     pixels = inputs.get(PIXELS) if isinstance(inputs, Mapping) else inputs
     if not isinstance(pixels, Tensor):
         what = (

@@ -122,9 +122,6 @@ class TextReader:
         Args:
             max_length: tokens of a row at most.
             key: what the spec calls it.
-
-        Raises:
-            SpecError: the model can't read as many.
         """
         if max_length > self.limit:
             raise SpecError(
@@ -147,11 +144,7 @@ class TextReader:
         return lengths
 
     def chats(self, messages: Sequence[str]) -> list[str]:
-        """What the model reads where a user says each of `messages` and it is its turn to answer.
-
-        Raises:
-            SpecError: the tokenizer has no chat template, or the template takes no such message or too long.
-        """
+        """What the model reads where a user says each of `messages` and it is its turn to answer."""
         name = self.tokenizer.name_or_path
         if not self.tokenizer.chat_template:
             raise SpecError(

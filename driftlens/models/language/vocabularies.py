@@ -56,11 +56,7 @@ def changed_ends(base: pathlib.Path, other: pathlib.Path) -> list[str]:
 
 
 def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
-    """Refuse a model whose tokenizer gives texts other ids; tokens that only one of both has added are no reason.
-
-    Raises:
-        IncompatibleModelsError: names what differs.
-    """
+    """Refuse a model whose tokenizer gives texts other ids; tokens that only one of both has added are no reason."""
     files = changed_files(base, other)
     if "tokenizer.json" in files:
         base_parts, other_parts = (json_object(place, "tokenizer.json") for place in (base, other))
@@ -108,9 +104,6 @@ def require_head(source: StateSource, stored: StateSource, key: str) -> None:
         source: the model, under the skeleton's key names.
         stored: the same under its own.
         key: where the base has the weight of its head.
-
-    Raises:
-        IncompatibleModelsError: says which.
     """
     if key not in source.headers:
         raise IncompatibleModelsError(
@@ -140,9 +133,6 @@ def with_rows(
         rows: of the base, by key.
         base: gives the rows that a model lacks.
         align: whether rows may be left out and filled in.
-
-    Raises:
-        IncompatibleModelsError: the numbers differ and nobody asked for them to be aligned, or no base has the rows.
     """
     counts = {key: source.headers[key].shape[0] for key in rows if key in source.headers}
     differing = {key: count for key, count in counts.items() if count != rows[key]}

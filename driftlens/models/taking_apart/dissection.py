@@ -142,11 +142,6 @@ class Dissection:
         """State at boundary 0 (the floating-point inputs) and all that the layers need beside it.
 
         Runs the module once to see how it calls its blocks: with its own weights, or hollow where it has shapes only.
-
-        Raises:
-            SpecError: features don't flow from block to block, a block is given something that carries state, or
-                the batch's mask can't be read.
-            IncompatibleModelsError: the module has shapes only, and what a block is given is computed from weights.
         """
         named = raw_inputs(inputs)
         frames = self._frames
@@ -174,11 +169,7 @@ class Dissection:
         }
 
     def _hollow(self, inputs: Inputs) -> list[Frame]:
-        """How the blocks are called on a batch; kept where features make features and nothing else is given.
-
-        Raises:
-            IncompatibleModelsError: what a block is given depends on weights.
-        """
+        """How the blocks are called on a batch; kept where features make features and nothing else is given."""
         device = next(value.device for value in inputs.values.values() if isinstance(value, Tensor))
         numbers = (0.0,) if self._is_known_shared else (0.0, 1.0)
         first, *others = [self._shell_frames(inputs, self.stand_ins(device, number)) for number in numbers]
@@ -368,9 +359,6 @@ def run(module: nn.Module, inputs: Inputs, weights: Parameters | None = None) ->
     """What `module` returns in eval mode, without gradients, for inputs cast as `fitted` does.
 
     With `weights` in the place of its own, all of one dtype, inputs are cast to that.
-
-    Raises:
-        DataError: the inputs are not those that it takes.
     """
     args, kwargs = fitted(module, inputs.arguments({}))
     if weights:

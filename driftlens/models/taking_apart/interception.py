@@ -100,11 +100,7 @@ class _Reached(BaseException):
 
 
 def run_until(module: nn.Module, run: Callable[[], object], *, past: bool = False) -> Tensor:
-    """The features that reach `module`, or with `past` those that leave it, while `run` runs, which ends there.
-
-    Raises:
-        SpecError: `run` came to its end without reaching the module.
-    """
+    """The features that reach `module`, or with `past` those that leave it, while `run` runs, which ends there."""
 
     def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_output: Any) -> None:
         raise _Reached(
@@ -203,11 +199,7 @@ class Recording:
 
 
 def observe(blocks: Mapping[str, nn.Module], run: Callable[[], object], *, keep: bool) -> Recording:
-    """What flows through `blocks` while `run` runs without gradients; the hooks are gone afterwards.
-
-    Raises:
-        SpecError: the blocks don't run once each, in their order, each on what the one before returned.
-    """
+    """What flows through `blocks` while `run` runs without gradients; the hooks are gone afterwards."""
     recording, paths = Recording(), list(blocks)
     left: tuple[Tensor, int] | None = None
 

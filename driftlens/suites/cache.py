@@ -58,18 +58,6 @@ class Suite(ABC):
 
         Building takes a few minutes on two cores. Of several processes that want the same suite one builds it, and the
         others wait.
-
-        Args:
-            seed: of everything random; each seed is a suite of its own.
-            cache: folder that holds suites; the user's cache folder if left out.
-            reporter: told what is being drawn or trained; also asked whether to stop.
-            rebuild: whether to build it anew even if a whole one is there.
-            recipe: sizes and schedules, if not the usual ones.
-
-        Raises:
-            SpecError: the seed is negative.
-            RunError: the cache can't be written to, or the disk is full.
-            Cancelled: somebody asked to stop; no half of a suite is left behind.
         """
         import platformdirs
 
@@ -141,12 +129,7 @@ def _building(folder: pathlib.Path, reporter: Reporter) -> Iterator[None]:
 
 
 class Heard:
-    """What the workers have told: progress, which is passed on, and what they have measured.
-
-    Attributes:
-        measured: by name of a task or of what else was measured.
-        seconds: by phase.
-    """
+    """What the workers have told: progress, which is passed on, and what they have measured."""
 
     def __init__(self, sizes: Mapping[str, tuple[int, int]], reporter: Reporter) -> None:
         """`sizes` says of every phase how many things are made in it, and the steps that each takes."""

@@ -39,22 +39,7 @@ _FORM = "Expected zeroshot.pt, one folder per task with finetuned.pt, and head_T
 def convert(
     source: pathlib.Path, out: pathlib.Path | None = None, *, tell: Callable[[str], None] = lambda line: None
 ) -> pathlib.Path:
-    """Write the tensors of pickled checkpoints as safetensors, without running anything in them.
-
-    Args:
-        source: the folder of a task-vector suite, or one file with a module, a state dict or a training checkpoint.
-        out: the folder, or for one file the `.safetensors`, to write; beside `source` if left out.
-        tell: told of every file that is written, and what the user should know.
-
-    Returns:
-        The folder, or the file, that was written.
-
-    Raises:
-        CheckpointError: there is no suite, or a file is damaged, or uses anything that is no part of weights.
-        IncompatibleModelsError: a model has no image tower of open_clip's kind.
-        RunError: `out` is there already, or can't be written.
-        SpecError: `out` for one file doesn't end in `.safetensors`, so that it would be read as a pickle.
-    """
+    """Write the tensors of pickled checkpoints as safetensors, without running anything in them."""
     if source.is_dir():
         source = source.resolve() if source.name == ".." else source
         target = out or source.absolute().with_name(f"{source.absolute().name}-safetensors")

@@ -132,15 +132,9 @@ def placed(
     shear: float = 0.0,
     stretch: float = 1.0,
 ) -> Image.Image:
-    """`image` on an empty [CANVAS, CANVAS] canvas, scaled, sheared and turned about its own centre.
+    """`image`, a mask or a picture with its own, on an empty canvas: scaled, sheared and turned about its own centre.
 
-    Args:
-        image: a mask (mode L) or a picture with its own mask (RGBA).
-        centre: where the image's centre lands, in canvas pixels.
-        height: its height there, in canvas pixels.
-        angle: turn in degrees, clockwise.
-        shear: horizontal shift per unit of height.
-        stretch: width relative to the image's own proportions.
+    `centre` and `height` are in canvas pixels, `angle` is in degrees, clockwise, `shear` a shift per unit of height.
     """
     scale, turn = height / image.height, np.deg2rad(angle)
     rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
@@ -192,13 +186,7 @@ def photographed(
 ) -> Pixels:
     """A photograph [SIZE, SIZE, 3] of `scene`, which is an RGB picture with a multiple of its side.
 
-    Args:
-        scene: what is in front of the camera.
-        rng: random numbers.
-        light: brightness, relative to the scene.
-        contrast: contrast, relative to the scene.
-        blur: largest radius, in final pixels.
-        noise: standard deviation of the grain, of 255.
+    `light` and `contrast` are relative to the scene; `blur` is in final pixels; `noise` a standard deviation, of 255.
     """
     picture = scene.reduce(scene.width // SIZE) if scene.width != SIZE else scene
     radius = rng.uniform(0, blur)
@@ -216,12 +204,7 @@ def photographed(
 class DrawnTask:
     """One classification task whose pictures come from code and from images that scikit-learn ships.
 
-    Attributes:
-        name: the task's name.
-        class_names: what the classes are called in captions, in label order.
-        templates: captions with a place for the class name; the zero-shot head averages over them.
-        subject: what every picture of the task shows, for captions that give a catalogue number.
-        draw: draws one scene.
+    Captions that give a catalogue number in place of the class say `subject`.
     """
 
     name: str

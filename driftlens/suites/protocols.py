@@ -138,11 +138,7 @@ PROTOCOLS: Mapping[str, Protocol] = MappingProxyType(
 
 
 def protocol_called(name: str) -> Protocol:
-    """The protocol of a name.
-
-    Raises:
-        SpecError: there is none; lists them.
-    """
+    """The protocol of a name."""
     if name not in PROTOCOLS:
         known = ", ".join(PROTOCOLS)
         hint = did_you_mean(name, PROTOCOLS) or "Name one of these."

@@ -66,12 +66,7 @@ def build_clip(config: dict[str, Any], seed: int) -> Any:
 
 
 class Captions:
-    """Every caption that occurs, once, and which of them fit which picture.
-
-    Attributes:
-        texts: the distinct captions.
-        choices: [n, templates], for each picture the indices of the captions that fit it.
-    """
+    """Every caption that occurs, once, and which of them fit which picture."""
 
     def __init__(self, pictures: Sequence[Pictures], numbered: float, generator: torch.Generator) -> None:
         index: dict[str, int] = {}

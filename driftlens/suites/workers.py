@@ -77,16 +77,6 @@ def work_together(
     """Run `work(worker, *arguments)` in every process; `on_news` hears what the workers tell, in order.
 
     However it ends, no process is left.
-
-    Args:
-        work: a function of a module.
-        arguments: whatever can be sent to another process.
-        on_news: what it raises ends the work.
-        num_values: number of trained values of the largest model trained together.
-
-    Raises:
-        RunError: a worker died.
-        Exception: what `work` or `on_news` raised.
     """
     context = multiprocessing.get_context("spawn")  # a fork of a process that runs threads may hang
     reader, writer = context.Pipe(duplex=False)

@@ -33,14 +33,7 @@ def written(rng: np.random.Generator, text: str, rules: Rules) -> str:
 
 @dataclass(frozen=True)
 class WrittenTask:
-    """One text task whose texts come from code and whose answer is one word.
-
-    Attributes:
-        name: the task's name.
-        classes: the words that may be the answer.
-        prompt: what is asked, with `{input}` for the text.
-        write: writes one text.
-    """
+    """Texts that come from code; `prompt` asks which of the `classes` one is, in the place of `{input}`."""
 
     name: str
     classes: tuple[str, ...]

@@ -40,21 +40,7 @@ def compete(
 
     Settings are those published for models of the run's kind, over which the entrant's own count; those of the spec's
     `calibration` take their place where it is of the same method and says some. One that was interrupted goes on where
-    it stopped.
-
-    Args:
-        run: its directory.
-        wanted: the repairs.
-        context: what may be used, and who watches.
-        samples: calibration samples per task; None takes the spec's.
-        attribution: whether drift is traced back to layers, too.
-
-    Returns:
-        Name -> why it could not be made, of those that could not.
-
-    Raises:
-        Cancelled, RunError: somebody asked to stop, or the disk is full; what was finished is kept.
-        DriftLensError: no repair could be made; the reason of the first.
+    it stopped. Given is why those that could not be made could not, by name.
     """
     loader = str(open_run(run).manifest.architecture.get("loader"))
     spec = pathlib.Path(run) / layout.SPEC

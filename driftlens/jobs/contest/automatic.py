@@ -62,13 +62,7 @@ def choose_settings(
 
     Where the record says `kept`, the calibrator is the start, and nothing is to be solved with it. Of the study models,
     calibration samples and heads are used; no label and no other sample is read. `others` admits candidates of other
-    calibrators than that of `start`. What becomes of each is kept
-    in `kept`, where an earlier sitting may have left some.
-
-    Raises:
-        SpecError: the calibrator has nothing to choose.
-        DataError: a task has too few samples to hold any out.
-        DriftLensError: the start itself can't be calibrated with.
+    calibrators. What becomes of each is kept in `kept`, where an earlier sitting may have left some.
     """
     varies = _free(start, has_base=study.has_base, others=others)
     known = {"start": start, **_declared(start, others=others, has_base=study.has_base)}
@@ -93,13 +87,7 @@ def choose_settings(
 
 
 class _Choosing:
-    """One choice on its way: who contends, what is ahead, and what they score.
-
-    Attributes:
-        known: calibrators by name; with `found` as soon as that was decided for.
-        scores: of candidates, from the simplest on.
-        failures: by name, why one can't be calibrated with.
-    """
+    """One choice on its way: who contends, what is ahead, and what they score."""
 
     def __init__(
         self, fits: CrossFits, start: Calibrator, varies: Sequence[str], known: dict[str, Calibrator]
@@ -125,11 +113,7 @@ class _Choosing:
             self._contenders["found"], self._ahead["found"] = found, self._each * self._start.effort
 
     def decide(self) -> Decision:
-        """Score all candidates, and search anew on all folds where what was found wins.
-
-        Raises:
-            DriftLensError: the start can't be calibrated with.
-        """
+        """Score all candidates, and search anew on all folds where what was found wins."""
         fits, is_open = self._fits, "found" in self._contenders
         given = {name: fits.as_it_is(name) for name in _PLAIN if name == "merged" or self._has_base}
         # What was found comes early: whether it may win decides what is left to do.
@@ -192,10 +176,7 @@ class _OneBar(Reporter):
 class CrossFits:
     """Candidates calibrated without one fold after the other, and their scores on the fold that was left out.
 
-    Attributes:
-        samples: by task.
-        tried: the settings that searches tried, as plain values, each with the fold that its search didn't see.
-        costs: of every calibration so far, in calibrations of all samples.
+    `costs` are in calibrations of all samples.
     """
 
     def __init__(
@@ -251,11 +232,7 @@ class CrossFits:
         return _joined([*outcome.value.values()])
 
     def scores(self, by_fold: Mapping[int, Calibrator], unseen: frozenset[int] = frozenset()) -> Scores:
-        """On the samples of some folds, under the calibrator for each, fitted to the others but those `unseen`.
-
-        Raises:
-            DriftLensError: one of them can't be calibrated with.
-        """
+        """On the samples of some folds, under the calibrator for each, fitted to the others but those `unseen`."""
         fits = {fold: Fit(at, EVERY - unseen - {fold}) for fold, at in by_fold.items()}
         self._fit([*fits.values()])
         scored = []
@@ -272,9 +249,6 @@ class CrossFits:
 
         A calibration without two neighbours serves the searches that don't see the one or the other. One that sees all
         folds scores on each what it calibrates on the other three.
-
-        Raises:
-            DriftLensError: the start can't be calibrated with.
         """
         unseen = frozenset([] if fold is None else [fold])
         deciding = FOLDS if fold is None else [(fold + step) % NUM_FOLDS for step in (1, -1)]

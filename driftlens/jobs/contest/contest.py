@@ -43,18 +43,7 @@ def candidates(
     *,
     kind: str = "",
 ) -> list[Candidate]:
-    """The candidates asked for by method and settings, `all` being every method; no file is opened.
-
-    Args:
-        given: methods with their settings.
-        every: name of a method.
-        owner_of: name of a method -> the class or function whose keywords are its settings.
-        name_of: (method, settings) -> what the candidate is called.
-        kind: of the methods, for messages.
-
-    Raises:
-        SpecError: no such method, a setting that it does not have, a value that is not allowed, or one candidate twice.
-    """
+    """The candidates asked for by method and settings, `all` being every method; no file is opened."""
     asked = [
         (method, settings)
         for name, settings in given
@@ -97,11 +86,7 @@ class Ledger(Protocol[Asked, T]):
         ...
 
     def write(self, candidate: Asked, outcome: Outcome[T]) -> None:
-        """Keep what became of a candidate, whole or not at all.
-
-        Raises:
-            RunError: there is no room for it.
-        """
+        """Keep what became of a candidate, whole or not at all."""
         ...
 
 
@@ -155,10 +140,6 @@ def contest(
 
     What failed is not kept: a later sitting tries it once more, for the reason may be gone. Without a ledger the
     attempts know by themselves what is there.
-
-    Raises:
-        Cancelled: somebody asked to stop; what is finished is kept.
-        DriftLensError: what the attempts raise, beside what they give as the outcome of one candidate.
     """
     missing = []
     for candidate in entered:
@@ -193,11 +174,7 @@ def one_by_one(attempt: Callable[[C], Outcome[T]], team: Team = ALONE) -> Attemp
 
 
 def require_any(outcomes: Iterable[Outcome[Any]]) -> None:
-    """Refuse to go on where every candidate failed.
-
-    Raises:
-        DriftLensError: the reason of the first.
-    """
+    """Refuse to go on where every candidate failed."""
     errors = [outcome.error for outcome in outcomes]
     if errors and None not in errors:
         raise next(error for error in errors if error is not None)

@@ -83,17 +83,7 @@ def measure_excess(
     *,
     resume: bool = False,
 ) -> DriftRun:
-    """The run with its table `excess`: FeatCal fitted on deployed, merged and expert features, side by side.
-
-    Args:
-        path: the run directory.
-        settings: of FeatCal, over the spec's.
-        context: what may be used, and who watches; where it is stopped, nothing is kept.
-        resume: whether rows that are there are left as they are.
-
-    Raises:
-        DriftLensError: as for `calibrate`.
-    """
+    """The run with its table `excess`: FeatCal fitted on deployed, merged and expert features, side by side."""
     import pandas as pd
 
     folder = pathlib.Path(path)

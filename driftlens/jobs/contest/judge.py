@@ -64,13 +64,9 @@ class Judge:
 
 @dataclass(frozen=True)
 class HeldOut(Generic[T]):
-    """Samples on which models are measured that were made without them.
+    """Samples on which models are measured that were made without them; experts are run once.
 
-    Attributes:
-        study: its pool has the models.
-        samples: by task.
-        measure: (model, task, its final features, the expert's) -> what is to be known; features are [n, d].
-        watch: (task, model) told before final features are taken; of the expert, by its own name.
+    `measure` gets a model, a task, and final features of model and expert, [n, d]; `watch` hears before any are taken.
     """
 
     study: Study
@@ -80,11 +76,7 @@ class HeldOut(Generic[T]):
 
     @torch.no_grad()
     def of(self, model: str) -> dict[str, T]:
-        """What is measured of a model, by task.
-
-        Raises:
-            NumericsError: weights or features are NaN or infinite.
-        """
+        """What is measured of a model, by task."""
 
         def measured(task: str) -> T:
             expert = self.expert(task)
@@ -108,25 +100,13 @@ class HeldOut(Generic[T]):
 
 
 def drift_scores(found: Tensor, expert: Tensor) -> Tensor:
-    """Norms of final drift, [n], against the mean norm of the expert's features: their mean is `drift_rel`.
-
-    Args:
-        found: final features of the model, [n, d].
-        expert: the same of the expert.
-    """
+    """Norms of final drift, [n], against the mean norm of the expert's features: their mean is `drift_rel`."""
     sizes = torch.linalg.vector_norm(expert, dim=1).double()
     return torch.linalg.vector_norm(found - expert, dim=1).double() / sizes.mean()
 
 
 def divergences(found: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
-    """KL(expert || model) of each sample's class probabilities, [n], in nat; no label is needed.
-
-    Args:
-        found: final features of the model, [n, d].
-        head: its score map.
-        expert: final features of the expert.
-        expert_head: its score map.
-    """
+    """KL(expert || model) of each sample's class probabilities, [n], in nat; no label is needed."""
     wanted = F.log_softmax(expert_head.scores(expert).double(), dim=1)
     given = F.log_softmax(head.scores(found).double(), dim=1)
     return (wanted.exp() * (wanted - given)).sum(dim=1)

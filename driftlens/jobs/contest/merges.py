@@ -93,24 +93,8 @@ def compare_merges(
     interval over the same samples that holds for all pairs together (Bonferroni); where that reaches 0 it is tied.
 
     A merged model that the spec names is compared too, and so is the base. What is measured is kept under `out` until
-    all is written there, so that the same comparison, once stopped, goes on.
-
-    Args:
-        spec: of the experts.
-        wanted: the merges.
-        context: what may be used, and who watches.
-        out: a folder for which `require_place` holds; without, nothing is kept.
-        keep: save every merge there, too.
-        write: writes the comparison to `out`.
-
-    Returns:
-        `score` (what ranks), `samples` (by task), `held_out`, and `merges`, best first; one that can't be made has a
-        `reason` instead of numbers.
-
-    Raises:
-        Cancelled: somebody asked to stop; what was kept is whole.
-        SpecError: another comparison was stopped there.
-        DriftLensError: as for `open_study`, or none of the merges can be made; the reason of the first.
+    all is written there, so that the same comparison, once stopped, goes on; `keep` saves every merge there, too.
+    Of the `merges`, best first, one that can't be made has a `reason` instead of numbers.
     """
     study, models = open_study(spec, access=context.access)
     place = None if out is None else Path(out)
@@ -219,11 +203,7 @@ class _Comparison(Begun):
 
 @contextlib.contextmanager
 def _keeping(out: Path | None, identity: Mapping[str, Any]) -> Iterator[Kept]:
-    """Where scores are kept: under `out` until all is done or can't be, or for the length of the block.
-
-    Raises:
-        SpecError: another comparison was stopped there.
-    """
+    """Where scores are kept: under `out` until all is done or can't be, or for the length of the block."""
     if out is None:
         with temporary_folder() as folder:
             yield Kept(folder / "scores")
@@ -272,10 +252,6 @@ def scaled_layers(
 
     A layer becomes base + scale (merged - base). The best of `SCALES` on three quarters of the calibration samples is
     compared with the merged model on the fourth; intervals are good for all layers together. No label is read.
-
-    Raises:
-        SpecError: the run has no base, or was made from live modules.
-        DriftLensError: as for `reopened`, or there are too few samples to hold any out.
     """
     study, _ = reopened(run, context, with_calibrations=False)
     if not study.has_base:

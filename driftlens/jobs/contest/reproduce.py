@@ -24,20 +24,7 @@ def reproduce(
     *,
     protocol: str = "main",
 ) -> tuple[dict[str, DriftRun], dict[str, str]]:
-    """The runs of a protocol by merge method, each under `out`, and why repairs are missing. Goes on where it stopped.
-
-    Args:
-        name: of the suite.
-        suite: what to run.
-        folder: its paths are relative to this one.
-        out: where the runs go, a folder per merge.
-        context: what may be used, and who watches.
-        protocol: one of `PROTOCOLS`.
-
-    Raises:
-        Cancelled: somebody asked to stop; what was finished is kept.
-        DriftLensError: see the tree in `driftlens.base.errors`.
-    """
+    """The runs of a protocol by merge method, each under `out`, and why repairs are missing."""
     study = protocol_called(protocol)
     wanted = entrants([*study.repairs(suite).items()])
     specs = {merger: suite.run_spec(name, merger, folder) for merger in study.of(suite)}

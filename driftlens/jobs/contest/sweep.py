@@ -76,11 +76,7 @@ class Setting:
 
     @classmethod
     def of(cls, method: str, settings: Mapping[str, Any], n: int, corruption: str = CLEAN) -> Setting:
-        """The setting with these values over the method's defaults.
-
-        Raises:
-            SpecError: a name that is no setting, or a value out of its range.
-        """
+        """The setting with these values over the method's defaults."""
         found = resolve(calibrators[method], settings, method)
         return cls(method, json.dumps(found), n, written(corruption))
 
@@ -135,19 +131,6 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
 
     Every point is the calibration that `calibrate` would make of these settings; its weights are not kept. A setting
     that a sweep of the run has already is measured anew and keeps its number.
-
-    Args:
-        path: the run directory.
-        request: what to vary; earlier sweeps that it replaces go once the first new point is measured, those of other
-            points where it resumes.
-        context: what may be used, who watches, and the study of a run of live modules; finished points stay where
-            somebody stops it.
-
-    Raises:
-        SpecError: an unknown factor, a value out of its range, or a sweep that would mix with another one's points.
-        DataError: a task has fewer samples than asked for.
-        SingularGramError: some settings can't be solved for; all others were measured.
-        DriftLensError: see the tree in `driftlens.base.errors`.
     """
     folder = pathlib.Path(path)
     _require_something(request)
@@ -356,10 +339,7 @@ class _Visits:
 class _Table:
     """The settings to visit as points beside the rows that the run has.
 
-    Attributes:
-        points: one that the run has keeps its number, a new one gets the next.
-        rows: those of points that are left as they are.
-        outdated: sweeps that make room for the first new row.
+    A point that the run has keeps its number; sweeps that are `outdated` make room for the first new row.
     """
 
     def __init__(
@@ -465,11 +445,7 @@ def _require_something(request: SweepRequest) -> None:
 def _settings_of(
     request: SweepRequest, around: Sequence[Setting], folder: pathlib.Path
 ) -> dict[str, list[Setting]]:
-    """The settings to visit around others, by sweep, in the order of the values; none twice.
-
-    Raises:
-        SpecError: a factor that a method doesn't have, a value out of its range, or no ablations where they are wanted.
-    """
+    """The settings to visit around others, by sweep, in the order of the values; none twice."""
     values = request.param
     groups = [tuple(values)] if request.grid and values else [(name,) for name in values]
     sweeps = {}

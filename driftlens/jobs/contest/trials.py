@@ -42,18 +42,10 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True)
 class Trials:
-    """Where calibrations are tried.
+    """Where calibrations are tried: on some `parts` of the samples, by the positions of each.
 
-    Attributes:
-        study: models and settings; its pool gains a model called `LANE`, which changes with every fit.
-        samples: of which fits read some, by task.
-        parts: by task the positions of the samples of every part.
-        sites: kinds of parameters that a calibrator updates -> layer index -> names of the sites that it calibrates.
-        reporter: told of every layer and every fit; may cancel.
-        phase: what progress events are called.
-        spill: folder for features beyond the budget.
-        seed: what a trained calibrator draws from.
-        begin: told of fits that walk together before they do.
+    The study's pool gains a model called `LANE`, which changes with every fit. `sites` says what a calibrator that
+    updates some kinds of parameters calibrates; `begin` is told of fits that walk together before they do.
     """
 
     study: Study
@@ -71,10 +63,6 @@ class Trials:
 
         Those that walk alone come first, then those that walk together, in their order. Where one of the latter can't
         be solved for, all that are left walk alone.
-
-        Raises:
-            NumericsError: features of fits that walk together are NaN or infinite.
-            Cancelled: somebody asked to stop.
         """
         together: dict[tuple[str, ...], list[Fit]] = {}
         for fit in fits:
@@ -159,11 +147,7 @@ class Trials:
         )
 
     def _walked_together(self, fits: Sequence[Fit], sites: Sites) -> Iterator[float]:
-        """The seconds that each fit took, while the study's pool has its model.
-
-        Raises:
-            SingularGramError: one of those that walk together can't be solved for.
-        """
+        """The seconds that each fit took, while the study's pool has its model."""
         pool, budget = self.study.pool, self.study.settings.feature_budget
         size = max(1, budget // self._bytes_of_one(sites))
         last, num_groups = max(sites), -(-len(fits) // size)

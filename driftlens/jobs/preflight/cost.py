@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cost:
-    """About what a job will take.
-
-    Attributes:
-        memory_bytes: peak resident memory.
-        disk_bytes: what it adds to the run directory.
-        seconds: wall-clock time on this machine, as busy as it is now.
-    """
+    """About what a job will take: at most in memory, added to the run directory, and wall-clock time here and now."""
 
     memory_bytes: int
     disk_bytes: int

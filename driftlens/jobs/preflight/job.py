@@ -71,12 +71,6 @@ def preflight(
 
     Errors become findings, so that all are seen at once. Of the checkpoints, headers, a few matrices and, for the
     estimate, some layers are read.
-
-    Args:
-        spec: the run.
-        request: whether experts are scored too, which runs the models, and for how many processes is planned.
-        access: what may be used, and on which device.
-        estimate: whether the analysis is rehearsed, if nothing is wrong.
     """
     checks, opened = checked(spec, access)
     rehearsal = opened and estimate and checks.estimate(opened.analysis)

@@ -44,15 +44,7 @@ _WAITED_FOR = 2e10
 
 @dataclasses.dataclass(frozen=True)
 class SpecStudy:
-    """The study of a spec whose models and data are open, and what its merge says of itself.
-
-    Attributes:
-        spec: as given.
-        study: the whole one; without the merged model where that is still to be made.
-        models: its checkpoints.
-        data: of every task.
-        opening: seconds that it took to open them.
-    """
+    """The study of a spec whose models and data are open, and what its merge says of itself."""
 
     spec: RunSpec
     study: Study
@@ -61,11 +53,7 @@ class SpecStudy:
     opening: float = 0.0
 
     def analysis(self, *, attribution: bool = True) -> Rehearsed:
-        """What the analysis takes.
-
-        Raises:
-            DriftLensError: it can't be done, not even on a short study.
-        """
+        """What the analysis takes."""
 
         def job(short: Shortened, writer: RunWriter) -> None:
             describe(writer, short.study, synthetic=True)
@@ -183,18 +171,7 @@ def rehearsed_calibration(
     control: bool = False,
     opening: float = 0.0,
 ) -> Rehearsed:
-    """What a calibration of a finished run takes.
-
-    Args:
-        opened: run, models and plan.
-        choose: chooses hyperparameters, if anything does.
-        attribution: whether its drift is traced back to layers.
-        control: whether the same is solved for once more, at rho 1.
-        opening: seconds that it took to open the run.
-
-    Raises:
-        DriftLensError: it can't be done, not even on a short study.
-    """
+    """What a calibration of a finished run takes."""
     plan, study, models = opened.plan, opened.study, opened.models
     rounds, last = rounds_of(plan.calibrator), max(plan.sites, default=0)
     job = calibration(plan, attribution=attribution)

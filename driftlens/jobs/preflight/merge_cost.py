@@ -20,11 +20,7 @@ from driftlens.models.chain import LayerChain
 def model_runs(
     entry: MergeMethod, settings: Mapping[str, Any], data: Mapping[str, TaskData], models: OpenModels
 ) -> int:
-    """How often a model runs on one sample, there and back, as the method says of itself; 0 where it runs none.
-
-    Raises:
-        SpecError: it would be more often than anybody waits for.
-    """
+    """How often a model runs on one sample, there and back, as the method says of itself; 0 where it runs none."""
     if entry.reads_moments:
         passes = 2 if entry.reads == "prefix" else 1
         return passes * sum(len(task.calibration) for task in data.values())

@@ -32,13 +32,7 @@ _WIRE = 1e9
 
 @dataclass(frozen=True)
 class Share:
-    """What one process takes, the busiest of all.
-
-    Attributes:
-        seconds: wall-clock time.
-        memory_bytes: peak resident memory.
-        wire_bytes: what it sends to others.
-    """
+    """What one process takes, the busiest of all."""
 
     seconds: float
     memory_bytes: int
@@ -52,14 +46,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Processes:
-    """The plan of a run by several processes.
-
-    Attributes:
-        number: of all processes.
-        per_machine: how many of them share a machine like this one.
-        measured: whether it is known what processes on one machine take from each other, by `doctor --measure`.
-        shares: "analyze" and "calibrate" -> what the busiest process takes.
-    """
+    """The plan of a run by several processes."""
 
     number: int
     per_machine: int
@@ -83,18 +70,7 @@ class Processes:
 def plan_processes(
     opened: SpecStudy, analysis: Rehearsed, number: int, per_machine: int | None = None
 ) -> Processes:
-    """The busiest process's share of an analysis, and of the calibration that the spec or the defaults ask for.
-
-    Args:
-        opened: the spec's study.
-        analysis: its rehearsal.
-        number: of processes.
-        per_machine: how many share a machine like this one; None means one for every core or GPU.
-
-    Raises:
-        SpecError: one of both is no number of processes.
-        DriftLensError: the calibration can't be rehearsed.
-    """
+    """The busiest process's share of an analysis, and of the calibration that the spec or the defaults ask for."""
     for name, given in (("processes", number), ("per_machine", per_machine)):
         if given is not None and not 1 <= given <= MOST:
             raise SpecError(f"{name} is {given}, expected 1 to {MOST}")
@@ -175,12 +151,7 @@ def _row_bytes(whole: Rehearsed, part: float) -> int:
 
 @dataclass(frozen=True)
 class Group:
-    """Linear sites of a layer that read the same, and so have one Gram matrix and one factor.
-
-    Attributes:
-        width: k, entries of an input.
-        outs: entries of each site's output.
-    """
+    """Linear sites of a layer that read the same, and so have one Gram matrix and one factor."""
 
     width: int
     outs: tuple[int, ...]

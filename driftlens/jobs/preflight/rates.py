@@ -93,11 +93,7 @@ def unknown_rates(device: torch.device) -> Rates:
 
 
 def measure(device: torch.device, tell: Callable[[str], None] = lambda text: None) -> Rates:
-    """Rates of this machine, in a minute at most; they are kept for later.
-
-    Raises:
-        RunError: the processes that measure each other couldn't be started, or the file can't be written.
-    """
+    """Rates of this machine, in a minute at most; they are kept for later."""
     tell("processes")
     threads = torch.get_num_threads()
     rates = Rates(str(device), cores(), threads, **_together(device, threads))

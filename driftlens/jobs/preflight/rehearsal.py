@@ -122,18 +122,7 @@ class Rehearsed:
 def rehearsed(
     study: Study, models: OpenModels, job: Job, *, before: Job | None = None, is_trained: bool = False
 ) -> Rehearsed:
-    """Do a job on studies cut short until the whole one can be told from them; nothing is left behind.
-
-    Args:
-        study: the whole study.
-        models: its checkpoints.
-        job: what is to be estimated.
-        before: what has to be in the run directory first, and doesn't count.
-        is_trained: whether the job has rounds.
-
-    Raises:
-        DriftLensError: the job can't be done, not even on a short study.
-    """
+    """Do a job on studies cut short until the whole one can be told from them; nothing is left behind."""
     first = short_run(study, models, Size(1, (_FEW,), 2), job, before)
     is_quick = first.took < 2 * _PATIENCE
     sizes = _sizes(study, is_quick=is_quick, is_trained=is_trained, is_joint=before is not None)
@@ -148,14 +137,7 @@ def rehearsed(
 
 @dataclass(frozen=True)
 class ShortRun:
-    """What a job took on one short study.
-
-    Attributes:
-        seconds: of every phase by its kind.
-        stored: bytes that it added to the run directory.
-        resident: largest resident memory meanwhile.
-        took: seconds of all of it, and of what had to be there before.
-    """
+    """What a job took on one short study."""
 
     seconds: Sequence[tuple[str, Measured]]
     stored: Measured

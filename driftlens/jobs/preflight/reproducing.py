@@ -29,12 +29,6 @@ def plan(
     `models` and `data` say of each repository the bytes that it takes in the local cache, None where it is not there;
     the Hub isn't asked how large others are. Once all models are there, `runs` holds what each analysis takes
     (`cost`, by preflight) and what its repairs or sweeps take (`more`), or else problems.
-
-    Args:
-        suite: as loaded.
-        specs: of its runs, by merge.
-        protocol: its name.
-        access: what may be used, and on which device.
     """
     first, study = next(iter(specs.values())), protocol_called(protocol)
     models = {name: _cached_bytes(name) for name in hub_ids(first)}

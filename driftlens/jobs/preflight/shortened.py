@@ -42,13 +42,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Shortened:
-    """A study cut short.
-
-    Attributes:
-        study: the rest; where the merged model is still to be made, it is missing here, too.
-        models: all that were opened, so cut.
-        size: what was asked for.
-    """
+    """A study cut short."""
 
     study: Study
     models: OpenModels

@@ -88,11 +88,7 @@ class Suite(Part):
         return [*self.mergers] or [MERGED]
 
     def run_spec(self, name: str, merger: str, folder: PathLike = ".") -> RunSpec:
-        """The spec of the suite's run with one of its mergers; relative paths are resolved against the folder.
-
-        Raises:
-            SpecError: something in it is wrong.
-        """
+        """The spec of the suite's run with one of its mergers; relative paths are resolved against the folder."""
         raw: dict[str, Any] = copy.deepcopy({"version": 1, **self.spec, "name": f"{name} {merger}"})
         if merger != MERGED:
             raw["merge"] = {"method": merger, **self.mergers[merger]}
@@ -128,14 +124,7 @@ def suite_names() -> list[str]:
 
 
 def load_suite(given: str) -> tuple[str, Suite, Path]:
-    """A suite's name, the suite, and the folder that its paths are relative to.
-
-    Args:
-        given: a published name, a YAML file of the same form, or a run's spec.
-
-    Raises:
-        SpecError: there is no such suite, or something in it is wrong.
-    """
+    """A suite's name, the suite, and the folder that its paths are relative to."""
     if given in suite_names():
         return given, checked(Suite, _published(given), given), Path()
     file = Path(given)

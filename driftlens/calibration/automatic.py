@@ -30,8 +30,7 @@ LEVEL = 0.95
 class Scores:
     """How well a candidate does on held-out samples; lower is better.
 
-    Attributes:
-        by_task: one value per sample, by task; the same samples in the same order for every candidate.
+    `by_task` has one value per sample; the same samples in the same order for every candidate.
     """
 
     by_task: Mapping[str, NDArray[np.float64]]
@@ -102,11 +101,9 @@ class Decision:
 
 
 def decide(scores: Mapping[str, Scores], alike: Sequence[Collection[str]] = ()) -> Decision:
-    """The choice among models by their scores on the same samples.
+    """The choice among models by their scores on the same samples, from the simplest to the least; one is `merged`.
 
-    Args:
-        scores: by name, from the simplest to the least; one is `merged`.
-        alike: names that are equally simple; of each such set only the one with the lowest mean can be chosen.
+    Names `alike` are equally simple; of each such set only the one with the lowest mean can be chosen.
     """
     among = max(1, len(scores) - 1)
 
@@ -133,10 +130,7 @@ def decide(scores: Mapping[str, Scores], alike: Sequence[Collection[str]] = ()) 
 def folds_of(num_samples: int, task: str, what: str = "choosing settings") -> list[range]:
     """Positions of every fold's samples of a task; folds are as equal as can be, and each gets its share of any order.
 
-    `what` holds samples out, for the message.
-
-    Raises:
-        DataError: there are too few samples to hold any out.
+    `what` holds samples out, for the message where there are too few.
     """
     if num_samples < 2 * NUM_FOLDS:
         raise DataError(

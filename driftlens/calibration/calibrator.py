@@ -53,11 +53,7 @@ class Calibrator(Method):
         return {setting.name: getattr(self, setting.name) for setting in settings_of(type(self))}
 
     def set_params(self, **parameters: Any) -> Self:
-        """The calibrator itself, some of its settings changed.
-
-        Raises:
-            SpecError: there is no such setting.
-        """
+        """The calibrator itself, some of its settings changed."""
         known = self.get_params()
         for name, value in parameters.items():
             if name not in known:
@@ -87,11 +83,7 @@ class Calibrator(Method):
         return self.calibrated(ground)
 
     def require_samples(self, count: int, task: str) -> None:
-        """Refuse too few samples of a task.
-
-        Raises:
-            DataError: says how many it takes.
-        """
+        """Refuse too few samples of a task."""
 
     @property
     def anchor_reach(self) -> float:
@@ -121,11 +113,7 @@ class Calibrator(Method):
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def check(self, *, has_base: bool = True) -> None:
-        """Refuse settings that make no sense.
-
-        Raises:
-            SpecError: names the setting, its value and what was expected.
-        """
+        """Refuse settings that make no sense, by a `SpecError` with the setting, its value and what was expected."""
         for setting in settings_of(type(self)):
             setting.read(getattr(self, setting.name))
 
@@ -146,11 +134,7 @@ class Trained(Calibrator, AttachmentTrainer):
 
 
 def over_preset(method: str, preset: str | None, settings: Mapping[str, object]) -> dict[str, Any]:
-    """Settings of a method, over those of a published preset of it where one is named; `resolve` checks them.
-
-    Raises:
-        SpecError: no such method or preset.
-    """
+    """Settings of a method, over those of a published preset of it where one is named; `resolve` checks them."""
     kind = calibrators[method]
     if preset is not None and preset not in kind.presets:
         raise SpecError(
@@ -161,11 +145,7 @@ def over_preset(method: str, preset: str | None, settings: Mapping[str, object])
 
 
 def require_task_id(task_id: str, method: str) -> None:
-    """Refuse a repair that has a map per task where nobody will know the task of an input: `task_id` is `unknown`.
-
-    Raises:
-        SpecError: it has one, or there is no such method.
-    """
+    """Refuse a repair that has a map per task where nobody will know the task of an input: `task_id` is `unknown`."""
     if task_id == "unknown" and calibrators[method].needs_task_id:
         raise SpecError(
             f"{method} has a map for every task, and task_id is unknown: nobody will know the task of an input",

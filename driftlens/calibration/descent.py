@@ -47,13 +47,8 @@ class Descent:
         """Adam over batches of samples, which are drawn without replacement until all were had.
 
         There is no validation and no choice among steps: where it stops is fixed beforehand. One that was stopped
-        itself goes on with what it has kept last, to equal numbers.
-
-        Args:
-            parameters: leaf tensors, changed in place.
-            loss_of: positions of samples -> the loss.
-            count: of samples.
-            course: draws the batches, is told of the loss every few steps, and keeps how far it is.
+        itself goes on with what it has kept last, to equal numbers. `parameters` are leaves, changed in place;
+        `loss_of` makes the loss of positions among the `count` samples.
         """
         descent, order = torch.optim.Adam(parameters, lr=self.lr), torch.empty(0, dtype=torch.long)
         begun, kept_at = 0, time.monotonic()

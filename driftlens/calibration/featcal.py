@@ -113,11 +113,7 @@ class FeatCal(ClosedFormBase):
         self.inputs = inputs
 
     def check(self, *, has_base: bool = True) -> None:
-        """Refuse settings that make no sense.
-
-        Raises:
-            SpecError: names the setting, its value and what was expected.
-        """
+        """Refuse settings that make no sense."""
         super().check(has_base=has_base)
         if not has_base and self.anchor == "merged" and self.rho != 1:
             raise SpecError(
@@ -172,12 +168,7 @@ class FeatCal(ClosedFormBase):
         }
 
     def solve(self, problem: Problem) -> list[SiteUpdate]:
-        """New parameters of the problem's sites: Eq. 17 and 55 for linear ones, Eq. 59 for norms.
-
-        Raises:
-            NumericsError: the moments hold NaN or infinite entries.
-            SingularGramError: gram + lam * I is singular to working precision.
-        """
+        """New parameters of the problem's sites: Eq. 17 and 55 for linear ones, Eq. 59 for norms."""
         anchor = self.anchor_of(problem.merged, problem.base)
         if isinstance(problem, LinearProblem):
             return solve_linear(problem, anchor, lam=self.lam, update=self.update)

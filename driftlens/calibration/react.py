@@ -60,12 +60,7 @@ class ReACT(Trained, LayerTrainer):
         return sum(width * width for width in widths)
 
     def train(self, features: BoundaryFeatures, course: Course) -> Linear:
-        """The correction of one task, solved in float64.
-
-        Raises:
-            NumericsError: features are NaN or infinite.
-            SingularGramError: the system is singular to working precision.
-        """
+        """The correction of one task, solved in float64."""
         merged, expert = (rows.double() for rows in features.rows())
         gram = merged.mT @ merged
         size = torch.linalg.matrix_norm(gram)

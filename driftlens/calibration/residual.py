@@ -74,11 +74,7 @@ class ResidualCal(Calibrator, Stepwise):
         self.seed = seed
 
     def check(self, *, has_base: bool = True) -> None:
-        """Refuse settings that make no sense.
-
-        Raises:
-            SpecError: names the setting, its value and what was expected.
-        """
+        """Refuse settings that make no sense."""
         super().check(has_base=has_base)
         if self.mu and self.weights == "uniform":
             raise SpecError(
@@ -92,11 +88,7 @@ class ResidualCal(Calibrator, Stepwise):
         return self.folds if self.cv == "on" else 1
 
     def require_samples(self, count: int, task: str) -> None:
-        """Refuse fewer samples than folds.
-
-        Raises:
-            DataError: there are.
-        """
+        """Refuse fewer samples than folds."""
         if count < self.num_folds:
             raise DataError(
                 f"task {task} has {count} calibration samples, which {self.num_folds} folds can't share",
@@ -104,12 +96,7 @@ class ResidualCal(Calibrator, Stepwise):
             )
 
     def solve(self, problem: StepProblem) -> list[SiteUpdate]:
-        """New weights and biases of sites that share a Gram matrix, and with it their ridges and share.
-
-        Raises:
-            NumericsError: the moments hold NaN or infinite entries.
-            SingularGramError: gram + ridge * I is singular to working precision.
-        """
+        """New weights and biases of sites that share a Gram matrix, and with it their ridges and share."""
         if self.cv == "on":
             ridges = choose_ridges(problem.folds, most=self.residual)
         else:

@@ -18,17 +18,9 @@ from driftlens.models.chain import Site
 def solve_linear(
     problem: LinearProblem, anchor: Mapping[str, Tensor] | None, *, lam: float, update: Collection[str]
 ) -> list[SiteUpdate]:
-    """New weight (Eq. 17) and bias (Eq. 55) of each site; one factor serves the rows of all.
+    """New weight (Eq. 17) and bias (Eq. 55) of each site, as `update` says; one factor serves the rows of all.
 
-    Args:
-        problem: the sites and their moments.
-        anchor: by parameter name, in the dtype of the moments; None drops the terms with `lam`.
-        lam: ridge.
-        update: `linear` to solve for weights, `bias` for biases.
-
-    Raises:
-        NumericsError: the moments hold NaN or infinite entries.
-        SingularGramError: gram + lam * I is singular to working precision.
+    `anchor` is by parameter name, in the dtype of the moments; None drops the terms with `lam`.
     """
     pull, moments = 0.0 if anchor is None else lam, problem.moments
     solves = "linear" in update
@@ -117,16 +109,7 @@ def relative_change(new: Tensor, old: Tensor) -> float | None:
 
 
 def solve_norm(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, lam: float) -> SiteUpdate:
-    """New scale and, where the norm has one, shift (Eq. 59).
-
-    Args:
-        problem: the norm and its moments.
-        anchor: by parameter name, in the dtype of the moments; None drops the terms with `lam`.
-        lam: ridge.
-
-    Raises:
-        SingularGramError: a coordinate's equations are singular to working precision.
-    """
+    """New scale and, where the norm has one, shift (Eq. 59); arguments as for `solve_linear`."""
     moments, pull = problem.moments, anchor or {}
     scale_name, shift_name = f"{problem.site.name}.weight", f"{problem.site.name}.bias"
     merged = {name: value.to(moments.mean) for name, value in problem.merged.items()}

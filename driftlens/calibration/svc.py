@@ -39,11 +39,7 @@ class SVC(Calibrator, Weightwise):
         self.alpha = alpha
 
     def check(self, *, has_base: bool = True) -> None:
-        """Refuse settings that make no sense, and models without a base.
-
-        Raises:
-            SpecError: says what.
-        """
+        """Refuse settings that make no sense, and models without a base."""
         super().check(has_base=has_base)
         if not has_base:
             raise SpecError("SVC looks at what merging changed, and there is no base", hint="Name the base.")

@@ -25,14 +25,9 @@ SCORE_PANELS = 8
 
 @dataclass(frozen=True)
 class Step:
-    """One layer on one batch, as the walk saw it.
+    """One layer on one batch, as the walk saw it: the merged layer `call`, both models' features before it, and its m.
 
-    Attributes:
-        call: the merged layer.
-        expert_in: the expert's features before it.
-        merged_in: the variant's features before it.
-        local_mismatch: m of the layer.
-        nodes: quadrature nodes of its path-averaged Jacobian.
+    `nodes` are those of its path-averaged Jacobian's quadrature.
     """
 
     call: Callable[[State], State]
@@ -44,12 +39,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Target:
-    """A number whose change from expert to variant is to be explained.
-
-    Attributes:
-        covector: u with change = <u, e_L> for every sample, of the shape of e_L.
-        change: the change itself, [n].
-    """
+    """A number whose change [n] from expert to variant is to be explained: <covector, e_L> for every sample."""
 
     covector: Tensor
     change: Tensor

@@ -52,13 +52,9 @@ class JacobianSettings:
 class LayerSensitivity:
     """What the Jacobian of one layer did on one batch; every tensor is [n] over samples.
 
-    Attributes:
-        error: |p - A e| per sample.
-        size: |p| per sample.
-        nodes: quadrature nodes used.
-        random_gain: |A v| / |v| for one random direction v per sample, where it was asked for.
-        spectral_norm: largest |A v| / |v|, where it was asked for.
-        spectral_residual: |A'A v - s^2 v| / s^2 at the end of the power iteration.
+    `error` is |p - A e| and `size` |p|; where they were asked for, `random_gain` is |A v| / |v| for one random
+    direction v, `spectral_norm` the largest |A v| / |v|, and `spectral_residual` |A'A v - s^2 v| / s^2 at the end of
+    its power iteration.
     """
 
     error: Tensor
@@ -103,11 +99,7 @@ class Contributions:
     seen: int = 0
 
     def add(self, view: LayerView) -> None:
-        """Carry what came so far through one more layer and add the layer's own mismatch.
-
-        Raises:
-            ShapeError: the views don't come layer by layer, or not with reference "expert".
-        """
+        """Carry what came so far through one more layer and add the layer's own mismatch."""
         _require_next(view, self.seen)
         self.seen += 1
         split = decompose(view)
@@ -176,11 +168,7 @@ class PrefixSwaps:
     """After the last layer: the final feature when the first l layers are the expert's, l = 0..L."""
 
     def add(self, view: LayerView) -> None:
-        """Run the merged layer on every prefix, and start one more prefix behind the expert's layer.
-
-        Raises:
-            ShapeError: the views don't come layer by layer, or not with reference "expert".
-        """
+        """Run the merged layer on every prefix, and start one more prefix behind the expert's layer."""
         _require_next(view, max(0, len(self.finals) - 1))
         if view.layer.index == 1:
             self.finals = [view.merged_out, view.expert_out]

@@ -201,24 +201,14 @@ machine epsilons after many layers; where models hardly differ, that is all ther
 
 
 def tolerance(dtype: str, drift_rel: float) -> float:
-    """The largest error, relative to the drift, that rounding explains.
-
-    Args:
-        dtype: in which features are computed.
-        drift_rel: size of the drift relative to the features.
-    """
+    """The largest error, relative to the drift, that rounding explains; `drift_rel` is relative to the features."""
     return _RELATIVE[dtype] + ROUNDING[dtype] / drift_rel
 
 
 def require_closed(rows: Iterable[Mapping[Any, Any]], dtype: str) -> None:
     """Refuse a run whose drift is not that of ordinary forward passes.
 
-    Args:
-        rows: of its layer table, with `closure_error` and `drift_rel`.
-        dtype: in which its features were computed, as the manifest says.
-
-    Raises:
-        NumericsError: names layer, task, error and tolerance.
+    `rows` are of its layer table, with `closure_error` and `drift_rel`; `dtype` is what its features were computed in.
     """
     for row in rows:
         error, drift = row["closure_error"], row["drift_rel"]

@@ -23,12 +23,7 @@ _PIECE = 2**22
 class Alignment:
     """Sums over the entries of two task vectors; they add, so a layer is the sum of its modules.
 
-    Attributes:
-        dot: sum of variant * expert.
-        variant_energy: sum of variant squared.
-        expert_energy: sum of expert squared.
-        agreeing: entries in which both are non-zero and of one sign.
-        moved: entries in which both are non-zero.
+    `agreeing` counts entries in which both are non-zero and of one sign, `moved` those in which both are non-zero.
     """
 
     dot: float = 0.0

@@ -60,9 +60,6 @@ def portable_tensors(
     """All tensors of some attachments as `module/tensor/task`, by the path of the module behind which they act.
 
     `prefix` is what the paths begin with where the library's whole model holds the module.
-
-    Raises:
-        IncompatibleModelsError: one acts where no module ends.
     """
     paths = {at: module_of(module, chain, at[1], site_of(each)) for at, each in attachments.items()}
     return {
@@ -124,12 +121,9 @@ def attached_to(
 
 
 def module_of(module: nn.Module, chain: LayerChain, boundary: int, site: str = "") -> str:
-    """The path of the library's module that gives what leaves a layer, or a site of it.
+    """The path of the library's module that gives what leaves a layer, or a site of it; refused where none does.
 
     An attention may not call its projection as a module; then its own output is that.
-
-    Raises:
-        IncompatibleModelsError: no module gives it.
     """
     layer = chain.layers[boundary - 1]
     if layer.role != "block":

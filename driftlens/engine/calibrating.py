@@ -53,13 +53,8 @@ Solved = tuple[dict[str, Tensor], list[SiteReport]]
 class Step:
     """What a calibration is at: told before every batch, and now and then while something is trained.
 
-    Attributes:
-        layer: its index; 0 or less while samples are weighed beforehand.
-        task: whose samples; empty where a layer is finished.
-        done: of the steps.
-        total: of steps, as far as is known.
-        label: the same in words.
-        loss: of what is trained.
+    `layer` is its index, 0 or less while samples are weighed beforehand; `task` is empty where a layer is finished;
+    `label` says the same in words, and `loss` is of what is trained.
     """
 
     layer: int
@@ -78,11 +73,7 @@ class Memory(Protocol):
         ...
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep these in the place of what was kept under that name.
-
-        Raises:
-            RunError: there is no room for them.
-        """
+        """Keep these in the place of what was kept under that name."""
         ...
 
 
@@ -131,12 +122,7 @@ class Ground:
         return FeatureStore(self.feature_budget, self.spill)
 
     def require_tasks(self) -> None:
-        """Refuse tasks without an expert.
-
-        Raises:
-            DataError: there is no task.
-            SpecError: one has no expert in the pool.
-        """
+        """Refuse tasks without an expert."""
         if not self.parts:
             raise DataError(
                 "there is no task to calibrate on", hint="Give the calibration samples of a task."
@@ -324,12 +310,9 @@ class CalibrationWalk(ABC):
 
 
 def solved_by_all(team: Team, merged: Parameters, work: Callable[[], list[Solved]]) -> list[Solved]:
-    """What the processes solve, each some sites of every lane, for all of them.
+    """What the processes solve, each some sites of every lane, for all of them; an error in one is raised by all.
 
-    Args:
-        team: the processes.
-        merged: the layer's parameters, whose shapes solutions have.
-        work: solves what this process has; an error in one is raised by all.
+    `merged` are the layer's parameters, whose shapes solutions have.
     """
     if team.size == 1:
         return work()
@@ -367,10 +350,6 @@ def solve_layer(
     Parameters hold only what the dtype of the model can hold that the pool calls `stored_as`, in whose form the
     calibrated one will be saved, so that whatever is computed with them is what the saved model will compute; they are
     on the pool's device in its dtype.
-
-    Raises:
-        NumericsError: the moments hold NaN or infinite entries; names layer and sites.
-        SingularGramError: a system can't be solved as asked; names layer and sites.
     """
     headers = pool.source(stored_as).headers
     updates: dict[str, Tensor] = {}

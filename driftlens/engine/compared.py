@@ -27,12 +27,8 @@ _INPUTS = "inputs"
 class BoundaryFeatures:
     """What leaves one layer on a task's calibration samples, [n, t, d] or [n, d] each.
 
-    Attributes:
-        layer: which one.
-        task: whose samples these are.
-        merged: of the model that is to be repaired, with what is attached before this boundary.
-        expert: of the task's expert.
-        mask: [n, t], true where a token counts; None means everywhere.
+    `merged` is of the model that is to be repaired, with what is attached before this boundary; `mask` [n, t] is true
+    where a token counts, None everywhere.
     """
 
     layer: Layer
@@ -44,11 +40,8 @@ class BoundaryFeatures:
     def rows(self, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The merged model's and the expert's vectors, [T, d] each: of every token that counts, padding left out.
 
-        Args:
-            chosen: positions of samples, [m]; None takes them all.
-
-        Raises:
-            IncompatibleModelsError: there are no tokens: channels come before space, as in convolutions.
+        `chosen` are positions of samples, [m]; None takes them all. Channels before space, as in convolutions, are no
+        tokens.
         """
         _require_tokens(self.layer, self.merged)
         places = slice(None) if chosen is None else chosen.to(self.merged.device)
@@ -60,13 +53,8 @@ class BoundaryFeatures:
 class FrozenWalk:
     """One task's calibration samples through the merged model, and what its expert makes of them.
 
-    Attributes:
-        task: whose samples these are.
-        count: of samples.
-        maps: its layers, up to the last boundary.
-        widths: by boundary at which the expert is compared, the features' width.
-        pool: says how inputs begin their way.
-        of_tokens: whether every token is compared that counts, or the mean over them.
+    `maps` are its layers, up to the last boundary; `widths` the features' by boundary at which the expert is compared;
+    `of_tokens` says whether every token is compared that counts, or the mean over them.
     """
 
     task: str
@@ -91,9 +79,6 @@ class FrozenWalk:
             chosen: positions of samples, [m].
             attached: what is put on the features behind a layer, or on those of its site; later layers see it.
             weights: in the place of the merged model's own.
-
-        Raises:
-            IncompatibleModelsError: there are no tokens: channels come before space, as in convolutions.
         """
         compared: dict[int, list[tuple[Tensor, Tensor]]] = {index: [] for index in self.widths}
         begin = 0
@@ -126,12 +111,9 @@ class FrozenWalk:
 
     @torch.no_grad()
     def joined(self) -> dict[int, tuple[str, int]]:
-        """Of every block with linear modules, the first site whose output is added to what entered it, and its width.
+        """Of every block with linear modules, the first site whose output is added to what entered it, and that width.
 
         In a transformer that is the projection behind its attention.
-
-        Raises:
-            IncompatibleModelsError: a block has no such site.
         """
         sites = {}
         batch, waiting = self._batches[0]

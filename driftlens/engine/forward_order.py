@@ -45,13 +45,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """Samples that lie ready, as a `Part`.
-
-    Attributes:
-        read: gives them, batch by batch.
-        ids: see `Part`.
-        batch_size: of all batches but the last; 0 where nobody knows.
-    """
+    """Samples that lie ready, as a `Part`; `batch_size` is of all batches but the last, 0 where nobody knows."""
 
     read: Callable[[], Iterable[Batch]]
     ids: Sequence[str] = ()
@@ -75,12 +69,7 @@ class Visitor(Protocol[T_co]):
 
 
 def forward_order(visitor: Visitor[T], layers: Sequence[Layer]) -> Iterator[T]:
-    """What a visitor tells of some layers, one after the other.
-
-    Args:
-        visitor: is sent every layer.
-        layers: in forward order: all, or those up to some layer.
-    """
+    """What a visitor tells of some layers, one after the other."""
     for layer in layers:
         yield from visitor.visit(layer)
 
@@ -90,11 +79,7 @@ class Passage:
     """Some samples on their way through the layers, as features of several models.
 
     Attributes:
-        pool: says where and how models are computed.
-        parts: the samples, by task.
         models: names under which features wait, all beginning with the same inputs.
-        store: where they wait.
-        on_step: called before every batch.
         on_read: called with every batch that is read, and with what waits of it.
         file_prefix: begins the names of files, unlike that of other passages in one store.
         is_full: whether a task without samples is refused.
@@ -137,17 +122,9 @@ class Passage:
         waits: bool = True,
         tell: Callable[[], None] | None = None,
     ) -> Iterator[WaitingBatch]:
-        """The batches of a part at the boundary before the layer.
+        """The batches of a part at the boundary before the layer; `tell` is called before each instead of `on_step`.
 
-        Args:
-            layer: which one.
-            task: whose samples.
-            part: number of the part.
-            waits: whether they will be asked for again at this boundary; it matters for the raw inputs alone.
-            tell: called before each in the place of `on_step`.
-
-        Raises:
-            DataError: the task has no sample.
+        `waits` says whether they will be asked for again at this boundary; it matters for the raw inputs alone.
         """
         known = self.waiting.get((task, part))
         for batch in self._read(task, part, waits=waits) if known is None else known:
@@ -223,13 +200,7 @@ class Crossing:
 
 
 class FiniteWatch:
-    """Remembers the streams of one task and layer as one number per sample, and looks at them all at once.
-
-    Args:
-        layer: whose output is watched.
-        task: whose samples they are.
-        ids: names of the samples, where they are known.
-    """
+    """Remembers the streams of one task and layer as one number per sample, and looks at them all at once."""
 
     def __init__(self, layer: Layer, task: str, ids: Sequence[str] = ()) -> None:
         self._layer = layer
@@ -246,11 +217,7 @@ class FiniteWatch:
         self._totals.setdefault(model, []).append(stream.flatten(1).sum(dim=1, dtype=torch.float64))
 
     def check(self) -> None:
-        """Refuse what was seen.
-
-        Raises:
-            NumericsError: some entry is NaN or infinite; names the layer, the task and the first sample.
-        """
+        """Refuse what is NaN or infinite, by a `NumericsError` with the layer, the task and the first sample."""
         for model, totals in self._totals.items():
             bad = (~torch.isfinite(torch.cat(totals))).nonzero()
             if len(bad):
@@ -270,11 +237,7 @@ class FiniteWatch:
 class FeatureStore:
     """Counts the bytes of states that are in memory, and keeps the others in files of one folder.
 
-    As a context it takes its files away again at the end, and the folder if it made it.
-
-    Args:
-        budget: bytes of states that may stay in memory.
-        folder: where the rest goes, made on first use in one that is there; None keeps everything in memory.
+    As a context it takes its files away again at the end, and the folder if it made it; without a folder, all stay.
     """
 
     def __init__(self, budget: int = 0, folder: Path | None = None) -> None:
@@ -303,11 +266,7 @@ class FeatureStore:
         self._held += nbytes
 
     def write(self, name: str, state: State) -> Path:
-        """Write a state to its file, in the place of what was there; the file.
-
-        Raises:
-            RunError: the folder can't be written to, or the disk is full.
-        """
+        """Write a state to its file, in the place of what was there; the file."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
@@ -339,12 +298,7 @@ class _OnDisk:
 class WaitingBatch:
     """One batch of one task at one boundary: a state per model, wherever it lies.
 
-    Args:
-        store: where its states are held.
-        name: of its files, unlike any other's.
-        side: what every layer needs beside the state; the same for every model.
-        start: position of its first sample.
-        stop: position behind its last one.
+    `side` is what every layer needs beside the state, the same for every model; files are called by `name`.
     """
 
     def __init__(self, store: FeatureStore, name: str, side: SideInputs, start: int, stop: int) -> None:
@@ -361,11 +315,7 @@ class WaitingBatch:
         self._states[model] = state
 
     def put(self, model: str, state: State) -> None:
-        """Let `state` take the place of the model's state at the boundary before.
-
-        Raises:
-            RunError: it has to go to disk and can't be written there.
-        """
+        """Let `state` take the place of the model's state at the boundary before."""
         before, nbytes = self._states.get(model), sum(leaf.nbytes for leaf in state.values())
         self._store.hold(-self._held.pop(model, 0))
         if self._store.fits(nbytes):

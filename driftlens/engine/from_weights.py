@@ -18,11 +18,7 @@ from driftlens.models.chain import Layer, Site
 
 
 def from_weights(ground: Ground, calibrator: Weightwise) -> Iterator[CalibratedLayer]:
-    """Calibrated layers in forward order.
-
-    Raises:
-        NumericsError: a site's weights can't be found; names it.
-    """
+    """Calibrated layers in forward order."""
     return (layer for [layer] in _WeightWalk(ground, calibrator).walked())
 
 

@@ -34,9 +34,6 @@ class LayerSums:
     wants of each site, and folds the tasks; `objectives` asks for what these need, too. Problems live in the Gram sums
     that `grams` lends until they are taken back. Sites of another stream (keys and values of cross-attention) read the
     same rows in every layer: `kept` holds what one of them has summed up, for those behind it.
-
-    Raises:
-        SpecError: a site's token-weight rule is unknown to this architecture.
     """
 
     def __init__(
@@ -104,16 +101,10 @@ class LayerSums:
         num_batches: int,
         task: str,
     ) -> None:
-        """Add one batch of the task at hand.
+        """Add one batch of the task at hand, which has about `num_batches`.
 
-        Args:
-            merged_rows: what the merged model feeds its sites.
-            expert_rows: what the expert feeds its sites, and what they make of it.
-            state: the merged model's features before the layer, for the token weights.
-            side: side inputs of the batch.
-            expert: the expert's parameters.
-            num_batches: about how many batches the task has.
-            task: its name.
+        `merged_rows` are what the merged model feeds its sites, `expert_rows` what the expert feeds its own and what
+        they make of it; `state` are the merged model's features before the layer, for the token weights.
         """
 
         def weights_of(site: Site, rule: str) -> Tensor | None:
@@ -160,14 +151,8 @@ def _flat(x: Tensor) -> Tensor:
 class LinearSums:
     """Sums over rows of one group of sites: one Gram matrix, and the outputs wanted from every site, stacked.
 
-    Args:
-        sites: all reading the same rows, and of which the same is wanted.
-        wanted: which outputs are.
-        fold: what becomes of every task's moments.
-        dtype: of the sums; products are taken in the dtype of the rows.
-        objectives: whether the energy of the wanted outputs is summed up, without which there are no objectives.
-        grams: where Gram sums come from; the moments live in them until they are taken back.
-        kept: sums of inputs that sites of other layers read, too, by task; None for a layer's own.
+    All sites read the same rows, and the same is wanted of them. Sums are in `dtype`, products in that of the rows;
+    `kept` holds sums of inputs that sites of other layers read, too, by task; None for a layer's own.
     """
 
     def __init__(
@@ -208,7 +193,7 @@ class LinearSums:
             expert_rows: what the expert feeds them, [T, k].
             expert_outputs: what each site of the expert makes of that, [T, o].
             weights: how much each row counts, [T]; None counts each 1.
-            expert: the expert's parameters.
+            expert: its parameters.
             num_rows: about how many rows all batches of the task have together.
             task: its name.
         """

@@ -36,12 +36,9 @@ from driftlens.models.taking_apart.interception import buffers_on
 
 @dataclass(frozen=True)
 class Variant:
-    """One model of a study.
+    """One model of a study: weights under the skeleton's key names, and what is attached to its boundaries.
 
-    Attributes:
-        label: its name in a pool, in tables and in file names: `base`, `merged`, `expert:cars`, `calibrated:featcal`.
-        weights: its parameters, under the skeleton's key names.
-        attachments: what is attached to its boundaries.
+    `label` is its name in a pool, in tables and in file names: `base`, `merged`, `expert:cars`, `calibrated:featcal`.
     """
 
     label: str
@@ -57,13 +54,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class LayerMap:
-    """One layer of one variant for one task, as a function of features: the layer, then the attachment behind it.
-
-    Attributes:
-        layer: which one.
-        parameters: its own, on the device and in the dtype of the computation.
-        attachment: None where nothing is attached.
-    """
+    """One layer of one variant for one task, as a function of features: the layer, then the attachment behind it."""
 
     layer: Layer
     parameters: Parameters
@@ -95,9 +86,6 @@ class ModelPool:
         dtype: floating dtype in which everything is computed.
         modules: live modules by the same names, where the weights came from such; they serve the library's own forward.
         budget: bytes that a whole model may take, where one has to be in memory.
-
-    Raises:
-        IncompatibleModelsError: keys, shapes or kinds of number differ between a model and the skeleton.
     """
 
     def __init__(
@@ -161,16 +149,7 @@ class ModelPool:
         return self._heads[key]
 
     def add(self, model: str, source: StateSource, attachments: Attachments | None = None) -> None:
-        """Put another model beside those there are, or in the place of the one of that name.
-
-        Args:
-            model: its name.
-            source: its weights.
-            attachments: what is attached to its boundaries.
-
-        Raises:
-            IncompatibleModelsError: its keys, shapes or kinds of number differ from the skeleton's.
-        """
+        """Put another model beside those there are, or in the place of the one of that name, unless it doesn't fit."""
         require_same_parameters(self._skeleton, self.chain, source)
         if self._ahead is not None:
             self._ahead.forget()  # it may be of the one whose place this takes
@@ -188,11 +167,7 @@ class ModelPool:
         return wide
 
     def parameters(self, model: str, layer: Layer) -> dict[str, Tensor]:
-        """The parameters of one layer of one model, by the layer's own names, on `device` in `dtype`.
-
-        Raises:
-            NumericsError: a weight is NaN or infinite.
-        """
+        """The parameters of one layer of one model, by the layer's own names, on `device` in `dtype`."""
         if self._ahead is not None and (ahead := self._ahead.take((model, layer.index))) is not None:
             return ahead
         return self._read(model, layer)
@@ -212,11 +187,7 @@ class ModelPool:
         return {name: read(model, slot) for name, slot in layer.parameters.items()}
 
     def stored(self, model: str, slot: Slot) -> Tensor:
-        """One parameter of one model in its layer's layout, on the CPU in the dtype of its file; not a copy.
-
-        Raises:
-            NumericsError: a weight is NaN or infinite.
-        """
+        """One parameter of one model in its layer's layout, on the CPU in the dtype of its file; not a copy."""
         source = self.source(model)
         tensor = source.read(slot.key, slot.rows)
         if (model, slot) not in self._known_finite:
@@ -237,11 +208,7 @@ class ModelPool:
         return Table.of(self.stored(model, slot), self.dtype)
 
     def layer_map(self, model: str, layer: Layer, task: str) -> LayerMap:
-        """One layer of one model for one task, with what is attached behind it; its parameters are read now.
-
-        Raises:
-            NumericsError: a weight is NaN or infinite.
-        """
+        """One layer of one model for one task, with what is attached behind it; its parameters are read now."""
         attachment = self._models[model].attachments.get((task, layer.index))
         return LayerMap(layer, self.parameters(model, layer), attachment)
 
@@ -298,9 +265,6 @@ class ModelPool:
 
         For what only the library does, such as generating text. What is attached for `task` acts inside it, by hooks,
         behind the last layer too where that is a module of its own. See `require_room`.
-
-        Raises:
-            IncompatibleModelsError: it is none, and something is attached behind it.
         """
         self.require_room(model)
         attached = self._models[model].attached(task)
@@ -345,11 +309,7 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
 
 
 def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: StateSource) -> None:
-    """Refuse a model whose parameters are not those of the skeleton.
-
-    Raises:
-        IncompatibleModelsError: keys are missing or unknown, a shape differs, or integers stand where floats should.
-    """
+    """Refuse keys that are missing or unknown, shapes that differ, and integers where floats should stand."""
     wanted = {
         name: TensorHeader(tuple(p.shape), p.dtype) for name, p in skeleton.state_dict(keep_vars=True).items()
     }
@@ -395,17 +355,11 @@ def streamed_weights(
     device: torch.device,
     used: Collection[str] | None = None,
 ) -> Iterator[None]:
-    """Inside the context, an ordinary forward of `module` runs with the weights that `read` gives.
+    """Inside the context, an ordinary forward of `module` runs with the weights that `read` gives, by full names.
 
     Parameters of a block are read when the block is about to run and dropped when it is done; all others stay for the
-    whole context. Afterwards the module is as it was, also after an exception.
-
-    Args:
-        module: the library's module; parameters may be on meta.
-        block_paths: module paths of the blocks.
-        read: full parameter name -> tensor on `device`.
-        device: where buffers are put meanwhile.
-        used: the names that are read; None reads all. Others keep their place, a language-model head for instance.
+    whole context. Afterwards the module is as it was, also after an exception. Names that aren't `used` keep their
+    place, a language-model head for instance; None reads all.
     """
     blocks = {path: module.get_submodule(path) for path in block_paths}
     in_blocks = {f"{path}.{name}" for path, block in blocks.items() for name in _weights(block)}

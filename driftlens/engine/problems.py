@@ -76,14 +76,7 @@ class StepProblem:
 
 @dataclass(frozen=True)
 class WeightProblem:
-    """One linear site, its weights [o, k] and no sample.
-
-    Attributes:
-        sites: the site alone.
-        merged: in the merged model.
-        base: in the base.
-        experts: in each expert, one at a time as they are asked for.
-    """
+    """One linear site, its weights [o, k] in merged model, base and experts (one at a time as asked for); no sample."""
 
     sites: tuple[Site]
     merged: Tensor
@@ -166,16 +159,12 @@ class InputSums(NamedTuple):
 class TaskMoments:
     """Sums over the rows of one task: the unit that calibrators fold.
 
-    Args:
-        inputs: sums of what the merged model feeds the sites; at zero unless they are known.
-        cross: of the wanted outputs with these inputs.
-        shape: [O, k] of the stacked weights.
-        is_known: whether the very same rows were summed up before, for another layer that reads them.
-
     Attributes:
-        gram: of the inputs, [k, k].
-        rows: sum of the inputs, [k].
+        gram: of what the merged model feeds the sites, [k, k].
+        rows: sum of these inputs, [k].
         weight_sum: how much all rows count together.
+        cross: of the wanted outputs with the inputs.
+        shape: [O, k] of the stacked weights.
         biases: the expert's, by site.
     """
 
@@ -244,15 +233,10 @@ class WeightedFold:
         biases: Mapping[str, int],
         energies: bool,
     ) -> None:
-        """Add up what several processes have taken in, for one of them; half a Gram matrix goes over the wire.
+        """Add up what several processes have taken in, for `to` alone; half a Gram matrix goes over the wire.
 
-        Args:
-            team: those processes.
-            to: the rank of that one.
-            shape: [O, k] of the stacked weights; this process may have taken in nothing.
-            like: of the dtype and on the device of the sums.
-            biases: outputs of every site that has a bias.
-            energies: whether energies are summed up.
+        This process may have taken in nothing: `shape` is [O, k] of the stacked weights, `like` of the sums' dtype and
+        device, and `biases` has the outputs of every site that has a bias.
         """
         gram = self._begun(shape, like)
         sums = [*gram.tiles(), self._cross, self._rows, self._targets, self._weight]
@@ -331,11 +315,7 @@ class ClosedForm(Method, ABC):
 
     @abstractmethod
     def check(self, *, has_base: bool) -> None:
-        """Refuse settings that make no sense.
-
-        Raises:
-            SpecError: names the setting and what was expected.
-        """
+        """Refuse settings that make no sense."""
 
 
 class Layerwise(ClosedForm):
@@ -439,11 +419,7 @@ class Weightwise(ClosedForm):
 
     @abstractmethod
     def solve(self, problem: WeightProblem) -> Sequence[SiteUpdate]:
-        """New weights of the problem's site.
-
-        Raises:
-            NumericsError: they can't be found.
-        """
+        """New weights of the problem's site."""
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,7 @@ from torch import Tensor
 
 
 class ReadAhead:
-    """Reads what will be asked for soon, on a thread and a stream of its own, while the GPU computes.
-
-    Args:
-        device: a GPU.
-    """
+    """Reads what will be asked for soon, on a thread and a stream of its own, while the GPU computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

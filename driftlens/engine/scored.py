@@ -16,14 +16,7 @@ from driftlens.models.score_maps import LmHead, ScoreMap
 
 
 class Asked:
-    """One task's samples before a score map.
-
-    Args:
-        pool: tells how a model computes.
-        samples: what it is asked.
-        head: the score map.
-        pooling: of final features.
-    """
+    """One task's samples before a score map; `pool` tells how a model computes."""
 
     def __init__(self, pool: ModelPool, samples: SampleSet, head: ScoreMap, pooling: Pool) -> None:
         self._samples, self._pool, self._head, self._pooling = samples, pool, head, pooling

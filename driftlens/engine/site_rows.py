@@ -49,10 +49,8 @@ def rows_and_output(
     """What goes into some sites and comes out of some, and the state that leaves the layer.
 
     With `stops`, what the layer does after the last of them is not computed, and no state leaves it. Layers are pure
-    functions of what they are given, so nothing is left behind by stopping one in the middle.
-
-    Raises:
-        IncompatibleModelsError: a site runs twice before the pass ends, or not at all.
+    functions of what they are given, so nothing is left behind by stopping one in the middle. A site that runs twice
+    before the pass ends, or not at all, is refused.
     """
     seen = SiteRows()
 
@@ -102,9 +100,6 @@ def row_weights(
         state: what enters the layer.
         side: side inputs of the batch.
         rule: by which tokens count; the site's own if left out.
-
-    Raises:
-        IncompatibleModelsError: the rows of `x` can't be told to be tokens of the mask.
     """
     rule, mask = rule or site.token_weights, side.mask(site.stream or layer.stream)
     weights = None if rule == UNIFORM else chain.token_weights[rule](state, side)
@@ -128,11 +123,7 @@ def row_weights(
 
 
 def require_rule(chain: LayerChain, rule: str) -> None:
-    """Refuse a rule of token weights that the architecture doesn't have.
-
-    Raises:
-        SpecError: it has no such rule.
-    """
+    """Refuse a rule of token weights that the architecture doesn't have."""
     if rule != UNIFORM and rule not in chain.token_weights:
         raise SpecError(
             f"{chain.architecture} has no token weights called {rule!r}",

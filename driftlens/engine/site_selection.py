@@ -80,8 +80,7 @@ def select_sites(
 
     Raises:
         LayerNotFoundError: a pattern matches nothing, naming the three nearest paths, or nothing is left to calibrate.
-        IncompatibleModelsError: a site that is meant runs more than once in its layer, or one that a pattern names
-            shares its weight with another place.
+        IncompatibleModelsError: a site that is meant runs more than once in its layer, or shares its weight.
     """
     paths = [site_path(layer, site) for layer in chain.layers for site in layer.sites]
     there = {group for layer in chain.layers for group in site_groups(layer).values()}
@@ -131,16 +130,10 @@ def tied_sites(chain: LayerChain) -> dict[str, tuple[str, ...]]:
 def coverage(
     chain: LayerChain, source: StateSource, sites: Mapping[int, Collection[str]], update: Collection[str]
 ) -> tuple[float, str]:
-    """How much of a model a calibration solves for.
+    """The share of the blocks' parameters that is solved for, and a sentence on it, on all layers' and on what is left.
 
-    Args:
-        chain: the model taken apart.
-        source: any model of the architecture; only its headers are asked.
-        sites: layer index -> names of the sites that are solved for.
-        update: kinds of parameters that are: `linear` for weights, `bias`, `norm`.
-
-    Returns:
-        The share of the blocks' parameters, and a sentence on it, on that of all layers and on what is left alone.
+    Of `source`, any model of the architecture, only the headers are asked; `update` are the kinds of parameters that
+    are solved for at the `sites`: `linear` for weights, `bias`, `norm`.
     """
     sizes, left = Counter[tuple[bool, bool]](), Counter[str]()  # (in a block, solved for) -> entries
     modules: defaultdict[str, set[tuple[int, str]]] = defaultdict(set)

@@ -43,12 +43,7 @@ _MANY = 1 << 40
 
 @dataclass(frozen=True)
 class Lane:
-    """One calibration among many.
-
-    Attributes:
-        calibrator: its settings and closed forms.
-        parts: numbers of the parts of the samples that it may read.
-    """
+    """One calibration among many, which may read these parts of the samples."""
 
     calibrator: Layerwise
     parts: frozenset[int] = frozenset({0})
@@ -62,15 +57,8 @@ class Lane:
 def calibrate_side_by_side(ground: Ground, lanes: Sequence[Lane]) -> Iterator[list[CalibratedLayer]]:
     """The same layer calibrated in every lane, in the order of the lanes, layer after layer.
 
-    Args:
-        ground: what they walk on; an empty part is allowed, a lane without any sample of a task is not. Only a lane
-            alone can have layers that are done, and tells the drift behind every layer.
-        lanes: the calibrations; they update the same kinds of parameters.
-
-    Raises:
-        DataError: a task has no samples.
-        NumericsError: weights or features are NaN or infinite; names layer, task and sample.
-        SingularGramError: a site can't be solved for as asked; names it.
+    An empty part is allowed, a lane without any sample of a task is not. Lanes update the same kinds of parameters.
+    Only a lane alone can have layers that are done, and tells the drift behind every layer.
     """
     return SnapshotWalk(ground, [lane.parts for lane in lanes], lanes).walked()
 

@@ -54,11 +54,8 @@ def groups_of(layer: Layer, names: Collection[str]) -> list[Group]:
 class Weighted:
     """Token weights of one group and task: the rows of every batch, which sum to 1 over all that the task has.
 
-    Attributes:
-        rows: of every batch of this process.
-        metric: second moment of the gradients in these batches, [o, o].
-        trace: of this moment over all batches of the task.
-        energy: how much the task counts beside others.
+    `metric` is the second moment of the gradients in these batches, [o, o], and `trace` that moment's over all batches
+    of the task; `energy` says how much the task counts beside others.
     """
 
     rows: list[Tensor]
@@ -184,13 +181,9 @@ def _recorded(boundary: int) -> str:
 class ExpertGradients:
     """Token weights of one task at every chosen group, by backward passes of its expert.
 
-    Args:
-        passage: the task's samples, read before.
-        pooling: how one vector per sample is taken of the final features.
-        chosen: layer index -> its groups.
-        metric: whether the second moment of the gradients is wanted, too.
-        on_step: called before every batch with the task and the layer that the passes back are at; the last one, while
-            features still go forward.
+    `chosen` has the groups by layer index, and `metric` asks for the second moment of the gradients, too. `on_step` is
+    called before every batch with the layer that the passes back are at and the task; the last layer, while features
+    still go forward.
     """
 
     def __init__(

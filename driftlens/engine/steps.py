@@ -86,13 +86,7 @@ class _Sums:
 
 
 def step_by_step(ground: Ground, calibrator: Stepwise) -> Iterator[CalibratedLayer]:
-    """Calibrated layers in forward order, each solved in several steps.
-
-    Raises:
-        DataError: a task has no samples, or fewer different ones than there are folds.
-        NumericsError: weights or features are NaN or infinite; names layer, task and sample.
-        SingularGramError: a site can't be solved for as asked; names it.
-    """
+    """Calibrated layers in forward order, each solved in several steps."""
     return (layer for [layer] in StepWalk(ground, calibrator).walked())
 
 
@@ -183,11 +177,7 @@ class StepWalk(CalibrationWalk):
         }
 
     def _all_folds(self, digests: Sequence[Mapping[str, set[str]]]) -> dict[str, dict[str, int]]:
-        """By task the fold of every sample, by what processes have: equal samples in one, whatever their order.
-
-        Raises:
-            DataError: a task has fewer different samples than there are folds.
-        """
+        """By task the fold of every sample, by what processes have: equal samples in one, whatever their order."""
         folds, num_folds = dict[str, dict[str, int]](), self.calibrator.num_folds
         for task in self.tasks:
             different = sorted(set[str]().union(*(by_task.get(task, set()) for by_task in digests)))
@@ -241,8 +231,7 @@ class StepWalk(CalibrationWalk):
     ) -> tuple[str, dict[str, str]] | None:
         """Take the experts through the layer, and let wait what their sites give.
 
-        Returns:
-            The first task of this process, and to what sites add their outputs there; None without tasks.
+        Its value is the first task of this process, and to what sites add their outputs there; None without tasks.
         """
         groups, streams = self.groups[layer.index], None
         names = [site.name for group in groups for site in group.sites]

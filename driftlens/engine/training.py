@@ -30,13 +30,9 @@ OnEpoch = Callable[[int, int, float], None]
 
 @dataclass(frozen=True)
 class Course:
-    """How one training goes.
+    """How one training goes: what it draws from, whom it tells of epochs (which may raise, `Cancelled` for instance).
 
-    Attributes:
-        generator: for whatever is drawn at random.
-        told: told of each epoch; it may raise, `Cancelled` for instance.
-        name: unlike that of any other training of the calibration.
-        memory: where it keeps how far it is; None keeps nothing.
+    `name` is unlike that of any other training of the calibration; a `memory` keeps how far it is.
     """
 
     generator: torch.Generator
@@ -55,11 +51,7 @@ class Course:
 
 
 class Trainer(Method, ABC):
-    """What learns: a map at every boundary by itself, all maps of a task, or the weights; see the subclasses.
-
-    Attributes:
-        takes_sites: a training changes layers of its own choice.
-    """
+    """What learns: a map at every boundary by itself, all maps of a task, or the weights; see the subclasses."""
 
     takes_sites: ClassVar[bool] = False
 
@@ -149,12 +141,7 @@ class LayerTrainer(AttachmentTrainer):
 
     @abstractmethod
     def train(self, features: BoundaryFeatures, course: Course) -> Attachment:
-        """The map for one task and boundary.
-
-        Args:
-            features: what is to be mapped, and onto what.
-            course: what it draws from, and is to tell of each epoch.
-        """
+        """The map for one task and boundary; `course` is what it draws from, and is to tell of each epoch."""
 
     def maps(
         self, passage: Passage, task: str, course: Callable[[int], Course]
@@ -168,8 +155,7 @@ class LayerTrainer(AttachmentTrainer):
 class JointTrainer(AttachmentTrainer):
     """Learns the maps of all boundaries together, through the layers between them.
 
-    Attributes:
-        of_tokens: whether features are compared token by token, or as means over the tokens that count.
+    With `of_tokens` features are compared token by token, else as means over the tokens that count.
     """
 
     of_tokens: ClassVar[bool] = False

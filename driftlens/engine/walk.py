@@ -162,9 +162,6 @@ def layer_states(
     """One model's plain forward, layer by layer: each layer with (first sample, state, side inputs) of every batch.
 
     Layers are read one at a time while all given batches wait, so hand over as many as memory allows.
-
-    Raises:
-        NumericsError: weights or features are NaN or infinite.
     """
     passage = Passage(pool, {task: [Given(lambda: batches)]}, [model], is_full=False)
     return forward_order(_Alone(passage, task, model), pool.chain.layers)
@@ -191,9 +188,6 @@ def forward(
     """Final features of one model, batch by batch: (position of the first sample, [n, d]).
 
     With `pooling` there is one vector per sample, whatever leaves the model; without, that is given as it is.
-
-    Raises:
-        NumericsError: weights or features are NaN or infinite.
     """
     for layer, states in layer_states(pool, model, batches, task=task):
         if layer.role == "head":

@@ -93,12 +93,9 @@ def factorize(matrix: Tensor, *, what: str, scale: float | Tensor = 1.0, shift: 
 
 
 def stationarity_error(solution: Tensor, image: Tensor, wanted: Tensor) -> float:
-    """How far X is from solving X S = R, as |X S v - R v| / (|X S v| + |R v|) along one direction v.
+    """How far X [o, k] is from solving X S = R, as |X S v - R v| / (|X S v| + |R v|) along one direction v.
 
-    Args:
-        solution: X, [o, k].
-        image: S v, [k], of `probe(k)`.
-        wanted: R v, [o].
+    `image` is S v, [k], of `probe(k)`, and `wanted` R v, [o].
     """
     gradient = solution @ image
     size = float(torch.linalg.vector_norm(gradient) + torch.linalg.vector_norm(wanted))

@@ -54,11 +54,7 @@ class GramSum:
         self._tiles = list(_tiles(0, k))
 
     def add_rows(self, rows: Tensor) -> None:
-        """Add rows' outer products, rows' rows; `rows` is [T, k].
-
-        Raises:
-            ShapeError: `rows` has another width.
-        """
+        """Add rows' outer products, rows' rows; `rows` is [T, k]."""
         if rows.dim() != 2 or rows.shape[1] != self.k:
             raise ShapeError(f"want rows [T, {self.k}], got {list(rows.shape)}")
         for tile in self._tiles:

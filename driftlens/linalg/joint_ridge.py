@@ -118,9 +118,6 @@ def choose_ridges(
     eigendecomposition per fold serves the whole grid. Where there are more than `WIDEST` inputs, maps are compared
     inside the span that a few products with the Gram matrix of all folds leave of as many random directions; that
     changes the choice, and not what is solved with it. All is computed in the dtype of the moments.
-
-    Raises:
-        NumericsError: the moments hold NaN or infinite entries.
     """
     for fold in folds:
         require_finite(fold)
@@ -224,11 +221,7 @@ def solve_joint(
 
 
 def require_finite(moments: JointMoments) -> None:
-    """Refuse moments with NaN or infinite entries.
-
-    Raises:
-        NumericsError: there are some.
-    """
+    """Refuse moments with NaN or infinite entries."""
     if not all(bool(torch.isfinite(end)) for value in vars(moments).values() for end in value.aminmax()):
         raise NumericsError(
             "the moments hold NaN or infinite entries",

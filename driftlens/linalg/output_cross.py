@@ -44,9 +44,6 @@ class OutputCross:
         num_rows: about how many rows there will be.
         dtype: of the sums.
         energies: whether (W t)^2 is wanted.
-
-    Attributes:
-        row_by_row: whether every row's wanted output is computed, one after the other.
     """
 
     def __init__(
@@ -72,16 +69,10 @@ class OutputCross:
     def add(
         self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
     ) -> None:
-        """Add rows.
+        """Add rows x, [T, k], with the expert's own u, [T, k].
 
-        Args:
-            rows: x, [T, k].
-            expert_rows: u, [T, k].
-            expert_outputs: y, [T, o] of each site whose weight is stacked in W.
-            weights: how much each row counts, [T]; None counts each 1.
-
-        Raises:
-            ShapeError: they are not of that shape.
+        `expert_outputs` are y, [T, o] of each site whose weight is stacked in W; `weights` [T] say how much each row
+        counts, None counts each 1.
         """
         outputs, k = self._weight.shape
         counted = rows.shape[:1] if weights is None else weights.shape

@@ -18,16 +18,9 @@ def svd_operations(count: int, rows: int, columns: int) -> float:
 
 
 def solve_in_range(gram: Tensor, rows: Tensor) -> Tensor:
-    """rows times the pseudoinverse of `gram`, [o, k]; by Cholesky where it is regular to working precision.
+    """rows [o, k] times the pseudoinverse of `gram` [k, k], both in float64; by Cholesky where it is regular.
 
     Eigenvalues of at most k * machine epsilon * the largest count as 0.
-
-    Args:
-        gram: symmetric, positive semidefinite, [k, k], in float64.
-        rows: [o, k], in float64.
-
-    Raises:
-        NumericsError: an entry of `gram` is NaN or infinite.
     """
     try:
         return factorize(gram, what="the sum of the tasks' Gram matrices").solve_rows(rows.clone())

@@ -59,14 +59,9 @@ _AVERAGES = ("gram", "output_cross", "mean_in", "mean_target", "target_energy")
 
 
 def ridge_factor(gram: Tensor, lam: float, *, scale: float | Tensor = 1.0) -> Factor:
-    """Cholesky factor of scale * gram + lam * I, which serves every site with this Gram matrix.
+    """Cholesky factor of scale * gram + lam * I, which serves every site with this Gram matrix; see `factorize`.
 
     The authors of FeatCal also add their eps to the diagonal; it is left out here, so that Eq. 16 holds exactly.
-
-    Raises:
-        SpecError: `lam` is negative or NaN.
-        NumericsError: the Gram matrix holds NaN or infinite entries.
-        SingularGramError: gram + lam * I is not positive definite to working precision.
     """
     if not lam >= 0:  # also refuses NaN
         raise SpecError(f"lam must be at least 0, got {lam}", hint="0.05 is the paper's value for CLIP.")
@@ -174,15 +169,8 @@ def solve_ridge(
 ) -> RidgeSolution:
     """Weight and objective from the moments of all tasks together; see `solve_weight`.
 
-    Args:
-        moments: of the site, or of several stacked sites; `weight_sum` is the sum of the task weights.
-        anchor: [o, k]; None drops the terms with `lam`.
-        lam: lambda >= 0.
-        factor: `ridge_factor(gram, lam, scale=weight_sum)` (lam 0 without an anchor), where it is known already.
-
-    Raises:
-        NumericsError: a moment holds NaN or infinite entries.
-        SingularGramError: gram + lam * I is not positive definite to working precision.
+    `moments` are of the site, or of several stacked sites, and `weight_sum` is the sum of the task weights; `factor` is
+    `ridge_factor(gram, lam, scale=weight_sum)` (lam 0 without an anchor), where it is known already.
     """
     cross = moments.output_cross * moments.weight_sum
     if factor is None:

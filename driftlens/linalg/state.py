@@ -67,18 +67,7 @@ def relative_error(estimate: State, exact: State) -> Tensor:
 
 
 def expert_cosine(left: Tensor, right: Tensor) -> Tensor:
-    """Cosine of the angle between matching rows; NaN where a row is zero, since it has no direction.
-
-    Args:
-        left: [n, d].
-        right: [n, d].
-
-    Returns:
-        [n], between -1 and 1, in the dtype of the rows.
-
-    Raises:
-        ShapeError: the shapes differ or are not two-dimensional.
-    """
+    """Cosine of the angle between matching rows [n, d], [n] in [-1, 1]; NaN where a row is zero, without direction."""
     if left.dim() != 2 or left.shape != right.shape:
         raise ShapeError(f"want two matrices of one shape, got {list(left.shape)} and {list(right.shape)}")
     # Unit rows first: the product of two norms would leave float32's range for features near 1e19.
@@ -93,11 +82,7 @@ def _unit(rows: Tensor) -> Tensor:
 
 @cache
 def gauss_legendre(nodes: int) -> tuple[tuple[float, float], ...]:
-    """(node, weight) pairs on [0, 1], exact for polynomials up to degree 2 * nodes - 1; the weights sum to 1.
-
-    Raises:
-        ValueError: `nodes` is below 1.
-    """
+    """(node, weight) pairs on [0, 1], exact for polynomials up to degree 2 * nodes - 1; the weights sum to 1."""
     if nodes < 1:
         raise ValueError(f"a quadrature needs at least one node, got {nodes}")
     points, weights = np.polynomial.legendre.leggauss(nodes)
@@ -181,11 +166,7 @@ class PathJacobian:
 
 @contextmanager
 def forward_mode_attention() -> Iterator[None]:
-    """Attention kernels that have forward-mode derivatives, for the length of the context.
-
-    Raises:
-        IncompatibleModelsError: something inside has none, or decides by its input what it does.
-    """
+    """Attention kernels that have forward-mode derivatives, for the length of the context; refuses what has none."""
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         # On first use torch.func.jvp scripts its decompositions and warns that scripting is deprecated.
         warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)

@@ -38,9 +38,6 @@ def della(
     Entries are dropped at random, the larger in their row the less often, and divided by their chance to stay. Chances
     go evenly from drop_rate - window / 2 to drop_rate + window / 2. The paper searches all three settings on
     validation data, so these are middling.
-
-    Raises:
-        SpecError: chances would be below 0 or reach 1.
     """
     low, high = drop_rate - window / 2, drop_rate + window / 2
     if low < 0 or high >= 1:

@@ -108,11 +108,7 @@ class MergeMethod:
         return self.reads_moments or self.reads == "samples"
 
     def with_settings(self, parameters: Mapping[str, object]) -> Merge:
-        """The method with all its settings, those given over the defaults.
-
-        Raises:
-            SpecError: a setting the method does not have, or a value that is not allowed.
-        """
+        """The method with all its settings, those given over the defaults."""
         return Merge(self, resolve(self.function, parameters, f"merge method {self.name!r}"))
 
 
@@ -123,15 +119,7 @@ class Merge(NamedTuple):
     settings: Mapping[str, Any]
 
     def require(self, *, has_base: bool, without: Sequence[str]) -> None:
-        """Refuse models that lack what the method reads.
-
-        Args:
-            has_base: whether there is a base.
-            without: tasks of which there are no calibration samples.
-
-        Raises:
-            SpecError: a base or calibration samples are needed and there are none.
-        """
+        """Refuse models that lack what the method reads; `without` are tasks that have no calibration samples."""
         method = self.method
         if not has_base and (
             method.needs_base or (method.reads_sites and merge_methods[method.others].needs_base)
@@ -174,10 +162,6 @@ class _MergeMethods(Registry[MergeMethod]):
         """Decorator that files a merge function with what is known of it, and returns it unchanged.
 
         Arguments are the attributes of `MergeMethod`.
-
-        Raises:
-            TypeError: a keyword-only parameter of the function can't be a setting.
-            ValueError: `reads` is none of those there are.
         """
 
         def file(function: MergeFunction) -> MergeFunction:

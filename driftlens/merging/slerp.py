@@ -32,11 +32,7 @@ def slerp(
         float, Bounds(0, 1), "how far from the first task's expert to the second's, sorted by name"
     ] = 0.5,
 ) -> dict[str, Tensor]:
-    """Each tensor on the great circle between those of two experts.
-
-    Raises:
-        SpecError: there are not two experts.
-    """
+    """Each tensor on the great circle between those of two experts."""
     if len(experts) != 2:
         raise SpecError(
             f"merge method 'slerp' merges 2 experts, and there are {len(experts)}",

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from driftlens.base.errors import DataError, SpecError
 from driftlens.findings.arena import arena_rows
-from driftlens.jobs.analyze.answers import SPARE_TOKENS
+from driftlens.jobs.analyze.evaluation import SPARE_TOKENS
 from driftlens.jobs.analyze.job import analyze, evaluate
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest.sweep import sweep

@@ -31,9 +31,9 @@ from driftlens.jobs.contest.judge import LANE, HeldOut, Judge, divergences, drif
 from driftlens.jobs.contest.trials import Fit, Trials
 from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.study.card import escaped
-from driftlens.jobs.study.kept import Kept
 from driftlens.jobs.study.reopening import reopened
 from driftlens.jobs.study.study import Study, TaskSamples
+from driftlens.jobs.study.writing import Kept
 from driftlens.models.score_maps import Head
 from driftlens.runs.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml

@@ -14,10 +14,9 @@ from torch import nn
 
 from driftlens.base.access import Context
 from driftlens.jobs.analyze.job import analyze
-from driftlens.jobs.study.companions import companions
 from driftlens.jobs.study.merging import merge_experts
 from driftlens.jobs.study.opening import open_models
-from driftlens.jobs.study.suspicion import Finding
+from driftlens.jobs.study.suspicion import Finding, companions
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest
 from tests.pipeline.checking import check, found, notices, saved, with_expert

@@ -21,7 +21,7 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.residual import ResidualCal
 from driftlens.cli import main
 from driftlens.engine.walk import walk
-from driftlens.jobs.analyze import phases
+from driftlens.jobs.analyze import job
 from driftlens.jobs.analyze.diagnosis import _Recorder, diagnosis_of, walked
 from driftlens.jobs.study.reopening import reopened
 from driftlens.runs.run import DriftRun
@@ -93,7 +93,7 @@ def test_progress_and_checks_of_a_walk_enter_few_more(
         entered.append(files)
         return result
 
-    monkeypatch.setattr(phases, "walked", watched)
+    monkeypatch.setattr(job, "walked", watched)
     write_spec(spec_file, world.one_task(metrics={"jacobian": False}) | _one_batch(world))
     with pytest.raises(SystemExit) as left:
         main(["analyze", str(spec_file), "--out", str(tmp_path / "run"), "--progress", "none"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from driftlens.jobs.analyze.phases import thumb
+from driftlens.jobs.analyze.job import thumb
 from driftlens.runs.layout import THUMB_SIDE as SIDE
 from driftlens.runs.run import DriftRun
 

@@ -18,8 +18,8 @@ from driftlens.base.errors import DriftLensError, IncompatibleModelsError
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.preflight.job import preflight
-from driftlens.jobs.study.companions import companions
 from driftlens.jobs.study.opening import OpenModels, open_models, open_pool
+from driftlens.jobs.study.suspicion import companions
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from tests.zoo.decoders import llama, t5

@@ -51,7 +51,9 @@ class Explanation:
     warnings: list[str] = field(default_factory=list)
 
 
-def explain(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Explanation | None:
+def attribution_of(
+    study: Study, task: str, variants: Sequence[str], reporter: Reporter
+) -> Explanation | None:
     """The attribution of these variants' drift to layers, as the study's settings ask for it.
 
     Processes may share the samples, except for what is taken back; None in all but the first.

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from driftlens.base.access import Context
+from driftlens.base.diagnostic import chosen
 from driftlens.base.errors import SpecError
 from driftlens.base.files import PathLike, write_text_atomic
 from driftlens.base.progress import Reporter
 from driftlens.base.variants import calibrated
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.jobs.analyze.phases import (
-    Phase,
-    analysis,
-    completing,
-    describe,
-    deterministic_algorithms,
-    explaining,
-    measuring,
-    run_phases,
-)
-from driftlens.jobs.study.companions import companions
+from driftlens.jobs.analyze.causes import attribution_of
+from driftlens.jobs.analyze.diagnosis import TaskDiagnosis, diagnosis_of, walked
+from driftlens.jobs.analyze.evaluation import scores_of
 from driftlens.jobs.study.merging import merge_of, save_merge
 from driftlens.jobs.study.opening import OpenModels, calibration_settings, open_study
 from driftlens.jobs.study.reopening import (
@@ -35,16 +34,23 @@ from driftlens.jobs.study.reopening import (
     require_same_samples,
     require_spec,
 )
-from driftlens.jobs.study.study import Study
-from driftlens.jobs.study.suspicion import suspicions
-from driftlens.jobs.study.writing import lead, writing
+from driftlens.jobs.study.study import Study, TaskSamples
+from driftlens.jobs.study.suspicion import companions, suspicions
+from driftlens.jobs.study.writing import Phase, deterministic_algorithms, lead, run_phases, writing
+from driftlens.models.score_maps import is_of_vocabulary
 from driftlens.runs import layout
-from driftlens.runs.manifest import read_manifest
+from driftlens.runs.layout import LONGEST_TEXT, MOST_THUMBS, THUMB_SIDE, texts_file, thumbs_file
+from driftlens.runs.manifest import LayerInfo, read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.standing import is_live
 from driftlens.runs.writer import RunWriter
 from driftlens.spec import RunSpec, load_spec
 from driftlens.spec.requests import AnalysisRequest
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from driftlens.data.sources import Picture
 
 
 def analyze(
@@ -67,22 +73,16 @@ def analyze(
     goes_on = team.once(lambda: request.resume and (out / "manifest.json").exists())
     if goes_on:  # before the lock: a refusal must not turn a finished run into a failed one
         team.once(lambda: _require_same_inputs(resolved, out, study, context.reporter()))
-    new: dict[str, Any] = {
-        "spec_yaml": resolved.dump(),
-        "spec_digest": resolved.digest(),
-        "name": resolved.name,
-    }
-    opened = (
-        partial(RunWriter.resume, out)
-        if goes_on
-        else partial(RunWriter.create, out, **new, force=request.force)
+    text, digest = resolved.dump(), resolved.digest()
+    create = partial(
+        RunWriter.create, out, spec_yaml=text, spec_digest=digest, name=resolved.name, force=request.force
     )
-    with writing(team, opened) as writer:
+    with writing(team, partial(RunWriter.resume, out) if goes_on else create) as writer:
         reporter = context.reporter(writer.progress)
 
         def begin() -> None:
             if not (writer.folder / layout.SPEC).exists():  # the run was killed between its manifest and this
-                write_text_atomic(writer.folder / layout.SPEC, new["spec_yaml"])
+                write_text_atomic(writer.folder / layout.SPEC, text)
             describe(writer, study, synthetic=request.synthetic or writer.manifest.synthetic)
             for finding in (*suspicions(models.architecture.chain, models.sources), *companions(models)):
                 if finding.level == "notice":
@@ -163,5 +163,237 @@ def evaluate(path: PathLike, context: Context = Context(), *, again: bool = Fals
             with deterministic_algorithms(study.settings.deterministic):
                 measured = measuring(writer, study, (*study.variants, "expert"), reporter)
                 names = {f"evaluate:{task}" for task in wanted}
-                run_phases(writer, (replace(phase, again=True) for phase in measured if phase.name in names))
+                run_phases(
+                    writer,
+                    (dataclasses.replace(phase, again=True) for phase in measured if phase.name in names),
+                )
     return open_run(path)
+
+
+def analysis(
+    writer: RunWriter, study: Study, reporter: Reporter, *, attribution: bool = True
+) -> Iterator[Phase]:
+    """All phases of an analysis: drift and accuracy of all tasks first, then, with `attribution`, their causes."""
+    yield Phase("digests", lambda: digest_models(writer, study, study.pool.names))
+    yield from measuring(writer, study, (*study.variants, "expert"), reporter)
+    if study.has_base:
+        yield Phase("params", lambda: compare_parameters(writer, study, reporter), study)
+    if attribution:
+        yield from explaining(writer, study, study.explained_variants, reporter)
+
+
+def measuring(
+    writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str = ""
+) -> Iterator[Phase]:
+    """The drift and accuracy of variants in the study's pool (`expert` is each task's own): what is asked first."""
+    new = _only(study, variants)
+    for task in new.tasks:
+        yield Phase(f"{prefix}analyze:{task}", partial(_diagnose, writer, new, variants, task, reporter), new)
+    for task in new.tasks:
+        work = partial(measure_accuracy, writer, new, task, variants, reporter)
+        yield Phase(f"{prefix}evaluate:{task}", work, new)
+
+
+def completing(
+    writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str
+) -> Iterator[Phase]:
+    """What nobody waits for: digests of the models, and how their task vectors lie. Arguments as above."""
+    new = _only(study, variants)
+    yield Phase(f"{prefix}digests", lambda: digest_models(writer, new, variants))
+    if study.has_base:
+        yield Phase(f"{prefix}params", lambda: compare_parameters(writer, new, reporter), new)
+
+
+def explaining(
+    writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str = ""
+) -> Iterator[Phase]:
+    """What traces drift back to layers, for all tasks and variants whose rows lack it, as the study's settings say."""
+    if study.settings.jacobian is None:
+        return
+
+    def known() -> set[tuple[str, str]]:
+        rows = open_run(writer.folder).layers()
+        there = rows[rows["jacobian_samples"].notna()]
+        return set(zip(there["task"], there["variant"], strict=True))
+
+    explained = study.team.once(known)
+    for task in study.tasks:
+        missing = [variant for variant in variants if (task, variant) not in explained]
+        name = f"{prefix}explain:{task}"
+        # A phase that was stopped behind its last row is recorded as done now.
+        if missing or name in writer.manifest.phases:
+            work = partial(_explain, writer, study, task, missing, reporter)
+            yield Phase(name, work, study, again=bool(missing))
+
+
+def _explain(writer: RunWriter, study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> None:
+    import pandas as pd
+
+    found = attribution_of(study, task, variants, reporter)
+    if found is None:
+        return
+    for warning in found.warnings:
+        writer.warn(warning)
+    if found.adjoint:
+        writer.append("adjoint", _stacked(found.adjoint), replace=True)
+    if found.groups:
+        writer.append("group_contributions", pd.DataFrame(found.groups), replace=True)
+    if found.layers:
+        writer.fill("samples", _stacked(found.samples))
+        # Last: by these rows it is known what is explained.
+        writer.fill("layers", pd.DataFrame(found.layers))
+
+
+def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
+    """Write down what is known before anything is computed: models, layers, samples, classes."""
+    pool = study.pool
+    writer.describe(
+        synthetic=synthetic,
+        device=str(pool.device) if pool.device.type == "cpu" else torch.cuda.get_device_name(pool.device),
+        dtype=str(pool.dtype).removeprefix("torch."),
+        threads={"torch": torch.get_num_threads()},
+        deterministic=study.settings.deterministic,
+        seeds={"samples": study.seed},
+        tasks=list(study.tasks),
+        variants=list(study.variants),
+        layers=[LayerInfo(layer.index, layer.role, layer.path) for layer in pool.chain.layers],
+        architecture={
+            **{"adapter": pool.chain.architecture, "reads": pool.chain.modality.name},
+            **study.architecture,
+            **pool.chain.settings,
+        },
+        preprocessing=study.preprocessing,
+        classes={
+            task: list(at.head.classes)
+            for task, at in study.tasks.items()
+            if at.head is not None and not is_of_vocabulary(at.head)
+        },
+    )
+    for task, at_hand in study.tasks.items():
+        if at_hand.calibration is not None:
+            writer.write_sample_ids(task, "calibration", at_hand.calibration.ids)
+        for split, samples in (("diagnosis", at_hand.diagnosis), ("test", at_hand.test)):
+            if samples is not None:
+                writer.write_sample_ids(task, split, samples.ids, samples.origin())
+    for notice in study.notices:
+        writer.notice(notice)
+
+
+def digest_models(writer: RunWriter, study: Study, names: Sequence[str]) -> None:
+    """Write down digest, size and origin of these models of the study's pool."""
+    writer.describe(models=study.team.each(names, study.model_info))
+
+
+def store_diagnosis(writer: RunWriter, study: Study, task: str, found: TaskDiagnosis) -> None:
+    """Put what one task's walk found into the run; rows with other keys keep their exact values."""
+    import pandas as pd
+
+    tables = {"layers": pd.DataFrame(found.layers), "samples": _stacked(found.samples)}
+    if found.outputs:
+        tables["outputs"] = _stacked(found.outputs)
+    for name, rows in tables.items():
+        filling = (entry for entry in chosen(study.settings.options) if entry.table == name)
+        columns = [column for entry in filling for column in entry.columns]
+        writer.append(name, rows, replace=True, columns=columns)
+    for warning in found.warnings:
+        writer.warn(warning)
+    if not math.isnan(found.precision_error):
+        writer.describe(precision={task: found.precision_error})
+    for (variant, layer), array in found.features.items():
+        writer.write_features(task, variant, layer, array)
+
+
+def _stacked(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.concat([pd.DataFrame(dict(part)) for part in parts], ignore_index=True)
+
+
+def compare_parameters(writer: RunWriter, study: Study, reporter: Reporter) -> None:
+    """Compare the task vectors of the study's variants with the experts'."""
+    import pandas as pd
+
+    pairs = [(task, variant) for task in study.tasks for variant in study.explained_variants]
+    rows: list[dict[str, Any]] = []
+    for task, variant in reporter.track(pairs, "params", lambda pair: f"task {pair[0]}, {pair[1]}"):
+        compare = partial(_compared, study, task, variant)
+        rows += study.team.at(study.owner(task), compare) or []
+    writer.append("params", pd.DataFrame(rows), replace=True)
+
+
+def _compared(study: Study, task: str, variant: str) -> list[dict[str, Any]]:
+    return [
+        {"task": task, "variant": variant, **row}
+        for entry in chosen(study.settings.options, "weights")
+        for row in entry.measure(study.pool, task, variant)
+    ]
+
+
+def measure_accuracy(
+    writer: RunWriter, study: Study, task: str, variants: Sequence[str], reporter: Reporter
+) -> None:
+    """Score these variants on one task's test samples; `expert` is the task's own."""
+    import pandas as pd
+
+    found = scores_of(study, task, list(variants), reporter)
+    if found is None:
+        return
+    for notice in found.notices:
+        writer.notice(notice)
+    for name, new in (("scores", found.results), ("accuracy", found.rows)):
+        if new:
+            writer.append(name, pd.DataFrame(new), replace=True)
+
+
+def _diagnose(
+    writer: RunWriter, study: Study, variants: Sequence[str], task: str, reporter: Reporter
+) -> None:
+    def base() -> Mapping[int, NDArray[np.float64]] | None:
+        if "base" not in study.pool or "base" in variants:
+            return None
+        rows = open_run(writer.folder).samples(task, "base")  # measured before
+        return {int(at): rows["drift_l2"][rows["layer"] == at].to_numpy() for at in rows["layer"].unique()}
+
+    batches = {name: at.diagnosis.num_batches for name, at in study.tasks.items()}
+    work = partial(walked, study, task, reporter)
+    found = study.divided(task, batches, work, lambda parts: diagnosis_of(study, task, parts, base()))
+    if found is None:
+        return
+    # The expert's features are in the run, too.
+    found.features = {key: array for key, array in found.features.items() if key[0] in variants}
+    store_diagnosis(writer, study, task, found)
+    if "expert" in variants:
+        store_shown(writer, task, study.tasks[task])
+
+
+def _only(study: Study, variants: Sequence[str]) -> Study:
+    """The study of these variants."""
+    return dataclasses.replace(study, variants=tuple(name for name in variants if name != "expert"))
+
+
+def store_shown(writer: RunWriter, task: str, samples: TaskSamples) -> None:
+    """Keep small pictures of a task's diagnosis samples, in their order, or what they ask; nothing of other samples."""
+    ids = samples.diagnosis.ids[:MOST_THUMBS]
+    if samples.diagnosis.texts is not None:
+        texts = {name: _shortened(samples.diagnosis.text(at).input) for at, name in enumerate(ids)}
+        with writer.file(texts_file(task)) as path:
+            path.write_text(json.dumps(texts), encoding="utf-8")
+    if samples.picture is None or not ids:
+        return
+    pictures = np.stack([thumb(samples.picture(sample)) for sample in ids])
+    with writer.file(thumbs_file(task)) as path, path.open("wb") as file:
+        np.savez_compressed(file, pictures=pictures)
+
+
+def _shortened(text: str) -> str:
+    half = LONGEST_TEXT // 2
+    return text if len(text) <= LONGEST_TEXT else f"{text[:half]} … {text[-half:]}"
+
+
+def thumb(picture: Picture) -> NDArray[np.uint8]:
+    """The picture [side, side, 3], whole, with grey bars where it is not square."""
+    from PIL import Image, ImageOps
+
+    image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
+    square = ImageOps.pad(image.convert("RGB"), (THUMB_SIDE, THUMB_SIDE), color=(128, 128, 128))
+    return np.asarray(square, dtype=np.uint8)

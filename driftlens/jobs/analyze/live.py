@@ -29,9 +29,10 @@ from driftlens.data.sources import Split
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.forward_order import on_device
 from driftlens.engine.pool import ModelPool
+from driftlens.jobs.analyze.job import analysis, describe
 from driftlens.jobs.analyze.modules import Modules
-from driftlens.jobs.analyze.phases import analysis, describe, deterministic_algorithms, run_phases
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
+from driftlens.jobs.study.writing import deterministic_algorithms, run_phases
 from driftlens.models.architecture import Architecture, architecture_of
 from driftlens.models.chain import IMAGE, LayerChain, Pool, SideInputs, pooled
 from driftlens.models.families.hf_decoder import decoder_chain

@@ -18,15 +18,7 @@ from driftlens.diagnostics.drift import require_closed
 from driftlens.engine.attached import attachment_tensors
 from driftlens.engine.site_selection import coverage
 from driftlens.jobs.analyze.evaluation import first_look
-from driftlens.jobs.analyze.phases import (
-    Phase,
-    completing,
-    deterministic_algorithms,
-    explaining,
-    measuring,
-    run_phases,
-    suitable_threads,
-)
+from driftlens.jobs.analyze.job import completing, explaining, measuring
 from driftlens.jobs.calibrate.plan import (
     CalibrationPlan,
     Choice,
@@ -47,7 +39,14 @@ from driftlens.jobs.study.reopening import (
     require_spec,
 )
 from driftlens.jobs.study.study import Study
-from driftlens.jobs.study.writing import lead, writing
+from driftlens.jobs.study.writing import (
+    Phase,
+    deterministic_algorithms,
+    lead,
+    run_phases,
+    suitable_threads,
+    writing,
+)
 from driftlens.merging.method import merge_methods
 from driftlens.runs import layout
 from driftlens.runs.manifest import CalibrationInfo, Manifest

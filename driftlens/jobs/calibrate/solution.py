@@ -25,8 +25,8 @@ from driftlens.engine.attached import Attachment
 from driftlens.engine.calibrating import Ground, Step
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.jobs.calibrate.plan import CalibrationPlan
-from driftlens.jobs.study.kept import Begun, Kept
 from driftlens.jobs.study.study import Study
+from driftlens.jobs.study.writing import Begun, Kept
 from driftlens.models.chain import ParameterKey
 from driftlens.runs import layout
 from driftlens.runs.contents import remove_tree

@@ -31,8 +31,8 @@ from driftlens.jobs.calibrate.plan import method_called, plain_settings, preset_
 from driftlens.jobs.contest.contest import KeptScores, Outcome, Scored, contest
 from driftlens.jobs.contest.judge import LANE, HeldOut, Judge
 from driftlens.jobs.contest.trials import Fit, Trials
-from driftlens.jobs.study.kept import Kept
 from driftlens.jobs.study.study import Study
+from driftlens.jobs.study.writing import Kept
 from driftlens.spec.requests import CalibrationRequest
 
 PHASE = "choose"

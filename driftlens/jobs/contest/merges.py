@@ -40,11 +40,11 @@ from driftlens.jobs.contest.contest import (
     require_any,
 )
 from driftlens.jobs.contest.judge import LANE, HeldOut, Judge, drift_scores
-from driftlens.jobs.study.kept import Begun, Kept
 from driftlens.jobs.study.merging import merged_source, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_study
 from driftlens.jobs.study.reopening import reopened
 from driftlens.jobs.study.study import Study
+from driftlens.jobs.study.writing import Begun, Kept
 from driftlens.merging.method import merge_called, merge_methods
 from driftlens.runs import layout
 from driftlens.runs.contents import remove_tree

@@ -27,9 +27,8 @@ from driftlens.data.corruption import CLEAN, corrupt, corrupted, parse, written
 from driftlens.data.samples import SampleSet, part_of, shuffled
 from driftlens.engine.site_selection import select_sites
 from driftlens.findings.swept import ABLATION, CONTROL, rho_control, scope, settings_of
-from driftlens.jobs.analyze.answers import metrics_of
-from driftlens.jobs.analyze.evaluation import final_drift, scores_of
-from driftlens.jobs.analyze.phases import deterministic_algorithms, suitable_threads, thumb
+from driftlens.jobs.analyze.evaluation import final_drift, metrics_of, scores_of
+from driftlens.jobs.analyze.job import thumb
 from driftlens.jobs.calibrate.job import OpenCalibration, open_calibration
 from driftlens.jobs.calibrate.plan import (
     CalibrationPlan,
@@ -47,7 +46,7 @@ from driftlens.jobs.study.reopening import (
     require_spec,
 )
 from driftlens.jobs.study.study import Study, TaskSamples
-from driftlens.jobs.study.writing import writing
+from driftlens.jobs.study.writing import deterministic_algorithms, suitable_threads, writing
 from driftlens.runs import layout
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter

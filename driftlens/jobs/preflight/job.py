@@ -25,7 +25,6 @@ from driftlens.engine.site_selection import coverage, select_sites
 from driftlens.engine.walk import forward, waiting_bytes
 from driftlens.findings.reading import estimate as with_interval
 from driftlens.jobs.analyze.evaluation import scores_of
-from driftlens.jobs.analyze.phases import suitable_threads
 from driftlens.jobs.calibrate.plan import calibrator_of
 from driftlens.jobs.preflight.jobs import SpecStudy
 from driftlens.jobs.preflight.merge_cost import merge_text, model_runs
@@ -33,7 +32,6 @@ from driftlens.jobs.preflight.models import check_models
 from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.preflight.processes import plan_processes
 from driftlens.jobs.preflight.shortened import ShortPool
-from driftlens.jobs.study.companions import companions
 from driftlens.jobs.study.merging import merge_of, no_scores
 from driftlens.jobs.study.opening import (
     OpenModels,
@@ -48,7 +46,8 @@ from driftlens.jobs.study.opening import (
     study_of,
 )
 from driftlens.jobs.study.study import Study
-from driftlens.jobs.study.suspicion import suspicions
+from driftlens.jobs.study.suspicion import companions, suspicions
+from driftlens.jobs.study.writing import suitable_threads
 from driftlens.merging.method import READS, MergeMethod, merge_methods
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import LayerChain

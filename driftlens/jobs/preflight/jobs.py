@@ -13,7 +13,7 @@ from driftlens.calibration.calibrator import Calibrator
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.data.task_data import TaskData
 from driftlens.jobs.analyze.evaluation import final_features
-from driftlens.jobs.analyze.phases import Phase, analysis, describe, digest_models, measuring, run_phases
+from driftlens.jobs.analyze.job import analysis, describe, digest_models, measuring
 from driftlens.jobs.calibrate.job import OpenCalibration, carry_out
 from driftlens.jobs.calibrate.plan import (
     CalibrationPlan,
@@ -28,6 +28,7 @@ from driftlens.jobs.study.merging import merge_of, save_merge
 from driftlens.jobs.study.opening import OpenModels, classes_of
 from driftlens.jobs.study.reopening import MERGED_FILE
 from driftlens.jobs.study.study import Study
+from driftlens.jobs.study.writing import Phase, run_phases
 from driftlens.merging.method import Merge, merge_called
 from driftlens.models.heads import text_head
 from driftlens.runs.run import open_run

@@ -199,7 +199,8 @@ def _written(
         pipeline_tag=_PIPELINES.get(loader),
         base_model=hub or None,
         base_model_relation="merge" if hub else None,
-        **({"model_name": name, "eval_results": list(results)} if results else {}),
+        model_name=name if results else None,  # without results it would be a field of its own
+        eval_results=list(results) or None,
         **license_said,
     )
     notices = [*notices, *left_out]
@@ -223,7 +224,7 @@ def _about(run: DriftRun, info: CalibrationInfo) -> str:
     return f"{text} calibrated {by} so that its features follow each expert's. Same architecture, no added modules."
 
 
-def _licenses(origins: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def _licenses(origins: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """The base's license in the Hub's terms unless an expert states another one, and a sentence on those left out."""
     stated = {model: terms for model, origin in origins.items() if (terms := _license(origin))}
     base = stated.get("base", {})
@@ -233,7 +234,7 @@ def _licenses(origins: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     return {}, [f"No license is stated here: the models that it was made from state {listed}."]
 
 
-def _license(origin: str) -> dict[str, str]:
+def _license(origin: str) -> dict[str, Any]:
     folder = library_folder(origin)
     card = None if folder is None else folder / "README.md"
     if card is None or not card.is_file():

@@ -29,7 +29,6 @@ from driftlens.engine.pool import LayerMap
 from driftlens.engine.site_rows import row_weights, rows_and_output
 from driftlens.engine.site_selection import parameter_groups
 from driftlens.jobs.study.card import merge_card
-from driftlens.jobs.study.companions import companions
 from driftlens.jobs.study.opening import (
     OpenModels,
     dtype_notices,
@@ -40,6 +39,7 @@ from driftlens.jobs.study.opening import (
     open_study,
 )
 from driftlens.jobs.study.study import Study
+from driftlens.jobs.study.suspicion import companions
 from driftlens.linalg.gram import GramSum
 from driftlens.merging.method import Merge, MergeMethod, merge_called
 from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State

@@ -21,9 +21,9 @@ from driftlens.base.files import PathLike
 from driftlens.base.settings import settings_of
 from driftlens.checkpoints.saving import require_target
 from driftlens.checkpoints.sources import InDtypes, StateSource
-from driftlens.jobs.study.companions import companions
 from driftlens.jobs.study.merging import merged_source, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_models, open_pool
+from driftlens.jobs.study.suspicion import companions
 from driftlens.merging.della import keep_chances
 from driftlens.merging.karcher import karcher
 from driftlens.merging.method import MergeMethod, StateDict, merge_methods

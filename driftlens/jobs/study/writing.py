@@ -1,15 +1,28 @@
-"""Writing a run from several processes: the first one writes, the others keep up with what it says of the run."""
+"""Work written into a run: in phases that are done once, by one process of several, and kept where it was stopped."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from driftlens.base.progress import ProgressEvent
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from driftlens.base.errors import CheckpointError, RunError, SpecError
+from driftlens.base.files import from_json, write_json_atomic
 from driftlens.base.team import Team
+from driftlens.base.threads import exact_products, settled_threads
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.saving import save_state_dict
+from driftlens.jobs.study.study import Study
+from driftlens.runs.contents import remove_tree
 from driftlens.runs.lock import RunLock
 from driftlens.runs.manifest import Manifest, PhaseInfo
 from driftlens.runs.writer import RunWriter
@@ -48,17 +61,10 @@ class Follower(RunWriter):
         """Of the run in a folder, whose manifest is this."""
         super().__init__(folder, manifest, RunLock(folder))
 
-    def append(self, *_: Any, **__: Any) -> None:
-        """Rows are the first process's."""
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Rows, columns and features are the first process's, and it alone tells of progress."""
 
-    def fill(self, *_: Any) -> None:
-        """So are their columns."""
-
-    def drop(self, *_: Any) -> None:
-        """So is what goes."""
-
-    def write_features(self, *_: Any) -> None:
-        """So are features."""
+    append = fill = drop = write_features = event = progress = _nothing
 
     def warn(self, text: str) -> None:
         """Note it."""
@@ -67,12 +73,6 @@ class Follower(RunWriter):
     def notice(self, text: str) -> None:
         """Note it."""
         self.describe(notices=[text])
-
-    def event(self, event: str, **details: object) -> None:
-        """Nobody is told."""
-
-    def progress(self, event: ProgressEvent) -> None:
-        """Nobody is told."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[dict[str, Any]]:
@@ -91,3 +91,215 @@ class Follower(RunWriter):
 
     def _save(self, **changes: Any) -> None:
         self.manifest = dataclasses.replace(self.manifest, **changes)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One part of a job.
+
+    Attributes:
+        study: whose models it runs, with as many threads as suit these just then; None where it runs none.
+        leads: the team whose first process does it alone, because it writes; None where all do their share.
+        again: whether it is done although it was done before.
+    """
+
+    name: str
+    work: Callable[[], object]
+    study: Study | None = None
+    leads: Team | None = None
+    again: bool = False
+
+
+def run_phases(writer: RunWriter, phases: Iterable[Phase]) -> None:
+    """Do the phases that are not done yet, one after the other, and record what each used."""
+    for phase in phases:
+        if writer.done(phase.name) and not phase.again:
+            continue
+        threads = suitable_threads(writer, phase.name, phase.study)
+        with exact_products(), writer.phase(phase.name) as usage, threads:
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            if phase.leads is None:
+                phase.work()
+            else:
+                lead(phase.leads, writer, phase.work)
+            if torch.cuda.is_available():
+                usage["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
+
+
+@contextmanager
+def suitable_threads(writer: RunWriter | None, name: str, study: Study | None) -> Iterator[None]:
+    """A block with as many threads as suit the study's models just then; another number than torch's is recorded."""
+    if study is None or study.pool.device.type != "cpu":
+        yield
+        return
+    given = torch.get_num_threads()
+    with settled_threads(*_layer_size(study), phase=name) as number:
+        if writer is not None and number != given:
+            writer.describe(threads={**writer.manifest.threads, name: number})
+        yield
+
+
+def _layer_size(study: Study) -> tuple[int, int]:
+    """About how many rows of which width most operations of a layer have; the narrowest map is as wide as features."""
+    source = study.pool.source(study.pool.names[0])
+    maps = [
+        layer.parameters[f"{site.name}.weight"]
+        for layer in study.pool.chain.blocks
+        for site in layer.sites
+        if site.kind == "linear"
+    ]
+    width = min((min(slot.shape(source.headers[slot.key].shape)) for slot in maps), default=_USUAL_WIDTH)
+    batch = min((at_hand.diagnosis.batch_size for at_hand in study.tasks.values()), default=1)
+    return batch * _FEW_TOKENS, width
+
+
+_FEW_TOKENS = 16
+"""Tokens per sample, which no shape of a weight tells: few, so that where it matters fewer threads are taken."""
+_USUAL_WIDTH = 256
+"""Of models without a linear map that can be calibrated."""
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """A block in which torch prefers deterministic kernels, if wanted; the caller's choice comes back."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    if wanted:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+class Kept:
+    """Tensors by name, each name a file that is whole or absent; an `engine.training.Memory`."""
+
+    def __init__(self, folder: pathlib.Path, require_there: Callable[[], None] = lambda: None) -> None:
+        """Nothing is read or written yet; `require_there` is asked before the folder is made or written to."""
+        self._folder, self._require_there = folder, require_there
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """What is kept under a name; nothing where there is none, or what is there can't be read any more."""
+        file = self._file(name)
+        if not file.is_file():
+            return {}
+        try:
+            source = open_checkpoint(file)
+            return {key: source.read(key).clone() for key in source.headers}
+        except CheckpointError:  # it is made once more, and takes that file's place
+            return {}
+
+    def write(self, name: str, tensors: Mapping[str, Tensor], seconds: float = 0.0) -> None:
+        """Keep tensors, with the time that all work took until then, over all sittings."""
+        self._require_there()
+        self._folder.mkdir(exist_ok=True)
+        contiguous = {key: value.cpu().contiguous() for key, value in tensors.items()}
+        save_state_dict(self._file(name), contiguous, {"seconds": repr(seconds)})
+
+    def forget(self, name: str) -> None:
+        """Keep nothing under a name any more."""
+        self._file(name).unlink(missing_ok=True)
+
+    @property
+    def seconds(self) -> float:
+        """What the work that is kept took, over all sittings."""
+        return max(map(_seconds_of, self._files()), default=0.0)
+
+    def __bool__(self) -> bool:
+        """Whether anything is kept."""
+        return any(self._files())
+
+    def _files(self) -> list[pathlib.Path]:
+        return [*self._folder.glob("*.safetensors")]
+
+    def _file(self, name: str) -> pathlib.Path:
+        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"
+
+
+def _seconds_of(file: pathlib.Path) -> float:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return float(opened.metadata()["seconds"])
+    except SafetensorError:  # as in `Kept.read`
+        return 0.0
+
+
+class Begun:
+    """The folder of a job that was begun and is not finished: what its results depend on, and those it has so far."""
+
+    what = "job"
+    afresh = "begin afresh"
+
+    def __init__(self, settings: pathlib.Path) -> None:
+        """`settings` is the file that is there from the beginning to the end; nothing is read or written yet."""
+        self._settings, self._folder = settings, settings.parent
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the job was begun and is not finished."""
+        return self._settings.is_file()
+
+    @property
+    def begun(self) -> dict[str, Any]:
+        """What it began with; nothing where nothing was begun."""
+        if not self.is_there:
+            return {}
+        try:
+            found = from_json(self._settings.read_bytes())
+            if not isinstance(found, dict):
+                raise ValueError(f"an object expected, got {type(found).__name__}")
+        except (OSError, ValueError) as error:
+            raise RunError(
+                f"{self._settings} can't be read: {error}", hint=f"{self.afresh.capitalize()}."
+            ) from error
+        return found
+
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Begin afresh: what is there is thrown away."""
+        self.remove()
+        write_json_atomic(self._settings, settings)
+
+    def require_same(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Refuse to go on with other settings than those `before`."""
+        flat_before, flat_now = _flat(before), _flat(now)
+        for name in {**flat_now, **flat_before}:
+            was, given = flat_before.get(name), flat_now.get(name)
+            if was != given:
+                raise SpecError(
+                    f"the interrupted {self.what} had another {name}: {_shown(was)}, now {_shown(given)}",
+                    hint=f"Resume with the same settings, models and samples, or {self.afresh}.",
+                )
+
+    def kept(self, name: str) -> Kept:
+        """Results under a name of their own."""
+        return Kept(self._folder / name, self.require_there)
+
+    def require_there(self) -> None:
+        """Refuse to write where the job is not any more, which would bring a folder back."""
+        if not self.is_there:
+            raise RunError(
+                f"{self._folder} was removed while it was being written to",
+                hint="Nothing more was written there. Start again with a run that is in its place.",
+            )
+
+    def remove(self) -> None:
+        """Throw everything away."""
+        remove_tree(self._folder)
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted names, so that a difference can be told where it is."""
+    return {
+        (f"{name}.{part}" if part else name): value
+        for name, parts in settings.items()
+        for part, value in (parts.items() if isinstance(parts, Mapping) else [("", parts)])
+    }
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

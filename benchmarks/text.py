@@ -22,7 +22,7 @@ from driftlens.engine.site_selection import select_sites
 from driftlens.engine.walk import walk
 from driftlens.models.architecture import architecture_of, weightless
 from driftlens.models.chain import LayerChain
-from driftlens.models.families.hf_decoder import decoder_chain
+from driftlens.models.families.hf_auto import decoder_chain
 
 TOKENS, ANSWER, BATCH = 128, 8, 8
 TASKS, SAMPLES = 4, 16

@@ -22,7 +22,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.linalg import fixed_weights, gram, state
 from driftlens.merging.method import merge_methods
 from driftlens.models import chain as chains
-from driftlens.models import score_maps
+from driftlens.models import heads
 from driftlens.models.chain import adapters
 from driftlens.models.families import vit
 from tests.calibration import test_reference as calibration
@@ -297,12 +297,12 @@ def certificate_without_the_half(patch: Patch) -> None:
 
 
 def bound_from_the_longest_feature(patch: Patch) -> None:
-    original = score_maps.Head.gain_bound
+    original = heads.Head.gain_bound
 
     def smaller(self, start, end):  # type: ignore[no-untyped-def]
         return original(self, start, end) / (3 * end.norm(dim=1) + 3 * start.norm(dim=1))
 
-    patch.setattr(score_maps.Head, "gain_bound", smaller)
+    patch.setattr(heads.Head, "gain_bound", smaller)
 
 
 def mean_of_task_vectors_for_their_sum(patch: Patch) -> None:

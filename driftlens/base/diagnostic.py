@@ -62,7 +62,7 @@ class Seen:
         expert: the expert's, [n, d].
         columns: what the `per_view` functions found, [n] each in float64, by name.
         base: `drift_l2` of the base model, as in `columns`; None without one.
-        head: its score map (`driftlens.models.score_maps.ScoreMap`); None where no classes are known.
+        head: its score map (`driftlens.models.heads.ScoreMap`); None where no classes are known.
         expert_head: the expert's.
         labels: class of each sample; None without.
     """

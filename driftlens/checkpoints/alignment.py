@@ -114,13 +114,10 @@ class Spellings:
 
 @dataclass(frozen=True)
 class KeyLayout:
-    """How one library names the parameters of an image tower of CLIP.
+    """How the library whose `loader` this is names the parameters of an image tower of CLIP.
 
-    Attributes:
-        loader: who reads such towers.
-        anchor: a key that every tower of the family has, and nothing else; where it is, the tower is.
-        tower: what stands before the tower's keys in a whole model.
-        projection: key of the projection, inside the tower or beside it; fine-tuned towers may lack it.
+    Every tower has one key that ends in `anchor`, and nothing else has. `tower` stands before its keys in whole models;
+    the `projection` lies inside the tower or beside it, and fine-tuned towers may lack it.
     """
 
     loader: str

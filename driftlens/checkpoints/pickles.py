@@ -82,12 +82,7 @@ class Global:
 
 @dataclass
 class Inert:
-    """What stands for an object of a class that is never imported.
-
-    Attributes:
-        kind: the class's full name.
-        state: what the object would have been given as its attributes.
-    """
+    """What stands for an object of the class `kind`, which is never imported; `state` would be its attributes."""
 
     kind: str
     state: Any = None
@@ -119,7 +114,7 @@ class Stored:
 class Unpickled:
     """What a file holds; nothing of it is checked against its size.
 
-    A pickle may ask for any number of steps and any memory, so a process with limits goes first: `torch_files`.
+    A pickle may ask for any number of steps and any memory, so a process with limits goes first: `weight_files`.
 
     Attributes:
         top: what was pickled: an `Inert` for an object, or a mapping.

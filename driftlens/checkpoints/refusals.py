@@ -92,13 +92,7 @@ def family_of_keys(keys: Collection[str]) -> Family | None:
 
 
 def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> IncompatibleModelsError:
-    """The error for a configuration of another family than the loader's; names the family and who takes it.
-
-    Args:
-        config: a `config.json` or `open_clip_config.json`.
-        source: where it is.
-        expected: what the loader takes.
-    """
+    """The error for a configuration of another family than the loader's; names the family and who takes it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind, named = config.get("model_type"), ", ".join(config.get("architectures") or [])

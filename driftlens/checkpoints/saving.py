@@ -98,12 +98,7 @@ class Savable(Protocol):
 class Patched:
     """A source with some tensors replaced: the base's own keys, order and dtypes; one tensor is read at a time.
 
-    An update is asked for, and checked, whenever it is read. It also iterates over (key, tensor), as `save_state_dict`
-    wants them.
-
-    Args:
-        base: where all other tensors come from.
-        updates: key of `base` -> new value, in any floating-point dtype; cast to the base's.
+    An update is asked for, checked and cast to the base's dtype whenever it is read.
     """
 
     def __init__(self, base: StateSource, updates: Mapping[str, Tensor]) -> None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError, did_you_mean
 from driftlens.base.files import plain_file
-from driftlens.data.image_folder import read_image
+from driftlens.data.images import read_image
+from driftlens.data.rows import columns_asked, text_view
 from driftlens.data.sources import Picture, Split, SplitView, data_sources, named, refused, require_column
-from driftlens.data.text_rows import columns_asked, text_view
 
 if TYPE_CHECKING:
     from driftlens.spec.data import HfData

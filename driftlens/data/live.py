@@ -11,10 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from driftlens.base.errors import DataError
+from driftlens.data.rows import as_texts, text_view
 from driftlens.data.samples import SampleSet, draw, mask_beside, shuffled
 from driftlens.data.sources import Split, class_name, names_of, refused
 from driftlens.data.task_data import TaskData, require_same_classes, sample_set
-from driftlens.data.text_rows import as_texts, text_view
 from driftlens.models.language.texts import TextReader
 
 if TYPE_CHECKING:
@@ -177,14 +177,7 @@ def live_texts(
 def _named(
     labels: Sequence[int | str], names_of_data: tuple[str, ...] | None, rows: Sequence[str] | None, where: str
 ) -> tuple[tuple[str, ...], list[str]]:
-    """The class of every label by name, and what must be said of it.
-
-    Args:
-        labels: names or numbers.
-        names_of_data: the names that the data has for numbers.
-        rows: those of the head.
-        where: what messages call the data.
-    """
+    """The class of every label by name, of the head's `rows` where there is a head, and what must be said of it."""
     plain = tuple(map(str, labels))
     names = (
         plain if names_of_data is None else tuple(class_name(label, names_of_data, where) for label in labels)

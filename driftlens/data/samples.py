@@ -91,12 +91,9 @@ class SampleSet:
     """What one split of one task offers, drawn once and kept in this order.
 
     Attributes:
-        task: the task's name.
-        split: calibration, diagnosis or test.
         ids: one identifier per sample (see contract: path, `test/17`, row index).
         labels: class name per sample, or None when the data has no labels.
         load: positions -> raw inputs of those samples, preprocessed and stacked.
-        batch_size: samples per batch.
         source: digest of the data that the samples were drawn from, where that is more than the samples themselves;
             None for samples that a caller has handed in, whose ids are mere places in what that was.
         notices: what a reader of the results must be told about the samples.

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError
+from driftlens.data.rows import as_texts
 from driftlens.data.samples import COUNT_KEYS, SampleSet, draw
 from driftlens.data.sources import Picture, Split, SplitView, data_sources
-from driftlens.data.text_rows import as_texts
 from driftlens.models.language.texts import TextReader
 
 if TYPE_CHECKING:
@@ -29,11 +29,9 @@ class TaskData:
     """The calibration, diagnosis and test samples of one task. `open_task_data` makes one.
 
     Attributes:
-        task: the task's name.
         class_names: all classes, in the head's order where it names them; None for data without labels.
         notices: what a reader of the results must be told about the samples.
         overlap: how many diagnosis samples are also calibration samples; results are stamped unless it is 0.
-        calibration: samples to calibrate on.
         diagnosis: samples on which drift is measured; drawn from the test split unless they have one of their own.
         test: samples on which accuracy is measured; never one of the calibration samples.
     """

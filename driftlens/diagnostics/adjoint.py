@@ -16,7 +16,7 @@ from torch.func import vjp
 
 from driftlens.base.diagnostic import diagnostic
 from driftlens.linalg.state import PathJacobian, State, composite_nodes, inner
-from driftlens.models.score_maps import ScoreMap
+from driftlens.models.heads import ScoreMap
 from driftlens.runs.schema import ADJOINT
 
 SCORE_PANELS = 8

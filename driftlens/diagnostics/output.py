@@ -18,7 +18,7 @@ from driftlens.linalg.state import (
     gauss_legendre,
     softmax_change,
 )
-from driftlens.models.score_maps import LmHead, ScoreMap, class_rows
+from driftlens.models.heads import LmHead, ScoreMap, class_rows
 from driftlens.runs.schema import OUTPUTS
 
 GAIN_NODES = 4

@@ -30,7 +30,7 @@ from driftlens.engine.attached import (
 )
 from driftlens.engine.read_ahead import ReadAhead
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Slot, State, Tap
-from driftlens.models.score_maps import LmHead, ScoreMap
+from driftlens.models.heads import LmHead, ScoreMap
 from driftlens.models.taking_apart.interception import buffers_on
 
 

@@ -12,7 +12,7 @@ from driftlens.data.samples import SampleSet
 from driftlens.engine.forward_order import on_device
 from driftlens.engine.pool import ModelPool
 from driftlens.models.chain import Pool
-from driftlens.models.score_maps import LmHead, ScoreMap
+from driftlens.models.heads import LmHead, ScoreMap
 
 
 class Asked:

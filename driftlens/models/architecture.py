@@ -21,10 +21,9 @@ from driftlens.checkpoints.saving import FolderFormat
 from driftlens.checkpoints.sources import Composed, StateSource, renamed
 from driftlens.models.chain import IMAGE, LayerChain, adapters
 from driftlens.models.families.sequential import sequential_chain
-from driftlens.models.heads import TextTower
+from driftlens.models.heads import LmScores, TextTower
 from driftlens.models.own_heads import HeadForm
 from driftlens.models.preprocessing import Preprocess, image_preprocess
-from driftlens.models.score_maps import LmScores
 
 
 @dataclass(frozen=True)
@@ -80,12 +79,8 @@ class Architecture:
     def align(self, source: StateSource, *, fallback: StateSource | None = None) -> StateSource:
         """The image tower of a checkpoint under the skeleton's key names.
 
-        Whole models, towers alone and wrappers' prefixes are recognised by structure; text towers and index
-        buffers are left out.
-
-        Args:
-            source: a checkpoint of this architecture, under its own key names.
-            fallback: the base, aligned or not; gives the projection to experts that were saved without.
+        Whole models, towers alone and wrappers' prefixes are recognised by structure; text towers and index buffers are
+        left out. `fallback`, the base, gives the projection to experts that were saved without.
         """
         return source if self.layout is None else self.layout.align(source, self.keys, fallback)
 
@@ -150,13 +145,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class ArchitectureRequest:
-    """What a loader is asked for.
-
-    Attributes:
-        source: Hub id, folder, model name or file, as the loader reads it.
-        blocks: path of the list of blocks; None leaves it to the loader.
-        access: what may be used.
-    """
+    """What a loader is asked for: a source as it reads it, and the path of the list of blocks where that is named."""
 
     source: str
     blocks: str | None = None

@@ -24,7 +24,7 @@ from driftlens.base.registry import Registry
 from driftlens.checkpoints.sources import OnDemand, StateSource
 from driftlens.models.frames import SideInputs as SideInputs
 from driftlens.models.frames import State as State
-from driftlens.models.score_maps import ScoreMap, scores_own_class
+from driftlens.models.heads import ScoreMap, scores_own_class
 
 Parameters = Mapping[str, Tensor]
 Tap = Callable[[str, Tensor], Callable[[Tensor], Tensor | None] | None]

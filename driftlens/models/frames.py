@@ -160,10 +160,8 @@ def result(output: Any) -> Tensor:
 class SideInputs(Mapping[str, Tensor]):
     """Tensors of one batch by name: masks, positions, rotary tables, token ids.
 
-    Attributes:
-        tensors: by name. `<stream>_mask` [n, t] is true where a token of that stream counts.
-        frames: how a module calls its blocks, with references into `tensors`; of generic modules only.
-        inputs: the batch's raw inputs, likewise; of generic modules only.
+    `<stream>_mask` [n, t] is true where a token of that stream counts. Of generic modules also how they call their
+    blocks, and the raw inputs, with references into `tensors`.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)

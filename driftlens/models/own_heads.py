@@ -23,12 +23,7 @@ _SLOPES = {"__getitem__": 1.0, "dropout": 1.0, "gelu": 1.13, "relu": 1.0, "tanh"
 
 
 class Tokens(nn.Module):
-    """The core of a model under the names that the whole model gives its weights; returns the features of its tokens.
-
-    Args:
-        core: a model of transformers without head.
-        name: what whole models call it.
-    """
+    """The core of a model under the names that whole models give its weights; returns the features of its tokens."""
 
     def __init__(self, core: Any, name: str) -> None:
         super().__init__()
@@ -57,13 +52,7 @@ class _Given(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class OwnHead:
-    """A `ScoreMap` that is a model's own head, with the weights of one expert.
-
-    Attributes:
-        classes: names of the scores.
-        form: the head.
-        weights: its own, by the names that the form gives them.
-    """
+    """A `ScoreMap` that is a model's own head, with the weights of one expert by the names that the form gives them."""
 
     classes: tuple[str, ...]
     form: HeadForm
@@ -142,13 +131,8 @@ class HeadForm:
 def behind_core(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadForm] | None:
     """A model for classification cut where its core ends: the core, and its head; both keep its modules.
 
-    Args:
-        whole: weights may have shapes only.
-        names: of its weights, in files.
-
-    Returns:
-        None, with the model as it was, where the head reads anything but one vector: the first token, the last, or the
-        mean. What it reads is tried out, with random weights and a padded sample.
+    None, with the model as it was, where the head reads anything but one vector: the first token, the last, the mean.
+    What it reads is tried out, with random weights and a padded sample.
     """
     prefix = whole.base_model_prefix
     core = getattr(whole, prefix)

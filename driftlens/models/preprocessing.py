@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.checkpoints.loading import files_beside_weights, image_processor_config, read_config
+from driftlens.checkpoints.loading import (
+    files_beside_weights,
+    image_processor_config,
+    read_config,
+    tokenizer_in,
+)
 from driftlens.checkpoints.refusals import running
-from driftlens.checkpoints.tokenizer_files import tokenizer_in
 from driftlens.models.language.texts import UNLIMITED, Form, TextReader
 
 if TYPE_CHECKING:
@@ -166,16 +170,7 @@ def image_preprocess(
 
 
 def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> Preprocess:
-    """How samples of text become the inputs of a model, by the tokenizer beside its configuration.
-
-    Longer rows than the model's length, or the tokenizer's, are cut (see above).
-
-    Args:
-        source: a folder or Hub id.
-        config: the model's configuration, as the library has it.
-        offline: whether the network may not be asked.
-        form: what the model is made of.
-    """
+    """How samples of text become the inputs of a model, by the tokenizer beside its configuration."""
     code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
     generation = read_config(source, "generation_config.json", offline=offline) or {}
     tokenizer = tokenizer_in(source, offline=offline)

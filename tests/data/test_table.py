@@ -14,8 +14,8 @@ import pytest
 
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError
+from driftlens.data.rows import open_table
 from driftlens.data.sources import Split, SplitView
-from driftlens.data.table import open_table
 from driftlens.data.task_data import open_task_data
 from driftlens.spec import load_spec
 from driftlens.spec.data import DataDefaults

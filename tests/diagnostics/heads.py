@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from driftlens.models.score_maps import Head
+from driftlens.models.heads import Head
 
 
 def head(classes: int = 5, width: int = 7, scale: float = 100.0, seed: int = 0) -> Head:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from driftlens.diagnostics.output import class_rows, output_columns, score_gains
-from driftlens.models.score_maps import Head
+from driftlens.models.heads import Head
 from tests.diagnostics.heads import head
 
 

@@ -16,7 +16,7 @@ from driftlens.engine.site_rows import added_to
 from driftlens.engine.site_selection import select_sites
 from driftlens.engine.step_weights import groups_of
 from driftlens.models.chain import LayerChain, adapters
-from driftlens.models.families.hf_decoder import decoder_chain
+from driftlens.models.families.hf_auto import decoder_chain
 from driftlens.models.families.sequential import sequential_chain
 from tests.zoo.cases import CASES, perturbed, with_seed
 from tests.zoo.decoders import CONFIGS

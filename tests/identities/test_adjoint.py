@@ -14,7 +14,7 @@ from driftlens.engine.site_selection import GROUPS
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.linalg.state import State, subtract
 from driftlens.models.chain import Layer, Parameters, SideInputs, Site, Slot, Tap
-from driftlens.models.score_maps import Head
+from driftlens.models.heads import Head
 from tests.zoo.cases import CASES, Family, family
 
 NODES = 16

@@ -18,7 +18,7 @@ from driftlens.jobs.study.study import Settings, Study, TaskSamples
 from driftlens.merging.method import MergeMethod, StateDict
 from driftlens.models.architecture import architecture_of
 from driftlens.models.families.vit import scrambled
-from driftlens.models.score_maps import LinearHead
+from driftlens.models.heads import LinearHead
 from tests.zoo import hand_made as tiny
 from tests.zoo.hand_made import TinyStack
 

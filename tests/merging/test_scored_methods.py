@@ -14,7 +14,7 @@ from driftlens.base.errors import Cancelled, SpecError
 from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.jobs.study.merging import merged_source
 from driftlens.merging.method import merge_called, merge_methods
-from driftlens.models.score_maps import LinearHead
+from driftlens.models.heads import LinearHead
 from tests.merging.applying import (
     apply,
     calibration_images,

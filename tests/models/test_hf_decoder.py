@@ -13,9 +13,9 @@ from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
+from driftlens.models.heads import LmHead
 from driftlens.models.language.generation import generate
 from driftlens.models.language.texts import Text
-from driftlens.models.score_maps import LmHead
 from tests.zoo.decoders import CONFIGS, saved
 
 TEXTS = [Text("is it red"), Text("question : is it blue or green ?"), Text("no")]

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.base.errors import CheckpointError
-from driftlens.checkpoints import torch_files
+from driftlens.checkpoints import weight_files
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.pickles import Inert, Unpickled
-from driftlens.checkpoints.torch_files import open_pickled
+from driftlens.checkpoints.weight_files import open_pickled
 from tests.models.hostile import (
     Calls,
     float_storage,
@@ -290,7 +290,7 @@ def _repeated(called: bytes, given: bytes, opcode: bytes) -> bytes:
 def test_what_unfolds_without_end_is_stopped_elsewhere(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_files, "SECONDS", 0.2)
+    monkeypatch.setattr(weight_files, "SECONDS", 0.2)
     path, names = tmp_path / "bomb.pt", dict.fromkeys(map(str, range(50)))
     items = b"N" * 400_000
     cases = {

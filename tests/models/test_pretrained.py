@@ -16,8 +16,8 @@ from driftlens.base.access import Access
 from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError
 from driftlens.jobs.study.opening import open_models
 from driftlens.models.architecture import Architecture, load_architecture
+from driftlens.models.families.open_clip_vit import resolve_pretrained
 from driftlens.models.families.vit import scrambled
-from driftlens.models.pretrained import resolve_pretrained
 from driftlens.spec import load_spec
 from tests.refusing import refusing
 from tests.specs import minimal

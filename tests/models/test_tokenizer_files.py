@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from driftlens.base.errors import IncompatibleModelsError
-from driftlens.checkpoints.tokenizer_files import MOST_GROWTH, tokenizer_in
+from driftlens.checkpoints.loading import MOST_GROWTH, tokenizer_in
 from tests.zoo.tokenizers import word_tokenizer
 
 

@@ -24,8 +24,7 @@ from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.opening import open_study
 from driftlens.merging.method import merge_methods
 from driftlens.models.architecture import load_architecture
-from driftlens.models.heads import stated_classes
-from driftlens.models.score_maps import LinearHead
+from driftlens.models.heads import LinearHead, stated_classes
 from driftlens.spec import load_spec
 from tests.zoo.cases import with_seed
 from tests.zoo.saved_families import (

@@ -34,7 +34,7 @@ from driftlens.jobs.study.card import escaped
 from driftlens.jobs.study.reopening import reopened
 from driftlens.jobs.study.study import Study, TaskSamples
 from driftlens.jobs.study.writing import Kept
-from driftlens.models.score_maps import Head
+from driftlens.models.heads import Head
 from driftlens.runs.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml
 from tests.pipeline.calibrating import NAME, copied, request

@@ -20,7 +20,7 @@ from driftlens.data.samples import SampleSet
 from driftlens.jobs.analyze import evaluation
 from driftlens.jobs.analyze.evaluation import scores_of
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
-from driftlens.models.score_maps import Head
+from driftlens.models.heads import Head
 from tests.zoo.cases import CASES, perturbed, pool_of
 
 VARIANTS = ["expert", "base", "merged"]

@@ -38,8 +38,8 @@ from driftlens.models.chain import (
     Tap,
     adapters,
 )
+from driftlens.models.heads import ScoreMap
 from driftlens.models.preprocessing import Preprocess
-from driftlens.models.score_maps import ScoreMap
 from driftlens.runs.run import DriftRun
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest

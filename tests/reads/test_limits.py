@@ -13,10 +13,10 @@ from PIL import Image
 
 import driftlens.cli as cli
 from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.checkpoints import guarded, loading, pickles, tokenizer_files, torch_files
+from driftlens.checkpoints import guarded, loading, pickles, weight_files
 from driftlens.checkpoints.loading import read_config
-from driftlens.data import webdataset
-from driftlens.data.image_folder import read_image
+from driftlens.data import images
+from driftlens.data.images import read_image
 from driftlens.findings.projection.store import MOST_POINTS
 from driftlens.jobs.contest import sweep
 from driftlens.merging import karcher, steps
@@ -90,14 +90,14 @@ LIMITS: dict[str, tuple[str, str]] = {
         "data/test_text_rows.py::test_a_chat_template_without_end_is_refused",
     ),
     "tokenizer": (
-        f"{guarded.SECONDS:g} seconds of the processor and {1e6 * tokenizer_files.SECONDS_PER_BYTE:g} more "
-        f"a megabyte of its files, {guarded.MOST_MEMORY >> 20} MiB and {tokenizer_files.MEMORY_PER_BYTE} times its "
-        f"files; texts that grow {tokenizer_files.MOST_GROWTH} times",
+        f"{guarded.SECONDS:g} seconds of the processor and {1e6 * loading.SECONDS_PER_BYTE:g} more "
+        f"a megabyte of its files, {guarded.MOST_MEMORY >> 20} MiB and {loading.MEMORY_PER_BYTE} times its "
+        f"files; texts that grow {loading.MOST_GROWTH} times",
         "models/test_tokenizer_files.py::test_what_would_exhaust_a_machine_is_refused_before_it_is_built",
     ),
     "pickle in a PyTorch file": (
-        f"{torch_files.SECONDS:g} seconds of the processor, {guarded.MOST_MEMORY >> 20} MiB and "
-        f"{torch_files.MEMORY_PER_BYTE} times its bytes, names of {pickles.LONGEST_NAME:,} characters; tensors of "
+        f"{weight_files.SECONDS:g} seconds of the processor, {guarded.MOST_MEMORY >> 20} MiB and "
+        f"{weight_files.MEMORY_PER_BYTE} times its bytes, names of {pickles.LONGEST_NAME:,} characters; tensors of "
         "four times the file's bytes",
         "models/test_pickles.py::test_what_unfolds_without_end_is_stopped_elsewhere",
     ),
@@ -105,7 +105,7 @@ LIMITS: dict[str, tuple[str, str]] = {
         f"{2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels, Pillow's bound of a decompression bomb; no PostScript",
         "reads/test_limits.py::test_images",
     ),
-    "label in a tar file": (f"{webdataset.LONGEST_LABEL:,} bytes", "reads/test_limits.py::test_labels"),
+    "label in a tar file": (f"{images.LONGEST_LABEL:,} bytes", "reads/test_limits.py::test_labels"),
     "message on the terminal": (
         f"{cli.MOST_LINES} lines of {cli.WIDEST:,} characters",
         "reads/test_refused_inputs.py::test_messages_end_on_their_first_page",
@@ -193,7 +193,7 @@ def test_images(tmp_path: Path) -> None:
         read_image(file)
 
 
-@pytest.mark.parametrize("size", [webdataset.LONGEST_LABEL, webdataset.LONGEST_LABEL + 1])
+@pytest.mark.parametrize("size", [images.LONGEST_LABEL, images.LONGEST_LABEL + 1])
 def test_labels(tmp_path: Path, size: int) -> None:
     import io
     import tarfile
@@ -211,7 +211,7 @@ def test_labels(tmp_path: Path, size: int) -> None:
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
     entry = WebdatasetData(kind="webdataset", calibration=str(file), test=str(file))
-    if size > webdataset.LONGEST_LABEL:
+    if size > images.LONGEST_LABEL:
         with pytest.raises(DataError, match=r"a\.cls"):
             data_sources["webdataset"](entry, "test", Access())
     else:

@@ -29,7 +29,7 @@ from transformers import GPT2Config
 from driftlens.base.access import Access
 from driftlens.base.errors import SpecError, harmless
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.torch_files import open_pickled
+from driftlens.checkpoints.weight_files import open_pickled
 from driftlens.cli import run as run_command
 from driftlens.data.sources import data_sources
 from driftlens.jobs.study.opening import open_architecture

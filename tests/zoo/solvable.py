@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from driftlens.models.chain import adapters
-from driftlens.models.families.hf_decoder import decoder_chain as hf_decoder_chain
+from driftlens.models.families.hf_auto import decoder_chain as hf_decoder_chain
 from driftlens.models.families.sequential import sequential_chain
 from tests.reference import decoder, t5
 from tests.reference.calibration import PlainBlock

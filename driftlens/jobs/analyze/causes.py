@@ -33,7 +33,7 @@ from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.jobs.study.study import Study
 from driftlens.linalg.state import State, inner, norm
 from driftlens.models.chain import pooled
-from driftlens.models.score_maps import class_rows
+from driftlens.models.heads import class_rows
 from driftlens.runs.schema import GROUP_CONTRIBUTIONS
 
 BATCH = 8

@@ -29,9 +29,9 @@ from driftlens.findings.scores import interval_of, results
 from driftlens.jobs.study.study import Study
 from driftlens.linalg.state import expert_cosine
 from driftlens.models.chain import Pool
+from driftlens.models.heads import is_of_vocabulary
 from driftlens.models.language.generation import generate, log_likelihoods
 from driftlens.models.language.texts import Text, TextReader
-from driftlens.models.score_maps import is_of_vocabulary
 from driftlens.runs.run import DriftRun
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from driftlens.jobs.study.reopening import (
 from driftlens.jobs.study.study import Study, TaskSamples
 from driftlens.jobs.study.suspicion import companions, suspicions
 from driftlens.jobs.study.writing import Phase, deterministic_algorithms, lead, run_phases, writing
-from driftlens.models.score_maps import is_of_vocabulary
+from driftlens.models.heads import is_of_vocabulary
 from driftlens.runs import layout
 from driftlens.runs.layout import LONGEST_TEXT, MOST_THUMBS, THUMB_SIDE, texts_file, thumbs_file
 from driftlens.runs.manifest import LayerInfo, read_manifest

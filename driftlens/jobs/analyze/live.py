@@ -35,14 +35,13 @@ from driftlens.jobs.study.study import Settings, Study, TaskSamples
 from driftlens.jobs.study.writing import deterministic_algorithms, run_phases
 from driftlens.models.architecture import Architecture, architecture_of
 from driftlens.models.chain import IMAGE, LayerChain, Pool, SideInputs, pooled
-from driftlens.models.families.hf_decoder import decoder_chain
+from driftlens.models.families.hf_auto import decoder_chain
 from driftlens.models.families.sequential import check_deterministic, sequential_chain
 from driftlens.models.families.vit import PIXELS
 from driftlens.models.frames import Mask, raw_inputs, unmasked_padding
-from driftlens.models.heads import linear_head
+from driftlens.models.heads import LmScores, ScoreMap, linear_head
 from driftlens.models.language.texts import Form, TextReader
 from driftlens.models.preprocessing import Preprocess, text_preprocess
-from driftlens.models.score_maps import LmScores, ScoreMap
 from driftlens.runs.layout import MANIFEST, SPEC
 from driftlens.runs.manifest import ids_digest, read_manifest
 from driftlens.runs.run import DriftRun, open_run

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from driftlens.data.sources import Split
-    from driftlens.models.score_maps import ScoreMap
+    from driftlens.models.heads import ScoreMap
     from driftlens.spec.requests import LiveSettings
 
 

@@ -24,7 +24,7 @@ from driftlens.base.variants import expert_of
 from driftlens.data.samples import SampleSet
 from driftlens.jobs.analyze.evaluation import final_features
 from driftlens.jobs.study.study import Study
-from driftlens.models.score_maps import ScoreMap
+from driftlens.models.heads import ScoreMap
 
 T = TypeVar("T")
 

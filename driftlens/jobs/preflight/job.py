@@ -51,9 +51,9 @@ from driftlens.jobs.study.writing import suitable_threads
 from driftlens.merging.method import READS, MergeMethod, merge_methods
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import LayerChain
+from driftlens.models.heads import Head as ClipHead
+from driftlens.models.heads import LinearHead, ScoreMap
 from driftlens.models.own_heads import OwnHead
-from driftlens.models.score_maps import Head as ClipHead
-from driftlens.models.score_maps import LinearHead, ScoreMap
 from driftlens.spec import RunSpec
 from driftlens.spec.requests import CalibrationRequest, PreflightRequest
 from driftlens.spec.sections import TextHead

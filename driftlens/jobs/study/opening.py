@@ -29,7 +29,19 @@ from driftlens.engine.pool import ModelPool
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.chain import LayerChain
-from driftlens.models.heads import TextTower, class_names, file_head, linear_head, stated_classes, text_head
+from driftlens.models.families.open_clip_vit import resolve_pretrained
+from driftlens.models.heads import (
+    LmHead,
+    LmScores,
+    ScoreMap,
+    TextTower,
+    class_names,
+    file_head,
+    is_of_vocabulary,
+    linear_head,
+    stated_classes,
+    text_head,
+)
 from driftlens.models.language.generation import generate
 from driftlens.models.language.vocabularies import (
     require_head,
@@ -38,8 +50,6 @@ from driftlens.models.language.vocabularies import (
     with_rows,
 )
 from driftlens.models.own_heads import OwnHead
-from driftlens.models.pretrained import resolve_pretrained
-from driftlens.models.score_maps import LmHead, LmScores, ScoreMap, is_of_vocabulary
 from driftlens.models.taking_apart.interception import settle
 from driftlens.runs.layout import escape
 from driftlens.spec import RunSpec

@@ -19,7 +19,7 @@ from driftlens.engine.attached import attachment_tensors
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.scored import Asked
 from driftlens.models.chain import Pool
-from driftlens.models.score_maps import ScoreMap
+from driftlens.models.heads import ScoreMap
 from driftlens.runs.manifest import ModelInfo
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from driftlens.checkpoints.alignment import KeyLayout
 from driftlens.checkpoints.loading import (
     TOKENIZERS,
     image_processor_config,
+    tokenizer_in,
 )
 from driftlens.checkpoints.saving import FolderFormat
 from driftlens.checkpoints.sources import StateSource
-from driftlens.checkpoints.tokenizer_files import tokenizer_in
 from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,

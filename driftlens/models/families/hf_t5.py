@@ -46,9 +46,9 @@ from driftlens.models.chain import (
 from driftlens.models.families.hf_auto import read_plain_config, usage_of_texts
 from driftlens.models.families.vit import scrambled
 from driftlens.models.frames import raw_inputs, result, without_padding
+from driftlens.models.heads import LmScores
 from driftlens.models.language.vocabularies import HEAD
 from driftlens.models.preprocessing import hf_text_preprocess
-from driftlens.models.score_maps import LmScores
 from driftlens.models.taking_apart.dissection import run, tied_weights
 from driftlens.models.taking_apart.interception import call
 from driftlens.models.taking_apart.sites import BLOCK_ITSELF, no_sites, tapped

@@ -222,15 +222,7 @@ def _shown(lists: dict[str, list[nn.Module]]) -> str:
 
 
 class _Seen(NamedTuple):
-    """What is known of a module's pieces.
-
-    Attributes:
-        sites: of each block, in the order in which they run.
-        is_residual: whether the features of each block keep their shape.
-        before: names of outer weights that are used before the blocks.
-        behind: of those that are used behind them.
-        modality: what the model reads; features that lie in space have no class token, so their mean is taken.
-    """
+    """What is known of a module's pieces, by block, or by names of outer weights used before or behind the blocks."""
 
     sites: list[tuple[Site, ...]]
     is_residual: list[bool]
@@ -317,13 +309,7 @@ class _Watch(TorchFunctionMode):
 def check_deterministic(module: nn.Module, batch: Any, chain: LayerChain | None = None) -> None:
     """Refuse a model that answers one batch in two ways, in eval mode, bit for bit.
 
-    Args:
-        module: the model.
-        batch: its raw inputs.
-        chain: the module taken apart, where less than the whole of it is run: the image tower of a whole CLIP.
-
-    Raises:
-        NumericsError: the two outputs differ; says by how much.
+    `chain` is the module taken apart, where less than the whole of it is run: the image tower of a whole CLIP.
     """
     first, second = (
         result(run(module, raw_inputs(batch)))

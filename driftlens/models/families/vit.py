@@ -192,19 +192,12 @@ class ClipViT(ABC):
     """The adapter of one library's CLIP image towers; subclasses say where the library keeps what.
 
     Attributes:
-        name: the adapter's.
-        layout: how checkpoints of the library name parameters.
-        names: of the parts of a tower that has them all.
-        library: whose models they are.
-        supported: which of its models are understood.
         inner: where whole models keep the tower.
-        blocks: path of the list of blocks in the tower.
         attention: path of a block's attention, which knows the number of heads.
         activation: path of a block's activation.
         image_size: path of the tower's height and width, or of one number for both.
         projects_inside: whether the projection belongs to the tower, stored as [in, out], or to the whole model.
-        required: names of a block's parameters.
-        optional: names of parameters that a block may have beside them.
+        required: names of a block's parameters; it may have those in `optional` beside them.
     """
 
     name: str

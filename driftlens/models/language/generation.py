@@ -118,12 +118,9 @@ def log_likelihoods(
 
 
 def _summed(scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool) -> tuple[Tensor, Tensor]:
-    """Sums over the tokens of each row, and their numbers.
+    """Sums over the tokens of each row, and their numbers, of scores of the next token [n, t, vocabulary].
 
-    Args:
-        scores: of the next token, [n, t, vocabulary]; t is that of the longest row.
-        tokens: of every row.
-        at_end: whether the scores of a shorter row are the last ones, not the first.
+    t is that of the longest row; with `at_end` the scores of a shorter one are the last ones, not the first.
     """
     longest = scores.shape[1]
     gaps = [[0] * (longest - len(row)) for row in tokens]

@@ -48,8 +48,6 @@ class TextReader:
     """Samples of text -> a batch of token ids, as the library takes it.
 
     Attributes:
-        tokenizer: the library's own.
-        form: what the model is made of.
         max_length: tokens of a row at most, special ones and a decoder's answer included.
         limit: the most that `max_length` may be.
         start: the token a decoder of its own begins with; None elsewhere.
@@ -117,12 +115,7 @@ class TextReader:
         return text
 
     def limited(self, max_length: int, key: str) -> TextReader:
-        """The same with rows of another length.
-
-        Args:
-            max_length: tokens of a row at most.
-            key: what the spec calls it.
-        """
+        """The same with rows of another length, which the spec calls `key`."""
         if max_length > self.limit:
             raise SpecError(
                 f"{key} is {max_length}, but the model has positions for {self.limit} tokens only",

@@ -100,10 +100,7 @@ def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
 def require_head(source: StateSource, stored: StateSource, key: str) -> None:
     """Refuse a language model that keeps its head apart from its embeddings where the base doesn't, or the reverse.
 
-    Args:
-        source: the model, under the skeleton's key names.
-        stored: the same under its own.
-        key: where the base has the weight of its head.
+    `source` is the model under the skeleton's key names, `stored` under its own; `key` is where the base has its head.
     """
     if key not in source.headers:
         raise IncompatibleModelsError(
@@ -128,11 +125,7 @@ def with_rows(
 ) -> tuple[StateSource, str]:
     """A model with as many rows of its vocabulary as the base has, and what was done to it; as it is where it agrees.
 
-    Args:
-        source: the model, under the skeleton's key names.
-        rows: of the base, by key.
-        base: gives the rows that a model lacks.
-        align: whether rows may be left out and filled in.
+    `rows` are the base's by key; it gives those that the model lacks, if rows may be left out and filled in (`align`).
     """
     counts = {key: source.headers[key].shape[0] for key in rows if key in source.headers}
     differing = {key: count for key, count in counts.items() if count != rows[key]}

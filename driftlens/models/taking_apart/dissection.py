@@ -60,9 +60,7 @@ class _Positions(nn.Module):
 class Computed:
     """An argument of blocks that depends on weights alone, which blocks therefore count among theirs.
 
-    Attributes:
-        positions: computes it.
-        names: of the weights that it reads, by their names in the whole model.
+    `positions` computes it of the weights `names`, by their names in the whole model.
     """
 
     positions: nn.Module
@@ -96,11 +94,8 @@ def computed_arguments(module: nn.Module) -> dict[str, Computed]:
 class Dissection:
     """The pieces of one module, as functions of parameters and features; the module stays as it is.
 
-    Args:
-        module: the whole model.
-        blocks: path -> block, in forward order.
-        mask: which tokens count; see `driftlens.models.frames.Mask`.
-        final: path of the module, behind all blocks, that the final feature leaves; "" takes what the model returns.
+    `blocks` is path -> block, in forward order; `final` is the path of the module, behind all blocks, that the final
+    feature leaves, "" what the model returns.
     """
 
     def __init__(

@@ -187,10 +187,7 @@ def _restore_forward(block: nn.Module, forward: Any) -> None:
 class Recording:
     """What flowed through the blocks in one ordinary forward pass.
 
-    Attributes:
-        frames: how each block was called.
-        features: copies of what reached the first block and of what left each block, if they were to be kept.
-        output: what the model returned.
+    `features`, if they were to be kept, are copies of what reached the first block and of what left each.
     """
 
     frames: list[Frame] = field(default_factory=list)

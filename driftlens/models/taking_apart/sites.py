@@ -116,13 +116,7 @@ def _reads_channels_last(module: nn.Module) -> bool | None:
 
 
 def slot_of(block: nn.Module, parameter: str, key: str) -> Slot:
-    """Where a block's parameter lies, which sites want as a matrix [out, in].
-
-    Args:
-        block: the block.
-        parameter: its name inside the block.
-        key: its name in the whole module.
-    """
+    """Where a block's parameter lies, which sites want as a matrix [out, in]; `key` is its name in the whole module."""
     owner, _, leaf = parameter.rpartition(".")
     module = block.get_submodule(owner)
     if leaf == "weight" and _is_convolution(module):

@@ -1,0 +1,464 @@
+"""Images with labels: folders of them, `.npz` arrays, tar files of webdataset, a function of the user's."""
+
+from __future__ import annotations
+
+import functools
+import io
+import operator
+import os
+import tarfile
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError
+from driftlens.base.files import from_json, plain_file
+from driftlens.data.sources import (
+    PATHS_HINT,
+    Split,
+    SplitView,
+    as_picture,
+    check_pixels,
+    class_name,
+    data_sources,
+    listed_classes,
+    named,
+    names_of,
+    refused,
+)
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from driftlens.spec.data import ImageFolderData, NpzArrays, NpzData, PythonData, WebdatasetData
+
+
+SUFFIXES = frozenset([".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"])
+"""Endings of image files, in either case; the list of torchvision's ImageFolder."""
+
+
+@data_sources.register("imagefolder")
+def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> SplitView:
+    """The images below a split's folder, sorted by class and path; ids are paths relative to that folder.
+
+    As in torchvision's ImageFolder, a class is a direct sub-folder whose images may lie at any depth. Hidden
+    files and folders are skipped. Images without class folders make an unlabelled split, and so does a split that the
+    entry calls so, whose images may lie at any depth.
+    """
+    folder = Path(getattr(entry, split))
+    classes, loose = _listing(folder)
+    if split in entry.unlabelled:
+        classes, loose = [], ["/".join(parts) for parts in sorted(_walk(folder))]
+    if classes and loose:
+        raise DataError(
+            f"{folder}: holds images ({loose[0]}) beside class folders ({classes[0]})",
+            hint="Move the images into class folders, or the folders elsewhere; where folders are no classes, set "
+            f"`unlabelled: [{split}]`.",
+        )
+    if not classes and not loose:
+        raise DataError(f"{folder}: no images", hint=f"Images end in {', '.join(sorted(SUFFIXES))}.")
+    paths = [(name, path) for name in classes for path in _images_of_class(folder, name)]
+    paths = paths or [("", name) for name in loose]
+    ids = tuple(path for _, path in paths)
+    return SplitView(
+        origin=str(folder.resolve()),
+        ids=ids,
+        class_names=tuple(classes) or None,
+        label=lambda position: paths[position][0] or None,
+        read=lambda position: read_image(folder / ids[position]),
+    )
+
+
+def _listing(folder: Path) -> tuple[list[str], list[str]]:
+    """Names of the class folders and of the images directly in `folder`, each sorted."""
+    with refused(f"{folder}: the image folder can't be listed", PATHS_HINT, OSError):
+        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+    check_names(entry.name for entry in entries)
+    classes = sorted(entry.name for entry in entries if entry.is_dir())
+    images = sorted(entry.name for entry in entries if entry.is_file() and _is_image(entry.name))
+    return classes, images
+
+
+def _images_of_class(folder: Path, name: str) -> list[str]:
+    files = sorted(_walk(folder / name))
+    if not files:
+        raise DataError(
+            f"{folder / name}: the class folder holds no images",
+            hint=f"Add images of {name!r}, or remove the folder if it is no class.",
+        )
+    return ["/".join((name, *parts)) for parts in files]
+
+
+def _walk(top: Path) -> Iterator[tuple[str, ...]]:
+    """Path of every image below `top`, in parts, so that sorting doesn't depend on the separator."""
+    for current, folders, files in os.walk(top, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        images = [name for name in files if _is_image(name)]
+        check_names([*folders, *images])
+        parts = Path(current).relative_to(top).parts
+        yield from ((*parts, name) for name in images)
+
+
+def _is_image(name: str) -> bool:
+    return not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse names of files that can't be written into a table."""
+    for name in names:
+        try:
+            name.encode("utf-8")
+        except UnicodeEncodeError:
+            raise DataError(f"the file name {name!r} is not valid UTF-8", hint="Rename the file.") from None
+
+
+def read_image(source: Path | BinaryIO, where: str = "", mode: str | None = "RGB") -> Image:
+    """The image in a file, or in an open one that messages call `where`, fully decoded; without `mode` in its own."""
+    from PIL import Image
+
+    hint = "Replace the file, or take the image out."
+    kinds = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+    not_read = refused(f"{where or source}: the image can't be read", hint, *kinds)
+    with not_read, Image.open(plain_file(source) if isinstance(source, Path) else source) as image:
+        if image.format == "EPS":  # Pillow would start Ghostscript to read it
+            raise ValueError("it is PostScript, a program that would have to be run")
+        return image.convert(mode) if mode else image.copy()
+
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@data_sources.register("npz")
+def open_npz(entry: NpzData, split: Split, access: Access) -> SplitView:
+    """The images of one split; array `x_train` gives the ids `train/0`, `train/1` and so on.
+
+    Pixels are read from the file when the first image is asked for. Labels are class names, or numbers that
+    index the array `class_names`; without that array the numbers themselves are the names.
+    """
+    file, images, labels = _arrays(entry, split)
+    shape, dtype = file.header(images)
+    where = f"{file.path}, array {images}"
+    if shape[:1] == (0,):
+        raise DataError(
+            f"{where}: it is empty, no image at all", hint="Every task needs samples in each split."
+        )
+    if len(shape) < 3:
+        raise DataError(
+            f"{where}: shape {list(shape)}, expected [n, h, w, 3] or [n, h, w]", hint="One image per row."
+        )
+    check_pixels(shape[1:], dtype, where)
+    names, class_names = _labels(file, labels, shape[0]) if labels else (None, None)
+    prefix = images.removeprefix("x_")
+    pixels = functools.cache(lambda: file.read(images))
+    return SplitView(
+        origin=f"{file.path.resolve()}[{images}]",
+        ids=tuple(f"{prefix}/{row}" for row in range(shape[0])),
+        class_names=class_names,
+        label=lambda position: names[position] if names else None,
+        read=lambda position: pixels()[position],
+    )
+
+
+def _arrays(entry: NpzData, split: Split) -> tuple[_File, str, str | None]:
+    """The file of a split and the names of its image and label arrays (None: unlabelled)."""
+    arrays: NpzArrays | None = getattr(entry, split)
+    path = (arrays and arrays.file) or entry.file
+    assert path is not None  # the spec refuses entries without a file
+    file = _File(Path(path))
+    if arrays is not None:
+        return file, arrays.x, arrays.y
+    part = "train" if split == "calibration" else "test"
+    return file, f"x_{part}", f"y_{part}" if f"y_{part}" in file.keys else None
+
+
+def _labels(file: _File, key: str, count: int) -> tuple[list[str | None], tuple[str, ...] | None]:
+    """Class name per sample, and all class names."""
+    labels = file.read(key)
+    where = f"{file.path}, array {key}"
+    if labels.shape != (count,):
+        raise DataError(
+            f"{where}: shape {list(labels.shape)} for {count} images", hint="One label per image: shape [n]."
+        )
+    if labels.dtype.kind not in "iuUS":
+        raise DataError(
+            f"{where}: labels are {labels.dtype}, expected whole numbers or text", hint="Cast the labels."
+        )
+    values = labels.tolist() if labels.dtype.kind in "iu" else _texts(labels, where)
+    return named(values, _class_names(file), where)
+
+
+def _class_names(file: _File) -> tuple[str, ...] | None:
+    if "class_names" not in file.keys:
+        return None
+    names = file.read("class_names")
+    where = f"{file.path}, array class_names"
+    if names.ndim != 1 or names.dtype.kind not in "US" or not len(names):
+        raise DataError(f"{where}: expected a list of text", hint="Store it as numpy.array(list_of_names).")
+    texts = tuple(_texts(names, where))
+    if len(set(texts)) < len(texts):
+        raise DataError(f"{where}: a name occurs more than once", hint="Each class needs a name of its own.")
+    return texts
+
+
+def _texts(array: Array, where: str) -> list[str]:
+    try:
+        return [str(text) for text in (np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array)]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 text", hint="Store names as text, not as bytes.") from error
+
+
+@dataclass(frozen=True)
+class _File:
+    """An `.npz` file, of which only what is asked for is read."""
+
+    path: Path
+
+    @functools.cached_property
+    def keys(self) -> list[str]:
+        hint = "Write it anew with numpy.savez."
+        kinds = (zipfile.BadZipFile, NotImplementedError, ValueError, RuntimeError)
+        no_zip = refused(f"{self.path}: not an .npz file, or cut short", hint, *kinds)
+        unreadable = refused(f"{self.path}: can't be read", PATHS_HINT, OSError)
+        with unreadable, no_zip, zipfile.ZipFile(plain_file(self.path)) as archive:
+            return [name.removesuffix(".npy") for name in archive.namelist()]
+
+    def header(self, key: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Shape and dtype of an array, without its contents."""
+        form = np.lib.format
+        with self._reading(key), zipfile.ZipFile(self.path) as archive, archive.open(f"{key}.npy") as stream:
+            is_first = form.read_magic(stream) == (1, 0)
+            read = form.read_array_header_1_0 if is_first else form.read_array_header_2_0
+            shape, _, dtype = read(stream)
+            return shape, dtype
+
+    def read(self, key: str) -> Array:
+        """An array with its contents."""
+        with self._reading(key), np.load(self.path, allow_pickle=False) as archive:
+            return np.asarray(archive[key])
+
+    @contextmanager
+    def _reading(self, key: str) -> Iterator[None]:
+        if key not in self.keys:
+            raise DataError(
+                f"{self.path}: no array {key}; there are {', '.join(self.keys)}",
+                hint="Name the arrays in the spec: `calibration: {x: KEY, y: KEY}`, and likewise for test.",
+            )
+        try:
+            yield
+        except Exception as error:  # encryption, odd compression, names that differ: zip files have many ways
+            hint = "Write the file anew with numpy.savez."
+            if "allow_pickle" in str(error):
+                hint = "Object arrays are pickles and never read; store text as numpy.array(list_of_names)."
+            raise DataError(f"{self.path}, array {key}: can't be read: {error}", hint=hint) from error
+
+
+LONGEST_LABEL = 2**20
+"""Bytes of a label, which is a word, a number or some lines of JSON; more are no label, and are not read."""
+
+
+class _Sample(NamedTuple):
+    """Where an image's bytes lie in a tar file, and what its label says."""
+
+    name: str
+    shard: Path
+    offset: int
+    size: int
+    label: Any
+
+
+@data_sources.register("webdataset")
+def open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> SplitView:
+    """The samples of a split's tar files, in their order; ids are a file's name and the sample's key in it.
+
+    Headers and labels are read once, an image when it is asked for, from its place in the file. Nothing is unpacked,
+    and members that are no plain files (links, devices) are not followed.
+    """
+    place = getattr(entry, split)
+    shards = _shards(Path(place))
+    origin = _origin(entry, place, shards)
+    samples = [sample for shard in shards for sample in _samples(shard, entry)]
+    labels = [sample.label for sample in samples]
+    if not samples or (split == "test" and entry.label and not any(label is not None for label in labels)):
+        missing = f"with a member .{entry.label}" if samples else "with an image"
+        raise DataError(
+            f"{place}: no sample {missing}",
+            hint="Name the members as `image: ENDING` and `label: ENDING`; `label: null` is for data without labels.",
+        )
+    names, class_names = named(labels, listed_classes(entry.classes), place)
+
+    def read(position: int) -> Any:
+        sample = samples[position]
+        with refused(f"{sample.shard}: can't be read", PATHS_HINT, OSError), sample.shard.open("rb") as file:
+            file.seek(sample.offset)
+            return read_image(io.BytesIO(file.read(sample.size)), sample.name)
+
+    return SplitView(
+        origin=origin,
+        ids=tuple(sample.name for sample in samples),
+        class_names=class_names,
+        label=lambda position: names[position],
+        read=read,
+    )
+
+
+def _shards(place: Path) -> list[Path]:
+    """The tar file itself, those of a folder, or those that a pattern matches."""
+    if place.is_file():
+        return [place]
+    files = sorted(place.glob("*.tar") if place.is_dir() else place.parent.glob(place.name))
+    if not files:
+        raise DataError(
+            f"{place}: no tar files",
+            hint=f"Name a folder of them, one, or a pattern such as train-*.tar. {PATHS_HINT}",
+        )
+    return files
+
+
+def _origin(entry: WebdatasetData, place: str, shards: list[Path]) -> str:
+    """The place of a split's tar files: that of the calibration samples, where they are the same ones by name."""
+    if place != entry.calibration:
+        of_split, other = (
+            {file.name: file.resolve() for file in shards_of}
+            for shards_of in (shards, _shards(Path(entry.calibration)))
+        )
+        shared = sorted(set(of_split.values()) & set(other.values()))
+        if shared and of_split != other:
+            raise DataError(
+                f"{place}: {len(shared)} of its files hold calibration samples too, the first is {shared[0]}",
+                hint="Name each file for one of both, or the same for both: then other samples are drawn of them.",
+            )
+        place = entry.calibration if shared else place
+    return str(Path(place).resolve())
+
+
+def _samples(shard: Path, entry: WebdatasetData) -> Iterator[_Sample]:
+    endings = [f".{entry.image.lower()}"] if entry.image else SUFFIXES
+    groups, labels = _members(shard, entry)
+    check_names(groups)
+    for key, members in groups.items():
+        where = f"{shard.name}/{key}"
+        images = [ending for ending in members if f".{ending}" in endings]
+        if len(images) == 1:
+            member = members[images[0]]
+            yield _Sample(where, shard, member.offset_data, member.size, labels.get(key))
+        elif images or key in labels:
+            raise DataError(
+                f"{where}: its images are {', '.join(images) or 'none'}, among {', '.join(members)}",
+                hint="Each sample has one; `image: ENDING` says which. Links in a tar file are not followed.",
+            )
+
+
+def _members(
+    shard: Path, entry: WebdatasetData
+) -> tuple[dict[str, dict[str, tarfile.TarInfo]], dict[str, Any]]:
+    """By key of a sample, its members by their ending, and the label of those that have one."""
+    wanted = (entry.label or "").lower()
+    groups: dict[str, dict[str, tarfile.TarInfo]] = {}
+    labels: dict[str, Any] = {}
+    hint = "Write it anew; of tar.gz files only the unpacked tar can be read at any place."
+    with refused(f"{shard}: no tar file, or damaged", hint), tarfile.open(plain_file(shard), "r:") as tar:
+        for member in tar:
+            if member.size < 0:  # which would lead tarfile round in circles
+                raise DataError(f"{shard}: {member.name} has {member.size} bytes", hint=hint)
+            folder, slash, base = member.name.rpartition("/")
+            stem, _, ending = base.partition(".")
+            if not (member.isreg() and stem and ending) or member.issparse():
+                continue
+            key, ending = f"{folder}{slash}{stem}", ending.lower()
+            members = groups.setdefault(key, {})
+            if ending in members:
+                raise DataError(
+                    f"{shard}: {member.name} occurs twice", hint="Every sample needs a key of its own."
+                )
+            members[ending] = member
+            if ending == wanted:
+                labels[key] = _label(tar, member, entry)
+        # tarfile takes whatever it can't read for the end.
+        assert tar.fileobj is not None
+        tar.fileobj.seek(tar.offset)
+        if any(tar.fileobj.read(tarfile.BLOCKSIZE)):
+            raise DataError(f"{shard}: damaged behind byte {tar.offset}", hint=hint)
+    return groups, labels
+
+
+def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, entry: WebdatasetData) -> Any:
+    """Text as it is; of JSON the value, or of an object that under `key`."""
+    hint = f"A member .{entry.label} must hold UTF-8 text, or JSON where it ends so."
+    with refused(f"{tar.name!s}: the label {member.name} can't be read", hint, ValueError):
+        if member.size > LONGEST_LABEL:
+            raise ValueError(f"it has {member.size} bytes")
+        stream = tar.extractfile(member)  # a plain file's bytes; nothing is written
+        assert stream is not None
+        text = stream.read().decode("utf-8-sig").strip()
+        value = from_json(text) if str(entry.label).endswith("json") else text or None
+    return value.get(entry.key) if isinstance(value, dict) else value
+
+
+DEBUG_HINT = "The traceback is shown with --debug."
+
+
+@data_sources.register("python")
+def open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
+    """What `package.module:function` returns for a split: (image, label) pairs, with a length and an index.
+
+    A data set of torchvision is one. Images are PIL images or uint8 arrays. Labels are class names, numbers that
+    index the attribute `class_names` or `classes` of what was returned, or None. Ids are positions.
+    """
+    function, where = access.function(entry.target, "data source"), f"{entry.target}({split!r})"
+    with refused(f"{where} failed", DEBUG_HINT):
+        items = function(split)
+    names = _classes_of(items, where)
+    return SplitView(
+        origin=where,
+        ids=tuple(str(position) for position in range(_length(items, where))),
+        class_names=names,
+        label=lambda position: _label_of(_item(items, position, where)[1], names, f"{where}[{position}]"),
+        read=lambda position: as_picture(_item(items, position, where)[0], f"{where}[{position}]"),
+    )
+
+
+def _length(items: Any, where: str) -> int:
+    if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
+        raise DataError(
+            f"{where} returned {type(items).__name__}, expected something with a length and an index",
+            hint="Return a list of (image, label) pairs, or a map-style data set.",
+        )
+    if not len(items):
+        raise DataError(f"{where} returned no samples", hint="Return at least one (image, label) pair.")
+    return len(items)
+
+
+def _classes_of(items: Any, where: str) -> tuple[str, ...] | None:
+    names = names_of(items)
+    if not isinstance(names, Iterable):  # a method or a number of that name says nothing about classes
+        return None
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{where}: the class names are {names!r}", hint="Make them a list of text.")
+    return tuple(names)
+
+
+def _item(items: Any, position: int, where: str) -> tuple[Any, Any]:
+    with refused(f"{where}[{position}] failed", DEBUG_HINT):
+        item = items[position]
+    if not isinstance(item, tuple) or len(item) != 2:
+        raise DataError(
+            f"{where}[{position}] is {type(item).__name__}, expected a pair (image, label)",
+            hint="Without labels, return (image, None).",
+        )
+    return item
+
+
+def _label_of(label: Any, names: tuple[str, ...] | None, where: str) -> str | None:
+    if label is None or isinstance(label, str):
+        return label
+    if not hasattr(label, "__index__") or isinstance(label, bool):
+        raise DataError(
+            f"{where}: the label {label!r} is neither text nor a whole number", hint="Return class names."
+        )
+    return class_name(operator.index(label), names, where)

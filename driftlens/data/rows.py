@@ -1,0 +1,376 @@
+"""Rows of tables and of JSON lines: images by path, or columns that become questions and answers."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError, SpecError, did_you_mean
+from driftlens.base.files import from_json, plain_file
+from driftlens.data.images import read_image
+from driftlens.data.samples import SampleSet, Shown, Texts
+from driftlens.data.sources import (
+    PATHS_HINT,
+    Split,
+    SplitView,
+    data_sources,
+    listed_classes,
+    named,
+    refused,
+    require_column,
+)
+from driftlens.models.language.texts import Form, Text, TextReader
+
+if TYPE_CHECKING:
+    from driftlens.spec.data import JsonlData, TableData, TextEntry
+
+
+def columns_asked(entry: TextEntry) -> dict[str, str]:
+    """The columns whose text a prompt holds, by the name that each has there."""
+    from driftlens.spec.data import fields_of
+
+    asked = fields_of(entry.prompt or "{input}")
+    return {name: entry.input if name == "input" and entry.input is not None else name for name in asked}
+
+
+def text_view(
+    entry: TextEntry,
+    split: Split,
+    ids: Sequence[str],
+    columns: Collection[str],
+    row: Callable[[int], Mapping[str, Any]],
+    *,
+    where: str,
+    origin: str,
+    unit: str = "row",
+    names: Sequence[str] | None = None,
+) -> SplitView:
+    """The samples of a split whose rows are texts; `row` gives those columns of a row that are asked.
+
+    A split that serves no scores may lack the answers; of the test split all have one, where the column is named in the
+    spec. `names` are what whole numbers among the targets mean, `unit` what an id counts.
+    """
+    from driftlens.spec.data import filled
+
+    asked = columns_asked(entry)
+    for name, column in asked.items():
+        key = "input" if name == "input" else "prompt"
+        require_column(column, columns, key, where)
+    if split == "test" and entry.target is not None:
+        require_column(entry.target, columns, "target", where)
+    known = listed_classes(entry.classes)
+    if entry.words is not None:
+        known = tuple(dict.fromkeys(entry.words.values()))
+    elif known is None and entry.classes is True and names is not None:
+        known = tuple(names)
+
+    def target(position: int) -> str:
+        return _target(
+            entry, row(position).get(entry.answers), names, known, f"{where}, {unit} {ids[position]}"
+        )
+
+    def read(position: int) -> Text:
+        values, place = row(position), f"{where}, {unit} {ids[position]}"
+        fields = {name: _text(values, column, place) for name, column in asked.items()}
+        if not any(text.strip() for text in fields.values()):
+            raise DataError(
+                f"{place}: nothing is asked, {' and '.join(map(repr, asked.values()))} is empty",
+                hint="Leave such rows out, or name the column that holds the text as `input`.",
+            )
+        return Text(filled(entry.prompt or "{input}", fields), target(position))
+
+    def label(position: int) -> str | None:
+        are_classes = entry.classes not in (None, False) or entry.words is not None
+        return (target(position) or None) if are_classes else None
+
+    return SplitView(origin, tuple(ids), known, label, read, holds="text")
+
+
+def as_texts(
+    samples: SampleSet,
+    rows: Sequence[Text],
+    entry: TextEntry,
+    reader: TextReader | None,
+    preprocess: Callable[[list[Text]], Any],
+) -> SampleSet:
+    """A set of samples whose `rows` are these, read by the task's own rules; without a `reader`, by the model's code.
+
+    Calibration samples may show their answers; all others are measured on the question alone.
+    """
+    task, split = samples.task, samples.split
+    have = [bool(row.target) for row in rows]
+    if any(have) and not all(have):
+        raise DataError(
+            f"task {task}: {split} sample {samples.ids[have.index(False)]} has no target, others have",
+            hint="Give all rows one, or none.",
+        )
+    form = None if reader is None else reader.form
+    if reader is not None and entry.max_length is not None:
+        reader = reader.limited(entry.max_length, f"data.{task}.max_length")
+    if reader is not None and entry.chat:
+        asked = reader.chats([row.input for row in rows])
+        rows = [Text(question, row.target) for question, row in zip(asked, rows, strict=True)]
+    answer = entry.answer or (" {target}" if form == "decoder" and not entry.chat else "{target}")
+    shown = _shown(task, entry, form, any(have)) if split == "calibration" else "none"
+    texts = Texts(rows.__getitem__, reader, answer, shown)
+    rows = [Text(row.input, texts.answered(row.target) if row.target else "") for row in rows]
+    given = [row if shown == "target" else Text(row.input) for row in rows]
+    on_answers = (f"{task}: calibration shows the expert's own greedy answers",) if shown == "expert" else ()
+    return replace(
+        samples,
+        load=lambda positions: (reader or preprocess)([given[position] for position in positions]),
+        notices=samples.notices
+        + on_answers
+        + (() if reader is None else _too_long(samples, given, entry, reader)),
+        texts=replace(texts, read=rows.__getitem__),
+    )
+
+
+def _too_long(
+    samples: SampleSet, given: Sequence[Text], entry: TextEntry, reader: TextReader
+) -> tuple[str, ...]:
+    """A notice of how many rows are cut, if any are."""
+    long = [place for place, length in enumerate(reader.lengths(given)) if length > reader.max_length]
+    if not long:
+        return ()
+    task = samples.task
+    count = f"{len(long)} of {len(given)} {samples.split} samples are longer than {reader.max_length} tokens"
+    if entry.too_long == "refuse":
+        raise DataError(
+            f"task {task}: {count}, the first is {samples.ids[long[0]]}",
+            hint=f"Leave them out, set data.{task}.too_long: cut, or raise its max_length.",
+        )
+    return (f"{task}: {count}; {reader.rule}",)
+
+
+def _shown(task: str, entry: TextEntry, form: Form | None, has_targets: bool) -> Shown:
+    """The answers that calibration shows, as the entry says or as suits the data and the model."""
+    if form == "encoder":
+        if entry.decoder_inputs is not None:
+            raise SpecError(f"data.{task}.decoder_inputs: the model has no decoder", hint="Take it out.")
+        return "none"
+    if entry.decoder_inputs == "target" and not has_targets:
+        raise DataError(
+            f"task {task}: decoder_inputs is target, but the calibration samples have no targets",
+            hint=f"Name their column as data.{task}.target, or set decoder_inputs: expert.",
+        )
+    # Without answers a decoder still reads its question; the decoder of an encoder-decoder would read nothing.
+    unlabelled: Shown = "expert" if form == "encoder-decoder" else "none"
+    return entry.decoder_inputs or ("target" if has_targets else unlabelled)
+
+
+def _text(values: Mapping[str, Any], column: str, where: str) -> str:
+    value = values.get(column)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    problem = (
+        f"{column!r} is {value!r}, expected text"
+        if column in values
+        else f"no key {column!r}; there are {', '.join(values)}"
+    )
+    raise DataError(f"{where}: {problem}", hint="Name the key that holds it as `input: KEY`.")
+
+
+def _target(
+    entry: TextEntry, value: Any, names: Sequence[str] | None, known: Sequence[str] | None, where: str
+) -> str:
+    """The answer that a row's target means; empty where it has none."""
+    if value is None or value == "" or (names is not None and value == -1):
+        return ""
+    if not isinstance(value, str | int | float):
+        raise DataError(
+            f"{where}: {entry.answers!r} is {value!r}, expected text or a number",
+            hint="Name the key that holds it as `target: KEY`.",
+        )
+    spelled = [str(value).lower() if isinstance(value, bool) else str(value)]
+    if names is not None and isinstance(value, int) and 0 <= value < len(names):
+        spelled.append(names[value])
+    if entry.words is not None:
+        allowed: Sequence[str] = tuple(entry.words)
+        answer = next((entry.words[text] for text in spelled if text in entry.words), None)
+    else:
+        allowed = spelled[-1:] if known is None else known
+        answer = spelled[-1] if spelled[-1] in allowed else None
+    if answer is not None:
+        return answer
+    key = "classes" if entry.words is None else "words"
+    raise DataError(
+        f"{where}: the target {spelled[-1]!r} is not one of the {key}: {', '.join(allowed)}",
+        hint=f"{did_you_mean(spelled[-1], allowed)} Add it there, or leave the row out.".lstrip(),
+    )
+
+
+@data_sources.register("jsonl")
+def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
+    """The rows of a split's file; ids are line numbers, counted from 1. Blank lines are skipped."""
+    file = Path(getattr(entry, split))
+    rows = {
+        str(number): _row(line, f"{file}, line {number}")
+        for number, line in enumerate(_lines(file), start=1)
+        if line.strip()
+    }
+    if not rows:
+        raise DataError(
+            f"{file}: no rows", hint='Write one JSON object per line, such as {"input": ..., "target": ...}.'
+        )
+    ids, values = list(rows), list(rows.values())
+    keys = dict.fromkeys(key for row in values for key in row)
+    origin = str(file.resolve())
+    return text_view(entry, split, ids, keys, values.__getitem__, where=str(file), origin=origin, unit="line")
+
+
+def _lines(file: Path) -> list[str]:
+    not_text = refused(f"{file}: not UTF-8 text", "Save the file as UTF-8.", UnicodeDecodeError)
+    with refused(f"{file}: can't be read", PATHS_HINT, OSError), not_text:
+        # Only \n ends a line: other separators may stand unescaped inside a JSON string.
+        return plain_file(file).read_text(encoding="utf-8-sig").split("\n")
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    with refused(f"{where}: not JSON", "Write one JSON object per line.", ValueError):
+        row = from_json(line)
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{where}: a {type(row).__name__}, expected an object",
+            hint='Write {"input": ..., "target": ...}.',
+        )
+    return row
+
+
+@data_sources.register("table")
+def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
+    """The images that a split's rows name; ids are the paths as they stand there, relative ones to the file's folder.
+
+    Labels are text, or numbers that index `classes`; a split that serves no accuracy may lack their column. Where rows
+    are texts, ids are their numbers, counted from 0 over the whole file.
+    """
+    if entry.holds_texts:
+        return _open_texts(entry, split)
+    wanted = {"image": entry.image, "label": entry.label}
+    file, where, origin, _, columns = _rows(entry, split, wanted)
+    paths = _paths(columns[entry.image], file.parent, where)
+    labels = [None if label == "" else label for label in columns.get(entry.label or "", [None] * len(paths))]
+    names, class_names = named(labels, listed_classes(entry.classes), where)
+    if split != "calibration" and getattr(entry, split) != entry.calibration:
+        _require_apart(entry, _places(paths, file.parent), where, origin)
+    return SplitView(
+        origin=origin,
+        ids=tuple(paths),
+        class_names=class_names,
+        label=lambda position: names[position],
+        read=lambda position: read_image(file.parent / paths[position]),
+    )
+
+
+def _open_texts(entry: TableData, split: Split) -> SplitView:
+    wanted = {
+        **{f"{{{name}}}": column for name, column in columns_asked(entry).items()},
+        "target": entry.answers,
+    }
+    _, where, origin, rows, columns = _rows(entry, split, wanted)
+
+    def row(position: int) -> dict[str, Any]:
+        return {name: values[position] for name, values in columns.items()}
+
+    return text_view(entry, split, list(map(str, rows)), columns, row, where=where, origin=origin)
+
+
+def _rows(
+    entry: TableData, split: Split, wanted: Mapping[str, str | None]
+) -> tuple[Path, str, str, Sequence[int], dict[str, list[Any]]]:
+    """A split's file, what messages call its rows, where they stand, their numbers, and the columns that are wanted."""
+    value = getattr(entry, split)
+    file, where = Path(entry.file or value), f"{entry.file}, {entry.split} {value}" if entry.file else value
+    wanted = {**wanted, "split": entry.split if entry.file else None}
+    columns = _columns(file, wanted.values())
+    optional = {"target"} if entry.target is None else set()
+    optional |= {"label", "target"} if split != "test" else set()
+    wanted = {key: column for key, column in wanted.items() if key not in optional or column in columns}
+    for key, column in wanted.items():
+        if column is not None:
+            require_column(column, columns, key, str(file))
+    rows: Sequence[int] = range(max(map(len, columns.values()), default=0))
+    if entry.file:
+        splits = [str(chosen) for chosen in columns[entry.split]]
+        rows = [row for row in rows if splits[row] == value]
+    if not rows:
+        there = f"; the column {entry.split!r} holds {', '.join(sorted(set(splits)))}" if entry.file else ""
+        raise DataError(f"{where}: no rows{there}", hint="Every task needs samples in each split.")
+    origin = f"{file.resolve()}[{entry.split}={value}]" if entry.file else str(file.resolve())
+    chosen = {column: [columns[column][row] for row in rows] for column in wanted.values() if column}
+    return file, where, origin, rows, chosen
+
+
+def _require_apart(entry: TableData, places: Iterable[str], where: str, origin: str) -> None:
+    """Refuse images that are calibration samples too, unless one list serves both: then drawing keeps them apart."""
+    file, _, calibration, _, columns = _rows(entry, "calibration", {"image": entry.image})
+    listed = [path for path in columns[entry.image] if isinstance(path, str)]
+    shared = sorted(set(places).intersection(_places(listed, file.parent)))
+    if shared and calibration != origin:
+        raise DataError(
+            f"{where}: {len(shared)} of its images are calibration samples too, the first is {shared[0]}",
+            hint="Name each image for one of both, or the same rows for both: then other samples are drawn of them.",
+        )
+
+
+def _places(paths: Iterable[str], folder: Path) -> list[str]:
+    """Paths written in one way, so that they can be compared; links behind the folder are not followed."""
+    folder = folder.resolve()
+    return [os.path.normpath(folder / path) for path in paths]
+
+
+def _columns(file: Path, wanted: Collection[str | None]) -> dict[str, list[Any]]:
+    """Columns of a file by name, of Parquet only those wanted (the others are empty)."""
+    unreadable = refused(f"{file}: can't be read", PATHS_HINT, OSError)
+    kinds = (csv.Error, ValueError, NotImplementedError)  # the last of Parquet that this pyarrow can't unpack
+    damaged = refused(f"{file}: no table", "Save it as CSV, TSV or Parquet.", *kinds)
+    with unreadable, damaged:
+        plain_file(file)
+        if file.suffix.lower() in (".parquet", ".pq"):
+            from pyarrow.parquet import ParquetFile
+
+            with ParquetFile(file) as table:
+                names = table.schema_arrow.names
+                read = table.read(columns=[name for name in names if name in wanted])
+            return {name: [] for name in names} | read.to_pydict()
+        with file.open(encoding="utf-8-sig", newline="") as text:
+            reader = csv.DictReader(
+                text, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True
+            )
+            rows, names = list(reader), list(reader.fieldnames or ())
+    for row in rows:
+        if None in row:
+            raise DataError(
+                f"{file}: the row {list(row.values())} is longer than the header",
+                hint="Put text with commas in quotes.",
+            )
+    return {name: [row[name] for row in rows] for name in names}
+
+
+def _paths(paths: Sequence[Any], folder: Path, where: str) -> list[str]:
+    """Paths of images that are all there, each once."""
+    odd = [path for path in paths if not isinstance(path, str) or not path]
+    if odd:
+        raise DataError(
+            f"{where}: a path is {type(odd[0]).__name__} {str(odd[0])[:40]!r}, expected text",
+            hint="Images themselves can't stand in the table; a data set that holds them is of kind hf.",
+        )
+    twice = [path for path, count in Counter(_places(paths, folder)).items() if count > 1]
+    if twice:
+        raise DataError(f"{where}: {twice[0]} occurs more than once", hint="Name every image once.")
+    with refused(f"{where}: a path can't be looked up", "Paths of images are expected.", OSError, ValueError):
+        missing = [path for path in paths if not (folder / path).is_file()]
+    if missing:
+        raise DataError(
+            f"{where}: {len(missing)} of {len(paths)} images are not there, the first is {missing[0]}",
+            hint=f"Relative paths are resolved against {folder}.",
+        )
+    return list(paths)

@@ -11,8 +11,7 @@ from torch import Tensor
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.descent import Descent, StepLength, Steps
-from driftlens.engine.compared import FrozenWalk
-from driftlens.engine.training import Course, WeightTrainer
+from driftlens.engine.training import Course, FrozenWalk, WeightTrainer
 from driftlens.models.chain import Slot
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.calibration.descent import Batch, Descent, StepLength, Steps, uniform
-from driftlens.engine.compared import FrozenWalk
-from driftlens.engine.training import Course, JointTrainer
+from driftlens.engine.training import Course, FrozenWalk, JointTrainer
 
 
 @dataclass(frozen=True)

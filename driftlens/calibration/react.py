@@ -11,8 +11,7 @@ from torch import Tensor
 
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.engine.compared import BoundaryFeatures
-from driftlens.engine.training import Course, LayerTrainer
+from driftlens.engine.training import BoundaryFeatures, Course, LayerTrainer
 from driftlens.linalg.cholesky import factorize
 
 

@@ -18,6 +18,7 @@ from driftlens.base.diagnostic import Seen, diagnostic
 from driftlens.base.errors import NumericsError
 from driftlens.base.intervals import RESAMPLES
 from driftlens.engine.walk import LayerView, decompose
+from driftlens.linalg.cka import linear_cka
 from driftlens.linalg.state import expert_cosine, norm, subtract
 from driftlens.models.chain import Pool, State
 from driftlens.runs.schema import LAYERS, SAMPLES
@@ -230,3 +231,11 @@ def not_closed(layer: int, path: str, task: str, variant: str, error: float, lim
         closure_error=error,
         tolerance=limit,
     )
+
+
+@diagnostic("cka", columns=LAYERS.only("cka"))
+def cka(seen: Seen) -> dict[str, float]:
+    """Debiased linear CKA between all samples' features of the variant and of the expert, in float64."""
+    return {
+        "cka": float(linear_cka(*(torch.from_numpy(rows).double() for rows in (seen.variant, seen.expert))))
+    }

@@ -413,7 +413,7 @@ class Weightwise(ClosedForm):
 
     def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
         """No sample is read."""
-        from driftlens.engine.from_weights import from_weights  # which knows the problems
+        from driftlens.engine.calibrating import from_weights  # which knows the problems
 
         return from_weights(ground, self)
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from driftlens.base.errors import NumericsError
 from driftlens.base.settings import Bounds
+from driftlens.merging.averages import MOST_STEPS
 from driftlens.merging.method import StateDict, merge_methods
-from driftlens.merging.steps import MOST_STEPS
 
 Rows = tuple[int, int] | None
 

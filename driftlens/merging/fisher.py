@@ -10,7 +10,7 @@ from torch import Tensor
 
 from driftlens.base.errors import SpecError
 from driftlens.base.settings import Bounds
-from driftlens.merging.average import average
+from driftlens.merging.averages import average
 from driftlens.merging.method import StateDict, merge_methods
 
 MOST_CLASSES = 2048

@@ -1,16 +1,19 @@
-"""What methods that drop entries of task vectors share."""
+"""Methods that drop entries of task vectors: TIES, DARE, DELLA, Breadcrumbs."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
+from driftlens.base.errors import SpecError
 from driftlens.base.settings import Bounds
-from driftlens.merging.method import StateDict
+from driftlens.merging.averages import StepScaling, SumScaling, vectors_of
+from driftlens.merging.method import StateDict, merge_methods
 
 MergeFunc = Literal["mean", "sum", "max"]
 TrimScope = Literal["global", "per_tensor"]
@@ -36,7 +39,7 @@ def keep_mask(keep: Tensor, seed: int, task: str, name: str) -> Tensor:
     return torch.rand(keep.shape, generator=generator).to(keep.device) < keep
 
 
-def dare(vector: Tensor, task: str, name: str, *, seed: int, drop_rate: float) -> Tensor:
+def dropped_at_random(vector: Tensor, task: str, name: str, *, seed: int, drop_rate: float) -> Tensor:
     """A task vector with entries dropped at random, and the rest divided by the share that stays."""
     if not drop_rate:
         return vector
@@ -145,3 +148,144 @@ def _bits(vector: Tensor) -> Tensor:
 def _bytes(tensor: Tensor) -> bytes:
     data: bytes = tensor.float().cpu().numpy().tobytes()
     return data
+
+
+@merge_methods.method(
+    "ties", title="TIES-Merging", source="arXiv:2306.01708", laws=STEP_LAWS, reads="model", passes=3
+)
+def ties(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    *,
+    scaling: StepScaling = 1.0,
+    density: Annotated[
+        float, Bounds(0, 1, low_open=True), "share of a task vector's entries that is kept"
+    ] = 0.2,
+    merge_func: Annotated[MergeFunc, "what is made of entries whose signs agree"] = "mean",
+    trim_scope: Annotated[
+        TrimScope, "whether the share is of the model's entries or of every tensor's"
+    ] = "global",
+    drop_rate: DropRate = 0.0,
+    seed: Seed = 0,
+) -> Iterator[tuple[str, Tensor]]:
+    """base + scaling * what the largest entries of the task vectors make, those of the elected sign.
+
+    As in the paper an exact tie of signs makes 0, where its code takes the majority sign of the whole model. Published
+    since: `merge_func=sum` with scaling 0.3, and DARE-TIES with `drop_rate=0.5 merge_func=sum scaling=0.5`, which drops
+    entries as `dare` does before it trims. A tensor that a file holds twice counts once in a global trim.
+    """
+    drop = partial(dropped_at_random, seed=seed, drop_rate=drop_rate)
+    return elected(base, experts, scaling, density, merge_func, trim_scope, drop)
+
+
+@merge_methods.method(
+    "dare",
+    title="DARE with Task Arithmetic",
+    source="arXiv:2311.03099",
+    laws=STEP_LAWS | {"unbiased_over_masks"},
+    reads="tensor",
+)
+def dare(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    *,
+    scaling: SumScaling = 0.3,
+    drop_rate: DropRate = 0.5,
+    seed: Seed = 0,
+) -> dict[str, Tensor]:
+    """base + scaling * the sum of task vectors, of which a random share stays, divided by that share.
+
+    An entry's mask depends on seed, task, tensor and place alone. Language models are published with drop_rate 0.9.
+    """
+    merged = {}
+    for name, start in base.items():
+        step = 0 * start
+        for task, expert in experts.items():
+            step = step + dropped_at_random(expert[name] - start, task, name, seed=seed, drop_rate=drop_rate)
+        merged[name] = start + scaling * step
+    return merged
+
+
+@merge_methods.method(
+    "della",
+    title="DELLA-Merging",
+    source="arXiv:2406.11617",
+    laws=STEP_LAWS | {"unbiased_over_masks"},
+    reads="tensor",
+)
+def della(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    *,
+    scaling: StepScaling = 1.0,
+    drop_rate: DropRate = 0.5,
+    window: Annotated[
+        float, Bounds(0, 1), "by how much the chances of a row's least and largest differ"
+    ] = 0.2,
+    seed: Seed = 0,
+) -> dict[str, Tensor]:
+    """base + scaling * the mean of what MAGPRUNE leaves of the task vectors, those entries of the elected sign.
+
+    Entries are dropped at random, the larger in their row the less often, and divided by their chance to stay. Chances
+    go evenly from drop_rate - window / 2 to drop_rate + window / 2. The paper searches all three settings on
+    validation data, so these are middling.
+    """
+    low, high = drop_rate - window / 2, drop_rate + window / 2
+    if low < 0 or high >= 1:
+        raise SpecError(
+            f"merge method 'della' would drop entries with chances from {low:g} to {high:g}",
+            hint="Choose window so that drop_rate - window / 2 is at least 0, and drop_rate + window / 2 less than 1.",
+        )
+    merged = {}
+    for name, start in base.items():
+        vectors = []
+        for task, expert in experts.items():
+            vector = expert[name] - start
+            keep = keep_chances(vector, drop_rate, window)
+            vectors.append(torch.where(keep_mask(keep, seed, task, name), vector / keep.to(vector), 0))
+        merged[name] = start + scaling * agreed(vectors, "mean")
+    return merged
+
+
+def keep_chances(vector: Tensor, drop_rate: float, window: float) -> Tensor:
+    """1 - p of every entry, from its place in its row by magnitude."""
+    if not vector.dim() or vector.shape[-1] == 1:
+        return torch.full_like(vector, 1 - drop_rate)
+    places = vector.abs().argsort(dim=-1, stable=True).argsort(dim=-1)
+    return 1 - drop_rate + window * (places / (vector.shape[-1] - 1) - 0.5)
+
+
+@merge_methods.method(
+    "breadcrumbs", title="Model Breadcrumbs", source="arXiv:2312.06795", laws=STEP_LAWS, reads="tensor"
+)
+def breadcrumbs(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    *,
+    scaling: SumScaling = 0.2,
+    outliers: Annotated[float, Bounds(0, 1), "share of the largest entries that is dropped first"] = 0.006,
+    density: Annotated[float, Bounds(0, 1, low_open=True), "share of the entries left that is kept"] = 0.15,
+    scope: Annotated[Literal["row", "tensor"], "of what these are shares"] = "row",
+) -> dict[str, Tensor]:
+    """base + scaling * the sum of task vectors without their largest and their many small entries.
+
+    The paper masks by layer; by rows is what its code does. Scalars stay whole.
+    """
+    return {
+        name: start
+        + scaling
+        * sum(
+            (_trail(vector, outliers, density, scope) for vector in vectors_of(base, experts, name)),
+            start=0 * start,
+        )
+        for name, start in base.items()
+    }
+
+
+def _trail(vector: Tensor, outliers: float, density: float, scope: str) -> Tensor:
+    if not vector.dim():
+        return vector
+    size = vector.abs() if scope == "row" else vector.abs().flatten()
+    dropped = int(outliers * size.shape[-1])
+    keep = ranked(size, dropped, int(density * (size.shape[-1] - dropped)))
+    return torch.where(keep.view_as(vector), vector, 0)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from driftlens.calibration.calibrator import calibrators
-from driftlens.calibration.featcal import PRESETS, FeatCal
-from driftlens.calibration.norms import Norms
+from driftlens.calibration.featcal import PRESETS, FeatCal, Norms
 from tests.calibration.helpers import calibrated, subject
 
 

@@ -12,14 +12,11 @@ from torch import Tensor, nn
 
 from driftlens.base.errors import IncompatibleModelsError, SpecError
 from driftlens.calibration.descent import uniform
-from driftlens.calibration.prob_surgery import ProbSurgery, prob_surgery_loss
 from driftlens.calibration.react import ReACT
-from driftlens.calibration.surgery import LowRank, Surgery
-from driftlens.calibration.surgery_v2 import SurgeryV2
+from driftlens.calibration.surgery import LowRank, ProbSurgery, Surgery, SurgeryV2, prob_surgery_loss
 from driftlens.calibration.svc import SVC, stretched
 from driftlens.engine.calibrating import Step
-from driftlens.engine.compared import BoundaryFeatures
-from driftlens.engine.training import Course
+from driftlens.engine.training import BoundaryFeatures, Course
 from driftlens.models.chain import Layer
 from tests.calibration.helpers import TASKS, subject
 from tests.calibration.training import quiet, trained

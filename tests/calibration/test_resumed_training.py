@@ -10,9 +10,7 @@ import torch
 from driftlens.calibration import descent
 from driftlens.calibration.distill import Distill
 from driftlens.calibration.interv_merge import IntervMerge
-from driftlens.calibration.prob_surgery import ProbSurgery
-from driftlens.calibration.surgery import Surgery
-from driftlens.calibration.surgery_v2 import SurgeryV2
+from driftlens.calibration.surgery import ProbSurgery, Surgery, SurgeryV2
 from driftlens.engine.attached import attachment_tensors
 from tests.calibration.helpers import subject
 from tests.calibration.training import Memory, learnt, trained

@@ -10,10 +10,8 @@ import torch
 
 from driftlens.calibration.distill import Distill
 from driftlens.calibration.interv_merge import IntervMerge
-from driftlens.calibration.prob_surgery import ProbSurgery
 from driftlens.calibration.react import ReACT
-from driftlens.calibration.surgery import Surgery
-from driftlens.calibration.surgery_v2 import SurgeryV2
+from driftlens.calibration.surgery import ProbSurgery, Surgery, SurgeryV2
 from driftlens.data.samples import Batch
 from tests.calibration.helpers import TASKS, Subject, given, ground, subject
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from driftlens.base.errors import NumericsError, SpecError
-from driftlens.merging.della import keep_chances
 from driftlens.merging.method import merge_methods
+from driftlens.merging.sparse import keep_chances
 from tests.merging.applying import Tensors, apply, assert_same, random_model, random_state, states
 from tests.reference import merging as slow
 

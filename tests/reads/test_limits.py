@@ -19,7 +19,7 @@ from driftlens.data import images
 from driftlens.data.images import read_image
 from driftlens.findings.projection.store import MOST_POINTS
 from driftlens.jobs.contest import sweep
-from driftlens.merging import karcher, steps
+from driftlens.merging import averages, spherical
 from driftlens.models import architecture
 from driftlens.models.language import texts
 from driftlens.runs.keeping import LONGEST_NAME
@@ -60,7 +60,7 @@ LIMITS: dict[str, tuple[str, str]] = {
     ),
     "draws of a sweep": (f"{sweep.MOST_DRAWS:,}", "reads/test_promises.py::test_draws_without_end"),
     "steps of a merge": (
-        f"{steps.MOST_STEPS:,} of a descent, {karcher.MOST_STEPS:,} of `karcher`",
+        f"{averages.MOST_STEPS:,} of a descent, {spherical.MOST_STEPS:,} of `karcher`",
         "merging/test_sparse_methods.py::test_settings_out_of_range_are_refused",
     ),
     "points of a projection": (

@@ -24,10 +24,9 @@ from driftlens.checkpoints.sources import InDtypes, StateSource
 from driftlens.jobs.study.merging import merged_source, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_models, open_pool
 from driftlens.jobs.study.suspicion import companions
-from driftlens.merging.della import keep_chances
-from driftlens.merging.karcher import karcher
 from driftlens.merging.method import MergeMethod, StateDict, merge_methods
-from driftlens.merging.sparse import keep_mask, ranked
+from driftlens.merging.sparse import keep_chances, keep_mask, ranked
+from driftlens.merging.spherical import karcher
 from driftlens.spec import load_spec
 from driftlens.spec.yaml_text import read_mapping
 

@@ -1,0 +1,156 @@
+"""Means and sums of experts' parameters and task vectors, entry by entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from driftlens.base.settings import Bounds
+from driftlens.merging.method import StateDict, merge_methods
+
+StepScaling = Annotated[float, Bounds(-100, 100), "factor on the merged step"]
+SumScaling = Annotated[float, Bounds(-100, 100), "factor on the sum of task vectors"]
+MOST_STEPS = 1_000_000
+"""Of a descent."""
+MATRIX = "weight"
+"""The name under which a linear module's matrix comes; all else comes under other names."""
+
+
+def vectors_of(base: StateDict, experts: Mapping[str, StateDict], name: str) -> list[Tensor]:
+    """The task vectors of one tensor."""
+    start = base[name]
+    return [expert[name] - start for expert in experts.values()]
+
+
+def stepped(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    scaling: float,
+    of_matrices: Callable[[list[Tensor]], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """base + scaling * step: of a matrix what `of_matrices` makes of its task vectors, of all else their mean."""
+    merged = {}
+    for name, start in base.items():
+        vectors = vectors_of(base, experts, name)
+        if of_matrices is not None and name == MATRIX and start.dim() == 2:
+            step = of_matrices(vectors)
+        else:
+            step = torch.stack(vectors).mean(dim=0)
+        merged[name] = start + scaling * step.to(start)
+    return merged
+
+
+@merge_methods.method(
+    "average",
+    title="Simple Averaging",
+    source="arXiv:2203.05482",
+    laws={"expert_order_free", "equal_experts_are_fixed"},
+    needs_base=False,
+)
+def average(base: StateDict, experts: Mapping[str, StateDict]) -> dict[str, Tensor]:
+    """Mean over tasks of the experts' parameters."""
+    return {
+        name: sum((expert[name] for expert in experts.values()), start=0 * base[name]) / len(experts)
+        for name in base
+    }
+
+
+@merge_methods.method(
+    "task_arithmetic",
+    title="Task Arithmetic",
+    source="arXiv:2212.04089",
+    laws={
+        "expert_order_free",
+        "zero_scaling_is_base",
+        "affine_in_scaling",
+        "one_expert_at_scaling_one",
+        "homogeneous",
+    },
+)
+def task_arithmetic(
+    base: StateDict, experts: Mapping[str, StateDict], *, scaling: SumScaling = 0.3
+) -> dict[str, Tensor]:
+    """base + scaling * sum over tasks of (expert - base)."""
+    return {
+        name: start + scaling * sum((expert[name] - start for expert in experts.values()), start=0 * start)
+        for name, start in base.items()
+    }
+
+
+@merge_methods.method(
+    "consensus_ta",
+    title="Consensus Task Arithmetic",
+    source="arXiv:2405.07813",
+    laws={"expert_order_free", "zero_scaling_is_base", "affine_in_scaling", "homogeneous", "experts_at_base"},
+)
+def consensus_ta(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    *,
+    scaling: SumScaling = 0.3,
+    mask_threshold: Annotated[
+        float, Bounds(0), "how far the other tasks may outweigh a task's own entry"
+    ] = 0.4,
+    min_tasks: Annotated[int, Bounds(0), "how many tasks must want an entry for it to stay"] = 2,
+) -> dict[str, Tensor]:
+    """base + scaling * the sum of task vectors, where at least `min_tasks` TALL masks are set.
+
+    A task's mask is set where |its task vector| >= mask_threshold * |the sum of the others|. The paper chooses
+    mask_threshold (0.2 to 0.6) per task and scaling on validation data.
+    """
+    merged = {}
+    for name, start in base.items():
+        vectors = torch.stack(vectors_of(base, experts, name))
+        total = vectors.sum(dim=0)
+        votes = (vectors.abs() >= mask_threshold * (total - vectors).abs()).sum(dim=0)
+        merged[name] = start + scaling * torch.where(votes >= min_tasks, total, 0)
+    return merged
+
+
+@merge_methods.method(
+    "model_stock",
+    title="Model Stock",
+    source="arXiv:2403.19522",
+    laws={
+        "expert_order_free",
+        "equal_experts_are_fixed",
+        "one_expert_is_fixed",
+        "homogeneous",
+        "experts_at_base",
+    },
+    reads="tensor",
+)
+def model_stock(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    *,
+    filter_wise: Annotated[bool, "one ratio for each row in place of one for each tensor"] = False,
+) -> dict[str, Tensor]:
+    """base + t * the mean task vector, t = n c / (1 + (n - 1) c), c the cosine between task vectors.
+
+    The paper has one angle among n experts; c is the mean over pairs, as in mergekit. A task vector of zero is at right
+    angles to all others.
+    """
+    return {
+        name: start + _stock_step(vectors_of(base, experts, name), filter_wise)
+        for name, start in base.items()
+    }
+
+
+def _stock_step(vectors: list[Tensor], filter_wise: bool) -> Tensor:
+    count, first = len(vectors), vectors[0]
+    if count == 1:
+        return first
+    rows = torch.stack(vectors).double()
+    rows = rows.reshape(count, *((-1, first.shape[-1]) if filter_wise and first.dim() > 1 else (1, -1)))
+    units = rows / rows.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+    # All ordered pairs, less each vector with itself.
+    pairs = units.sum(dim=0).square().sum(dim=-1) - units.square().sum(dim=(0, -1))
+    cosine = pairs / (count * (count - 1))
+    below = 1 + (count - 1) * cosine
+    # Where task vectors cancel there is no step, whatever its length.
+    ratio = torch.where(below > 1e-12, count * cosine / below, 0.0)
+    return (ratio[:, None] * rows.mean(dim=0)).view_as(first).to(first)

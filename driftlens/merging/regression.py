@@ -1,0 +1,154 @@
+"""Linear modules merged by regression of their outputs: RegMean, RegMean++, LOT, WUDI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from driftlens.base.settings import Bounds
+from driftlens.linalg.partial import solve_in_range
+from driftlens.merging.averages import MATRIX, MOST_STEPS, average, stepped
+from driftlens.merging.method import StateDict, merge_methods
+
+LAWS = {"expert_order_free", "equal_experts_are_fixed", "one_expert_is_fixed"}
+
+
+@merge_methods.method(
+    "regmean", title="RegMean", source="arXiv:2212.09849", laws=LAWS, reads="moments", needs_base=False
+)
+@merge_methods.method(
+    "regmean_pp", title="RegMean++", source="arXiv:2508.03121", laws=LAWS, reads="prefix", needs_base=False
+)
+def regmean(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    moments: Mapping[str, Tensor],
+    *,
+    off_diagonal: Annotated[
+        float, Bounds(0, 1), "factor on what is beside the diagonal of the experts' Gram matrices"
+    ] = 0.95,
+) -> dict[str, Tensor]:
+    """The weight whose outputs come closest to every expert's own, on the inputs that this expert feeds the module.
+
+    (sum W_i G_i) (sum G_i)^-1, with G_i shrunk towards its diagonal. Where no expert's inputs ever reach, the weight is
+    the mean, as is everything else. In RegMean++ every expert's layer reads what the layers merged before it make of
+    the task's samples.
+    """
+    merged = average(base, experts)
+    mean = torch.stack([expert["weight"].double() for expert in experts.values()]).mean(dim=0)
+    total, missing = torch.zeros_like(next(iter(moments.values()))), torch.zeros_like(mean)
+    for task, gram in moments.items():
+        shrunk = off_diagonal * gram + (1 - off_diagonal) * gram.diag().diag()
+        total += shrunk
+        missing += (experts[task]["weight"].double() - mean) @ shrunk
+    return {**merged, "weight": mean + solve_in_range(total, missing)}
+
+
+@merge_methods.method(
+    "lot",
+    title="LOT Merging",
+    source="arXiv:2505.23859",
+    laws={"expert_order_free", "zero_scaling_is_base", "affine_in_scaling"},
+    reads="moments",
+    others="lot",
+    norms=True,
+    work=lambda settings, experts, rows, columns: columns**2 * (2 * experts * rows + 20 * columns),
+)
+def lot(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    moments: Mapping[str, Tensor],
+    *,
+    scaling: Annotated[
+        float, Bounds(-100, 100), "factor on the merged step; published: 1.2 for ViT-B/32, 1.5 for ViT-L/14"
+    ] = 1.2,
+) -> dict[str, Tensor]:
+    """base + scaling * the step that changes outputs as close to every expert's as possible, on that expert's inputs.
+
+    Of linear modules (sum T_i G_i) times the pseudoinverse of sum G_i, with task vectors T_i: where no expert's inputs
+    reach, the base stays. Of norms' scales the mean weighted by the squared normalised inputs. Every task counts alike,
+    however many tokens it has. All else takes the mean task vector.
+    """
+    merged = stepped(base, experts, scaling)
+    if MATRIX in base and moments:
+        vectors = {task: (experts[task][MATRIX] - base[MATRIX]).double() for task in moments}
+        total = torch.stack(list(moments.values())).sum(dim=0)
+        if total.dim() == 2:
+            wanted = torch.stack([vectors[task] @ gram for task, gram in moments.items()]).sum(dim=0)
+            step = solve_in_range(total, wanted)
+        else:
+            shares = [gram / total for gram in moments.values()]
+            mean = torch.stack(list(vectors.values())).mean(dim=0)
+            weighted = torch.stack([share * vectors[t] for share, t in zip(shares, moments, strict=True)])
+            step = torch.where(total > 0, weighted.sum(dim=0), mean)
+        merged[MATRIX] = base[MATRIX] + scaling * step.to(base[MATRIX])
+    return merged
+
+
+@merge_methods.method(
+    "wudi",
+    title="WUDI-Merging",
+    source="arXiv:2503.08099",
+    laws={"expert_order_free", "one_expert_is_fixed"},
+    reads="site",
+    others="wudi",
+    work=lambda settings, experts, rows, columns: 2 * (settings["steps"] + 2 * experts) * rows * columns**2,
+)
+def wudi(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    *,
+    solver: Annotated[
+        Literal["adam", "closed_form"], "the published descent, or where it would end (unpublished)"
+    ] = "adam",
+    steps: Annotated[int, Bounds(0, MOST_STEPS), "of the descent"] = 300,
+    learning_rate: Annotated[float, Bounds(0, low_open=True), "of the descent"] = 1e-5,
+    ridge: Annotated[
+        float,
+        Bounds(0),
+        "how much the closed form is pulled to where the descent starts, beside the mean curvature",
+    ] = 0.01,
+) -> dict[str, Tensor]:
+    """base + the step t with the least sum_i |(t - t_i) t_i'|^2 / |t_i|^2, from the sum of the task vectors t_i.
+
+    The published descent ends long before the least is reached, by design: no entry moves by more than about
+    steps * learning_rate. What is no matrix of a linear module takes the mean task vector.
+    """
+    solve = partial(_descended, steps=steps, rate=learning_rate)
+    return stepped(base, experts, 1.0, solve if solver == "adam" else partial(_solved, ridge=ridge))
+
+
+def _curvature(vectors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """S [k, k] and R [o, k], of which 2 (t S - R) is the slope at t; experts that didn't move have no say."""
+    width = vectors[0].shape[1]
+    curvature, wanted = vectors[0].new_zeros(width, width), torch.zeros_like(vectors[0])
+    for vector in vectors:
+        size = vector.square().sum()
+        if size > 0:
+            mine = vector.mT @ vector / size
+            curvature += mine
+            wanted += vector @ mine
+    return curvature, wanted
+
+
+def _descended(vectors: list[Tensor], *, steps: int, rate: float) -> Tensor:
+    curvature, wanted = _curvature(vectors)
+    step = torch.stack(vectors).sum(dim=0).requires_grad_()
+    adam = torch.optim.Adam([step], lr=rate)
+    for _ in range(steps):
+        step.grad = 2 * (step.detach() @ curvature - wanted)
+        adam.step()
+    return step.detach()
+
+
+def _solved(vectors: list[Tensor], *, ridge: float) -> Tensor:
+    vectors = [vector.double() for vector in vectors]
+    curvature, wanted = _curvature(vectors)
+    start = torch.stack(vectors).sum(dim=0)
+    missing = wanted - start @ curvature
+    curvature.diagonal().add_(ridge * curvature.trace() / len(curvature))
+    return start + solve_in_range(curvature, missing)

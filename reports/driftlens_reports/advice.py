@@ -15,15 +15,10 @@ from driftlens.runs.run import DriftRun
 
 
 def advice(run: DriftRun) -> dict[str, Any]:
-    """The merged model's layers as plain values.
+    """The merged model's layers as plain values: shares of the final drift, the largest first, and conflicts.
 
-    `shares` of the final drift come largest first. `conflicts` are mean cosines of the merged task vector to the
-    experts', those first that are lowest beside `orthogonal`: what a sum of task vectors of these lengths has at right
-    angles.
-
-    Raises:
-        DataError: the run has no merged model.
-        RunError: a table can't be read.
+    `conflicts` are mean cosines of the merged task vector to the experts', those first that are lowest beside
+    `orthogonal`: what a sum of task vectors of these lengths has at right angles.
     """
     if "merged" not in run.variants:
         raise DataError(f"{run.name} has no merged model to give advice on")

@@ -76,11 +76,7 @@ class Report:
 
     @property
     def content(self) -> ReportContent:
-        """Everything the report says, as a pydantic model.
-
-        Raises:
-            RunError: a table can't be read.
-        """
+        """Everything the report says, as a pydantic model."""
         return self._composed.content
 
     @functools.cached_property
@@ -93,12 +89,7 @@ class Report:
         return f'<iframe srcdoc="{page}" title="Drift report" width="100%" height="640"></iframe>'
 
     def files(self, formats: Iterable[str] = ("html", "json", "md")) -> dict[str, bytes]:
-        """The report's files by path relative to its folder, the same bytes at every call.
-
-        Raises:
-            SpecError: there is no such format.
-            RunError: a table can't be read.
-        """
+        """The report's files by path relative to its folder, the same bytes at every call."""
         chosen = list(formats)
         if not chosen:
             raise SpecError("no format is chosen", hint=f"There are {', '.join(_FORMATS)}.")

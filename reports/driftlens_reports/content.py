@@ -1,7 +1,6 @@
 """What a report says, whatever format it is written in: sections of sentences, tables and figures, built once per run.
 
-Every format renders this and nothing else, so that no two of them can disagree. The JSON format is this model itself;
-its schema ships as `report.schema.json`.
+The JSON format is this model itself; its schema ships as `report.schema.json`.
 """
 
 from __future__ import annotations

@@ -26,14 +26,7 @@ _SYNTHETIC = (
 
 @dataclass(frozen=True)
 class Origins:
-    """The layers that weigh most in one variant's drift on one task.
-
-    Attributes:
-        task: the task.
-        variant: the variant.
-        measure: "share" of the final drift where shares were computed, else "mismatch"; empty without either.
-        layers: names and amounts of at most three, the heaviest first.
-    """
+    """The layers, at most three, that weigh most in a variant's drift on a task: by "share", else "mismatch"."""
 
     task: str
     variant: str

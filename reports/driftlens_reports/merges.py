@@ -51,11 +51,7 @@ def merges_sheet(ranking: Mapping[str, Any]) -> Table:
 
 
 def read_merges(folder: Path) -> dict[str, Any]:
-    """The comparison that was written to a folder.
-
-    Raises:
-        RunError: there is none, or it can't be read.
-    """
+    """The comparison that was written to a folder; RunError where there is none that can be read."""
     try:
         ranking = from_json((folder / COMPARISON).read_text(encoding="utf-8"))
         merges_sheet(ranking)
@@ -95,11 +91,7 @@ def draw_merges(ranking: Mapping[str, Any], *, dark: bool = False) -> Drawn:
 
 
 def write_merges(ranking: Mapping[str, Any], folder: Path) -> list[Path]:
-    """`merges.csv`, `.json`, `.png`, `.svg` and `.html` in a folder, in the place of those there.
-
-    Raises:
-        RunError: one can't be written.
-    """
+    """`merges.csv`, `.json`, `.png`, `.svg` and `.html` in a folder, in the place of those there."""
     from driftlens_reports.paper.static import draw_static
     from driftlens_reports.paper.style import PAGE, PAGE_WIDTH, encode, sheet
 

@@ -47,19 +47,7 @@ def shown(
     names: Sequence[str],
     failed: Mapping[str, str] | None = None,
 ) -> Shown:
-    """What the runs of a suite's protocol say, by merge method.
-
-    Args:
-        suite: it.
-        protocol: its name.
-        runs: by merge method.
-        names: of the suite's calibrations; others that a run has are left out.
-        failed: why repairs are missing, by merge and name.
-
-    Raises:
-        SpecError: the paper has no such table.
-        DataError, RunError: a run lacks what its protocol measures, or can't be read.
-    """
+    """What the runs of a suite's protocol say, by merge method, of the calibrations `names`."""
     study, sheets = PROTOCOLS[protocol], list[Table]()
     lacks = [f"{repair}: not made, as {reason}." for repair, reason in (failed or {}).items()]
     title = f"{suite.title}, protocol {protocol}"
@@ -98,18 +86,8 @@ def reproduced_rows(
 ) -> list[dict[str, Any]]:
     """A row per merge, model and task, the mean over tasks under `mean`; base and experts once.
 
-    Keys: merger, model (`base`, `expert`, `merged` or a repair), method, task, value, low and high (fractions, 95 %
-    over test samples), n, and, where something is published, published (a fraction) with a note, and inside: whether
-    it lies in the interval after rounding to the printed digit. What is not measured or printed is None.
-
-    Args:
-        runs: by merge method.
-        printed: what was published; None leaves those keys out.
-        names: the calibrations that are told, of those that a run has; None takes all.
-
-    Raises:
-        SpecError: the paper has no such table.
-        DataError, RunError: as for `arena_rows`.
+    Values, 95 % ends over test samples and published numbers are fractions; `inside` says whether a published one lies
+    in the interval after rounding to the printed digit.
     """
     rows = []
     for at, (merger, run) in enumerate(runs.items()):
@@ -135,10 +113,7 @@ def reproduced_rows(
 def attached_rows(
     runs: Mapping[str, DriftRun], printed: Printed, names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Rows as those of `reproduced_rows` of what other tools measured, by benchmark; `expert` is the best of them.
-
-    The mean is there where all benchmarks of the paper's table are. Errors as there.
-    """
+    """The same of what other tools measured, by benchmark; the mean where all of the paper's table are there."""
     table = published_tables()[printed.table]
     wanted = [canonical(name) for name in table.columns if name != AVERAGE]
     rows = []
@@ -174,11 +149,9 @@ def _model(variant: str) -> str:
 def swept_rows(
     runs: Mapping[str, DriftRun], printed: Printed | None, protocol: str, factors: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """A row per merge, method and point of a protocol's sweeps.
+    """A row per merge, method and point of a protocol's sweeps: means over tasks, then over draws.
 
-    Keys: merger, model and method, varied and at (its value), value (mean over tasks, then over draws), low and high
-    (95 % over draws, over test samples where there is one draw), draws, and as for `reproduced_rows` what is printed.
-    Errors as there.
+    The 95 % ends are over draws, or over test samples where there is one draw.
     """
     table, rows = "" if printed is None else printed.protocols.get(protocol, ""), []
     for merger, run in runs.items():

@@ -1,7 +1,4 @@
-"""Saved runs and what commands find of them, in plain text for the terminal.
-
-Whatever reads a table raises RunError where that can't be read.
-"""
+"""Saved runs and what commands find of them, in plain text for the terminal."""
 
 from __future__ import annotations
 
@@ -58,12 +55,7 @@ _FACTORS = ("lam", "rho", "alpha", "n")
 
 
 def aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
-    """Lines with columns as wide as a terminal shows them, wide characters counted as two.
-
-    Args:
-        rows: the cells, as many in every row.
-        num_names: how many columns, from the left, are names and start at the left; the others are numbers.
-    """
+    """Lines with columns as wide as a terminal shows them; the first `num_names` are names, the others numbers."""
     from rich.cells import cell_len
 
     clean = [[printable(cell) for cell in row] for row in rows]
@@ -78,10 +70,7 @@ def aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
 
 
 def summary(run: DriftRun, *, verbose: bool = False) -> str:
-    """What a run found: the verdict, a row per task, other models; of a verbose reader every table and check.
-
-    Nothing is said that the tables do not hold; a number that is null reads "not measured".
-    """
+    """What a run found: the verdict, a row per task, other models; of a verbose reader every table and check."""
     parts = [[f"{run.name} ({run.id})", *facts.stamps(run)], *_verdict_parts(run)]
     if verbose:
         final = final_sheet(run)
@@ -229,10 +218,7 @@ def checks_text(report: CheckReport) -> str:
 def comparison_text(
     comparison: Comparison, equal: Equality | None = None, tolerance: float = TOLERANCE
 ) -> str:
-    """Whether two runs are equal, mean changes, then final drift, flips and accuracy before and after, task by task.
-
-    Of what is equal to the last bit, no tables of zeros are shown.
-    """
+    """Whether two runs are equal, mean changes, then every task before and after; no tables of zeros."""
     before, after = (f"{run.name} ({run.id})" for run in (comparison.before, comparison.after))
     parts = [[before] if comparison.before is comparison.after else [f"before: {before}", f"after: {after}"]]
     parts += [] if equal is None else [equality_text(equal, tolerance).split("\n")]
@@ -338,12 +324,7 @@ def first_numbers_text(run: DriftRun, name: str) -> str:
 
 
 def before_after_text(run: DriftRun, name: str, *, verbose: bool = False) -> str:
-    """The verdict on a calibration, a row per task, its notices, how its settings were chosen; verbose, its tables.
-
-    Raises:
-        DataError: the run has no finished calibration of that name.
-        RunError: a table can't be read.
-    """
+    """The verdict on a calibration, a row per task, its notices, how its settings were chosen; verbose, its tables."""
     sheets = calibration_sheets(run, name)  # says which calibrations there are when this is none
     notices = [f"Notice: {text}." for text in run.manifest.calibrations[name].notices]
     parts = [*_verdict_parts(run, name), [*notices, *selection_sentences(run, name)]]
@@ -396,11 +377,7 @@ def _sweep_notes(run: DriftRun, rows: pd.DataFrame, *, has_accuracy: bool) -> It
 
 
 def _sweep_points(rows: pd.DataFrame, factors: Sequence[str]) -> pd.DataFrame:
-    """Means over tasks, then over seeds; `std` is that of the accuracy over seeds, of a sample.
-
-    `low` and `high` are ends of the 95 % interval of the mean accuracy over tasks. All seeds share their test samples,
-    so that their ends are averaged like their values.
-    """
+    """Means over tasks, then over seeds, which share their test samples: so ends are averaged like their values."""
     measured = ["drift_l2_mean", "drift_rel", "cos_mean", "kl", *METRICS, "seconds"]
     points_of, means = ["point", *factors], []
     for key, own in rows.astype({"n": float}).groupby(["seed", *points_of]):

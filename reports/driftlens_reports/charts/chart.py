@@ -1,7 +1,6 @@
 """What a chart is: a function from a saved run to a plotly figure, the words that belong to it, and where it stands.
 
-A chart registers itself once. Reports, the dashboard's pages and the tests ask `charts` for what there is; none of them
-keeps a list of its own.
+Reports, the dashboard's pages and the tests ask `charts` for what there is; none of them keeps a list of its own.
 """
 
 from __future__ import annotations
@@ -36,13 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Place:
-    """Where the charts of one section stand.
-
-    Attributes:
-        report: the section of a report.
-        page: the dashboard's page, a file in its `views/`; empty without.
-        part: the heading under which that page shows them; empty where it is not in parts.
-    """
+    """Where the charts of a section stand: section of a report, page of the dashboard, and its heading there."""
 
     report: str
     page: str = ""
@@ -76,14 +69,7 @@ SECTIONS: Mapping[str, Place] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Drawn:
-    """A drawn chart.
-
-    Attributes:
-        figure: the plotly figure; axis titles carry units.
-        alt: what the figure shows, in a sentence or two made from its numbers.
-        data: every plotted number, a tidy row each, at full precision.
-        notes: what a reader must know besides, for example how many of the points are shown.
-    """
+    """A drawn chart: what it shows in a sentence or two, every plotted number unrounded, and what else to know."""
 
     figure: go.Figure
     alt: str
@@ -170,12 +156,7 @@ class Chart:
         return reason or absent(*self.needs, also=self.also)
 
     def draw(self, run: DriftRun, options: ChartOptions | None = None) -> Drawn:
-        """The chart of `run`.
-
-        Raises:
-            DataError: the run lacks what the chart shows; says which command adds it.
-            RunError: a table can't be read.
-        """
+        """The chart of `run`; DataError says which command adds what the run lacks."""
         chosen = options or ChartOptions()
         lacking = self.missing(run, chosen)
         if lacking is not None:
@@ -186,11 +167,7 @@ class Chart:
         return drawn
 
     def attempt(self, run: DriftRun, options: ChartOptions) -> tuple[Drawn | None, str]:
-        """The chart, or in words what the run lacks for it, which may be the variant that it compares with.
-
-        Raises:
-            RunError: a table can't be read.
-        """
+        """The chart, or in words what the run lacks for it, which may be the variant that it compares with."""
         try:
             lacking = self.missing(run, options)
             return (None, lacking) if lacking else (self.render(run, options), "")

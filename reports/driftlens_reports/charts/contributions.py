@@ -25,10 +25,7 @@ _INTERVALS = "Whiskers: 95 % intervals over the samples with Jacobians, which we
 
 
 def share_rows(run: DriftRun, options: ChartOptions, names: Mapping[str, str]) -> pd.DataFrame:
-    """Rows of the layer table with shares under other names, and `NAME low` and `NAME high` where they have intervals.
-
-    Runs of an older schema have none.
-    """
+    """Rows of the layer table with shares under other names, `NAME low` and `NAME high` where they have intervals."""
     ends = ("", "_low", "_high")
     new = {f"{share}{end}": f"{name}{end.replace('_', ' ')}" for share, name in names.items() for end in ends}
     rows = picking.layer_rows(run, options).rename(columns=new)

@@ -31,11 +31,7 @@ def _extremes_in_words(rows: pd.DataFrame, column: str) -> str:
 
 
 def _paired(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """One row per task, chosen variant and sample with the baseline's cosine beside the variant's own, of one layer.
-
-    Raises:
-        DataError: the run has no such baseline.
-    """
+    """One row per task, chosen variant and sample with the baseline's cosine beside the variant's own, of one layer."""
     samples = picking.rows_at(run, options, "samples", baseline=True)
     run.layers(variant=options.baseline)  # says which variants there are when this is none
     rivals = [name for name in picking.chosen_variants(run, options) if name != options.baseline]

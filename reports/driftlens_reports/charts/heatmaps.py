@@ -25,16 +25,7 @@ _ROW, _LEAST = 26, 72
 
 @dataclass(frozen=True)
 class Scale:
-    """What colours stand for.
-
-    Attributes:
-        title: of the colour bar, with the unit.
-        low: value of the first colour.
-        high: value of the last one.
-        colours: of the theme.
-        write: writes the number in a cell.
-        hover: format of the hovered number.
-    """
+    """What colours stand for: the ends' values, the colours between, how numbers are written in cells and hovered."""
 
     title: str
     low: float
@@ -46,15 +37,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Cells:
-    """One panel.
+    """One panel: `values` has a row of cells per name and a column per layer, NaN shows the theme's gap colour.
 
-    Attributes:
-        title: above it.
-        values: what is coloured, a row of cells per name and a column per layer; NaN shows the theme's gap colour.
-        texts: what hovering tells before the value, as many.
-        what: what the value is, where the scale's title is not enough.
-        more: what hovering tells behind the value.
-        scale: place of its scale among the figure's.
+    `texts` and `more` are what hovering tells before and behind the value, and `what` that is, where the title of its
+    scale (the `scale`-th of the figure) is not enough.
     """
 
     title: str

@@ -1,7 +1,4 @@
-"""Curves over layers: one panel per task, one line per variant, a band around it, a gap wherever nothing was measured.
-
-First the parts that such charts share, then the charts of the layer table that are made of them.
-"""
+"""Curves over layers: one panel per task, one line per variant, a band around it, a gap where nothing was measured."""
 
 from __future__ import annotations
 
@@ -34,18 +31,8 @@ _LONE = 0.2
 class Curves:
     """What each task's panel shows of the rows of a layer table, or one of its panels.
 
-    Attributes:
-        column: of the lines.
-        title: of the y axis, with the unit.
-        axis: further settings of that axis.
-        name: what the panel's title says behind the task.
-        what: what a hovered value is, if not `column`.
-        number: format of a hovered value.
-        band: the columns between which an area is filled.
-        error: the columns of the ends of error bars; bars without one of their ends are left out.
-        beside: the column of open markers to compare a line with, and what they are.
-        line: a value that is marked in all panels.
-        is_norm: whether values are in the units of the features that leave each layer.
+    `band` fills the area between two columns, `error` has those of the ends of error bars; `beside` is the column of
+    open markers, and what they are; `line` is a value marked in all panels; `is_norm`: values are in feature units.
     """
 
     column: str
@@ -86,9 +73,8 @@ def draw_curves(
 ) -> go.Figure:
     """A row of panels for each task, one of each kind; of one kind, panels stand in rows of their own.
 
-    With `apart` a kind of norms has its head in a narrow panel beside it, which has a scale of its own.
-
-    Looks go by the run's variants unless others are given; further settings are those of `panel_grid`, such as titles.
+    With `apart` a kind of norms has its head in a narrow panel beside it, which has a scale of its own. Looks go by the
+    run's variants unless others are given; further settings are those of `panel_grid`.
     """
     tasks, shown = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
     rows, last = picking.named_layers(run, rows), panels.last_layer(run)
@@ -145,10 +131,7 @@ def curve(
     ends: marks.Ends | None = None,
     **changes: Any,
 ) -> go.Scatter:
-    """One variant's values by layer on one task, from rows by layer; NaN makes a gap.
-
-    `what` a value is stands in the hover text; `changes` are further settings of the trace.
-    """
+    """One variant's values by layer on one task; NaN makes a gap, `what` a value is stands in the hover text."""
     places = [words.literal(f"{rows['task'].iloc[0]}, {where}") for where in rows["where"]]
     hover = {"text": places, "hovertemplate": f"%{{text}}<br>{what} %{{y:{number}}}"}
     variant = str(rows["variant"].iloc[0])
@@ -156,10 +139,7 @@ def curve(
 
 
 def band(rows: pd.DataFrame, low: str, high: str, brush: Brush, *, opacity: float) -> go.Scatter:
-    """The area between two columns; it stops where either has no number.
-
-    Rows as for `curve`, whose legend entry shows and hides it too.
-    """
+    """The area between two columns; it stops where either has no number, and hides with its curve."""
     variant = str(rows["variant"].iloc[0])
     x: list[float | None] = []
     y: list[float | None] = []

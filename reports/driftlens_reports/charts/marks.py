@@ -29,12 +29,7 @@ these as SVG; and a page may hold few figures that use it.
 
 @dataclass(frozen=True)
 class Brush:
-    """Draws the variants of a run in one figure: each in its own look, and named in the legend once.
-
-    Attributes:
-        variants: all that the run has, as looks go by a variant's place among them.
-        dark: which theme.
-    """
+    """Draws the variants of a run in one figure: each in its own look, and named in the legend once."""
 
     variants: Sequence[str]
     dark: bool
@@ -50,10 +45,7 @@ class Brush:
         return look(self.variants, variant, dark=self.dark)
 
     def named(self, group: str, name: str = "") -> dict[str, Any]:
-        """Settings of a trace that the legend names, unless it has its group already, and hides with the group.
-
-        Without a name the group is a variant, which is called what figures call it.
-        """
+        """Settings of a trace that the legend names once per group, by default a variant, and hides with it."""
         is_first = group not in self._in_legend
         self._in_legend.add(group)
         return {"name": name or shown(group), "legendgroup": group, "showlegend": is_first}
@@ -61,10 +53,7 @@ class Brush:
     def line(
         self, variant: str, x: Iterable[Any], y: pd.Series[Any], ends: Ends | None = None, **changes: Any
     ) -> go.Scatter:
-        """A variant's values, joined by a line that breaks at a gap, with whiskers from `ends` if given.
-
-        `changes` are further settings of the trace; with `mode="markers"` no line joins the points.
-        """
+        """A variant's values, joined by a line that breaks at a gap, with whiskers from `ends` if given."""
         style, values = self.look(variant), y.astype(float)
         trace = go.Scatter(
             **{"x": list(x), "y": gapped(values), "mode": "lines+markers", "connectgaps": False},
@@ -114,10 +103,7 @@ def gapped(values: Iterable[Any]) -> list[Any]:
 def whiskers(
     values: pd.Series[Any], low: pd.Series[Any], high: pd.Series[Any], colour: str, **look: Any
 ) -> dict[str, Any]:
-    """Whiskers from `low` to `high` around the values; none where an end was not measured.
-
-    A whisker of no length would claim certainty.
-    """
+    """Whiskers from `low` to `high` around the values; none where an end is missing: no length claims certainty."""
     up, down = high.astype(float) - values, values - low.astype(float)
     return {"array": gapped(up), "arrayminus": gapped(down), "color": colour, **look}
 
@@ -171,10 +157,9 @@ def literal_column(names: pd.Series[Any]) -> pd.Series[Any]:
 def thinned_samples(
     rows: pd.DataFrame, options: ChartOptions, panels: int
 ) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """The rows of as many samples as the options allow points, and a note where some are left out.
+    """The rows of as many samples as the options allow points in `panels`, and a note where some are left out.
 
-    A sample stays or goes in all its rows, so that variants stay matched; each becomes as many points as there are
-    `panels`. The share that stays is the same in every class of every task.
+    A sample stays or goes in all its rows, so that variants stay matched; every class of every task keeps one share.
     """
     key = ["task", "sample_id"]
     samples = rows[[*key, "label"]].drop_duplicates(key)
@@ -190,8 +175,7 @@ def thinned_samples(
 def thinned(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
     """At most `limit` of the rows, in their order: as many of each stratum as its size asks for, rare ones included.
 
-    Strata are the values of the columns `by`. Which rows stay depends on their sample ids alone, so that order and
-    neighbours don't matter, nor the day.
+    Strata are the values of the columns `by`. Which rows stay depends on their sample ids alone, not on order or day.
     """
     if len(rows) <= limit:
         return rows

@@ -28,12 +28,7 @@ _SHARE, _CHANGE = "share of final drift", "change of mean drift"
 
 
 def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Mean drift over tasks by layer, a line per variant, with a thin one for each task; controls wait in the legend.
-
-    Raises:
-        DataError: the run has no drift of these variants.
-        RunError: the layer table can't be read.
-    """
+    """Mean drift over tasks by layer, a line per variant, a thin one for each task; controls wait in the legend."""
     column = "drift_rel" if options.relative else "drift_l2_mean"
     rows = layer_rows(run, replace(options, tasks=None))
     if not rows[column].notna().any():
@@ -48,12 +43,7 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
 
 
 def left_curves(run: DriftRun, name: str, *, dark: bool) -> Drawn:
-    """What a calibration leaves of the merged model's drift, by layer: a thick line over tasks, a thin one for each.
-
-    Raises:
-        DataError: the run has no such calibration, or no drift of the merged model or of it.
-        RunError: the layer table can't be read.
-    """
+    """What a calibration leaves of the merged model's drift, by layer: a thick line over tasks, a thin one for each."""
     options = ChartOptions(variants=compared_variants(run, name)[:-1], dark=dark)
     rows, drift = layer_rows(run, options), "drift_l2_mean"
     before = rows[rows["variant"] == "merged"].set_index(["task", "layer"])[drift].astype(float)
@@ -112,17 +102,7 @@ def _over_tasks(
 
 
 def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark: bool) -> Drawn:
-    """Mean drift by layer: one line for the merged model, one for the calibration as far as it has come.
-
-    Args:
-        run: the run that is being calibrated.
-        name: of the calibration; the run need not have it yet.
-        drifts: the calibrated model's mean drift behind each finished layer, by layer index.
-        dark: which theme.
-
-    Raises:
-        RunError: the layer table can't be read.
-    """
+    """Mean drift by layer of the merged model, and of the calibration as far as it has come, by finished layer."""
     measured, variant = run.layers(), calibrated(name)
     merged = measured[measured["variant"] == "merged"].groupby("layer")["drift_l2_mean"].mean()
     lines = {"merged": merged, variant: pd.Series(drifts, dtype=float).sort_index()}
@@ -160,12 +140,7 @@ def _placed(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def sample_curves(run: DriftRun, task: str, sample_id: str, options: ChartOptions) -> Drawn:
-    """Drift of one sample by layer, and beside it the layers' shares of its final drift, one line per variant.
-
-    Raises:
-        DataError: the run has no such task, or no rows of this sample.
-        RunError: the sample table can't be read.
-    """
+    """Drift of one sample by layer, and beside it the layers' shares of its final drift, one line per variant."""
     samples = ordered(run.samples(task), [task], chosen_variants(run, options))
     rows = samples[samples["sample_id"] == sample_id]
     if rows.empty:

@@ -59,10 +59,7 @@ def last_layer(run: DriftRun) -> int:
 
 
 def layer_axis(run: DriftRun, beyond: str = "") -> dict[str, Any]:
-    """Settings of an axis of layers: from the stem to the head whatever is drawn, both always labelled.
-
-    `beyond` names one more place behind the head.
-    """
+    """Settings of an axis of layers, from the stem to the head whatever is drawn; `beyond` names a place behind it."""
     last = last_layer(run)
     step = -(-last // _MOST_TICKS)
     ticks = [*(layer for layer in range(1, last, step) if last - layer >= step), last]
@@ -83,7 +80,7 @@ def whole(low: float, high: float) -> dict[str, Any]:
 def room_beside(names: Sequence[str]) -> dict[str, int]:
     """Margins, in pixels, for a y axis with these names on the left and a colour bar on the right.
 
-    They are roughly right: plotly widens a margin that is too narrow, but then draws the whole figure again.
+    Plotly widens a margin that is too narrow, but then draws the whole figure again.
     """
     longest = max((len(html.unescape(name)) for name in names), default=0)
     return {"l": _TITLE_AND_TICKS + _LETTER * longest, "r": _COLOUR_BAR}
@@ -117,10 +114,7 @@ def _number_of_stream(rows: pd.DataFrame) -> pd.Series[int]:
 
 
 def value_axis(options: ChartOptions, *, zero: bool = True, include: Sequence[float] = ()) -> dict[str, Any]:
-    """Settings of an axis of values, logarithmic if the options say so; a linear one begins at `zero`.
-
-    `include` are values that are always on it, such as the one that a line marks.
-    """
+    """Settings of an axis of values, logarithmic if the options say so, with the values to `include` always on it."""
     return {
         "type": "log" if options.log else "linear",
         "rangemode": "tozero" if zero and not options.log else "normal",
@@ -131,14 +125,7 @@ def value_axis(options: ChartOptions, *, zero: bool = True, include: Sequence[fl
 
 @dataclass(frozen=True)
 class Grid:
-    """A figure of empty panels, filled row by row.
-
-    Attributes:
-        figure: the figure.
-        columns: panels in a row.
-        panels: how many there are.
-        dark: which theme.
-    """
+    """A figure of empty panels, filled row by row."""
 
     figure: go.Figure
     columns: int

@@ -1,7 +1,4 @@
-"""Marks side by side, one per variant in its colours: for every task and their mean, and for layers and modules.
-
-First what charts by task share, then accuracy, cosine to the expert, and cosine of task vectors.
-"""
+"""Marks side by side, one per variant in its colours: for every task and their mean, and for layers and modules."""
 
 from __future__ import annotations
 
@@ -27,11 +24,10 @@ AVERAGE = "mean of tasks"
 def with_average(
     rows: pd.DataFrame, column: str, tasks: Sequence[str], *, has_intervals: bool = False
 ) -> pd.DataFrame:
-    """The rows, and one more per variant: the mean over tasks, every task weighing the same.
+    """The rows, and one more per variant of several tasks: the mean over tasks, every task weighing the same.
 
-    Null where a task has no number: a mean of the others would look better or worse than it is. With one task there is
-    nothing to average, and no row is added. Where `low` and `high` are ends of 95 % intervals, the mean has its own,
-    over samples: the tasks are the ones that were chosen.
+    Null where a task has no number: a mean of the others would look better or worse than it is. Where `low` and `high`
+    are ends of 95 % intervals, the mean has its own, over samples: the tasks are the ones that were chosen.
     """
     if len(tasks) < 2:
         return rows
@@ -60,8 +56,7 @@ def task_figure(
 ) -> go.Figure:
     """A figure of the rows (task, variant, value): tasks along the axis, variants side by side.
 
-    `low` and `high`, where they are, become whiskers, which hovered text calls `interval`. Shares are bars from zero,
-    other values points.
+    `low` and `high` become whiskers, called `interval`. Shares are bars from zero, other values points.
     """
     figure, brush = go.Figure(), Brush(run.variants, dark)
     write, form = (percent, theme.SHARE) if as_bars else (number, theme.NUMBER)
@@ -97,10 +92,7 @@ def task_figure(
 
 
 def averages_in_words(rows: pd.DataFrame, column: str, *, has_intervals: bool = False) -> str:
-    """Each variant's mean over tasks, or its value on the only task: "merged 0.6120; featcal 0.8010".
-
-    Where `low` and `high` are ends of 95 % intervals, they stand in parentheses behind it.
-    """
+    """Each variant's mean over tasks, or its value on the only task: "merged 0.6120; featcal 0.8010"."""
     last = rows[rows["task"] == (AVERAGE if (rows["task"] == AVERAGE).any() else rows["task"].iloc[0])]
     means = last[[column, *(["low", "high"] if has_intervals else [])]].astype(float).to_numpy().tolist()
     texts = [estimate(Interval(*row), "number") for row in means]
@@ -225,10 +217,7 @@ _SPREADS = {
 
 
 def spread(samples: pd.DataFrame, column: str, band: str = "q10-q90") -> pd.DataFrame:
-    """How far per-sample values scatter around their mean, from `low` to `high`, a row per task and variant.
-
-    Both are null where the band, one of `ChartOptions`, is none.
-    """
+    """How far per-sample values scatter around their mean, a row per task and variant; null where the band is none."""
     groups = samples.astype({column: float}).groupby(["task", "variant"], sort=False)[column]
     if band in _QUANTILES:
         low, high = (groups.quantile(level) for level in _QUANTILES[band])

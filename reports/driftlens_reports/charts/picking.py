@@ -55,11 +55,7 @@ class ChartOptions:
 
 
 def chosen_tasks(run: DriftRun, options: ChartOptions) -> list[str]:
-    """The tasks that the options name, in the order of the run; all of them unless they name some.
-
-    Raises:
-        DataError: one that the run has not, or none at all; says which there are.
-    """
+    """The tasks that the options name, in the order of the run; DataError says which there are where one is not."""
     return _chosen("task", options.tasks, run.tasks)
 
 
@@ -67,9 +63,6 @@ def chosen_variants(run: DriftRun, options: ChartOptions, *, base: bool = False)
     """The variants that the options name, in the order of the run; all unless they name some, the `base` only if asked.
 
     The anchor-only control of a calibrated variant always comes along.
-
-    Raises:
-        DataError: one that the run has not, or none at all; says which there are.
     """
     everything = [name for name in run.variants if name != "expert"]
     if options.variants is None:
@@ -105,13 +98,7 @@ def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -
 def rows_at(
     run: DriftRun, options: ChartOptions, table: Literal["layers", "samples"], *, baseline: bool = False
 ) -> pd.DataFrame:
-    """Rows of the table at the options' layer, of the chosen tasks and variants and in their order.
-
-    The options' `baseline` comes along if asked, chosen or not.
-
-    Raises:
-        LayerNotFoundError: an unknown layer.
-    """
+    """Rows of the table at the options' layer, of the chosen tasks and variants, and of their `baseline` if asked."""
     # A run that stopped early lists no layers; then none has rows, and none is wrong to ask for.
     layer = options.layer if run.manifest.layers else None
     rows = run.layers(layer=layer) if table == "layers" else run.samples(layer=layer)

@@ -1,7 +1,6 @@
 """How every chart looks: colours by role in light and dark, marks that tell variants apart without colour, a layout.
 
-Role colours are of the Okabe-Ito family. No two of them come close under simulated deuteranopia or protanopia, and all
-stand out from their background by 3:1 or more; what grey leaves alike differs in symbol, dash and hatch.
+Role colours are of the Okabe-Ito family: apart under simulated deuteranopia and protanopia, 3:1 from their background.
 """
 
 from __future__ import annotations
@@ -28,15 +27,8 @@ TICK_NUMBER, TICK_SHARE = ".3~g", ".0~%"
 class Palette:
     """Colours of one theme.
 
-    Attributes:
-        surface: the background.
-        ink: text.
-        quiet: secondary text and reference lines.
-        grid: grid lines.
-        gap: what shows where a heatmap has no number.
-        roles: by part, the shades of its first, second and third variant; later ones begin again.
-        sequential: a scale whose lightness runs one way, so that it reads without colour; low is near the surface.
-        diverging: a scale around zero; negative is blue and darker, positive orange.
+    `gap` is where a heatmap has no number; `roles` has, by part, the shades of its first, second and third variant. The
+    lightness of `sequential` runs one way, from near the surface; `diverging` is blue below zero and orange above.
     """
 
     surface: str
@@ -122,10 +114,7 @@ GLYPHS = {
 
 
 def look(variants: Sequence[str], variant: str, *, dark: bool) -> Look:
-    """How `variant` is drawn in a run with these `variants`, whichever of them a figure shows.
-
-    The second and later variants of a part get other shades and marks; up to twelve stay distinct.
-    """
+    """How `variant` is drawn in a run with these `variants`, whichever a figure shows; up to twelve stay distinct."""
     part = part_of(variant)
     alike = [name for name in variants if part_of(name) == part]
     at = alike.index(variant) if variant in alike else 0

@@ -50,7 +50,7 @@ def title(variant: str) -> str:
 def literal(text: str) -> str:
     """`text` as plotly shows it character by character: no markup, no formula, no hover placeholder.
 
-    Plotly reads a subset of HTML, `$...$` and `%{...}` in every text; an entity it shows as what it stands for.
+    An entity plotly shows as what it stands for.
     """
     return html.escape(printable(text), quote=False).replace("$", "&#36;").replace("%", "&#37;")
 

@@ -1,7 +1,4 @@
-"""The HTML formats, of one template: interactive, with plotly inside it, and light, with drawings and no script.
-
-A drawing is a chart as SVG inside a page: shapes and words, without styles, scripts, links or metadata of its own.
-"""
+"""The HTML formats, of one template: interactive, with plotly inside it, and light, with drawings and no script."""
 
 from __future__ import annotations
 
@@ -55,13 +52,7 @@ _FONT_SIZE = re.compile(r"font:[^;]*?([\d.]+)px")
 def interactive_page(
     content: ReportContent, drawn: Mapping[str, Drawn], dark: Mapping[str, go.Figure] | None = None
 ) -> bytes:
-    """The report as one HTML file that asks the network for nothing; it follows a reader's wish for dark colours.
-
-    Args:
-        content: what the report says.
-        drawn: the drawn charts, by name of the figure.
-        dark: the same in dark colours; the page holds what differs.
-    """
+    """The report as one HTML file that asks the network for nothing; of `dark` figures it holds what differs."""
     from plotly.offline import get_plotlyjs
 
     scripts = (get_plotlyjs(), pathlib.Path(__file__).with_name("report.js").read_text(encoding="utf-8"))
@@ -88,13 +79,9 @@ def _other(light: Any, dark: Any) -> Any:
 
 
 def light_page(content: ReportContent, drawn: Mapping[str, Drawn]) -> bytes:
-    """The report as one HTML file with drawings in it; it follows a reader's wish for dark colours.
+    """The report as one HTML file with drawings in it, without a script.
 
     A page that would be too large for a mail leaves out data tables first, then its largest drawings.
-
-    Args:
-        content: what the report says.
-        drawn: the drawn charts, by name of the figure.
     """
     drawings = {name: inline_svg(entry.figure, _anchor(name), entry.alt) for name, entry in drawn.items()}
     page = b""
@@ -132,11 +119,7 @@ def _render(
     scripts: Sequence[str] = (),
     policy: str = "",
 ) -> bytes:
-    """The page; everything that came with the run is escaped.
-
-    `shown_data` are figures whose numbers stand below them, `drawings` SVG that is harmless already, and `policy` is
-    what scripts need.
-    """
+    """The page; everything that came with the run is escaped. `policy` is what scripts need."""
     from markupsafe import Markup
 
     environment = _environment()
@@ -213,13 +196,7 @@ def _twins() -> dict[str, str]:
 
 
 def inline_svg(chart: go.Figure, name: str, alt: str) -> str:
-    """The chart drawn without a script, as one `svg` element of class `drawing`.
-
-    Args:
-        chart: the plotly figure.
-        name: unique on the page; ids inside the element begin with it.
-        alt: what the chart shows, in words.
-    """
+    """The chart as one `svg` element of class `drawing`, which says `alt`; ids inside it begin with `name`."""
     figure = _static(chart)
     figure.patch.set_visible(False)  # the page is behind it, light or dark
     root = ElementTree.fromstring(encode(figure, "svg", PAGE))

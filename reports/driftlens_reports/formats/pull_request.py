@@ -1,7 +1,4 @@
-"""The Markdown format: a comment on a pull request, in GitHub's flavour and at most 30 lines, without pictures.
-
-What failed stands first, then the verdict, then a row per task; GitHub shows no picture that is not uploaded to it.
-"""
+"""The Markdown format: a comment on a pull request, in GitHub's flavour and at most 30 lines, without pictures."""
 
 from __future__ import annotations
 

@@ -37,9 +37,6 @@ def spreadsheets(run: DriftRun, content: ReportContent) -> dict[str, bytes]:
 
     `NAME.csv` has the rows, `NAME.units.csv` the unit of every column. Text that a spreadsheet would take for a
     formula is marked as text.
-
-    Raises:
-        RunError: a table can't be read.
     """
     files: dict[str, bytes] = {}
     for name, rows, units in (*_run_tables(run, content.raw), *_report_tables(content)):

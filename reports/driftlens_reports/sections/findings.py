@@ -104,12 +104,7 @@ def calibration_tables(run: DriftRun) -> list[Table]:
 
 
 def caveat_sentences(run: DriftRun, figures: Sequence[Figure]) -> list[str]:
-    """The run's own warnings and notices first, then what its numbers leave open.
-
-    Args:
-        run: the run.
-        figures: all figures of the report; those that are missing are named.
-    """
+    """The run's own warnings and notices, what its numbers leave open, and which of the figures are missing."""
     manifest = run.manifest
     own = [f"Warning: {text}." for text in manifest.warnings] + [
         f"Notice: {text}." for text in manifest.notices

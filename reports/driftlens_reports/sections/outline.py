@@ -63,11 +63,7 @@ class Outline:
 
 
 def outline(preset: str = "standard", sections: Sequence[str] | None = None, *, raw: bool = False) -> Outline:
-    """The outline of a preset, or of the sections named, with the preset's charts.
-
-    Raises:
-        SpecError: there is no such preset or section.
-    """
+    """The outline of a preset, or of the sections named, with the preset's charts; SpecError names an unknown one."""
     check_known("preset", preset, PRESETS)
     if sections is not None and not sections:
         raise SpecError("no section is chosen", hint=f"There are {', '.join(TITLES)}.")

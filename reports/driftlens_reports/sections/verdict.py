@@ -1,7 +1,4 @@
-"""The verdict as the content of a report, its tables, and the checks.
-
-Whatever reads a table raises RunError where that can't be read.
-"""
+"""The verdict as the content of a report, its tables, and the checks."""
 
 from __future__ import annotations
 

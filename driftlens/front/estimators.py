@@ -20,7 +20,7 @@ from driftlens.front.keywords import Around, Quietly, keywords
 from driftlens.jobs.analyze.diagnosis import check_closure
 from driftlens.jobs.analyze.live import live_study
 from driftlens.jobs.analyze.modules import Modules
-from driftlens.jobs.calibrate.solution import history_rows
+from driftlens.jobs.calibrate.variants import history_rows
 from driftlens.models.chain import ParameterKey, fused
 from driftlens.spec.requests import FitRequest, LiveInputs, LiveSettings
 

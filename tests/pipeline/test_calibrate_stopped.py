@@ -17,9 +17,8 @@ from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.engine.forward_order import FeatureStore
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.findings.listing import find_runs
-from driftlens.jobs.calibrate import solution as calibration_scratch
-from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.calibrate.solution import CalibrationScratch
+from driftlens.jobs.calibrate import job as calibration_scratch
+from driftlens.jobs.calibrate.job import CalibrationScratch, calibrate
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import read_status

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from driftlens.base.access import Context
 from driftlens.base.progress import ProgressEvent
 from driftlens.jobs.calibrate import job
-from driftlens.jobs.calibrate.solution import solve
+from driftlens.jobs.calibrate.job import solve
 from driftlens.runs.run import DriftRun
 from tests.pipeline.calibrating import NAME, VARIANT, copied, request
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
+import math
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
 
 from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
-from driftlens.base.files import PathLike
+from driftlens.base.files import PathLike, from_json, write_json_atomic
 from driftlens.base.progress import Reporter
-from driftlens.checkpoints.saving import require_target
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.saving import require_target, save_state_dict
+from driftlens.checkpoints.sources import OnDemand
 from driftlens.diagnostics.drift import require_closed
 from driftlens.engine.attached import attachment_tensors
+from driftlens.engine.calibrating import Ground, Step
+from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.engine.site_selection import coverage
 from driftlens.jobs.analyze.evaluation import first_look
 from driftlens.jobs.analyze.job import completing, explaining, measuring
@@ -26,8 +37,7 @@ from driftlens.jobs.calibrate.plan import (
     plan_calibration,
     untouched_but_moved,
 )
-from driftlens.jobs.calibrate.solution import CalibrationScratch, calibration_info, record_solution, solve
-from driftlens.jobs.calibrate.variants import save_for_others, save_variants
+from driftlens.jobs.calibrate.variants import Solution, record_solution, save_for_others, save_variants
 from driftlens.jobs.study.card import model_card
 from driftlens.jobs.study.opening import OpenModels
 from driftlens.jobs.study.reopening import (
@@ -40,6 +50,8 @@ from driftlens.jobs.study.reopening import (
 )
 from driftlens.jobs.study.study import Study
 from driftlens.jobs.study.writing import (
+    Begun,
+    Kept,
     Phase,
     deterministic_algorithms,
     lead,
@@ -49,12 +61,16 @@ from driftlens.jobs.study.writing import (
 )
 from driftlens.merging.method import merge_methods
 from driftlens.runs import layout
+from driftlens.runs.contents import remove_tree
 from driftlens.runs.manifest import CalibrationInfo, Manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.standing import COMMAND, how_to_explain, how_to_resume
 from driftlens.runs.writer import RunWriter
 from driftlens.spec import load_spec
 from driftlens.spec.requests import CalibrationRequest
+
+PHASE = "calibrate"
+"""What progress events of the solving walk are called."""
 
 
 def calibrate(
@@ -75,45 +91,41 @@ def calibrate(
     folder = pathlib.Path(path)
     # All that can be refused is refused before the lock is taken: a finished run must not become a failed one.
     opened = open_calibration(folder, request, context)
-    plan, is_chosen = opened.plan, choose is not None
+    plan, study, is_chosen = opened.plan, opened.study, choose is not None
     require_terms(request, opened, is_chosen=is_chosen)
     if request.save_weights is not None:
         require_target(opened.models.architecture, request.save_weights)
     if choose is not None:
-        choose.outlook(plan.calibrator, plan.counts, has_base=opened.study.has_base)
-    team = opened.study.team
-    team.once(lambda: require_same_samples(opened.manifest, opened.study))
-    team.once(lambda: require_same_models(opened.manifest, opened.study, context.reporter()))
-    with writing(team, functools.partial(RunWriter.resume, folder)) as writer:
+        choose.outlook(plan.calibrator, plan.counts, has_base=study.has_base)
+    study.team.once(lambda: require_same_samples(opened.manifest, study))
+    study.team.once(lambda: require_same_models(opened.manifest, study, context.reporter()))
+    resumed = functools.partial(RunWriter.resume, folder)
+    with writing(study.team, resumed) as writer, deterministic_algorithms(study.settings.deterministic):
         # Somebody may have been faster while the models were being opened.
         require_free_name(request, plan, writer.manifest, is_chosen=is_chosen)
-        reporter = context.reporter(writer.progress)
-        scratch = CalibrationScratch(folder, plan.name)
-        with deterministic_algorithms(opened.study.settings.deterministic):
-            if request.replace or not (request.resume and plan.name in writer.manifest.calibrations):
-                with _resumable(
-                    lambda: scratch.is_there and how_to_resume(folder, plan.name, writer.manifest)
-                ):
-                    _calibrate(
-                        writer, opened, scratch, reporter, choose, resume=request.resume, on_first=on_first
-                    )
-                if on_measured is not None and team.leads:
-                    on_measured(open_run(folder))
-            more = how_to_explain(folder)
-            more = more if context.live is None else how_to_resume(folder, plan.name, opened.manifest)
-            with _resumable(lambda: (folder / plan.weights[plan.variant]).is_file() and more):
-                _complete(writer, opened, reporter, attribution=request.attribution)
+        work = _Work(writer, opened, context.reporter(writer.progress))
+        if request.replace or not (request.resume and plan.name in writer.manifest.calibrations):
+            with _resumable(
+                lambda: work.scratch.is_there and how_to_resume(folder, plan.name, writer.manifest)
+            ):
+                work.first_numbers(choose, resume=request.resume, on_first=on_first)
+            if on_measured is not None and study.team.leads:
+                on_measured(open_run(folder))
+        is_live = context.live is not None
+        more = how_to_resume(folder, plan.name, opened.manifest) if is_live else how_to_explain(folder)
+        with _resumable(lambda: (folder / plan.weights[plan.variant]).is_file() and more):
+            work.complete(attribution=request.attribution)
     run = open_run(folder)
     if (place := request.save_weights) is not None:
-        team.once(lambda: save_for_others(run, plan, opened.models, opened.study.pool, place))
+        study.team.once(lambda: save_for_others(run, plan, opened.models, study.pool, place))
     return run
 
 
 def carry_out(writer: RunWriter, opened: OpenCalibration, reporter: Reporter, *, attribution: bool) -> None:
-    """Calibrate in a run that is open, from the first layer to the last table; arguments as for `calibrate`."""
-    scratch = CalibrationScratch(writer.folder, opened.plan.name)
-    _calibrate(writer, opened, scratch, reporter, None, resume=False, on_first=None)
-    _complete(writer, opened, reporter, attribution=attribution)
+    """Calibrate in a run that is open, from the first layer to the last table."""
+    work = _Work(writer, opened, reporter)
+    work.first_numbers(None)
+    work.complete(attribution=attribution)
 
 
 @dataclass(frozen=True)
@@ -131,11 +143,12 @@ class OpenCalibration:
 def open_calibration(
     folder: pathlib.Path, request: CalibrationRequest, context: Context = Context()
 ) -> OpenCalibration:
-    """The run's models and samples with a request's plan; nothing is written. Arguments as for `calibrate`."""
+    """The run's models and samples with a request's plan; nothing is written."""
     require_analyzed(folder)
     run = open_run(folder)
     if context.live is None:
         require_spec(folder, run.manifest)
+    # Nothing can be built on drift that is not that of ordinary forward passes.
     require_closed(run.layers(variant="merged").to_dict("records"), run.manifest.dtype)
     study, models = reopened(folder, context, num_calibration=request.samples, with_calibrations=False)
     spec = load_spec(folder / layout.SPEC) if context.live is None else None
@@ -204,103 +217,116 @@ def _resumable(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
         raise
 
 
-def _calibrate(
-    writer: RunWriter,
-    opened: OpenCalibration,
-    scratch: CalibrationScratch,
-    reporter: Reporter,
-    choose: Choice | None,
-    *,
-    resume: bool,
-    on_first: Callable[[str], None] | None,
-) -> None:
-    """Solve, save, and measure drift and accuracy; with that the variant is there for readers."""
-    plan, study, team = opened.plan, opened.study, opened.study.team
-    replaces = plan.name in writer.manifest.calibrations
+class _Work:
+    """One calibration of a run that is open for writing."""
 
-    def clear() -> None:
-        if not (resume and scratch.is_there):
-            scratch.remove()  # first: with it, a removal that is stopped could be taken for one to go on with
-            if not replaces:
-                writer.remove_calibration(plan.name)  # what one that was stopped has left
+    def __init__(self, writer: RunWriter, opened: OpenCalibration, reporter: Reporter) -> None:
+        self.writer, self.opened, self.reporter, self.plan = writer, opened, reporter, opened.plan
+        self.study, self.team = opened.study, opened.study.team
+        self.scratch = CalibrationScratch(writer.folder, opened.plan.name)
 
-    lead(team, writer, clear)
-    if choose is not None:
-        plan = _chosen(writer, opened, scratch, reporter, choose)
-    identity = plan.identity(opened.manifest, study)
-    begun = identity | {"selection": dict(plan.selection), COMMAND: list(opened.words)}
-    team.once(lambda: scratch.go_on(begun))
-    if replaces:
-        _solve_and_make_room(writer, study, plan, scratch, reporter)
-    notices = team.once(lambda: _notices(plan, study, opened.manifest))
-    writer.begin_variants(plan.variants)
+    def first_numbers(
+        self,
+        choose: Choice | None,
+        *,
+        resume: bool = False,
+        on_first: Callable[[str], None] | None = None,
+    ) -> None:
+        """Solve, save, and measure drift and accuracy; with that the variant is there for readers."""
+        replaces = self.opened.plan.name in self.writer.manifest.calibrations
 
-    def work() -> None:
-        solution = solve(writer, study, plan, scratch, reporter)
+        def clear() -> None:
+            if not (resume and self.scratch.is_there):
+                self.scratch.remove()  # first: with it, a removal that is stopped could be taken for one to go on with
+                if not replaces:
+                    self.writer.remove_calibration(self.plan.name)  # what one that was stopped has left
+
+        lead(self.team, self.writer, clear)
+        if choose is not None:
+            self._choose(choose)
+        identity, plan = self.plan.identity(self.opened.manifest, self.study), self.plan
+        begun = identity | {"selection": dict(plan.selection), COMMAND: list(self.opened.words)}
+        self.team.once(lambda: self.scratch.go_on(begun))
+        if replaces:
+            self._make_room()
+        notices = self.team.once(lambda: _notices(plan, self.study, self.opened.manifest))
+        self.writer.begin_variants(plan.variants)
+        run_phases(self.writer, [Phase(plan.phase, lambda: self._save(identity, notices), self.study)])
+        add_calibration(
+            self.study, self.opened.models, self.writer.folder, plan.name, plan.method, plan.control
+        )
+        measured = measuring(self.writer, self.study, plan.variants, self.reporter, prefix=f"{plan.phase}:")
+        look = Phase(f"{plan.phase}:look", lambda: self._look(on_first), self.study, leads=self.team)
+        run_phases(self.writer, [look, *measured])
+        attached = attachment_tensors(self.study.pool.variant(plan.variant).attachments)
+        numbers = sum(tensor.numel() for tensor in attached.values() if tensor.dim())
+        info = plan.info(self.team.once(lambda: self.scratch.seconds), notices, numbers)
+        said = [f"{plan.variant}: {text}" for text in notices]
+        self.writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
+
+    def _choose(self, choose: Choice) -> None:
+        """Go on with the plan that has what is chosen; what is tried on the way is kept, and so is the choice."""
+        plan, writer, scratch = self.plan, self.writer, self.scratch
+        phase, begins = f"{plan.phase}:choose", {"selection": {}, COMMAND: list(self.opened.words)}
+        start = plan.identity(self.opened.manifest, self.study) | {"automatic": True} | begins
+        self.team.once(lambda: scratch.go_on(start, asked=plan.asked))
+        begun = self.team.once(lambda: scratch.begun)
+        with writer.phase(phase), suitable_threads(writer, phase, self.study):
+            self.plan = plan.chosen(choose, self.study, self.reporter, begun, scratch.tried)
+        if not begun["selection"]:
+            identity = self.plan.identity(self.opened.manifest, self.study)
+            settled = start | identity | {"selection": dict(self.plan.selection)}
+            self.team.once(lambda: scratch.settle(settled))
+
+    def _make_room(self) -> None:
+        """Only when all layers are solved does the calibration that has the name make room."""
+        try:
+            solve(self.writer, self.study, self.plan, self.scratch, self.reporter)
+        except DriftLensError as error:
+            if self.team.leads and not isinstance(error, Cancelled | RunError):
+                self.scratch.remove()  # what has the name stays, and going on would fail once more
+            raise
+
+        def remove() -> None:
+            with self.scratch.hidden():
+                self.writer.remove_calibration(self.plan.name)
+
+        lead(self.team, self.writer, remove)
+
+    def _save(self, identity: Mapping[str, Any], notices: Sequence[str]) -> None:
+        plan, writer = self.plan, self.writer
+        solution = solve(writer, self.study, plan, self.scratch, self.reporter)
 
         def save() -> None:
-            info = calibration_info(plan, scratch.seconds, notices)
-            save_variants(writer, opened.models, study, plan, solution, info)
-            record_solution(writer, plan, solution.reports, identity, info)
+            info = plan.info(self.scratch.seconds, notices)
+            save_variants(writer, self.opened.models, self.study, plan, solution, info)
+            record_solution(writer, plan, solution, identity, info)
 
-        lead(team, writer, save)
+        lead(self.team, writer, save)
 
-    run_phases(writer, [Phase(plan.phase, work, study)])
-    add_calibration(study, opened.models, writer.folder, plan.name, plan.method, plan.control)
-
-    def look() -> None:
-        said = first_look(open_run(writer.folder), study, plan.variant, plan.counts)
-        reporter.step("look", 1, 1, said)
+    def _look(self, on_first: Callable[[str], None] | None) -> None:
+        said = first_look(open_run(self.writer.folder), self.study, self.plan.variant, self.plan.counts)
+        self.reporter.step("look", 1, 1, said)
         if on_first is not None:
             on_first(said)
 
-    measured = measuring(writer, study, plan.variants, reporter, prefix=f"{plan.phase}:")
-    run_phases(writer, [Phase(f"{plan.phase}:look", look, study, leads=team), *measured])
-    attached = attachment_tensors(study.pool.variant(plan.variant).attachments)
-    seconds = team.once(lambda: scratch.seconds)
-    numbers = sum(tensor.numel() for tensor in attached.values() if tensor.dim())
-    info = calibration_info(plan, seconds, notices, numbers)
-    said = [f"{plan.variant}: {text}" for text in notices]
-    writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
+    def complete(self, *, attribution: bool) -> None:
+        """Add what comes behind the first numbers, as far as it is missing, the model card among it."""
+        plan, writer, study, folder = self.plan, self.writer, self.study, self.writer.folder
+        self.team.once(self.scratch.remove)
+        control = writer.manifest.calibrations[plan.name].control
+        variants = [control, plan.variant] if control else [plan.variant]
+        if plan.variant not in study.pool:
+            add_calibration(study, self.opened.models, folder, plan.name, plan.method, control)
+        run_phases(writer, completing(writer, study, variants, self.reporter, prefix=f"{plan.phase}:"))
 
+        def describe() -> None:
+            with writer.file(f"{layout.calibration_folder(plan.name)}/README.md") as file:
+                file.write_text(model_card(open_run(folder), plan.name), encoding="utf-8")
 
-def _chosen(
-    writer: RunWriter,
-    opened: OpenCalibration,
-    scratch: CalibrationScratch,
-    reporter: Reporter,
-    choose: Choice,
-) -> CalibrationPlan:
-    """The plan with what is chosen; what is tried on the way is kept, and so is the choice."""
-    plan, study, team = opened.plan, opened.study, opened.study.team
-    phase, identity = f"{plan.phase}:choose", plan.identity(opened.manifest, study) | {"automatic": True}
-    start = identity | {"selection": {}, COMMAND: list(opened.words)}
-    team.once(lambda: scratch.go_on(start, asked=plan.asked))
-    begun = team.once(lambda: scratch.begun)
-    with writer.phase(phase), suitable_threads(writer, phase, study):
-        plan = plan.chosen(choose, study, reporter, begun, scratch.tried)
-    if not begun["selection"]:
-        settled = start | plan.identity(opened.manifest, study) | {"selection": dict(plan.selection)}
-        team.once(lambda: scratch.settle(settled))
-    return plan
-
-
-def _solve_and_make_room(
-    writer: RunWriter, study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, reporter: Reporter
-) -> None:
-    """Only when all layers are solved does the calibration that has the name make room."""
-    try:
-        solve(writer, study, plan, scratch, reporter)
-    except DriftLensError as error:
-        if study.team.leads and not isinstance(error, Cancelled | RunError):
-            scratch.remove()  # what has the name stays, and going on would fail once more
-        raise
-
-    def make_room() -> None:
-        with scratch.hidden():
-            writer.remove_calibration(plan.name)
-
-    lead(study.team, writer, make_room)
+        lead(self.team, writer, describe)
+        if attribution:
+            run_phases(writer, explaining(writer, study, variants, self.reporter, prefix=f"{plan.phase}:"))
 
 
 def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[str]:
@@ -344,20 +370,137 @@ def _anchor(plan: CalibrationPlan, manifest: Manifest) -> list[str]:
     return [f"{text}; {plan.control} measures it alone"]
 
 
-def _complete(writer: RunWriter, opened: OpenCalibration, reporter: Reporter, *, attribution: bool) -> None:
-    """Add what comes behind the first numbers, as far as it is missing, the model card among it."""
-    plan, study = opened.plan, opened.study
-    study.team.once(CalibrationScratch(writer.folder, plan.name).remove)
-    control = writer.manifest.calibrations[plan.name].control
-    variants = [control, plan.variant] if control else [plan.variant]
-    if plan.variant not in study.pool:
-        add_calibration(study, opened.models, writer.folder, plan.name, plan.method, control)
-    run_phases(writer, completing(writer, study, variants, reporter, prefix=f"{plan.phase}:"))
+class CalibrationScratch(Begun):
+    """The folder of one unfinished calibration inside a run; it belongs to nothing that a reader sees.
 
-    def describe() -> None:
-        with writer.file(plan.card) as file:
-            file.write_text(model_card(open_run(writer.folder), plan.name), encoding="utf-8")
+    Of what it begins with, `selection` is how settings were chosen (nothing until then), `command` with which options.
+    """
 
-    lead(study.team, writer, describe)
-    if attribution:
-        run_phases(writer, explaining(writer, study, variants, reporter, prefix=f"{plan.phase}:"))
+    what = "calibration"
+    afresh = "start afresh without --resume"
+    untold = 0.0
+    """Seconds that work took of which nothing is kept."""
+
+    def __init__(self, run: pathlib.Path, name: str) -> None:
+        """Nothing is read or written yet."""
+        super().__init__(run / layout.begun_calibration(name))
+
+    def go_on(self, settings: Mapping[str, Any], *, asked: Mapping[str, Any] | None = None) -> None:
+        """Begin, unless that was done before, with the same settings; `asked` is what a choice begins with."""
+        if self.is_there:
+            self.require_begun(settings, asked=asked)
+        else:
+            self.begin(settings)
+
+    def require_begun(self, settings: Mapping[str, Any], *, asked: Mapping[str, Any] | None = None) -> None:
+        """Refuse what `go_on` would, if anything was begun."""
+        if not self.is_there:
+            return
+        before, now, skipped = self.begun, dict(settings), {"selection", COMMAND}
+        if asked and (chosen := before.get("selection")):
+            before, now, skipped = before | chosen["asked"], {**now, **asked}, {*skipped, "sites"}
+        self.require_same(*({name: of[name] for name in of if name not in skipped} for of in (before, now)))
+
+    def solved(self) -> dict[int, CalibratedLayer]:
+        """The layers that are kept, by index; their values stay on disk until they are asked for."""
+        return {int(path.stem): _read(path) for path in self._files()}
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """A block that, stopped in the middle, leaves nothing to go on with."""
+        settings = self.begun
+        self._settings.unlink()
+        yield
+        write_json_atomic(self._settings, settings)
+
+    @property
+    def spill(self) -> pathlib.Path:
+        """A folder for features that don't fit into memory."""
+        return self._folder / "features"
+
+    @property
+    def tried(self) -> Kept:
+        """What became of the candidates that a choice has tried; nothing any more once it is `settled`."""
+        return self.kept("tried")
+
+    def settle(self, settings: Mapping[str, Any]) -> None:
+        """Go on with what was chosen: `settings` take the place of those that the choice began with."""
+        self.require_there()
+        write_json_atomic(self._settings, settings)
+        remove_tree(self._folder / "tried")
+
+    @property
+    def seconds(self) -> float:
+        """What was solved or trained so far took, over all sittings."""
+        return max(Kept(self._folder).seconds, self.kept("training").seconds) or self.untold
+
+    def keep(self, layer: CalibratedLayer, seconds: float) -> CalibratedLayer:
+        """Store one layer's solution, whole or not at all; returns what was stored."""
+        self.require_there()
+        reports = json.dumps([dataclasses.asdict(report) for report in layer.reports])
+        file = self._folder / f"{layer.layer:03d}.safetensors"
+        save_state_dict(file, layer.updates, {"reports": reports, "seconds": repr(seconds)})
+        return _read(file)
+
+    def _files(self) -> list[pathlib.Path]:
+        return sorted(self._folder.glob("*.safetensors"))
+
+
+def _read(path: pathlib.Path) -> CalibratedLayer:
+    source = open_checkpoint(path)
+    with safe_open(path, framework="pt") as file:
+        stored = from_json(file.metadata()["reports"])
+    reports = tuple(SiteReport(**report) for report in stored)
+    return CalibratedLayer(int(path.stem), OnDemand(source.headers, source.read), reports)
+
+
+@torch.no_grad()
+def solve(
+    writer: RunWriter, study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, reporter: Reporter
+) -> Solution:
+    """What a plan solves for or trains, in forward order; it is kept at once, and not done again when resumed."""
+    solution, started = Solution(scratch.solved()), time.monotonic() - scratch.seconds
+
+    def elapsed() -> float:
+        return time.monotonic() - started
+
+    metrics: dict[str, float] = {}  # of the last finished layer: enough to draw a curve while it runs
+
+    def step(now: Step) -> None:
+        said = metrics if now.loss is None else {"loss": now.loss}
+        reporter.step(PHASE, now.done, now.total, now.label, **said)
+
+    ground = Ground(
+        study.pool,
+        {task: [samples] for task, samples in plan.samples.items()},
+        plan.sites,
+        base="base" if study.has_base else None,
+        done={index: earlier.updates for index, earlier in solution.layers.items()},
+        feature_budget=study.settings.feature_budget,
+        spill=scratch.spill,
+        on_step=step,
+        pooling=study.settings.pool,
+        team=study.team,
+        seed=plan.seed,
+        memory=scratch.kept("training", elapsed),
+    )
+    for layer in plan.calibrator.calibrate(ground):
+        solution.attachments |= {(task, layer.layer): each for task, each in layer.attachments.items()}
+        if study.team.leads and (layer.updates or layer.reports):
+            solution.layers[layer.layer] = scratch.keep(layer, elapsed())
+        if layer.reports:
+            drifts = layer.drift_l2_mean.values()
+            metrics |= {
+                "layer": layer.layer,
+                "drift_l2_mean": sum(drifts) / len(drifts) if drifts else math.nan,
+                "objective_before": _total(report.objective_before for report in layer.reports),
+                "objective_after": _total(report.objective_after for report in layer.reports),
+            }
+            writer.event("layer", phase=PHASE, name=plan.name, **metrics)
+    scratch.untold = elapsed()
+    return solution
+
+
+def _total(values: Iterable[float | None]) -> float:
+    """The sum; NaN where a value was not computed."""
+    return sum(math.nan if value is None else value for value in values)

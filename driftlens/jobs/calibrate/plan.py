@@ -20,8 +20,8 @@ from driftlens.engine.site_selection import select_sites, updated_sites
 from driftlens.jobs.study.study import Study
 from driftlens.jobs.study.writing import Kept
 from driftlens.models.chain import Layer
-from driftlens.runs.layout import calibration_folder, calibration_weights
-from driftlens.runs.manifest import Manifest, ids_digest
+from driftlens.runs.layout import calibration_weights
+from driftlens.runs.manifest import CalibrationInfo, Manifest, ids_digest
 from driftlens.runs.run import DriftRun
 from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest
 
@@ -110,11 +110,6 @@ class CalibrationPlan:
         return {"method": self.method, "settings": self.hyperparameters, "layers": self.layers}
 
     @property
-    def preset(self) -> str:
-        """The published setting whose values all hyperparameters have; empty without."""
-        return preset_of(self.calibrator)
-
-    @property
     def variant(self) -> str:
         """The variant that it makes."""
         return calibrated(self.name)
@@ -128,11 +123,6 @@ class CalibrationPlan:
     def phase(self) -> str:
         """What the run calls its phases."""
         return f"calibrate:{self.name}"
-
-    @property
-    def card(self) -> str:
-        """Where the model card goes, relative to the run."""
-        return f"{calibration_folder(self.name)}/README.md"
 
     @property
     def weights(self) -> dict[str, str]:
@@ -171,6 +161,25 @@ class CalibrationPlan:
     def sample_digests(self) -> dict[str, str]:
         """Digest of the calibration samples' ids, or of their contents where a caller has handed them in, by task."""
         return {task: ids_digest(samples.identities) for task, samples in self.samples.items()}
+
+    def info(self, seconds: float, notices: Sequence[str], attached: int = 0) -> CalibrationInfo:
+        """The entry of the manifest."""
+        return CalibrationInfo(
+            method=self.method,
+            settings=self.hyperparameters,
+            control=self.control,
+            seconds=seconds,
+            samples=self.counts,
+            sample_digests=self.sample_digests,
+            layers=self.layers,
+            automatic=self.automatic,
+            notices=tuple(notices),
+            preset=preset_of(self.calibrator),
+            sites=tuple(self.patterns),
+            seed=self.seed,
+            selection=self.selection,
+            attached=attached,
+        )
 
     def identity(self, manifest: Manifest, study: Study) -> dict[str, Any]:
         """Everything that the solution depends on, as plain values."""

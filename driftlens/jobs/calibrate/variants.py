@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,17 +17,18 @@ from torch import Tensor
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.saving import Patched, library_prefix, save_model, save_state_dict
 from driftlens.checkpoints.sources import InDtypes, OnDemand, StateSource, TensorsSource
-from driftlens.engine.attached import Attachments, attachment_tensors, portable_tensors
+from driftlens.engine.attached import Attachment, Attachments, attachment_tensors, portable_tensors
 from driftlens.engine.pool import ModelPool
+from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.jobs.calibrate.plan import CalibrationPlan
-from driftlens.jobs.calibrate.solution import Solution
 from driftlens.jobs.study.card import model_card
 from driftlens.jobs.study.opening import OpenModels, head_files
 from driftlens.jobs.study.study import Study
 from driftlens.models.chain import LayerChain, ParameterKey, fused
-from driftlens.runs.layout import calibration_attachments
-from driftlens.runs.manifest import CalibrationInfo
+from driftlens.runs.layout import calibration_attachments, calibration_folder
+from driftlens.runs.manifest import CalibrationInfo, versions
 from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import CALIBRATION
 from driftlens.runs.writer import RunWriter
 
 ATTACHED_FILE = "attachments.safetensors"
@@ -47,6 +51,64 @@ def attach(model, task, file="{file}"):
 
 
 """
+
+
+@dataclass
+class Solution:
+    """What a walk solved: layers by index, and (task, boundary) -> what a trained calibrator attaches there."""
+
+    layers: dict[int, CalibratedLayer] = field(default_factory=dict)
+    attachments: dict[tuple[str, int], Attachment] = field(default_factory=dict)
+
+    @property
+    def updates(self) -> OnDemand[ParameterKey]:
+        """(layer index, own parameter name) -> calibrated value, in the layer's layout."""
+        keys = [(index, name) for index, layer in self.layers.items() for name in layer.updates]
+        return OnDemand(dict.fromkeys(keys), lambda key: self.layers[key[0]].updates[key[1]])
+
+    @property
+    def reports(self) -> list[tuple[int, SiteReport]]:
+        """One per site, with its layer's index."""
+        return [(index, report) for index, layer in self.layers.items() for report in layer.reports]
+
+
+def history_rows(name: str, reports: Sequence[tuple[int, SiteReport]]) -> list[dict[str, Any]]:
+    """Rows of the calibration table: one per site, layer index first."""
+    known = CALIBRATION.names
+    return [
+        {"name": name, "layer": layer}
+        | {key: value for key, value in dataclasses.asdict(report).items() if key in known}
+        for layer, report in reports
+    ]
+
+
+def record_solution(
+    writer: RunWriter,
+    plan: CalibrationPlan,
+    solution: Solution,
+    identity: Mapping[str, Any],
+    info: CalibrationInfo,
+) -> None:
+    """Write the history of every site and `config.yaml`, in which all settings are resolved."""
+    import pandas as pd
+
+    from driftlens.spec.yaml_text import to_yaml
+
+    if solution.reports:
+        writer.append("calibration", pd.DataFrame(history_rows(plan.name, solution.reports)), replace=True)
+    config = {
+        "name": plan.name,
+        "variant": plan.variant,
+        "control": plan.control or None,
+        "selection": dict(plan.selection) or None,
+        **identity,
+        "num_samples": plan.counts,
+        "seconds": round(info.seconds, 3),
+        "notices": list(info.notices),
+        "versions": versions(),
+    }
+    with writer.file(f"{calibration_folder(plan.name)}/config.yaml") as path:
+        path.write_text(to_yaml(config), encoding="utf-8")
 
 
 @torch.no_grad()

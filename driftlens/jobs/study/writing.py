@@ -178,9 +178,14 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 class Kept:
     """Tensors by name, each name a file that is whole or absent; an `engine.training.Memory`."""
 
-    def __init__(self, folder: pathlib.Path, require_there: Callable[[], None] = lambda: None) -> None:
-        """Nothing is read or written yet; `require_there` is asked before the folder is made or written to."""
-        self._folder, self._require_there = folder, require_there
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        require_there: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """Nothing is read or written yet; `require_there` is asked before that, `clock` for seconds so far."""
+        self._folder, self._require_there, self._clock = folder, require_there, clock
 
     def read(self, name: str) -> dict[str, Tensor]:
         """What is kept under a name; nothing where there is none, or what is there can't be read any more."""
@@ -193,12 +198,14 @@ class Kept:
         except CheckpointError:  # it is made once more, and takes that file's place
             return {}
 
-    def write(self, name: str, tensors: Mapping[str, Tensor], seconds: float = 0.0) -> None:
+    def write(self, name: str, tensors: Mapping[str, Tensor], seconds: float | None = None) -> None:
         """Keep tensors, with the time that all work took until then, over all sittings."""
         self._require_there()
         self._folder.mkdir(exist_ok=True)
         contiguous = {key: value.cpu().contiguous() for key, value in tensors.items()}
-        save_state_dict(self._file(name), contiguous, {"seconds": repr(seconds)})
+        save_state_dict(
+            self._file(name), contiguous, {"seconds": repr(self._clock() if seconds is None else seconds)}
+        )
 
     def forget(self, name: str) -> None:
         """Keep nothing under a name any more."""
@@ -274,9 +281,9 @@ class Begun:
                     hint=f"Resume with the same settings, models and samples, or {self.afresh}.",
                 )
 
-    def kept(self, name: str) -> Kept:
+    def kept(self, name: str, clock: Callable[[], float] = lambda: 0.0) -> Kept:
         """Results under a name of their own."""
-        return Kept(self._folder / name, self.require_there)
+        return Kept(self._folder / name, self.require_there, clock)
 
     def require_there(self) -> None:
         """Refuse to write where the job is not any more, which would bring a folder back."""

@@ -1,8 +1,4 @@
-"""Figures that no chart of the report shows, drawn mark by mark.
-
-Accuracy by a coefficient and by the number of samples, a line per run; corrupted images; and self-checks: the largest
-error of each exact claim that runs check about themselves, against its limit.
-"""
+"""Figures that no chart of the report shows: sweeps, a line per run; corrupted images; self-checks and their limits."""
 
 from __future__ import annotations
 
@@ -29,8 +25,8 @@ from driftlens_reports.charts.sweeps import over_seeds
 from driftlens_reports.charts.words import between, spaced, title
 from driftlens_reports.facts import check_sentence
 from driftlens_reports.paper.exhibit import ROUNDED, Exhibited, ExhibitOptions, figure, origin
+from driftlens_reports.paper.figures import Plate, legend, short
 from driftlens_reports.paper.marks import GUIDE, number
-from driftlens_reports.paper.plate import Plate, legend, short
 from driftlens_reports.paper.published import CORRUPTED, method_title, published_tables, source
 
 MEAN = "accuracy (average over tasks), mean over seeds"
@@ -186,8 +182,7 @@ def _draw_lines(
 ) -> tuple[dict[str, Artist], dict[str, pd.DataFrame]]:
     """A line per run through its means, with bars of one standard deviation, and its merged model's dotted level.
 
-    Returns:
-        The legend's lines by name, and the points drawn by run id. Runs that share a name go by their ids.
+    Returns the legend's lines by name, and the points drawn by run id. Runs that share a name go by their ids.
     """
     entries: dict[str, Artist] = {}
     points_of: dict[str, pd.DataFrame] = {}

@@ -42,23 +42,7 @@ _GAINS_PRINTED = ", of the paper's rows from its printed ones"
 
 @dataclass(frozen=True)
 class ExhibitOptions:
-    """What a writer may choose, and what that means for a run.
-
-    Attributes:
-        tasks: only these; None is all.
-        task: the task of exhibits about one task; None is the one with the largest final drift of the merged model.
-        variants: the compared variants, in this order, in exhibits that compare some; None is merged, `baseline` and
-            `calibrated`.
-        calibrated: the variants called "calibrated", or the names of their calibrations, several of a text joined by
-            commas; None is the last one of the run in figures, and all of them in tables.
-        baseline: the variant compared with; None is `merged`.
-        layer: layer index, "final" or module path, for exhibits of one layer.
-        width: of the venue's text or column, in inches.
-        digits: decimals of percentages in tables.
-        method: projection of matched features: pca, umap or tsne.
-        paper: whether exhibits also hold the paper's printed numbers, told apart from measured ones.
-        names: what tasks and variants are called, over what the runs' specs say under `names`.
-    """
+    """What a writer may choose, as `ExhibitRequest` says it, and what that means for a run; `width` is in inches."""
 
     tasks: Sequence[str] | None = None
     task: str | None = None
@@ -78,21 +62,13 @@ class ExhibitOptions:
         return venue_of(self.width) == "icml-column"
 
     def tasks_of(self, run: DriftRun) -> tuple[str, ...]:
-        """The tasks to show, in the order of the run.
-
-        Raises:
-            DataError: the run lacks one that was asked for; says which it has.
-        """
+        """The tasks to show, in the order of the run; refuses, as all choices here, what the run lacks."""
         for task in self.tasks or ():
             _check("task", task, run.tasks)
         return tuple(task for task in run.tasks if self.tasks is None or task in self.tasks)
 
     def task_of(self, run: DriftRun) -> str:
-        """The task of an exhibit about one: the one asked for, or that with the merged model's largest final drift.
-
-        Raises:
-            DataError: the run lacks the task that was asked for, or has no tasks.
-        """
+        """The task of an exhibit about one: the one asked for, or that with the merged model's largest final drift."""
         if self.task is not None:
             return _check("task", self.task, run.tasks)
         tasks = self.tasks_of(run)
@@ -101,11 +77,7 @@ class ExhibitOptions:
         return worst_task(run, tasks, "merged")
 
     def calibrated_of(self, run: DriftRun) -> tuple[str, ...]:
-        """The variants called "calibrated": those asked for, or the run's last one; empty where there is none.
-
-        Raises:
-            DataError: the run lacks a variant that was asked for.
-        """
+        """The variants called "calibrated": those asked for, or the run's last one; empty where there is none."""
         if self.calibrated is None:
             return tuple(name for name in run.variants if part_of(name) == "calibrated")[-1:]
         asked = self.calibrated.split(",") if isinstance(self.calibrated, str) else self.calibrated
@@ -117,12 +89,7 @@ class ExhibitOptions:
         return self.calibrated is None or variant in self.calibrated_of(run)
 
     def names_of(self, runs: Sequence[DriftRun]) -> Mapping[str, str]:
-        """What tasks and variants are called: as asked for, else as the runs' specs say.
-
-        Raises:
-            DataError: a name was asked for of what no run has, or two tasks would be called the same.
-            RunError: a spec can't be read.
-        """
+        """What tasks and variants are called: as asked for, else as the runs' specs say."""
         known = {name for run in runs for name in (*run.tasks, *run.variants, "expert")}
         known |= {plain_title(name) for run in runs for name in run.variants}
         for name in self.names:
@@ -141,11 +108,7 @@ class ExhibitOptions:
         return names
 
     def baseline_of(self, run: DriftRun) -> str:
-        """The variant that gains are counted from: the one asked for, or `merged`.
-
-        Raises:
-            DataError: the run lacks the variant that was asked for.
-        """
+        """The variant that gains are counted from: the one asked for, or `merged`."""
         return "merged" if self.baseline is None else _check("variant", self.baseline, run.variants)
 
     def compared(self, run: DriftRun) -> tuple[str, ...]:
@@ -178,14 +141,9 @@ class Gap:
 
 @dataclass(frozen=True)
 class Exhibited:
-    """A drawn exhibit.
+    """A drawn exhibit: a figure or a table's LaTeX, a caption draft, and what the runs can't fill.
 
-    Attributes:
-        data: every number it shows, a tidy row each, unrounded; column `source` is `measured` or `paper`.
-        caption: a draft, with n, dispersion, split and rounding.
-        figure: of a figure, made within the packaged matplotlib style; None for a table.
-        latex: of a table, an `\\input`-able booktabs fragment; None for a figure.
-        missing: parts that the runs can't fill.
+    `data` is every number it shows, a tidy row each, unrounded; column `source` is `measured` or `paper`.
     """
 
     data: pd.DataFrame
@@ -269,10 +227,7 @@ def together(sentences: Iterable[str], gaps: Iterable[Gap] = ()) -> list[str]:
 
 @dataclass(frozen=True)
 class Table:
-    """What a table shows: grids from top to bottom, of which those without a line are left out, and a caption.
-
-    `runs` are those behind its measured lines, which are named below it with `notes`, what else a reader must know.
-    """
+    """What a table shows: grids, of which those without a line are left out, and below them `notes` and `runs`."""
 
     grids: Sequence[Grid]
     caption: str

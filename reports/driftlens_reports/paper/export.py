@@ -19,12 +19,12 @@ from driftlens.runs.manifest import versions
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
 from driftlens.spec.requests import ExhibitRequest
+from driftlens_reports.paper import style
 from driftlens_reports.paper.exhibit import Exhibit, Exhibited, ExhibitOptions, Gap, Kind, exhibits
 from driftlens_reports.paper.published import source
-from driftlens_reports.paper.style import WIDTHS, encode, venue_of
 
 DRAWN: MappingProxyType[Kind, tuple[str, ...]] = MappingProxyType(
-    {"figure": ("pdf", "svg", "png"), "table": ("tex",)}
+    {"figure": style.FORMATS, "table": ("tex",)}
 )
 """What a figure or a table itself can be saved as."""
 
@@ -68,36 +68,22 @@ class Artifact:
         return self.data.to_html(index=False) if self.exhibit.kind == "table" else None
 
     def save(self, path: PathLike) -> pathlib.Path:
-        """Write it to `path`, whole or not at all; the suffix says in which format.
-
-        Raises:
-            SpecError: it can't be saved in that format.
-            RunError: the file can't be written.
-        """
+        """Write it to `path`, whole or not at all, in the format of its suffix; refuses one that it can't have."""
         target = pathlib.Path(path)
         return _write(target, self.content(target.suffix.removeprefix(".")))
 
     def to_latex(self, path: PathLike | None = None) -> str:
-        r"""The table as a fragment to \input, also written to `path` where one is given.
-
-        Raises:
-            SpecError: it is a figure.
-            RunError: the file can't be written.
-        """
+        r"""The table as a fragment to \input, also written to `path` where one is given; refuses a figure."""
         content = self.content("tex")
         if path is not None:
             _write(pathlib.Path(path), content)
         return content.decode()
 
     def content(self, file_format: str) -> bytes:
-        """The bytes of the file in a format, the same at every call in one environment.
-
-        Raises:
-            SpecError: it can't be saved in that format.
-        """
+        """The bytes of the file in a format, the same at every call in one environment."""
         _possible(self.exhibit, [file_format])
         if self.exhibited.figure is not None and file_format in DRAWN["figure"]:
-            return encode(self.exhibited.figure, file_format)
+            return style.encode(self.exhibited.figure, file_format)
         if file_format == "csv":
             return csv_text(self.exhibited.data).encode()
         if file_format == "json":
@@ -123,13 +109,7 @@ class Artifact:
 
 
 def draw(name: str, runs: Sequence[DriftRun], options: ExhibitOptions) -> Artifact:
-    """The exhibit called `name`, drawn from the runs.
-
-    Raises:
-        SpecError: there is no such exhibit.
-        DataError: the runs lack a task or variant that was asked for.
-        RunError: a table can't be read.
-    """
+    """The exhibit called `name`, drawn from the runs."""
     chosen = exhibits[name]
     return Artifact(chosen, chosen.draw(runs, options), tuple(runs), options)
 
@@ -151,19 +131,9 @@ def export(
     formats: Sequence[str] = FORMATS,
     options: ExhibitOptions | None = None,
 ) -> tuple[Exported, ...]:
-    """Write exhibits as `<id>.<format>`; a file that is there is replaced.
+    """Write exhibits, by default all that show a measured number, as `<id>.<format>`; a file that is there is replaced.
 
-    Args:
-        runs: the saved runs.
-        out: folder for the files; made where there is none.
-        names: ids of exhibits; None is all that show a number that was measured.
-        formats: some of `FORMATS`; a format that a kind of exhibit doesn't have is left out for it.
-        options: the writer's choice.
-
-    Raises:
-        SpecError: no such exhibit or format, or the formats leave nothing of an exhibit that was asked for.
-        DataError: the runs lack a task or variant that was asked for.
-        RunError: a table can't be read, or a file can't be written.
+    A format that a kind of exhibit doesn't have is left out for it, refused where nothing is left of one in `names`.
     """
     for name in formats:
         if name not in FORMATS:
@@ -183,11 +153,7 @@ def export(
 
 
 def _possible(exhibit: Exhibit, formats: Sequence[str]) -> tuple[str, ...]:
-    """Those of the formats that the exhibit can be saved as.
-
-    Raises:
-        SpecError: it is none of them.
-    """
+    """Those of the formats that the exhibit can be saved as; refused where it is none of them."""
     possible = (*DRAWN[exhibit.kind], *SIBLINGS)
     chosen = tuple(name for name in possible if name in formats)
     if not chosen:
@@ -204,29 +170,20 @@ def _write(path: pathlib.Path, content: bytes) -> pathlib.Path:
     return path
 
 
-def width_of(style: str) -> float:
-    """The width of a venue's text or column, in inches.
-
-    Raises:
-        SpecError: there is no such style.
-    """
-    if style not in WIDTHS:
-        raise SpecError(f"no style called {style!r}", hint=f"There are {', '.join(WIDTHS)}.")
-    return WIDTHS[style]
-
-
 def exhibit_options(request: ExhibitRequest) -> ExhibitOptions:
-    """What a request says of exhibits; errors as for `width_of`."""
+    """What a request says of exhibits; the width is its own, or that of its style."""
     said = {field.name: getattr(request, field.name) for field in dataclasses.fields(ExhibitOptions)}
-    return ExhibitOptions(**{**said, "width": request.width or width_of(request.style)})
+    if request.width is None:
+        if request.style not in style.WIDTHS:
+            raise SpecError(
+                f"no style called {request.style!r}", hint=f"There are {', '.join(style.WIDTHS)}."
+            )
+        said["width"] = style.WIDTHS[request.style]
+    return ExhibitOptions(**said)
 
 
 def check_kind(name: str, kind: Kind) -> str:
-    """The name, if the exhibit is of this kind.
-
-    Raises:
-        SpecError: there is no such exhibit, or it is of the other kind.
-    """
+    """The name, refused unless the exhibit is of this kind."""
     if exhibits[name].kind != kind:
         raise SpecError(
             f"{name!r} is no {kind} but a {exhibits[name].kind}",
@@ -236,33 +193,23 @@ def check_kind(name: str, kind: Kind) -> str:
 
 
 def command(exhibit: Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions) -> str:
-    """The command line that draws the exhibit again, with the runs by the names of their folders.
-
-    It names those of the command's options that are not its defaults.
-    """
+    """The command line that draws the exhibit again, with the runs by the names of their folders."""
     folders = [run.path.resolve().name for run in runs]
-    flags = [f"--{exhibit.kind}", exhibit.name, "--style", venue_of(options.width)]
+    flags = [f"--{exhibit.kind}", exhibit.name, "--style", style.venue_of(options.width)]
     for name in ("baseline", "calibrated", "task", "tasks", "variants", "method"):
         value = getattr(options, name)
         if value != getattr(ExhibitOptions(), name):
             flags += [f"--{name}", value if isinstance(value, str) else ",".join(value)]
     if options.names:
         flags += ["--names", ",".join(f"{name}={shown}" for name, shown in options.names.items())]
-    if options.width not in WIDTHS.values():
+    if options.width not in style.WIDTHS.values():
         flags += ["--width", f"{options.width:g}"]
     return shlex.join(["driftlens", "export", *folders, *flags, *(["--with-paper"] if options.paper else [])])
 
 
 def _run(run: DriftRun) -> dict[str, Any]:
-    manifest = run.manifest
-    return {
-        "id": run.id,
-        "name": run.name,
-        "created": manifest.created,
-        "spec_digest": manifest.spec_digest,
-        "schema_version": manifest.schema_version,
-        "synthetic": manifest.synthetic,
-        "versions": {
-            name: number for name, number in manifest.versions.items() if name in (*_VERSIONS, "torch")
-        },
+    known = {
+        key: getattr(run.manifest, key) for key in ("created", "spec_digest", "schema_version", "synthetic")
     }
+    used = {name: number for name, number in run.manifest.versions.items() if name in (*_VERSIONS, "torch")}
+    return {"id": run.id, "name": run.name, **known, "versions": used}

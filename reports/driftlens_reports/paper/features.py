@@ -1,7 +1,4 @@
-"""Figures of matched features in the plane: the opening triptych, and a grid of all tasks.
-
-A panel shows one task in one joint layout: an expert point and a variant's point for every sample.
-"""
+"""Figures of matched features in the plane: a point of the expert and one of a variant for every sample."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ from driftlens.spec.requests import ProjectionRequest
 from driftlens_reports.charts.marks import thinned
 from driftlens_reports.charts.theme import look
 from driftlens_reports.charts.words import called, spaced, title
-from driftlens_reports.paper.charted import ACCURACY, DRIFT, Picture, View
 from driftlens_reports.paper.exhibit import (
     CALIBRATE,
     ROUNDED,
@@ -34,8 +30,8 @@ from driftlens_reports.paper.exhibit import (
     origin,
     samples,
 )
+from driftlens_reports.paper.figures import ACCURACY, DRIFT, Picture, Plate, View, legend, short
 from driftlens_reports.paper.marks import SYMBOLS
-from driftlens_reports.paper.plate import Plate, legend, short
 from driftlens_reports.paper.style import venue_of
 
 MOST = 400
@@ -161,10 +157,9 @@ def _layouts_in_words(layouts: Sequence[Layout], behind: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Layout:
-    """One task's features in the plane: `rows` has variant, sample_id, label, x and y, and the same samples for each.
+    """One task's features in the plane, the same samples of each variant; `trust`: how much of neighbourhoods it keeps.
 
-    `method` says how the plane was found, `notes` what a reader must know of it, and `trust` how much of the features'
-    neighbourhoods it keeps, by variant; empty with too few samples.
+    Its `rows` have variant, sample_id, label, x and y.
     """
 
     task: str
@@ -177,9 +172,9 @@ class Layout:
 def _layout_of(
     run: DriftRun, task: str, variants: Sequence[str], layer: int | str, method: str
 ) -> Layout | str:
-    """The joint layout of all variants, with the rows of the expert and `variants`; or why there is none.
+    """The joint layout of all variants, with the rows of the expert and `variants`, or why there is none.
 
-    It is the one that the run stores, and is computed otherwise. Drawing never changes a run, so it is not stored then.
+    The run's own, or one that is computed and not stored: drawing never changes a run.
     """
     from driftlens.findings.projection import project, stored_projection
 
@@ -215,11 +210,7 @@ def _draw_pairs(
     panel: str,
     layer: int | str,
 ) -> None:
-    """Draw one panel: expert points, the variant's points and a line between the two of each sample.
-
-    Panels of one layout have the same limits, so that distances can be compared between them. Below stands the mean
-    cosine. Without a layout or a variant, or where the layout lacks it, the panel is a note.
-    """
+    """Draw one panel: the two points of each sample, a line between them, and below the mean cosine; or a note."""
     if variant is None:
         plate.note(axes, "calibrated features", f"`{CALIBRATE}` adds them")
     elif isinstance(layout, str):
@@ -249,7 +240,7 @@ def _draw_points(plate: Plate, axes: Axes, run: DriftRun, layout: Layout, varian
         for column, quantity in enumerate(("x", "y")):
             key = {"task": layout.task, "variant": name, "sample_id": list(ids)}
             plate.record(panel, run, quantity, at[:, column], **key)
-    # A square window around all points, without ticks: the axes of a layout have no unit.
+    # The same square window in all panels, without ticks: the axes of a layout have no unit.
     low, high = (layout.rows[["x", "y"]].agg(end).to_numpy(dtype=float) for end in ("min", "max"))
     middle, half = (low + high) / 2, 0.54 * max(float((high - low).max()), 1e-9)
     axes.set(xlim=(middle[0] - half, middle[0] + half), ylim=(middle[1] - half, middle[1] + half))

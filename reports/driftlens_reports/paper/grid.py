@@ -1,8 +1,6 @@
-r"""What a table shows before it is set: columns, blocks of lines, gains, best cells; and the same as rows or as LaTeX.
+"""What a table shows before it is set: columns, blocks of lines, gains, best cells; and the same as rows or as LaTeX.
 
-The LaTeX can be \input into a paper: booktabs rules, a caption, a label, every name escaped. pandas' `Styler.to_latex`
-sets neither rules between blocks nor notes and shading by line, and lets `<`, `|` and `[` pass unescaped; the template
-beside this file is shorter than working around that.
+pandas' `Styler.to_latex` sets no rules, notes and shading by block and line, and lets `<`, `|` and `[` pass unescaped.
 """
 
 from __future__ import annotations
@@ -76,12 +74,7 @@ _DAGGER = r"\textsuperscript{\dag}"
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry of a table, unrounded: a number, NaN where nothing was measured; or words.
-
-    `spread` is its standard deviation, `n` the test samples behind it, `low` and `high` the ends of its interval, and
-    `note` what a reader must know about this cell. `is_best`: the highest of the comparable cells of its column, and
-    told apart from the next.
-    """
+    """One entry of a table, unrounded: words, or a number with its standard deviation; NaN: not measured."""
 
     value: float | str
     spread: float = math.nan
@@ -105,11 +98,7 @@ def percent_cell(value: float, spread: float = math.nan, n: Any = None, **ends: 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a table, with cells by column title; a column that is left out is empty.
-
-    Gains count from `plain` lines, `own` ones are shaded. `run`, an id, and `variant` are empty for the paper's lines;
-    `note` is what a reader must know about the whole line.
-    """
+    """One line of a table, with cells by column title. Gains count from `plain` lines, `own` ones are shaded."""
 
     label: str
     cells: Mapping[str, Cell]
@@ -134,14 +123,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of numbers or words.
+    """One column; without `digits` of words, or of numbers with up to three significant digits.
 
-    Attributes:
-        title: also the key of its cells.
-        digits: decimals; None for words, and for numbers that are shown with up to three significant digits.
-        has_gain: whether its gains over the block's plain line are shown.
-        wrap: width in em beyond which words go on in the next line; 0: as wide as its longest entry.
-        head: what stands above it, if not the title.
+    `wrap` is the width in em beyond which words go on in the next line, and `head` what stands above it if not the
+    title, which is the key of its cells.
     """
 
     title: str
@@ -153,7 +138,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Grid:
-    """One tabular; `first` is the title of the column of labels and `wrap` its width, as a column's."""
+    """One tabular; `first` is the head of the column of labels and `wrap` its width, as a column's."""
 
     columns: tuple[Column, ...]
     blocks: tuple[Block, ...]
@@ -186,9 +171,8 @@ def gain(block: Block, line: Line, column: str) -> float:
 
 def shows_gains(grid: Grid, column: Column) -> bool:
     """Whether any line has a gain to show in this column."""
-    return column.has_gain and any(
-        not math.isnan(gain(block, line, column.title)) for block in grid.blocks for line in block.lines
-    )
+    gains = (gain(block, line, column.title) for block in grid.blocks for line in block.lines)
+    return column.has_gain and not all(map(math.isnan, gains))
 
 
 def tidy(grids: Iterable[Grid]) -> pd.DataFrame:
@@ -246,18 +230,11 @@ def to_latex(
     part: int = 1,
     splits: bool = True,
 ) -> str:
-    """The grids, one below the other, as one table environment; the head of the file names the packages it needs.
+    """The grids, one below the other, as one table environment labelled by `name`; its head names packages it needs.
 
-    Args:
-        grids: from top to bottom.
-        name: id of the exhibit, the end of its label.
-        caption: a sentence or two above the table, plain text as all others.
-        notes: sentences below it, the most needed first. Those that would make them longer than the table, at the width
-            that it has, stand behind it as comments.
-        missing: parts that the runs can't fill, as framed notes.
-        part: 1 for the first table of a file, which brings the commands that all of them use; those after it say
-            that they continue it.
-        splits: whether columns that no page has room for stand below the others.
+    Of `notes`, the most needed first, those that would make them longer than the table stand behind it as comments.
+    `part` is 1 for the first table of a file, which brings the commands that all of them use; later ones say that they
+    continue it. `splits` is whether columns that no page has room for stand below the others.
     """
     # Without a line of the paper's nobody can mistake a source; with one, every line says its own.
     has_sources = any(line.source == "paper" for grid in grids for line in grid.lines)

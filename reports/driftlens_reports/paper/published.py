@@ -1,8 +1,6 @@
 """The numbers that the paper prints, what is known to be wrong with some, and which runs stand beside them in tables.
 
-`published.json` beside this file holds every table of the paper, the numbers that its text states about figures, its
-settings, and what it calls merge methods and data sets. Nothing there is corrected: errata are entries of their own,
-and the cells they are about keep what was printed.
+Nothing in `published.json` is corrected: errata are entries of their own, and their cells keep what was printed.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ _BACKBONE = re.compile(r"vit[-_ ]?(b|l|base|large)[-_ /]?(?:patch)?(16|32|14)", 
 class PublishedRow:
     """One printed row of a merger's block, or a reference, which has no merger; `model` is empty where columns name it.
 
-    By column: `values` in the table's unit, NaN where nothing is printed; `gains` as printed, two-digit ones cut short
-    as there ("19."); `spread`, the standard deviation. The latter two are empty where none is printed.
+    By column `values` in the table's unit, NaN where nothing is printed, `gains` as printed, two-digit ones cut short
+    ("19."), and `spread`, the standard deviation.
     """
 
     model: str
@@ -65,11 +63,7 @@ class PublishedRow:
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """One table of the paper, columns and rows in the order printed.
-
-    `label` is LaTeX's, `number` for example "Table 1", `suite` for example "8 tasks", and `model` the backbone where
-    all rows share one.
-    """
+    """One table of the paper, columns and rows in the order printed; `model` is the backbone where rows share one."""
 
     label: str
     number: str
@@ -84,13 +78,9 @@ class PublishedTable:
 class Erratum:
     """Something wrong with printed cells, or worth knowing before they are relied on.
 
-    Attributes:
-        kind: `value` a wrong cell; `average` it carries a wrong cell; `rounding` it is not the mean of the printed
-            cells; `columns` task columns are permuted; `suspect` the row looks like another one; `gain` the printed
-            gain is not the difference; `runs` the same quantity is printed differently elsewhere.
-        table: label of the table; `model`, `merger` and `row`, its printed name, say which row of it.
-        columns: the cells; empty means all but the average.
-        should_be: what ought to be printed; NaN where that is unknown.
+    `value`: a wrong cell; `average`: it carries one; `rounding`: it is not the mean of the printed cells; `columns`: of
+    tasks, permuted; `suspect`: the row is like another one; `gain`: it is not the difference; `runs`: the quantity is
+    printed differently elsewhere. Without `columns` it is about all but the average; `should_be` is NaN if unknown.
     """
 
     kind: ErratumKind
@@ -229,11 +219,7 @@ def backbone(run: DriftRun) -> str:
 
 
 def merger(run: DriftRun) -> str:
-    """What the merge is called, as the paper writes it; "Merged" where weights were given.
-
-    Raises:
-        RunError: the run's spec can't be read.
-    """
+    """What the merge is called, as the paper writes it; "Merged" where weights were given."""
     return merger_title(str(merge_spec(run).get("method", "merged")))
 
 
@@ -243,16 +229,12 @@ def merger_title(method: str) -> str:
 
 
 def merge_spec(run: DriftRun) -> Mapping[str, Any]:
-    """The section `merge` of the run's resolved spec; empty where there is none. Errors as for `spec_section`."""
+    """The section `merge` of the run's resolved spec; empty where there is none."""
     return spec_section(run, "merge")
 
 
 def spec_section(run: DriftRun, name: str) -> Mapping[str, Any]:
-    """A section of the run's resolved spec; empty where there is none.
-
-    Raises:
-        RunError: the spec is no YAML.
-    """
+    """A section of the run's resolved spec; empty where there is none."""
     import yaml
 
     path = run.path / layout.SPEC

@@ -90,9 +90,8 @@ def _drift_grid(run: DriftRun, rows: pd.DataFrame, options: ExhibitOptions, *, s
 @table("closure", title="Self-checks")
 def closure(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
     """One line per claim: the largest error over all rows, its limit, where it is; a block per run."""
-    blocks, missing = [], []
+    blocks, missing, several = [], [], len(runs) > 1
     for run in runs:
-        several = len(runs) > 1
         checks = self_checks(run).results
         blocks.append(Block(tuple(_check_line(run, check) for check in checks), run.name if several else ""))
         absent = [check.metric for check in checks if not check.where]

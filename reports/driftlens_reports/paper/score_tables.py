@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -30,7 +31,7 @@ from driftlens_reports.paper.grid import (
     percent_cell,
     with_average,
 )
-from driftlens_reports.paper.published import Family, PublishedTable, merger, printed_blocks
+from driftlens_reports.paper.published import CORRUPTED, Family, PublishedTable, merger, printed_blocks
 
 MOST_GAINS = 9
 """Columns up to which each cell shows its gain; wider tables show that of the average only."""
@@ -119,17 +120,10 @@ def experts(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publishe
 @table("corruption", title="Accuracy under corrupted calibration", label="tab:ta8-corrupted-calibration")
 def corruption(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
     """A line per method of a run's sweep of corruptions; the paper's columns first, whose average it is."""
-    blocks, used, further = [], [], dict[str, str]()
+    blocks, used = [], []
     for run in runs:
-        lines = [
-            line for method in swept_methods(run, "corruption") for line in _corrupted(run, method, options)
-        ]
-        for name in (name for line in lines for name in line.cells if name not in printed.columns):
-            further[name] = name
-        if lines:
-            scores = [
-                line for line in _lines(run, _column_titles(run, options), options) if line.role == "plain"
-            ]
+        if lines := [*_corrupted(run, options)]:
+            scores = _lines(run, _column_titles(run, options), options)
             plain = [
                 dataclasses.replace(line, cells={"Clean": line.cells[AVERAGE]})
                 for line in scores
@@ -137,8 +131,11 @@ def corruption(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publi
             ]
             blocks.append(Block((*plain, *lines), run.name if len(runs) > 1 else ""))
             used.append(run)
+    heads = dict.fromkeys(
+        (*printed.columns, *(head for block in blocks for line in block.lines for head in line.cells))
+    )
     blocks = [*_beside((), blocks, printed_blocks(printed))]
-    columns = tuple(Column(title, options.digits) for title in (*printed.columns, *further))
+    columns = tuple(Column(title, options.digits) for title in heads)
     seeds = sorted({int(seed) for run in used for seed in run.sweeps().query("corruption.notna()")["seed"]})
     notes = [f"Seeds {', '.join(map(str, seeds))}; the average is over the paper's columns."] if used else []
     return Table(
@@ -151,18 +148,17 @@ def corruption(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publi
     )
 
 
-def _corrupted(run: DriftRun, method: str, options: ExhibitOptions) -> Iterator[Line]:
-    points = sweep_points(run, "corruption", options.tasks_of(run), method)
-    cells = {
-        published.CORRUPTED.get(name := str(point["setting"]), corruption_title(name)): percent_cell(
-            point["mean"], point["std"], point["n_test"]
-        )
-        for point in points.to_dict("records")
-    }
-    if cells:
-        label = f"w/ {published.method_title(method)}"
-        line = Line(label, cells, "own", "measured", run.id, f"calibrated:{method}")
-        yield with_average(line, [*published.CORRUPTED.values()])
+def _corrupted(run: DriftRun, options: ExhibitOptions) -> Iterator[Line]:
+    for method in swept_methods(run, "corruption"):
+        points = sweep_points(run, "corruption", options.tasks_of(run), method)
+        cells = {
+            CORRUPTED.get(name, corruption_title(name)): percent_cell(*shown)
+            for name, *shown in points[["setting", "mean", "std", "n_test"]].itertuples(index=False)
+        }
+        if cells:
+            label = f"w/ {published.method_title(method)}"
+            line = Line(label, cells, "own", "measured", run.id, f"calibrated:{method}")
+            yield with_average(line, [*CORRUPTED.values()])
 
 
 def _table_by_model(
@@ -184,7 +180,7 @@ def _table_by_model(
         columns = _score_columns([column for column in printed.columns if column != AVERAGE], options)
         measured = _measured_grids(used, options) if kind else []
         if kind != "text":
-            measured += [grid for run in used if (grid := _domain_grid(run, options, is_single=kind is None))]
+            measured += [_domain_grid(run, options, is_single=kind is None) for run in used]
         grids = [*measured, Grid(columns, tuple(blocks))]
         text = f"{caption} {_BEST_SINGLE}" if printed.rows and kind != "text" else caption
         return _table_of(grids, text, used, how)
@@ -217,58 +213,53 @@ _table_by_model(
 )
 
 
-def _domain_grid(run: DriftRun, options: ExhibitOptions, *, is_single: bool) -> Grid | None:
+def _domain_grid(run: DriftRun, options: ExhibitOptions, *, is_single: bool) -> Grid:
     """Base, the best single expert and, with `is_single`, every one, else what was merged, by domain."""
     rows = _domain_rows(run, is_single=is_single)
-    if rows.empty:
-        return None
     columns = list(dict.fromkeys(rows["task"]))
     cells: dict[str, dict[str, Cell]] = {}
     for row in rows.to_dict("records"):
         cells.setdefault(row["variant"], {})[row["task"]] = _cell(row)
 
-    def line(name: str, label: str, role: Role, scores: Mapping[str, Cell]) -> Line:
+    def line(label: str, scores: Mapping[str, Cell], role: Role = "reference", name: str = "") -> Line:
         return with_average(Line(label, scores, role, "measured", run.id, name), columns)
 
-    singles = {"base": "Base", **{expert_of(task): f"{called(task)} expert" for task in run.tasks}}
-    singles = {name: label for name, label in singles.items() if name in cells}
-    kept = [
-        line(name, label, "reference", cells[name])
-        for name, label in singles.items()
-        if is_single or name == "base"
-    ]
+    experts = {expert_of(task): f"{called(task)} expert" for task in run.tasks if expert_of(task) in cells}
+    kept = [line("Base", cells["base"], name="base")] if "base" in cells else []
+    kept += [line(label, cells[name], name=name) for name, label in experts.items() if is_single]
     best: dict[str, Cell] = {}
-    for scores in (cells[name] for name in singles):
+    for scores in (cells[name] for name in ("base", *experts) if name in cells):
         best |= {at: cell for at, cell in scores.items() if at not in best or cell.number > best[at].number}
-    kept += [line("", "Best single", "reference", best)] if best else []
-    wanted = {"merged": merger(run), **{name: f"w/ {title(name)}" for name in shown_variants(run, options)}}
-    after = [
-        line(name, label, "plain" if name == "merged" else "own", cells[name])
-        for name, label in wanted.items()
-        if name in cells and not is_single
-    ]
-    blocks = [Block(tuple(kept)), *([Block(tuple(after))] if after else [])]
+    kept += [line("Best single", best)] if best else []
+    blocks = [Block(tuple(kept))]
+    if not is_single:
+        wanted = {
+            "merged": merger(run),
+            **{name: f"w/ {title(name)}" for name in shown_variants(run, options)},
+        }
+        after = [
+            line(label, cells[name], "plain" if name == "merged" else "own", name)
+            for name, label in wanted.items()
+            if name in cells
+        ]
+        blocks.append(Block(tuple(after)))
     return Grid(_score_columns(columns, options), tuple(blocks))
 
 
 def _domain_rows(run: DriftRun, *, is_single: bool) -> pd.DataFrame:
-    """The attached scores between 0 and 1, of each task, which is a domain, the first; of single models else its own.
+    """The attached shares, the first of each task, which is a domain; of single models else their own scores.
 
     Of these an expert has one. Others' own scores stand in the run's own grid.
     """
     rows = run.accuracy()
-    attached = rows[rows["value"].notna() & rows["metric"].map(_is_share).astype(bool)]
+    metrics = {name: metric_called(name) for name in rows["metric"].unique()}
+    shares = [name for name, metric in metrics.items() if metric.is_attached and metric.kind == "share"]
+    attached = rows[rows["value"].notna() & rows["metric"].isin(shares)]
     if len(attached) or not is_single:
         return attached.drop_duplicates(["variant", "task"])
     scores = _shown_scores(run)
-    return scores.assign(
-        variant=scores["variant"].where(scores["variant"] != "expert", [*map(expert_of, scores["task"])])
-    )
-
-
-def _is_share(name: str) -> bool:
-    metric = metric_called(name)
-    return metric.is_attached and metric.kind == "share"
+    experts = [*map(expert_of, scores["task"])]
+    return scores.assign(variant=scores["variant"].where(scores["variant"] != "expert", experts))
 
 
 def _table_of(grids: Sequence[Grid], caption: str, used: Sequence[DriftRun], how: str) -> Table:
@@ -310,16 +301,13 @@ def _score_columns(titles: Sequence[str], options: ExhibitOptions) -> tuple[Colu
 
 
 def _measured_grids(runs: Sequence[DriftRun], options: ExhibitOptions) -> list[Grid]:
-    """One grid per choice of tasks: their columns, references, a block per run."""
+    """One grid per choice of tasks."""
     by_columns: dict[tuple[str, ...], list[Member]] = {}
     for run in runs:
         titles = _column_titles(run, options)
         by_columns.setdefault(tuple(titles.values()), []).append((run, titles))
     return [
-        Grid(
-            _score_columns(titles, options),
-            (Block(_references(members, options)), *_blocks(members, options)),
-        )
+        Grid(_score_columns(titles, options), _stacked(members, options))
         for titles, members in by_columns.items()
     ]
 
@@ -333,13 +321,30 @@ def _joint_grid(runs: Sequence[DriftRun], printed: PublishedTable, options: Exhi
     for run in runs:
         tasks = {title: task for task, title in published.titles_of(run, printed).items()}
         members.append((run, {tasks[name]: name for name in columns if tasks[name] in options.tasks_of(run)}))
-    printed_by_merger = printed_blocks(printed, columns=columns)
-    blocks = _beside(_references(members, options), list(_blocks(members, options)), printed_by_merger)
     heads = {
         name: called(task) for run, titles in members for task, name in titles.items() if called(task) != task
     }
     shown = (dataclasses.replace(at, head=heads.get(at.title, "")) for at in _score_columns(columns, options))
-    return Grid(tuple(shown), blocks)
+    return Grid(tuple(shown), _stacked(members, options, printed_blocks(printed, columns=columns)))
+
+
+def _stacked(
+    members: Sequence[Member], options: ExhibitOptions, printed: Mapping[str, Block] = MappingProxyType({})
+) -> tuple[Block, ...]:
+    """Base and experts once each, then a block per run; several runs are told apart by name."""
+    references: dict[tuple[object, ...], Line] = {}
+    blocks, several = [], len(members) > 1
+    for run, titles in members:
+        lines = _lines(run, titles, options)
+        for line in lines:
+            if line.role == "reference":
+                # Runs on the same suite share base and experts.
+                key = line.label, *(line.number(title) for title in titles.values())
+                whose = f", {run.name}" if several else ""
+                references.setdefault(key, dataclasses.replace(line, label=f"{line.label}{whose}"))
+        rivals = tuple(line for line in lines if line.role != "reference")
+        blocks += [Block(rivals, run.name if several else "")] if rivals else []
+    return _beside([*references.values()], blocks, printed)
 
 
 def _beside(
@@ -352,28 +357,6 @@ def _beside(
     for name, block in by_merger.items():
         blocks += [*(of_run for of_run in measured if of_run.lines[0].label == name), block]
     return tuple(blocks)
-
-
-def _references(members: Sequence[Member], options: ExhibitOptions) -> tuple[Line, ...]:
-    """Base and experts of the runs, once each; several runs are told apart by name."""
-    references: dict[tuple[object, ...], Line] = {}
-    for run, titles in members:
-        for line in _lines(run, titles, options):
-            if line.role != "reference":
-                continue
-            # Runs on the same suite share base and experts.
-            key = line.label, *(line.number(title) for title in titles.values())
-            whose = "" if len(members) == 1 else f", {run.name}"
-            references.setdefault(key, dataclasses.replace(line, label=f"{line.label}{whose}"))
-    return tuple(references.values())
-
-
-def _blocks(members: Sequence[Member], options: ExhibitOptions) -> Iterator[Block]:
-    """A block per run; several runs are told apart by name."""
-    for run, titles in members:
-        lines = [line for line in _lines(run, titles, options) if line.role != "reference"]
-        if lines:
-            yield Block(tuple(lines), run.name if len(members) > 1 else "")
 
 
 def _column_titles(run: DriftRun, options: ExhibitOptions) -> Mapping[str, str]:
@@ -391,7 +374,7 @@ def _column_titles(run: DriftRun, options: ExhibitOptions) -> Mapping[str, str]:
     }
 
 
-def _lines(run: DriftRun, titles: Mapping[str, str], options: ExhibitOptions) -> tuple[Line, ...]:
+def _lines(run: DriftRun, titles: Mapping[str, str], options: ExhibitOptions) -> list[Line]:
     """Base and experts, the merged model, baselines and each calibration after its control, in percent.
 
     Scores are in each task's metric, with their average; what was not scored has no cell, and no line without any.
@@ -408,7 +391,7 @@ def _lines(run: DriftRun, titles: Mapping[str, str], options: ExhibitOptions) ->
         cells = {column: _cell(scores[task]) for task, column in titles.items() if task in scores}
         line = Line(label, cells, role, "measured", run.id, variant)
         lines += [with_average(line, [*titles.values()])] if cells else []
-    return tuple(_with_best(run, lines, titles))
+    return [*_with_best(run, lines, titles)]
 
 
 def _with_best(run: DriftRun, lines: Sequence[Line], titles: Mapping[str, str]) -> Iterator[Line]:
@@ -483,8 +466,8 @@ def _averages(
 def _by_task(run: DriftRun, options: ExhibitOptions) -> Iterator[Line]:
     """A run's lines of the table of experts."""
     titles = _column_titles(run, options)
-    shown = _lines(run, titles, options)
-    lines = {head: line for head, (variant, _) in _PARTS.items() for line in shown if line.variant == variant}
+    by_variant = {line.variant: line for line in _lines(run, titles, options)}
+    lines = {head: by_variant[variant] for head, (variant, _) in _PARTS.items() if variant in by_variant}
     for column in (*titles.values(), AVERAGE):
         cells = {head: line.cells[column] for head, line in lines.items() if column in line.cells}
         counts = {cell.n for cell in cells.values() if cell.n is not None}

@@ -47,11 +47,7 @@ def draw_static(chart: go.Figure, width: float) -> Figure:
 
 
 def draw_panels(chart: go.Figure, figure: Figure | SubFigure) -> list[Panel]:
-    """Draw the chart into an empty figure or a part of one, without a legend.
-
-    Traces are lines, bands, points, bars and heatmaps; of many panels, the first `MOST_PANELS` are drawn, which a line
-    below them says.
-    """
+    """Draw lines, bands, points, bars and heatmaps into an empty figure or a part of one, without a legend."""
     places = _places(chart)
     panels = _empty_panels(figure, places[:MOST_PANELS])
     for pair, panel in panels.items():

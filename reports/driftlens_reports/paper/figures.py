@@ -1,22 +1,45 @@
-"""Figures put together from charts: those of the report and the dashboard, drawn for paper."""
+"""Figures put together from charts of the report and the dashboard, and the plate that every figure is drawn on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
-from matplotlib.figure import SubFigure
+from matplotlib import rcParams
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure, SubFigure
+from numpy.typing import ArrayLike
 
+from driftlens.findings.reading import printable
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.per_task import AVERAGE
 from driftlens_reports.charts.words import between, called
-from driftlens_reports.paper.exhibit import CALIBRATE, Exhibited, ExhibitOptions, figure, origin
+from driftlens_reports.paper.exhibit import (
+    CALIBRATE,
+    Exhibited,
+    ExhibitOptions,
+    Gap,
+    figure,
+    origin,
+    together,
+)
 from driftlens_reports.paper.marks import Panel
-from driftlens_reports.paper.plate import Plate
-from driftlens_reports.paper.static import draw_panels, height_of
+from driftlens_reports.paper.static import add_legend, draw_panels, finish, height_of, rough_size
+from driftlens_reports.paper.style import venue_of
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+COLUMNS = ("panel", "run", "task", "variant", "layer", "sample_id", "quantity", "value", "source")
+"""Columns of the plotted numbers; figures of sweeps have the settings as well."""
+
 
 # Numbers of charts, by what the run's tables call them.
 DRIFT = {"mean drift": "drift_l2_mean", "10 % quantile": "drift_l2_q10", "90 % quantile": "drift_l2_q90"}
@@ -37,6 +60,97 @@ COST = {"score": "accuracy", "low": "ci_low", "high": "ci_high", "seconds": "sec
 _KEYS = ("task", "variant", "layer", "sample_id", "model")
 
 
+class Plate:
+    """A matplotlib figure while it is drawn: what it has plotted so far, and the parts that the runs can't fill.
+
+    It is made without pyplot, so nothing is left open; on a slide it is as high as the slide, whatever is asked for.
+    """
+
+    def __init__(self, width: float, height: float, name: str) -> None:
+        self._name = name
+        if venue_of(width) == "slide":
+            height = width * 9 / 16
+        self.figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(self.figure)
+        self.missing: list[Gap] = []
+        self.charts: list[go.Figure] = []
+        self.panels: list[Panel] = []
+        self._rows: list[pd.DataFrame] = []
+
+    def record(
+        self,
+        panel: str,
+        run: DriftRun | None,
+        quantity: str,
+        value: ArrayLike,
+        *,
+        source: str = "measured",
+        **key: Any,
+    ) -> None:
+        """Note plotted numbers, unrounded: of a run, or the paper's own; `key` is one for all values, or one each."""
+        key_of_all = {"panel": panel, "run": run and run.id, "quantity": quantity, "source": source, **key}
+        self._rows.append(pd.DataFrame({**key_of_all, "value": np.atleast_1d(np.asarray(value, float))}))
+
+    def note(self, axes: Axes, name: str, missing: str) -> None:
+        """Put a framed note in place of a panel that the runs can't fill."""
+        _frame(axes, self.lack(name, missing))
+
+    def lack(self, name: str, missing: str) -> Gap:
+        """Note a part that the runs can't fill, where other things stand in its place."""
+        gap = Gap.of(self._name, name, missing)
+        if gap not in self.missing:
+            self.missing.append(gap)
+        return gap
+
+    def exhibited(self, caption: Iterable[str]) -> Exhibited:
+        """The finished exhibit; `caption` is its sentences, to which those about missing parts are added."""
+        add_legend(self.figure, self.charts)
+        finish(self.figure, self.panels)
+        frame = pd.concat(self._rows, ignore_index=True) if self._rows else pd.DataFrame()
+        extra = [name for name in frame.columns if name not in COLUMNS]
+        frame = frame.reindex(columns=[*COLUMNS[:-2], *extra, *COLUMNS[-2:]])
+        frame = frame[frame["value"].notna()].reset_index(drop=True).astype({"layer": "Int64"})
+        sentences = together(caption, self.missing)
+        return Exhibited(frame, " ".join(sentences), figure=self.figure, missing=tuple(self.missing))
+
+
+def _frame(axes: Axes, gap: Gap) -> None:
+    """A frame with what is missing in place of a plot, so that nobody takes the gap for a result."""
+    axes.set_title("")  # it names the panel itself
+    for axis in (axes.xaxis, axes.yaxis):  # ticks themselves may be shared with other panels
+        axis.set_visible(False)
+    for spine in axes.spines.values():
+        spine.set(visible=True, linestyle=(0, (3, 2)), color="#999999")
+    size = rcParams["xtick.labelsize"]
+    # Letters of the packaged fonts are about 0.45 em wide.
+    letters = max(12, int(0.9 * rough_size(axes)[0] * 72 / (0.45 * size)))
+    whole: dict[str, Any] = dict.fromkeys(("break_on_hyphens", "break_long_words"), False)
+    # Backticks mark commands where the words are typeset; a figure has one font.
+    parts = (
+        "\n".join(textwrap.wrap(printable(part.replace("`", "")), letters, **whole))
+        for part in (gap.name, gap.missing)
+    )
+    text = axes.text(0.5, 0.5, "\n\n".join(parts), ha="center", va="center", transform=axes.transAxes)
+    text.set(fontsize=size, color="#555555", linespacing=1.3, in_layout=False)
+
+
+def short(text: str, longest: int = 16) -> str:
+    """A user's name as it stands on a figure: on one line, and shortened in the middle where it is long."""
+    clean = printable(text)
+    if len(clean) <= longest:
+        return clean
+    end = (longest - 1) // 2
+    return f"{clean[: longest - 1 - end]}…{clean[-end:]}"
+
+
+def legend(figure: Figure, entries: Mapping[str, Artist], columns: int = 0) -> None:
+    """One legend for the whole figure, above its panels."""
+    if entries:
+        names = [short(name, 28) for name in entries]
+        columns = columns or len(entries)
+        figure.legend([*entries.values()], names, loc="outside upper center", ncols=columns)
+
+
 @dataclass(frozen=True)
 class View:
     """One chart of a figure; `quantities` says which of its numbers are recorded, and under which name.
@@ -52,12 +166,7 @@ class View:
 
 
 class Picture:
-    """A view of a run, as the writer chose: the drawn chart, or in words what the run lacks for it.
-
-    Raises:
-        DataError: the run lacks a task or variant that was asked for.
-        RunError: a table can't be read.
-    """
+    """A view of a run, as the writer chose: the drawn chart, or in words what the run lacks for it."""
 
     def __init__(self, view: View, run: DriftRun, options: ExhibitOptions) -> None:
         self.view, self.run, self.chart = view, run, charts[view.chart]

@@ -11,7 +11,7 @@ from driftlens.base.access import Context
 from driftlens.cli.app import Job, JsonFlag, RunFolder, app, manner, note, say, say_json, say_saved
 from driftlens.cli.flags import flagged
 from driftlens.spec.requests import ArenaRequest, CalibrationRequest, SweepRequest
-from driftlens.suites.protocols import PROTOCOLS
+from driftlens.suites.reproduce import PROTOCOLS
 
 if TYPE_CHECKING:
     from driftlens.runs.run import DriftRun
@@ -146,8 +146,7 @@ def reproduce(
 
     Called again it goes on where it stopped. Models and data come through the Hub's cache (HF_HOME).
     """
-    from driftlens.suites.protocols import protocol_called
-    from driftlens.suites.reproduce import load_suite
+    from driftlens.suites.reproduce import load_suite, protocol_called
 
     name, found, folder = load_suite(suite)
     mergers = protocol_called(protocol).of(found)
@@ -159,7 +158,7 @@ def reproduce(
         say_json(planned) if as_json else say(plan_text(planned))
         return
     from driftlens.jobs.contest.arena import entrants
-    from driftlens.jobs.contest.reproduce import reproduce as run_suite
+    from driftlens.jobs.contest.arena import reproduce as run_suite
     from driftlens_reports.reproduced import shown
     from driftlens_reports.terminal import sheet_text
 

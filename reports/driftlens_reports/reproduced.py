@@ -18,8 +18,7 @@ from driftlens.findings.swept import ABLATION, ablation_sheets, with_scores
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain, plain_rows
-from driftlens.suites.protocols import PROTOCOLS
-from driftlens.suites.reproduce import Printed, Suite
+from driftlens.suites.reproduce import PROTOCOLS, Printed, Suite
 from driftlens_reports.paper.grid import AVERAGE
 from driftlens_reports.paper.published import CORRUPTED, canonical, merger_title, notes_on, published_tables
 

@@ -12,7 +12,7 @@ from PIL import Image
 from driftlens.base.errors import DataError, SpecError
 from driftlens.data.corruption import CLEAN, CORRUPTIONS, corrupt, corrupted, parse, written
 from driftlens.data.samples import SampleSet
-from driftlens.suites import protocols
+from driftlens.suites import reproduce
 
 DRAWN = (42, "dtd/7")
 
@@ -100,7 +100,7 @@ def test_samples_are_corrupted_one_by_one_as_they_are_read() -> None:
 
 
 def test_protocols_name_all_of_them() -> None:
-    assert (CLEAN, *CORRUPTIONS) == protocols.CORRUPTIONS
+    assert (CLEAN, *CORRUPTIONS) == reproduce.CORRUPTIONS
 
 
 def test_what_is_no_corruption_is_refused() -> None:

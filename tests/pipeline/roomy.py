@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import driftlens as dl
-from driftlens.jobs.contest.judge import HeldOut
+from driftlens.jobs.contest.trials import HeldOut
 from driftlens.runs.run import DriftRun
 from tests.zoo.world import CLASSES, World, write_images
 

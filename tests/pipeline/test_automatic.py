@@ -25,10 +25,9 @@ from driftlens.engine.site_selection import select_sites
 from driftlens.findings.before_after import selection_sentences
 from driftlens.jobs.analyze.evaluation import final_drift
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.contest import judge
+from driftlens.jobs.contest import trials
 from driftlens.jobs.contest.automatic import BEST, FOLDS, choose_settings
-from driftlens.jobs.contest.judge import LANE, HeldOut, Judge, divergences, drift_scores
-from driftlens.jobs.contest.trials import Fit, Trials
+from driftlens.jobs.contest.trials import LANE, Fit, HeldOut, Judge, Trials, divergences, drift_scores
 from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.study.card import escaped
 from driftlens.jobs.study.reopening import reopened
@@ -165,7 +164,7 @@ def test_all_samples_are_held_out_once_and_none_is_scored_that_was_fitted_to(
 ) -> None:
     scored: list[tuple[frozenset[str], frozenset[str]]] = []
     experts: list[str] = []
-    read = judge.final_features
+    read = trials.final_features
 
     def watch(at: Any, ids: frozenset[str], found: dict[str, Any]) -> dict[str, Any]:
         scored[-1] = ids, scored[-1][1]

@@ -10,8 +10,7 @@ import torch
 from driftlens.jobs.contest.excess import measure_excess, quadratic
 from driftlens.linalg.ridge import solve_weight
 from driftlens.runs.run import DriftRun
-from driftlens.suites.protocols import PROTOCOLS
-from driftlens.suites.reproduce import Suite
+from driftlens.suites.reproduce import PROTOCOLS, Suite
 from driftlens_reports.reproduced import shown
 from driftlens_reports.terminal import sheet_text
 from tests.pipeline.calibrating import copied, same_rows

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlens.cli import main
-from driftlens.jobs.preflight.cost import Cost
 from driftlens.jobs.preflight.outcome import Preflight
+from driftlens.jobs.preflight.rehearsal import Cost
 from driftlens.jobs.study.suspicion import Finding
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.zoo.world import MODEL, World, write_spec

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from driftlens.base.access import Access
 from driftlens.engine.site_selection import select_sites
 from driftlens.jobs.preflight import processes, rates
-from driftlens.jobs.preflight.extrapolation import Extent, Measured
 from driftlens.jobs.preflight.job import checked
 from driftlens.jobs.preflight.jobs import SpecStudy
 from driftlens.jobs.preflight.processes import (
@@ -24,7 +23,7 @@ from driftlens.jobs.preflight.processes import (
     solved_groups,
     wire_bytes,
 )
-from driftlens.jobs.preflight.rehearsal import Rehearsed
+from driftlens.jobs.preflight.rehearsal import Extent, Measured, Rehearsed
 from driftlens.jobs.study.opening import open_models
 from driftlens.spec import load_spec
 from tests.pipeline.checking import check

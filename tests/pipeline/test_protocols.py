@@ -9,11 +9,9 @@ import pandas as pd
 import pytest
 import yaml
 
-from driftlens.jobs.contest.arena import entrants
-from driftlens.jobs.contest.reproduce import reproduce
+from driftlens.jobs.contest.arena import entrants, reproduce
 from driftlens.runs.run import DriftRun
-from driftlens.suites.protocols import _SUITES, PROTOCOLS, filling
-from driftlens.suites.reproduce import Suite, load_suite, suite_names
+from driftlens.suites.reproduce import _SUITES, PROTOCOLS, Suite, filling, load_suite, suite_names
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
 from driftlens_reports.reproduced import Shown, shown
 from tests.pipeline.fixtures import world

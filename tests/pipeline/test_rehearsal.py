@@ -12,10 +12,17 @@ from driftlens.base.access import Access
 from driftlens.base.errors import NumericsError
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.preflight import rehearsal
-from driftlens.jobs.preflight.extrapolation import QUADRATIC, Extent, Measured, extrapolated
 from driftlens.jobs.preflight.job import checked
 from driftlens.jobs.preflight.jobs import SpecStudy
-from driftlens.jobs.preflight.rehearsal import Share, features_bytes, shares_of
+from driftlens.jobs.preflight.rehearsal import (
+    QUADRATIC,
+    Extent,
+    Measured,
+    Share,
+    extrapolated,
+    features_bytes,
+    shares_of,
+)
 from driftlens.jobs.preflight.shortened import ShortPool, Size, kept_layers, shortened
 from driftlens.jobs.study.opening import open_study
 from driftlens.runs.writer import RunWriter

@@ -22,8 +22,7 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.runs.run import open_run
 from driftlens.spec.published import find_published
-from driftlens.suites.protocols import protocol_called
-from driftlens.suites.reproduce import Printed, hub_ids, load_suite, suite_names
+from driftlens.suites.reproduce import Printed, hub_ids, load_suite, protocol_called, suite_names
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
 from driftlens_reports.paper.published import published_tables
 from driftlens_reports.reproduced import _looked_up

@@ -14,8 +14,7 @@ from driftlens.calibration.calibrator import ClosedFormBase
 from driftlens.calibration.featcal import FeatCal
 from driftlens.engine.problems import LinearProblem, Problem, SiteReport, SiteUpdate
 from driftlens.engine.site_selection import select_sites
-from driftlens.jobs.contest.judge import LANE, HeldOut
-from driftlens.jobs.contest.trials import Fit, Trials
+from driftlens.jobs.contest.trials import LANE, Fit, HeldOut, Trials
 from driftlens.jobs.study.reopening import reopened
 from driftlens.jobs.study.study import Study
 from driftlens.runs.run import DriftRun

@@ -39,7 +39,7 @@ from driftlens.jobs.contest.contest import (
     one_by_one,
     require_any,
 )
-from driftlens.jobs.contest.judge import LANE, HeldOut, Judge, drift_scores
+from driftlens.jobs.contest.trials import LANE, HeldOut, Judge, drift_scores
 from driftlens.jobs.study.merging import merged_source, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_study
 from driftlens.jobs.study.reopening import reopened

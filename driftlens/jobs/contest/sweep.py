@@ -36,8 +36,7 @@ from driftlens.jobs.calibrate.plan import (
     method_called,
 )
 from driftlens.jobs.contest.contest import Outcome, contest
-from driftlens.jobs.contest.judge import LANE, HeldOut, Judge
-from driftlens.jobs.contest.trials import Fit, Trials
+from driftlens.jobs.contest.trials import LANE, Fit, HeldOut, Judge, Trials
 from driftlens.jobs.study.opening import open_data, with_own_answers
 from driftlens.jobs.study.reopening import (
     redrawn,

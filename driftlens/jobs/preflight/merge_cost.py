@@ -10,7 +10,7 @@ import torch
 
 from driftlens.base.threads import computing_with
 from driftlens.data.task_data import TaskData
-from driftlens.jobs.preflight.cost import size_text
+from driftlens.jobs.preflight.rehearsal import size_text
 from driftlens.jobs.study.merging import PIECE
 from driftlens.jobs.study.opening import OpenModels
 from driftlens.merging.method import MergeMethod

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from driftlens.base.errors import DriftLensError
-from driftlens.jobs.preflight.cost import Cost
 from driftlens.jobs.preflight.processes import Processes
-from driftlens.jobs.preflight.rehearsal import Rehearsed
+from driftlens.jobs.preflight.rehearsal import Cost, Rehearsed
 from driftlens.jobs.study.suspicion import Finding, problem
 
 T = TypeVar("T")

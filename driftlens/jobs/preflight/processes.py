@@ -14,10 +14,9 @@ from driftlens.base.errors import SpecError
 from driftlens.checkpoints.sources import TensorHeader
 from driftlens.engine.site_selection import select_sites
 from driftlens.jobs.calibrate.plan import calibrator_of
-from driftlens.jobs.preflight.cost import duration_text, size_text
 from driftlens.jobs.preflight.jobs import SpecStudy, rounds_of
 from driftlens.jobs.preflight.rates import Rates, measured_rates, unknown_rates
-from driftlens.jobs.preflight.rehearsal import Rehearsed, features_bytes, shares_of
+from driftlens.jobs.preflight.rehearsal import Rehearsed, duration_text, features_bytes, shares_of, size_text
 from driftlens.jobs.preflight.rehearsal import Share as TaskShare
 from driftlens.linalg.gram import held_entries
 from driftlens.models.chain import Layer, LayerChain

@@ -12,13 +12,11 @@ from driftlens.base.errors import CheckpointError
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import hub_folder, repository_of
 from driftlens.data.hf_datasets import repository_folder
-from driftlens.jobs.preflight.cost import Cost, size_text
 from driftlens.jobs.preflight.job import checked
-from driftlens.jobs.preflight.rehearsal import Rehearsed, shares_of
+from driftlens.jobs.preflight.rehearsal import Cost, Rehearsed, shares_of, size_text
 from driftlens.spec import RunSpec
 from driftlens.spec.requests import CalibrationRequest
-from driftlens.suites.protocols import Protocol, protocol_called
-from driftlens.suites.reproduce import Suite, hub_ids
+from driftlens.suites.reproduce import Protocol, Suite, hub_ids, protocol_called
 
 
 def plan(

@@ -20,7 +20,7 @@ from driftlens.findings.checks import self_checks as checks_of
 from driftlens.findings.reading import printable
 from driftlens.findings.swept import level, sweep_named, swept_methods, with_scores
 from driftlens.runs.run import DriftRun
-from driftlens.suites.protocols import GRIDS, SAMPLES
+from driftlens.suites.reproduce import GRIDS, SAMPLES
 from driftlens_reports.charts.sweeps import over_seeds
 from driftlens_reports.charts.words import between, spaced, title
 from driftlens_reports.facts import check_sentence

@@ -16,7 +16,7 @@ from driftlens.base.variants import calibrated, part_of
 from driftlens.base.variants import title as plain_title
 from driftlens.findings.reading import printable
 from driftlens.runs.run import DriftRun
-from driftlens.suites.protocols import filling
+from driftlens.suites.reproduce import filling
 from driftlens_reports.charts.picking import worst_task
 from driftlens_reports.charts.words import between, named, overlap_notes
 from driftlens_reports.facts import stamps

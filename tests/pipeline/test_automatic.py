@@ -178,7 +178,7 @@ def test_all_samples_are_held_out_once_and_none_is_scored_that_was_fitted_to(
         return read(pool, model, task, samples, pooling)
 
     watch_fits(monkeypatch, watch)
-    monkeypatch.setattr(judge, "final_features", spied_read)
+    monkeypatch.setattr(trials, "final_features", spied_read)
     # Ids of different tasks look alike (`train/3`); with one task they can be told apart.
     task = TASKS[0]
     at = study.tasks[task].calibration

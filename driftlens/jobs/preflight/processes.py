@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from driftlens.base.division import balanced, shared
@@ -15,11 +17,11 @@ from driftlens.checkpoints.sources import TensorHeader
 from driftlens.engine.site_selection import select_sites
 from driftlens.jobs.calibrate.plan import calibrator_of
 from driftlens.jobs.preflight.jobs import SpecStudy, rounds_of
-from driftlens.jobs.preflight.rates import Rates, measured_rates, unknown_rates
+from driftlens.jobs.preflight.rates import Rates, cores, measured_rates
 from driftlens.jobs.preflight.rehearsal import Rehearsed, duration_text, features_bytes, shares_of, size_text
 from driftlens.jobs.preflight.rehearsal import Share as TaskShare
 from driftlens.linalg.gram import held_entries
-from driftlens.models.chain import Layer, LayerChain
+from driftlens.models.chain import LayerChain
 from driftlens.spec.requests import CalibrationRequest
 
 MOST = 65_536
@@ -75,7 +77,7 @@ def plan_processes(
             raise SpecError(f"{name} is {given}, expected 1 to {MOST}")
     device = opened.study.pool.device
     known = measured_rates(device)
-    rates = known or unknown_rates(device)
+    rates = known or Rates(str(device), cores(), torch.get_num_threads())
     here = torch.cuda.device_count() if device.type == "cuda" else rates.cores
     crew = _Crew(number, min(number, per_machine or max(1, here)), rates)
     shares = {"analyze": crew.share(analysis, solves=False)}
@@ -101,9 +103,11 @@ class _Crew:
             task: math.ceil(len(at.diagnosis) / at.diagnosis.batch_size) for task, at in study.tasks.items()
         }
         part, tasks = _busiest(batches, self.number)
-        own = [*shares_of(study).values()]
-        mine = {f"{at}": _mean(own) * (part * len(own) / tasks) for at in range(tasks)}
-        seconds, rows = whole.seconds_of(mine), 0 if self.number == 1 else _row_bytes(whole, part)
+        every = [dataclasses.astuple(share) for share in shares_of(study).values()]
+        even = TaskShare(*np.mean(every, axis=0)) * (part * len(every) / tasks)
+        seconds = whole.seconds_of({f"{task}": even for task in range(tasks)})
+        # Of tables and features it sends about what its part of the run directory holds of them.
+        rows = 0 if self.number == 1 else int(part * (whole.cost.disk_bytes - whole.models))
         wire, sending = 0, 0.0
         if solves:
             sites = select_sites(study.pool.chain)
@@ -114,23 +118,9 @@ class _Crew:
             wire, received, messages = wire_bytes(groups, batches, self.number)
             if self.number > 1:
                 sending = max(wire, received) / (self.rates.wire or _WIRE) + messages * self.rates.latency
-        seconds = whole.opening + self.start + sending + seconds / self.rates.pace(self.per_machine)
-        memory = whole.resident + features_bytes(study, part)
-        return Share(seconds, memory, wire + rows)
-
-    @property
-    def start(self) -> float:
-        """Seconds until the processes of a machine have imported what they need; one core imports for one."""
-        return self.rates.start * max(1.0, self.per_machine / self.rates.cores)
-
-
-def _mean(shares: list[TaskShare]) -> TaskShare:
-    count = len(shares)
-    return TaskShare(
-        sum(share.diagnosis for share in shares) / count,
-        sum(share.test for share in shares) / count,
-        sum(share.calibration for share in shares) / count,
-    )
+        start = self.rates.start * max(1.0, self.per_machine / self.rates.cores)  # one core imports for one
+        seconds = whole.opening + start + sending + seconds / self.rates.pace(self.per_machine)
+        return Share(seconds, whole.resident + features_bytes(study, part), wire + rows)
 
 
 def _busiest(batches: Mapping[str, int], number: int) -> tuple[float, int]:
@@ -143,14 +133,9 @@ def _busiest(batches: Mapping[str, int], number: int) -> tuple[float, int]:
     return max(load.values()) / sum(batches.values()), max(tasks.values())
 
 
-def _row_bytes(whole: Rehearsed, part: float) -> int:
-    """What a process sends of tables and features: about what its part of the run directory holds of them."""
-    return int(part * (whole.cost.disk_bytes - whole.models))
-
-
 @dataclass(frozen=True)
 class Group:
-    """Linear sites of a layer that read the same, and so have one Gram matrix and one factor."""
+    """Linear sites of a layer that read the same `width` numbers, and so have one Gram matrix and one factor."""
 
     width: int
     outs: tuple[int, ...]
@@ -175,18 +160,16 @@ def solved_groups(
     chain: LayerChain, headers: Mapping[str, TensorHeader], sites: Mapping[int, Collection[str]]
 ) -> list[list[Group]]:
     """Of every layer up to the last one with chosen sites, in forward order."""
-    last = max(sites, default=0)
-    return [_groups(layer, headers, sites.get(layer.index, ())) for layer in chain.layers[:last]]
-
-
-def _groups(layer: Layer, headers: Mapping[str, TensorHeader], wanted: Collection[str]) -> list[Group]:
-    outs: dict[tuple[str, int], list[int]] = {}
-    for site in layer.sites:
-        if site.kind == "linear" and site.name in wanted:
-            slot = layer.parameters[f"{site.name}.weight"]
-            out, width = slot.shape(headers[slot.key].shape)
-            outs.setdefault((site.input, width), []).append(out)
-    return [Group(width, tuple(of)) for (_, width), of in outs.items()]
+    groups = []
+    for layer in chain.layers[: max(sites, default=0)]:
+        outs = defaultdict[tuple[str, int], list[int]](list)
+        for site in layer.sites:
+            if site.kind == "linear" and site.name in sites.get(layer.index, ()):
+                slot = layer.parameters[f"{site.name}.weight"]
+                out, width = slot.shape(headers[slot.key].shape)
+                outs[site.input, width].append(out)
+        groups.append([Group(width, tuple(of)) for (_, width), of in outs.items()])
+    return groups
 
 
 def solve_share(groups: Sequence[Sequence[Group]], number: int) -> float:

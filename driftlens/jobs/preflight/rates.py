@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from driftlens.base.errors import RunError
-from driftlens.base.files import from_json, write_json_atomic
+from driftlens.base.files import write_json_atomic
 from driftlens.base.threads import computing_with, some_layer
+from driftlens.runs.records import as_declared
 
 _ROWS, _WIDTH = 256, 768
 _SECONDS = 1.0
@@ -33,15 +34,9 @@ _BYTES = 2**26
 class Rates:
     """What a process keeps of its speed beside others, and what sums over processes take.
 
-    Attributes:
-        device: where was computed, as torch names it.
-        cores: of this machine.
-        threads: that a process alone computes with.
-        one: share of its speed that a process with one thread has, alone on the machine.
-        crowded: share of that which it keeps while every core has one like it.
-        wire: bytes that each of two processes here gives into a sum over both; 0 where that wasn't measured.
-        latency: seconds of the smallest sum over both.
-        start: seconds until a new process has imported what it needs.
+    `one` is the share of its speed with `threads` that a process has with one, alone on the machine; `crowded` that of
+    it which it keeps while every core has one like it. `wire`, in bytes per second, is 0 where nobody measured it;
+    `latency` is of the smallest sum, and `start` until a new process has imported what it needs, in seconds.
     """
 
     device: str
@@ -74,30 +69,18 @@ class Rates:
 
 def measured_rates(device: torch.device) -> Rates | None:
     """What `doctor --measure` found for this device on this machine, or None; older files say more than is read."""
-    known = {field.name for field in dataclasses.fields(Rates)}
     try:
-        found = from_json(rates_file(device).read_bytes())
-        rates = Rates(**{name: value for name, value in found.items() if name in known})
-        is_sound = all(isinstance(getattr(rates, name), int | float) for name in _NUMBERS)
-    except (OSError, ValueError, TypeError, AttributeError):
+        rates = as_declared(Rates, rates_file(device).read_bytes())
+    except (OSError, ValueError):
         return None
-    return rates if is_sound and rates.cores == cores() else None
-
-
-_NUMBERS = ("cores", "threads", "one", "crowded", "wire", "latency", "start")
-
-
-def unknown_rates(device: torch.device) -> Rates:
-    """Of processes that take nothing from each other, as long as nobody has measured what they do."""
-    return Rates(str(device), cores(), torch.get_num_threads())
+    return rates if rates.cores == cores() else None
 
 
 def measure(device: torch.device, tell: Callable[[str], None] = lambda text: None) -> Rates:
     """Rates of this machine, in a minute at most; they are kept for later."""
     tell("processes")
-    threads = torch.get_num_threads()
+    threads, file = torch.get_num_threads(), rates_file(device)
     rates = Rates(str(device), cores(), threads, **_together(device, threads))
-    file = rates_file(device)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(file, dataclasses.asdict(rates))
     return rates
@@ -119,14 +102,13 @@ def _rate(device: torch.device, seconds: float) -> float:
     """How often a second a layer is computed that is as wide as usual ones, and larger than the caches of a core."""
     work = some_layer(_ROWS, _WIDTH, device)
     work()  # the first call also loads libraries
-    done, started = 0, time.perf_counter()
-    while True:
+    done, started, passed = 0, time.perf_counter(), 0.0
+    while passed < seconds:
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        done += 1
-        if (passed := time.perf_counter() - started) >= seconds:
-            return done / passed
+        done, passed = done + 1, time.perf_counter() - started
+    return done / passed
 
 
 def _together(device: torch.device, threads: int) -> dict[str, float]:

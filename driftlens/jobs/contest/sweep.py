@@ -37,13 +37,8 @@ from driftlens.jobs.calibrate.plan import (
 )
 from driftlens.jobs.contest.contest import Outcome, contest
 from driftlens.jobs.contest.trials import LANE, Fit, HeldOut, Judge, Trials
+from driftlens.jobs.study import reopening
 from driftlens.jobs.study.opening import open_data, with_own_answers
-from driftlens.jobs.study.reopening import (
-    redrawn,
-    require_same_models,
-    require_same_samples,
-    require_spec,
-)
 from driftlens.jobs.study.study import Study, TaskSamples
 from driftlens.jobs.study.writing import deterministic_algorithms, suitable_threads, writing
 from driftlens.runs import layout
@@ -141,7 +136,7 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
         setting.calibrator.check(has_base=opened.study.has_base)
     _Table(open_run(folder).sweeps(), sweeps, request)  # refused here where they would mix with others
     team = opened.study.team
-    team.once(lambda: require_same_samples(opened.manifest, opened.study))
+    team.once(lambda: reopening.require_same_samples(opened.manifest, opened.study))
     seeds = range(opened.study.seed, opened.study.seed + request.seeds)
     samples, tasks = _samples_by_seed(opened, seeds, context.access)
     if context.live is not None:
@@ -151,7 +146,7 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
         for name in corruptions:
             corrupted(at, name, opened.study.seed)  # refused here where it can't be
     study = dataclasses.replace(opened.study, tasks=tasks)
-    team.once(lambda: require_same_models(opened.manifest, study, context.reporter()))
+    team.once(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
     unsolved = dict[Setting, DriftLensError]()
     with writing(team, functools.partial(RunWriter.resume, folder)) as writer:
         reporter = context.reporter(writer.progress)
@@ -189,7 +184,7 @@ def _open(
     count = request.samples
     section = None
     if context.live is None:
-        require_spec(folder, open_run(folder).manifest)
+        reopening.require_spec(folder, open_run(folder).manifest)
         spec = load_spec(folder / layout.SPEC)
         section = spec.calibration
         count = count or min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
@@ -497,7 +492,7 @@ def _samples_by_seed(
     found, tasks, sources = {seeds[0]: dict(first)}, dict(opened.study.tasks), {}
     for seed in seeds[1:]:
         spec = load_spec(opened.folder / layout.SPEC)
-        drawn = redrawn(spec, {task: len(samples) for task, samples in first.items()}, seed)
+        drawn = reopening.redrawn(spec, {task: len(samples) for task, samples in first.items()}, seed)
         sources = {task: open_data(drawn, task, architecture, access=access) for task in first}
         found[seed] = {
             task: with_own_answers(data.calibration, opened.study.pool) for task, data in sources.items()

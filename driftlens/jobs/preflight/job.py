@@ -32,19 +32,8 @@ from driftlens.jobs.preflight.models import check_models
 from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.preflight.processes import plan_processes
 from driftlens.jobs.preflight.shortened import ShortPool
+from driftlens.jobs.study import opening
 from driftlens.jobs.study.merging import merge_of, no_scores
-from driftlens.jobs.study.opening import (
-    OpenModels,
-    calibration_settings,
-    classes_of,
-    heads_of,
-    open_architecture,
-    open_data,
-    open_heads,
-    open_pool,
-    open_study,
-    study_of,
-)
 from driftlens.jobs.study.study import Study
 from driftlens.jobs.study.suspicion import companions, suspicions
 from driftlens.jobs.study.writing import suitable_threads
@@ -79,7 +68,7 @@ def preflight(
     if request.deep and checks.problems:
         checks.notice("experts", "not scored: the problems above come first")
     elif request.deep:
-        whole = checks.attempt("experts", lambda: open_study(spec, access=access))
+        whole = checks.attempt("experts", lambda: opening.open_study(spec, access=access))
         if whole is not None:
             with suitable_threads(None, "validate", whole[0]):
                 _score_experts(whole[0], checks)
@@ -100,7 +89,7 @@ def checked(spec: RunSpec, access: Access) -> tuple[Preflight, SpecStudy | None]
     data = _check_data(spec, architecture, checks, access)
     pool = None
     if models is not None and models.sources and place is not None:
-        pool = checks.attempt("models", lambda: open_pool(spec, models, device=access.device))
+        pool = checks.attempt("models", lambda: opening.open_pool(spec, models, device=access.device))
     width = _final_width(spec, pool, models, data)
     heads: dict[str, ScoreMap] = {}
     if models is not None:
@@ -113,12 +102,12 @@ def checked(spec: RunSpec, access: Access) -> tuple[Preflight, SpecStudy | None]
     if models is None or checks.problems:
         return checks, None
     seconds = time.perf_counter() - started
-    study = checks.attempt("study", lambda: study_of(spec, models, data, heads, access=access))
+    study = checks.attempt("study", lambda: opening.study_of(spec, models, data, heads, access=access))
     return checks, None if study is None else SpecStudy(spec, study, models, data, seconds)
 
 
 def _final_width(
-    spec: RunSpec, pool: ModelPool | None, models: OpenModels | None, data: Mapping[str, TaskData]
+    spec: RunSpec, pool: ModelPool | None, models: opening.OpenModels | None, data: Mapping[str, TaskData]
 ) -> int | None:
     """Of the final features, by a model cut short; None where there is nothing to run."""
     if pool is None or models is None or not data:
@@ -136,7 +125,7 @@ def _final_width(
 
 
 def _check_architecture(spec: RunSpec, checks: Preflight, access: Access) -> Architecture | None:
-    found = checks.attempt("architecture", lambda: open_architecture(spec, access))
+    found = checks.attempt("architecture", lambda: opening.open_architecture(spec, access))
     if found is None:
         return None
     paths = [layer.path for layer in found.chain.layers]
@@ -167,7 +156,7 @@ def _quick_gelu_hint(architecture: Architecture) -> str:
 
 def _check_merge(
     spec: RunSpec,
-    models: OpenModels | None,
+    models: opening.OpenModels | None,
     pool: ModelPool | None,
     data: Mapping[str, TaskData],
     checks: Preflight,
@@ -184,7 +173,7 @@ def _check_merge(
     if entry.reads_sites and entry.others != entry.name:
         text += f", and merges all else by {merge_methods[entry.others].title}"
     if models is not None and pool is not None:
-        scored = spec.tasks if models.architecture.lm is not None else heads_of(spec, models)
+        scored = spec.tasks if models.architecture.lm is not None else opening.heads_of(spec, models)
         without = [task for task in spec.tasks if task not in scored]
         if entry.scores and without:
             checks.problem("merge", no_scores(entry, without))
@@ -206,9 +195,9 @@ def _waiting(entry: MergeMethod, pool: ModelPool, data: Mapping[str, TaskData]) 
     return 2 * samples * waiting_bytes(pool, pool.names[0], one)
 
 
-def _check_calibration(spec: RunSpec, models: OpenModels | None, checks: Preflight) -> None:
+def _check_calibration(spec: RunSpec, models: opening.OpenModels | None, checks: Preflight) -> None:
     if spec.calibration is not None:
-        found = checks.attempt("calibration", lambda: calibration_settings(spec))
+        found = checks.attempt("calibration", lambda: opening.calibration_settings(spec))
         if found is None:
             return
         settings = ", ".join(f"{name} {value}" for name, value in found.items())
@@ -217,7 +206,7 @@ def _check_calibration(spec: RunSpec, models: OpenModels | None, checks: Preflig
         _check_sites(spec, models, checks)
 
 
-def _check_sites(spec: RunSpec, models: OpenModels, checks: Preflight) -> None:
+def _check_sites(spec: RunSpec, models: opening.OpenModels, checks: Preflight) -> None:
     """File which share of the parameters a calibration would solve for: that of the spec, or one by default."""
     chain, patterns = models.architecture.chain, None if spec.calibration is None else spec.calibration.sites
     try:
@@ -251,7 +240,7 @@ def _check_data(
     for task in spec.tasks:
 
         def open_one(task: str = task) -> TaskData:
-            data = open_data(spec, task, architecture, access=access)
+            data = opening.open_data(spec, task, architecture, access=access)
             if architecture is not None:
                 data.diagnosis.load([0])
             return data
@@ -282,7 +271,11 @@ def _describe_data(data: TaskData, checks: Preflight) -> None:
 
 
 def _check_heads(
-    spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData], width: int | None, checks: Preflight
+    spec: RunSpec,
+    models: opening.OpenModels,
+    data: Mapping[str, TaskData],
+    width: int | None,
+    checks: Preflight,
 ) -> dict[str, ScoreMap]:
     """File what is wrong with the heads, and give those that are sound; `width` of the final features, if known."""
     sound: dict[str, ScoreMap] = {}
@@ -290,7 +283,7 @@ def _check_heads(
     base = models.base
     if base is not None and any(isinstance(entry, TextHead) for entry in spec.heads.values()):
         checks.attempt("text tower", lambda: models.architecture.text_tower(base))
-    entries = heads_of(spec, models)
+    entries = opening.heads_of(spec, models)
     for task in spec.tasks:
         entry, subject = entries.get(task), f"head of {task}"
         if entry is None and models.architecture.lm is not None:
@@ -300,13 +293,13 @@ def _check_heads(
         elif entry.classes is None and task not in data:
             continue  # what the data would have named is unknown, and its own problem is filed
         elif isinstance(entry, TextHead) and spec.base is not None:  # to read the prompts would take long
-            names = checks.attempt(subject, partial(classes_of, task, entry, named.get(task)))
+            names = checks.attempt(subject, partial(opening.classes_of, task, entry, named.get(task)))
             if names is not None:
                 checks.ok(subject, f"{len(names)} class names in {len(entry.templates)} templates")
                 sound[task] = ClipHead(tuple(names), torch.randn(len(names), width or 1), 1.0)
         else:
             alone = spec.model_copy(update={"heads": {task: entry}})
-            heads = checks.attempt(subject, partial(open_heads, alone, models, named))
+            heads = checks.attempt(subject, partial(opening.open_heads, alone, models, named))
             if heads is not None:
                 _check_width(task, heads[task], width, checks)
                 sound |= heads

@@ -8,48 +8,41 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, ImageDraw
 
-from driftlens.suites.drawing import (
-    CANVAS,
-    Colour,
-    Split,
-    backdrop,
-    drawn_task,
-    from_values,
-    near,
-    smooth_field,
-)
+from driftlens.suites import drawing
 
 SIDE = 92
 """Side of the land that is drawn before it is turned and cut to the canvas; a little over CANVAS * sqrt(2)."""
 
 GRASS, CROP, SOIL, WOOD = (104, 128, 72), (150, 146, 84), (142, 116, 88), (48, 74, 46)
 WATER, SAND, ASPHALT, CONCRETE = (58, 88, 112), (204, 180, 136), (96, 96, 98), (168, 168, 164)
-ROOFS: tuple[Colour, ...] = ((166, 92, 72), (132, 124, 120), (190, 182, 170), (110, 74, 62))
+ROOFS: tuple[drawing.Colour, ...] = ((166, 92, 72), (132, 124, 120), (190, 182, 170), (110, 74, 62))
 
 Landscape = Callable[[np.random.Generator], Image.Image]
 
 
-def _pick(rng: np.random.Generator, *colours: Colour, spread: int = 22) -> Colour:
-    return near(rng, colours[rng.integers(len(colours))], spread)
+def _pick(rng: np.random.Generator, *colours: drawing.Colour, spread: int = 22) -> drawing.Colour:
+    return drawing.near(rng, colours[rng.integers(len(colours))], spread)
 
 
-def _land(rng: np.random.Generator, *colours: Colour) -> Image.Image:
+def _land(rng: np.random.Generator, *colours: drawing.Colour) -> Image.Image:
     """Ground in a shade of one of `colours`, mottled."""
-    ground = np.asarray(backdrop(rng, _pick(rng, *colours), spread=18, side=SIDE), dtype=np.float32)
-    return from_values(ground + 14 * smooth_field(rng, 12, SIDE)[..., None])
+    ground = np.asarray(drawing.backdrop(rng, _pick(rng, *colours), spread=18, side=SIDE), dtype=np.float32)
+    return drawing.from_values(ground + 14 * drawing.smooth_field(rng, 12, SIDE)[..., None])
 
 
-def _speckle(rng: np.random.Generator, land: Image.Image, count: int, size: float, of: Colour) -> None:
+def _speckle(
+    rng: np.random.Generator, land: Image.Image, count: int, size: float, of: drawing.Colour
+) -> None:
     """Scatter `count` round crowns with their shadows."""
     pen = ImageDraw.Draw(land)
     for _ in range(count):
         x, y = rng.uniform(0, SIDE, 2).tolist()
         radius = size * rng.uniform(0.7, 1.3)
-        _crown(pen, x, y, radius, near(rng, of, 18))
+        _crown(pen, x, y, radius, drawing.near(rng, of, 18))
 
 
-def _crown(pen: ImageDraw.ImageDraw, x: float, y: float, radius: float, of: Colour) -> None:
-    dark: Colour = (of[0] // 2, of[1] // 2, of[2] // 2)
+def _crown(pen: ImageDraw.ImageDraw, x: float, y: float, radius: float, of: drawing.Colour) -> None:
+    dark: drawing.Colour = (of[0] // 2, of[1] // 2, of[2] // 2)
     pen.ellipse([x - radius + 1, y - radius + 1, x + radius + 1, y + radius + 1], fill=dark)
     pen.ellipse([x - radius, y - radius, x + radius, y + radius], fill=of)
 
@@ -68,7 +61,7 @@ def _fields(rng: np.random.Generator) -> Image.Image:
     edges = [0, *sorted(rng.integers(18, SIDE - 18, 2).tolist()), SIDE]
     for top, bottom in itertools.pairwise(edges):
         crop = _pick(rng, CROP, SOIL, GRASS)
-        furrow, pitch = near(rng, crop, 35), int(rng.integers(4, 8))
+        furrow, pitch = drawing.near(rng, crop, 35), int(rng.integers(4, 8))
         pen.rectangle([0, top, SIDE, bottom], fill=crop)
         for y in range(top, bottom, pitch):
             pen.line([0, y, SIDE, y], fill=furrow, width=2)
@@ -77,8 +70,8 @@ def _fields(rng: np.random.Generator) -> Image.Image:
 
 def _forest(rng: np.random.Generator) -> Image.Image:
     canopy = np.asarray(_land(rng, WOOD, (66, 88, 50)), dtype=np.float32)
-    crowns = 38 * smooth_field(rng, int(rng.integers(18, 30)), SIDE)
-    return from_values(canopy + crowns[..., None])
+    crowns = 38 * drawing.smooth_field(rng, int(rng.integers(18, 30)), SIDE)
+    return drawing.from_values(canopy + crowns[..., None])
 
 
 def _pasture(rng: np.random.Generator) -> Image.Image:
@@ -94,7 +87,7 @@ def _orchard(rng: np.random.Generator) -> Image.Image:
     for y in np.arange(2, SIDE, pitch):
         for x in np.arange(2, SIDE, pitch):
             dx, dy = rng.uniform(-0.8, 0.8, 2)
-            _crown(pen, x + dx, y + dy, 0.28 * pitch, near(rng, crown, 12))
+            _crown(pen, x + dx, y + dy, 0.28 * pitch, drawing.near(rng, crown, 12))
     return land
 
 
@@ -110,7 +103,7 @@ def _river(rng: np.random.Generator) -> Image.Image:
 
 def _lake(rng: np.random.Generator) -> Image.Image:
     land = _land(rng, GRASS, WOOD, SAND)
-    depth = smooth_field(rng, 5, SIDE) * 0.6 + np.linspace(-0.6, 1.2, SIDE)
+    depth = drawing.smooth_field(rng, 5, SIDE) * 0.6 + np.linspace(-0.6, 1.2, SIDE)
     shore = Image.fromarray(((depth * 8).clip(0, 1) * 255).astype(np.uint8))
     land.paste(_land(rng, WATER, (44, 74, 88)), mask=shore)
     return land
@@ -133,7 +126,7 @@ def _highway(rng: np.random.Generator) -> Image.Image:
 
 
 def _roofs(
-    rng: np.random.Generator, pitch: float, share: tuple[float, float], *colours: Colour
+    rng: np.random.Generator, pitch: float, share: tuple[float, float], *colours: drawing.Colour
 ) -> Image.Image:
     """Streets in a grid with one building on each lot, `share` of the lot's side."""
     land = _land(rng, GRASS if pitch < 20 else CONCRETE)
@@ -158,8 +151,8 @@ def _residential(rng: np.random.Generator) -> Image.Image:
 def _desert(rng: np.random.Generator) -> Image.Image:
     land = np.asarray(_land(rng, SAND), dtype=np.float32)
     along = np.arange(SIDE)[:, None] / rng.uniform(9, 15)
-    ridges = np.sin(2 * np.pi * (along + 0.5 * smooth_field(rng, 4, SIDE)))
-    return from_values(land + 16 * ridges[..., None])
+    ridges = np.sin(2 * np.pi * (along + 0.5 * drawing.smooth_field(rng, 4, SIDE)))
+    return drawing.from_values(land + 16 * ridges[..., None])
 
 
 LANDSCAPES: dict[str, Landscape] = {
@@ -178,17 +171,17 @@ LANDSCAPES: dict[str, Landscape] = {
 }
 
 
-@drawn_task(
+@drawing.drawn_task(
     "aerial",
     class_names=tuple(LANDSCAPES),
     templates=("an aerial photo of {}.", "a satellite image of {}.", "{} from above."),
     subject="land from above",
 )
-def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
+def draw(rng: np.random.Generator, label: int, split: drawing.Split) -> Image.Image:
     """One piece of land at a random heading, through a tinted sky."""
     land = list(LANDSCAPES.values())[label](rng)
     turned = land.rotate(rng.uniform(0, 360), resample=Image.Resampling.BILINEAR)
-    edge = (SIDE - CANVAS) // 2
-    seen = turned.crop((edge, edge, edge + CANVAS, edge + CANVAS))
+    edge = (SIDE - drawing.CANVAS) // 2
+    seen = turned.crop((edge, edge, edge + drawing.CANVAS, edge + drawing.CANVAS))
     tint = rng.uniform(0.8, 1.2, 3)
-    return from_values(np.asarray(seen) * tint)
+    return drawing.from_values(np.asarray(seen) * tint)

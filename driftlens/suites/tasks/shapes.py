@@ -8,15 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageChops, ImageDraw, ImageFilter
 
-from driftlens.suites.drawing import (
-    CANVAS,
-    Split,
-    backdrop,
-    clutter,
-    dark_and_light,
-    drawn_task,
-    placed_somewhere,
-)
+from driftlens.suites import drawing
 
 Points = NDArray[np.float64]
 """A closed outline [n, 2] within the square [-1, 1] x [-1, 1], y downwards."""
@@ -72,8 +64,8 @@ OUTLINES: dict[str, Callable[[], Points]] = {
 
 
 def _silhouette(outline: Points) -> Image.Image:
-    mask = Image.new("L", (CANVAS, CANVAS))
-    corners = [(x, y) for x, y in (outline * (CANVAS / 2 - 6) + CANVAS / 2).tolist()]
+    mask = Image.new("L", (drawing.CANVAS, drawing.CANVAS))
+    corners = [(x, y) for x, y in (outline * (drawing.CANVAS / 2 - 6) + drawing.CANVAS / 2).tolist()]
     ImageDraw.Draw(mask).polygon(corners, fill=255)
     return mask
 
@@ -82,19 +74,21 @@ FILLED = tuple(_silhouette(outline()) for outline in OUTLINES.values())
 HOLLOW = tuple(ImageChops.subtract(each, each.filter(ImageFilter.MinFilter(9))) for each in FILLED)
 
 
-@drawn_task(
+@drawing.drawn_task(
     "shapes",
     class_names=tuple(OUTLINES),
     templates=("a drawing of a {}.", "a {} shape.", "a simple {}."),
     subject="a drawing of a shape",
 )
-def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
+def draw(rng: np.random.Generator, label: int, split: drawing.Split) -> Image.Image:
     """One shape, filled or as an outline, over and under a few strokes."""
-    paper, ink = dark_and_light(rng, 80)
-    sheet = backdrop(rng, paper, spread=40)
-    clutter(rng, sheet, int(rng.integers(1, 5)), paper, 35)
+    paper, ink = drawing.dark_and_light(rng, 80)
+    sheet = drawing.backdrop(rng, paper, spread=40)
+    drawing.clutter(rng, sheet, int(rng.integers(1, 5)), paper, 35)
     silhouette = (HOLLOW if rng.random() < 0.25 else FILLED)[label]
-    mask = placed_somewhere(silhouette, rng, shift=2.5, height=(50, 62), angle=12, stretch=(0.85, 1.15))
+    mask = drawing.placed_somewhere(
+        silhouette, rng, shift=2.5, height=(50, 62), angle=12, stretch=(0.85, 1.15)
+    )
     sheet.paste(ink, mask=mask)
-    clutter(rng, sheet, int(rng.integers(0, 2)), paper, 35)
+    drawing.clutter(rng, sheet, int(rng.integers(0, 2)), paper, 35)
     return sheet

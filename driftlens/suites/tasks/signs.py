@@ -8,22 +8,13 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance
 
-from driftlens.suites.drawing import (
-    Colour,
-    Split,
-    backdrop,
-    clutter,
-    drawn_task,
-    glyph,
-    near,
-    placed_somewhere,
-)
+from driftlens.suites import drawing
 
 BOARD = 96
 """Side of the square on which a sign is drawn once, before it is put up."""
 RED, BLUE, YELLOW, WHITE, BLACK = (196, 30, 40), (24, 74, 160), (244, 190, 30), (240, 240, 236), (24, 24, 26)
 
-Mark = tuple[str, Any, Colour]
+Mark = tuple[str, Any, drawing.Colour]
 """A shape of `ImageDraw` with its coordinates, or "text" with the text and its height; and the colour."""
 
 
@@ -32,7 +23,7 @@ def _corners(count: int, radius: float, turn: float = -90.0, drop: float = 0.0) 
     return [(48 + radius * np.cos(a), 48 + drop + radius * np.sin(a)) for a in angles.tolist()]
 
 
-def _disc(radius: float, fill: Colour) -> Mark:
+def _disc(radius: float, fill: drawing.Colour) -> Mark:
     return "ellipse", [48 - radius, 48 - radius, 48 + radius, 48 + radius], fill
 
 
@@ -69,7 +60,7 @@ def board(name: str) -> Image.Image:
     for shape, where, fill in SIGNS[name]:
         if shape == "text":
             text, height = where
-            mask = glyph(text, "DejaVuSans-Bold")
+            mask = drawing.glyph(text, "DejaVuSans-Bold")
             mask = mask.resize((round(mask.width * height / mask.height), height))
             artwork.paste((*fill, 255), (48 - mask.width // 2, round(48 - height / 2)), mask)
         else:
@@ -77,18 +68,18 @@ def board(name: str) -> Image.Image:
     return artwork
 
 
-@drawn_task(
+@drawing.drawn_task(
     "signs",
     class_names=tuple(SIGNS),
     templates=("a {} traffic sign.", "a photo of a {} sign.", "the road sign {}."),
     subject="a traffic sign",
 )
-def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
+def draw(rng: np.random.Generator, label: int, split: drawing.Split) -> Image.Image:
     """One sign before trees, houses or sky, from dusk to full sun."""
     surroundings = ((90, 110, 70), (150, 170, 200), (120, 110, 100))[rng.integers(3)]
-    street = backdrop(rng, near(rng, surroundings, 30), spread=60)
-    clutter(rng, street, int(rng.integers(4, 14)), surroundings, 60)
-    sign = placed_somewhere(
+    street = drawing.backdrop(rng, drawing.near(rng, surroundings, 30), spread=60)
+    drawing.clutter(rng, street, int(rng.integers(4, 14)), surroundings, 60)
+    sign = drawing.placed_somewhere(
         board(list(SIGNS)[label]), rng, shift=4, height=(44, 58), angle=8, shear=0.15, stretch=(0.75, 1.1)
     )
     faded = ImageEnhance.Color(sign.convert("RGB")).enhance(rng.uniform(0.4, 1.1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -16,13 +17,19 @@ from torch import Tensor
 from driftlens.base.errors import SpecError
 from driftlens.base.files import atomic_folder, sha256_of, write_json_atomic
 from driftlens.base.progress import Reporter
+from driftlens.base.registry import Registry
+from driftlens.suites.drawing import PURPOSES, DrawnTask
 from driftlens.suites.recipe import AnyRecipe
+from driftlens.suites.workers import Worker, work_together
+from driftlens.suites.writing import WrittenTask
 
 RECORD = "suite.json"
 FORMAT = 1
 """Version of the layout and of the record."""
 SCALING = 0.3
 """Task Arithmetic's scaling, as in the published benchmarks."""
+DRAWN = "drawn"
+"""Folder for samples as they come, until all is built."""
 _NAME_LENGTH = 12
 """Characters of the digest in the folder's name."""
 _POLL_SECONDS = 1.0
@@ -30,19 +37,21 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Suite(ABC):
-    """A base, experts fine-tuned from it, and samples of their tasks, in one folder.
+    """A base, experts fine-tuned from it, and samples of their tasks, in one folder named after recipe and seed.
 
-    Attributes:
-        folder: where the files are; `suite.json` says what was measured when they were made.
-        digest: names the recipe and the seed.
-        prefix: beginning of the folder's name; the digest follows.
-        usual: the recipe, unless another one is given.
+    `suite.json` says what was measured when they were made. A kind of suite says what it is called, its usual recipe,
+    its tasks, and where in the folder its architecture and base are, and an expert, with `{}` for its task.
     """
 
     folder: pathlib.Path
     digest: str
     prefix: ClassVar[str]
     usual: ClassVar[AnyRecipe]
+    drawn: ClassVar[Registry[DrawnTask] | Mapping[str, WrittenTask]]
+    loader: ClassVar[str]
+    source: ClassVar[str]
+    base: ClassVar[str]
+    expert: ClassVar[str]
 
     @classmethod
     def made(
@@ -78,10 +87,58 @@ class Suite(ABC):
                         cls.build(partial, recipe, seed, reporter)
         return suite
 
+    @classmethod
+    def build(cls, folder: pathlib.Path, recipe: Any, seed: int, reporter: Reporter) -> None:
+        """Fill an empty folder, with a record that vouches for every file at last."""
+        reporter.step("draw", 0, None, "starting two processes")
+        for name in (DRAWN, "data", "experts"):
+            (folder / name).mkdir()
+        sizes = {
+            "draw": (len(cls.drawn) * len(PURPOSES), 1),
+            "train base": (1, recipe.base.steps),
+            "train experts": (len(cls.drawn), recipe.expert.steps),
+        }
+        heard = Heard(sizes, reporter)
+        num_values = sum(parameter.numel() for parameter in cls.untrained(recipe).parameters())
+        work_together(cls.work, (folder, recipe, seed), heard, num_values)
+        shutil.rmtree(folder / DRAWN)
+        measured = {name: heard.measured.pop(name) for name in cls.drawn}
+        record = {
+            "format": FORMAT,
+            "digest": recipe.digest(seed),
+            "seed": seed,
+            "recipe": asdict(recipe),
+            **heard.measured,
+            "heads": {name: cls.head(name) for name in cls.drawn},
+            "test_accuracy": measured,
+            "seconds": heard.seconds,
+            "files": {
+                path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+                for path in sorted(folder.rglob("*"))
+                if path.is_file()
+            },
+        }
+        write_json_atomic(folder / RECORD, record)
+
     @staticmethod
     @abstractmethod
-    def build(folder: pathlib.Path, recipe: Any, seed: int, reporter: Reporter) -> None:
-        """Fill an empty folder, with a record that vouches for every file at last."""
+    def untrained(recipe: Any, seed: int = 0) -> Any:
+        """A model as it is before its training."""
+
+    @staticmethod
+    @abstractmethod
+    def work(worker: Worker, folder: pathlib.Path, recipe: Any, seed: int) -> None:
+        """In every worker: its share of all the work."""
+
+    @staticmethod
+    @abstractmethod
+    def head(task: str) -> dict[str, Any]:
+        """How the spec says what a task's head is."""
+
+    @staticmethod
+    @abstractmethod
+    def data(folder: pathlib.Path, task: str) -> dict[str, Any]:
+        """How the spec says where a task's samples are."""
 
     def record(self) -> dict[str, Any]:
         """What `suite.json` says: heads, recipe, test accuracies, seconds, size and SHA-256 of every file."""
@@ -106,9 +163,27 @@ class Suite(ABC):
         """One expert each, sorted."""
         return tuple(sorted(self.record()["heads"]))
 
-    @abstractmethod
     def spec(self) -> dict[str, Any]:
         """The run spec of this suite, all paths absolute: Task Arithmetic of the experts."""
+        folder = self.folder.resolve()
+        experts = {task: {"weights": str(folder / self.expert.format(task))} for task in self.tasks}
+        heads = self.record()["heads"]
+        return {
+            "version": 1,
+            "name": self.prefix,
+            "architecture": {"loader": self.loader, "source": str(folder / self.source)},
+            "base": {"weights": str(folder / self.base)},
+            "merge": {"method": "task_arithmetic", "scaling": SCALING},
+            "experts": experts,
+            # A language model has its own.
+            **({"heads": heads} if all("templates" in head for head in heads.values()) else {}),
+            # Jacobians are the dear part; a demo is about the way there, not about the third digit.
+            "metrics": {"jacobian": {"samples": 8}},
+            "data": {
+                "defaults": {"n": 64, "n_diagnosis": 128, "n_test": "all"},
+                **{task: self.data(folder, task) for task in self.tasks},
+            },
+        }
 
 
 @contextmanager
@@ -164,21 +239,3 @@ def save(weights: Mapping[str, Tensor], path: pathlib.Path) -> None:
     from safetensors.torch import save_file
 
     save_file({key: tensor.detach().contiguous() for key, tensor in weights.items()}, path)
-
-
-def describe(folder: pathlib.Path, recipe: AnyRecipe, seed: int, heard: Heard, **facts: Any) -> None:
-    """Write the record, which vouches for every file that is there."""
-    record = {
-        "format": FORMAT,
-        "digest": recipe.digest(seed),
-        "seed": seed,
-        "recipe": asdict(recipe),
-        **facts,
-        "seconds": heard.seconds,
-        "files": {
-            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        },
-    }
-    write_json_atomic(folder / RECORD, record)

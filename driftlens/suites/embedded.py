@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import pathlib
-import shutil
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from driftlens.base.files import write_json_atomic
-from driftlens.base.progress import Reporter
-from driftlens.suites.cache import SCALING, Heard, Suite, describe, save
+from driftlens.suites.cache import DRAWN, Suite, save
 from driftlens.suites.drawing import PURPOSES, Purpose, tasks
 from driftlens.suites.recipe import Recipe, stream
 from driftlens.suites.training import (
@@ -25,101 +22,68 @@ from driftlens.suites.training import (
     train_base,
     train_expert,
 )
-from driftlens.suites.workers import Worker, work_together
+from driftlens.suites.workers import Worker
 
 CONFIG, BASE = "open_clip_config.json", "base.safetensors"
-_DRAWN = "drawn"
-"""Folder for pictures as they come, until all is built."""
 
 
-@dataclass(frozen=True)
 class ImageSuite(Suite):
-    """A CLIP, experts fine-tuned from its image tower, and their pictures."""
+    """A CLIP, experts fine-tuned from its image tower, and their pictures; heads are zero-shot."""
 
     prefix = "embedded"
     usual = Recipe()
-
-    def spec(self) -> dict[str, Any]:
-        """The run spec of this suite, all paths absolute: Task Arithmetic of the experts, zero-shot heads."""
-        folder = self.folder.resolve()
-        return {
-            "version": 1,
-            "name": "embedded",
-            "architecture": {"loader": "open-clip", "source": str(folder / CONFIG)},
-            "base": {"weights": str(folder / BASE)},
-            "merge": {"method": "task_arithmetic", "scaling": SCALING},
-            "experts": {task: {"weights": str(folder / expert_file(task))} for task in self.tasks},
-            "heads": self.record()["heads"],
-            # Jacobians are the dear part; a demo is about the way there, not about the third digit.
-            "metrics": {"jacobian": {"samples": 8}},
-            "data": {
-                "defaults": {"n": 64, "n_diagnosis": 128, "n_test": "all"},
-                **{task: {"kind": "npz", "file": str(folder / data_file(task))} for task in self.tasks},
-            },
-        }
+    drawn = tasks
+    loader, source, base, expert = "open-clip", CONFIG, BASE, "experts/{}.safetensors"
 
     @staticmethod
-    def build(folder: pathlib.Path, recipe: Recipe, seed: int, reporter: Reporter) -> None:
+    def head(task: str) -> dict[str, Any]:
         """As of a `Suite`."""
-        reporter.step("draw", 0, None, "starting two processes")
-        for name in (_DRAWN, "data", "experts"):
-            (folder / name).mkdir()
-        untrained = build_clip(recipe.model_config(), stream(seed, "weights"))
-        sizes = {
-            "draw": (len(tasks) * len(PURPOSES), 1),
-            "train base": (1, recipe.base.steps),
-            "train experts": (len(tasks), recipe.expert.steps),
-        }
-        heard = Heard(sizes, reporter)
-        num_values = sum(parameter.numel() for parameter in untrained.parameters())
-        work_together(_work, (folder, recipe, seed), heard, num_values)
-        shutil.rmtree(folder / _DRAWN)
-        _describe(folder, recipe, seed, heard)
+        return {"classes": list(tasks[task].class_names), "templates": list(tasks[task].templates)}
+
+    @staticmethod
+    def data(folder: pathlib.Path, task: str) -> dict[str, Any]:
+        """As of a `Suite`."""
+        return {"kind": "npz", "file": str(folder / "data" / f"{task}.npz")}
+
+    @staticmethod
+    def untrained(recipe: Recipe, seed: int = 0) -> Any:
+        """As of a `Suite`."""
+        return build_clip(recipe.model_config(), seed)
+
+    @staticmethod
+    def work(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
+        """As of a `Suite`."""
+        counts = {"base": recipe.num_base, "train": recipe.num_train, "test": recipe.num_test}
+        for name, purpose in worker.jobs(list(itertools.product(tasks, PURPOSES))):
+            images, labels = tasks[name].pictures(purpose, counts[purpose], seed)
+            np.savez(folder / DRAWN / f"{name}-{purpose}.npz", images=images, labels=labels)
+            worker.tell("draw", f"{name}, {purpose}", 1)
+        worker.meet()
+        _train_base(worker, folder, recipe, seed)
+        worker.meet()
+        for name in worker.jobs(list(tasks)):
+            _train_expert(worker, folder, recipe, seed, name)
 
 
 embedded_suite = ImageSuite.made
 
 
-def expert_file(task: str) -> str:
-    """Where the expert's image tower lies in the folder."""
-    return f"experts/{task}.safetensors"
-
-
-def data_file(task: str) -> str:
-    """Where the pictures of a task lie in the folder."""
-    return f"data/{task}.npz"
-
-
-def _work(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
-    """In every worker: its share of all the work."""
-    counts = {"base": recipe.num_base, "train": recipe.num_train, "test": recipe.num_test}
-    for name, purpose in worker.jobs(list(itertools.product(tasks, PURPOSES))):
-        images, labels = tasks[name].pictures(purpose, counts[purpose], seed)
-        np.savez(folder / _DRAWN / f"{name}-{purpose}.npz", images=images, labels=labels)
-        worker.tell("draw", f"{name}, {purpose}", 1)
-    worker.meet()
-    _train_base(worker, folder, recipe, seed)
-    worker.meet()
-    for name in worker.jobs(list(tasks)):
-        _train_expert(worker, folder, recipe, seed, name)
-
-
 def _drawn(folder: pathlib.Path, name: str, purpose: Purpose) -> Pictures:
-    with np.load(folder / _DRAWN / f"{name}-{purpose}.npz") as file:
+    with np.load(folder / DRAWN / f"{name}-{purpose}.npz") as file:
         return Pictures(tasks[name], **file)
 
 
 def _train_base(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
     """Train the base together with the others; all end with the same weights, and the first one saves them."""
-
-    def report(done: int, loss: float) -> None:
-        if worker.rank == 0:
-            worker.tell("train base", "", done, loss)
+    from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 
     clip = build_clip(recipe.model_config(), stream(seed, "weights"))
     pictures = [_drawn(folder, name, "base") for name in tasks]
-    train_base(clip, tokenizer(recipe.context_length), pictures, recipe, stream(seed, "base"), report, worker)
+    train_base(clip, tokenizer(recipe.context_length), pictures, recipe, stream(seed, "base"), worker)
     if worker.rank == 0:
+        preprocess = {"mean": list(OPENAI_DATASET_MEAN), "std": list(OPENAI_DATASET_STD)}
+        config = {"model_cfg": recipe.model_config(), "preprocess_cfg": preprocess}
+        write_json_atomic(folder / CONFIG, config)
         save(clip.state_dict(), folder / BASE)
         worker.tell("", "logit_scale", 0, clip.logit_scale.exp().item())
 
@@ -130,7 +94,7 @@ def _train_expert(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: in
 
     train, test = _drawn(folder, name, "train"), _drawn(folder, name, "test")
     np.savez_compressed(
-        folder / data_file(name),
+        folder / "data" / f"{name}.npz",
         x_train=train.images,
         y_train=train.labels,
         x_test=test.images,
@@ -151,27 +115,6 @@ def _train_expert(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: in
         lambda step, loss: worker.tell("train experts", name, step, loss),
     )
     tower = {f"visual.{key}": tensor for key, tensor in clip.visual.state_dict().items()}
-    save(tower, folder / expert_file(name))
+    save(tower, folder / ImageSuite.expert.format(name))
     of_expert = accuracy(clip.visual, test.pixels(), torch.from_numpy(test.labels), embeddings)
     worker.tell("", name, 0, {"base": of_base, "expert": of_expert})
-
-
-def _describe(folder: pathlib.Path, recipe: Recipe, seed: int, heard: Heard) -> None:
-    """Write what open_clip needs to open the base, and at last the record."""
-    from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
-
-    preprocess = {"mean": list(OPENAI_DATASET_MEAN), "std": list(OPENAI_DATASET_STD)}
-    config = {"model_cfg": recipe.model_config(), "preprocess_cfg": preprocess}
-    write_json_atomic(folder / CONFIG, config)
-    describe(
-        folder,
-        recipe,
-        seed,
-        heard,
-        logit_scale=heard.measured["logit_scale"],
-        heads={
-            name: {"classes": list(task.class_names), "templates": list(task.templates)}
-            for name, task in tasks.items()
-        },
-        test_accuracy={name: heard.measured[name] for name in tasks},
-    )

@@ -7,7 +7,6 @@ import itertools
 import json
 import pathlib
 import re
-import time
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.base.progress import Reporter
-from driftlens.suites.cache import SCALING, Heard, Suite, describe
+from driftlens.suites.cache import DRAWN, Suite
 from driftlens.suites.drawing import PURPOSES
 from driftlens.suites.recipe import TextRecipe, stream
 from driftlens.suites.training import train
-from driftlens.suites.workers import Worker, work_together
+from driftlens.suites.workers import Worker
 from driftlens.suites.writing import WrittenTask, texts
 
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -31,63 +29,66 @@ _ADAPTED = r".*_proj"
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 
 
-@dataclass(frozen=True)
 class TextSuite(Suite):
-    """A small Llama, experts fine-tuned from it and one of adapters, as transformers and peft save them, and texts."""
+    """A small Llama, experts fine-tuned from it and one of adapters, as transformers and peft save them, and texts.
+
+    Answers are one word.
+    """
 
     prefix = "embedded-text"
     usual = TextRecipe()
-
-    def spec(self) -> dict[str, Any]:
-        """The run spec of this suite, all paths absolute: Task Arithmetic of the experts, answers of one word."""
-        folder = self.folder.resolve()
-        splits = {"calibration": "train", "test": "test"}
-        return {
-            "version": 1,
-            "name": "embedded-text",
-            "architecture": {"loader": "hf-decoder", "source": str(folder / "base")},
-            "base": {"weights": str(folder / "base")},
-            "merge": {"method": "task_arithmetic", "scaling": SCALING},
-            "experts": {task: {"weights": str(folder / "experts" / task)} for task in self.tasks},
-            "metrics": {"jacobian": {"samples": 8}},
-            "data": {
-                "defaults": {"n": 64, "n_diagnosis": 128, "n_test": "all"},
-                **{
-                    task: {"kind": "jsonl", "prompt": texts[task].prompt, "classes": True}
-                    | {split: str(folder / _file(task, purpose)) for split, purpose in splits.items()}
-                    for task in self.tasks
-                },
-            },
-        }
+    drawn = texts
+    loader, source, base, expert = "hf-decoder", "base", "base", "experts/{}"
 
     @staticmethod
-    def build(folder: pathlib.Path, recipe: TextRecipe, seed: int, reporter: Reporter) -> None:
+    def head(task: str) -> dict[str, Any]:
         """As of a `Suite`."""
-        reporter.step("draw", 0, None, "starting two processes")
-        for name in ("data", "experts"):
-            (folder / name).mkdir()
-        sizes = {
-            "draw": (len(texts) * len(PURPOSES), 1),
-            "train base": (1, recipe.base.steps),
-            # Adapters may take more or fewer steps than the others: they count as far as they are.
-            "train experts": (len(texts), recipe.expert.steps),
-        }
-        heard = Heard(sizes, reporter)
+        return {"classes": list(texts[task].classes)}
+
+    @staticmethod
+    def data(folder: pathlib.Path, task: str) -> dict[str, Any]:
+        """As of a `Suite`."""
+        splits = {"calibration": "train", "test": "test"}
+        files = {split: str(folder / _file(task, purpose)) for split, purpose in splits.items()}
+        return {"kind": "jsonl", "prompt": texts[task].prompt, "classes": True, **files}
+
+    @staticmethod
+    def untrained(recipe: TextRecipe, seed: int = 0) -> Any:
+        """As of a `Suite`, with more words than there can be: the vocabulary is known when all is drawn."""
+        return build_decoder(recipe.model_config(2000), seed)
+
+    @staticmethod
+    def work(worker: Worker, folder: pathlib.Path, recipe: TextRecipe, seed: int) -> None:
+        """As of a `Suite`."""
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        warnings.filterwarnings("ignore", category=FutureWarning)  # what peft still asks of transformers
         counts = {"base": recipe.num_base, "train": recipe.num_train, "test": recipe.num_test}
-        # More than there can be: the vocabulary is known when all is drawn.
-        num_values = sum(each.numel() for each in build_decoder(recipe.model_config(2000), 0).parameters())
-        work_together(_work, (folder, recipe, seed, counts), heard, num_values)
-        for name in texts:
-            (folder / _file(name, "base")).unlink()
-        describe(
-            folder,
-            recipe,
-            seed,
-            heard,
-            heads={name: {"classes": list(task.classes)} for name, task in texts.items()},
-            test_accuracy={name: heard.measured[name] for name in texts},
-            cpu_seconds={rank: seconds for rank, seconds in heard.measured.items() if rank not in texts},
-        )
+        for name, purpose in worker.jobs(list(itertools.product(texts, PURPOSES))):
+            rows = texts[name].rows(purpose, counts[purpose], seed)
+            lines = [json.dumps({"input": text, "target": answer}) for text, answer in rows]
+            (folder / _file(name, purpose)).write_text("\n".join(lines) + "\n", encoding="utf-8")
+            worker.tell("draw", f"{name}, {purpose}", 1)
+        worker.meet()
+        drawn = {pair: _asked(folder, *pair) for pair in itertools.product(texts, PURPOSES)}
+        words = {word for rows in drawn.values() for text, _ in rows for word in _WORDS.findall(text.lower())}
+        answers = {answer for task in texts.values() for answer in task.classes}
+        codes = [code(task, answer) for task in texts.values() for answer in task.classes]
+        tokenizer = word_tokenizer([*sorted(words | answers), *codes])
+        base = _train_base(worker, drawn, tokenizer, recipe, seed)
+        if worker.rank == 0:
+            _save(base, tokenizer, folder / "base")
+        for name in worker.jobs(list(texts)):
+            train_rows, test = (Questions.read(drawn[name, each], tokenizer) for each in ("train", "test"))
+            labels = torch.tensor(tokenizer.convert_tokens_to_ids(list(texts[name].classes)))
+            of_base = test.accuracy(base, labels)
+            expert = _train_expert(worker, base, train_rows, recipe, seed, name)
+            of_expert = test.accuracy(expert.get_base_model() if name == recipe.adapted else expert, labels)
+            # Told that no embedding was trained, peft doesn't look for the base in the network.
+            told = {"save_embedding_layers": False} if name == recipe.adapted else {}
+            _save(expert, tokenizer, folder / "experts" / name, **told)
+            worker.tell("", name, 0, {"base": of_base, "expert": of_expert})
 
 
 text_suite = TextSuite.made
@@ -153,63 +154,20 @@ def code(task: WrittenTask, answer: str) -> str:
 
 
 def _file(task: str, purpose: str) -> str:
-    return f"data/{task}-{purpose}.jsonl"
+    return f"{DRAWN if purpose == 'base' else 'data'}/{task}-{purpose}.jsonl"
 
 
-def _work(
-    worker: Worker, folder: pathlib.Path, recipe: TextRecipe, seed: int, counts: dict[str, int]
-) -> None:
-    """In every worker: its share of all the work."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning)  # what peft still asks of transformers
-    for name, purpose in worker.jobs(list(itertools.product(texts, PURPOSES))):
-        task = texts[name]
-        lines = [
-            json.dumps({"input": text, "target": answer})
-            for text, answer in task.rows(purpose, counts[purpose], seed)
-        ]
-        (folder / _file(name, purpose)).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        worker.tell("draw", f"{name}, {purpose}", 1)
-    worker.meet()
-    drawn = {
-        (name, purpose): [
-            (texts[name].prompt.replace("{input}", row["input"]), row["target"])
-            for row in map(
-                json.loads, (folder / _file(name, purpose)).read_text(encoding="utf-8").splitlines()
-            )
-        ]
-        for name, purpose in itertools.product(texts, PURPOSES)
-    }
-    words = {word for rows in drawn.values() for text, _ in rows for word in _WORDS.findall(text.lower())}
-    answers = {answer for task in texts.values() for answer in task.classes}
-    codes = [code(task, answer) for task in texts.values() for answer in task.classes]
-    tokenizer = word_tokenizer([*sorted(words | answers), *codes])
-    base = _train_base(worker, drawn, tokenizer, recipe, seed)
-    if worker.rank == 0:
-        _save(base, tokenizer, folder / "base")
-    for name in worker.jobs(list(texts)):
-        train_rows, test = (Questions.read(drawn[name, each], tokenizer) for each in ("train", "test"))
-        labels = torch.tensor(tokenizer.convert_tokens_to_ids(list(texts[name].classes)))
-        of_base = test.accuracy(base, labels)
-        expert = _train_expert(worker, base, train_rows, recipe, seed, name)
-        of_expert = test.accuracy(expert.get_base_model() if name == recipe.adapted else expert, labels)
-        # Told that no embedding was trained, peft doesn't look for the base in the network.
-        told = {"save_embedding_layers": False} if name == recipe.adapted else {}
-        _save(expert, tokenizer, folder / "experts" / name, **told)
-        worker.tell("", name, 0, {"base": of_base, "expert": of_expert})
-    worker.tell("", f"process {worker.rank}", 0, round(time.process_time(), 1))
+def _asked(folder: pathlib.Path, task: str, purpose: str) -> list[tuple[str, str]]:
+    """What was drawn, as it is asked, with its answers."""
+    lines = (folder / _file(task, purpose)).read_text(encoding="utf-8").splitlines()
+    rows = map(json.loads, lines)
+    return [(texts[task].prompt.replace("{input}", row["input"]), row["target"]) for row in rows]
 
 
 def _train_base(
     worker: Worker, drawn: dict[Any, list[tuple[str, str]]], tokenizer: Any, recipe: TextRecipe, seed: int
 ) -> Any:
     """Train the base together with the others; all end with the same weights."""
-
-    def report(done: int, loss: float) -> None:
-        if worker.rank == 0:
-            worker.tell("train base", "", done, loss)
 
     model = build_decoder(recipe.model_config(len(tokenizer)), stream(seed, "weights"))
     generator = torch.Generator().manual_seed(stream(seed, "base"))
@@ -226,7 +184,7 @@ def _train_base(
         len(asked),
         recipe.base,
         generator,
-        report,
+        worker.told_by_first("train base"),
         worker,
     )
     return model

@@ -102,7 +102,6 @@ def train_base(
     pictures: Sequence[Pictures],
     recipe: Recipe,
     seed: int,
-    on_step: OnStep,
     worker: Worker,
 ) -> None:
     """Train `clip` in place: pictures and captions that belong together are drawn together, others apart.
@@ -126,7 +125,7 @@ def train_base(
         scores = clip.logit_scale.exp().clamp(max=LARGEST_SCALE) * images @ texts.mT
         return contrastive_loss(scores, position)
 
-    train(clip, loss, len(pixels), recipe.base, generator, on_step, worker)
+    train(clip, loss, len(pixels), recipe.base, generator, worker.told_by_first("train base"), worker)
 
 
 def contrastive_loss(scores: Tensor, position: Tensor) -> Tensor:

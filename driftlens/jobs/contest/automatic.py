@@ -29,7 +29,6 @@ from driftlens.engine.site_selection import updated_sites
 from driftlens.jobs.calibrate.plan import Choice as Chooser
 from driftlens.jobs.calibrate.plan import method_called, plain_settings, preset_of
 from driftlens.jobs.contest.contest import KeptScores, Outcome, Scored, contest
-from driftlens.jobs.contest.trials import Fit, Trials
 from driftlens.jobs.contest.trials import LANE, Fit, HeldOut, Judge, Trials
 from driftlens.jobs.study.study import Study
 from driftlens.jobs.study.writing import Kept

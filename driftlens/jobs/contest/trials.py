@@ -32,7 +32,7 @@ from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.contest.contest import Outcome
 from driftlens.jobs.study.study import Study
 from driftlens.models.chain import ParameterKey
-from driftlens.models.score_maps import ScoreMap
+from driftlens.models.heads import ScoreMap
 
 T = TypeVar("T")
 
@@ -128,7 +128,6 @@ def divergences(found: Tensor, head: ScoreMap, expert: Tensor, expert_head: Scor
     return (wanted.exp() * (wanted - given)).sum(dim=1)
 
 
-T = TypeVar("T")
 Sites = Mapping[int, Sequence[str]]
 
 

@@ -24,7 +24,7 @@ from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.runs.run import DriftRun
 from tests.cli.conftest import Cli
 from tests.cli.worker import started
-from tests.zoo.clip import under_transformers_names
+from tests.zoo.towers import under_transformers_names
 from tests.zoo.world import NUM_TRAIN, SCALING, World, clip, merged_weights, pixels, tower, write_spec
 
 METHOD = ("--method", "task_arithmetic", "--set", f"scaling={SCALING}")

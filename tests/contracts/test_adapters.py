@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from driftlens.models.chain import LayerChain, adapters
 from driftlens.models.families.sequential import NAME, sequential_chain
 from tests.zoo.cases import samples
-from tests.zoo.clip import chain_states, largest_difference, parameters
 from tests.zoo.hand_made import tiny_stack, two_texts
+from tests.zoo.walking import chain_states, largest_difference, parameters
 
 
 def images(generator: torch.Generator, n: int, dtype: torch.dtype) -> Tensor:

@@ -15,8 +15,15 @@ from torch import Tensor, nn
 from driftlens.models.families.hf_clip_vit import HfClipViT
 from driftlens.models.families.open_clip_vit import OpenClipViT
 from driftlens.models.families.vit import activation_name, library_states
-from tests.zoo.clip import chain_states, largest_difference, parameters, under_transformers_names
-from tests.zoo.towers import hf_tower, hf_whole, open_clip_tower, open_clip_whole, pixels
+from tests.zoo.towers import (
+    hf_tower,
+    hf_whole,
+    open_clip_tower,
+    open_clip_whole,
+    pixels,
+    under_transformers_names,
+)
+from tests.zoo.walking import chain_states, largest_difference, parameters
 
 
 class Nested(nn.Module):

@@ -19,8 +19,8 @@ from driftlens.checkpoints.sources import StateSource, TensorsSource, module_sou
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.chain import fused
 from tests.refusing import refusing
-from tests.zoo.clip import chain_states, parameters
 from tests.zoo.towers import hf_folder, hf_tower, open_clip_folder, open_clip_tower, pixels
+from tests.zoo.walking import chain_states, parameters
 
 FOLDERS: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
     "hf-clip": hf_folder,

@@ -18,9 +18,9 @@ from driftlens.engine.site_selection import coverage, select_sites
 from driftlens.models.chain import pooled
 from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.frames import result
-from tests.models.walking import assert_close, plain_forward, walk
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.live_families import FAMILIES, Family, batch
+from tests.zoo.walking import assert_close, plain_forward, walk
 
 
 @pytest.fixture(params=[family.param(name) for name, family in FAMILIES.items()])

@@ -18,6 +18,7 @@ from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.chain import State, pooled
 from driftlens.models.own_heads import OwnHead, behind_core
 from tests.zoo.encoders import PARAMS, TEXTS, encoder, logits, save
+from tests.zoo.walking import chain_states
 
 NAMES = ("x", "y", "z")
 
@@ -34,12 +35,8 @@ def states(architecture: Architecture, folder: pathlib.Path, texts: tuple[str, .
     """What the expert's weights make of texts, layer by layer, in float64."""
     assert architecture.preprocess is not None
     source = architecture.align(open_checkpoint(folder / "expert"))
-    state, side = architecture.chain.start(architecture.preprocess([(text, "") for text in texts]))
-    found = [state]
-    for layer in architecture.chain.layers:
-        own = {name: slot.own(source.read(slot.key).double()) for name, slot in layer.parameters.items()}
-        found.append(layer.call(own, found[-1], side))
-    return found[1:]
+    weights = {key: source.read(key).double() for key in source.headers}
+    return chain_states(architecture.chain, weights, architecture.preprocess([(text, "") for text in texts]))
 
 
 def own_head(architecture: Architecture, folder: pathlib.Path) -> OwnHead:

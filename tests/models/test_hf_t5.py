@@ -20,9 +20,9 @@ from driftlens.engine.pool import ModelPool
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.families.hf_t5 import HfT5
 from tests.zoo.cases import perturbed, samples
-from tests.zoo.clip import chain_states, largest_difference
 from tests.zoo.hand_made import two_texts
 from tests.zoo.tokenizers import word_tokenizer
+from tests.zoo.walking import chain_states, largest_difference
 
 T5 = pytest.mark.family("T5 (transformers)")
 QUESTIONS = [("is it red ?", "yes"), ("green", ""), ("is it blue or is it green ?", "no it is blue")]
@@ -64,14 +64,8 @@ def pool_of(architecture: Architecture, dtype: torch.dtype, **models: StateSourc
 
 
 def walked(pool: ModelPool, model: str, inputs: Any) -> list[dict[str, Tensor]]:
-    weights = {key: pool.source(model).read(key).to(pool.dtype) for key in pool.source(model).headers}
-    state, side = pool.chain.start(inputs)
-    states = []
-    with torch.no_grad():
-        for layer in pool.chain.layers:
-            own = {name: weights[slot.key] for name, slot in layer.parameters.items()}
-            states.append(state := layer.call(own, state, side))
-    return states
+    source = pool.source(model)
+    return chain_states(pool.chain, {key: source.read(key).to(pool.dtype) for key in source.headers}, inputs)
 
 
 @T5

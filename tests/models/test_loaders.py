@@ -18,7 +18,6 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.refusing import refusing
-from tests.zoo.clip import chain_states
 from tests.zoo.towers import (
     HF_VISION,
     OPEN_CLIP_CONFIG,
@@ -29,6 +28,7 @@ from tests.zoo.towers import (
     open_clip_whole,
     pixels,
 )
+from tests.zoo.walking import chain_states
 
 
 @pytest.fixture(scope="module")

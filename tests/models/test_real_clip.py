@@ -18,7 +18,8 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sources import StateSource
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.heads import file_head, text_head
-from tests.zoo.clip import chain_states, under_transformers_names
+from tests.zoo.towers import under_transformers_names
+from tests.zoo.walking import chain_states
 
 FORMS: dict[str, Callable[[pathlib.Path, str], tuple[Architecture, StateSource]]] = {
     "transformers": lambda real, model: (

@@ -24,11 +24,11 @@ from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.families.hf_t5 import HfT5
 from driftlens.models.heads import text_head
 from tests.zoo import encoders
-from tests.zoo.clip import chain_states
 from tests.zoo.decoders import CONFIGS, saved
 from tests.zoo.saved_families import FAMILIES, Family, bert, save, spelling_tokenizer, trained
 from tests.zoo.tokenizers import word_tokenizer
 from tests.zoo.towers import HF_TEXT, HF_VISION, hf_folder, open_clip_folder, tiny_tokenizer_files
+from tests.zoo.walking import chain_states
 
 CLASSES = ("cat", "dog", "tree", "sea", "map")
 

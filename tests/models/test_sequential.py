@@ -16,8 +16,8 @@ from driftlens.base.errors import DataError, IncompatibleModelsError, NumericsEr
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import LayerChain
 from driftlens.models.families.sequential import check_deterministic, sequential_chain
-from tests.models.walking import assert_close, plain_forward, walk, weights
 from tests.zoo.stacks import STACKS, WIDTH, Plain, Residual, Stack, rows
+from tests.zoo.walking import assert_close, plain_forward, walk, weights
 
 N = 4
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import driftlens as dl
-from driftlens.checkpoints.sources import module_source
 from driftlens.engine.layer_sums import normalised
 from driftlens.models.chain import Layer, LayerChain, pooled
 from driftlens.models.families.sequential import sequential_chain
+from tests.zoo.walking import chain_states, parameters
 
 CHANNELS = 6
 
@@ -76,14 +76,12 @@ def inputs(block: type[nn.Module], n: int = 4, t: int = 5) -> Tensor:
 
 def heard(chain: LayerChain, layer: Layer, module: nn.Module, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Input and output of every site of the first block."""
-    source = module_source(module, "module")
-    own = {name: slot.own(source.read(slot.key)) for name, slot in layer.parameters.items()}
     found: dict[str, Any] = {}
 
     def tap(name: str, rows: Tensor) -> Any:
         return lambda output: found.update({name: (rows, output)})
 
-    layer.call(own, {"hidden": x}, chain.start(x)[1], tap)
+    layer.call(parameters(layer, module.state_dict()), {"hidden": x}, chain.start(x)[1], tap)
     return found
 
 
@@ -91,14 +89,12 @@ def heard(chain: LayerChain, layer: Layer, module: nn.Module, x: Tensor) -> dict
 def test_what_a_site_says_is_its_matrix_times_what_it_hears(block: type[nn.Module]) -> None:
     module, x = built(block), inputs(block)
     chain = sequential_chain(module, x)
-    layer, source = chain.blocks[0], module_source(module, "module")
-    found = heard(chain, layer, module, x)
+    layer = chain.blocks[0]
+    found, own = heard(chain, layer, module, x), parameters(layer, module.state_dict())
     assert list(found) == [site.name for site in layer.sites]
     for site in layer.sites:
         rows, output = found[site.name]
-        slots = (layer.parameters.get(f"{site.name}.{part}") for part in ("weight", "bias"))
-        weight, bias = (None if slot is None else slot.own(source.read(slot.key)) for slot in slots)
-        assert weight is not None
+        weight, bias = own[f"{site.name}.weight"], own.get(f"{site.name}.bias")
         if site.kind == "linear":
             wanted = F.linear(rows, weight, bias)
         else:
@@ -216,14 +212,10 @@ def test_features_with_channels_last_wait_as_tokens() -> None:
     x = torch.randn(4, 3, 8, 12, dtype=torch.float64)
     chain = sequential_chain(module, x)
     assert chain.modality.pool == "mean"
-    state, side = chain.start(x)
-    shapes, source = [], module_source(module, "module")
-    for layer in chain.layers:
-        parameters = {name: source.read(slot.key) for name, slot in layer.parameters.items()}
-        state = layer.call(parameters, state, side)
-        shapes.append(list(state["hidden"].shape[1:]))
+    states = chain_states(chain, module, x)
+    shapes = [list(state["hidden"].shape[1:]) for state in states]
     assert shapes == [[96, 3], [24, 6], [6, 12], [6, 12]]
-    torch.testing.assert_close(state["hidden"], module(x).flatten(1, 2), rtol=0, atol=0)
+    torch.testing.assert_close(states[-1]["hidden"], module(x).flatten(1, 2), rtol=0, atol=0)
     library = chain.library_states(copy.deepcopy(module), x)
     assert [list(found["hidden"].shape[1:]) for found in library] == shapes
 
@@ -286,7 +278,7 @@ def test_channels_are_where_the_next_reader_takes_them_to_be(
     assert states[-1]["hidden"].shape == states[-2]["hidden"].shape
     _, side = chain.start(x)
     for layer, state, wanted in zip(chain.blocks, states, states[1:], strict=False):
-        own = {name: slot.own(module.state_dict()[slot.key]) for name, slot in layer.parameters.items()}
+        own = parameters(layer, module.state_dict())
         torch.testing.assert_close(layer.call(own, state, side), wanted, rtol=1e-12, atol=1e-12)
 
 

@@ -19,7 +19,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import verify
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.pipeline.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request, same_rows
-from tests.zoo.clip import under_transformers_names
+from tests.zoo.towers import under_transformers_names
 from tests.zoo.world import DEPTH, SCALING, TASKS, Form, World, labels, merged_weights, pixels
 
 FORMS = [pytest.param("open_clip", marks=OPEN_CLIP), pytest.param("hf", marks=TRANSFORMERS_CLIP)]

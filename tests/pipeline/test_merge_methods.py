@@ -15,7 +15,7 @@ from driftlens.merging.method import merge_methods
 from tests.merging.applying import FEW
 from tests.pipeline.checking import check, found
 from tests.pipeline.fixtures import spec_file, world
-from tests.zoo.clip import under_transformers_names
+from tests.zoo.towers import under_transformers_names
 from tests.zoo.world import World, tower
 
 __all__ = ["spec_file", "world"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -109,3 +110,32 @@ def open_clip_folder(folder: pathlib.Path) -> pathlib.Path:
     module = scrambled(lambda: open_clip.CLIP(**OPEN_CLIP_CONFIG))
     save_file(module.state_dict(), folder / "open_clip_model.safetensors")
     return folder
+
+
+def under_transformers_names(visual: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """open_clip's image tower as `CLIPVisionModelWithProjection` names and stores it."""
+    renamed = {
+        "visual_projection.weight": visual["proj"].T,
+        "vision_model.embeddings.class_embedding": visual["class_embedding"],
+        "vision_model.embeddings.patch_embedding.weight": visual["conv1.weight"],
+        "vision_model.embeddings.position_embedding.weight": visual["positional_embedding"],
+    }
+    for part in ("weight", "bias"):
+        renamed[f"vision_model.pre_layrnorm.{part}"] = visual[f"ln_pre.{part}"]
+        renamed[f"vision_model.post_layernorm.{part}"] = visual[f"ln_post.{part}"]
+    num_blocks = len({key.split(".")[2] for key in visual if key.startswith("transformer.resblocks.")})
+    for index in range(num_blocks):
+        source, target = f"transformer.resblocks.{index}", f"vision_model.encoder.layers.{index}"
+        for part in ("weight", "bias"):
+            fused = visual[f"{source}.attn.in_proj_{part}"]
+            for site, tensor in zip("qkv", fused.chunk(3), strict=True):
+                renamed[f"{target}.self_attn.{site}_proj.{part}"] = tensor
+            for ours, theirs in (
+                ("self_attn.out_proj", "attn.out_proj"),
+                ("layer_norm1", "ln_1"),
+                ("layer_norm2", "ln_2"),
+                ("mlp.fc1", "mlp.c_fc"),
+                ("mlp.fc2", "mlp.c_proj"),
+            ):
+                renamed[f"{target}.{ours}.{part}"] = visual[f"{source}.{theirs}.{part}"]
+    return renamed

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from driftlens.models.families.vit import scrambled
-from tests.zoo.clip import under_transformers_names
+from tests.zoo.towers import under_transformers_names
 
 Form = Literal["open_clip", "hf"]
 Weights = dict[str, Tensor]

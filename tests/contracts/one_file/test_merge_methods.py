@@ -29,7 +29,7 @@ from tests.cli.conftest import Cli, run_cli
 from tests.merging.applying import LAWS, apply, assert_same, states
 from tests.pipeline.checking import check, found
 from tests.pipeline.fixtures import spec_file, world
-from tests.zoo.clip import under_transformers_names
+from tests.zoo.towers import under_transformers_names
 from tests.zoo.world import Weights, World, clip, pixels, tower, write_spec
 
 __all__ = ["run_cli", "spec_file", "world"]

@@ -9,7 +9,7 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from driftlens.base.access import Context, resolve_device
 from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.base.files import plain_file
 from driftlens.base.layers import select_layers
-from driftlens.base.progress import Reporter
 from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of, task_of
 from driftlens.checkpoints.refusals import MODEL_TYPES
@@ -31,10 +30,12 @@ from driftlens.engine.forward_order import on_device
 from driftlens.engine.pool import ModelPool
 from driftlens.jobs.analyze.job import analysis, describe
 from driftlens.jobs.analyze.modules import Modules
+from driftlens.jobs.study.opening import OpenModels, lm_head, task_samples
+from driftlens.jobs.study.reopening import require_same_models, require_same_samples
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
 from driftlens.jobs.study.writing import deterministic_algorithms, run_phases
 from driftlens.models.architecture import Architecture, architecture_of
-from driftlens.models.chain import IMAGE, LayerChain, Pool, SideInputs, pooled
+from driftlens.models.chain import IMAGE, LayerChain, Pool, pooled
 from driftlens.models.families.hf_auto import decoder_chain
 from driftlens.models.families.sequential import check_deterministic, sequential_chain
 from driftlens.models.families.vit import PIXELS
@@ -46,10 +47,9 @@ from driftlens.runs.layout import MANIFEST, SPEC
 from driftlens.runs.manifest import ids_digest, read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
+from driftlens.spec.data import TextEntry
+from driftlens.spec.problems import checked
 from driftlens.spec.requests import AnalysisRequest, LiveSettings, refuse_unknown
-
-if TYPE_CHECKING:
-    from driftlens.jobs.study.opening import OpenModels
 
 LOADER = "live"
 """Of modules that the caller has built, as the manifest names it."""
@@ -57,29 +57,26 @@ LOADER = "live"
 
 def live_study(given: Modules, settings: LiveSettings = LiveSettings()) -> Study:
     """A study of modules that the caller has built. They run in eval mode; nothing about them is changed."""
-    experts, merged = given.experts or {}, given.merged
-    stated = {**{task: {} for task in experts}, **(settings.texts or {})}
-    _require_same_tasks(experts, {"data": given.data, "calibration data": given.calibration, "texts": stated})
+    merged, modules = given.merged, given.by_variant
+    stated = {**{task: {} for task in given.experts or {}}, **(settings.texts or {})}
+    _require_alike(given, {"data": given.data, "calibration data": given.calibration, "texts": stated})
     place = next(merged.parameters()).device if given.device is None else resolve_device(given.device)
-    modules = given.by_variant
-    _require_one_class(modules)
     head_of = {task: _score_map(head) for task, head in (given.heads or {}).items()}
     reads = _preprocess(merged, settings.tokenizer)
     if settings.texts and reads.texts is None:
         raise SpecError("texts= is given without tokenizer=", hint="Give the tokenizer of the models.")
     tasks = _tasks(given, head_of, settings) if reads.texts is None else {}
 
-    dtype = _computed_in(merged)
+    floats = (each.dtype for each in merged.parameters() if each.is_floating_point())
+    dtype = functools.reduce(torch.promote_types, floats, torch.float32)  # the widest, not half precision
     skeleton = _in_dtype(merged, dtype, place)
     example = (
         reads.example() if reads.texts is not None else next(tasks[min(tasks)].diagnosis.batches()).inputs
     )
     example = on_device(example, place, dtype)
     chain = _chain(skeleton, example, reads, settings)
-    _, side = chain.start(example)  # refuses what it can't read before anything runs on it
-    check_deterministic(skeleton, example, chain)
     pooling = settings.pool or chain.modality.pool
-    marks = _marks(head_of, skeleton, chain, example, side, pooling)
+    marks = _marks(head_of, skeleton, chain, example, pooling)
     if chain.require_shared is not None:
         chain.require_shared(((key, _in_dtype(module, dtype)) for key, module in modules.items()), example)
     weights = {key: module_source(module, key) for key, module in modules.items()}
@@ -98,7 +95,8 @@ def live_study(given: Modules, settings: LiveSettings = LiveSettings()) -> Study
             pool=pooling,
             stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], settings.layers)),
             options=frozenset(name for name in options if getattr(settings, name)),
-            jacobian=_jacobian(settings),
+            # A record says it as a mapping.
+            jacobian=JacobianSettings(**how) if isinstance(how := settings.jacobian, Mapping) else how,
         ),
         seed=settings.seed,
         notices=tuple(_notices(tasks, merged, settings.mask, chain)),
@@ -107,12 +105,6 @@ def live_study(given: Modules, settings: LiveSettings = LiveSettings()) -> Study
         architecture={"loader": LOADER, "source": type(merged).__name__, **reads.settings},
         head_marks=marks,
     )
-
-
-def _jacobian(settings: LiveSettings) -> JacobianSettings | None:
-    """How Jacobians are taken; a record says it as a mapping."""
-    given = settings.jacobian
-    return JacobianSettings(**given) if isinstance(given, Mapping) else given
 
 
 _FREE = ("n_calibration", "batch_size")
@@ -135,8 +127,6 @@ def live_again(
     `given` are fields of `Modules` and `LiveSettings`; what is left out is the run's. Settings, samples, labels and
     heads are compared with the run's; to compare weights is up to the caller.
     """
-    from driftlens.jobs.study.opening import OpenModels
-
     of_modules = {field.name: None for field in dataclasses.fields(Modules)}
     refuse_unknown("modules", given, {**of_modules, **LiveSettings.keywords()})
     handed = {name: value for name, value in given.items() if name in of_modules and value is not None}
@@ -194,16 +184,18 @@ def analyze_study(
     digest = hashlib.sha256(json.dumps(live["settings"], sort_keys=True).encode()).hexdigest()
     goes_on = request.resume and (out / MANIFEST).exists()
     if goes_on:
-        _require_begun_so(out, settings, study, context.reporter())
+        begun, manifest = _record(out), read_manifest(out)
+        if recorded(LiveSettings(**begun.get("settings", {}))) != live["settings"]:
+            raise SpecError(
+                f"{out} was begun with other settings", hint="Resume with the same, or choose another out."
+            )
+        require_same_samples(manifest, study)
+        _require_same_contents(begun.get("contents", {}), study)
+        require_same_models(manifest, study, context.reporter())
     described = "# made from live modules; it can be read, and added to where they are handed in again\n"
-    new = {
-        "spec_yaml": f"{described}name: {json.dumps(study.name)}\n",
-        "spec_digest": digest,
-        "name": study.name,
-    }
-    with (
-        RunWriter.resume(out) if goes_on else RunWriter.create(out, **new, live=live, force=request.force)
-    ) as writer:
+    text = f"{described}name: {json.dumps(study.name)}\n"
+    said: dict[str, Any] = {"spec_yaml": text, "spec_digest": digest, "name": study.name, "live": live}
+    with RunWriter.resume(out) if goes_on else RunWriter.create(out, **said, force=request.force) as writer:
         reporter = context.reporter(writer.progress)
         describe(writer, study, synthetic=False)
         with deterministic_algorithms(study.settings.deterministic):
@@ -211,30 +203,13 @@ def analyze_study(
     return open_run(out)
 
 
-def _require_begun_so(folder: pathlib.Path, settings: LiveSettings, study: Study, reporter: Reporter) -> None:
-    """Refuse to go on with other settings, samples, heads or weights than those that a run was begun with."""
-    from driftlens.jobs.study.reopening import require_same_models, require_same_samples
-
-    begun = _record(folder)
-    if recorded(LiveSettings(**begun.get("settings", {}))) != recorded(settings):
-        raise SpecError(
-            f"{folder} was begun with other settings", hint="Resume with the same, or choose another out."
-        )
-    manifest = read_manifest(folder)
-    require_same_samples(manifest, study)
-    _require_same_contents(begun.get("contents", {}), study)
-    require_same_models(manifest, study, reporter)
-
-
 def _record(folder: pathlib.Path) -> Mapping[str, Any]:
     """What a run of live modules says of its `settings` and `contents`; runs from before say it in their spec.yaml."""
     if live := read_manifest(folder).live:
         return live
-    begun = ("settings", "contents")
-    lines = [
-        line.partition(": ") for line in plain_file(folder / SPEC).read_text(encoding="utf-8").splitlines()
-    ]
-    return {name: json.loads(text) for name, _, text in lines if name in begun}
+    text = plain_file(folder / SPEC).read_text(encoding="utf-8")
+    lines = (line.partition(": ") for line in text.splitlines())
+    return {name: json.loads(said) for name, _, said in lines if name in ("settings", "contents")}
 
 
 def _require_same_settings(was: LiveSettings, now: LiveSettings) -> None:
@@ -292,14 +267,11 @@ _ALIKE = 1e-4
 
 
 def _marks(
-    head_of: Mapping[str, ScoreMap],
-    skeleton: nn.Module,
-    chain: LayerChain,
-    example: Any,
-    side: SideInputs,
-    pooling: Pool,
+    head_of: Mapping[str, ScoreMap], skeleton: nn.Module, chain: LayerChain, example: Any, pooling: Pool
 ) -> dict[str, list[float]]:
     """By task what its head makes of fixed features; one that does not fit is refused before a run is begun."""
+    _, side = chain.start(example)  # refuses what it can't read before anything runs on it
+    check_deterministic(skeleton, example, chain)
     if not head_of:
         return {}
     stream = chain.layers[-1].stream
@@ -349,27 +321,24 @@ def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
 def _tasks(given: Modules, head_of: Mapping[str, ScoreMap], settings: LiveSettings) -> dict[str, TaskSamples]:
     """What is drawn of tensors, by task."""
     sets = dict[Split, dict[str, SampleSet]]()
+    drawn = {"seed": settings.seed, "batch_size": settings.batch_size}
     for split, (source, n) in given.splits(settings).items():
         # Nobody looks at the labels of calibration samples, so these need not fit the head.
         names = {task: head.classes for task, head in head_of.items() if split == "diagnosis"}
         sets[split] = {
-            task: live_samples(
-                task,
-                source[task],
-                n=n,
-                seed=settings.seed,
-                batch_size=settings.batch_size,
-                split=split,
-                class_names=names.get(task),
-            )
+            task: live_samples(task, source[task], n=n, split=split, class_names=names.get(task), **drawn)
             for task in sorted(source)
         }
-    tasks = dict[str, TaskSamples]()
-    for task, samples in sets["diagnosis"].items():
-        head = head_of.get(task)
-        test = samples if samples.labels and head else None
-        tasks[task] = TaskSamples(samples, test, head, sets.get("calibration", {}).get(task))
-    return tasks
+    calibration = sets.get("calibration", {})
+    return {
+        task: TaskSamples(
+            samples,
+            samples if samples.labels and task in head_of else None,
+            head_of.get(task),
+            calibration.get(task),
+        )
+        for task, samples in sets["diagnosis"].items()
+    }
 
 
 def _text_tasks(
@@ -381,10 +350,6 @@ def _text_tasks(
     settings: LiveSettings,
 ) -> dict[str, TaskSamples]:
     """Tasks of texts, read as `stated` says, before heads handed in (their rows are the classes) or the models' own."""
-    from driftlens.jobs.study.opening import lm_head, task_samples
-    from driftlens.spec.data import TextEntry
-    from driftlens.spec.problems import checked
-
     module: Any = given.merged
     splits, tasks = given.splits(settings), dict[str, TaskSamples]()
     for task in sorted(stated):
@@ -401,12 +366,6 @@ def _text_tasks(
         has_own = "calibration" in splits
         tasks[task] = samples if has_own else dataclasses.replace(samples, calibration=None)
     return tasks
-
-
-def _computed_in(module: nn.Module) -> torch.dtype:
-    """The widest dtype among a module's parameters; float32 for those in half precision."""
-    found = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
-    return functools.reduce(torch.promote_types, found, torch.float32)
 
 
 def _in_dtype(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> nn.Module:
@@ -446,17 +405,16 @@ def _score_map(head: ScoreMap | nn.Linear) -> ScoreMap:
     return linear_head(module_source(head, "head"), None) if isinstance(head, nn.Linear) else head
 
 
-def _require_same_tasks(experts: Mapping[str, Any], by_task: Mapping[str, Mapping[str, Any] | None]) -> None:
-    for what, given in by_task.items():
-        if not experts or (given is not None and set(experts) != set(given)):
+def _require_alike(given: Modules, by_task: Mapping[str, Mapping[str, Any] | None]) -> None:
+    """Refuse tasks that have no expert, or the other way round, and modules of different classes."""
+    experts = set(given.experts or ())
+    for what, entries in by_task.items():
+        if not experts or (entries is not None and experts != set(entries)):
             raise SpecError(
-                f"experts are given for {sorted(experts)}, {what} for {sorted(given or ())}",
+                f"experts are given for {sorted(experts)}, {what} for {sorted(entries or ())}",
                 hint="Name each task in both.",
             )
-
-
-def _require_one_class(modules: Mapping[str, nn.Module]) -> None:
-    kinds = {type(module) for module in modules.values()}
-    if len(kinds) > 1:
-        listed = ", ".join(f"{name} is a {type(module).__name__}" for name, module in modules.items())
+    kinds = {name: type(module).__name__ for name, module in given.by_variant.items()}
+    if len({type(module) for module in given.by_variant.values()}) > 1:
+        listed = ", ".join(f"{name} is a {kind}" for name, kind in kinds.items())
         raise IncompatibleModelsError(f"the modules are of different classes: {listed}")

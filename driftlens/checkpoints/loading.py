@@ -103,7 +103,6 @@ def _open_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
         raise CheckpointError(
             f"{folder} holds LoRA adapters, not a whole model",
             hint="Give it as an expert, next to the base it was trained on; or merge it into that and save.",
-            source=str(folder),
         )
     return lora_source(base, folder)
 
@@ -125,7 +124,6 @@ def _require_readable(path: pathlib.Path) -> None:
         raise CheckpointError(
             f"there is no file {path}",
             hint="Check the path; relative paths in a spec start at the spec's folder.",
-            source=str(path),
         )
     if path.suffix.lower() in _READABLE:
         return
@@ -133,9 +131,7 @@ def _require_readable(path: pathlib.Path) -> None:
         kind, remedy = "a pickle, which may hold code", conversion(path)
     else:
         kind, remedy = _REFUSED.get(path.suffix.lower(), ("of an unknown kind", "Save it as safetensors."))
-    raise CheckpointError(
-        f"{path} is {kind}; weights are read from {', '.join(_READABLE)}", hint=remedy, source=str(path)
-    )
+    raise CheckpointError(f"{path} is {kind}; weights are read from {', '.join(_READABLE)}", hint=remedy)
 
 
 def is_hub_id(text: str) -> bool:
@@ -206,7 +202,6 @@ def _snapshot(repository: str, patterns: list[str], *, local: bool) -> pathlib.P
         raise CheckpointError(
             f"there is no file or folder {repository!r}, and {repository} on the Hub can't be had ({reason})",
             hint=f"Check the path; or run once where there is a network: hf download {name}{flag}",
-            source=repository,
         ) from error
     return pathlib.Path(folder)
 

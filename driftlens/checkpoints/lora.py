@@ -279,4 +279,4 @@ def _weight_key(
 
 
 def _refusal(folder: pathlib.Path, reason: str, hint: str = _REMEDY) -> CheckpointError:
-    return CheckpointError(f"LoRA adapters {folder}: {reason}", hint=hint, source=str(folder))
+    return CheckpointError(f"LoRA adapters {folder}: {reason}", hint=hint)

@@ -177,9 +177,7 @@ def refuse_pointer(path: pathlib.Path) -> None:
         start = file.read(64)
     if start.startswith(b"version https://git-lfs"):
         raise CheckpointError(
-            f"{path} is a Git LFS pointer, not the weights",
-            hint="Run `git lfs pull` in its folder.",
-            source=str(path),
+            f"{path} is a Git LFS pointer, not the weights", hint="Run `git lfs pull` in its folder."
         )
 
 
@@ -197,13 +195,12 @@ def refuse_torchscript(path: pathlib.Path) -> None:
         raise CheckpointError(
             f"{path} is a TorchScript archive: a program, not a state dict",
             hint=_advice(path, "x = torch.jit.load(sys.argv[1], map_location='cpu').state_dict()"),
-            source=str(path),
         )
     # PyTorch never packs; what is packed may unfold to any size.
     packed = next((entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED), None)
     if packed is not None:
         raise CheckpointError(
-            f"{path}: its part {packed.filename} is compressed", hint="Don't use this file.", source=str(path)
+            f"{path}: its part {packed.filename} is compressed", hint="Don't use this file."
         )
 
 
@@ -212,7 +209,6 @@ def damaged(path: pathlib.Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{path} is not a complete PyTorch checkpoint ({type(error).__name__}: {error})",
         hint="Copy or download it again, if it was cut short on the way.",
-        source=str(path),
     )
 
 

@@ -182,7 +182,6 @@ def _header(name: str, key: str, piece: Any) -> TensorHeader:
         raise CheckpointError(
             f"{name}: tensor {key!r} has the unsupported number type {piece.get_dtype()}",
             hint="Quantised weights can't be compared; save the model in float16 or wider.",
-            source=name,
             key=key,
         )
     return TensorHeader(tuple(piece.get_shape()), dtype)
@@ -199,7 +198,6 @@ def _opened(path: pathlib.Path) -> Iterator[Any]:
         raise CheckpointError(
             f"{path} is not a complete safetensors file: {error}",
             hint="Copy or download it again; it was cut short or changed on the way.",
-            source=str(path),
         ) from error
 
 
@@ -306,7 +304,7 @@ def require_key(source: StateSource, key: str) -> None:
         return
     near = difflib.get_close_matches(key, source.headers, n=1)
     hint = f"The nearest key is {near[0]!r}." if near else f"It holds {len(source.headers)} tensors."
-    raise CheckpointError(f"{source.name} holds no tensor {key!r}", hint=hint, source=source.name, key=key)
+    raise CheckpointError(f"{source.name} holds no tensor {key!r}", hint=hint, key=key)
 
 
 def content_digest(source: StateSource, keys: Iterable[str] | None = None) -> str:
@@ -343,7 +341,5 @@ def check_finite(name: str, key: str, tensor: Tensor) -> None:
         raise NumericsError(
             f"{name}: tensor {key!r} holds {bad} NaN or infinite values of {finite.numel()}",
             hint="The checkpoint is broken, or overflowed when it was cast; save it again from the original.",
-            source=name,
             key=key,
-            count=bad,
         )

@@ -47,7 +47,6 @@ def open_folder(folder: pathlib.Path) -> StateSource:
     raise CheckpointError(
         f"{folder} holds no weights; there is {shown}",
         hint=conversion(folder) if "zeroshot.pt" in names else wanted,
-        source=str(folder),
     )
 
 
@@ -73,7 +72,6 @@ def _open_shards(index: pathlib.Path) -> StateSource:
             raise CheckpointError(
                 f"{index} says that {key!r} is in {shard}, but it is not",
                 hint="Shards and index are of different models; download or save the folder again.",
-                source=str(index),
                 key=key,
             )
     return Composed(str(index.parent), {key: (sources[shard], key) for key, shard in shards.items()})
@@ -87,9 +85,7 @@ def _open_shard(index: pathlib.Path, shard: str) -> StateSource:
         )
     if not path.is_file():
         raise CheckpointError(
-            f"{path} is missing, though {index.name} lists it",
-            hint="Download or copy the missing shard.",
-            source=str(path),
+            f"{path} is missing, though {index.name} lists it", hint="Download or copy the missing shard."
         )
     return open_file(path)
 
@@ -107,7 +103,6 @@ def _weight_map(index: pathlib.Path) -> Mapping[str, str]:
         raise CheckpointError(
             f"{index} is not an index of shards",
             hint="It should be JSON with a `weight_map` from tensor names to files; download it again.",
-            source=str(index),
         )
     return shards
 
@@ -128,10 +123,7 @@ def open_torch_file(path: pathlib.Path) -> StateSource:
     pickled = open_pickled(path)
     if pickled.modules:
         raise CheckpointError(
-            f"{path} holds {pickled.modules[''].kind}, not only tensors",
-            hint=conversion(path),
-            source=str(path),
-            found=pickled.modules[""].kind,
+            f"{path} holds {pickled.modules[''].kind}, not only tensors", hint=conversion(path)
         )
     prefix = "module." if all(key.startswith("module.") for key in pickled.headers) else ""
     return renamed(pickled, {key.removeprefix(prefix): key for key in pickled.headers})
@@ -148,16 +140,13 @@ def open_pickled(path: pathlib.Path) -> Pickled:
         raise CheckpointError(
             f"{path}: its pickle does more than any of weights: {error}",
             hint="Don't use this file: it is made to exhaust whoever reads it.",
-            source=str(path),
         ) from error
     try:
         pickled = Pickled(str(path), Unpickled(path))
         _require_weights(pickled, path.stat().st_size)
     except CheckpointError as error:
         hint = error.hint or by_hand(path)
-        raise CheckpointError(
-            f"{path}: {error.message}", hint=hint, source=str(path), **error.context
-        ) from error
+        raise CheckpointError(f"{path}: {error.message}", hint=hint, **error.context) from error
     except Exception as error:  # whatever a hostile or broken file provokes, none of it is a tensor
         raise damaged(path, error) from error
     return pickled

@@ -334,5 +334,4 @@ def _fetched(place: str, model: str, config: dict[str, Any], offline: bool) -> s
     raise CheckpointError(
         f"{place} of {model} ({origin}) can't be had: {reason}",
         hint="Run once where there is a network and without --offline, or give the path of the weights.",
-        source=place,
     )

@@ -173,7 +173,6 @@ def _found(module: nn.Module, lists: dict[str, list[nn.Module]]) -> str:
         raise SpecError(
             f"{type(module).__name__} has several lists that could be its blocks; {_shown(lists)}",
             hint=f"Pass blocks={best[0]!r} or another of them.",
-            candidates=best,
         )
     return best[0]
 
@@ -324,5 +323,4 @@ def check_deterministic(module: nn.Module, batch: Any, chain: LayerChain | None 
         f"{type(module).__name__} gives two outputs for one batch; they differ by up to {difference:.3g}",
         hint="Something random runs in eval mode: dropout as a function without `training=self.training`, "
         "stochastic depth, noise, or a kernel that is not deterministic.",
-        difference=difference,
     )

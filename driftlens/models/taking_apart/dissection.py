@@ -177,8 +177,6 @@ class Dissection:
                         "expected the same for all models",
                         hint="Use the loader made for this family, or live modules wrapped so that this is computed "
                         "inside each block.",
-                        block=path,
-                        argument=name,
                     )
         self._is_known_shared = True
         # A batch without padding may come without the mask that another has.
@@ -276,8 +274,6 @@ class Dissection:
                         f"and {name}: it is computed from weights; expected the same for all models",
                         hint="Wrap the model so that this is part of the features or computed inside each block, or "
                         "pass blocks= the path of another list.",
-                        block=path,
-                        argument=argument,
                     )
 
     def _given(self, module: nn.Module, inputs: Inputs) -> dict[tuple[str, str], Tensor]:

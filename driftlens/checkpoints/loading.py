@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from driftlens.base.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
+from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError
 from driftlens.base.files import expanded, from_json, plain_file
 from driftlens.checkpoints.guarded import MOST_MEMORY, SECONDS, guarded
 from driftlens.checkpoints.lora import is_lora_folder, lora_source
@@ -272,14 +272,17 @@ def _sane(config: dict[str, Any], source: str) -> dict[str, Any]:
     return config
 
 
-def missing_config(source: str, file: str, expected: str, *, offline: bool, hint: str) -> DriftLensError:
-    """The error for a source without the configuration `file` that a loader reads; says what it is instead."""
-    for other in ("config.json", "open_clip_config.json"):
+def needed_config(source: str, file: str, expected: str, *, offline: bool, hint: str) -> dict[str, Any]:
+    """The configuration `file` that a loader reads; a source without it is refused as what it is instead."""
+    config = read_config(source, file, offline=offline)
+    if config is not None:
+        return config
+    for other in _CONFIGS:
         if other != file and (stated := read_config(source, other, offline=True)) is not None:
-            return wrong_family(stated, source, expected)
+            raise wrong_family(stated, source, expected)
     if (folder := expanded(source)).is_dir():
         _require_plain_folder(folder)
-    return SpecError(f"{source} has no {file}{' in the local cache' if offline else ''}", hint=hint)
+    raise SpecError(f"{source} has no {file}{' in the local cache' if offline else ''}", hint=hint)
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

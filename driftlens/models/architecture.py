@@ -17,13 +17,13 @@ from driftlens.base.registry import Registry
 from driftlens.checkpoints.alignment import KeyLayout, Layout, Spellings
 from driftlens.checkpoints.lora import lora_source
 from driftlens.checkpoints.refusals import LIVE, running
-from driftlens.checkpoints.saving import FolderFormat
 from driftlens.checkpoints.sources import Composed, StateSource, renamed
 from driftlens.models.chain import IMAGE, LayerChain, adapters
 from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.heads import LmScores, TextTower
 from driftlens.models.own_heads import HeadForm
 from driftlens.models.preprocessing import Preprocess, image_preprocess
+from driftlens.models.saving import FolderFormat
 
 
 @dataclass(frozen=True)

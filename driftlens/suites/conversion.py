@@ -20,10 +20,10 @@ from torch import Tensor
 from driftlens.base.errors import CheckpointError, IncompatibleModelsError, RunError, SpecError
 from driftlens.base.files import atomic_folder, write_json_atomic, write_text_atomic
 from driftlens.checkpoints.pickles import Inert
-from driftlens.checkpoints.saving import Patched, save_state_dict
 from driftlens.checkpoints.sources import StateSource, renamed
 from driftlens.checkpoints.weight_files import Pickled, open_pickled
 from driftlens.models.families.open_clip_vit import CONFIG_FILE, LAYOUT
+from driftlens.models.saving import Patched, save_state_dict
 from driftlens.runs.layout import escape
 from driftlens.spec.published import find_published, published_task
 from driftlens.spec.yaml_text import to_yaml

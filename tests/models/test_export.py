@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from driftlens.base.errors import IncompatibleModelsError, RunError, SpecError
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.saving import Patched, save_model
 from driftlens.checkpoints.sources import StateSource, TensorsSource, module_source
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.chain import fused
+from driftlens.models.saving import Patched, save_model
 from tests.refusing import refusing
 from tests.zoo.towers import hf_folder, hf_tower, open_clip_folder, open_clip_tower, pixels
 from tests.zoo.walking import chain_states, parameters

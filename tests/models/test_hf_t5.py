@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from driftlens.base.errors import DataError
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.saving import save_model
 from driftlens.checkpoints.sources import StateSource, TensorsSource
 from driftlens.engine.pool import ModelPool
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.families.hf_t5 import HfT5
+from driftlens.models.saving import save_model
 from tests.zoo.cases import perturbed, samples
 from tests.zoo.hand_made import two_texts
 from tests.zoo.tokenizers import word_tokenizer

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from driftlens.base.errors import NumericsError
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.saving import Patched, save_model
 from driftlens.checkpoints.sources import StateSource, content_digest
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.families.hf_t5 import HfT5
 from driftlens.models.heads import text_head
+from driftlens.models.saving import Patched, save_model
 from tests.zoo import encoders
 from tests.zoo.decoders import CONFIGS, saved
 from tests.zoo.saved_families import FAMILIES, Family, bert, save, spelling_tokenizer, trained

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from driftlens.base.errors import CheckpointError, NumericsError, RunError, ShapeError
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.saving import Patched, save_state_dict
 from driftlens.checkpoints.sources import OnDemand, StateSource, TensorHeader, TensorsSource, content_digest
+from driftlens.models.saving import Patched, save_state_dict
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.base.files import PathLike, from_json, write_json_atomic
 from driftlens.base.progress import Reporter
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.saving import require_target, save_state_dict
 from driftlens.checkpoints.sources import OnDemand
 from driftlens.diagnostics.drift import require_closed
 from driftlens.engine.attached import attachment_tensors
@@ -60,6 +59,7 @@ from driftlens.jobs.study.writing import (
     writing,
 )
 from driftlens.merging.method import merge_methods
+from driftlens.models.saving import require_target, save_state_dict
 from driftlens.runs import layout
 from driftlens.runs.contents import remove_tree
 from driftlens.runs.manifest import CalibrationInfo, Manifest

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.saving import Patched, library_prefix, save_model, save_state_dict
 from driftlens.checkpoints.sources import InDtypes, OnDemand, StateSource, TensorsSource
 from driftlens.engine.attached import Attachment, Attachments, attachment_tensors, portable_tensors
 from driftlens.engine.pool import ModelPool
@@ -25,6 +24,7 @@ from driftlens.jobs.study.card import model_card
 from driftlens.jobs.study.opening import OpenModels, head_files
 from driftlens.jobs.study.study import Study
 from driftlens.models.chain import LayerChain, ParameterKey, fused
+from driftlens.models.saving import Patched, library_prefix, save_model, save_state_dict
 from driftlens.runs.layout import calibration_attachments, calibration_folder
 from driftlens.runs.manifest import CalibrationInfo, versions
 from driftlens.runs.run import DriftRun

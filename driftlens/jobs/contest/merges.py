@@ -25,7 +25,6 @@ from driftlens.base.progress import CancelToken, Reporter
 from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
 from driftlens.calibration.automatic import Scores, folds_of
-from driftlens.checkpoints.saving import require_target
 from driftlens.checkpoints.sources import StateSource
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.jobs.calibrate.variants import anchors, with_parameters
@@ -46,6 +45,7 @@ from driftlens.jobs.study.reopening import reopened
 from driftlens.jobs.study.study import Study
 from driftlens.jobs.study.writing import Begun, Kept
 from driftlens.merging.method import merge_called, merge_methods
+from driftlens.models.saving import require_target
 from driftlens.runs import layout
 from driftlens.runs.contents import remove_tree
 from driftlens.runs.manifest import ids_digest

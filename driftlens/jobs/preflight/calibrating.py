@@ -8,13 +8,13 @@ import time
 from driftlens.base.access import Context
 from driftlens.base.errors import RunError
 from driftlens.base.files import PathLike, free_bytes
-from driftlens.checkpoints.saving import require_target
 from driftlens.engine.site_selection import coverage
 from driftlens.jobs.calibrate.job import OpenCalibration, open_calibration, require_terms
 from driftlens.jobs.calibrate.plan import Choice, untouched_but_moved
 from driftlens.jobs.preflight.jobs import rehearsed_calibration
 from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.study.reopening import require_same_samples
+from driftlens.models.saving import require_target
 from driftlens.runs.lock import require_unlocked
 from driftlens.spec.requests import CalibrationRequest
 

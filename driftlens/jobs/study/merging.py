@@ -20,7 +20,6 @@ from driftlens.base.files import PathLike, scratch_beside
 from driftlens.base.progress import Reporter
 from driftlens.base.threads import computing_with, exact_products
 from driftlens.base.variants import expert_of, task_of
-from driftlens.checkpoints.saving import require_target, save_model
 from driftlens.checkpoints.sources import StateSource, TensorHeader, TensorsSource, check_finite, require_key
 from driftlens.data.samples import SampleSet
 from driftlens.engine.forward_order import Passage, forward_order
@@ -43,6 +42,7 @@ from driftlens.jobs.study.suspicion import companions
 from driftlens.linalg.gram import GramSum
 from driftlens.merging.method import Merge, MergeMethod, merge_called
 from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State
+from driftlens.models.saving import require_target, save_model
 from driftlens.spec import RunSpec
 
 PHASE = "merge"

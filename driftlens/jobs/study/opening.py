@@ -20,7 +20,6 @@ from driftlens.base.variants import baseline, expert_of, task_of
 from driftlens.calibration.calibrator import calibrators, over_preset, require_task_id
 from driftlens.checkpoints.loading import fetched, library_folder, open_checkpoint
 from driftlens.checkpoints.lora import is_lora_folder
-from driftlens.checkpoints.saving import HEADS
 from driftlens.checkpoints.sources import StateSource
 from driftlens.data.samples import SampleSet, unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data, plain_form, require_same_classes
@@ -50,6 +49,7 @@ from driftlens.models.language.vocabularies import (
     with_rows,
 )
 from driftlens.models.own_heads import OwnHead
+from driftlens.models.saving import HEADS
 from driftlens.models.taking_apart.interception import settle
 from driftlens.runs.layout import escape
 from driftlens.spec import RunSpec

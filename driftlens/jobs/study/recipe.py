@@ -19,7 +19,6 @@ from driftlens.base.access import Access
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.files import PathLike
 from driftlens.base.settings import settings_of
-from driftlens.checkpoints.saving import require_target
 from driftlens.checkpoints.sources import InDtypes, StateSource
 from driftlens.jobs.study.merging import merged_source, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_models, open_pool
@@ -27,6 +26,7 @@ from driftlens.jobs.study.suspicion import companions
 from driftlens.merging.method import MergeMethod, StateDict, merge_methods
 from driftlens.merging.sparse import keep_chances, keep_mask, ranked
 from driftlens.merging.spherical import karcher
+from driftlens.models.saving import require_target
 from driftlens.spec import load_spec
 from driftlens.spec.yaml_text import read_mapping
 

@@ -20,8 +20,8 @@ from driftlens.base.files import from_json, write_json_atomic
 from driftlens.base.team import Team
 from driftlens.base.threads import exact_products, settled_threads
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.saving import save_state_dict
 from driftlens.jobs.study.study import Study
+from driftlens.models.saving import save_state_dict
 from driftlens.runs.contents import remove_tree
 from driftlens.runs.lock import RunLock
 from driftlens.runs.manifest import Manifest, PhaseInfo

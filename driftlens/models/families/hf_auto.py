@@ -17,7 +17,7 @@ from torch import nn
 
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.alignment import Spellings
-from driftlens.checkpoints.loading import TOKENIZERS, missing_config, read_config
+from driftlens.checkpoints.loading import TOKENIZERS, needed_config
 from driftlens.checkpoints.refusals import (
     LIVE,
     MODEL_TYPES,
@@ -26,7 +26,6 @@ from driftlens.checkpoints.refusals import (
     running,
     wrong_family,
 )
-from driftlens.checkpoints.saving import HEADS, FolderFormat
 from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
@@ -40,6 +39,7 @@ from driftlens.models.heads import LmScores
 from driftlens.models.language.vocabularies import HEAD
 from driftlens.models.own_heads import HeadForm, Tokens, behind_core
 from driftlens.models.preprocessing import hf_image_preprocess, hf_text_preprocess
+from driftlens.models.saving import HEADS, FolderFormat
 
 _BESIDE = (
     "pooler.",
@@ -223,19 +223,13 @@ def read_plain_config(request: ArchitectureRequest, loader: str) -> dict[str, An
     kinds = MODEL_TYPES.get(loader, ())
     if kinds:
         require_own_blocks(request, loader)
-    config = read_config(request.source, "config.json", offline=request.access.offline)
-    if config is None:
-        raise missing_config(
-            request.source,
-            "config.json",
-            "a model of transformers",
-            offline=request.access.offline,
-            hint="Give a folder of save_pretrained or a Hub id.",
-        )
-    require_plain(config, request.source)
+    source, hint = request.source, "Give a folder of save_pretrained or a Hub id."
+    what, offline = "a model of transformers", request.access.offline
+    config = needed_config(source, "config.json", what, offline=offline, hint=hint)
+    require_plain(config, source)
     if kinds and (config.get("model_type") not in kinds or num_experts(config)):
         expected = f"one of {', '.join(kinds)}, without a mixture of experts"
-        raise wrong_family(config, request.source, expected)
+        raise wrong_family(config, source, expected)
     return config
 
 

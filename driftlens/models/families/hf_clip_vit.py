@@ -23,7 +23,6 @@ from driftlens.checkpoints.loading import (
     image_processor_config,
     tokenizer_in,
 )
-from driftlens.checkpoints.saving import FolderFormat
 from driftlens.checkpoints.sources import StateSource
 from driftlens.models.architecture import (
     Architecture,
@@ -38,6 +37,7 @@ from driftlens.models.families.hf_auto import read_plain_config
 from driftlens.models.families.vit import ClipViT, Names, scrambled
 from driftlens.models.heads import TextTower
 from driftlens.models.preprocessing import hf_preprocess
+from driftlens.models.saving import FolderFormat
 
 LAYOUT = KeyLayout(
     loader="hf-clip",

@@ -10,7 +10,6 @@ blocks, so that every block is a function of its own model's weights and of feat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.refusals import LIVE
-from driftlens.checkpoints.saving import FolderFormat
 from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
@@ -49,8 +47,9 @@ from driftlens.models.frames import raw_inputs, result, without_padding
 from driftlens.models.heads import LmScores
 from driftlens.models.language.vocabularies import HEAD
 from driftlens.models.preprocessing import hf_text_preprocess
+from driftlens.models.saving import FolderFormat
 from driftlens.models.taking_apart.dissection import run, tied_weights
-from driftlens.models.taking_apart.interception import call
+from driftlens.models.taking_apart.interception import call, observe
 from driftlens.models.taking_apart.sites import BLOCK_ITSELF, no_sites, tapped
 
 NAME = "hf_t5"
@@ -318,32 +317,23 @@ def _side(batch: Mapping[str, Tensor]) -> SideInputs:
 def _library_states(module: nn.Module, batch: Mapping[str, Tensor]) -> list[State]:
     """What enters the first blocks and leaves blocks and norms in one ordinary pass, which makes no scores."""
     whole, side = cast("Any", module), _side(batch)
-    seen: dict[str, list[Tensor]] = {stack: [] for stack in _STACKS}
 
-    def keep(stack: str, features: Any) -> None:
-        hidden = features[0] if isinstance(features, tuple) else features
-        stream = _STACKS[stack]
-        seen[stack].append(without_padding(stack, hidden, side.mask(stream)).clone())
+    def features(stack: str, given: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        blocks = {f"{stack}.block.{at}": block for at, block in enumerate(whole.get_submodule(stack).block)}
+        seen = observe(blocks, partial(run, whole.get_submodule(stack), raw_inputs(given)), keep=True)
+        output, mask = result(seen.output), side.mask(_STACKS[stack])
+        return output, [without_padding(stack, hidden, mask) for hidden in (*seen.features, output)]
 
-    with ExitStack() as hooks:
-        for stack in _STACKS:
-            module_of_stack = whole.get_submodule(stack)
-            enter = module_of_stack.block[0].register_forward_pre_hook(
-                lambda _m, given, stack=stack: keep(stack, given)
-            )
-            hooks.callback(enter.remove)
-            for part in (*module_of_stack.block, module_of_stack.final_layer_norm):
-                leave = part.register_forward_hook(lambda _m, _given, out, stack=stack: keep(stack, out))
-                hooks.callback(leave.remove)
-        asked = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        read = result(run(whole.encoder, raw_inputs(asked)))
-        answered = {name: batch[f"decoder_{name}"] for name in asked}
-        answered |= {"encoder_hidden_states": read, "encoder_attention_mask": asked["attention_mask"]}
-        run(whole.decoder, raw_inputs(answered))
-    first, *others = seen["decoder"]
-    encoded = [{"encoder": features, "hidden": first} for features in seen["encoder"]]
-    decoded = [{"encoder": seen["encoder"][-1], "hidden": features} for features in others[:-1]]
-    return [*encoded, *decoded, {"hidden": others[-1]}]
+    asked = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    read, encoded = features("encoder", asked)
+    answered = {name: batch[f"decoder_{name}"] for name in asked}
+    answered |= {"encoder_hidden_states": read, "encoder_attention_mask": asked["attention_mask"]}
+    _, (first, *decoded) = features("decoder", answered)
+    return [
+        *({"encoder": hidden, "hidden": first} for hidden in encoded),
+        *({"encoder": encoded[-1], "hidden": hidden} for hidden in decoded[:-1]),
+        {"hidden": decoded[-1]},
+    ]
 
 
 @loaders.register("hf-t5")

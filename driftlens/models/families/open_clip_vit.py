@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError, did_you_mean
 from driftlens.base.files import expanded
 from driftlens.checkpoints.alignment import KeyLayout
-from driftlens.checkpoints.loading import missing_config, read_config, read_json
+from driftlens.checkpoints.loading import needed_config, read_json
 from driftlens.checkpoints.refusals import LIVE
-from driftlens.checkpoints.saving import FolderFormat
 from driftlens.checkpoints.sources import StateSource
 from driftlens.models.architecture import (
     Architecture,
@@ -37,6 +36,7 @@ from driftlens.models.chain import Slot, adapters
 from driftlens.models.families.vit import ClipViT, Names, Pooling, scrambled
 from driftlens.models.heads import TextTower
 from driftlens.models.preprocessing import open_clip_preprocess
+from driftlens.models.saving import FolderFormat
 
 CONFIG_FILE = "open_clip_config.json"
 LAYOUT = KeyLayout(
@@ -186,11 +186,8 @@ def _config(source: str, offline: bool) -> dict[str, Any]:
             f"open_clip knows no model {source!r}, and there is no such file or folder",
             hint="See open_clip.list_models() for names; OpenAI's weights need a -quickgelu one.",
         )
-    config = read_config(place, CONFIG_FILE, offline=offline)
-    if config is None:
-        hint = "Give a model name or a model_config.json; folders of transformers need the loader hf-clip."
-        raise missing_config(place, CONFIG_FILE, "a model of open_clip", offline=offline, hint=hint)
-    return config
+    hint = "Give a model name or a model_config.json; folders of transformers need the loader hf-clip."
+    return needed_config(place, CONFIG_FILE, "a model of open_clip", offline=offline, hint=hint)
 
 
 def _skeleton(config: dict[str, Any], source: str) -> Any:

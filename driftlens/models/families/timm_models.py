@@ -16,13 +16,13 @@ from torch import nn
 from driftlens.base.errors import IncompatibleModelsError, SpecError
 from driftlens.base.files import expanded
 from driftlens.checkpoints.alignment import Spellings
-from driftlens.checkpoints.loading import is_hub_id, missing_config, read_config
+from driftlens.checkpoints.loading import is_hub_id, needed_config
 from driftlens.checkpoints.refusals import running, wrong_family
-from driftlens.checkpoints.saving import FolderFormat
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, weightless
 from driftlens.models.chain import IMAGE
 from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.preprocessing import image_preprocess
+from driftlens.models.saving import FolderFormat
 
 _USAGE = """\
 import timm
@@ -96,9 +96,7 @@ def _stated(source: str, *, offline: bool) -> tuple[str, dict[str, Any], dict[st
             hint="timm.list_models() has the names.",
         )
     hint = "Give a model name of timm, or a folder as timm saves them."
-    stated = read_config(source, "config.json", offline=offline) or {}
-    if not stated:
-        raise missing_config(source, "config.json", "a model of timm", offline=offline, hint=hint)
+    stated = needed_config(source, "config.json", "a model of timm", offline=offline, hint=hint)
     given = stated.get("model_args") or {}
     name, options = str(stated.get("architecture")), dict(given) if isinstance(given, Mapping) else {}
     if not timm.is_model(name):

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -25,7 +25,6 @@ from driftlens.base.files import (
     write_json_atomic,
     write_text_atomic,
 )
-from driftlens.checkpoints.alignment import Layout
 from driftlens.checkpoints.loading import companion_files, library_folder, read_json
 from driftlens.checkpoints.sources import (
     DTYPES,
@@ -38,6 +37,9 @@ from driftlens.checkpoints.sources import (
     require_key,
 )
 from driftlens.checkpoints.weight_files import WEIGHT_FILES, shards_of
+
+if TYPE_CHECKING:
+    from driftlens.models.architecture import Architecture
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
@@ -67,32 +69,6 @@ class FolderFormat:
     configs: Mapping[str, object]
     required: Callable[[], Collection[str]] = frozenset
     usage: Callable[[Collection[str], Collection[str]], str] = lambda keys, files: ""
-
-
-class _Chain(Protocol):
-    @property
-    def tied(self) -> Mapping[str, tuple[str, ...]]: ...
-
-    def parameter_keys(self) -> tuple[str, ...]: ...
-
-
-class Savable(Protocol):
-    """What has to be known of an architecture to write its weights, as `driftlens.models.architecture` has it."""
-
-    @property
-    def source(self) -> str: ...  # noqa: D102
-
-    @property
-    def folder(self) -> FolderFormat | None: ...  # noqa: D102
-
-    @property
-    def layout(self) -> Layout | None: ...  # noqa: D102
-
-    @property
-    def keys(self) -> tuple[str, ...]: ...  # noqa: D102
-
-    @property
-    def chain(self) -> _Chain: ...  # noqa: D102
 
 
 class Patched:
@@ -195,7 +171,7 @@ def _head(
 
 
 def save_model(
-    architecture: Savable,
+    architecture: Architecture,
     base: StateSource,
     model: StateSource,
     path: str | os.PathLike[str],
@@ -259,7 +235,7 @@ def save_model(
             write_json_atomic(folder / f"{form.weights}.index.json", index)
 
 
-def library_prefix(architecture: Savable, base: StateSource, key: str) -> str:
+def library_prefix(architecture: Architecture, base: StateSource, key: str) -> str:
     """What the library's whole model has before the skeleton's module paths, with its dot; empty where they are one.
 
     It is told from one key of the skeleton's.
@@ -276,7 +252,7 @@ def library_prefix(architecture: Savable, base: StateSource, key: str) -> str:
     return library.removesuffix(key)
 
 
-def require_target(architecture: Savable, path: str | os.PathLike[str]) -> None:
+def require_target(architecture: Architecture, path: str | os.PathLike[str]) -> None:
     """Refuse a place that a model could not be written to, before anything is computed for it."""
     place = pathlib.Path(path)
     if place.suffix == ".safetensors":
@@ -304,7 +280,7 @@ def _files(base: StateSource, names: Mapping[str, str], form: FolderFormat) -> d
     return files if len(files) > 1 else {form.weights: dict(names)}
 
 
-def _companions(architecture: Savable, base: StateSource, form: FolderFormat) -> dict[str, pathlib.Path]:
+def _companions(architecture: Architecture, base: StateSource, form: FolderFormat) -> dict[str, pathlib.Path]:
     """What comes along from the architecture's folder, or from the base's where there is nothing."""
     source, of_base = library_folder(architecture.source), library_folder(base.name)
     beside = {name: place for name, place in companion_files(source).items() if name not in form.configs}
@@ -337,7 +313,7 @@ def _without_code(content: Any, file: str) -> Any:
     return {key: _without_code(value, file) for key, value in content.items() if key not in _CODE}
 
 
-def _stored_keys(architecture: Savable, base: StateSource, model: StateSource) -> dict[str, str]:
+def _stored_keys(architecture: Architecture, base: StateSource, model: StateSource) -> dict[str, str]:
     """The base's key of each of the skeleton's weights -> the skeleton's key; what is tied may lie there twice."""
     chain, layout = architecture.chain, architecture.layout
     keys = chain.parameter_keys()
@@ -364,7 +340,7 @@ def _stored_keys(architecture: Savable, base: StateSource, model: StateSource) -
     return canonical
 
 
-def _library_names(architecture: Savable, base: StateSource, folder: FolderFormat) -> dict[str, str]:
+def _library_names(architecture: Architecture, base: StateSource, folder: FolderFormat) -> dict[str, str]:
     """The library's own key -> the base's, without the prefix of whatever wrapped the base."""
     assert architecture.layout is not None  # whatever can be saved as a folder has one
     wrapper = architecture.layout.wrapper(base.headers, base.name)

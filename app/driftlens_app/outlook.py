@@ -14,10 +14,9 @@ from driftlens.base.errors import DriftLensError, RunError
 from driftlens.base.files import free_bytes
 from driftlens.base.progress import ProgressEvent, duration
 from driftlens.findings.reading import printable, size
-from driftlens.runs.contents import LATER, is_phase_of
 from driftlens.runs.layout import SPEC
 from driftlens.runs.lock import require_unlocked
-from driftlens.runs.manifest import Manifest, PhaseInfo
+from driftlens.runs.manifest import LATER, Manifest, PhaseInfo, is_phase_of
 from driftlens.runs.run import DriftRun
 from driftlens.runs.standing import is_analyzed, is_live, unanalyzed
 from driftlens_app.jobs import Job

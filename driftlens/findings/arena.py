@@ -35,10 +35,6 @@ def arena_rows(
         run: with finished calibrations.
         names: of calibrations; None takes all.
         against: the calibration that the others are compared with; None takes the first, whose score is best.
-
-    Raises:
-        DataError: the run has no such calibration.
-        RunError: a table can't be read.
     """
     known = run.manifest.calibrations
     wanted = [*known] if names is None else [*names]

@@ -34,11 +34,7 @@ _MOST_MOVES = 5
 
 
 def compared_variants(run: DriftRun, name: str) -> tuple[str, ...]:
-    """The variants of a calibration's table: merged, the control where there is one, calibrated, expert.
-
-    Raises:
-        DataError: the run has no finished calibration of that name.
-    """
+    """The variants of a calibration's table: merged, the control where there is one, calibrated, expert."""
     known = run.manifest.calibrations
     if name not in known:
         there = ", ".join(known) or "none"
@@ -55,10 +51,6 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
     high, n, and accuracy, the score where that is its metric. The expert has a score only; what was not measured is
     NaN. Where the same calibration was measured at rho 1 too, that is a model of its own, without errors of drift.
     `attrs["notices"]` are the calibration's.
-
-    Raises:
-        DataError: the run has no finished calibration of that name.
-        RunError: a table can't be read.
     """
     known = {(row.about.role, row.task, row.variant): row for row in rho_control(run, name)}
     at_rho_1 = dict.fromkeys(variant for _, _, variant in known)
@@ -312,9 +304,6 @@ def selection_sentences(run: DriftRun, name: str) -> list[str]:
     Args:
         run: with the finished calibration.
         name: of the calibration.
-
-    Raises:
-        DataError: the run has no finished calibration of that name.
     """
     compared_variants(run, name)  # says which calibrations there are when this is none
     known = run.manifest.calibrations

@@ -155,12 +155,7 @@ class _Checks(Part):
 
 
 def load_checks(source: PathLike | Mapping[str, Any]) -> list[Check]:
-    """The checks that a file, or the mapping in it, describes.
-
-    Raises:
-        SpecError: the file can't be read, or something in it is wrong; the message names the dotted path, the value,
-            what is allowed, and the nearest name where one was misspelt.
-    """
+    """The checks that a file, or the mapping in it, describes."""
     if isinstance(source, Mapping):
         raw, where = copy.deepcopy(dict(source)), "checks"
     else:

@@ -41,10 +41,6 @@ def feature_changes(
     """What changes from one variant to another, by Student's t; nothing where the samples of one are not stored.
 
     `scale` is relative drift by drift: the expert's norm, taken as known.
-
-    Raises:
-        DataError: no such task or variant.
-        RunError: a table can't be read.
     """
     for about, column in ((DRIFT, "drift_l2"), (COSINE, "cos")) if after.manifest.layers else ():
         found = drift_changes(before, after, task, pair, column=column, layer="final")
@@ -87,10 +83,6 @@ def drift_changes(
         variants: the variant of each.
         column: of the sample table; "cos" for the mean cosine instead.
         layer: only this one, as `DriftRun.samples` takes it.
-
-    Raises:
-        DataError: no such task or variant.
-        RunError: the sample table can't be read.
     """
     sides = [
         {at: rows.set_index("sample_id")[column] for at, rows in measured.groupby("layer")}

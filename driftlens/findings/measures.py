@@ -81,12 +81,7 @@ def _changes(run: DriftRun, source: _Source, task: str, pair: tuple[str, str]) -
 def changes_between(
     before: DriftRun, after: DriftRun, of: Measure, task: str, pair: tuple[str, str]
 ) -> Mapping[str, Finding]:
-    """What changes from a variant of one run to a variant of another, by `Measure.role`, for `of` and its kin.
-
-    Raises:
-        DataError: no such task or variant.
-        RunError: a table can't be read.
-    """
+    """What changes from a variant of one run to a variant of another, by `Measure.role`, for `of` and its kin."""
     source = _BY_ROLE[of.role]
     if source.changes is None:
         return {}
@@ -160,10 +155,6 @@ def findings(
         run: the run.
         variants: None is all, and the expert, which has no features of its own to be measured.
         pairs: before and after; None is from base to merged model, and from that to every calibrated one.
-
-    Raises:
-        DataError: no such variant.
-        RunError: a table can't be read.
     """
     wanted = [*dict.fromkeys(("expert", *run.variants) if variants is None else variants)]
     if pairs is None:

@@ -88,10 +88,6 @@ def paired_answers(
         None where the metric is no share, no sample has both answers, or the runs are not known to have the same
         samples. The split reads "test" where single results of test samples are stored, or, by runs older than these,
         where the labelled diagnosis samples are exactly the test samples; else "diagnosis".
-
-    Raises:
-        DataError: no such task or variant.
-        RunError: a table can't be read.
     """
     splits = ("test", "diagnosis") if metric == ACCURACY else ("test",)
     for split in splits if metric.kind == "share" else ():

@@ -50,11 +50,7 @@ class Equality:
 
 
 def equality(a: DriftRun, b: DriftRun) -> Equality:
-    """How equal two runs are. Rows meet by key; their order in the files does not matter.
-
-    Raises:
-        RunError: a table can't be read.
-    """
+    """How equal two runs are. Rows meet by key; their order in the files does not matter."""
     found = Equality()
     for table in TABLES.values():
         if table.name in _SKIPPED_TABLES:

@@ -15,12 +15,7 @@ LONGEST_NAME = 120
 
 
 def rename(folder: pathlib.Path, name: str) -> None:
-    """Call the run in `folder` otherwise; its id, by which links and other runs know it, stays.
-
-    Raises:
-        RunError: the name is empty, too long or not printable, or the run can't be read or written to.
-        RunLockedError: somebody is at work on the run.
-    """
+    """Call the run in `folder` otherwise; its id, by which links and other runs know it, stays."""
     wanted = " ".join(name.split())
     if not wanted or len(wanted) > LONGEST_NAME or not wanted.isprintable():
         raise RunError(
@@ -32,12 +27,7 @@ def rename(folder: pathlib.Path, name: str) -> None:
 
 
 def set_aside(folder: pathlib.Path, into: pathlib.Path) -> pathlib.Path:
-    """Move a run into another folder of the same disk, which is made where it isn't there; returns where it is now.
-
-    Raises:
-        RunError: the run can't be moved there.
-        RunLockedError: somebody is at work on the run.
-    """
+    """Move a run into another folder of the same disk, which is made where it isn't there; returns where it is now."""
     with RunLock(folder):
         pass  # nobody is at work; the lock's own file moves along
     try:

@@ -42,9 +42,6 @@ def escape(name: str) -> str:
 
     So are underscores that could be taken for a colon, and a leading dot: no two names have one file name, and none
     leaves its folder.
-
-    Raises:
-        ValueError: the name is empty.
     """
     if not name:
         raise ValueError("an empty name can't be a file name")

@@ -31,14 +31,7 @@ def utc_now() -> str:
 
 @dataclass(frozen=True)
 class Owner:
-    """Who writes to a run.
-
-    Attributes:
-        pid: process id.
-        process_started: when that process began (see `process_started`); tells it from a later one of that id.
-        host: name of the machine.
-        heartbeat: when it last gave a sign of life, UTC.
-    """
+    """Who writes to a run, and its last sign of life (UTC); its start tells a process from a later one of that id."""
 
     pid: int
     process_started: float | None
@@ -80,12 +73,7 @@ class RunLock:
         self._held: os.stat_result | None = None
 
     def acquire(self) -> Owner | None:
-        """Take the lock; returns the owner that died holding it, if one did, whose scratch folders are removed.
-
-        Raises:
-            RunLockedError: a live process holds it; the message names the process.
-            RunError: the folder can't be written to, or what is written there would land elsewhere.
-        """
+        """Take the lock; returns the owner that died holding it, if one did, whose scratch folders are removed."""
         _require_no_way_out(self._folder)
         stopping.begin(self, self.release)
         try:
@@ -123,11 +111,7 @@ class RunLock:
         self.release()
 
     def beat(self) -> None:
-        """Renew the heartbeat in the note.
-
-        Raises:
-            RunError: as for `require_own`, or the folder can't be written to.
-        """
+        """Renew the heartbeat in the note."""
         self.require_own()
         write_json_atomic(self._folder / LOCK, dataclasses.asdict(Owner.this_process()))
 
@@ -144,11 +128,7 @@ class RunLock:
         return self._held is not None and os.path.samestat(found, self._held)
 
     def require_own(self) -> None:
-        """Refuse to go on in a folder that was removed, moved or replaced since it was locked: it would come back.
-
-        Raises:
-            RunError: it was.
-        """
+        """Refuse to go on in a folder that was removed, moved or replaced since it was locked: it would come back."""
         if not self.is_own:
             raise RunError(
                 f"{self._folder} was removed, moved or replaced while it was being written to",
@@ -166,11 +146,7 @@ class RunLock:
 
 
 def _require_no_way_out(folder: pathlib.Path) -> None:
-    """Refuse a run with links out of it behind which files would be made, changed or removed; it may be a link itself.
-
-    Raises:
-        RunError: names the first.
-    """
+    """Refuse a run with links out of it, behind which files would be made or changed; it may be a link itself."""
     home = os.path.realpath(folder)
     places = [folder / EVENTS, folder / GUARD]
     for entry in ENTRIES:
@@ -206,11 +182,7 @@ def living_owner_of(folder: pathlib.Path) -> Owner | None:
 
 
 def require_unlocked(folder: pathlib.Path) -> None:
-    """Refuse a run that a live process is writing to; unlike taking the lock, this leaves no trace.
-
-    Raises:
-        RunLockedError: the message names the process.
-    """
+    """Refuse a run that a live process is writing to; unlike taking the lock, this leaves no trace."""
     owner = living_owner_of(folder)
     if owner is not None:
         raise _locked(folder, owner)

@@ -12,17 +12,19 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from driftlens.base.errors import RunError
 from driftlens.base.files import from_json, plain_file, write_json_atomic
 from driftlens.base.registry import installed, origin
 from driftlens.runs.layout import MANIFEST
 from driftlens.runs.lock import utc_now
-from driftlens.runs.records import as_declared, as_plain
 from driftlens.runs.schema import SCHEMA_VERSION, refuse_newer
 
 PhaseState = Literal["running", "done", "failed", "cancelled"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,11 @@ class CalibrationInfo:
     """One calibration, as far as a reader without torch is concerned; its folder holds `config.yaml` with the rest.
 
     Attributes:
-        method: name of the calibrator.
-        settings: its hyperparameters, all resolved.
+        settings: hyperparameters of `method`, all resolved.
         control: variant of the anchor by itself; empty where the anchor is the merged model, or there is none.
         seconds: what calibrating took, without the analysis behind it.
-        samples: calibration samples by task.
-        sample_digests: digest of their ids, in their order, by task; of their contents where modules are live.
-        layers: indices of the layers that were calibrated.
+        sample_digests: of the ids of the calibration samples, in order, by task; of contents where modules are live.
         automatic: whether hyperparameters were chosen from the calibration samples.
-        notices: what a reader should know.
         preset: published setting whose values all hyperparameters have; empty without, as in older runs.
         sites: patterns that the calibrated modules' paths match; none means linear and norm modules of `layers`.
         seed: with which the calibration samples were drawn; None in older runs.
@@ -102,29 +100,19 @@ class CalibrationInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a run says about itself.
+    """What a run says about itself; times are UTC.
 
     Attributes:
-        id: short name of its own: the run's name and eight random hexadecimal digits.
-        name: as the spec gives it.
-        created: UTC.
-        finished: UTC; empty until the run was finished.
-        schema_version: of its tables.
-        spec_digest: digest of the resolved spec.
+        id: the run's name and eight random hexadecimal digits.
+        finished: empty until the run was finished.
         live: of a run of live modules its `settings`, and as `contents` what tells its data and heads from others;
             empty in runs from before, whose spec.yaml has both.
         synthetic: whether the data or models are drawn by code, so that the numbers are no benchmark.
-        versions: of Python and packages.
-        platform: operating system and processor.
         environment: environment variables that may change numbers.
-        device: where tensors were computed.
-        dtype: in which type.
         precision: largest relative error of the drift of a few samples against float64, by task, where measured.
         threads: thread counts by library, and by phase where another number of torch's suited it better.
         seeds: every seed, by what it draws.
         deterministic: whether deterministic algorithms were asked for.
-        tasks: in the order of the spec.
-        variants: in the order in which they were added.
         unfinished: variants whose rows are still being written or removed; readers don't show them.
         calibrations: by name; the variant is `calibrated:NAME`.
         layers: of the chain, in forward order.
@@ -228,22 +216,13 @@ def new_manifest(name: str, spec_digest: str, live: Mapping[str, Any] | None = N
 
 
 def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
-    """Replace the run's manifest, whole or not at all; it ends with a digest of itself.
-
-    Raises:
-        RunError: the folder can't be written to, or the disk is full.
-    """
+    """Replace the run's manifest, whole or not at all; it ends with a digest of itself."""
     record = as_plain(manifest)
     write_json_atomic(folder / MANIFEST, {**record, "digest": _digest(record)})
 
 
 def read_manifest(folder: pathlib.Path) -> Manifest:
-    """The manifest of the run in `folder`.
-
-    Raises:
-        RunError: there is none, or it is damaged.
-        SchemaTooNewError: a newer DriftLens wrote it.
-    """
+    """The manifest of the run in `folder`."""
     path = folder / MANIFEST
     try:
         manifest = as_declared(Manifest, _text(path))
@@ -256,13 +235,18 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
 
 
 def manifest_is_intact(folder: pathlib.Path) -> bool:
-    """Whether the manifest still has the digest it was written with.
-
-    Raises:
-        RunError: there is none, or it is no JSON.
-    """
+    """Whether the manifest still has the digest it was written with."""
     record = _record(folder / MANIFEST)
     return bool(record.pop("digest", None) == _digest(record))
+
+
+LATER = ("calibrate:", "sweep:")
+"""How phases begin that are no part of a run's own analysis."""
+
+
+def is_phase_of(name: str, phase: str) -> bool:
+    """Whether a phase of the run belongs to the calibration `name`."""
+    return phase == f"calibrate:{name}" or phase.startswith(f"calibrate:{name}:")
 
 
 def ids_digest(ids: Sequence[str]) -> str:
@@ -298,3 +282,33 @@ def _record(path: pathlib.Path) -> dict[str, Any]:
 
 def _damaged(path: pathlib.Path, reason: str) -> RunError:
     return RunError(f"{path} is damaged: {reason}", hint="Restore it from a copy, or run the analysis again.")
+
+
+_adapters: dict[type[Any], TypeAdapter[Any]] = {}
+"""Made when they are first needed: to make one takes longer than to read a manifest."""
+
+
+def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
+
+
+def as_declared(kind: type[T], text: bytes) -> T:
+    """The dataclass that JSON spells; keys that it doesn't have are passed over. True is no number, and 1 no text.
+
+    Else a ValueError says what is missing or of another kind, what came and what was expected.
+    """
+    try:
+        declared: T = _adapter_of(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        said = "expected an object" if first["type"] == "dataclass_type" else first["msg"]
+        came = f"{said[:1].lower()}{said[1:]}, got {first['input']!r:.80}"
+        raise ValueError(": ".join([*filter(None, [".".join(map(str, first["loc"]))]), came])) from None
+    return declared
+
+
+def as_plain(record: object) -> dict[str, Any]:
+    """A dataclass as JSON has it."""
+    return dict(_adapter_of(type(record)).dump_python(record, mode="json"))

@@ -49,30 +49,20 @@ class Table:
         return tuple(column.name for column in self.columns)
 
     def column(self, name: str) -> Column:
-        """The column called `name`.
-
-        Raises:
-            KeyError: there is none.
-        """
+        """The column called `name`."""
         for column in self.columns:
             if column.name == name:
                 return column
         raise KeyError(name)
 
     def only(self, *names: str) -> tuple[Column, ...]:
-        """The columns of these names.
-
-        Raises:
-            KeyError: there is none of one name.
-        """
+        """The columns of these names."""
         return tuple(self.column(name) for name in names)
 
     def filled_by(self, names: Iterable[str], *, is_explained: bool = False) -> str:
         """The command that fills columns of these names in a run that lacks them; others are what a diagnostic added.
 
-        Args:
-            names: of the columns.
-            is_explained: whether the drift was traced back to layers already: then it is not done again in place.
+        Where the drift `is_explained` already, that is not done again in place.
         """
         wanted = set(names)
         options = dict.fromkeys(
@@ -475,17 +465,9 @@ TABLES = {
 
 
 def refuse_newer(version: str, path: pathlib.Path, *, minor: bool = False) -> None:
-    """Raise unless a file of schema `version` can be read.
+    """Raise unless a file of schema `version` ("major.minor") can be read.
 
-    Args:
-        version: "major.minor", as the file states it.
-        path: the file, for messages.
-        minor: whether a newer minor version is refused too, as it must be before writing: what this DriftLens
-            does not know it can't keep.
-
-    Raises:
-        SchemaTooNewError: the version is newer.
-        RunError: the version is no version.
+    With `minor` a newer minor version is refused too, as before writing: what is not known can't be kept.
     """
     ours = _parsed(SCHEMA_VERSION)
     try:

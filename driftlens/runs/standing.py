@@ -8,10 +8,9 @@ import shlex
 from driftlens.base.errors import RunError
 from driftlens.base.files import from_json
 from driftlens.base.variants import calibrated, calibration_of
-from driftlens.runs.contents import LATER, is_phase_of
 from driftlens.runs.layout import STATUS, begun_calibration
 from driftlens.runs.lock import living_owner_of
-from driftlens.runs.manifest import Manifest
+from driftlens.runs.manifest import LATER, Manifest, is_phase_of
 from driftlens.runs.run import DriftRun
 from driftlens.runs.status import Status
 

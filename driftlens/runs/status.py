@@ -15,7 +15,7 @@ from driftlens.base.errors import Cancelled, DriftLensError, RunError
 from driftlens.base.files import free_bytes, plain_file, write_json_atomic
 from driftlens.runs.layout import EVENTS, STATUS
 from driftlens.runs.lock import utc_now
-from driftlens.runs.records import as_declared, as_plain
+from driftlens.runs.manifest import as_declared, as_plain
 from driftlens.runs.tables import plain
 
 
@@ -50,20 +50,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands.
+    """What a run is doing, or how it ended: units of the phase done, of how many (None: unknown), for how many seconds.
 
-    Attributes:
-        state: what it is doing, or how it ended.
-        phase: what is being done.
-        done: units of the phase finished.
-        total: units in all, None when unknown.
-        label: what is at hand.
-        seconds: time since the phase began.
-        metrics: numbers worth showing while waiting; None where one is not finite.
-        heartbeat: when this was written, UTC.
-        pid: process that wrote it.
-        process_started: when that process began, as `driftlens.runs.lock.process_started` tells it.
-        error: why it failed.
+    `metrics` are worth showing while waiting, None where not finite. `heartbeat` is when this was written, UTC, by the
+    process `pid`; see `driftlens.runs.lock.process_started`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = {"allow_inf_nan": False}
@@ -82,22 +72,14 @@ class Status:
 
 
 def write_status(folder: pathlib.Path, status: Status) -> None:
-    """Replace the run's status.json, whole or not at all.
-
-    Raises:
-        RunError: the folder can't be written to, or the disk is full.
-    """
+    """Replace the run's status.json, whole or not at all."""
     # JSON knows neither NaN nor infinity.
     metrics = {name: plain(value) for name, value in status.metrics.items()}
     write_json_atomic(folder / STATUS, as_plain(replace(status, metrics=metrics)))
 
 
 def read_status(folder: pathlib.Path) -> Status | None:
-    """The run's status, or None when there is no status.json.
-
-    Raises:
-        RunError: the file is damaged.
-    """
+    """The run's status, or None when there is no status.json."""
     path = folder / STATUS
     try:
         return as_declared(Status, plain_file(path).read_bytes())
@@ -115,11 +97,7 @@ def final_state(error: BaseException) -> Literal["cancelled", "failed"]:
 
 
 def append_event(folder: pathlib.Path, event: str, **details: object) -> None:
-    """Add one line to the run's events.jsonl.
-
-    Raises:
-        RunError: the file can't be written to.
-    """
+    """Add one line to the run's events.jsonl."""
     path = folder / EVENTS
     line = json.dumps({"time": utc_now(), "event": event, **details}, ensure_ascii=False).encode() + b"\n"
     try:

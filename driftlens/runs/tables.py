@@ -42,13 +42,9 @@ def empty(table: Table) -> pd.DataFrame:
 
 
 def conform(frame: pd.DataFrame, table: Table) -> pd.DataFrame:
-    """The rows of `frame` as `table` wants them: all columns, in order, in their types, missing values null.
+    """The rows of `frame` as `table` wants them: all columns, in order, in their types, missing values NaN or NA.
 
-    Floats hold NaN where a value is missing, the other types pandas' NA. `frame` is not modified.
-
-    Raises:
-        ValueError: a column the table does not have; a key that is missing, null or there twice; a value of
-            another type than its column's. These are mistakes of the calling code, not of a user.
+    What doesn't fit is a mistake of the calling code, not of a user: a ValueError.
     """
     unknown = [name for name in frame.columns if name not in table.names]
     if unknown:
@@ -69,30 +65,19 @@ def conform(frame: pd.DataFrame, table: Table) -> pd.DataFrame:
 
 
 def stored_table(path: pathlib.Path, table: Table) -> Table:
-    """The declaration of `table` with the columns behind it that diagnostics added to the file; as it is without one.
-
-    Raises:
-        RunError: the file is truncated or no table.
-    """
+    """The declaration of `table` with the columns behind it that diagnostics added to the file, if there is one."""
     return table.extended(_added(_opened(path, lambda file: file.schema_arrow))) if path.exists() else table
 
 
 def read_table(path: pathlib.Path, table: Table) -> pd.DataFrame:
-    """The rows of a Parquet file as a frame; columns that an older schema lacked are null.
-
-    Columns that a diagnostic added stand behind those of the schema.
-
-    Raises:
-        RunError: the file is missing, truncated or not this table.
-        SchemaTooNewError: a newer DriftLens wrote it.
-    """
+    """The rows of a Parquet file as a frame: columns that an older schema lacked null, those of diagnostics behind."""
     stored = _read(path, table)
     frame: pd.DataFrame = stored.to_pandas(types_mapper=_NULLABLE.get)
     return frame.astype(_frame_types(table.extended(_added(stored.schema))))
 
 
 def append_rows(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replace: bool = False) -> None:
-    """Write what `appended` gives to a Parquet file, which is replaced whole or not at all. Errors as there."""
+    """Write what `appended` gives to a Parquet file, which is replaced whole or not at all."""
     rows = appended(path, table, frame, replace=replace)
     with atomic_path(path) as written:
         write_rows(rows, written)
@@ -101,15 +86,7 @@ def append_rows(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replac
 def appended(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replace: bool = False) -> pa.Table:
     """The rows of a Parquet file, which need not be there yet, and those of a frame; earlier rows keep their bits.
 
-    Args:
-        path: the file.
-        table: its declaration.
-        frame: the new rows; see `conform`.
-        replace: whether a new row takes the place of an earlier one with the same key.
-
-    Raises:
-        ValueError: see `conform`; also a key that the file has already, unless `replace`.
-        RunError: the file can't be read.
+    With `replace` a new row takes the place of an earlier one with the same key.
     """
     table = stored_table(path, table)
     rows = _as_stored(frame, table)
@@ -127,14 +104,7 @@ def appended(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replace: 
 def filled(path: pathlib.Path, table: Table, frame: pd.DataFrame) -> pa.Table:
     """The rows of a Parquet file with values put into columns of some; all other columns and rows keep their bits.
 
-    Args:
-        path: the file.
-        table: its declaration.
-        frame: the key and the columns to fill; a value that is missing leaves what is there.
-
-    Raises:
-        ValueError: see `conform`; also a key that the file does not have.
-        RunError: the file can't be read.
+    `frame` has the key and the columns to fill; a value that is missing leaves what is there.
     """
     table = stored_table(path, table)
     rows, earlier = _as_stored(frame, table), _read(path, table)
@@ -150,11 +120,7 @@ def filled(path: pathlib.Path, table: Table, frame: pd.DataFrame) -> pa.Table:
 
 
 def without(path: pathlib.Path, table: Table, column: str, values: Collection[str]) -> pa.Table | None:
-    """The rows of a Parquet file whose text `column` holds none of `values`; None where that is all of them.
-
-    Raises:
-        RunError: the file can't be read.
-    """
+    """The rows of a Parquet file whose text `column` holds none of `values`; None where that is all of them."""
     if not path.exists():
         return None
     rows = _read(path, table)
@@ -230,11 +196,7 @@ def _added(schema: pa.Schema) -> list[Column]:
 
 
 def _opened(path: pathlib.Path, look: Callable[[pq.ParquetFile], Any]) -> Any:
-    """What `look` finds in a Parquet file.
-
-    Raises:
-        RunError: the file is missing, truncated or no Parquet file.
-    """
+    """What `look` finds in a Parquet file."""
     try:
         with pq.ParquetFile(plain_file(path)) as file:
             return look(file)

@@ -12,19 +12,15 @@ import pyarrow.parquet as pq
 
 from driftlens.base.errors import RunError
 from driftlens.base.files import sha256_of
-from driftlens.runs.layout import MANIFEST, VOLATILE
+from driftlens.runs.layout import ENTRIES, MANIFEST, VOLATILE
 from driftlens.runs.manifest import FileInfo, Manifest, manifest_is_intact, read_manifest
 
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What comparing a run's files with its manifest showed; paths are relative to the run.
+    """What comparing a run's files with its manifest showed: how many were compared, which are not as written.
 
-    Attributes:
-        checked: files whose digest was compared.
-        missing: files that the manifest lists and that are not there.
-        changed: files whose bytes are not those that were written.
-        unlisted: files that the manifest does not list: of another program, or of an unfinished job.
+    Paths are relative to the run. The unlisted are of another program, or of an unfinished job on a finished run.
     """
 
     checked: int
@@ -39,12 +35,7 @@ class VerifyResult:
 
 
 def verify(path: str | pathlib.Path) -> VerifyResult:
-    """Rehash a run's files and compare them with its manifest; status, events, lock and logs are left out.
-
-    Raises:
-        RunError: there is no manifest, or it can't be read.
-        SchemaTooNewError: a newer DriftLens wrote the run.
-    """
+    """Rehash a run's files and compare them with its manifest; status, events, lock and logs are left out."""
     folder = pathlib.Path(path)
     manifest = read_manifest(folder)
     # A writer that died while replacing a file leaves the old one or the new one, both whole.
@@ -54,11 +45,13 @@ def verify(path: str | pathlib.Path) -> VerifyResult:
     changed = [name for name in present if not is_as_described(folder / name, listed[name])]
     if not manifest_is_intact(folder):
         changed.append(MANIFEST)
+    # Files are listed when a run is finished: until then its own are not there by mistake.
+    unlisted = [at for at in there - set(listed) if manifest.finished or at.split("/")[0] not in ENTRIES]
     return VerifyResult(
         checked=len(present) + 1,
         missing=tuple(sorted(set(listed) - there)),
         changed=tuple(changed),
-        unlisted=tuple(sorted(there - set(listed))),
+        unlisted=tuple(sorted(unlisted)),
     )
 
 
@@ -76,11 +69,7 @@ def describe_file(path: pathlib.Path) -> FileInfo:
 
 
 def is_as_described(path: pathlib.Path, described: FileInfo) -> bool:
-    """Whether a file that is there has the size and digest that a manifest gives it.
-
-    Raises:
-        RunError: it can't be read.
-    """
+    """Whether a file that is there has the size and digest that a manifest gives it."""
     try:
         return path.stat().st_size == described.bytes and sha256_of(path) == described.sha256
     except OSError as error:
@@ -91,9 +80,6 @@ def settled(folder: pathlib.Path, manifest: Manifest) -> Manifest:
     """The manifest, where files that a writer was replacing when it died are what they are now.
 
     A file that is neither the old nor the new one keeps its old entry: `verify` is to find it.
-
-    Raises:
-        RunError: a file can't be read.
     """
     landed = {
         name: new

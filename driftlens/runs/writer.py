@@ -5,31 +5,46 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import platform
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import pandas as pd
+import pyarrow as pa
+from numpy.typing import NDArray
 
 from driftlens.base import stopping
+from driftlens.base.diagnostic import Column
 from driftlens.base.errors import Cancelled, RunError, SpecError
-from driftlens.base.files import PathLike, write_text_atomic
+from driftlens.base.files import PathLike, atomic_path, write_json_atomic, write_text_atomic
 from driftlens.base.progress import ProgressEvent
+from driftlens.base.variants import calibrated, control_of
 from driftlens.runs import layout
-from driftlens.runs.contents import RunContents, remove_tree
 from driftlens.runs.lock import Owner, RunLock, utc_now
-from driftlens.runs.manifest import Manifest, PhaseInfo, new_manifest, read_manifest, versions
-from driftlens.runs.schema import SCHEMA_VERSION, refuse_newer
+from driftlens.runs.manifest import (
+    Manifest,
+    PhaseInfo,
+    ids_digest,
+    is_phase_of,
+    new_manifest,
+    read_manifest,
+    versions,
+    write_manifest,
+)
+from driftlens.runs.schema import SCHEMA_VERSION, TABLES, refuse_newer
 from driftlens.runs.status import Failure, State, Status, append_event, final_state, write_status
+from driftlens.runs.tables import appended, filled, plain, without, write_rows
 from driftlens.runs.verify import describe_file, run_files, settled
 
 _STATUS_SECONDS = 0.5
 
 
-class RunWriter(RunContents):
-    """The one process that writes to a run directory; use it as a context manager.
+class RunWriter:
+    """The one process that writes to a run directory; every file is whole or absent. Use it as a context manager.
 
     Leaving the block finishes the run: every file is listed with its digest, and the state becomes "done".
     After an exception the state is "failed" or "cancelled", and what was written stays. Either way the lock
@@ -38,7 +53,9 @@ class RunWriter(RunContents):
 
     def __init__(self, folder: pathlib.Path, manifest: Manifest, lock: RunLock) -> None:
         """Use `create` or `resume`."""
-        super().__init__(folder, manifest, lock)
+        self.folder = folder
+        self.manifest = manifest
+        self._lock = lock
         self._status = Status("running")
         self._clock: Callable[[], float] = time.monotonic
         self._posted = float("-inf")
@@ -54,20 +71,9 @@ class RunWriter(RunContents):
         live: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> RunWriter:
-        """A writer for a new run in a folder that is new or empty.
+        """A writer for a new run in a folder that is new or empty; with `force` a run that is there is replaced.
 
-        Args:
-            path: the run directory; missing parents are made.
-            spec_yaml: the resolved spec, every default spelled out.
-            spec_digest: its digest.
-            name: what the user calls the run.
-            live: of a run of live modules, its settings and what tells its data from other data.
-            force: whether a run that is there may be replaced. Files that are not the run's stay.
-
-        Raises:
-            SpecError: the folder holds something, and not just a run to be replaced with `force`.
-            RunLockedError: another process is writing there.
-            RunError: the folder can't be written to.
+        Files that are not the run's stay. `live` is the manifest's entry of that name.
         """
         folder = pathlib.Path(path)
         if not (folder / layout.GUARD).exists():
@@ -89,13 +95,7 @@ class RunWriter(RunContents):
 
     @classmethod
     def resume(cls, path: PathLike) -> RunWriter:
-        """A writer for a run that exists: one that was interrupted, or one that something is added to.
-
-        Raises:
-            RunError: there is no run, or it is damaged.
-            SchemaTooNewError: a newer DriftLens wrote it.
-            RunLockedError: another process is writing to it.
-        """
+        """A writer for a run that exists: one that was interrupted, or one that something is added to."""
         folder = pathlib.Path(path)
         read_manifest(folder)  # before the lock, which would leave a file in a folder that is no run
         lock = RunLock(folder)
@@ -140,8 +140,7 @@ class RunWriter(RunContents):
     def phase(self, name: str) -> Iterator[dict[str, Any]]:
         """A block that does one phase; its state, time and memory are recorded. Ask `done` before.
 
-        Yields:
-            What else it used, to be filled in: other columns of the table `resources`.
+        It yields what else was used, to be filled in: other columns of the table `resources`.
         """
         used: dict[str, Any] = {}
         started, clock, energy = utc_now(), self._clock(), energy_wh()
@@ -174,25 +173,15 @@ class RunWriter(RunContents):
         self._posted = self._clock()
 
     def progress(self, event: ProgressEvent) -> None:
-        """Show an event in status.json, at most twice a second within a phase; this is a progress sink.
-
-        Raises:
-            RunError: the folder is gone, or can't be written to.
-        """
+        """Show an event in status.json, at most twice a second within a phase; this is a progress sink."""
         self._lock.require_own()
         is_news = event.phase != self._status.phase or event.done == event.total
         if is_news or self._clock() - self._posted >= _STATUS_SECONDS:
             self.status(self._status.state, **vars(event))
 
     def finish(self) -> None:
-        """List every file with its digest, size and rows, and say that the run is done.
-
-        A file that is listed already keeps its entry: nothing was written to it since.
-
-        Raises:
-            RunError: the folder can't be written to.
-        """
-        listed = dict(self.manifest.files)
+        """List every file with its digest, size and rows, and say that the run is done."""
+        listed = dict(self.manifest.files)  # these keep their entries: nothing was written to them since
         new = [relative for relative in run_files(self.folder) if relative not in listed]
         listed.update({relative: describe_file(self.folder / relative) for relative in new})
         self._save(files=dict(sorted(listed.items())), finished=utc_now())
@@ -235,6 +224,199 @@ class RunWriter(RunContents):
         self.describe(phases={name: phase})
         append_event(self.folder, "phase", name=name, state=phase.state, seconds=phase.seconds)
 
+    def describe(self, **entries: Any) -> None:
+        """Add entries to the manifest, by the names of its attributes.
+
+        Mappings are merged, sequences extended by what is new, everything else is set.
+        """
+        self._save(**{name: _merged(getattr(self.manifest, name), value) for name, value in entries.items()})
+
+    def warn(self, text: str) -> None:
+        """Record something that may spoil the numbers."""
+        self.describe(warnings=[text])
+        append_event(self.folder, "warning", text=text)
+
+    def notice(self, text: str) -> None:
+        """Record something a reader should know."""
+        self.describe(notices=[text])
+        append_event(self.folder, "notice", text=text)
+
+    def append(
+        self, table: str, frame: pd.DataFrame, *, replace: bool = False, columns: Sequence[Column] = ()
+    ) -> None:
+        """Add rows to a table; rows that are there keep their exact values, but those of the same key with `replace`.
+
+        `columns` are such that a diagnostic adds beyond the schema; the file says what they mean from then on.
+        """
+        path = self.folder / layout.table_file(table)
+        self._write(table, appended(path, TABLES[table].extended(columns), frame, replace=replace))
+
+    def fill(self, table: str, frame: pd.DataFrame) -> None:
+        """Put values into columns of rows that are there, by key; everything else keeps its exact values."""
+        self._write(table, filled(self.folder / layout.table_file(table), TABLES[table], frame))
+
+    def drop(self, table: str, column: str, values: Collection[str]) -> None:
+        """Take out the rows of a table whose text `column` holds one of `values`."""
+        kept = without(self.folder / layout.table_file(table), TABLES[table], column, values)
+        if kept is not None:
+            self._write(table, kept)
+
+    def write_features(self, task: str, variant: str, layer: int, array: NDArray[np.floating[Any]]) -> None:
+        """Store features [n, d] as float16, rows in the order of the task's diagnosis samples.
+
+        An array with values beyond float16 is stored as float32, and a notice says so.
+        """
+        assert array.ndim == 2, array.shape
+        with np.errstate(over="ignore"):
+            stored: NDArray[np.floating[Any]] = array.astype(np.float16)
+        if np.isinf(stored).any() and not np.isinf(array).any():
+            stored = array.astype(np.float32)
+            where = f"task {task}, variant {variant}, layer {layer}"
+            self.notice(f"features of {where} exceed float16 and are stored as float32")
+        with self.file(layout.feature_file(task, variant, layer)) as path, path.open("wb") as file:
+            np.save(file, stored, allow_pickle=False)
+
+    def write_sample_ids(self, task: str, split: str, ids: Sequence[str], origin: str = "") -> None:
+        """Record which samples a split of a task consists of, in order; "diagnosis" names the rows of the features.
+
+        `origin` is a digest of the data that they are ids of; without it no other run is known to have the same.
+        """
+        entries: dict[str, Any] = {"sample_ids": list(ids), "sample_id_digests": ids_digest(ids)}
+        if origin:
+            entries["sample_origins"] = origin
+        before = {name: getattr(self.manifest, name).get(split, {}) for name in entries}
+        self.describe(**{name: {split: {**before[name], task: value}} for name, value in entries.items()})
+        if split == "diagnosis":
+            with self.file(layout.sample_ids_file(task)) as path:
+                write_json_atomic(path, list(ids))
+
+    @contextmanager
+    def file(self, relative: str) -> Iterator[pathlib.Path]:
+        """A path to write to; the file lands at `relative` inside the run, whole or not at all.
+
+        A file that is listed stays listed whatever happens: until its successor is whole nothing is said of it, and
+        then both are, because the two files can't be replaced in one step.
+        """
+        self._lock.require_own()  # before a folder is made that may be somebody else's
+        is_listed = relative in self.manifest.files
+        with atomic_path(self.folder / relative) as written:
+            yield written
+            if is_listed:
+                new = describe_file(written)
+                self._save(rewriting={relative: new})
+        if is_listed:
+            # Not saved: the next entry brings it along, and until then the one above holds.
+            self.manifest = dataclasses.replace(
+                self.manifest, files={**self.manifest.files, relative: new}, rewriting={}
+            )
+
+    def begin_variants(self, variants: Sequence[str]) -> None:
+        """Rows of these variants may be written from now on; readers see them when `finish_variants` says so."""
+        self._save(
+            variants=[name for name in self.manifest.variants if name not in variants],
+            unfinished=_merged(self.manifest.unfinished, variants),
+        )
+
+    def finish_variants(self, variants: Sequence[str], **entries: Any) -> None:
+        """These variants are whole: readers see them, and in the same moment the `entries` of the manifest."""
+        self._save(
+            variants=_merged(self.manifest.variants, variants),
+            unfinished=[name for name in self.manifest.unfinished if name not in variants],
+            **{name: _merged(getattr(self.manifest, name), value) for name, value in entries.items()},
+        )
+
+    def remove_calibration(self, name: str) -> None:
+        """Take a calibration out: its entries, its control's, their rows, then their files.
+
+        Readers stop seeing it first, and nothing is listed that is not there any more, whenever this is stopped;
+        what a stopped removal leaves is removed by the next one. Other rows keep their exact values.
+        """
+        gone = (control_of(name), calibrated(name))
+        phases = [phase for phase in self.manifest.phases if is_phase_of(name, phase)]
+        self.begin_variants(gone)
+        self._save(
+            calibrations=_without(self.manifest.calibrations, [name]),
+            models=_without(self.manifest.models, gone),
+            warnings=[text for text in self.manifest.warnings if not _mentions(text, gone)],
+            notices=[text for text in self.manifest.notices if not _mentions(text, gone)],
+        )
+        by_variant = [(name, "variant", gone) for name, table in TABLES.items() if "variant" in table.names]
+        others = [("calibration", "name", [name]), ("resources", "phase", phases)]
+        for table, column, values in (*by_variant, *others):
+            self.drop(table, column, values)
+        folders = [layout.feature_folder(task, variant) for task in self.manifest.tasks for variant in gone]
+        folders.append(layout.calibration_folder(name))
+        # Unlisted first: whenever this is stopped, nothing is listed that is not there any more.
+        starts = tuple(f"{folder}/" for folder in folders)
+        self._save(
+            files={path: at for path, at in self.manifest.files.items() if not path.startswith(starts)}
+        )
+        for folder in folders:
+            remove_tree(self.folder / folder)
+        # Last, because they also say which rows of the resources are meant.
+        self._save(
+            unfinished=[variant for variant in self.manifest.unfinished if variant not in gone],
+            phases=_without(self.manifest.phases, phases),
+        )
+
+    def event(self, event: str, **details: object) -> None:
+        """Add one line to the run's events; a number that is not finite becomes null."""
+        self._lock.require_own()
+        append_event(self.folder, event, **{name: plain(value) for name, value in details.items()})
+
+    def _write(self, table: str, rows: pa.Table) -> None:
+        with self.file(layout.table_file(table)) as path:
+            write_rows(rows, path)
+
+    def _save(self, **changes: Any) -> None:
+        self._lock.require_own()
+        self.manifest = dataclasses.replace(self.manifest, **changes)
+        write_manifest(self.folder, self.manifest)
+
+
+def _without(entries: Mapping[str, Any], gone: Sequence[str]) -> dict[str, Any]:
+    return {name: entry for name, entry in entries.items() if name not in gone}
+
+
+def _mentions(text: str, variants: Sequence[str]) -> bool:
+    """Whether a notice or warning is about one of these variants: "task cars, VARIANT: ..." and the like."""
+    return any(f"{variant}{end}" in text for variant in variants for end in (":", ","))
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if isinstance(old, Mapping):
+        return {**old, **new}
+    if isinstance(old, Sequence) and not isinstance(old, str):
+        return [*old, *(item for item in new if item not in old)]
+    return new
+
+
+@contextmanager
+def attach(run: str | pathlib.Path, relative: str) -> Iterator[pathlib.Path]:
+    """A path to write to; the file lands at `relative` ("reports/report.html") inside the run, and is listed."""
+    folder = pathlib.Path(run)
+    read_manifest(folder)  # before the lock, which would leave a file in a folder that is no run
+    with RunLock(folder) as lock:
+        writer = RunWriter(folder, settled(folder, read_manifest(folder)), lock)
+        with writer.file(relative) as written:
+            yield written
+            lock.require_own()
+            new = describe_file(written)
+        writer._save(files=dict(sorted({**writer.manifest.files, relative: new}.items())))
+
+
+def remove_tree(entry: pathlib.Path) -> None:
+    """Remove a file or a folder with all that is in it, if it is there; of a link only the link."""
+    try:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"can't remove {entry}: {error.strerror}", hint="Remove it, or give another folder."
+        ) from error
+
 
 def peak_rss_bytes() -> int | None:
     """Largest resident memory that this process has had; None where the system does not tell."""
@@ -260,15 +442,7 @@ def energy_wh(counters: pathlib.Path = pathlib.Path("/sys/class/powercap")) -> f
 
 
 def refuse_occupied(folder: pathlib.Path, *, force: bool) -> None:
-    """Raise unless a new run may begin in `folder`; nothing is changed.
-
-    Args:
-        folder: where the run is to go; it need not exist.
-        force: whether a run that is there may be replaced, and other files may stay beside the new one.
-
-    Raises:
-        SpecError: the folder is not empty and `force` is not given, or what is in the way is not a run.
-    """
+    """Raise unless a new run may begin in `folder`, which need not exist; `force` lets a run in it be replaced."""
     if not folder.exists():
         return
     if not folder.is_dir():

@@ -27,9 +27,9 @@ from driftlens.base.errors import SpecError
 from driftlens.base.files import PathLike, atomic_path
 from driftlens.findings.checks import CheckReport, check, self_checks
 from driftlens.findings.table import Table
-from driftlens.runs.contents import attach
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.standing import current_state
+from driftlens.runs.writer import attach
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, ChartOptions, Drawn, charts
 from driftlens_reports.charts.words import overlap_notes

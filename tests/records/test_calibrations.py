@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from driftlens.runs import contents
+from driftlens.runs import writer as writing
 from driftlens.runs.manifest import CalibrationInfo, ModelInfo, read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
@@ -151,7 +151,7 @@ def test_a_removal_that_is_stopped_hides_everything_and_the_next_one_finishes_it
 ) -> None:
     writer = RunWriter.resume(own)
     with monkeypatch.context() as patch:
-        patch.setattr(contents, function, stopping(getattr(contents, function), call))
+        patch.setattr(writing, function, stopping(getattr(writing, function), call))
         with pytest.raises(KeyboardInterrupt), writer:
             writer.remove_calibration(NAME)
     half = open_run(own)

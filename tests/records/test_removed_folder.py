@@ -12,9 +12,8 @@ import pytest
 
 from driftlens.base.errors import Cancelled, RunError
 from driftlens.base.progress import ProgressEvent
-from driftlens.runs.contents import attach
 from driftlens.runs.lock import RunLock
-from driftlens.runs.writer import RunWriter
+from driftlens.runs.writer import RunWriter, attach
 from tests.quick import few
 from tests.records.factory import write_run
 from tests.records.stopping import accuracy_of, contents

@@ -9,12 +9,11 @@ from contextlib import suppress
 import pandas as pd
 import pytest
 
-from driftlens.runs import contents
-from driftlens.runs.contents import attach
+from driftlens.runs import writer as writing
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import open_run
 from driftlens.runs.verify import verify
-from driftlens.runs.writer import RunWriter
+from driftlens.runs.writer import RunWriter, attach
 from tests.records.stopping import process, stopping
 
 ACCURACY = "tables/accuracy.parquet"
@@ -24,10 +23,10 @@ KILLED = """
 import contextlib
 import sys
 import pandas as pd
-from driftlens.runs import contents
+from driftlens.runs import writer as writing
 from driftlens.runs.writer import RunWriter
 
-whole = contents.atomic_path
+whole = writing.atomic_path
 
 def wait(moment):
     if moment == {moment!r}:
@@ -43,7 +42,7 @@ def watched(path):
     wait("after it has landed")
 
 with RunWriter.resume(sys.argv[1]) as writer:
-    contents.atomic_path = watched
+    writing.atomic_path = watched
     writer.append("accuracy", pd.DataFrame([{row!r}]))
 """
 
@@ -74,7 +73,7 @@ def test_ctrl_c_leaves_every_table_listed_as_it_is(
     before = read_manifest(own).files
     writer = RunWriter.resume(own)
     with monkeypatch.context() as patch:
-        patch.setattr(contents, function, stopping(getattr(contents, function), call))
+        patch.setattr(writing, function, stopping(getattr(writing, function), call))
         with pytest.raises(KeyboardInterrupt), writer:
             for at in range(2):
                 writer.append("accuracy", pd.DataFrame([ROW | {"metric": f"top{at}"}]))
@@ -114,7 +113,7 @@ def test_an_attached_file_stays_listed_while_it_is_replaced(
         path.write_text("first")
     before = read_manifest(own).files
     with monkeypatch.context() as patch:
-        patch.setattr(contents, "write_manifest", stopping(contents.write_manifest, call))
+        patch.setattr(writing, "write_manifest", stopping(writing.write_manifest, call))
         with suppress(KeyboardInterrupt), attach(own, "reports/report.html") as path:
             path.write_text("second")
     assert set(read_manifest(own).files) == set(before) and verify(own).ok

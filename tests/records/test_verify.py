@@ -5,10 +5,9 @@ import pathlib
 import pytest
 
 from driftlens.base.errors import RunError, RunLockedError
-from driftlens.runs.contents import attach
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.verify import verify
-from driftlens.runs.writer import RunWriter
+from driftlens.runs.writer import RunWriter, attach
 
 
 def flip_a_bit(path: pathlib.Path) -> None:

@@ -101,7 +101,7 @@ def test_a_disk_that_takes_nothing_more_does_not_hide_the_first_error(
 
     with pytest.raises(NumericsError), new(tmp_path / "r") as writer, writer.phase("walk"):
         monkeypatch.setattr("driftlens.runs.writer.write_status", full)
-        monkeypatch.setattr("driftlens.runs.contents.write_manifest", full)
+        monkeypatch.setattr("driftlens.runs.writer.write_manifest", full)
         raise NumericsError("NaN in layer 3")
     monkeypatch.undo()
     RunWriter.resume(tmp_path / "r").__exit__(None, None, None)

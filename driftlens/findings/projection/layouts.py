@@ -56,13 +56,7 @@ class Points:
 
 
 def load_points(run: DriftRun, settings: Settings) -> Points:
-    """The rows that `settings` ask for, thinned evenly over classes where there are too many.
-
-    Raises:
-        DataError: features are not stored.
-        NumericsError: features hold NaN or infinity; variant, layer and first sample are named.
-        RunError: files of the run are damaged or contradict each other.
-    """
+    """The rows that `settings` ask for, thinned evenly over classes where there are too many."""
     ids = run.sample_ids(settings.task)
     arrays = {role: run.features(settings.task, role, settings.layer) for role in settings.roles}
     for role, array in arrays.items():

@@ -16,11 +16,11 @@ from driftlens.base.errors import RunError, SpecError, did_you_mean
 from driftlens.base.files import from_json, plain_file, sha256_of, write_json_atomic
 from driftlens.base.variants import title
 from driftlens.runs import layout
-from driftlens.runs.contents import attach
 from driftlens.runs.manifest import version_of
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import LABEL, SAMPLE_ID, TASK, VARIANT, Column, Table
 from driftlens.runs.tables import append_rows, plain_rows, read_table
+from driftlens.runs.writer import attach
 from driftlens.spec.requests import ProjectionRequest
 
 Method = Literal["pca", "umap", "tsne"]
@@ -83,12 +83,7 @@ class Settings:
 
 
 def settings_of(run: DriftRun, task: str, request: ProjectionRequest) -> Settings:
-    """The settings, checked.
-
-    Raises:
-        SpecError: no such method or reference, t-SNE asked to place rows it was not fitted on, or a bad count.
-        LayerNotFoundError: the run has no such layer.
-    """
+    """The settings, checked."""
     method, fit_on, seed, most = request.method, request.fit_on, request.seed, request.max_points
     for what, given, allowed in (("method", method, METHODS), ("fit_on", fit_on, get_args(FitOn))):
         if given not in allowed:
@@ -112,12 +107,7 @@ def settings_of(run: DriftRun, task: str, request: ProjectionRequest) -> Setting
 
 
 def feature_digests(run: DriftRun, settings: Settings) -> dict[str, str]:
-    """SHA-256 of the features of every role, which decide a layout.
-
-    Raises:
-        DataError: no such task or variant, or its features of this layer are not stored.
-        RunError: a file is missing.
-    """
+    """SHA-256 of the features of every role, which decide a layout."""
     found = {}
     for role in settings.roles:
         run.features(settings.task, role, settings.layer)  # says what is missing
@@ -197,10 +187,6 @@ def write(run: DriftRun, projection: Projection, features: Mapping[str, str]) ->
         run: the run.
         projection: what to keep.
         features: digest of the features of every role.
-
-    Raises:
-        RunError: the run can't be written to.
-        RunLockedError: another process is writing to it.
     """
     base = f"{_FOLDER}/{projection.digest}"
     record = {
@@ -218,23 +204,13 @@ def write(run: DriftRun, projection: Projection, features: Mapping[str, str]) ->
 
 
 def read(run: DriftRun, digest: str) -> Projection | None:
-    """The projection with a content key, or None where the run has none.
-
-    Raises:
-        RunError: its files are damaged.
-        SchemaTooNewError: a newer DriftLens wrote it.
-    """
+    """The projection with a content key, or None where the run has none."""
     path = run.path / _FOLDER / f"{digest}.json"
     return _read(path, _record(path)) if path.exists() else None
 
 
 def read_like(run: DriftRun, settings: Settings, features: Mapping[str, str]) -> Projection | None:
-    """The newest projection of these features with these settings, whichever library versions made it.
-
-    Raises:
-        RunError: a file is damaged.
-        SchemaTooNewError: a newer DriftLens wrote it.
-    """
+    """The newest projection of these features with these settings, whichever library versions made it."""
     paths = sorted((run.path / _FOLDER).glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
     wanted = {"settings": settings.as_dict(), "features": dict(features)}
     for path, record in [(path, _record(path)) for path in reversed(paths)]:

@@ -61,11 +61,10 @@ from driftlens.jobs.study.writing import (
 from driftlens.merging.method import merge_methods
 from driftlens.models.saving import require_target, save_state_dict
 from driftlens.runs import layout
-from driftlens.runs.contents import remove_tree
 from driftlens.runs.manifest import CalibrationInfo, Manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.standing import COMMAND, how_to_explain, how_to_resume
-from driftlens.runs.writer import RunWriter
+from driftlens.runs.writer import RunWriter, remove_tree
 from driftlens.spec import load_spec
 from driftlens.spec.requests import CalibrationRequest
 

@@ -47,8 +47,8 @@ from driftlens.jobs.study.writing import Begun, Kept
 from driftlens.merging.method import merge_called, merge_methods
 from driftlens.models.saving import require_target
 from driftlens.runs import layout
-from driftlens.runs.contents import remove_tree
 from driftlens.runs.manifest import ids_digest
+from driftlens.runs.writer import remove_tree
 from driftlens.spec import RunSpec
 
 PHASE = "compare"

@@ -22,11 +22,11 @@ from driftlens.checkpoints.loading import is_hub_id, library_folder, repository_
 from driftlens.findings.before_after import calibration_sheets, compared_variants, selection_sentences
 from driftlens.findings.reading import printable, setting_text
 from driftlens.findings.verdict import shareable, task_sheet, verdict
-from driftlens.runs.contents import attach
 from driftlens.runs.layout import SPEC, calibration_attachments, calibration_folder
 from driftlens.runs.manifest import CalibrationInfo, versions
 from driftlens.runs.run import DriftRun
 from driftlens.runs.standing import is_live
+from driftlens.runs.writer import attach
 from driftlens.spec.requests import CalibrationRequest
 from driftlens.spec.yaml_text import from_yaml
 

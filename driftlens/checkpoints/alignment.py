@@ -144,11 +144,7 @@ class KeyLayout:
     def key_map(
         self, headers: Mapping[str, TensorHeader], wanted: Collection[str], name: str
     ) -> dict[str, str]:
-        """See `Layout`.
-
-        Text tower, logit scale and index buffers of older versions are left out. Unknown tensors inside the tower are
-        kept under the name they would have.
-        """
+        """See `Layout`; text tower, logit scale and index buffers of older versions are left out."""
         prefix, canonical = self.prefix(headers, name), self.prefix(wanted, "the architecture")
         projection, target = self._projection(headers, prefix), self._projection(wanted, canonical)
         stored = {}

@@ -2,8 +2,7 @@
 
 A chat template and a tokenizer are programs of whoever made them, an adapter's patterns may match for ever, a pickle
 may ask for any number of steps. Sandboxes keep them from reading and calling what they should not, and from nothing
-else: a loop without end, or a text doubled forty times, would take this process with it. So another one does it first.
-It starts when it is first needed, serves all that follow, and ends with this one.
+else: a loop without end would take this process with it. So another one, which serves all that follow, does it first.
 
 Nothing of a file is imported or called there either: a request names one of `_PREPARED`, and what comes back is JSON.
 This file is also what that process runs, so it imports nothing of ours and no library before it is asked for it.

@@ -236,8 +236,7 @@ def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
 def image_processor_config(source: str, *, offline: bool = False) -> dict[str, Any] | None:
     """How the images of a folder or Hub repository of transformers are prepared; None where it doesn't say.
 
-    Version 5 saves that as a part of processor_config.json, which it prefers to the preprocessor_config.json of
-    older versions.
+    Version 5 saves that in processor_config.json, which it prefers to preprocessor_config.json of older versions.
     """
     nested = (read_config(source, "processor_config.json", offline=offline) or {}).get("image_processor")
     if isinstance(nested, dict):

@@ -62,23 +62,11 @@ def named_base(folder: pathlib.Path) -> tuple[str, str]:
 def lora_source(base: StateSource, folder: str | os.PathLike[str]) -> StateSource:
     """The base with the adapters in `folder` merged in: base + scaling * B @ A, computed as it is read.
 
-    `scaling` is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`; `rank_pattern` and `alpha_pattern`
-    are honoured. Adapters find their weight by the end of its name, so that they fit whether the base was
-    saved with a wrapper's prefix or without. The sum is computed in float32 at least and rounded to the
-    base's dtype.
-    Source: LoRA (arXiv:2106.09685), Section 4.1.
-
-    Args:
-        base: the model the adapters were trained on.
-        folder: holds `adapter_config.json` and `adapter_model.safetensors`.
-
-    Returns:
-        A source with the keys, shapes and dtypes of `base`. Modules that were trained whole (`modules_to_save`, a
-        classifier for instance) are as they were saved, whether the base has them or not.
-
-    Raises:
-        CheckpointError: the folder is incomplete, uses an option that can't be merged exactly (named), or an
-            adapter fits no weight of `base`, or several.
+    `scaling` is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`; `rank_pattern` and `alpha_pattern` are
+    honoured. Adapters find their weight by the end of its name, so that they fit whether the base was saved with a
+    wrapper's prefix or without. The sum is computed in float32 at least and rounded to the base's dtype. Modules that
+    were trained whole (`modules_to_save`) are as they were saved, whether the base has them or not. Source: LoRA
+    (arXiv:2106.09685), Section 4.1.
     """
     place = pathlib.Path(folder)
     config = _config(place)

@@ -112,14 +112,9 @@ class Stored:
 
 
 class Unpickled:
-    """What a file holds; nothing of it is checked against its size.
+    """What a file holds: `top` is what was pickled, `tensors` the state dict in it, `modules` those of a module.
 
     A pickle may ask for any number of steps and any memory, so a process with limits goes first: `weight_files`.
-
-    Attributes:
-        top: what was pickled: an `Inert` for an object, or a mapping.
-        tensors: those of the state dict in it, by name.
-        modules: the modules by their path, for a pickled module; the module itself is at "".
     """
 
     def __init__(self, path: pathlib.Path) -> None:

@@ -274,10 +274,7 @@ def module_source(module: nn.Module, name: str) -> StateSource:
 
 
 class Composed:
-    """Tensors of other sources under keys of choice: shards as one model, other names, a missing tensor filled in.
-
-    `places` says for each key, in the order of the headers, the source and the key there.
-    """
+    """Tensors of other sources under keys of choice: shards as one model, other names, a missing tensor filled in."""
 
     def __init__(self, name: str, places: Mapping[str, tuple[StateSource, str]]) -> None:
         self.name = name
@@ -308,11 +305,7 @@ def require_key(source: StateSource, key: str) -> None:
 
 
 def content_digest(source: StateSource, keys: Iterable[str] | None = None) -> str:
-    """SHA-256, in hexadecimal, of what the weights are: key, dtype, shape and bytes, in sorted key order.
-
-    Sharded or not, a file or a live module: the same weights under the same keys have the same digest. One
-    tensor is in memory at a time.
-    """
+    """SHA-256, in hexadecimal, of key, dtype, shape and bytes, in sorted key order, wherever the tensors lie."""
     digest = hashlib.sha256()
     for key in sorted(source.headers if keys is None else keys):
         tensor = source.read(key)

@@ -85,21 +85,17 @@ def live_samples(
     where an attention mask says so. The result's notices say so, and what is left out.
 
     Args:
-        task: the task's name.
+        task: with `seed` and `split`, decides which samples are drawn.
         source: a tensor [n, ...]; a torch Dataset or DataLoader; a Hugging Face Dataset; or an iterable of batches. A
             batch is a tensor, a mapping to tensors (a dict, a tokenizer's `BatchEncoding`), or a tuple of one of these,
             labels [n], whole numbers or names, and anything else, which is left out. Entries `labels` and `label` of a
             mapping are labels, never inputs; entries of text are left out.
-        n: how many samples to keep; None keeps all. All are kept, in their order, where there are no more.
-        seed: decides which samples are drawn, together with task and split.
-        split: what the samples are for.
+        n: how many samples to keep; None keeps all, in their order.
+        seed: see `task`.
+        split: see `task`.
         batch_size: samples per batch of the result.
         class_names: the rows of the head. Labels meet them by name: their own, or the one that the data set has for
             their number; other numbers index the rows. None takes the names there are, or else the numbers as names.
-
-    Raises:
-        DataError: the first batch differs when it is drawn again (a random augmentation), batches that don't fit
-            together, labels that are no classes or none of the head's, or no samples at all.
     """
     where = f"data[{task!r}]"
     opened = _opened(source, batch_size, where)

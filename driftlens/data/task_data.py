@@ -89,20 +89,9 @@ def open_task_data(
 ) -> TaskData:
     """The task's samples, drawn, with labels as class names; images are read batch by batch, later.
 
-    Args:
-        task: the task's name.
-        entry: its entry in the spec's `data` section.
-        defaults: counts, seed and batch size that the entry doesn't set.
-        preprocess: what turns a batch of pictures (or pairs of texts) into the model's raw inputs.
-        reads: what the model takes, by the name of its modality; None where that is not known.
-        reader: what makes token ids of texts; it takes the place of `preprocess`, as tasks have rules of their own.
-        head_classes: the names of the head's rows; None takes the data's own names.
-        access: what may be used, and on which device.
-
-    Raises:
-        DataError: something is missing or unreadable, fewer samples than asked for, or classes
-            that differ from the head's.
-        SpecError: the entry names Python code and `trust` is false.
+    `preprocess` turns a batch of pictures (or pairs of texts) into the model's raw inputs; a `reader` of texts takes
+    its place, as tasks have rules of their own. `reads` is the name of the model's modality, where that is known, and
+    `head_classes` are the names of the head's rows; None takes the data's own.
     """
     from driftlens.spec.data import TextEntry
 

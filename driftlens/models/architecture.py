@@ -172,11 +172,6 @@ def load_architecture(
             model_config.json. OpenAI's weights need a quickgelu name: `ViT-B-32-quickgelu`.
         blocks: path of the list of blocks, for loaders that read any model.
         access: what may be used.
-
-    Raises:
-        SpecError: no such loader, `source` names nothing, or code is not trusted.
-        CheckpointError: a configuration file can't be fetched or read.
-        IncompatibleModelsError: the architecture is not supported; the message says what it is.
     """
     request = ArchitectureRequest(source, blocks, access)
     if loader.startswith(PYTHON) and loader not in loaders:
@@ -222,12 +217,7 @@ def _from_python(loader: str, request: ArchitectureRequest) -> Architecture:
 def architecture_of(module: nn.Module, example: Any = None) -> Architecture:
     """The architecture of a module that the caller has built; the module itself is the skeleton.
 
-    Args:
-        module: a CLIP image tower or a whole CLIP, or any module that holds its blocks in a list.
-        example: a batch of raw inputs. Modules that no adapter knows show on it in which order they run.
-
-    Raises:
-        SpecError: no adapter knows the module and it holds no list of blocks, or it has shapes only.
+    Modules that no adapter knows show on an example, a batch of raw inputs, in which order they run.
     """
     adapter = next((entry for entry in adapters.values() if entry.matches(module)), None)
     if adapter is None and any(weight.is_meta for weight in module.parameters()):

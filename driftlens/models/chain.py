@@ -293,14 +293,8 @@ def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
 def fused(chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: StateSource) -> OnDemand[str]:
     """Checkpoint tensors with the given layer parameters written into them, each made when it is asked for.
 
-    Args:
-        chain: says where each parameter lies.
-        parameters: (layer index, the layer's own parameter name) -> value in the layer's layout.
-        start: the model that is changed, under the skeleton's key names: of a fused tensor, rows that
-            `parameters` doesn't give are those of `start`.
-
-    Returns:
-        The skeleton's key -> whole tensor, in the layout and dtype of `start`, for every key that is touched.
+    `start` is the model that is changed, under the skeleton's key names, whose layout and dtype they have: of a fused
+    tensor, rows that `parameters` doesn't give are its own.
     """
     touched: dict[str, list[tuple[ParameterKey, Slot]]] = {}
     for index, name in parameters:

@@ -53,19 +53,7 @@ def class_names(given: ClassNames) -> tuple[str, ...]:
 
 
 def file_head(file: str | os.PathLike[str], tensor: str, logit_scale: float, classes: ClassNames) -> Head:
-    """A head from precomputed class embeddings.
-
-    Args:
-        file: safetensors file.
-        tensor: its key there, [classes, d], rows of unit norm.
-        logit_scale: factor on the cosines.
-        classes: names of the rows, in their order.
-
-    Raises:
-        CheckpointError: the file can't be read, or has no such tensor.
-        DataError: rows and names differ in number, names repeat, or rows are not of unit norm.
-        ShapeError: the tensor is not a matrix.
-    """
+    """A head from precomputed class embeddings: rows of unit norm [classes, d] under the key `tensor` of a file."""
     source = open_checkpoint(file)
     if tensor not in source.headers:
         raise CheckpointError(
@@ -93,20 +81,9 @@ def linear_head(
     bias: str | None = None,
     normalize: bool = False,
 ) -> LinearHead:
-    """A classifier's weight and bias.
+    """A classifier's weight and bias; classes are counted from 0 where they have no names.
 
-    Args:
-        source: holds them.
-        classes: names of the rows, in their order; None counts them from 0.
-        weight: key of the weight, [classes, d]; None takes the only matrix there is.
-        bias: key of the bias; None takes the one beside the weight, if there is one.
-        normalize: whether features are brought to unit norm first.
-
-    Raises:
-        CheckpointError: there is no such tensor, or no single matrix.
-        DataError: rows and names differ in number, or names repeat.
-        ShapeError: the weight is no matrix, or the bias does not fit it.
-        NumericsError: it is NaN or infinite somewhere.
+    `weight` and `bias` are their keys: by default the only matrix that `source` holds, and what lies beside it.
     """
     matrices = [key for key, header in source.headers.items() if len(header.shape) == 2]
     if weight is None and len(matrices) != 1:
@@ -161,18 +138,8 @@ def text_head(
 ) -> Head:
     """The zero-shot head of the base: every class named in every template, read by the base's text tower.
 
-    A class embedding is the mean over templates of unit-norm prompt embeddings, normalised again; the logit
-    scale is exp(`logit_scale`) of the base.
-
-    Args:
-        tower: the base's (`Architecture.text_tower`).
-        classes: names of the rows.
-        templates: prompts in which `{}` stands for the class name.
-        words: what stands there instead of the names, row by row.
-
-    Raises:
-        SpecError: a template has no `{}`, or there are no templates.
-        DataError: class names repeat or can't be read.
+    A class embedding is the mean over templates of unit-norm prompt embeddings, normalised again. `{}` in a template
+    stands for the class name, or for one of `words`, row by row.
     """
     names = class_names(classes)
     unusable = [template for template in templates if "{}" not in template]
@@ -233,9 +200,9 @@ class ScoreMap(Protocol):
         ...
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor | None:
-        """A number per sample, [n], that the gain nowhere exceeds on the segment between two features [n, d].
+        """A number per sample, [n], that the gain nowhere exceeds on the segment between two features [n, d], or None.
 
-        It bounds the score drift (FeatCal, arXiv:2605.13030, Prop. 3, Eq. 7); None where no bound is known.
+        It bounds the score drift (FeatCal, arXiv:2605.13030, Prop. 3, Eq. 7).
         """
         ...
 

@@ -83,10 +83,9 @@ class OwnHead:
 
 @dataclass(frozen=True, eq=False)
 class HeadForm:
-    """A head of several layers, without weights.
+    """A head of several layers, without weights: the whole model `module`, with its core's place taken by features.
 
     Attributes:
-        module: the whole model, with its core's place taken by features.
         names: by its weights' names, what a file of the whole model calls them.
         takes: the name of what the whole model reads.
         width: of the features that it reads.

@@ -116,17 +116,8 @@ def save_state_dict(
 ) -> None:
     """Write tensors as a safetensors file; on any failure nothing is left and a file that was there stays.
 
-    A `Patched` source is streamed, so that one tensor is in memory at a time; other iterables are
-    collected first. Tensors that share storage are written separately.
-
-    Args:
-        path: the file, by custom ending in `.safetensors`.
-        tensors: key -> tensor, or pairs of them.
-        metadata: strings for the header; `format: pt`, which readers expect, is added.
-
-    Raises:
-        CheckpointError: a tensor has a number type that the format does not know.
-        RunError: the disk is full or the folder can't be written to.
+    A `Patched` source is streamed, so that one tensor is in memory at a time; other iterables are collected first.
+    Tensors that share storage are written separately. `format: pt`, which readers expect, is added to the metadata.
     """
     # The safetensors library writes only what is in memory as a whole, hence the twenty lines below.
     if isinstance(tensors, Patched):
@@ -193,12 +184,6 @@ def save_model(
         metadata: strings for the header of the weights.
         card: Python that uses the folder (see `FolderFormat`) -> text of its README.md.
         heads: by their place in the folder, the tasks' own heads.
-
-    Raises:
-        SpecError: a folder is asked for, but the architecture has no such form or the base is only a part.
-        IncompatibleModelsError: the model and the base are of different architectures.
-        DriftLensError: as `Patched.read`; nothing is left at `path`.
-        RunError: `path` can't be written to, or is a folder that is not empty.
     """
     require_target(architecture, path)
     canonical = _stored_keys(architecture, base, model)
@@ -236,10 +221,7 @@ def save_model(
 
 
 def library_prefix(architecture: Architecture, base: StateSource, key: str) -> str:
-    """What the library's whole model has before the skeleton's module paths, with its dot; empty where they are one.
-
-    It is told from one key of the skeleton's.
-    """
+    """What the library's whole model has before the skeleton's module paths, with its dot, told from one key."""
     assert architecture.folder is not None and architecture.layout is not None
     stored = architecture.layout.key_map(base.headers, architecture.keys, base.name)[key]
     names = _library_names(architecture, base, architecture.folder)

@@ -48,18 +48,14 @@ def sequential_chain(
 
     Args:
         module: a model as its library made it.
-        example: a batch of raw inputs. With it the chain knows in which order
-            sites run, which of them share an input, which blocks keep their features' shape, and which parameters only
-            the head needs. Without it sites come in the order of registration, no block counts as residual, and every
-            parameter outside the blocks counts as the stem's.
+        example: a batch of raw inputs. With it the chain knows in which order sites run, which of them share an input,
+            which blocks keep their features' shape, and which parameters only the head needs. Without it sites come as
+            registered, no block counts as residual, and every parameter outside the blocks counts as the stem's.
         blocks: path of the list of blocks, or a pattern of the blocks' own paths (`layer?`), part by part; None takes
             the list with the most children of one class, among equals the outermost one. Where that is one of several
             stages, all of which hold such a list, the stages are the blocks.
         mask: which tokens count; see `driftlens.models.frames.Mask`.
         final: path of the module that the final feature leaves, the whole head; "" takes what the model returns.
-
-    Raises:
-        SpecError: no list of blocks is found, or (with an example) features don't flow from block to block.
     """
     path, blocks_by_path = _block_list(module, blocks)
     parts = Dissection(module, blocks_by_path, mask, final)

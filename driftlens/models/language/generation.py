@@ -17,18 +17,10 @@ def generate(
 ) -> list[str]:
     """What a model answers to each question: always the likeliest next token, up to a token that ends answers.
 
-    What the model's own generation settings say of sampling, beams and penalties is left aside, for experts and merged
-    models are compared; the tokens that end an answer are kept. The module is given back as it came.
-
-    Args:
-        module: the library's own whole model, with weights.
-        reader: of its texts. Questions that leave no room for the answer are cut as it says.
-        inputs: the questions, templates filled in.
-        max_new_tokens: of an answer at most.
-        batch_size: questions at a time; no answer depends on it, up to rounding.
-
-    Returns:
-        The answers without special tokens and without spaces around them.
+    What the model's own generation settings say of sampling, beams and penalties is left aside, for experts and
+    merged models are compared; the tokens that end an answer are kept. Questions that leave no room for the answer
+    are cut as the reader says. Answers come without special tokens and spaces around them; the module is given back
+    as it came.
     """
     answers: list[str] = []
     with _greedy(module, reader, max_new_tokens) as settings:
@@ -91,19 +83,12 @@ def _greedy(module: Any, reader: TextReader, max_new_tokens: int) -> Iterator[An
 def log_likelihoods(
     module: nn.Module, reader: TextReader, questions: Sequence[str], answers: Sequence[Sequence[str]]
 ) -> tuple[Tensor, Tensor]:
-    """How likely every answer is as what follows its question, and of how many tokens it consists.
+    """Log-likelihoods in nat of every question's answers and their numbers of tokens, [n, c], on the CPU in float64.
 
     A log-likelihood is the sum over the tokens of the answer, each given the question and the tokens before it. Of an
-    encoder-decoder, whose answers always end so, the end token counts; of a decoder it does not.
-
-    Args:
-        module: the library's own whole model, with weights; it computes as in evaluation.
-        reader: of its texts. Questions that leave no room for the longest answer are cut as it says.
-        questions: [n], templates filled in; they are one batch, and no result depends on what else is in it.
-        answers: [n, c], as many for every question.
-
-    Returns:
-        Log-likelihoods in nat and numbers of tokens, [n, c] each, on the CPU in float64.
+    encoder-decoder, whose answers always end so, the end token counts; of a decoder it does not. Questions are one
+    batch, as many answers each, and no result depends on what else is in it; those that leave no room are cut as the
+    reader says.
     """
     was_training = module.training
     module.eval()

@@ -252,16 +252,11 @@ class Dissection:
         return [{"hidden": hidden} for hidden in [*states, self._output(recording.output, mask)]]
 
     def require_shared(self, models: Iterable[tuple[str, nn.Module]], inputs: Any) -> None:
-        """Refuse models whose blocks are given anything but features that differs from model to model.
+        """Refuse models whose blocks are given anything but features that differs, bit by bit, from model to model.
 
         What blocks are given beside their features is recorded from one model and handed to all, which is right for
         masks, positions and rotary tables, and wrong for what is computed from weights: an encoder's output, a
         position bias, an embedding of a condition.
-
-        Models are given by name, each of this structure, and compared bit by bit on the batch `inputs`.
-
-        Raises:
-            IncompatibleModelsError: names the block, its argument and the two models.
         """
         first, known = "", dict[tuple[str, str], Tensor]()
         for name, module in models:
@@ -393,11 +388,7 @@ def fitted(module: nn.Module, inputs: Any) -> Any:
 
 
 def own_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Floating-point parameters and saved buffers by their names in `state_dict()`.
-
-    Weights that are tied are listed under each of their names; a submodule that is used under two names is
-    one place.
-    """
+    """Floating-point parameters and saved buffers by their names in `state_dict()`; tied ones under each name."""
     saved = module.state_dict()
     return {
         name: value

@@ -185,10 +185,7 @@ def _restore_forward(block: nn.Module, forward: Any) -> None:
 
 @dataclass
 class Recording:
-    """What flowed through the blocks in one ordinary forward pass.
-
-    `features`, if they were to be kept, are copies of what reached the first block and of what left each.
-    """
+    """What flowed through blocks in one ordinary forward pass; `features`, if kept, into the first, out of each."""
 
     frames: list[Frame] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)

@@ -125,10 +125,7 @@ def slot_of(block: nn.Module, parameter: str, key: str) -> Slot:
 
 
 def registered_sites(block: nn.Module, parameters: Collection[str]) -> tuple[Site, ...]:
-    """Sites in the order in which they are registered, each with an input of its own.
-
-    This is what can be said without running the block.
-    """
+    """Sites as they are registered, each with an input of its own: what can be said without running the block."""
     return tuple(
         Site(name, kind, name, eps=_eps(module))
         for name, kind, module in _candidates(block, parameters)

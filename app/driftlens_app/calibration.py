@@ -15,7 +15,7 @@ from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.settings import Setting
 from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens.spec.words import layers_named
-from driftlens_app.jobs.command_line import ask
+from driftlens_app.jobs.processes import ask
 from driftlens_app.settings import Settings
 from driftlens_app.show import caption, plain
 
@@ -43,19 +43,11 @@ def _by_name(settings: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Method:
-    """A calibrator or a merge method.
+    """A calibrator or a merge method, as `driftlens methods --json` tells it.
 
-    Attributes:
-        title: what it is called.
-        settings: by name, in the order of its declaration.
-        source: the paper.
-        reads: of a merge method, what it is made from.
-        presets: published settings by name.
-        suited: loader of models -> the preset for its kind, where that isn't the first one.
-        automatic: names of the settings that can be chosen on held-out calibration samples.
-        candidates: settings, over the defaults, that the choice of the best method tries.
-        effort: processor time of a calibration against FeatCal's, roughly.
-        choosing: as how many calibrations by FeatCal the choice of the best method takes from here, at most.
+    `suited` is by loader the preset for its kind of models where that isn't the first one, `automatic` what can be
+    chosen on held-out samples, `candidates` what the choice of the best method tries. `effort` is the processor time
+    against FeatCal's, and `choosing` as how many calibrations by FeatCal that choice takes from here, at most.
     """
 
     title: str
@@ -157,15 +149,8 @@ def calibration_form(
     """What the form says, and which of its buttons was pressed: "estimate", "calibrate" or "".
 
     Its fields are the settings that the chosen calibrator declares; an empty one leaves its value to the preset, then
-    to the run's spec.
-
-    Args:
-        last: what it is filled in with on its first showing; its name also follows one that was used up.
-        taken: names that the run's calibrations have.
-        blocked: whether its buttons are off: a job writes to the run, or no jobs may be started at all.
-        exports: how folders that are exported beside the run begin; None where none may be written.
-        loader: of the run's models, whose published settings stand first.
-        cost: what the choice of the best method takes.
+    to the run's spec. `last` fills it in on its first showing; `exports` is how exported folders beside the run begin,
+    None where none may be written; `loader` says whose published settings stand first.
     """
     first = methods()[DEFAULT_METHOD]
     best = st.button(
@@ -319,10 +304,7 @@ def _fields(start: CalibrationRequest, method: Method) -> dict[str, Any]:
 def fields(
     settings: Sequence[Setting], given: Mapping[str, Any], owner: str, *, empty: str = ""
 ) -> dict[str, Any]:
-    """The values of the fields that are not empty, `given` at first. Numbers stand side by side, before all else.
-
-    An empty field reads as `empty`, or as its setting's default.
-    """
+    """The values of the fields that are not empty, `given` at first; an empty one reads as `empty` or its default."""
     numbers = [setting for setting in settings if setting.kind in _NUMBERS and not setting.many]
     columns = st.columns(3) if numbers else []
     places = {setting.name: columns[at % 3] for at, setting in enumerate(numbers)}

@@ -29,13 +29,7 @@ def in_url(host: str) -> str:
 
 
 def command(*, host: str = "127.0.0.1", port: int | None = None, browser: bool = True) -> list[str]:
-    """The arguments that start the server, program first.
-
-    Args:
-        host: address to listen on.
-        port: port to listen on; None takes the first free one from 8501.
-        browser: whether a browser is opened, where there is one.
-    """
+    """The arguments that start the server, program first; without a port it takes the first free one from 8501."""
     options = {
         "server.address": host,
         "server.enableCORS": "true",
@@ -75,10 +69,7 @@ def require_free(host: str, port: int) -> None:
 
 
 def allowed_hosts(host: str) -> Sequence[str]:
-    """Names under which a browser may ask for the app; any other is a page that was rebound to this address.
-
-    Lower case and without brackets, as Streamlit compares them.
-    """
+    """Names under which a browser may ask for the app, as Streamlit compares them; any other was rebound to it."""
     others = () if is_local(host) else (socket.gethostname(), *_addresses(host))
     return tuple(dict.fromkeys(map(_name, (*LOCAL_HOSTS, host, *others))))
 

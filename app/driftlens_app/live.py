@@ -1,7 +1,4 @@
-"""Jobs as a visitor meets them: offered, redrawn every second while they run, awaited, and how they ended.
-
-Who waits for a run lands on its overview once it is there; who went elsewhere meanwhile stays there.
-"""
+"""Jobs as a visitor meets them: offered, redrawn every second while they run, awaited, and how they ended."""
 
 from __future__ import annotations
 
@@ -86,11 +83,7 @@ def offer_attribution(run: DriftRun) -> None:
 
 
 def show_new_runs(settings: Settings) -> bool:
-    """The jobs that make runs under the root: the live ones, and every bad end that nothing has made good since.
-
-    Returns:
-        Whether one is live.
-    """
+    """The jobs that make runs here, the live ones and bad ends that nothing made good; returns whether one is live."""
     runs = list(dict.fromkeys(job.run for job in jobs_beside(settings.root)))
     live = [run for run in runs if show_live(run)]
     for view in map(watch, runs):

@@ -113,10 +113,7 @@ def _by_stage(phases: Mapping[str, PhaseInfo], name: str = "") -> dict[str, floa
 
 
 def show_findings(document: Mapping[str, Any]) -> None:
-    """Draw the document that `driftlens validate --json` and `driftlens calibrate --dry-run --json` print.
-
-    Problems come first, with the line of the spec where `line` and `code` have it; what is well is folded away.
-    """
+    """Draw what `driftlens validate` and `calibrate --dry-run` find: problems first, each with its line of the spec."""
     by_level = {
         level: [finding for finding in document["findings"] if finding["level"] == level] for level in _LEVELS
     }

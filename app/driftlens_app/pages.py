@@ -14,15 +14,10 @@ from driftlens_app import views
 
 @dataclass(frozen=True)
 class Page:
-    """A page of the dashboard, as its file in `views/` declares it.
+    """A page of the dashboard, as its file in `views/` declares it; the navigation is by `order`, ascending.
 
-    Attributes:
-        title: its name in the navigation.
-        icon: a Material symbol, written `:material/name:`.
-        order: its place in the navigation, ascending.
-        is_listed: whether the navigation lists it at all; another page leads to it else.
-        says: one line in Markdown that says what it shows; with it, the shell draws the title.
-        needs_run: whether it shows one run, so that the shell opens it.
+    One that is not listed is led to by another. Where `says` tells in a line of Markdown what it shows, the shell draws
+    the title; and unless it needs no run, the shell opens one.
     """
 
     title: str

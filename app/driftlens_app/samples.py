@@ -100,10 +100,7 @@ def texts_of(run: DriftRun, task: str) -> dict[str, str]:
 
 
 def show_points(run: DriftRun, task: str, chart: str, marked: Sequence[str]) -> None:
-    """Let the chart with the key `chart` show pictures and mark samples in all its panels.
-
-    Points say which sample they are in their `customdata`.
-    """
+    """Let the chart with the key `chart` show pictures and mark samples, which its points have as `customdata`."""
     ids = run.sample_ids(task)[:MOST_PICTURES]
     there = {name: image for name, image in zip(ids, pictures(run, task, ids), strict=True) if image}
     points = component("sample_points", "<img hidden alt='' />", _STYLE)

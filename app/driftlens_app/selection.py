@@ -59,10 +59,7 @@ class Selection:
 
 
 def selection(*controls: str, with_base: bool = False) -> Selection:
-    """What the reader chose; draws those of the choices here that the page says it obeys.
-
-    `with_base` is whether the base is shown, too, where no variants are chosen.
-    """
+    """What the reader chose; draws those of the choices here that the page says it obeys."""
     if controls:
         _draw(controls, "All" if with_base else "All but the base")
     chosen: Selection = st.session_state[_CHOSEN]

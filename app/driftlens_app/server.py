@@ -53,8 +53,7 @@ async def _to_first_page(request: Request) -> RedirectResponse:
 async def _page(_request: Request) -> HTMLResponse:
     """Streamlit's document for a page that is opened by its name.
 
-    Left alone, the client takes the page's name for a folder that the app may lie in, asks there for the server's
-    health, and the browser logs that it is not found.
+    Left alone, its client would ask for the server's health in a folder of that name, and the browser log an error.
     """
     document = (files("streamlit") / "static" / "index.html").read_text(encoding="utf-8")
     return HTMLResponse(

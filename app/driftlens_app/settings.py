@@ -1,7 +1,6 @@
 """What the dashboard may look at and do, handed from the launcher to the app in its environment.
 
-A run may come from anywhere, and with it links and names in its records. Nothing behind one that leaves the one folder
-that the dashboard may look at is read or written.
+Runs may come from anywhere: nothing behind a link that leaves the one folder that it may look at is read or written.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ _HINT = "Remove the link, or put a copy of what it stands for in its place."
 
 @dataclass(frozen=True)
 class Settings:
-    """What the dashboard may look at and do.
-
-    Attributes:
-        root: the one folder it reads and writes, links resolved: a folder of runs, or a single run.
-        read_only: whether it starts no jobs.
-    """
+    """What the dashboard may look at, one folder of runs or a run, links resolved, and whether it starts no jobs."""
 
     root: Path
     read_only: bool = False
@@ -78,10 +72,7 @@ def require_inside(path: Path) -> None:
 
 
 def require_links_inside(run: Path, root: Path) -> None:
-    """Refuse, by a RunError, a run with a link that leaves the root or with a folder that can't be searched for one.
-
-    It looks at every name in the run: cache it.
-    """
+    """Refuse a run with a link that leaves the root or a folder that can't be searched for one. Slow: cache it."""
 
     def unsearched(error: OSError) -> None:
         if isinstance(error, FileNotFoundError | NotADirectoryError):

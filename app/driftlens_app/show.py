@@ -1,7 +1,4 @@
-"""What every page shows in the same way: titles, charts with the numbers behind them, tables, names, and errors.
-
-What the browser does by itself, for what Streamlit has no element for, is a script of this package each: `component`.
-"""
+"""What every page shows in the same way: titles, charts with the numbers behind them, tables, names, and errors."""
 
 from __future__ import annotations
 
@@ -62,10 +59,7 @@ _LOOKING = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2
 
 @functools.cache
 def component(name: str, html: str, css: str | None = None) -> Any:
-    """The component with the script `name`.js of this package, to be mounted by calling it.
-
-    It is made on first use, since components are registered with the running server.
-    """
+    """The component with the script `name`.js of this package; made on first use, when there is a server."""
     script = files("driftlens_app").joinpath(f"{name}.js").read_text(encoding="utf-8")
     return st.components.v2.component(f"driftlens.{name}", html=html, css=css, js=script)
 
@@ -87,10 +81,7 @@ def is_narrow() -> bool:
 
 
 def plain(text: object) -> str:
-    """`text` on one line, so that Markdown shows every character of it and obeys none.
-
-    Names come from runs and specs, which anybody may have written.
-    """
+    """`text` on one line, so that Markdown shows every character and obeys none: anybody may have written names."""
     return _MARKDOWN.sub(r"\\\1", _PICTURES.sub(":\N{WORD JOINER}", printable(str(text))))
 
 
@@ -151,10 +142,7 @@ def page_title(title: str, subtitle: str) -> None:
 
 
 def caption(text: str, line: int = _LINE) -> None:
-    """One line below what it speaks of: its first sentence or clause, cut after `line` characters.
-
-    The rest is there on hover; all of it where words were cut.
-    """
+    """One line below what it speaks of: the first sentence or clause, cut after `line` letters; the rest on hover."""
     first, *others = _SENTENCES.split(text.strip(), maxsplit=1)
     if len(first) > min(line, _CLAUSE) and "; " in first:
         first, rest = first.split("; ", 1)
@@ -171,10 +159,7 @@ def note(text: str, icon: str = "info") -> None:
 
 
 def open_part(names: Sequence[str], *, key: str) -> str:
-    """The part of a page that the reader has open; the choice stands in the URL as `key`.
-
-    Charts of the other parts are not drawn, so that a page costs what it shows.
-    """
+    """The part of a page that is open, in the URL as `key`; the others are not drawn, so a page costs what it shows."""
     # A segmented control writes its open part in the accent, too faint on a dark page beside white on that accent.
     return st.radio(
         "Part of the page", names, horizontal=True, key=key, bind="query-params", label_visibility="collapsed"
@@ -188,10 +173,9 @@ def show_part(page: str, part: str, run: DriftRun, options: ChartOptions) -> Non
 
 
 def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -> Any:
-    """Draw the chart `name` with its caption, reading hint and the plotted numbers; returns what Streamlit does.
+    """Draw a chart with caption, hint and data, or what the run lacks for it; returns what Streamlit does.
 
-    Where the run lacks what the chart shows, its place says what is missing and which command adds it. An error
-    stays within the chart's place. `plotly` are further arguments of `st.plotly_chart`, such as `on_select`.
+    `plotly` are further arguments of `st.plotly_chart`, such as `on_select`.
     """
     with shown_errors():
         chart = charts[name]
@@ -207,12 +191,7 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -
 def show_drawn(name: str, run_id: str, drawn: Drawn, says: str = "", **plotly: Any) -> Any:
     """Draw a figure with its caption, notes and the plotted numbers; returns what Streamlit does.
 
-    Args:
-        name: unique on the page, and part of the name of the file with the numbers.
-        run_id: the other part.
-        drawn: the figure; as `drawn_once` makes it from here on.
-        says: what is plotted.
-        plotly: as for `show_chart`.
+    `name`, unique on the page, and `run_id` make the name of the file with the numbers.
     """
     settings = {"key": f"chart-{name}", "config": _SELECTING if "on_select" in plotly else _LOOKING, **plotly}
     result = st.plotly_chart(drawn_once(drawn.figure), theme=None, alt=drawn.alt, **settings)
@@ -228,10 +207,7 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
 
 
 def show_sheet(sheet: Table, folded: Collection[str] = ()) -> None:
-    """A table that card, report and terminal have too, with what a reader must know of it below.
-
-    Columns in `folded` are shown where the table's own menu asks for them.
-    """
+    """A table that card, report and terminal have too, with its notes; `folded` columns are in the table's own menu."""
     rows, columns = sheet_table(sheet)
     st.subheader(plain(sheet.title), anchor=False)
     order = [head for head in rows if head not in folded]
@@ -329,10 +305,7 @@ def show_key(found: Verdict) -> None:
 
 
 def show_data(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show data") -> None:
-    """A table, and a button that downloads it as CSV at full precision, both folded away behind `label`.
-
-    They are sent to the browser once that is opened.
-    """
+    """A table and its download as CSV, folded away behind `label`, and sent to the browser once that is opened."""
     drawer = st.expander(label, key=f"open-{key}", on_change="rerun")
     if not drawer.open:
         return
@@ -361,12 +334,10 @@ def _drawn(name: str, run: DriftRun, options: ChartOptions, selecting: bool, nar
 def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
     """`figure` itself, which looks as before and is drawn once where it would have been drawn twice.
 
-    Streamlit's client gives plotly a copy of every figure right after the first, and plotly draws that from scratch
-    unless it finds nothing changed. It takes a revision's word for that where data are lists, but not where they are
-    typed arrays, and a template that is another object counts as changed: so the axes get its settings themselves. A
-    template stays where it is if it speaks of more than axes, or of axes that only traces name. A figure that has a
-    revision stays as it is. `selecting` is whether points are to be selected, which Streamlit else tells plotly only
-    with the copy.
+    Streamlit's client gives plotly a copy of every figure, and plotly draws that from scratch unless it finds nothing
+    changed. It takes a revision's word for that where data are lists, not typed arrays, and a template that is another
+    object counts as changed: so the axes get its settings themselves, unless it speaks of more than axes, or of axes
+    that only traces name. `selecting`: points are to be selected, which Streamlit else tells plotly only with the copy.
     """
     if figure.layout.datarevision is not None:
         return figure

@@ -21,7 +21,7 @@ from streamlit.testing.v1 import AppTest
 from streamlit.testing.v1.element_tree import Expander
 
 from driftlens_app import calibration
-from driftlens_app.jobs import command_line, processes
+from driftlens_app.jobs import processes
 from driftlens_app.settings import Settings
 from tests.records.full_run import write_full_run
 
@@ -102,7 +102,7 @@ def shown_data(app: AppTest) -> list[pd.DataFrame]:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Jobs run the stand-in; those that a test leaves running are ended."""
-    monkeypatch.setattr(command_line, "COMMAND", (sys.executable, str(Path(__file__).with_name("worker.py"))))
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, str(Path(__file__).with_name("worker.py"))))
     children: dict[int, object] = {}
     monkeypatch.setattr(processes, "_CHILDREN", children)
     yield

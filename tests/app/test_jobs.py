@@ -19,7 +19,7 @@ from driftlens.runs.lock import RunLock
 from driftlens.runs.run import open_run
 from driftlens.spec.requests import CalibrationRequest
 from driftlens_app.calibration import recorded
-from driftlens_app.jobs import cancel, command_line, processes, start, watch
+from driftlens_app.jobs import cancel, processes, start, watch
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.requests import analyze_request, calibrate_request, demo_request, project_request
 from driftlens_app.jobs.watching import log_text, running_drift
@@ -297,9 +297,9 @@ def test_at_most_two_commands_are_waited_for_at_a_time(
         "print(len(list(here.parent.glob('busy-*'))))\n"
         "time.sleep(0.3); here.unlink()\n"
     )
-    monkeypatch.setattr(command_line, "COMMAND", (sys.executable, str(script)))
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, str(script)))
     with ThreadPoolExecutor(5) as visitors:
         asked = [[str(tmp_path / f"busy-{at}")] for at in range(5)]
-        found = [*visitors.map(lambda arguments: command_line.answer(arguments, tmp_path), asked)]
+        found = [*visitors.map(lambda arguments: processes.answer(arguments, tmp_path), asked)]
     assert all(done.returncode == 0 for done in found)
     assert max(int(done.stdout) for done in found) <= 2

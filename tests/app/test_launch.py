@@ -22,7 +22,7 @@ import pytest
 
 from driftlens.cli import main
 from driftlens_app import launch
-from driftlens_app.jobs import command_line
+from driftlens_app.jobs import processes
 from driftlens_app.pages import pages
 from driftlens_app.settings import Settings
 from tests.app.conftest import MAIN
@@ -314,5 +314,5 @@ def test_every_page_works_where_torch_cannot_be_imported(tmp_path: Path) -> None
 
 def test_modules_that_lie_among_the_runs_are_not_imported(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise SystemExit('code from the folder of the runs')")
-    done = command_line.answer(["--help"], tmp_path)
+    done = processes.answer(["--help"], tmp_path)
     assert done.returncode == 0 and not done.stderr

@@ -18,8 +18,8 @@ from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.status import Status, write_status
 from driftlens.spec.run import load_spec
 from driftlens_app.drafts import PASTED, PASTED_AS
-from driftlens_app.jobs import Job, command_line, processes, start, watch
-from driftlens_app.jobs.command_line import ask
+from driftlens_app.jobs import Job, processes, start, watch
+from driftlens_app.jobs.processes import ask
 from driftlens_app.jobs.record import dismiss, job_of
 from driftlens_app.jobs.requests import MOST_BYTES, analyze_request, compare_request
 from driftlens_app.settings import Settings
@@ -115,7 +115,7 @@ def test_an_answer_that_is_an_error_is_of_the_kind_its_exit_code_says(
     root: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type
 ) -> None:
     done = subprocess.CompletedProcess([], code, "", f"Some notice\nerror: {PROBLEMS}\nhint: Correct it.\n")
-    monkeypatch.setattr(command_line, "answer", lambda *_: done)
+    monkeypatch.setattr(processes, "answer", lambda *_: done)
     with pytest.raises(DriftLensError) as refusal:
         ask(("validate", "run.yaml", "--json"), root)
     assert type(refusal.value) is kind
@@ -127,7 +127,7 @@ def test_a_file_that_could_not_be_built_has_its_problem_and_hint_apart(
 ) -> None:
     told = f"a warning about error: nothing\nerror: {PROBLEMS}\nhint: Correct it.\n"
     done = subprocess.CompletedProcess([], 2, "", told)
-    monkeypatch.setattr(command_line, "answer", lambda *_: done)
+    monkeypatch.setattr(processes, "answer", lambda *_: done)
     built = build("report", ("report",), root)
     assert (built.problem, built.hint) == (PROBLEMS, "Correct it.")
 

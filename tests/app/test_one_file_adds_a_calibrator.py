@@ -11,7 +11,7 @@ import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 from driftlens_app import calibration
-from driftlens_app.jobs import command_line
+from driftlens_app.jobs import processes
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.watching import log_text
 from tests.app.conftest import Open, catalogue, until
@@ -69,8 +69,8 @@ def toys(worker: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = tmp_path / "asked.py"
     tests = Path(__file__).parents[2]
     asked.write_text(ASKED.format(folders=[str(tmp_path), str(tests)]), encoding="utf-8")
-    monkeypatch.setattr(command_line, "COMMAND", (sys.executable, str(asked)))
-    monkeypatch.setattr(calibration, "ask", command_line.ask)
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, str(asked)))
+    monkeypatch.setattr(calibration, "ask", processes.ask)
 
 
 def opened(open_app: Open, root: Path, method: str) -> AppTest:
@@ -210,8 +210,8 @@ def test_a_command_that_does_not_answer_is_told_and_asked_again(
     broken.write_text(
         "import sys\nprint('error: torch is not *there*\\nhint: Install it.', file=sys.stderr)\nsys.exit(1)"
     )
-    monkeypatch.setattr(command_line, "COMMAND", (sys.executable, str(broken)))
-    monkeypatch.setattr(calibration, "ask", command_line.ask)
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, str(broken)))
+    monkeypatch.setattr(calibration, "ask", processes.ask)
     app = open_app(root, "repair")
     assert not app.exception and "torch is not *there*" in errors(app) and "Install it." in errors(app)
     assert "Before and after featcal" in [element.value for element in app.subheader]

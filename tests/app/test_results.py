@@ -17,7 +17,7 @@ from driftlens.base.errors import DataError
 from driftlens.findings.compare import compare, comparison_table
 from driftlens.runs.run import open_run
 from driftlens.runs.writer import RunWriter
-from driftlens_app.jobs import command_line
+from driftlens_app.jobs import processes
 from driftlens_app.views.compare import of_task
 from driftlens_app.views.export import Built, build, zipped
 from driftlens_reports.charts.page_curves import change_curves
@@ -44,7 +44,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command line that writes two files, and fails when asked for JSON."""
     file = tmp_path / "stand_in.py"
     file.write_text(STAND_IN)
-    monkeypatch.setattr(command_line, "COMMAND", (sys.executable, str(file)))
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, str(file)))
 
 
 def test_nothing_measured_is_not_the_same_as_no_flip(open_app: Open, root: Path) -> None:

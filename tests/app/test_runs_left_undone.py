@@ -14,7 +14,7 @@ from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import open_run
 from driftlens.runs.status import Status, write_status
 from driftlens.runs.writer import RunWriter
-from driftlens_app.jobs import command_line, watch
+from driftlens_app.jobs import processes, watch
 from tests.app.conftest import Open, until
 from tests.app.pages import OF_A_RUN, begin, finish, said, state, step
 
@@ -74,6 +74,6 @@ def test_a_run_that_is_restarted_is_not_called_cancelled(
     write_status(run, Status("cancelled"))
     app = open_app(root)
     assert shown_state(app) == "cancelled"
-    monkeypatch.setattr(command_line, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
     begin(run, "steady")
     assert shown_state(app) == "starting" and "cancelled" not in said(app)

@@ -18,8 +18,7 @@ from driftlens.runs.layout import texts_file, thumbs_file
 from driftlens.runs.run import open_run
 from driftlens_app.jobs.requests import project_request
 from driftlens_app.samples import decisions, pictures, wall_cards
-from driftlens_app.views.output import flipped
-from driftlens_app.views.samples import flipped_ids, sample_rows
+from driftlens_app.views.samples import flipped, flipped_ids, sample_rows
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.page_curves import sample_curves
 from driftlens_reports.charts.picking import scored_samples

@@ -16,7 +16,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from driftlens_app.samples import texts_of
-from driftlens_app.views.output import answers
+from driftlens_app.views.samples import answers
 from driftlens_reports.charts.chart import ChartOptions, charts
 from tests.zoo.cases import perturbed
 from tests.zoo.suite import PAIRS, Suite

@@ -26,7 +26,7 @@ from driftlens.runs.keeping import LONGEST_NAME
 from driftlens.spec import run as spec_run
 from driftlens.spec import types, yaml_text
 from driftlens.spec.run import load_spec
-from driftlens_app import picking
+from driftlens_app import drafts
 from driftlens_app.jobs import requests
 from tests.pipeline.fixtures import world
 from tests.reads.guard import MOST_GROWTH, SECONDS
@@ -114,7 +114,7 @@ LIMITS: dict[str, tuple[str, str]] = {
         f"{requests.MOST_BYTES:,} bytes",
         "app/test_new_runs.py::test_a_pasted_text_is_no_larger_than_a_spec_may_be",
     ),
-    "places offered for picking": (f"{picking.MOST_PLACES} of a kind", "reads/test_limits.py::test_places"),
+    "places offered for picking": (f"{drafts.MOST_PLACES} of a kind", "reads/test_limits.py::test_places"),
     "reading any one of these": (
         f"{SECONDS:g} seconds of the processor, {MOST_GROWTH >> 20} GiB",
         "reads/test_reads.py::test_command_lines",
@@ -219,6 +219,6 @@ def test_labels(tmp_path: Path, size: int) -> None:
 
 
 def test_places(tmp_path: Path) -> None:
-    for number in range(picking.MOST_PLACES + 5):
+    for number in range(drafts.MOST_PLACES + 5):
         (tmp_path / f"{number:04d}.safetensors").write_bytes(b"x")
-    assert len(picking.checkpoints(tmp_path)) == picking.MOST_PLACES
+    assert len(drafts.checkpoints(tmp_path)) == drafts.MOST_PLACES

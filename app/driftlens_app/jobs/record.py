@@ -30,12 +30,9 @@ _LOG = re.compile(r"[a-z]+-[0-9]+\.log")
 
 @dataclass(frozen=True)
 class Request:
-    """A job to start, which writes to the run directory `run`.
+    """A job to start, which writes to the run directory `run`; its arguments are those of the command line.
 
-    Attributes:
-        name: what it makes, in the user's words.
-        arguments: of the command line, without the program.
-        settings: values of the form behind it, as JSON knows them.
+    `name` is what it makes, in the user's words; `settings` the values of the form behind it, as JSON knows them.
     """
 
     kind: Kind
@@ -52,17 +49,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that was started: kind, name, run and settings of its request, and what became of it.
+    """A job that was started: what its request said, and what became of it.
 
-    Attributes:
-        log: the file with what it printed.
-        pid: its process.
-        process_started: when that process began, as in `Owner`; tells it from a later one of that id.
-        host: name of the machine that it runs on.
-        started: when it was started, UTC.
-        cancelled: when it was asked to stop, UTC; empty if it was not.
-        code: its exit code, once a server has seen it end; negative is the signal that ended it.
-        dismissed: whether somebody has read how it ended and wants to see no more of it.
+    `process_started` tells its process from a later one of that id; times are UTC. `cancelled` is when it was asked to
+    stop, and `code` its exit code, once a server has seen it end; negative is the signal that ended it.
     """
 
     kind: Kind
@@ -96,11 +86,7 @@ def write_job(job: Job) -> None:
 
 
 def note_cancelled(job: Job) -> None:
-    """Write down that the user asked the job to stop: on a full disk as an empty file, which needs no room.
-
-    Raises:
-        RunError: neither can be written.
-    """
+    """Write down that the user asked the job to stop: on a full disk as an empty file, which needs no room."""
     try:
         write_job(dataclasses.replace(job, cancelled=utc_now()))
     except RunError as full:

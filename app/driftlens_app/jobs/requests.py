@@ -1,7 +1,4 @@
-"""The jobs that a page may ask for, as arguments of the command line, and the spec files that one may read.
-
-A spec is under the root, of a sane size, and found by looking, not by typing.
-"""
+"""The jobs that a page may ask for, as arguments of the command line, and the spec files that one may read."""
 
 from __future__ import annotations
 
@@ -102,10 +99,7 @@ def _new_folder(settings: Settings, name: str) -> Path:
 def analyze_request(
     settings: Settings, spec: str, name: str, merge: Merges = MappingProxyType({})
 ) -> Request:
-    """The analysis of a spec, one of `spec_files`, into a new folder; one that a job left unfinished is continued.
-
-    A `merge`, one at most, stands in the place of the spec's, and the run is called by its folder then.
-    """
+    """The analysis of a spec into a new folder, or into one that a job left unfinished; `merge` replaces the spec's."""
     run, file = _new_folder(settings, name), spec_file(settings.root, spec)
     named = (*merged_by(merge), f"--set=name={json.dumps(name)}") if merge else ()
     resume: tuple[str, ...] = ()

@@ -17,8 +17,7 @@ from driftlens.base.files import from_json
 from driftlens.base.progress import ProgressEvent
 from driftlens.runs.layout import COMPARISON, EVENTS, STATUS
 from driftlens.runs.status import Failure, Status, read_status
-from driftlens_app.jobs.command_line import told_failure
-from driftlens_app.jobs.processes import exit_code, insist
+from driftlens_app.jobs.processes import exit_code, insist, told_failure
 from driftlens_app.jobs.record import Job, Kind, job_of, write_job
 from driftlens_app.settings import is_file_inside, is_inside
 

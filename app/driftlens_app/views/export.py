@@ -16,8 +16,8 @@ from driftlens.findings.checks import self_checks
 from driftlens.findings.reading import size
 from driftlens.runs.run import DriftRun
 from driftlens.runs.status import Failure
-from driftlens_app.jobs import command_line
-from driftlens_app.jobs.command_line import told_failure
+from driftlens_app.jobs import processes
+from driftlens_app.jobs.processes import told_failure
 from driftlens_app.pages import Page
 from driftlens_app.runs import key_of
 from driftlens_app.selection import selection
@@ -73,9 +73,9 @@ def build(name: str, arguments: Sequence[str], folder: Path) -> Built:
     with tempfile.TemporaryDirectory(prefix="driftlens-") as made:
         out = Path(made) / "out"
         try:
-            done = command_line.answer([*arguments, "--out", str(out)], folder)
+            done = processes.answer([*arguments, "--out", str(out)], folder)
         except subprocess.TimeoutExpired:
-            return Built(name, problem=f"it took longer than {command_line.PATIENCE_SECONDS:.0f} seconds")
+            return Built(name, problem=f"it took longer than {processes.PATIENCE_SECONDS:.0f} seconds")
         log = "\n".join((done.stdout + done.stderr).replace(made, "").splitlines()[-_LOG_LINES:])
         if done.returncode:
             silent = Failure("Error", f"it ended with exit code {done.returncode}")

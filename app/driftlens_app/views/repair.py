@@ -31,7 +31,7 @@ from driftlens_app.calibration import (
     require_free_name,
 )
 from driftlens_app.jobs import Job, View, start, watch
-from driftlens_app.jobs.command_line import ask
+from driftlens_app.jobs.processes import ask
 from driftlens_app.jobs.requests import arena_request, calibrate_request, sweep_request
 from driftlens_app.jobs.watching import is_at_work, running_drift
 from driftlens_app.live import BAD_ENDS, show_ended, show_live
@@ -109,10 +109,7 @@ def show() -> None:
 
 
 def _last(run: DriftRun, job: View | None) -> CalibrationRequest | None:
-    """The newest job's settings, as they were if it is to be tried again, else under a name that is free.
-
-    None of a search of the best, which has a button of its own.
-    """
+    """The newest job's settings, under a free name unless it is to be tried again; None of a search of the best."""
     last = None if job is None else recorded(job.job.settings)
     if last is None or is_search(last):
         return None

@@ -45,7 +45,7 @@ def report(
 ) -> None:
     """Write a drift report: what a run found, in sentences, tables and charts made from its numbers."""
     from driftlens_reports.build import Report
-    from driftlens_reports.sections.outline import PRESETS
+    from driftlens_reports.sections import PRESETS
 
     chosen = parts(sections)
     is_preset = len(chosen) == 1 and chosen[0] in PRESETS

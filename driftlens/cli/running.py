@@ -209,7 +209,7 @@ def advise(
 ) -> None:
     """Say which layers the merged model's drift comes from, where task vectors conflict, and what scaling gives."""
     from driftlens.runs.run import open_run
-    from driftlens_reports.advice import advice, advice_text
+    from driftlens_reports.facts import advice, advice_text
 
     opened = open_run(run)
     found = advice(opened)

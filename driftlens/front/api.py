@@ -54,7 +54,7 @@ class Run(DriftRun):
         Names complete with the tab key. What is drawn shows itself in notebooks; its `figure` is plotly's, `data` every
         plotted number.
         """
-        from driftlens_reports.charts.plots import Plots
+        from driftlens_reports.charts.chart import Plots
 
         return Plots(self)
 

@@ -23,10 +23,8 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import driftlens
-from driftlens.base.errors import SpecError
 from driftlens.base.files import PathLike, atomic_path
-from driftlens.findings.checks import CheckReport, check, self_checks
-from driftlens.findings.table import Table
+from driftlens.findings.checks import CheckReport, check
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.standing import current_state
 from driftlens.runs.writer import attach
@@ -34,12 +32,9 @@ from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, ChartOptions, Drawn, charts
 from driftlens_reports.charts.words import overlap_notes
 from driftlens_reports.content import Figure, ReportContent, RunInfo, Section, frame_table
-from driftlens_reports.formats.fragments import fragments
 from driftlens_reports.formats.page import interactive_page, light_page
-from driftlens_reports.formats.pull_request import markdown
-from driftlens_reports.formats.tables import json_document, spreadsheets
-from driftlens_reports.sections import findings, setup, verdict
-from driftlens_reports.sections.outline import TITLES, Outline, check_known, outline
+from driftlens_reports.formats.texts import fragments, json_document, markdown, spreadsheets
+from driftlens_reports.sections import TITLES, Outline, check_known, outline, section_parts, verdict_of
 
 Checks: TypeAlias = CheckReport | PathLike | Mapping[str, Any]
 
@@ -91,10 +86,7 @@ class Report:
     def files(self, formats: Iterable[str] = ("html", "json", "md")) -> dict[str, bytes]:
         """The report's files by path relative to its folder, the same bytes at every call."""
         chosen = list(formats)
-        if not chosen:
-            raise SpecError("no format is chosen", hint=f"There are {', '.join(_FORMATS)}.")
-        for name in chosen:
-            check_known("format", name, _FORMATS)
+        check_known("format", chosen, _FORMATS)
         return {
             file: data for name in chosen for file, data in _FORMATS[name](self.run, self._composed).items()
         }
@@ -152,33 +144,13 @@ def _compose(run: DriftRun, outline: Outline, checks: CheckReport | None = None)
         figures[name] = [figure for figure, _ in made]
         drawn |= {figure.name: picture for figure, picture in made if picture is not None}
     everything = [figure for found in figures.values() for figure in found]
-    judged = verdict.verdict_of(run)
-    # What a section says besides its charts; the others have charts alone.
-    said: Mapping[str, Callable[[], tuple[Iterable[str], Iterable[Table]]]] = {
-        "verdict": lambda: (judged.sentences, verdict.verdict_tables(run, judged)),
-        "setup": lambda: (setup.setup_sentences(run), setup.setup_tables(run)),
-        "origins": lambda: (findings.origin_sentences(run), ()),
-        "cosine": lambda: (findings.cosine_sentences(run), ()),
-        "outputs": lambda: (facts.decision_sentences(run), [findings.accuracy_table(run)]),
-        "calibration": lambda: (findings.calibration_sentences(run), findings.calibration_tables(run)),
-        "checks": lambda: verdict.checks_parts(self_checks(run), checks),
-        "caveats": lambda: (findings.caveat_sentences(run, everything), ()),
-        "glossary": lambda: ((), [setup.glossary_table()]),
-        "environment": lambda: ((), setup.environment_tables(run)),
-    }
+    judged = verdict_of(run)
     sections = []
     for name in outline.sections:
-        sentences, tables = said[name]() if name in said else ((), ())
+        sentences, tables = section_parts(name, run, judged, checks, everything)
         shown = tuple(table for table in tables if table.rows)
-        sections.append(
-            Section(
-                name=name,
-                title=TITLES[name],
-                sentences=tuple(sentences),
-                tables=shown,
-                figures=tuple(figures[name]),
-            )
-        )
+        parts = {"sentences": tuple(sentences), "tables": shown, "figures": tuple(figures[name])}
+        sections.append(Section(name=name, title=TITLES[name], **parts))
     content = ReportContent(
         driftlens=driftlens.__version__,
         preset=outline.preset,

@@ -1,20 +1,31 @@
-"""The few numbers that every report of a run begins with, and their words, from its tables and from nothing else."""
+"""What every report of a run begins with, and what it says of its merged model's layers: numbers and their words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
+from driftlens.base.errors import DataError
 from driftlens.base.intervals import Interval, wilson
 from driftlens.base.variants import title
 from driftlens.base.words import counted
 from driftlens.findings.checks import CheckResult
-from driftlens.findings.reading import NOT_MEASURED, Kind, error, estimate, is_measured, percent
+from driftlens.findings.reading import (
+    NOT_MEASURED,
+    Kind,
+    error,
+    estimate,
+    is_measured,
+    number,
+    percent,
+    printable,
+)
 from driftlens.findings.verdict import share_of
+from driftlens.findings.verdict import shares as shares_of
 from driftlens.runs.run import DriftRun
 from driftlens.runs.standing import last_work
 
@@ -124,3 +135,110 @@ def _share(column: pd.Series[Any]) -> Interval:
         return Interval(math.nan)
     hits = int(known.sum())
     return Interval(hits / len(known), *wilson(hits, len(known)), len(known))
+
+
+def advice(run: DriftRun) -> dict[str, Any]:
+    """The merged model's layers as plain values: shares of the final drift, the largest first, and conflicts.
+
+    `conflicts` are mean cosines of the merged task vector to the experts', those first that are lowest beside
+    `orthogonal`: what a sum of task vectors of these lengths has at right angles.
+    """
+    if "merged" not in run.variants:
+        raise DataError(f"{run.name} has no merged model to give advice on")
+    rows, params = run.layers(variant="merged"), run.params(variant="merged")
+    places, shares, conflicts = dict(zip(rows["path"], rows["layer"], strict=True)), [], []
+    paths = {layer: path for path, layer in places.items()}
+    names = {path: run.layer_name(layer) for path, layer in places.items()}
+    for layer, (mean, _) in shares_of(run, "merged").items():
+        ends = {"share": mean.value, "share_low": mean.low, "share_high": mean.high, "n": mean.n}
+        shares.append({"layer": layer, "path": paths[layer], "name": names[paths[layer]], **ends})
+    params = params[(params["scope"] == "layer") & params["cos"].notna()]
+    for path, own in params.groupby("path", sort=False):
+        cos, signs = own["cos"].astype(float), own["sign_agreement"].astype(float)
+        # Of the experts' task vectors, in that of the merged one.
+        lengths = 1 / own["norm_ratio"].astype(float)
+        conflicts.append(
+            {
+                "layer": int(places[path]) if path in places else None,
+                "path": path,
+                "name": names.get(path, path),
+                "cos": cos.mean(),
+                "orthogonal": lengths.mean() / math.sqrt(lengths.pow(2).sum()),
+                "sign_agreement": signs.mean(),
+                "worst_task": str(own.loc[cos.idxmin(), "task"]),
+                "worst_cos": cos.min(),
+            }
+        )
+    return {
+        "run": run.name,
+        "tasks": list(run.tasks),
+        "shares": shares,
+        "conflicts": sorted(conflicts, key=lambda row: row["cos"] - row["orthogonal"]),
+        "scalings": [],
+    }
+
+
+def advice_text(found: Mapping[str, Any], run: str = "RUN") -> str:
+    """The same in sentences, none surer than its intervals; `run` is what commands call it."""
+    said = [*_of_shares(found), *_of_conflicts(found), *map(_of_scaling, found["scalings"])]
+    if not found["scalings"]:
+        said.append(
+            "`driftlens advise RUN --search` tries what scaling the layers that carry most would give."
+        )
+    return "\n".join(printable(text.replace(" RUN", f" {run}")) for text in said)
+
+
+def _of_shares(found: Mapping[str, Any]) -> list[str]:
+    if not found["shares"]:
+        return ["Which layers the final drift comes from was not measured; `driftlens explain RUN` adds it."]
+    first, *others = found["shares"]
+    text = f"{first['name']} has the largest share of the final drift, "
+    text += f"{estimate(_interval(first), 'share', counted=True)}, mean over {counted(len(found['tasks']), 'task')}."
+    if not is_measured(first["share_low"]):
+        return [f"{text} No interval is known, so whether another layer carries as much can't be told."]
+    near = [row for row in others if not row["share_high"] < first["share_low"]]
+    if not near:
+        return [f"{text} The intervals of all other layers lie below."]
+    listed = "; ".join(f"{row['name']} {estimate(_interval(row), 'share')}" for row in near[:3])
+    more = f" and {len(near) - 3} more" if len(near) > 3 else ""
+    return [f"{text} The intervals overlap, so these may carry as much: {listed}{more}."]
+
+
+def _of_conflicts(found: Mapping[str, Any]) -> list[str]:
+    if not found["conflicts"]:
+        return ["Task vectors were not compared: that takes a base."]
+    if len(found["tasks"]) == 1:
+        return ["There is one expert, so no task vectors conflict."]
+    said = []
+    for row in found["conflicts"][:3]:
+        side = "less than" if row["cos"] < row["orthogonal"] else "no less than"
+        said.append(
+            f"{row['name']}: the merged task vector's cosine to the experts' is {number(row['cos'])} on average, "
+            f"{side} the {number(row['orthogonal'])} of a sum of theirs at right angles, and lowest for "
+            f"{row['worst_task']} ({number(row['worst_cos'])}); signs that agree: {percent(row['sign_agreement'])}."
+        )
+    count = sum(row["cos"] < row["orthogonal"] for row in found["conflicts"])
+    of = f"{count or 'none'} of {counted(len(found['conflicts']), 'layer')}; they agree least in these"
+    return [
+        f"On average over experts, task vectors conflict in {of} (of weights, so without intervals):",
+        *said,
+    ]
+
+
+def _of_scaling(row: Mapping[str, Any]) -> str:
+    where = f"{row['name']}: of the scales tried, {row['tried'][0]:g} to {row['tried'][-1]:g},"
+    if row["scale"] == 1:
+        return f"{where} none has a lower final drift than 1, on samples that the others were chosen on."
+    ends = [
+        math.nan if row[f"advantage_{end}"] is None else -row[f"advantage_{end}"] for end in ("high", "low")
+    ]
+    gain = Interval(-row["advantage"], *ends, row["n"])
+    verdict = "lower by more than chance explains" if row["is_clear"] else "no clear change"
+    return (
+        f"{where} {row['scale']:g} times the step from base to merged does best; on samples held out, relative final "
+        f"drift changes from {number(row['drift_rel'])} by {estimate(gain, 'number', counted=True)}: {verdict}."
+    )
+
+
+def _interval(row: Mapping[str, Any]) -> Interval:
+    return Interval(row["share"], row["share_low"], row["share_high"], row["n"])

@@ -12,7 +12,7 @@ import pytest
 from driftlens.runs.run import open_run
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
-from driftlens_reports.sections.outline import PRESETS
+from driftlens_reports.sections import PRESETS
 from tests.app.conftest import Open
 
 TOY = """

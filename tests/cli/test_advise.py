@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from driftlens.runs.run import DriftRun
-from driftlens_reports.advice import advice, advice_text
+from driftlens_reports.facts import advice, advice_text
 from tests.cli.conftest import Cli
 from tests.zoo.world import NUM_TEST, World, clip, pixels, write_spec
 

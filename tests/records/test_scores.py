@@ -19,11 +19,11 @@ from driftlens.findings.compare import compare, comparison_table
 from driftlens.findings.measures import common, mean, mean_change
 from driftlens.findings.scores import change_of, interval_of, main_metrics
 from driftlens.runs.run import DriftRun
+from driftlens_reports import sections
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
-from driftlens_reports.sections import findings
-from driftlens_reports.sections.verdict import verdict_of
+from driftlens_reports.sections import verdict_of
 from driftlens_reports.terminal import comparison_text, summary
 from tests.records.scored_run import NAME, TASKS, VARIANT, results_of, write_scored_run
 
@@ -120,7 +120,7 @@ def test_charts_exhibits_and_reports_show_what_the_run_has(scored: DriftRun) -> 
     )
     found = {table.name: table for table in Report(scored, "calibration").content.tables}
     assert {f"scores-{NAME}", f"score-change-{NAME}"} <= set(found)
-    shown = findings.accuracy_table(scored)
+    shown = sections.accuracy_table(scored)
     assert "lower is better" in shown.note and shown.title == "Scores on test samples"
     rows = exhibits["accuracy"].draw([scored], ExhibitOptions()).data
     assert "similar (Spearman correlation)" in set(rows["column"]) and "words" not in " ".join(rows["column"])

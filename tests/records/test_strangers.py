@@ -9,7 +9,7 @@ import pytest
 from driftlens.findings.verdict import shareable, task_sheet, verdict
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
-from driftlens_reports.sections.verdict import verdict_of
+from driftlens_reports.sections import verdict_of
 from driftlens_reports.terminal import sheet_text, summary
 from tests.records.factory import write_run
 from tests.records.strangers import NUM, RUNS, SHARES, stranger

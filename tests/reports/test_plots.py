@@ -9,8 +9,7 @@ import pytest
 
 import driftlens as dl
 from driftlens.runs.run import DriftRun
-from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.charts.plots import Plots
+from driftlens_reports.charts.chart import ChartOptions, Plots, charts
 
 PNG = b"\x89PNG"
 

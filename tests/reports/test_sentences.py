@@ -20,7 +20,7 @@ from driftlens.findings.summary import summary_sheet
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.schema import TABLES
 from driftlens.runs.tables import conform
-from driftlens_reports.advice import advice, advice_text
+from driftlens_reports.facts import advice, advice_text
 from driftlens_reports.terminal import checks_text, comparison_text
 from tests.records.drawn_runs import CAL, SHARES, Right, interval, run_of, tables
 from tests.records.factory import write_run

@@ -25,7 +25,7 @@ from driftlens_app.show import caption, note, open_part, plain, show_error, show
 from driftlens_reports.build import formats
 from driftlens_reports.paper.exhibit import exhibits
 from driftlens_reports.paper.style import WIDTHS
-from driftlens_reports.sections.outline import PRESETS
+from driftlens_reports.sections import PRESETS
 
 PAGE = Page(
     "Export",

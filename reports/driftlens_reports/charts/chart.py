@@ -6,6 +6,7 @@ Reports, the dashboard's pages and the tests ask `charts` for what there is; non
 from __future__ import annotations
 
 import base64
+import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
@@ -15,22 +16,10 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens.base.errors import DataError
+from driftlens.base.errors import DataError, did_you_mean
 from driftlens.base.registry import Registry
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.picking import ChartOptions, absent, lacking
-
-__all__ = [
-    "SECTIONS",
-    "Chart",
-    "ChartOptions",
-    "Drawn",
-    "by_rank",
-    "chart",
-    "charts",
-    "is_of_language",
-    "parts_of",
-]
 
 
 @dataclass(frozen=True)
@@ -200,3 +189,31 @@ def parts_of(page: str) -> dict[str, list[str]]:
         for section, place in SECTIONS.items()
         if place.page == page
     }
+
+
+class Plots:
+    """The charts of one run, each a function of `ChartOptions` by keyword; names have `_` where charts have `-`."""
+
+    def __init__(self, run: DriftRun) -> None:
+        self._run = run
+
+    def __dir__(self) -> list[str]:
+        return [name.replace("-", "_") for name in charts]
+
+    def __getattr__(self, name: str) -> Callable[..., Drawn]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in dir(self):
+            raise AttributeError(f"there is no chart {name!r}; {did_you_mean(name, dir(self))}")
+        chart = charts[name.replace("_", "-")]
+
+        def draw(**options: Any) -> Drawn:
+            return chart.draw(self._run, ChartOptions(**options))
+
+        draw.__name__ = name
+        draw.__doc__ = f"{chart.title}.\n\n{chart.caption}\n\n{chart.hint}"
+        draw.__signature__ = inspect.signature(ChartOptions)  # type: ignore[attr-defined]
+        return draw
+
+    def __repr__(self) -> str:
+        return f"<charts of run {self._run.name!r}: {', '.join(dir(self))}>"

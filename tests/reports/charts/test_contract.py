@@ -14,7 +14,7 @@ from driftlens.findings.reading import error, number, percent
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES
 from driftlens_reports.charts.chart import SECTIONS, ChartOptions, Drawn, charts, parts_of
-from driftlens_reports.sections.outline import PRESETS, TITLES
+from driftlens_reports.sections import PRESETS, TITLES
 from tests.reports.charts.recording import NUMBER, axis_titles, data_values, leaves, shown_texts
 
 every_chart = pytest.mark.parametrize("name", list(charts))

@@ -14,11 +14,10 @@ from driftlens.base.intervals import Interval, mean_over_tasks, unpaired_differe
 from driftlens.findings.frame import paired_by_task, pairing
 from driftlens.findings.measures import SCORE, change
 from driftlens.runs.run import DriftRun, open_run
-from driftlens_reports.charts.arena import _ticks
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.charts.gains import NO_RIVAL
+from driftlens_reports.charts.gains import NO_RIVAL, _ticks
+from driftlens_reports.charts.marks import places
 from driftlens_reports.charts.per_task import AVERAGE
-from driftlens_reports.charts.placing import places
 from tests.records.full_run import Size, write_full_run
 from tests.reports.charts.recording import finite
 

@@ -13,7 +13,7 @@ import driftlens_reports
 from driftlens.runs.run import DriftRun
 from driftlens_reports.build import Report
 from driftlens_reports.content import ReportContent
-from driftlens_reports.formats.tables import json_schema
+from driftlens_reports.formats.texts import json_schema
 
 GOLDEN = pathlib.Path(__file__).with_name("report-2.0.json")
 """Fields of version 2.0: within a major version they only ever grow."""

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from driftlens.findings.reading import NO_VALUE
 from driftlens.findings.table import Column, Table
 from driftlens_reports.build import Report
-from driftlens_reports.formats.fragments import fragments
-from driftlens_reports.formats.pull_request import escape, markdown, prose
+from driftlens_reports.formats.texts import escape, fragments, markdown, prose
 from tests.records.full_run import Size, write_full_run
 
 NAMES = (

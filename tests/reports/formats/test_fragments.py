@@ -15,7 +15,7 @@ from driftlens.runs.run import open_run
 from driftlens.runs.writer import RunWriter
 from driftlens_reports.build import Report
 from driftlens_reports.content import ReportContent
-from driftlens_reports.formats.fragments import fragments
+from driftlens_reports.formats.texts import fragments
 from tests.records.full_run import Size, write_full_run
 
 HOSTILE = [r"$\input{/etc/passwd}$", "a_b & 50 % #1", "~^|<b> {open", "[0] * `q`"]

@@ -12,11 +12,11 @@ from driftlens.base.errors import SpecError
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
+from driftlens_reports import sections
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
 from driftlens_reports.content import ReportContent
-from driftlens_reports.sections import findings
-from driftlens_reports.sections.outline import PRESETS, TITLES, outline
+from driftlens_reports.sections import PRESETS, TITLES, outline
 from tests.records.full_run import write_full_run
 from tests.reports.charts.recording import with_rows
 from tests.reports.conftest import SMALL
@@ -124,7 +124,7 @@ def test_methods_taken_apart_have_a_table_per_measure(full: DriftRun) -> None:
         for seed in range(2)
         for task in full.tasks
     )
-    tables = findings.calibration_tables(with_rows(full, "sweeps", rows))
+    tables = [*sections.calibration_tables(with_rows(full, "sweeps", rows))]
     names = [
         f"ablation-{method}-{of}" for method in ("residual", "featcal") for of in ("accuracy", "drift-rel")
     ]

@@ -1,0 +1,260 @@
+"""The formats that are text: JSON, CSV, Markdown and LaTeX.
+
+JSON is the content itself; CSV has every digit; Markdown is a comment on a pull request, in GitHub's flavour, of at
+most 30 lines without pictures; LaTeX a fragment per table, to \\input, with booktabs rules, a caption and a label.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+
+from driftlens.base.words import counted
+from driftlens.findings.reading import p_value, printable, written
+from driftlens.findings.table import Cell, Column, Table
+from driftlens.runs import layout, schema
+from driftlens.runs.run import DriftRun
+from driftlens.runs.tables import csv_text
+from driftlens_reports.content import VERSION, ReportContent
+from driftlens_reports.paper import grid
+from driftlens_reports.paper.grid import to_latex
+
+_BY_SAMPLE = ("samples", "outputs", "adjoint")
+"""Tables of the run with a row per sample: only in a report with raw data."""
+
+
+def json_document(content: ReportContent) -> bytes:
+    """The report as one JSON object; a number that was not measured is null, never NaN."""
+    text = json.dumps(content.model_dump(), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return f"{text}\n".encode()
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of the format, as the model declares it; `report.schema.json` ships the same."""
+    return {
+        **ReportContent.model_json_schema(mode="serialization"),
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"DriftLens report {VERSION.partition('.')[0]}",
+    }
+
+
+def spreadsheets(run: DriftRun, content: ReportContent) -> dict[str, bytes]:
+    """Files by name: the run's own tables, the report's, and the numbers behind its figures.
+
+    `NAME.csv` has the rows, `NAME.units.csv` the unit of every column. Text that a spreadsheet would take for a
+    formula is marked as text.
+    """
+    files: dict[str, bytes] = {}
+    for name, rows, units in (*_run_tables(run, content.raw), *_report_tables(content)):
+        if len(rows):
+            files[f"{layout.escape(name)}.csv"] = csv_text(rows).encode()
+            files[f"{layout.escape(name)}.units.csv"] = csv_text(units).encode()
+    return files
+
+
+def _run_tables(run: DriftRun, raw: bool) -> Iterator[tuple[str, pd.DataFrame, pd.DataFrame]]:
+    for name in schema.TABLES:
+        if raw or name not in _BY_SAMPLE:
+            units = [(column.name, column.unit, column.meaning) for column in run.columns(name)]
+            rows: pd.DataFrame = getattr(run, name)()  # a run's tables are its methods
+            yield name, rows, pd.DataFrame(units, columns=["column", "unit", "meaning"])
+
+
+def _report_tables(content: ReportContent) -> Iterator[tuple[str, pd.DataFrame, pd.DataFrame]]:
+    figures = [figure.data for figure in content.figures if figure.data is not None]
+    for table in (*content.tables, *figures):
+        prefix = "" if table.name.startswith("figure-") else "report-"
+        units = [(column.name, column.unit) for column in table.columns]
+        yield f"{prefix}{table.name}", table.frame(), pd.DataFrame(units, columns=["column", "unit"])
+
+
+MOST_LINES = 30
+_MOST_STAMPS, _MOST_FAILED = 3, 5
+_MARKUP = re.compile(r"[\\`*_\[\]<>|~&$]")
+_AT_START = re.compile(r"(?:[#+\-=]|\d+[.)])(?=\s|$)|[#=\-]{2,}")
+"""What would begin a list, a heading or a rule where a line begins."""
+_REFERENCE = re.compile(r"[@#](?=\w)|(?<=:)//|(?<=www)\.", re.IGNORECASE)
+"""Where GitHub would see a mention, an issue or a link."""
+_WORD_JOINER = "\u2060"
+
+
+def markdown(content: ReportContent) -> bytes:
+    """The report as Markdown."""
+    tables = {table.name: table for section in content.sections for table in section.tables}
+    judged = [row for name in ("checks", "self-checks") if name in tables for row in tables[name].texts()[1:]]
+    failed = [
+        f"- **{status}**: {prose(check)}: {prose(reason)}"
+        for wanted in ("fail", "warn")
+        for check, status, *_, reason in judged
+        if status == wanted
+    ]
+    blocks = [
+        [f"## Drift report: {escape(content.run.name)}"],
+        _few([f"> - {prose(text)}" for text in content.stamps], _MOST_STAMPS, "> - "),
+        _few(failed, _MOST_FAILED, "- "),
+        [f"- {prose(text)}" for text in content.verdict.sentences],
+    ]
+    about = [f"DriftLens {escape(content.driftlens)}, run {escape(content.run.id)}."]
+    if (table := tables.get("tasks")) and table.rows:
+        # Below stand the table's two first lines, the last line, and the empty ones between.
+        room = MOST_LINES - sum(len(block) + 1 for block in blocks if block) - 4
+        head, *rows = table.texts()
+        kept = rows if len(rows) <= room else [*rows[: room - 1], rows[-1]]
+        blocks.append(_bars(table, [head, *kept]))
+        about += [f"{counted(len(rows) - len(kept), 'more task')} in the other formats."] * (
+            len(rows) > len(kept)
+        )
+        about.append(prose(table.notes()))
+    blocks.append([f"<sub>{' '.join(about)}</sub>"])
+    return ("\n\n".join("\n".join(block) for block in blocks if block) + "\n").encode()
+
+
+def _bars(table: Table, rows: Sequence[Sequence[str]]) -> list[str]:
+    head, *lines = [f"| {' | '.join(map(escape, line))} |" for line in rows]
+    ends = (":--" if shown.kind == "text" else "--:" for shown in table.shown())
+    return [head, f"|{'|'.join(ends)}|", *lines]
+
+
+def _few(lines: Iterable[str], most: int, mark: str) -> list[str]:
+    """The first lines, and how many more there are."""
+    every = list(lines)
+    return every if len(every) <= most else [*every[: most - 1], f"{mark}{len(every) - most + 1} more"]
+
+
+def escape(text: str) -> str:
+    """Text that GitHub shows letter by letter: no markup, link, mention or reference comes of it."""
+    literal = _MARKUP.sub(r"\\\g<0>", printable(text))
+    literal = _REFERENCE.sub(lambda match: match[0][:1] + _WORD_JOINER + match[0][1:], literal)
+    return _AT_START.sub(_marked, literal, count=1) if _AT_START.match(literal) else literal
+
+
+def _marked(start: re.Match[str]) -> str:
+    """The beginning of a list, heading or rule with the letter marked that makes it one."""
+    return f"{start[0][:-1]}\\{start[0][-1]}" if start[0][0].isdigit() else f"\\{start[0]}"
+
+
+def prose(text: str) -> str:
+    """A sentence, escaped, with what stands between backticks as code."""
+    parts = printable(text).split("`")
+    if len(parts) % 2 == 0:  # a backtick without its twin is a letter like any other
+        return escape(text)
+    return "".join(f"`{part}`" if at % 2 else escape(part) for at, part in enumerate(parts))
+
+
+_LEFT_OUT = {"glossary", "environment", "layers"}
+"""Tables that no paper prints."""
+_SIGNIFICANT, _MOST_DIGITS = 4, 4
+"""Digits of the largest number of a column, and decimals that are never exceeded."""
+_LINE, _WRAPPED, _BETWEEN = 80, 32, 2
+"""Letters that fit in a line of a page, those after which words go on in the next line, and those of a gap."""
+_LETTER_EM = 0.5
+"""Width of an average letter."""
+_PAGE = 40
+"""Lines of text that fit on a page below a caption and above the notes."""
+
+
+def fragments(content: ReportContent) -> dict[str, bytes]:
+    """Files by name: table environments for every table of the report, each no taller than a page."""
+    return {
+        f"{layout.escape(table.name)}.tex": _fragment(content, table).encode()
+        for table in content.tables
+        if table.name not in _LEFT_OUT
+    }
+
+
+def _fragment(content: ReportContent, table: Table) -> str:
+    notes = [f"Run {content.run.name} ({content.run.id}).", table.notes(), *content.stamps]
+    parts = _parts(_grid(table))
+    below = {len(parts): [note for note in notes if note]}
+    return "".join(
+        to_latex([part], table.name, f"{table.title}.", notes=below.get(at, ()), part=at, splits=False)
+        for at, part in enumerate(parts, start=1)
+    )
+
+
+def _grid(table: Table) -> grid.Grid:
+    """The first column names the lines; halves of intervals go beside their numbers, empty columns of words go."""
+    names = [column.name for column in table.columns]
+    first, *others = [
+        at
+        for at, column in enumerate(table.columns)
+        if not column.name.endswith(" +-")
+        and (at == 0 or column.kind != "text" or any(row[at] for row in table.rows))
+    ]
+    halves = {at: names.index(f"{names[at]} +-") for at in others if f"{names[at]} +-" in names}
+    wraps = _wraps(table, [first, *others])
+    units = {"share": " (%)", "points": " (points)"}
+    heads = {at: f"{names[at]}{units.get(table.columns[at].kind, '')}" for at in others}
+    columns = [
+        grid.Column(head, _digits(table, table.columns[at]), wrap=wraps[at]) for at, head in heads.items()
+    ]
+    lines = []
+    for row in table.rows:
+        cells = {head: grid.Cell(_value(row[at], table.columns[at])) for at, head in heads.items()}
+        for at, half in halves.items():
+            if (spread := row[half]) is not None:
+                cells[heads[at]] = replace(cells[heads[at]], spread=float(_value(spread, table.columns[at])))
+        lines.append(grid.Line(str(row[first]), cells, role="reference"))
+    return grid.Grid(tuple(columns), (grid.Block(tuple(lines)),), first=names[first], wrap=wraps[first])
+
+
+def _wraps(table: Table, shown: Sequence[int]) -> dict[int, float]:
+    """Width in em of each column whose words go on in the next line; 0 for the others, and where all fits."""
+    longest = {}
+    for at in shown:
+        column = table.columns[at]
+        longest[at] = max(map(len, [column.name, *(written(row[at], column.kind) for row in table.rows)]))
+    is_wide = sum(longest.values()) + _BETWEEN * len(longest) > _LINE
+    return {
+        at: _WRAPPED * _LETTER_EM
+        if is_wide and table.columns[at].kind == "text" and letters > _WRAPPED
+        else 0.0
+        for at, letters in longest.items()
+    }
+
+
+def _parts(whole: grid.Grid) -> list[grid.Grid]:
+    """The grid in as many parts as it has pages."""
+    pages: list[list[grid.Line]] = [[]]
+    room = _PAGE
+    for line in whole.lines:
+        words = [line.label] if whole.wrap else []
+        words += [str(line.cells[column.title].value) for column in whole.columns if column.wrap]
+        height = max((math.ceil(len(text) / _WRAPPED) for text in words), default=1)
+        if height > room and pages[-1]:
+            pages.append([])
+            room = _PAGE
+        pages[-1].append(line)
+        room -= height
+    return [replace(whole, blocks=(grid.Block(tuple(lines)),)) for lines in pages]
+
+
+def _digits(table: Table, column: Column) -> int | None:
+    """Decimals of a column, the same for all of one unit; None for words and errors, which have their own."""
+    if column.kind != "number":
+        return {"count": 0, "share": 1, "points": 1}.get(column.kind)
+    decimals = []
+    for at, other in enumerate(table.columns):
+        if (other.kind, other.unit) == ("number", column.unit):
+            largest = max(
+                (abs(cell) for row in table.rows if isinstance(cell := row[at], (int, float))), default=0.0
+            )
+            above = math.floor(math.log10(largest)) if largest else 0
+            decimals.append(min(max(_SIGNIFICANT - 1 - above, 0), _MOST_DIGITS))
+    return max(decimals)
+
+
+def _value(cell: Cell, column: Column) -> float | str:
+    if cell is None:
+        return "" if column.kind == "text" else math.nan
+    if isinstance(cell, str):
+        return cell
+    if column.kind == "p":
+        return p_value(cell)
+    return 100 * float(cell) if column.kind in ("share", "points") else float(cell)

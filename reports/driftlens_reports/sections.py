@@ -1,0 +1,419 @@
+"""What a report consists of: its sections in order, the charts of each, and what each says in sentences and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from driftlens.base.errors import SpecError, did_you_mean
+from driftlens.base.intervals import Interval, mean_over_tasks
+from driftlens.base.metrics import ACCURACY, metric_called
+from driftlens.base.variants import control_of, part_of, title
+from driftlens.base.words import counted
+from driftlens.findings.arena import arena_sheet
+from driftlens.findings.before_after import calibration_sheets, selection_sentences
+from driftlens.findings.checks import CheckReport, self_checks
+from driftlens.findings.features import COSINE, RELATIVE
+from driftlens.findings.frame import change_in_words
+from driftlens.findings.measures import common, level, mean, mean_change
+from driftlens.findings.reading import Kind, brief, estimate, percent, setting_text
+from driftlens.findings.summary import final_sheet
+from driftlens.findings.swept import ABLATION, ablation_sheets
+from driftlens.findings.table import Table
+from driftlens.findings.verdict import shareable, task_sheet, verdict
+from driftlens.runs.run import DriftRun
+from driftlens.runs.tables import plain
+from driftlens_reports import facts
+from driftlens_reports.charts.chart import Chart, by_rank, charts
+from driftlens_reports.content import Change, Estimate, Figure, Gap, Outcome, Verdict
+
+TITLES = MappingProxyType(
+    {
+        "verdict": "Verdict",
+        "setup": "Setup and provenance",
+        "layers": "Layer curves",
+        "decomposition": "Decomposition",
+        "origins": "Where the final drift comes from",
+        "cosine": "Expert cosine",
+        "parameters": "Parameter alignment",
+        "outputs": "Output drift",
+        "calibration": "Calibration log",
+        "checks": "Check results",
+        "caveats": "Caveats",
+        "glossary": "Glossary",
+        "environment": "Environment",
+    }
+)
+"""Every section in reading order."""
+
+PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "summary": ("verdict", "layers", "checks", "caveats"),
+        "standard": tuple(TITLES),
+        "calibration": (
+            *("verdict", "setup", "layers", "cosine", "parameters", "outputs"),
+            *("calibration", "checks", "caveats", "environment"),
+        ),
+        "full": tuple(TITLES),
+    }
+)
+"""The sections of each preset. Charts say themselves which presets they belong to; `full` has them all."""
+
+_UNKNOWN = "not recorded"
+_ALWAYS = (
+    "Means hide the worst case; the tables name every task.",
+    "Drift and cosine compare features with the expert's. A gain in cosine is a diagnostic, not an explanation of "
+    "a gain in accuracy.",
+)
+_FEW = 30
+_TERMS = """
+base | W_base | The model that every expert was fine-tuned from.
+expert | W_i | The model fine-tuned on one task.
+merged | W_mer | One model made from the weights of all experts.
+calibrated | W_cal | The merged model after calibration.
+anchor only | W_anc | The anchor of a calibration by itself, another merge where rho is not 1.
+layer | l | One step of the model in forward order: 1 the stem, then the blocks, last the head.
+drift | e | Feature of a model minus the expert's, for the same sample, leaving a layer.
+final drift | e_L | Drift leaving the head.
+relative drift |  | Norm of the drift against the norm of the expert's feature, sums over samples.
+of base distance |  | Norm of the drift against the distance from base to expert; 100 %: as far as the base.
+local mismatch | m | What a layer adds: merged layer minus expert layer, both on the expert's input.
+propagation | p | What a layer passes on: merged layer on the merged input minus on the expert's. e = m + p.
+cross term |  | 2 <m, p> / |e|^2: positive where mismatch and propagation add up, negative where they cancel.
+amplification | |p| / |e_in| | Norm of the propagation against that of the incoming drift.
+path-averaged Jacobian | A | The merged layer's Jacobian, averaged from expert to merged input; p = A e_in.
+growth condition | gamma > eta | Amplification minus 1 exceeds mismatch against incoming drift: it must grow.
+share of the final drift | P m_l | A layer's mismatch carried to the end, along the final drift; signed.
+remainder |  | Share of the final drift that belongs to no layer: quadrature error.
+closure error |  | Drift here against that of ordinary forward passes of the models in their own library.
+Jacobian error |  | |p - A e_in| / |p|: how far the numbers are from an identity that is exact in theory.
+task vector | tau | Weights minus the base's.
+margin | mu | The expert's best score minus its second best.
+certified |  | A decision that the drift is too small to flip, by its margin.
+flipped |  | A decision that differs from the expert's.
+95 % interval |  | Wilson's of a share of samples, Student's of a mean; of a mean over tasks, over their samples.
+"""
+"""A line per term, in the order in which a reader meets them: the term, its symbol, its meaning."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What one report consists of."""
+
+    preset: str
+    sections: tuple[str, ...]
+    raw: bool
+
+    def charts_of(self, section: str) -> list[Chart]:
+        """The charts that stand in a section of this report, by rank."""
+        return by_rank(
+            chart
+            for chart in charts.values()
+            if chart.place.report == section
+            and (self.raw or not chart.per_sample)
+            and (self.preset in ("full", *chart.presets) or chart.per_sample)
+        )
+
+
+def outline(preset: str = "standard", sections: Sequence[str] | None = None, *, raw: bool = False) -> Outline:
+    """The outline of a preset, or of the sections named, with the preset's charts; SpecError names an unknown one."""
+    check_known("preset", [preset], PRESETS)
+    if sections is not None:
+        check_known("section", sections, TITLES)
+    chosen = PRESETS[preset] if sections is None else sections
+    return Outline(preset, tuple(name for name in TITLES if name in chosen), raw)
+
+
+def check_known(kind: str, names: Sequence[str], known: Mapping[str, object]) -> None:
+    """Raises SpecError with the nearest one where a report has no such section, preset or format, or none is chosen."""
+    if not names:
+        raise SpecError(f"no {kind} is chosen", hint=f"There are {', '.join(known)}.")
+    for name in names:
+        if name not in known:
+            said = f"a report has no {kind} {name!r}; there are {', '.join(known)}"
+            raise SpecError(said, hint=did_you_mean(name, known))
+
+
+def section_parts(
+    name: str, run: DriftRun, judged: Verdict, checks: CheckReport | None, figures: Sequence[Figure]
+) -> tuple[Iterable[str], Iterable[Table]]:
+    """What a section says besides its charts: sentences, and tables; `figures` are those of the whole report."""
+    if name == "verdict":
+        return judged.sentences, (task_sheet(run, verdict(run)), _means_table(judged), final_sheet(run))
+    if name == "checks":
+        return _checks_parts(self_checks(run), checks)
+    if name == "caveats":
+        return _caveats(run, [figure.title for figure in figures if figure.missing]), ()
+    if name == "calibration":
+        return calibration_sentences(run), calibration_tables(run)
+    sentences, tables = {
+        "setup": (_setup_sentences, _setup_tables),
+        "origins": (lambda run: [f"{facts.origin_sentence(entry)}." for entry in facts.origins(run)], None),
+        "cosine": (_cosine_sentences, None),
+        "outputs": (facts.decision_sentences, lambda run: [accuracy_table(run)]),
+        "glossary": (None, lambda run: [_glossary()]),
+        "environment": (None, _environment_tables),
+    }.get(name, (None, None))
+    return sentences(run) if sentences else (), tables(run) if tables else ()
+
+
+def _setup_sentences(run: DriftRun) -> Iterator[str]:
+    manifest = run.manifest
+    yield f"Run {run.id}, begun {manifest.created}, finished {manifest.finished or _UNKNOWN}."
+    yield f"Spec digest {manifest.spec_digest or _UNKNOWN}; tables of schema {manifest.schema_version}."
+    architecture = ", ".join(f"{name} {value}" for name, value in manifest.architecture.items())
+    yield f"Architecture: {architecture or _UNKNOWN}. Inputs by: {manifest.preprocessing or _UNKNOWN}."
+    seeds = ", ".join(f"{name} {seed}" for name, seed in manifest.seeds.items())
+    asked = "were" if manifest.deterministic else "were not"
+    yield (
+        f"Computed on {manifest.device or _UNKNOWN} in {manifest.dtype or _UNKNOWN}; seeds: {seeds or _UNKNOWN}; "
+        f"deterministic algorithms {asked} asked for."
+    )
+
+
+def _setup_tables(run: DriftRun) -> Iterator[Table]:
+    """Models with their digests, samples by task, and layers."""
+    manifest = run.manifest
+    models = [
+        (title(name), name, info.parameters, info.digest[:16], info.source)
+        for name, info in manifest.models.items()
+    ]
+    kinds: dict[str, Kind] = {"model": "text", "variant": "text", "parameters": "count"}
+    yield Table.of("models", "Models", {**kinds, "digest (first 16)": "text", "source": "text"}, models)
+    splits = {split: manifest.sample_ids.get(split, {}) for split in ("calibration", "diagnosis", "test")}
+    counts = {"classes": manifest.classes, **splits}
+    samples = [
+        (task, *(len(of[task]) if task in of else None for of in counts.values())) for task in run.tasks
+    ]
+    yield Table.of("samples", "Samples by task", {"task": "text", **dict.fromkeys(counts, "count")}, samples)
+    layers = [(layer.index, layer.role, layer.path) for layer in manifest.layers]
+    yield Table.of("layers", "Layers", {"layer": "count", "role": "text", "path": "text"}, layers)
+
+
+def _environment_tables(run: DriftRun) -> Iterator[Table]:
+    """What the numbers may depend on besides their inputs, and time, memory and energy by phase."""
+    manifest = run.manifest
+    groups = {"version": manifest.versions, "platform": manifest.platform}
+    groups |= {"variable": manifest.environment, "threads": manifest.threads}
+    values = [(group, name, str(value)) for group, found in groups.items() for name, value in found.items()]
+    kinds: dict[str, Kind] = dict.fromkeys(("what", "name", "value"), "text")
+    yield Table.of("environment", "Software and machine", kinds, values)
+    rows = run.resources()
+    memory = ["peak_rss_bytes", "peak_gpu_bytes"]
+    rows[memory] = rows[memory].astype("Float64") / 2**30
+    measured = ("seconds", "peak memory (GiB)", "peak GPU memory (GiB)", "energy (Wh)")
+    note = "Peak memory is that of the whole process up to the end of the phase."
+    kinds = {"phase": "text", **dict.fromkeys(measured, "number")}
+    costs = [*rows.astype(object).itertuples(index=False)]
+    yield Table.of("resources", "Time, memory and energy", kinds, costs, note)
+
+
+def _glossary() -> Table:
+    terms = [[part.strip() for part in line.split(" | ")] for line in _TERMS.strip().splitlines()]
+    return Table.of("glossary", "Terms", dict.fromkeys(("term", "symbol", "meaning"), "text"), terms)
+
+
+def _cosine_sentences(run: DriftRun) -> Iterator[str]:
+    """The mean cosine of each variant over tasks, and the task where it is lowest."""
+    for variant in run.variants:
+        rows = [row for task in run.tasks if (row := level(run, COSINE, task, variant)).is_measured]
+        if rows:
+            over, lowest = mean_over_tasks(rows), min(rows, key=lambda row: row.value)
+            yield (
+                f"{title(variant)}: mean cosine {estimate(over, 'number', counted=True)} over "
+                f"{counted(len(rows), 'task')}, lowest on {lowest.task}, {estimate(lowest, 'number')}."
+            )
+
+
+def accuracy_table(run: DriftRun) -> Table:
+    """Scores of every variant on every task, with intervals; below them those that another tool has measured."""
+    names = ("task", "variant", "metric", "value", "ci_low", "ci_high", "n")
+    columns = run.accuracy()[[*names]]
+    metrics = {name: metric_called(name) for name in columns["metric"].unique()}
+    is_attached = [metrics[name].is_attached for name in columns["metric"]]
+    columns = columns.iloc[np.argsort(is_attached, kind="stable")]
+    kind: Kind = "share" if all(metric.kind == "share" for metric in metrics.values()) else "number"
+    kinds: dict[str, Kind] = {
+        **dict.fromkeys(("task", "model", "metric"), "text"),
+        **dict.fromkeys(("value", "95 % low", "95 % high"), kind),
+        "samples": "count",
+    }
+    rows = [columns[name] if name != "variant" else columns[name].map(title) for name in names]
+    others = {name: metric for name, metric in metrics.items() if metric != ACCURACY}
+    intervals = "95 % intervals" if others else "Wilson intervals"
+    notes = [f"{intervals}. Each expert is scored on its own task."]
+    notes += [f"{name}: {metric.described}" for name, metric in others.items()]
+    heading = f"{'Scores' if others else 'Accuracy'} on test samples"
+    return Table.of("accuracy", heading, kinds, [*zip(*rows, strict=True)], " ".join(notes))
+
+
+def calibration_sentences(run: DriftRun) -> Iterator[str]:
+    """What each calibration was and what it changes; that there is none is said."""
+    if not run.manifest.calibrations and not any(part_of(name) == "calibrated" for name in run.variants):
+        yield "The run has no calibrated variant; `driftlens calibrate RUN --name NAME` adds one."
+    for name, info in run.manifest.calibrations.items():
+        yield (
+            f"{name}: {info.method} on {counted(sum(info.samples.values()), 'sample')} of "
+            f"{counted(len(info.samples), 'task')}, {counted(len(info.layers), 'layer')} calibrated in "
+            f"{brief(info.seconds)} s."
+        )
+        yield from (f"{name}: {sentence}" for sentence in selection_sentences(run, name))
+        yield from (f"{name}: {notice}." for notice in info.notices)
+
+
+def calibration_tables(run: DriftRun) -> Iterator[Table]:
+    """Settings of every calibration, and its tables; methods that were taken apart."""
+    made = run.manifest.calibrations
+    rows = [
+        (name, key, setting_text(value))
+        for name, info in made.items()
+        for key, value in info.settings.items()
+    ]
+    kinds: dict[str, Kind] = dict.fromkeys(("calibration", "setting", "value"), "text")
+    yield Table.of("calibration-settings", "Settings", kinds, rows)
+    if len(made) > 1:
+        yield arena_sheet(run)
+    for name in made:
+        yield from calibration_sheets(run, name)
+    for sweep in run.sweeps()["sweep"].unique():
+        yield from ablation_sheets(run, sweep) if sweep.endswith(ABLATION) else ()
+
+
+def _caveats(run: DriftRun, missing: Sequence[str]) -> list[str]:
+    """The run's own warnings and notices, what its numbers leave open, and which figures are missing."""
+    own = [f"Warning: {text}" for text in run.manifest.warnings]
+    own += [f"Notice: {text}" for text in run.manifest.notices]
+    unmeasured = [f"Not measured, so not shown: {'; '.join(missing)}"] if missing else []
+    return [f"{text.rstrip('.')}." for text in (*own, *_left_open(run), *_ALWAYS, *unmeasured)]
+
+
+def _left_open(run: DriftRun) -> Iterator[str]:
+    rows = run.layers()
+    counts = rows["n"].dropna()
+    if len(counts) and counts.min() < _FEW:
+        yield f"Some rows rest on {counted(int(counts.min()), 'sample')} only"
+    jacobian = rows[rows["jacobian_samples"].notna() & rows["n"].notna()]
+    if len(jacobian) and (jacobian["jacobian_samples"] < jacobian["n"]).any():
+        low, high = int(jacobian["jacobian_samples"].min()), int(jacobian["n"].max())
+        yield f"What needs the Jacobian rests on as few as {low} of up to {counted(high, 'sample')}"
+    remainder = rows["remainder_share"].astype(float).abs()
+    if remainder.notna().any():
+        worst = rows.iloc[int(remainder.fillna(0).to_numpy().argmax())]
+        yield (
+            f"Up to {percent(float(remainder.max()))} of a final drift belongs to no layer "
+            f"({worst['task']}, {worst['variant']}): the remainder of the quadrature"
+        )
+    references = rows["reference"].dropna().unique()
+    if len(references):
+        yield (
+            f"Local mismatch is taken on the features of: {', '.join(references)}. The other split of the drift has "
+            "other parts with the same sum"
+        )
+    if not run.accuracy()["value"].notna().any():
+        yield "No accuracy was measured, so nothing here says what the drift costs on the task"
+    if len(run.tasks) == 1:
+        yield "There is one task, so nothing here says how the model does on others"
+
+
+def _changes(run: DriftRun, compared: Sequence[str | None]) -> Iterator[Change]:
+    """A row per measure that was taken of all compared variants."""
+    there = [name for name in compared if name is not None]
+    for about, tasks in common(run, there):
+        means = {name: mean(run, about, tasks, name) for name in there}
+        before, control, after = (means.get(name or "") for name in compared)
+        change = mean_change(run, about, tasks, (there[0], there[-1])) if len(there) > 1 else None
+        is_compared = change is not None and before is not None
+        yield Change(
+            measure=about.title,
+            kind=about.kind,
+            worse=about.worse,
+            num_tasks=len(tasks),
+            before=_estimate(before),
+            control=_estimate(control),
+            after=_estimate(after),
+            change=_estimate(change),
+            words=change_in_words(about, before.value, change) if is_compared else "",
+            relative_change=plain(change.value / before.value) if is_compared and before.value else None,
+        )
+
+
+def _estimate(numbers: Interval | None) -> Estimate | None:
+    return None if numbers is None else Estimate.model_validate(numbers)
+
+
+def verdict_of(run: DriftRun) -> Verdict:
+    """The verdict on a run: its merged model, and the calibration that was added last."""
+    found = verdict(run)
+    control = control_of(found.after.partition(":")[2]) if found.after else None
+    compared = found.merged or None, control if control in run.variants else None, found.after or None
+    drifts = {task: level(run, RELATIVE, task, found.after or found.merged) for task in run.tasks}
+    drifts = {task: drift for task, drift in drifts.items() if drift.is_measured}
+    furthest = max(drifts, key=lambda task: drifts[task].value, default=None)
+    return Verdict(
+        measure=found.measure.title,
+        tasks=found.tasks,
+        means={name: Estimate.model_validate(numbers) for name, numbers in found.means.items()},
+        gaps=tuple(map(Gap.model_validate, found.gaps)),
+        worst=found.worst,
+        bad_experts=found.bad_experts,
+        source=found.source.name if found.source else "",
+        source_share=_estimate(found.source.share if found.source else None),
+        command=shareable(run, found.command),
+        **dict(zip(("before", "control", "after"), compared, strict=True)),
+        changes=tuple(_changes(run, compared)),
+        worst_task=furthest,
+        worst_drift=drifts[furthest].value if furthest else None,
+        self_checks=_outcome_of(self_checks(run)),
+        sentences=tuple(shareable(run, text) for text in found.sentences),
+    )
+
+
+def _outcome_of(report: CheckReport) -> Outcome:
+    ends = {"passed": "pass", "warned": "warn", "failed": "fail", "skipped": "skip"}
+    return Outcome(**{name: report.count(status) for name, status in ends.items()})
+
+
+def _means_table(verdict: Verdict) -> Table:
+    """A row per measure and variant, the anchor alone among them, and one for the change from before to after."""
+    names = [title(name) if name else "" for name in (verdict.before, verdict.control, verdict.after)]
+    rows = [
+        (change.measure, model, at.value, at.low, at.high, change.num_tasks, at.n)
+        for change in verdict.changes
+        for model, at in zip(
+            (*names, "change"), (change.before, change.control, change.after, change.change), strict=True
+        )
+        if at is not None
+    ]
+    kinds: dict[str, Kind] = {"measure": "text", "model": "text"}
+    kinds |= dict.fromkeys(("mean", "95 % low", "95 % high"), "number")
+    note = (
+        "Relative drift and shares of right answers are fractions. Intervals are over samples: the tasks are those of "
+        "this run."
+    )
+    return Table.of(
+        "verdict", "Means over tasks", {**kinds, "tasks": "count", "samples": "count"}, rows, note
+    )
+
+
+def _checks_sentence(report: CheckReport, noun: str) -> str:
+    """How many checks hold, in words; that none was executed is said."""
+    if not report.executed:
+        return f"No {noun} had the numbers it needs, so nothing is known."
+    verb = "holds" if report.executed == 1 else "hold"
+    parts = [f"{report.count('pass')} of {report.executed} {noun}s {verb}"]
+    ends = {"fail": "failed", "warn": "warned", "skip": "lack the numbers they need"}
+    parts += [f"{count} {said}" for status, said in ends.items() if (count := report.count(status))]
+    return f"{'; '.join(parts)}."
+
+
+def _checks_parts(self_checks: CheckReport, checks: CheckReport | None) -> tuple[list[str], list[Table]]:
+    """Of the self-checks that every run has, and of the user's checks where there are any."""
+    sentences = [_checks_sentence(self_checks, "self-check")]
+    tables = [self_checks.table("self-checks", "Self-checks: claims that are exact in theory", "error")]
+    if checks is not None:
+        sentences.append(_checks_sentence(checks, "check"))
+        tables.append(checks.table("checks", "Checks asked for"))
+    return sentences, tables

@@ -1,1 +1,0 @@
-"""The sections of a report, one file each: from a run to sentences and tables."""

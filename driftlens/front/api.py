@@ -340,7 +340,11 @@ def project(
     Keywords are the fields of `ProjectionRequest` and of `Around`.
 
     Raises:
-        DriftLensError: as for `driftlens.findings.projection.project`.
+        SpecError: no such method, or settings that contradict each other.
+        DataError: no such task or variant, or its features of this layer are not stored.
+        LayerNotFoundError: no such layer.
+        NumericsError: features hold NaN or infinity; they are named.
+        RunError: the run is damaged, can't be written to, or is being written to by another process.
     """
     from driftlens.findings.projection import project as lay_out
 

@@ -69,7 +69,7 @@ def test_a_layout_made_by_other_libraries_is_still_shown(
 ) -> None:
     """Viewers show the stored coordinates; computing anew makes a layout of its own."""
     first = dl.project(run, "cars")
-    monkeypatch.setattr("driftlens.findings.projection.store.version_of", lambda package: "99")
+    monkeypatch.setattr("driftlens.findings.projection.version_of", lambda package: "99")
     shown = stored_projection(run, "cars")
     assert shown is not None and shown.digest == first.digest
     assert stored_projection(run, "cars", ProjectionRequest(seed=5)) is None

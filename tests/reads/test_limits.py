@@ -17,7 +17,7 @@ from driftlens.checkpoints import guarded, loading, pickles, weight_files
 from driftlens.checkpoints.loading import read_config
 from driftlens.data import images
 from driftlens.data.images import read_image
-from driftlens.findings.projection.store import MOST_POINTS
+from driftlens.findings.projection.layouts import MOST_POINTS
 from driftlens.jobs.contest import sweep
 from driftlens.merging import averages, spherical
 from driftlens.models import architecture

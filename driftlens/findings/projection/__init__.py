@@ -7,31 +7,116 @@ plane are indicative only; every quality number comes from the features themselv
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
-from driftlens.base.files import PathLike
+from driftlens.base.errors import RunError
+from driftlens.base.files import PathLike, from_json, plain_file, sha256_of, write_json_atomic
 from driftlens.base.progress import CancelToken, ProgressSink, Reporter
-from driftlens.findings.projection import store
-from driftlens.findings.projection.layouts import Array, Points, lay_out, load_points, quality
-from driftlens.findings.projection.store import (
+from driftlens.base.variants import title
+from driftlens.findings.projection.layouts import (
     METHODS,
+    PARAMETERS,
     FitOn,
     Method,
-    Projection,
     Settings,
-    content_key,
-    feature_digests,
-    library_versions,
+    lay_out,
+    load_points,
+    quality,
     settings_of,
 )
+from driftlens.runs import layout
+from driftlens.runs.manifest import version_of
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.tables import conform
+from driftlens.runs.schema import LABEL, SAMPLE_ID, TASK, VARIANT, Column, Table
+from driftlens.runs.tables import append_rows, conform, plain_rows, read_table
+from driftlens.runs.writer import attach
 from driftlens.spec.requests import ProjectionRequest
 
 __all__ = ["METHODS", "FitOn", "Method", "Projection", "project", "stored_projection"]
 
 _STEPS = ("reading features", "laying out", "comparing neighbours")
+_LIBRARIES: Mapping[Method, Sequence[str]] = {
+    "pca": ("numpy", "scikit-learn"),
+    "umap": ("numpy", "scikit-learn", "umap-learn", "pynndescent", "numba"),
+    "tsne": ("numpy", "scipy", "scikit-learn"),
+}
+
+_FOLDER = "projections"
+_FORMAT = 1
+_POINTS = Table(
+    "projection",
+    ("task", "variant", "sample_id"),
+    (
+        TASK,
+        VARIANT,
+        SAMPLE_ID,
+        LABEL,
+        Column("x", "float", "1", "First coordinate; distances are indicative only."),
+        Column("y", "float", "1", "Second coordinate."),
+    ),
+)
+_VERIFY = "Remove the file: the projection is then computed anew. `driftlens verify` lists damaged files."
+_AS_THEY_ARE = ("method", "parameters", "versions", "explained_variance", "notes")
+_QUALITY = {
+    **dict.fromkeys(("n", "n_shown", "neighbours"), "int64"),
+    **dict.fromkeys(("mean_cosine", "mean_drift", "knn_overlap", "trustworthiness"), "float64"),
+}
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One layout of a task's features at one layer.
+
+    Attributes:
+        settings: what was asked for.
+        method: what was used; PCA where there are too few points for another, with a note that says so.
+        frame: one row per point: task, variant ("expert" for the task's own), sample_id, label, x, y. A sample has one
+            row per variant, in the same order.
+        quality: one row per variant, taken from the features themselves: `mean_cosine` and `mean_drift` to the expert
+            over all `n` samples; over the `n_shown` drawn ones `knn_overlap`, the mean share of a sample's
+            `neighbours` nearest among the expert's features that are nearest among the variant's too, and
+            `trustworthiness`, how few neighbours on the plane are none in feature space (1 is best). NaN with fewer
+            than three samples.
+        explained_variance: shares of variance along x and y, for PCA; None for the others, or without any variance.
+        parameters: what the library was called with.
+        versions: of the packages behind it.
+        notes: what a reader must know: points left out, a method replaced, what a library warned of.
+        digest: the content key; `projections/<digest>.parquet` in the run, once stored.
+    """
+
+    settings: Settings
+    method: Method
+    frame: pd.DataFrame
+    quality: pd.DataFrame
+    explained_variance: tuple[float, float] | None
+    parameters: Mapping[str, Any]
+    versions: Mapping[str, str | None]
+    notes: tuple[str, ...]
+    digest: str
+
+    def _repr_png_(self) -> bytes:
+        """A panel per variant, points coloured by class, for notebooks."""
+        from matplotlib.figure import Figure
+
+        groups = self.frame.assign(colour=pd.factorize(self.frame["label"])[0]).groupby("variant", sort=False)
+        figure = Figure(figsize=(5.5, 5.5 / len(groups) + 0.3), layout="constrained")
+        panels = figure.subplots(1, len(groups), sharex=True, sharey=True, squeeze=False)[0]
+        for axes, (variant, rows) in zip(panels, groups, strict=True):
+            axes.scatter(rows["x"], rows["y"], s=4, c=rows["colour"], cmap="tab10")
+            axes.set_title(title(str(variant)), parse_math=False, fontsize=8)
+            axes.set(xticks=[], yticks=[])
+        written = io.BytesIO()
+        figure.savefig(written, format="png", dpi=200)
+        return written.getvalue()
 
 
 def project(
@@ -47,36 +132,19 @@ def project(
 
     Features are brought to norm 1; for UMAP and t-SNE they are then reduced to 50 dimensions by PCA. Equal features
     share their place. With fewer than 15 distinct points, or without umap-learn, PCA is drawn instead and a note
-    says so.
-
-    Args:
-        run: a run, or its folder.
-        task: the task.
-        request: what is laid out, and how.
-        store_it: whether to keep a new layout in the run; a viewer that may not write says no.
-        on_progress: told of every step; most time goes into one of them, which can't say how far it has come.
-        cancel: polled between the steps.
-
-    Raises:
-        Cancelled: somebody asked to stop.
-        SpecError: no such method, or settings that contradict each other.
-        DataError: no such task or variant, or its features of this layer are not stored.
-        LayerNotFoundError: no such layer.
-        NumericsError: features hold NaN or infinity; they are named.
-        RunError: the run is damaged or can't be written to.
-        RunLockedError: a new layout can't be kept, for another process is writing to the run.
+    says so. Errors are those of `driftlens.project`.
     """
     opened = run if isinstance(run, DriftRun) else open_run(run)
     settings = settings_of(opened, task, request)
-    features, versions = feature_digests(opened, settings), library_versions(settings.method)
-    digest = content_key(settings, features, versions)
+    features, versions = _feature_digests(opened, settings), _versions(settings)
+    digest = _content_key(settings, features, versions)
     reporter = Reporter(on_progress, cancel)
 
     def enter(number: int) -> None:
         doing = f": {_STEPS[number]}" if number < len(_STEPS) else ""
         reporter.step("layout", number, len(_STEPS), f"{settings.method} of {task}{doing}")
 
-    found = store.read(opened, digest)
+    found = _stored(opened, digest)
     if found is None:
         enter(0)
         points = load_points(opened, settings)
@@ -85,22 +153,24 @@ def project(
         if settings.fit_on == "expert":
             is_fitted[len(points.sample_ids) :] = False
         enter(1)
-        layout = lay_out(rows, is_fitted, settings.method, settings.seed)
+        plane, how = lay_out(rows, is_fitted, settings.method, settings.seed)
         enter(2)
-        places = dict(zip(settings.roles, np.split(layout.coordinates, len(settings.roles)), strict=True))
+        places = dict(zip(settings.roles, np.split(plane, len(settings.roles)), strict=True))
+        how["notes"] = (*points.notes, *how["notes"])
+        columns = {
+            "task": settings.task,
+            "variant": np.repeat(settings.roles, len(points.sample_ids)),
+            "sample_id": [*points.sample_ids] * len(settings.roles),
+            "label": [*points.labels] * len(settings.roles),
+            **{"x": plane[:, 0], "y": plane[:, 1]},
+        }
+        frame = conform(pd.DataFrame(columns), _POINTS)
+        fits = quality(points, places)
         found = Projection(
-            settings=settings,
-            method=layout.method,
-            frame=_frame(points, settings, layout.coordinates),
-            quality=quality(points, places),
-            explained_variance=layout.explained_variance,
-            parameters=layout.parameters,
-            versions=versions,
-            notes=(*points.notes, *layout.notes),
-            digest=digest,
+            settings=settings, frame=frame, quality=fits, versions=versions, digest=digest, **how
         )
         if store_it:
-            store.write(opened, found, features)
+            _write(opened, found, features)
     enter(len(_STEPS))
     return found
 
@@ -115,18 +185,85 @@ def stored_projection(
     """
     opened = run if isinstance(run, DriftRun) else open_run(run)
     settings = settings_of(opened, task, request)
-    features = feature_digests(opened, settings)
-    digest = content_key(settings, features, library_versions(settings.method))
-    return store.read(opened, digest) or store.read_like(opened, settings, features)
+    features = _feature_digests(opened, settings)
+    digest = _content_key(settings, features, _versions(settings))
+    return _stored(opened, digest) or _stored_like(opened, settings, features)
 
 
-def _frame(points: Points, settings: Settings, coordinates: Array) -> pd.DataFrame:
-    columns = {
-        "task": settings.task,
-        "variant": np.repeat(settings.roles, len(points.sample_ids)),
-        "sample_id": [*points.sample_ids] * len(settings.roles),
-        "label": [*points.labels] * len(settings.roles),
-        "x": coordinates[:, 0],
-        "y": coordinates[:, 1],
+def _feature_digests(run: DriftRun, settings: Settings) -> dict[str, str]:
+    """SHA-256 of the features of every role, which decide a layout."""
+    found = {}
+    for role in settings.roles:
+        run.features(settings.task, role, settings.layer)  # says what is missing
+        relative = layout.feature_file(settings.task, role, settings.layer)
+        listed = run.manifest.files.get(relative)
+        found[role] = listed.sha256 if listed else sha256_of(run.path / relative)
+    return found
+
+
+def _versions(settings: Settings) -> dict[str, str | None]:
+    """Of the packages that make a layout; None for one that is not installed."""
+    return {name: version_of(name) for name in _LIBRARIES[settings.method]}
+
+
+def _content_key(settings: Settings, features: Mapping[str, str], versions: Mapping[str, str | None]) -> str:
+    """A name for the layout that these features, settings and libraries give, in hexadecimal."""
+    parts = {"settings": settings.as_dict(), "parameters": PARAMETERS[settings.method]}
+    parts |= {"features": features, "versions": versions}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _write(run: DriftRun, projection: Projection, features: Mapping[str, str]) -> None:
+    base = f"{_FOLDER}/{projection.digest}"
+    record = {
+        "format": _FORMAT,
+        "settings": projection.settings.as_dict(),
+        "features": dict(features),
+        **{name: getattr(projection, name) for name in _AS_THEY_ARE},
+        "quality": plain_rows(projection.quality),
     }
-    return conform(pd.DataFrame(columns), store.POINTS)
+    with attach(run.path, f"{base}.parquet") as path:
+        append_rows(path, _POINTS, projection.frame)
+    # Last: what describes the coordinates is there only when they are.
+    with attach(run.path, f"{base}.json") as path:
+        write_json_atomic(path, record)
+
+
+def _stored(run: DriftRun, digest: str) -> Projection | None:
+    path = run.path / _FOLDER / f"{digest}.json"
+    return _read(path, _record(path)) if path.exists() else None
+
+
+def _stored_like(run: DriftRun, settings: Settings, features: Mapping[str, str]) -> Projection | None:
+    """The newest projection of these features with these settings, whichever library versions made it."""
+    paths = sorted((run.path / _FOLDER).glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    wanted = {"settings": settings.as_dict(), "features": dict(features)}
+    for path, record in [(path, _record(path)) for path in reversed(paths)]:
+        if {name: record.get(name) for name in wanted} == wanted:
+            return _read(path, record)
+    return None
+
+
+def _record(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        record = from_json(plain_file(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} can't be read: {error}", hint=_VERIFY) from error
+    if not isinstance(record, dict) or record.get("format") != _FORMAT:
+        raise RunError(f"{path} is no description of a projection that this DriftLens knows", hint=_VERIFY)
+    return record
+
+
+def _read(path: pathlib.Path, record: dict[str, Any]) -> Projection:
+    try:
+        settings = Settings(**{**record["settings"], "variants": tuple(record["settings"]["variants"])})
+        x_and_y = record["explained_variance"]
+        values = {name: record[name] for name in _AS_THEY_ARE} | {
+            "explained_variance": None if x_and_y is None else (float(x_and_y[0]), float(x_and_y[1])),
+            "notes": tuple(record["notes"]),
+            "quality": pd.DataFrame(record["quality"]).astype(_QUALITY),
+        }
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise RunError(f"{path} is damaged: {error}", hint=_VERIFY) from error
+    frame = read_table(path.with_suffix(".parquet"), _POINTS)
+    return Projection(settings=settings, frame=frame, digest=path.stem, **values)

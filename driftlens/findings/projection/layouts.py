@@ -9,41 +9,91 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from driftlens.base.errors import NumericsError, RunError
-from driftlens.findings.projection.store import PARAMETERS, Method, Settings
+from driftlens.base.errors import NumericsError, RunError, SpecError, did_you_mean
 from driftlens.runs.run import DriftRun
+from driftlens.runs.tables import DAMAGED
+from driftlens.spec.requests import ProjectionRequest
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Stored = NDArray[np.floating[Any]]
+Method = Literal["pca", "umap", "tsne"]
+FitOn = Literal["all", "expert"]
+METHODS: tuple[Method, ...] = get_args(Method)
 
 _CHUNK = 4096
 """Samples in memory at once, in double precision."""
+MOST_POINTS = 10_000
+"""Neighbours are compared all with all: beyond this, that takes more memory than a viewer has."""
 FEWEST_POINTS = 15
 """Distinct rows below which neighbourhoods say nothing, so that PCA is drawn instead of UMAP or t-SNE."""
 NEIGHBOURS = 15
 """Nearest samples that are compared, where there are enough: fewer than half of the others."""
+_TITLES: Mapping[Method, str] = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
+PARAMETERS: Mapping[Method, Mapping[str, Any]] = {
+    "pca": {},
+    "umap": {"pca_dims": 50, "n_neighbors": 15, "min_dist": 0.1, "metric": "euclidean", "init": "pca"},
+    "tsne": {"pca_dims": 50, "perplexity": 30.0, "metric": "euclidean", "init": "pca"},
+}
+"""What the libraries are called with; rows are brought to norm 1 first, so that euclidean distance follows cosine."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked of one projection, as `settings_of` has resolved it against its run: the layer by its index."""
+
+    task: str
+    layer: int
+    method: Method
+    seed: int
+    variants: tuple[str, ...]
+    fit_on: FitOn
+    max_points: int
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The expert, and the variants drawn beside it."""
+        return ("expert", *self.variants)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The settings as JSON knows them."""
+        return {**asdict(self), "variants": list(self.variants)}
+
+
+def settings_of(run: DriftRun, task: str, request: ProjectionRequest) -> Settings:
+    """The settings, checked."""
+    method, fit_on, seed, most = request.method, request.fit_on, request.seed, request.max_points
+    for what, given, allowed in (("method", method, METHODS), ("fit_on", fit_on, get_args(FitOn))):
+        if given not in allowed:
+            there = ", ".join(allowed)
+            raise SpecError(f"no {what} {given!r}; there are {there}", hint=did_you_mean(given, allowed))
+    if method == "tsne" and fit_on == "expert":
+        raise SpecError(
+            "t-SNE can't place rows that it was not fitted on", hint="Choose pca or umap, or fit on all."
+        )
+    if not 0 <= seed < 2**32:
+        raise SpecError(f"seed should be from 0 to {2**32 - 1:,}, got {str(seed)[:40]}")
+    drawn = (
+        [name for name in run.variants if name != "base"] if request.variants is None else request.variants
+    )
+    chosen = [variant for variant in dict.fromkeys(drawn) if variant != "expert"]
+    if not 1 + len(chosen) <= most <= MOST_POINTS:
+        raise SpecError(f"max_points should be from {1 + len(chosen)} to {MOST_POINTS}, got {most}")
+    return Settings(task, run.layer_index(request.layer), method, seed, tuple(chosen), fit_on, most)
 
 
 @dataclass(frozen=True)
 class Points:
-    """Matched rows of the expert and of every variant.
+    """Matched rows of the expert and of every variant: `directions` by role, [n_shown, d], of norm 1.
 
-    Attributes:
-        sample_ids: the samples shown, in the order of the rows.
-        labels: their classes, None where the run has none.
-        directions: by role, [n_shown, d], features divided by their norm.
-        cosine: by role, mean cosine to the expert over all samples.
-        drift: by role, mean distance from the expert over all samples.
-        n: all samples.
-        notes: what a reader must know.
+    `cosine` and `drift` are mean cosine to the expert and mean distance from it over all `n` samples, by role.
     """
 
     sample_ids: Sequence[str]
@@ -59,17 +109,13 @@ def load_points(run: DriftRun, settings: Settings) -> Points:
     """The rows that `settings` ask for, thinned evenly over classes where there are too many."""
     ids = run.sample_ids(settings.task)
     arrays = {role: run.features(settings.task, role, settings.layer) for role in settings.roles}
+    shape = arrays["expert"].shape
     for role, array in arrays.items():
-        if (
-            array.shape != arrays["expert"].shape
-            or array.ndim != 2
-            or len(array) != len(ids)
-            or not array.size
-        ):
+        if array.shape != shape or array.ndim != 2 or len(array) != len(ids) or not array.size:
             raise RunError(
                 f"features of task {settings.task!r}, {role}, layer {settings.layer} are {list(array.shape)}, the "
-                f"expert's {list(arrays['expert'].shape)}, for {len(ids)} samples",
-                hint="`driftlens verify` on the run lists every file that is damaged.",
+                f"expert's {list(shape)}, for {len(ids)} samples",
+                hint=DAMAGED,
             )
     labels = _labels(run, settings, ids)
     measured = {
@@ -144,25 +190,11 @@ def _notes(directions: Mapping[str, Array], n_shown: int, n: int) -> Iterator[st
             yield f"{num_zero} features of {role} are zero and have no direction; they are drawn where zero is"
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Rows on a plane, [r, 2], and how they got there; attributes as in `Projection`."""
+def lay_out(rows: Array, is_fitted: Mask, method: Method, seed: int) -> tuple[Array, dict[str, Any]]:
+    """Two coordinates for every row, [r, 2], and how they got there: other fields of a `Projection`.
 
-    coordinates: Array
-    method: Method
-    parameters: Mapping[str, Any]
-    explained_variance: tuple[float, float] | None
-    notes: tuple[str, ...]
-
-
-def lay_out(rows: Array, is_fitted: Mask, method: Method, seed: int) -> Layout:
-    """Two coordinates for every row; equal rows share their place, whoever they belong to.
-
-    Args:
-        rows: [r, d], finite.
-        is_fitted: [r], the rows that the layout is fitted on; the others are placed in it.
-        method: "pca", "umap" or "tsne"; t-SNE can't place rows it was not fitted on.
-        seed: of the method's random numbers.
+    Rows, [r, d], are finite; the layout is fitted on some, and the others are placed in it. Equal rows share their
+    place, whoever they belong to.
     """
     # Libraries put equal rows at different places (or fail on them), so each distinct row is laid out once.
     distinct, places = np.unique(rows, axis=0, return_inverse=True)
@@ -170,12 +202,10 @@ def lay_out(rows: Array, is_fitted: Mask, method: Method, seed: int) -> Layout:
     fits[places[is_fitted]] = True
     reason = "" if method == "pca" else _why_not(method, int(fits.sum()))
     if method == "pca" or reason:
-        found = _by_pca(rows[is_fitted], distinct, seed, (reason,) if reason else ())
+        plane, how = _by_pca(rows[is_fitted], distinct, seed, (reason,) if reason else ())
     else:
-        found = _by_neighbours(distinct, fits, method, seed)
-    return Layout(
-        found.coordinates[places], found.method, found.parameters, found.explained_variance, found.notes
-    )
+        plane, how = _by_neighbours(distinct, fits, method, seed)
+    return plane[places], how
 
 
 def _why_not(method: Method, num_distinct: int) -> str:
@@ -191,17 +221,16 @@ def _why_not(method: Method, num_distinct: int) -> str:
     return ""
 
 
-_TITLES: Mapping[Method, str] = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
-
-
-def _by_pca(fitted: Array, distinct: Array, seed: int, notes: tuple[str, ...]) -> Layout:
+def _by_pca(
+    fitted: Array, distinct: Array, seed: int, notes: tuple[str, ...]
+) -> tuple[Array, dict[str, Any]]:
     coordinates, variance = _components(fitted, distinct, 2, seed)
     plane = np.zeros((len(distinct), 2))
     plane[:, : coordinates.shape[1]] = coordinates
     if variance is None:
-        return Layout(plane, "pca", {}, None, (*notes, "all points the layout is fitted on coincide"))
-    x, y = [*variance.tolist(), 0.0][:2]
-    return Layout(plane, "pca", {}, (x, y), notes)
+        notes = (*notes, "all points the layout is fitted on coincide")
+    x_and_y = None if variance is None else tuple([*variance.tolist(), 0.0][:2])
+    return plane, {"method": "pca", "parameters": {}, "explained_variance": x_and_y, "notes": notes}
 
 
 def _components(fitted: Array, rows: Array, most: int, seed: int) -> tuple[Array, Array | None]:
@@ -216,7 +245,7 @@ def _components(fitted: Array, rows: Array, most: int, seed: int) -> tuple[Array
     return model.transform(rows), model.explained_variance_ratio_
 
 
-def _by_neighbours(distinct: Array, fits: Mask, method: Method, seed: int) -> Layout:
+def _by_neighbours(distinct: Array, fits: Mask, method: Method, seed: int) -> tuple[Array, dict[str, Any]]:
     parameters = dict(PARAMETERS[method])
     reduced, _ = _components(distinct[fits], distinct, parameters.pop("pca_dims"), seed)
     num_dims, num_fitted = reduced.shape[1], int(fits.sum())
@@ -239,7 +268,8 @@ def _by_neighbours(distinct: Array, fits: Mask, method: Method, seed: int) -> La
         if not fits.all():
             plane[~fits] = model.transform(reduced[~fits])
     notes = tuple(f"{_TITLES[method]} warned: {text}" for text in dict.fromkeys(warned()))
-    return Layout(plane, method, {"pca_dims": num_dims, **parameters}, None, notes)
+    parameters = {"pca_dims": num_dims, **parameters}
+    return plane, {"method": method, "parameters": parameters, "explained_variance": None, "notes": notes}
 
 
 @contextmanager

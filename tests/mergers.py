@@ -12,6 +12,7 @@ import sys
 
 from driftlens.base.settings import settings_of
 from driftlens.merging.method import READS, MergeMethod, merge_methods
+from driftlens.spec.mergekit import METHODS
 
 FILE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "mergers.md"
 EXPERTS, SAMPLES, CLASSES, WIDTH = 8, 64, 10, 768
@@ -40,7 +41,7 @@ WHEN = {
 }
 """What somebody has or wants, and which methods are for it: read off the registry and the laws that tests check."""
 
-ANCHOR = """
+ANCHOR = f"""
 Which is best for your experts is an empirical question: `driftlens merge SPEC --compare all` (or
 `dl.compare_merges(SPEC)`, or several methods under New merge) ranks them without labels by KL and final drift to the
 experts, with intervals, on calibration samples that no method has read, and says which can't be told apart.
@@ -65,16 +66,28 @@ values apart and matrices upright, under names that the formats share, which ran
 
 Random masks (`dare`, `della`, `ties` with `drop_rate`) follow seed, task, parameter and place alone. Their laws hold
 over draws, not for one of them: each entry stays with its chance, and the mean over masks is the task vector. What
-mergekit draws depends on the order of its work, so its DARE and DELLA are equalled in law, not bit by bit; all else
-that both have equals its output to rounding.
+mergekit draws depends on the order of its work, so its DARE and DELLA are equalled in law, not bit by bit.
 
 ## Recipes of mergekit
 
-`driftlens merge recipe.yml --out FOLDER` follows a recipe for decoder-only language models, for the methods that both
-have: `merge_method`, `models` or `slices`, `base_model`, `parameters` (numbers, lists over layers, filters), `dtype`
-and `out_dtype`. As there, tensors are cast to `dtype` and merged in it, and `out_dtype`, or else `dtype`, is written,
-in `config.json` too; without both, arithmetic is in float32 and the base's own type is written. What can't be followed
-is refused by name before anything is read.
+`driftlens merge recipe.yml --out FOLDER` follows a recipe for decoder-only language models as mergekit 0.1.5 does: in
+float32 the files are equal bit for bit, in bfloat16 and float16 to one unit in the last place (five families, a test
+that runs mergekit where it is installed). Methods: {", ".join(f"`{name}`" for name in METHODS)}.
+
+- `models`, `slices` or `modules`; slices keep every layer in its place, each may name models of its own.
+  `passthrough` that stacks, moves or repeats layers is refused: such a layer has no expert's layer to be compared with.
+- `model: PATH+ADAPTER`, `base_model`, `parameters` as numbers, lists over layers and `filter`s; what a method has no
+  such parameter for is passed over, as there, and said.
+- `dtype` is what is computed in, else the type that is stored; `out_dtype`, or else that, is written. The order of sums
+  and among equal magnitudes in half precision is mergekit's with one thread. Two methods, `arcee_fusion` and
+  `ramplus_tl`, come out of it in float32 whatever the recipe says; here they are rounded to what the recipe says.
+- `tokenizer_source`, `tokenizer: {{source}}` and `chat_template` (`auto`, or the template itself) where all models have
+  one vocabulary; models whose tokens differ are refused by name. mergekit cuts off rows behind the last token; here
+  they stay those of the base, so that experts and merge keep one shape. `tokens` and `pad_to_multiple_of` are refused.
+- `arcee_fusion` takes its quartiles of a tensor of more than a million entries from a sample, of its own draw.
+
+Methods of ours of the same name follow their papers in float32 instead. What can't be followed is refused by name
+before a model is opened.
 """
 
 

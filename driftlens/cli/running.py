@@ -134,19 +134,33 @@ def merge(
 ) -> None:
     """Merge the experts of a spec and save the result in the format of the base, or compare several merges.
 
-    Only methods that look at calibration samples, and comparisons, open the data of the spec. With --out alone,
-    RUN.YAML is a recipe of mergekit for decoder-only language models.
+    Only methods that look at calibration samples, and comparisons, open the data of the spec. With --out alone, the
+    spec's own merge is made; RUN.YAML may be a recipe of mergekit for decoder-only language models, too.
     """
     from driftlens.spec import load_spec
+    from driftlens.spec.mergekit import recipe_of
+    from driftlens.spec.yaml_text import read_mapping
 
     method, out = request.method, request.out
     if out is not None and not (method or comparison.merges or request.parameters or comparison.keep):
-        from driftlens.jobs.study.recipe import merge_recipe
+        given = read_mapping(
+            spec, "spec or recipe", "`driftlens init` writes a spec; mergekit's recipes are read, too."
+        )
+        if "merge_method" in given:
+            recipe = recipe_of(given)
+            from driftlens.jobs.study.recipe import merge_recipe
 
-        for text in merge_recipe(spec, out, job.access):
-            note(f"notice: {text}")
-        say_json({"out": out, "method": None}) if as_json else say_saved(out)
-        return
+            for text in merge_recipe(recipe, out, job.access):
+                note(f"notice: {text}")
+            say_json({"out": out, "method": recipe.method}) if as_json else say_saved(out)
+            return
+        own = load_spec(spec).merge
+        if own is None:
+            raise SpecError(
+                f"{spec} names a merged model, and no merge to make",
+                hint="Say which with --method, or add `merge:`.",
+            )
+        method, request = own.method, request.model_copy(update={"parameters": own.parameters})
     if (method is None) == (comparison.merges is None):
         raise SpecError(
             "expected exactly one of --method and --compare", hint="`driftlens methods` lists them."

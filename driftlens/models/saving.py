@@ -11,7 +11,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,7 @@ class FolderFormat:
     Attributes:
         weights: file name of the weights.
         configs: file name -> content of the JSON files beside it.
+        texts: file name -> content of other files, over those of the base's folder.
         required: keys without which the library refuses to load, whatever the base's file holds.
         usage: keys of the weights, names of all other files -> Python that loads the folder it is run in and computes
             the features of `image.png`; empty where nobody wrote any.
@@ -69,6 +70,7 @@ class FolderFormat:
     configs: Mapping[str, object]
     required: Callable[[], Collection[str]] = frozenset
     usage: Callable[[Collection[str], Collection[str]], str] = lambda keys, files: ""
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 class Patched:
@@ -206,6 +208,8 @@ def save_model(
             _copy(place, folder / name)
         for name, content in form.configs.items():
             write_json_atomic(folder / name, _without_code(content, name))
+        for name, text in form.texts.items():
+            write_text_atomic(folder / name, text)
         if card is not None:
             write_text_atomic(folder / "README.md", card(usage))
         for name, head in heads.items():
@@ -265,14 +269,15 @@ def _files(base: StateSource, names: Mapping[str, str], form: FolderFormat) -> d
 def _companions(architecture: Architecture, base: StateSource, form: FolderFormat) -> dict[str, pathlib.Path]:
     """What comes along from the architecture's folder, or from the base's where there is nothing."""
     source, of_base = library_folder(architecture.source), library_folder(base.name)
-    beside = {name: place for name, place in companion_files(source).items() if name not in form.configs}
+    written = {*form.configs, *form.texts}
+    beside = {name: place for name, place in companion_files(source).items() if name not in written}
     if beside or of_base == source:
         return beside
     # Images are prepared as they were, which the configurations say: another folder's processor would prevail.
     return {
         name: place
         for name, place in companion_files(of_base).items()
-        if not name.endswith("processor_config.json")
+        if name not in written and not name.endswith("processor_config.json")
     }
 
 

@@ -29,13 +29,15 @@ from transformers import GPT2Config
 from driftlens.base.access import Access
 from driftlens.base.errors import SpecError, harmless
 from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.sources import TensorsSource
 from driftlens.checkpoints.weight_files import open_pickled
 from driftlens.cli import run as run_command
 from driftlens.data.sources import data_sources
 from driftlens.jobs.study.opening import open_architecture
-from driftlens.jobs.study.recipe import METHODS, read_recipe
+from driftlens.jobs.study.recipe import Followed
 from driftlens.models.preprocessing import hf_text_preprocess
 from driftlens.runs.run import DriftRun
+from driftlens.spec.mergekit import METHODS, read_recipe
 from driftlens.spec.run import load_spec
 from tests.pipeline.fixtures import light, world
 from tests.reads.guard import CANARY, MOST_GROWTH, peak, within_bounds
@@ -231,21 +233,25 @@ def test_spoiled_recipes_of_mergekit(method: str, in_slices: bool, spoils: Any) 
     right = copy.deepcopy(RECIPE | {"merge_method": method, "parameters": SHARED[method]})
     for model in right["models"]:
         model["parameters"] = {
-            key: at for key, at in model["parameters"].items() if key in METHODS[method][1]
+            key: at for key, at in model["parameters"].items() if key in METHODS[method].parameters
         }
     if in_slices:
         models, right["slices"] = right.pop("models"), []
         for span in ([0, 1], [1, 3]):
             right["slices"].append({"sources": [{**model, "layer_range": span} for model in models]})
     Path("spoiled-recipe.yaml").write_text(json.dumps(spoiled_tree(right, spoils)))
-    drawn = torch.Generator().manual_seed(0)
     keys = ("embed.weight", *(f"layers.{layer}.mlp.weight" for layer in range(3)))
     with within_bounds():
         recipe = read_recipe("spoiled-recipe.yaml")
-        names = [*recipe.experts, "base"]
-        tensors = {name: {key: torch.randn(2, 3, generator=drawn) for key in keys} for name in names}
-        if recipe.settings[-1][1] in (None, 3):  # as `merge_recipe` asks
-            recipe.merge(tensors.pop("base"), tensors, 3)
+        drawn = torch.Generator().manual_seed(0)
+        models = {
+            name: TensorsSource(name, {key: torch.randn(2, 3, generator=drawn) for key in keys})
+            for name in recipe.models
+        }
+        if recipe.slices[-1].end in (None, 3):  # as `merge_recipe` asks
+            merged = Followed(recipe, models, 3)
+            for key in keys:
+                merged.read(key)
 
 
 def _pictures(place: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from driftlens.base.errors import CheckpointError, DataError, IncompatibleModels
 from driftlens.base.files import from_json
 from driftlens.base.settings import Setting
 from driftlens.checkpoints.loading import open_checkpoint, read_config
-from driftlens.jobs.study.recipe import read_recipe
+from driftlens.spec.mergekit import read_recipe
 from driftlens.spec.run import load_spec
 from driftlens.spec.yaml_text import MOST_CHARACTERS, from_yaml
 from tests.cli.conftest import Result, run_cli
@@ -105,7 +105,7 @@ NO_SETTINGS: tuple[tuple[str, str, Any, str], ...] = (
     ("linear", "weight", [{"value": {"value": 1}}], "weight is"),
     ("linear", "weight", [{"value": []}], r"weight is \[\]"),
     ("linear", "weight", [1, "x"], "weight is 'x'"),
-    ("linear", "weight", [[1]], r"weight is \[1\]"),
+    ("linear", "weight", [[1]], r"weight is \[\[1\]\]"),
     ("ties", "density", float("nan"), "density is nan"),
     ("breadcrumbs", "gamma", [-1e308, 1e308], "gamma is -1e"),
     ("ties", "lambda", "x", "lambda is 'x'"),
@@ -143,7 +143,7 @@ def test_settings_that_a_recipe_can_not_have_are_refused(
         ({"parameters": [1]}, r"parameters is \[1\]"),
         ({"models": [{"model": "one", "parameters": "x"}]}, "parameters is 'x'"),
         ({5: 1, "x": 2}, "5, x can't be followed"),
-        ({"slices": [[{"model": "one", "layer_range": [0, 2]}]]}, r"models is \[{"),
+        ({"slices": [[{"model": "one", "layer_range": [0, 2]}]]}, r"a slice is \[{"),
         ({"slices": [{"sources": [{"model": "one", "layer_range": [0, "x"]}]}]}, "a slice takes the layers"),
         ({"slices": [{"sources": [{"model": "one", "layer_range": [0, 0.5]}]}]}, "a slice takes the layers"),
     ],

@@ -116,8 +116,12 @@ def open_models(
     for name, place in origins.items():
 
         def opened(name: str = name, place: str = place) -> StateSource:
-            file = fetched(resolve_pretrained(place, known, offline=access.offline), offline=access.offline)
+            model, file = known_places(place, known, access)
             base = stored.get("base")
+            if model is not None and (
+                name == "base" or model != known_places(origins["base"], known, access)[1]
+            ):
+                base = open_checkpoint(model, offline=access.offline)
             if base is not None and is_lora_folder(pathlib.Path(file)):
                 base = known.lora_base(base, file)
             stored[name] = open_checkpoint(file, base=base, offline=access.offline)
@@ -138,6 +142,17 @@ def open_models(
     sound = {name: stored[name] for name in sources}
     places = {name: origins[name] for name in sources}
     return OpenModels(known, sound, sources, places, notices=tuple(notices))
+
+
+def known_places(place: str, known: Architecture, access: Access) -> tuple[str | None, str]:
+    """Where the weights that a spec names lie; of `MODEL+ADAPTER` both parts, of others None and the one."""
+    model, plus, adapter = place.partition("+")
+    parts = [model, adapter] if plus and model and adapter and not expanded(place).exists() else [place]
+    files = [
+        fetched(resolve_pretrained(part, known, offline=access.offline), offline=access.offline)
+        for part in parts
+    ]
+    return (files[0] if len(files) == 2 else None), files[-1]
 
 
 def model_folder(origin: str, source: StateSource) -> pathlib.Path | None:

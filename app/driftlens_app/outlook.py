@@ -15,10 +15,10 @@ from driftlens.base.files import free_bytes
 from driftlens.base.progress import ProgressEvent, duration
 from driftlens.findings.reading import printable, size
 from driftlens.runs.layout import SPEC
-from driftlens.runs.lock import require_unlocked
 from driftlens.runs.manifest import LATER, Manifest, PhaseInfo, is_phase_of
 from driftlens.runs.run import DriftRun
 from driftlens.runs.standing import is_analyzed, is_live, unanalyzed
+from driftlens.runs.status import require_unlocked
 from driftlens_app.jobs import Job
 from driftlens_app.settings import is_file_inside
 from driftlens_app.show import caption, plain

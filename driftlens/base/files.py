@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -18,14 +19,17 @@ import secrets
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from driftlens.base import stopping
 from driftlens.base.errors import RunError, SpecError
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+T = TypeVar("T")
 PathLike = str | os.PathLike[str]
 
 PARTIAL = ".partial-*"
@@ -36,6 +40,10 @@ _ASIDE = ".replaced"
 _HERE = f"{zlib.crc32(platform.node().encode()):08x}"
 _swept: set[tuple[int, pathlib.Path]] = set()
 """Folders that this process has rid of what killed ones left."""
+_unfinished: dict[tuple[int, object], Callable[[], None]] = {}
+"""What a process that is stopped at any moment has yet to put in order: an interrupt may fall into the end of a block.
+
+By process (a fork has its parent's entries, but must not touch them) and key: what undoes the step."""
 
 
 @contextlib.contextmanager
@@ -131,6 +139,35 @@ def from_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply to be read") from None
 
 
+@functools.cache  # to make one takes longer than to read a manifest
+def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def as_declared(kind: type[T], text: bytes) -> T:
+    """The dataclass that JSON spells; keys that it doesn't have are passed over. True is no number, and 1 no text.
+
+    Else a ValueError says what is missing or of another kind, what came and what was expected.
+    """
+    from pydantic import ValidationError
+
+    try:
+        declared: T = _adapter_of(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        said = "expected an object" if first["type"] == "dataclass_type" else first["msg"]
+        came = f"{said[:1].lower()}{said[1:]}, got {first['input']!r:.80}"
+        raise ValueError(": ".join([*filter(None, [".".join(map(str, first["loc"]))]), came])) from None
+    return declared
+
+
+def as_plain(record: object) -> dict[str, Any]:
+    """A dataclass as JSON has it."""
+    return dict(_adapter_of(type(record)).dump_python(record, mode="json"))
+
+
 def plain_file(path: PathLike) -> pathlib.Path:
     """The path of a file from outside, for whoever opens it: devices have no end, and a pipe may have no beginning.
 
@@ -189,7 +226,7 @@ def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.P
         if (os.getpid(), target.parent) not in _swept:
             _swept.add((os.getpid(), target.parent))
             sweep(target.parent.glob(PARTIAL))
-        stopping.begin(folder, lambda: _discard(folder))
+        undo_if_stopped(folder, lambda: _discard(folder))
         folder.mkdir(mode=0o700)
     except OSError as error:
         _discard(folder)
@@ -225,16 +262,40 @@ def sweep(scratch: Iterable[pathlib.Path], *, others: bool = False) -> None:
         number = rest.partition("-")[0]
         is_known = machine == _HERE and number.isdecimal() and len(number) < 10
         is_mine = is_known and int(number) == os.getpid()
-        is_live = stopping.is_unfinished(folder) if is_mine else is_known and psutil.pid_exists(int(number))
+        is_live = is_unfinished(folder) if is_mine else is_known and psutil.pid_exists(int(number))
         if (is_known or others) and not is_live:
             with contextlib.suppress(OSError):
                 _finish_swap(folder)
             _discard(folder)
 
 
+def undo_if_stopped(key: object, undo: Callable[[], None]) -> None:
+    """Before a step: `undo` is called where the process is stopped before `forget_undo(key)`, perhaps too late."""
+    _unfinished[os.getpid(), key] = undo
+
+
+def forget_undo(key: object) -> None:
+    """The step is over, or undone."""
+    _unfinished.pop((os.getpid(), key), None)
+
+
+def is_unfinished(key: object) -> bool:
+    """Whether this process has begun a step and not ended it."""
+    return (os.getpid(), key) in _unfinished
+
+
+def put_in_order() -> None:
+    """Undo every step that this process has not ended, the last one first; what can't be undone is left."""
+    for key in reversed([key for key in _unfinished if key[0] == os.getpid()]):
+        undo = _unfinished.pop(key, None)
+        if undo is not None:
+            with contextlib.suppress(Exception):
+                undo()
+
+
 def _discard(folder: pathlib.Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    stopping.end(folder)
+    forget_undo(folder)
 
 
 def _unwritable(target: pathlib.Path, error: OSError, need: int | None) -> RunError:

@@ -19,8 +19,8 @@ from typing import Any
 
 import typer
 
-from driftlens.base import stopping
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError, harmless
+from driftlens.base.files import put_in_order
 from driftlens.base.team import joined, members
 from driftlens.cli import calibrating, looking, reporting, running
 from driftlens.cli.app import app, hearing, manner, spelling_homes_out, stopped
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     heard = hearing(last=arguments is None) if is_first else contextlib.nullcontext()
     with contextlib.suppress(KeyboardInterrupt), heard:
         code = run(flags + rest)
-    stopping.put_in_order()  # what was begun where the interrupt fell
+    put_in_order()  # what was begun where the interrupt fell
     if members() > 1 and code:
         # Threads of torch.distributed may wait for processes that are gone, and would be waited for.
         sys.stdout.flush()

@@ -12,9 +12,9 @@ returns zeros in their rows, so that padding carries no drift.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,13 @@ from torch import Tensor, nn
 from driftlens.base.errors import SpecError
 from driftlens.base.registry import Registry
 from driftlens.checkpoints.sources import OnDemand, StateSource
-from driftlens.models.frames import SideInputs as SideInputs
-from driftlens.models.frames import State as State
 from driftlens.models.heads import ScoreMap, scores_own_class
 
+if TYPE_CHECKING:
+    from driftlens.models.frames import Frame, Inputs
+
+State = dict[str, Tensor]
+"""What waits at a boundary: tensors whose first axis is the sample."""
 Parameters = Mapping[str, Tensor]
 Tap = Callable[[str, Tensor], Callable[[Tensor], Tensor | None] | None]
 """Called with a site's name and its input [n, t, k] just before the site runs.
@@ -39,6 +42,49 @@ ParameterKey = tuple[int, str]
 Role = Literal["stem", "block", "head"]
 SiteKind = Literal["linear", "layer_norm", "rms_norm"]
 Pool = Literal["cls", "mean", "last", "all"]
+
+
+@dataclass(frozen=True, eq=False)
+class SideInputs(Mapping[str, Tensor]):
+    """Tensors of one batch by name: masks, positions, rotary tables, token ids.
+
+    `<stream>_mask` [n, t] is true where a token of that stream counts. Of generic modules also how they call their
+    blocks, and the raw inputs, with references into `tensors`.
+    """
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    frames: tuple[Frame, ...] = ()
+    inputs: Inputs | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.tensors.items():
+            if not isinstance(value, Tensor):
+                raise SpecError(
+                    f"the side input {name!r} is a {type(value).__name__}; expected a tensor",
+                    hint="Caches and other objects that layers write to can't be shared between models.",
+                )
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def mask(self, stream: str) -> Tensor | None:
+        """Where tokens of a stream count, [n, t]; None where all of them do."""
+        return self.tensors.get(f"{stream}_mask")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors; what is shared with another batch counts here too."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def to(self, device: torch.device) -> SideInputs:
+        """The same on another device."""
+        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
 
 
 @dataclass(frozen=True)

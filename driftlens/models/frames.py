@@ -8,16 +8,14 @@ lie beside them, with references in the place of tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from driftlens.base.errors import SpecError
-
-State = dict[str, Tensor]
-"""What waits at a boundary: tensors whose first axis is the sample; see `driftlens.models.chain`."""
+from driftlens.models.chain import SideInputs, State
 
 OTHER_LIST = (
     "Pass blocks= the path of another list, or wrap the model so that features flow from block to block."
@@ -154,49 +152,6 @@ def result(output: Any) -> Tensor:
         f"the model returns a {type(output).__name__} without a tensor",
         hint="Wrap the model so that it returns its features.",
     )
-
-
-@dataclass(frozen=True, eq=False)
-class SideInputs(Mapping[str, Tensor]):
-    """Tensors of one batch by name: masks, positions, rotary tables, token ids.
-
-    `<stream>_mask` [n, t] is true where a token of that stream counts. Of generic modules also how they call their
-    blocks, and the raw inputs, with references into `tensors`.
-    """
-
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    frames: tuple[Frame, ...] = ()
-    inputs: Inputs | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in self.tensors.items():
-            if not isinstance(value, Tensor):
-                raise SpecError(
-                    f"the side input {name!r} is a {type(value).__name__}; expected a tensor",
-                    hint="Caches and other objects that layers write to can't be shared between models.",
-                )
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def mask(self, stream: str) -> Tensor | None:
-        """Where tokens of a stream count, [n, t]; None where all of them do."""
-        return self.tensors.get(f"{stream}_mask")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors; what is shared with another batch counts here too."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def to(self, device: torch.device) -> SideInputs:
-        """The same on another device."""
-        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
 
 
 def side_inputs(

@@ -15,10 +15,10 @@ from driftlens.base.errors import DataError, RunError, did_you_mean
 from driftlens.base.files import PathLike, from_json, plain_file
 from driftlens.base.metrics import ATTACHED, metric_called
 from driftlens.base.variants import expert_of
-from driftlens.runs.lock import utc_now
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.standing import is_analyzed
+from driftlens.runs.status import utc_now
 from driftlens.runs.writer import RunWriter
 
 _Z = NormalDist().inv_cdf(0.975)

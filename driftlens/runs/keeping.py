@@ -7,8 +7,8 @@ import pathlib
 from dataclasses import replace
 
 from driftlens.base.errors import RunError
-from driftlens.runs.lock import RunLock
 from driftlens.runs.manifest import read_manifest, write_manifest
+from driftlens.runs.status import RunLock
 
 LONGEST_NAME = 120
 """Characters of a run's name."""

@@ -12,19 +12,16 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, Literal
 
 from driftlens.base.errors import RunError
-from driftlens.base.files import from_json, plain_file, write_json_atomic
+from driftlens.base.files import as_declared, as_plain, from_json, plain_file, write_json_atomic
 from driftlens.base.registry import installed, origin
 from driftlens.runs.layout import MANIFEST
-from driftlens.runs.lock import utc_now
 from driftlens.runs.schema import SCHEMA_VERSION, refuse_newer
+from driftlens.runs.status import utc_now
 
 PhaseState = Literal["running", "done", "failed", "cancelled"]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -282,33 +279,3 @@ def _record(path: pathlib.Path) -> dict[str, Any]:
 
 def _damaged(path: pathlib.Path, reason: str) -> RunError:
     return RunError(f"{path} is damaged: {reason}", hint="Restore it from a copy, or run the analysis again.")
-
-
-_adapters: dict[type[Any], TypeAdapter[Any]] = {}
-"""Made when they are first needed: to make one takes longer than to read a manifest."""
-
-
-def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
-    if kind not in _adapters:
-        _adapters[kind] = TypeAdapter(kind)
-    return _adapters[kind]
-
-
-def as_declared(kind: type[T], text: bytes) -> T:
-    """The dataclass that JSON spells; keys that it doesn't have are passed over. True is no number, and 1 no text.
-
-    Else a ValueError says what is missing or of another kind, what came and what was expected.
-    """
-    try:
-        declared: T = _adapter_of(kind).validate_json(text, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        said = "expected an object" if first["type"] == "dataclass_type" else first["msg"]
-        came = f"{said[:1].lower()}{said[1:]}, got {first['input']!r:.80}"
-        raise ValueError(": ".join([*filter(None, [".".join(map(str, first["loc"]))]), came])) from None
-    return declared
-
-
-def as_plain(record: object) -> dict[str, Any]:
-    """A dataclass as JSON has it."""
-    return dict(_adapter_of(type(record)).dump_python(record, mode="json"))

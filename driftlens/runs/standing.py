@@ -9,10 +9,9 @@ from driftlens.base.errors import RunError
 from driftlens.base.files import from_json
 from driftlens.base.variants import calibrated, calibration_of
 from driftlens.runs.layout import STATUS, begun_calibration
-from driftlens.runs.lock import living_owner_of
 from driftlens.runs.manifest import LATER, Manifest, is_phase_of
 from driftlens.runs.run import DriftRun
-from driftlens.runs.status import Status
+from driftlens.runs.status import Status, living_owner_of
 
 COMMAND = "command"
 """In what a calibration begins with: the options of its command line."""

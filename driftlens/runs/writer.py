@@ -6,8 +6,7 @@ import dataclasses
 import pathlib
 import platform
 import shutil
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
@@ -17,14 +16,18 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from driftlens.base import stopping
 from driftlens.base.diagnostic import Column
 from driftlens.base.errors import Cancelled, RunError, SpecError
-from driftlens.base.files import PathLike, atomic_path, write_json_atomic, write_text_atomic
-from driftlens.base.progress import ProgressEvent
+from driftlens.base.files import (
+    PathLike,
+    atomic_path,
+    forget_undo,
+    undo_if_stopped,
+    write_json_atomic,
+    write_text_atomic,
+)
 from driftlens.base.variants import calibrated, control_of
 from driftlens.runs import layout
-from driftlens.runs.lock import Owner, RunLock, utc_now
 from driftlens.runs.manifest import (
     Manifest,
     PhaseInfo,
@@ -36,11 +39,9 @@ from driftlens.runs.manifest import (
     write_manifest,
 )
 from driftlens.runs.schema import SCHEMA_VERSION, TABLES, refuse_newer
-from driftlens.runs.status import Failure, State, Status, append_event, final_state, write_status
+from driftlens.runs.status import Failure, Owner, RunLock, StatusBoard, append_event, final_state, utc_now
 from driftlens.runs.tables import appended, filled, plain, without, write_rows
 from driftlens.runs.verify import describe_file, run_files, settled
-
-_STATUS_SECONDS = 0.5
 
 
 class RunWriter:
@@ -56,9 +57,8 @@ class RunWriter:
         self.folder = folder
         self.manifest = manifest
         self._lock = lock
-        self._status = Status("running")
-        self._clock: Callable[[], float] = time.monotonic
-        self._posted = float("-inf")
+        self._board = StatusBoard(folder, lock)
+        self.status, self.progress = self._board.post, self._board.progress
 
     @classmethod
     def create(
@@ -143,16 +143,16 @@ class RunWriter:
         It yields what else was used, to be filled in: other columns of the table `resources`.
         """
         used: dict[str, Any] = {}
-        started, clock, energy = utc_now(), self._clock(), energy_wh()
+        started, clock, energy = utc_now(), self._board.clock(), energy_wh()
         self._set_phase(name, PhaseInfo("running", 0.0, started))
         self.status("running", phase=name)
         try:
             yield used
         except BaseException as error:
             with suppress(OSError):  # the disk may be what failed; the error at hand is the one to report
-                self._set_phase(name, PhaseInfo(final_state(error), self._clock() - clock, started))
+                self._set_phase(name, PhaseInfo(final_state(error), self._board.clock() - clock, started))
             raise
-        seconds = self._clock() - clock
+        seconds = self._board.clock() - clock
         row = {"phase": name, "seconds": seconds, "peak_rss_bytes": peak_rss_bytes(), **used}
         if energy is not None and (spent := (energy_wh() or 0.0) - energy) >= 0:  # a counter may start again
             row["energy_wh"] = spent
@@ -162,22 +162,6 @@ class RunWriter:
     def done(self, phase: str) -> bool:
         """Whether the phase was finished, now or before the run was interrupted."""
         return phase in self.manifest.phases and self.manifest.phases[phase].state == "done"
-
-    def status(self, state: State, **fields: Any) -> None:
-        """Say where the run stands, in status.json, and renew the heartbeat; see `Status` for the other fields."""
-        owner = Owner.this_process()
-        about = {"heartbeat": owner.heartbeat, "pid": owner.pid, "process_started": owner.process_started}
-        self._status = Status(state, **fields, **about)  # type: ignore[arg-type]
-        self._lock.beat()
-        write_status(self.folder, self._status)
-        self._posted = self._clock()
-
-    def progress(self, event: ProgressEvent) -> None:
-        """Show an event in status.json, at most twice a second within a phase; this is a progress sink."""
-        self._lock.require_own()
-        is_news = event.phase != self._status.phase or event.done == event.total
-        if is_news or self._clock() - self._posted >= _STATUS_SECONDS:
-            self.status(self._status.state, **vars(event))
 
     def finish(self) -> None:
         """List every file with its digest, size and rows, and say that the run is done."""
@@ -191,7 +175,7 @@ class RunWriter:
     @contextmanager
     def _beginning(self, how: str, previous: Owner | None) -> Iterator[None]:
         """A block that begins the run; what ends it ends the run."""
-        stopping.begin(self, lambda: self._abandon(KeyboardInterrupt()))
+        undo_if_stopped(self, lambda: self._abandon(KeyboardInterrupt()))
         try:
             self._save()
             self.status("running")
@@ -210,12 +194,12 @@ class RunWriter:
 
     def _release(self) -> None:
         self._lock.release()
-        stopping.end(self)
+        forget_undo(self)
 
     def _end(self, error: BaseException) -> None:
         """Record how the run ended; a disk that takes no more must not hide the error that is on its way."""
         with suppress(OSError):
-            failure, at = Failure.of(error), self._status
+            failure, at = Failure.of(error), self._board.status
             self.status(final_state(error), phase=at.phase, done=at.done, total=at.total, error=failure)
             append_event(self.folder, final_state(error), **dataclasses.asdict(failure))
             self._save()

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from driftlens.base.errors import RunError, RunLockedError, SpecError
-from driftlens.runs.lock import RunLock
 from driftlens.runs.run import open_run
+from driftlens.runs.status import RunLock
 from driftlens.spec.requests import CalibrationRequest
 from driftlens_app.calibration import recorded
 from driftlens_app.jobs import cancel, processes, start, watch

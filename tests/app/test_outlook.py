@@ -13,9 +13,9 @@ import pytest
 
 from driftlens import spec
 from driftlens.base.progress import ProgressEvent
-from driftlens.runs.lock import RunLock
 from driftlens.runs.manifest import PhaseInfo
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.status import RunLock
 from driftlens.runs.writer import RunWriter
 from driftlens_app import outlook
 from driftlens_app.jobs import processes

@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 
 from driftlens.runs.layout import begun_calibration
-from driftlens.runs.lock import Owner, RunLock
-from driftlens.runs.status import Failure, Status, append_event, write_status
+from driftlens.runs.status import Failure, Owner, RunLock, Status, append_event, write_status
 
 STEPS = 3
 

@@ -13,8 +13,8 @@ import pytest
 import driftlens as dl
 from driftlens.base.errors import Cancelled
 from driftlens.base.progress import CancelToken, ProgressEvent
-from driftlens.runs.lock import owner_of
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.status import owner_of
 from driftlens.runs.writer import RunWriter
 from tests.cli.conftest import Cli
 from tests.cli.worker import COMMAND, analyzing

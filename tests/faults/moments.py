@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-import driftlens.runs.lock as lock
+import driftlens.runs.status as lock
 from driftlens.base.progress import Reporter
 
 WRITING = frozenset({"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"})

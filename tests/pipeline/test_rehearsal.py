@@ -153,7 +153,7 @@ def test_what_a_job_spends_on_every_sample_is_in_its_estimate(
 
     def told_time(*given: object, **how: object) -> RunWriter:
         writer = begun(*given, **how)  # type: ignore[arg-type]
-        monkeypatch.setattr(writer, "_clock", lambda: clock[0])
+        monkeypatch.setattr(writer._board, "clock", lambda: clock[0])
         return writer
 
     monkeypatch.setattr(RunWriter, "create", told_time)

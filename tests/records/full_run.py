@@ -21,7 +21,6 @@ import numpy as np
 import pandas as pd
 
 from driftlens.base.variants import control_of
-from driftlens.runs.lock import utc_now
 from driftlens.runs.manifest import (
     CalibrationInfo,
     LayerInfo,
@@ -31,6 +30,7 @@ from driftlens.runs.manifest import (
     write_manifest,
 )
 from driftlens.runs.schema import TABLES
+from driftlens.runs.status import utc_now
 from driftlens.runs.writer import RunWriter
 from tests.records import full_rows
 from tests.records.full_rows import REMAINDER, SITES, Array, Boundary, Samples

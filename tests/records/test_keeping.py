@@ -8,8 +8,8 @@ import pytest
 
 from driftlens.base.errors import RunError, RunLockedError
 from driftlens.runs.keeping import LONGEST_NAME, rename, set_aside
-from driftlens.runs.lock import RunLock
 from driftlens.runs.run import open_run
+from driftlens.runs.status import RunLock
 from driftlens.runs.verify import verify
 from tests.records.factory import write_run
 

@@ -10,9 +10,9 @@ import pytest
 
 from driftlens.base.errors import RunLockedError
 from driftlens.findings.listing import find_runs
-from driftlens.runs.lock import Owner, RunLock, living_owner_of, owner_of
 from driftlens.runs.run import open_run
 from driftlens.runs.standing import current_state
+from driftlens.runs.status import Owner, RunLock, living_owner_of, owner_of
 from driftlens.runs.writer import RunWriter
 from tests.records.stopping import process
 

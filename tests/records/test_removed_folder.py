@@ -12,7 +12,7 @@ import pytest
 
 from driftlens.base.errors import Cancelled, RunError
 from driftlens.base.progress import ProgressEvent
-from driftlens.runs.lock import RunLock
+from driftlens.runs.status import RunLock
 from driftlens.runs.writer import RunWriter, attach
 from tests.quick import few
 from tests.records.factory import write_run

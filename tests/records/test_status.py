@@ -10,10 +10,9 @@ import pytest
 
 from driftlens.base.errors import RunError
 from driftlens.findings.listing import find_runs
-from driftlens.runs.lock import RunLock
 from driftlens.runs.run import open_run
 from driftlens.runs.standing import current_state, last_work, left_undone
-from driftlens.runs.status import Status, read_status, write_status
+from driftlens.runs.status import RunLock, Status, read_status, write_status
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_disk_that_takes_nothing_more_does_not_hide_the_first_error(
         raise RunError("disk full")
 
     with pytest.raises(NumericsError), new(tmp_path / "r") as writer, writer.phase("walk"):
-        monkeypatch.setattr("driftlens.runs.writer.write_status", full)
+        monkeypatch.setattr("driftlens.runs.status.write_status", full)
         monkeypatch.setattr("driftlens.runs.writer.write_manifest", full)
         raise NumericsError("NaN in layer 3")
     monkeypatch.undo()
@@ -214,7 +214,7 @@ def test_describing_something_unknown_is_a_mistake(tmp_path: pathlib.Path) -> No
 def test_progress_reaches_the_status_file_without_flooding_it(tmp_path: pathlib.Path) -> None:
     now = [0.0]
     with new(tmp_path / "r") as writer:
-        writer._clock = lambda: now[0]
+        writer._board.clock = lambda: now[0]
         seen = []
         for done in range(101):
             now[0] = done * 0.01

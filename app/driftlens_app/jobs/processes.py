@@ -22,8 +22,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from driftlens.base.errors import DriftLensError, RunError, RunLockedError, SpecError
-from driftlens.runs.lock import living_owner_of, process_started, utc_now
-from driftlens.runs.status import Failure
+from driftlens.runs.status import Failure, living_owner_of, process_started, utc_now
 from driftlens_app.jobs.record import Job, Request, job_of, note_cancelled, write_job
 from driftlens_app.settings import Settings, require_inside, require_links_inside
 

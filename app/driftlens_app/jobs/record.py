@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter
 
 from driftlens.base.errors import RunError
 from driftlens.base.files import from_json, write_json_atomic
-from driftlens.runs.lock import Owner, utc_now
+from driftlens.runs.status import Owner, utc_now
 from driftlens_app.settings import is_file_inside, is_inside
 
 Kind = Literal["demo", "analyze", "compare", "calibrate", "sweep", "arena", "explain", "project"]

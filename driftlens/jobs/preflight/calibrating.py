@@ -15,7 +15,7 @@ from driftlens.jobs.preflight.jobs import rehearsed_calibration
 from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.study.reopening import require_same_samples
 from driftlens.models.saving import require_target
-from driftlens.runs.lock import require_unlocked
+from driftlens.runs.status import require_unlocked
 from driftlens.spec.requests import CalibrationRequest
 
 

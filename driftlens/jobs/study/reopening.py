@@ -17,9 +17,9 @@ from driftlens.engine.attached import Attachments, attachments_from
 from driftlens.jobs.study.opening import OpenModels, open_study
 from driftlens.jobs.study.study import Study
 from driftlens.runs import layout
-from driftlens.runs.lock import living_owner_of
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.standing import is_live, unanalyzed
+from driftlens.runs.status import living_owner_of
 from driftlens.spec import RunSpec, load_spec
 
 MERGED_FILE = "models/merged.safetensors"

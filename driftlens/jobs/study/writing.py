@@ -22,8 +22,8 @@ from driftlens.base.threads import exact_products, settled_threads
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.jobs.study.study import Study
 from driftlens.models.saving import save_state_dict
-from driftlens.runs.lock import RunLock
 from driftlens.runs.manifest import Manifest, PhaseInfo
+from driftlens.runs.status import RunLock
 from driftlens.runs.writer import RunWriter, remove_tree
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -139,11 +138,16 @@ def from_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply to be read") from None
 
 
-@functools.cache  # to make one takes longer than to read a manifest
-def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
-    from pydantic import TypeAdapter
+_adapters: dict[type[Any], TypeAdapter[Any]] = {}
+"""Made when they are first needed: to make one takes longer than to read a manifest."""
 
-    return TypeAdapter(kind)
+
+def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
+    if kind not in _adapters:
+        from pydantic import TypeAdapter
+
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
 
 
 def as_declared(kind: type[T], text: bytes) -> T:

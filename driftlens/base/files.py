@@ -19,16 +19,12 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import psutil
 
 from driftlens.base.errors import RunError, SpecError
 
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-
-T = TypeVar("T")
 PathLike = str | os.PathLike[str]
 
 PARTIAL = ".partial-*"
@@ -136,40 +132,6 @@ def from_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply to be read") from None
-
-
-_adapters: dict[type[Any], TypeAdapter[Any]] = {}
-"""Made when they are first needed: to make one takes longer than to read a manifest."""
-
-
-def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
-    if kind not in _adapters:
-        from pydantic import TypeAdapter
-
-        _adapters[kind] = TypeAdapter(kind)
-    return _adapters[kind]
-
-
-def as_declared(kind: type[T], text: bytes) -> T:
-    """The dataclass that JSON spells; keys that it doesn't have are passed over. True is no number, and 1 no text.
-
-    Else a ValueError says what is missing or of another kind, what came and what was expected.
-    """
-    from pydantic import ValidationError
-
-    try:
-        declared: T = _adapter_of(kind).validate_json(text, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        said = "expected an object" if first["type"] == "dataclass_type" else first["msg"]
-        came = f"{said[:1].lower()}{said[1:]}, got {first['input']!r:.80}"
-        raise ValueError(": ".join([*filter(None, [".".join(map(str, first["loc"]))]), came])) from None
-    return declared
-
-
-def as_plain(record: object) -> dict[str, Any]:
-    """A dataclass as JSON has it."""
-    return dict(_adapter_of(type(record)).dump_python(record, mode="json"))
 
 
 def plain_file(path: PathLike) -> pathlib.Path:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from driftlens.base.errors import RunError
-from driftlens.base.files import as_declared, as_plain, from_json, plain_file, write_json_atomic
+from driftlens.base.files import from_json, plain_file, write_json_atomic
 from driftlens.base.registry import installed, origin
 from driftlens.runs.layout import MANIFEST
 from driftlens.runs.schema import SCHEMA_VERSION, refuse_newer
-from driftlens.runs.status import utc_now
+from driftlens.runs.status import as_declared, as_plain, utc_now
 
 PhaseState = Literal["running", "done", "failed", "cancelled"]
 

@@ -12,17 +12,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import psutil
 from filelock import FileLock
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, RunLockedError
 from driftlens.base.files import (
     PARTIAL,
-    as_declared,
-    as_plain,
     forget_undo,
     free_bytes,
     from_json,
@@ -238,6 +236,7 @@ def _with_zone(moment: str) -> str:
     return moment
 
 
+T = TypeVar("T")
 Moment = Annotated[str, AfterValidator(_with_zone)]
 Whole = Annotated[int, Field(lt=2**63)]
 State = Literal["queued", "running", "cancelling", "cancelled", "failed", "done"]
@@ -349,3 +348,33 @@ def append_event(folder: pathlib.Path, event: str, **details: object) -> None:
     except OSError as error:
         hint = f"{free_bytes(folder) / 1e6:,.1f} MB are free there."
         raise RunError(f"can't write {path}: {error.strerror}", hint=hint) from error
+
+
+_adapters: dict[type[Any], TypeAdapter[Any]] = {}
+"""Made when they are first needed: to make one takes longer than to read a manifest."""
+
+
+def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
+
+
+def as_declared(kind: type[T], text: bytes) -> T:
+    """The dataclass that JSON spells; keys that it doesn't have are passed over. True is no number, and 1 no text.
+
+    Else a ValueError says what is missing or of another kind, what came and what was expected.
+    """
+    try:
+        declared: T = _adapter_of(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        said = "expected an object" if first["type"] == "dataclass_type" else first["msg"]
+        came = f"{said[:1].lower()}{said[1:]}, got {first['input']!r:.80}"
+        raise ValueError(": ".join([*filter(None, [".".join(map(str, first["loc"]))]), came])) from None
+    return declared
+
+
+def as_plain(record: object) -> dict[str, Any]:
+    """A dataclass as JSON has it."""
+    return dict(_adapter_of(type(record)).dump_python(record, mode="json"))

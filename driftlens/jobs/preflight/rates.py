@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from driftlens.base.errors import RunError
-from driftlens.base.files import as_declared, write_json_atomic
+from driftlens.base.files import write_json_atomic
 from driftlens.base.threads import computing_with, some_layer
+from driftlens.runs.status import as_declared
 
 _ROWS, _WIDTH = 256, 768
 _SECONDS = 1.0

@@ -98,9 +98,14 @@ def default(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def defaults(entry: MergeMethod) -> dict[str, object]:
+    """What a method's settings are if nobody says."""
+    return {name: field.default for name, field in settings_of(entry.function).model_fields.items()}
+
+
 def cost(entry: MergeMethod) -> str:
     """What a method takes besides one reading of the files."""
-    settings = {setting.name: setting.default for setting in settings_of(entry.function)}
+    settings = defaults(entry)
     found = []
     if entry.passes + entry.reads_moments > 1:
         found.append(f"files read {entry.passes + entry.reads_moments} times")
@@ -121,7 +126,7 @@ def page() -> str:
     for name, entry in sorted(merge_methods.items()):
         needs = {"base": entry.needs_base, "samples": entry.runs_models, "score maps": entry.scores}
         rest = "" if not entry.reads_sites else f"; all else {own(entry)}"
-        settings = [f"`{setting.name}={default(setting.default)}`" for setting in settings_of(entry.function)]
+        settings = [f"`{name}={default(value)}`" for name, value in defaults(entry).items()]
         lines.append(
             [
                 f"`{name}`",

@@ -73,7 +73,7 @@ def test_the_example_is_found_in_the_lists_of_reports_pages_and_methods(tmp_path
     assert not needs_torch, "what draws a run does without torch"
     method = json.loads(listed)["merge_methods"]["median"]
     assert method["title"] == "Median of Task Vectors"
-    assert [setting["name"] for setting in method["settings"]] == ["scaling"]
+    assert [*method["settings"]] == ["scaling"]
 
 
 @pytest.mark.slow

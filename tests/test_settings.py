@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pytest
 
 from driftlens.base.errors import SpecError
-from driftlens.base.settings import Bounds, Label, Setting, resolve, settings_of
+from driftlens.base.settings import Bounds, Label, model_of, read, resolve, schemas_of, settings_of
 
 if TYPE_CHECKING:
     from nowhere import Tensors  # type: ignore[import-not-found]
@@ -43,39 +43,52 @@ class Owner:
         self.anchor = anchor
 
 
-def settings() -> dict[str, Setting]:
-    return {setting.name: setting for setting in settings_of(method)}
+def test_a_function_declares_its_keyword_only_parameters_and_nothing_else() -> None:
+    found = schemas_of(settings_of(method))
+    assert json.loads(json.dumps(found)) == found, "plain data that a page without the method can be sent"
+    told = {
+        name: {key: at for key, at in schema.items() if at not in (name, "")}
+        for name, schema in found.items()
+    }
+    text = {"type": "string", "minLength": 1}
+    assert told == {
+        "density": {
+            **{"type": "number", "default": 0.2, "exclusiveMinimum": 0, "maximum": 1},
+            **{"description": "entries kept", "unit": "share"},
+        },
+        "steps": {"type": "integer", "default": 10, "minimum": 1},
+        "signs": {"type": "string", "default": "sum", "enum": ["sum", "count"]},
+        "rescale": {"type": "boolean", "default": True},
+        "name": {"anyOf": [text, {"type": "null"}], "default": None},
+        "scales": {
+            **{"type": "array", "items": {"type": "number", "maximum": 2}},
+            **{"default": [1.0], "minItems": 1},
+        },
+        "drop": {"type": "array", "items": text, "default": []},
+        "plain": {"type": "number", "default": 0.5},
+    }
 
 
 def test_a_label_is_told_from_what_a_setting_does() -> None:
     def labelled(*, lam: Annotated[float, Label("Ridge λ"), "pulls"] = 1.0) -> None: ...
 
-    (found,) = settings_of(labelled)
-    assert (found.label, found.help) == ("Ridge λ", "pulls") and settings()["density"].label == ""
-
-
-def test_a_function_declares_its_keyword_only_parameters_and_nothing_else() -> None:
-    found = settings()
-    assert list(found) == ["density", "steps", "signs", "rescale", "name", "scales", "drop", "plain"]
-    assert found["density"] == Setting(
-        "density", "number", 0.2, 0, 1, help="entries kept", unit="share", low_open=True
-    )
-    assert found["steps"] == Setting("steps", "integer", 10, low=1)
-    assert found["signs"] == Setting("signs", "choice", "sum", choices=("sum", "count"))
-    assert found["rescale"] == Setting("rescale", "flag", True)
-    assert found["name"] == Setting("name", "text", optional=True)
-    assert found["scales"] == Setting("scales", "number", (1.0,), high=2, many=True)
-    assert found["drop"] == Setting("drop", "text", (), many=True)
-    assert found["plain"] == Setting("plain", "number", 0.5)
+    lam = schemas_of(settings_of(labelled))["lam"]
+    assert (lam["title"], lam["description"]) == ("Ridge λ", "pulls")
 
 
 def test_a_class_declares_its_constructor() -> None:
-    assert settings_of(Owner) == (Setting("lam", "number", 0.05, low=0), Setting("anchor", "text", "merged"))
+    defaults = {name: field.default for name, field in settings_of(Owner).model_fields.items()}
+    assert defaults == {"lam": 0.05, "anchor": "merged"}
 
 
-def test_settings_are_plain_data_that_a_page_without_the_method_can_be_sent() -> None:
-    sent = json.loads(json.dumps([dataclasses.asdict(setting) for setting in settings_of(method)]))
-    assert sent[0]["name"] == "density" and sent[2]["choices"] == ["sum", "count"]
+def test_another_process_refuses_what_the_method_would() -> None:
+    sent = model_of(json.loads(json.dumps(schemas_of(settings_of(method)))))
+    assert read(sent, {"density": 1, "scales": [1, 0.5]}) == resolve(
+        method, {"density": 1, "scales": [1, 0.5]}, "m"
+    )
+    for name, value in (("density", 0), ("steps", 2.0), ("signs", "su"), ("scales", [3]), ("rescale", 1)):
+        with pytest.raises(SpecError, match=f"^{name} is {re.escape(repr(value))}; expected "):
+            read(sent, {name: value})
 
 
 def test_what_is_given_goes_over_the_defaults_in_the_types_that_are_declared() -> None:
@@ -155,7 +168,7 @@ def test_a_choice_is_told_apart_by_type_too() -> None:
 def test_a_setting_without_default_must_be_given() -> None:
     def owner(*, rank: Annotated[int, Bounds(low=1)]) -> None: ...
 
-    assert settings_of(owner) == (Setting("rank", "integer", low=1, required=True),)
+    assert "default" not in schemas_of(settings_of(owner))["rank"]
     assert resolve(owner, {"rank": 2}, "o") == {"rank": 2}
     with pytest.raises(SpecError, match="o needs rank: a whole number at least 1"):
         resolve(owner, {}, "o")
@@ -168,14 +181,19 @@ def test_what_no_setting_can_be_is_an_error_of_whoever_wrote_the_method() -> Non
         settings_of(owner)
 
 
-def test_reading_settings_takes_the_standard_library_alone() -> None:
-    code = "import sys, driftlens.base.settings; print([m for m in ('torch', 'pydantic', 'numpy') if m in sys.modules])"
+def test_reading_settings_imports_no_arrays() -> None:
+    code = "import sys, driftlens.base.settings; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
 
 def test_on_and_off_are_words_though_yaml_reads_booleans() -> None:
-    setting = Setting("cv", "choice", "on", choices=("on", "off"))
-    assert [setting.read(value) for value in (False, True, "off")] == ["off", "on", "off"]
+    def owner(*, cv: Literal["on", "off"] = "on", best: Literal["auto", "off"] = "off") -> None: ...
+
+    assert [resolve(owner, {"cv": value}, "o")["cv"] for value in (False, True, "off")] == [
+        "off",
+        "on",
+        "off",
+    ]
     with pytest.raises(SpecError, match="expected one of auto, off"):
-        Setting("cv", "choice", "off", choices=("auto", "off")).read(False)
+        resolve(owner, {"best": False}, "o")

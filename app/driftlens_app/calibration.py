@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import streamlit as st
-from pydantic import BeforeValidator, TypeAdapter
+from pydantic import TypeAdapter
 
 from driftlens.base.errors import SpecError, did_you_mean
-from driftlens.base.settings import Setting
+from driftlens.base.settings import Schema, choices_of, entry_of, expected, model_of, read
 from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens.spec.words import layers_named
 from driftlens_app.jobs.processes import ask
@@ -37,10 +37,6 @@ _TOO_LARGE = 2**53
 """A field of a web page holds no whole number from here on."""
 
 
-def _by_name(settings: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {setting["name"]: setting for setting in settings}
-
-
 @dataclass(frozen=True)
 class Method:
     """A calibrator or a merge method, as `driftlens methods --json` tells it.
@@ -51,7 +47,7 @@ class Method:
     """
 
     title: str
-    settings: Annotated[Mapping[str, Setting], BeforeValidator(_by_name)]
+    settings: Mapping[str, Schema]
     source: str = ""
     reads: str = ""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -91,10 +87,8 @@ def checked(request: CalibrationRequest) -> CalibrationRequest:
     method = _known("calibrator", request.method or DEFAULT_METHOD, methods())
     if request.preset is not None:
         _known("preset", request.preset, method.presets)
-    settings = {
-        name: _known("setting", name, method.settings).read(value)
-        for name, value in request.parameters.items()
-    }
+    given = {name: _known("setting", name, method.settings) for name in request.parameters}
+    settings = read(model_of(given), request.parameters)
     both = [name for name in method.automatic if name in settings]
     if request.auto and both:
         raise SpecError(
@@ -292,9 +286,9 @@ def _fields(start: CalibrationRequest, method: Method) -> dict[str, Any]:
     published = {name for preset in method.presets.values() for name in preset} or {*method.settings}
     given = (start.parameters, start.method or DEFAULT_METHOD)
     found = fields(
-        [method.settings[name] for name in method.settings if name in published], *given, empty="as above"
+        {name: each for name, each in method.settings.items() if name in published}, *given, empty="as above"
     )
-    rest = [method.settings[name] for name in method.settings if name not in published]
+    rest = {name: each for name, each in method.settings.items() if name not in published}
     if rest:
         with st.expander("More settings"):
             found |= fields(rest, *given, empty="as above")
@@ -302,48 +296,53 @@ def _fields(start: CalibrationRequest, method: Method) -> dict[str, Any]:
 
 
 def fields(
-    settings: Sequence[Setting], given: Mapping[str, Any], owner: str, *, empty: str = ""
+    settings: Mapping[str, Schema], given: Mapping[str, Any], owner: str, *, empty: str = ""
 ) -> dict[str, Any]:
     """The values of the fields that are not empty, `given` at first; an empty one reads as `empty` or its default."""
-    numbers = [setting for setting in settings if setting.kind in _NUMBERS and not setting.many]
+    numbers = [name for name, schema in settings.items() if _is_number(schema)]
     columns = st.columns(3) if numbers else []
-    places = {setting.name: columns[at % 3] for at, setting in enumerate(numbers)}
-    ordered = sorted(settings, key=lambda setting: setting.name not in places)
-    found = {
-        setting.name: _value(setting, given.get(setting.name), owner, places.get(setting.name, st), empty)
-        for setting in ordered
+    places = {name: columns[at % 3] for at, name in enumerate(numbers)}
+    values = {
+        name: _value(f"{owner}.{name}", settings[name], given.get(name), places.get(name, st), empty)
+        for name in sorted(settings, key=lambda name: name not in places)
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _value(setting: Setting, value: Any, owner: str, place: Any, empty: str) -> Any:
+def _is_number(schema: Schema) -> bool:
+    entry, is_list = entry_of(schema)
+    return entry.get("type") in _NUMBERS and not choices_of(entry) and not is_list
+
+
+def _value(key: str, schema: Schema, value: Any, place: Any, empty: str) -> Any:
     """What the field of a setting says; None where it is empty."""
-    number = _NUMBERS.get(setting.kind)
-    default = (
-        "" if setting.default is None else f"; {_in_words(setting.default)} unless something says otherwise"
-    )
+    entry, is_list = entry_of(schema)
+    default = schema.get("default")
+    usual = "" if default is None else f"; {_in_words(default)} unless something says otherwise"
+    about = schema.get("description") or key.rpartition(".")[2]
     look: dict[str, Any] = {
-        "label": setting.label or setting.name,
-        "key": f"{owner}.{setting.name}",
-        "placeholder": empty or _in_words(setting.default),
-        "help": plain(f"{setting.help or setting.name}: {setting.expected}{default}."),
+        "label": schema["title"],
+        "key": key,
+        "placeholder": empty or _in_words(default),
+        "help": plain(f"{about}: {expected(schema)}{usual}."),
     }
-    if setting.kind in ("choice", "flag"):
-        return _choice(setting, value, place, look)
-    if number is not None and not setting.many:
+    if choices_of(entry) or entry["type"] == "boolean":
+        return _choice(choices_of(entry) or (True, False), is_list, value, place, look)
+    number = _NUMBERS.get(entry["type"])
+    if number is not None and not is_list:
+        low = entry.get("minimum", entry.get("exclusiveMinimum"))
         low, high, value = (
-            None if bound is None else number(bound) for bound in (setting.low, setting.high, value)
+            None if bound is None else number(bound) for bound in (low, entry.get("maximum"), value)
         )
         form = "%g" if number is float else "%d"
         return place.number_input(min_value=low, max_value=high, value=value, format=form, **look)
     text = place.text_input(value="" if value is None else _in_words(value), **look)
     entries = tuple(_entry(part, number or str) for part in text.split(",") if part.strip())
-    return (entries or None) if setting.many else text.strip() or None
+    return (entries or None) if is_list else text.strip() or None
 
 
-def _choice(setting: Setting, value: Any, place: Any, look: Mapping[str, Any]) -> Any:
-    options = setting.choices or (True, False)
-    if setting.many:
+def _choice(options: tuple[Any, ...], is_list: bool, value: Any, place: Any, look: Mapping[str, Any]) -> Any:
+    if is_list:
         chosen = place.multiselect(options=options, default=value, format_func=_in_words, **look)
         return tuple(option for option in options if option in chosen) or None
     index = None if value is None else options.index(value)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.registry import Registry
-from driftlens.base.settings import settings_of
+from driftlens.base.settings import read, settings_of
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.problems import CalibratedLayer, Layerwise, Method
 from driftlens.engine.training import AttachmentTrainer
@@ -50,7 +50,7 @@ class Calibrator(Method):
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The arguments of the constructor and their values; `deep` changes nothing, as nothing is nested."""
-        return {setting.name: getattr(self, setting.name) for setting in settings_of(type(self))}
+        return {name: getattr(self, name) for name in settings_of(type(self)).model_fields}
 
     def set_params(self, **parameters: Any) -> Self:
         """The calibrator itself, some of its settings changed."""
@@ -114,8 +114,7 @@ class Calibrator(Method):
 
     def check(self, *, has_base: bool = True) -> None:
         """Refuse settings that make no sense, by a `SpecError` with the setting, its value and what was expected."""
-        for setting in settings_of(type(self)):
-            setting.read(getattr(self, setting.name))
+        read(settings_of(type(self)), self.get_params())
 
 
 class ClosedFormBase(Calibrator, Layerwise):

@@ -5,11 +5,9 @@ The dashboard, which never imports torch, asks the command line for it: `driftle
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-from driftlens.base.settings import settings_of
+from driftlens.base.settings import expected, schemas_of, settings_of
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.jobs.contest.automatic import BEST
 from driftlens.merging.method import READS, merge_methods
@@ -31,7 +29,7 @@ def catalog() -> dict[str, dict[str, Any]]:
                 "needs_task_id": kind.needs_task_id,
                 "leaves": kind.leaves(),
                 "effort": kind.effort,
-                "settings": _settings(kind),
+                "settings": schemas_of(settings_of(kind)),
                 "presets": {preset: dict(values) for preset, values in kind.presets.items()},
                 "suited": dict(kind.suited),
                 "automatic": [*kind.searched],
@@ -46,12 +44,12 @@ def catalog() -> dict[str, dict[str, Any]]:
                 "title": method.title,
                 "source": method.source,
                 "reads": READS[method.reads],
-                "settings": _settings(method.function),
+                "settings": schemas_of(settings_of(method.function)),
             }
             for name, method in merge_methods.items()
         },
         "loaders": {
-            name: {"title": (loader.__doc__ or name).partition("\n")[0], "source": "", "settings": []}
+            name: {"title": (loader.__doc__ or name).partition("\n")[0], "source": "", "settings": {}}
             for name, loader in loaders.items()
         },
     }
@@ -60,10 +58,6 @@ def catalog() -> dict[str, dict[str, Any]]:
 def _choosing(kind: type[Calibrator]) -> float:
     starts = [kind(**values) for values in kind.presets.values()] if kind.searched else []
     return max((BEST.outlook(start, {}, has_base=True)[1] for start in starts), default=0.0)
-
-
-def _settings(owner: Callable[..., object]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(setting) for setting in settings_of(owner)]
 
 
 def as_text(found: dict[str, dict[str, Any]]) -> str:
@@ -77,10 +71,12 @@ def as_text(found: dict[str, dict[str, Any]]) -> str:
             reads += f"; leaves {method['leaves']}" if "leaves" in method else ""
             reads += ", wants to know the task of an input" if method.get("needs_task_id") else ""
             lines.append(f"  {name}: {method['title']}{source}{reads}")
-            for setting in method["settings"]:
-                unit = f" {setting['unit']}" if setting["unit"] else ""
-                default = "required" if setting["required"] else f"default {_shown(setting['default'])}{unit}"
-                lines.append(f"    {setting['name']}  {setting['help'] or setting['kind']} ({default})")
+            for setting, schema in method["settings"].items():
+                default = f"default {_shown(schema['default'])}" if "default" in schema else "required"
+                unit = f" {schema['unit']}" if schema["unit"] and "default" in schema else ""
+                lines.append(
+                    f"    {setting}  {schema.get('description') or expected(schema)} ({default}{unit})"
+                )
             for preset, values in method.get("presets", {}).items():
                 given = ", ".join(f"{key} {_shown(value)}" for key, value in values.items())
                 lines.append(f"    preset {preset}: {given}")

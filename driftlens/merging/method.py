@@ -146,8 +146,8 @@ class Merge(NamedTuple):
         if self.method.others == self.method.name:
             return self
         others = merge_methods[self.method.others]
-        known = [setting.name for setting in settings_of(others.function) if setting.name in self.settings]
-        return others.with_settings({name: self.settings[name] for name in known})
+        known = settings_of(others.function).model_fields
+        return others.with_settings({name: value for name, value in self.settings.items() if name in known})
 
 
 def merge_called(name: str, parameters: Mapping[str, object] = MappingProxyType({})) -> Merge:

@@ -155,7 +155,7 @@ def test_featcal_stands_first_and_presets_are_its_own(open_app: Open, root: Path
         "llama-8b: lam 3, rho 0.5, alpha 0.15",
     ]
     fields = [*app.number_input, *app.selectbox, *app.multiselect, *app.text_input]
-    assert {f"featcal.{setting['name']}" for setting in entry["settings"]} <= {field.key for field in fields}
+    assert {f"featcal.{name}" for name in entry["settings"]} <= {field.key for field in fields}
     labels = [app.number_input(key=f"featcal.{name}").label for name in entry["automatic"]]
     assert labels == ["Ridge λ", "Target α", "Anchor ρ"]
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from driftlens.base.settings import settings_of
+from driftlens.base.settings import schemas_of, settings_of
 from driftlens.merging.method import merge_methods
 from tests.cli.conftest import Cli, Result
 from tests.merging.applying import FEW
@@ -31,15 +31,16 @@ FIRST, SECOND = "flowers", "shapes"
 def outside(name: str) -> list[tuple[str, object]]:
     """For every setting of a method a value that it doesn't take."""
     found: list[tuple[str, object]] = []
-    for setting in settings_of(merge_methods[name].function):
-        if setting.kind == "number" and (setting.low is None or setting.high is None):
-            found.append((setting.name, "inf"))
-        if setting.low is not None:
-            found.append((setting.name, setting.low - 1))
-        if setting.high is not None:
-            found.append((setting.name, setting.high + 1))
-        if setting.kind in ("choice", "flag"):
-            found.append((setting.name, "purple"))
+    for setting, schema in schemas_of(settings_of(merge_methods[name].function)).items():
+        low = schema.get("minimum", schema.get("exclusiveMinimum"))
+        if schema["type"] == "number" and (low is None or "maximum" not in schema):
+            found.append((setting, "inf"))
+        if low is not None:
+            found.append((setting, low - 1))
+        if "maximum" in schema:
+            found.append((setting, schema["maximum"] + 1))
+        if "enum" in schema or schema["type"] == "boolean":
+            found.append((setting, "purple"))
     return found
 
 
@@ -97,7 +98,7 @@ def test_bad_weights_and_settings_are_refused_and_nothing_is_written(merging: Me
         merging.refused(4, "NaN or infinite", spec)
     plain = merging.spec()
     merging.refused(2, "no parameter 'scalling'", plain, scalling=1)
-    if "scaling" in [setting.name for setting in settings_of(entry.function)]:
+    if "scaling" in settings_of(entry.function).model_fields:
         merging.refused(2, "scaling is 1000000000", plain, scaling="1e9")
     for name, value in outside(merging.name):
         merging.refused(2, f"{name} is ", plain, **{name: value})

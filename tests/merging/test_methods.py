@@ -51,7 +51,7 @@ def test_names_shapes_and_dtypes_are_kept_and_inputs_untouched(name: str) -> Non
 def test_every_method_has_words_for_an_anchor_that_hold(name: str) -> None:
     """Where they name a scaling, merging with it is that anchor."""
     method, rho, scaling = merge_methods[name], 1.5, 0.4
-    has_scaling = "scaling" in {setting.name for setting in settings_of(method.function)}
+    has_scaling = "scaling" in settings_of(method.function).model_fields
     merge = method.with_settings({"scaling": scaling} if has_scaling else {})
     plan: Any = SimpleNamespace(control="baseline:x", calibrator=SimpleNamespace(anchor_reach=rho))
     manifest: Any = SimpleNamespace(merge=merge.record)

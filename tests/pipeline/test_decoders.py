@@ -130,7 +130,7 @@ def test_every_merge_method_takes_decoders(name: str, tmp_path: pathlib.Path) ->
         settings = {
             key: value
             for key, value in FEW.get(method, {}).items()
-            if key in [s.name for s in settings_of(merge_methods[method].function)]
+            if key in settings_of(merge_methods[method].function).model_fields
         }
         try:
             dl.merge(spec, out=tmp_path / method, method=method, parameters=settings)

@@ -15,7 +15,7 @@ import yaml
 import driftlens.cli as cli
 from driftlens.base.errors import CheckpointError, DataError, IncompatibleModelsError, SpecError, harmless
 from driftlens.base.files import from_json
-from driftlens.base.settings import Setting
+from driftlens.base.settings import model_of, read
 from driftlens.checkpoints.loading import open_checkpoint, read_config
 from driftlens.spec.mergekit import read_recipe
 from driftlens.spec.run import load_spec
@@ -168,9 +168,10 @@ def test_a_spec_of_more_experts_than_anybody_has_is_refused(world: World) -> Non
 
 
 def test_whole_numbers_beyond_the_machines_are_no_settings() -> None:
+    seeds = model_of({"seed": {"type": "integer", "default": 0, "minimum": 0}})
     with pytest.raises(SpecError, match="seed is"):
-        Setting("seed", "integer", default=0, low=0).read(2**63)
-    assert Setting("seed", "integer", default=0, low=0).read(2**63 - 1) == 2**63 - 1
+        read(seeds, {"seed": 2**63})
+    assert read(seeds, {"seed": 2**63 - 1}) == {"seed": 2**63 - 1}
 
 
 def test_json_nested_without_end_is_no_json(tmp_path: Path) -> None:

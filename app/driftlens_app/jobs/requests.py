@@ -129,7 +129,7 @@ def sweep_request(run: DriftRun) -> Request:
     arguments = ["sweep", str(run.path), "--resume", f"--preset={preset}"]
     for name, factors in _FACTORS.items():
         if name != "rho" or "base" in run.variants:
-            high, centre = method.settings[name].high, method.presets[preset][name]
+            high, centre = method.settings[name].get("maximum"), method.presets[preset][name]
             values = sorted({min(factor * centre, high or math.inf) for factor in factors})
             arguments.append(f"--param={name}={','.join(f'{value:g}' for value in values)}")
     return Request("sweep", "lam, rho and alpha", run.path, (*arguments, *_PROGRESS))

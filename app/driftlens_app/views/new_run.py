@@ -152,7 +152,7 @@ def _settings_of(chosen: Mapping[str, Method]) -> dict[str, dict[str, Any]]:
         with st.container(border=True):
             st.markdown(f"**{plain(known.title)}**")
             caption(f"{known.source}. Reads {known.reads}. Empty fields stay as they read.")
-            merges[method] = fields([*known.settings.values()], {}, f"merge.{method}")
+            merges[method] = fields(known.settings, {}, f"merge.{method}")
     return merges
 
 

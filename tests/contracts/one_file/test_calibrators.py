@@ -119,8 +119,8 @@ def test_both_are_in_the_catalogue_with_their_settings(toys: None) -> None:
     shown = CliRunner().invoke(app, ["methods", "--json"])
     found = json.loads(shown.output)["calibrators"]
     assert found["toy-scale"]["kind"] == "closed form" and found["toy-map"]["kind"] == "trained"
-    (pull,) = found["toy-scale"]["settings"]
-    assert (pull["name"], pull["default"], pull["low"]) == ("pull", 0.5, 0)
+    ((name, pull),) = found["toy-scale"]["settings"].items()
+    assert (name, pull["default"], pull["minimum"]) == ("pull", 0.5, 0)
     assert set(found["featcal"]["presets"]) == set(PRESETS)
     text = CliRunner().invoke(app, ["methods"]).output
     assert "toy-map: Toy map" in text and "epochs  steps of descent (default 20)" in text

@@ -17,14 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Access:
-    """What the caller allows beyond what a spec says.
-
-    Attributes:
-        device: `auto`, `cpu` or `cuda`, over the spec's; None leaves it to the spec.
-        offline: whether only files that were downloaded before may be used.
-        trust: whether Python code that the spec names may run.
-        team: the processes among which work is divided.
-    """
+    """What the caller allows beyond what a spec says; `device` goes over the spec's, None leaves it to the spec."""
 
     device: str | None = None
     offline: bool = False
@@ -38,15 +31,7 @@ class Access:
         return [*device, *["--offline"] * self.offline, *["--trust-code"] * self.trust]
 
     def function(self, target: str, what: str) -> Callable[..., Any]:
-        """The function `package.module:function`; importing it runs its code.
-
-        Args:
-            target: names it.
-            what: what a spec wants it for, as messages call it.
-
-        Raises:
-            SpecError: the code is not trusted, or there is no such function.
-        """
+        """The function `package.module:function`; importing it runs its code."""
         if not self.trust:
             raise SpecError(
                 f"the {what} {target} is Python code, which runs only when it is trusted",
@@ -72,12 +57,7 @@ class Access:
 class Context:
     """What a job is given that is no part of what it is asked: what it may use, who watches, and who may stop it.
 
-    Attributes:
-        access: what may be used, and on which device.
-        on_progress: called with every `ProgressEvent`.
-        cancel: asked once per batch whether to stop.
-        live: calibration samples per task, or None -> the study behind a run of live modules, which are handed in
-            again, and its models.
+    `live`: calibration samples per task, or None -> the study behind a run of live modules, and its models.
     """
 
     access: Access = Access()
@@ -91,11 +71,7 @@ class Context:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """The device of that name, tried out; `auto` is the GPU if there is one.
-
-    Raises:
-        SpecError: torch knows no such device, or this machine has none.
-    """
+    """The device of that name, tried out; `auto` is the GPU if there is one."""
     import torch
 
     if device == "auto":

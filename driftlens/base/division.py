@@ -26,10 +26,6 @@ def shared(counts: Mapping[str, int], size: int) -> dict[str, list[tuple[int, in
 
     Items are whole where that leaves hardly anybody idle; else all batches, item behind item, are cut into as many
     equal runs as there are processes.
-
-    Args:
-        counts: batches of every item, in a fixed order.
-        size: number of processes.
     """
     owners, most = balanced([*counts.values()], size)
     total, start = sum(counts.values()), 0

@@ -43,18 +43,7 @@ By process (a fork has its parent's entries, but must not touch them) and key: w
 
 @contextlib.contextmanager
 def atomic_path(path: PathLike, *, need: int | None = None) -> Iterator[pathlib.Path]:
-    """A path to write to: on success the file lands at `path`, on any failure the old file (or none) stays.
-
-    Args:
-        path: where the file goes. Missing parent folders are made.
-        need: bytes about to be written, for the message when the disk fills up.
-
-    Yields:
-        A path with the file name and suffix of `path`, on the same file system, where no file is yet.
-
-    Raises:
-        RunError: the folder can't be written to, or the disk is full (free and needed bytes are in the hint).
-    """
+    """A path to write to: on success the file lands at `path`, on any failure the old file (or none) stays."""
     target = pathlib.Path(path)
     with scratch_beside(target, need) as scratch:
         written = scratch / target.name
@@ -65,18 +54,7 @@ def atomic_path(path: PathLike, *, need: int | None = None) -> Iterator[pathlib.
 
 @contextlib.contextmanager
 def atomic_folder(path: PathLike, *, replace: bool = False) -> Iterator[pathlib.Path]:
-    """An empty folder to fill; on success it becomes `path`, on any failure nothing does.
-
-    Args:
-        path: where the folder goes. Missing parent folders are made.
-        replace: whether a folder that is there already, with anything in it, may be replaced.
-
-    Yields:
-        An empty folder called like `path`, on the same file system.
-
-    Raises:
-        RunError: `path` exists and may not be replaced, can't be written to, or the disk is full.
-    """
+    """An empty folder to fill; on success it becomes `path`, on any failure nothing does."""
     target = pathlib.Path(path)
     if not (replace and target.is_dir()):
         require_free(target)
@@ -91,43 +69,26 @@ def atomic_folder(path: PathLike, *, replace: bool = False) -> Iterator[pathlib.
 
 
 def require_free(path: PathLike) -> None:
-    """Refuse a path at which something is, other than an empty folder.
-
-    Raises:
-        RunError: a file is there, or a folder that is not empty.
-    """
+    """Refuse a path at which something is, other than an empty folder."""
     target = pathlib.Path(path)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise RunError(f"{target} exists already", hint="Choose another path, or remove it first.")
 
 
 def write_text_atomic(path: PathLike, text: str) -> None:
-    """Write `text` as UTF-8 with Unix line ends, whole or not at all.
-
-    Raises:
-        RunError: the folder can't be written to, or the disk is full.
-    """
+    """Write `text` as UTF-8 with Unix line ends, whole or not at all."""
     data = text.encode()
     with atomic_path(path, need=len(data)) as written:
         written.write_bytes(data)
 
 
 def write_json_atomic(path: PathLike, value: object) -> None:
-    """Write `value` as indented JSON, keys in the order given, whole or not at all.
-
-    Raises:
-        RunError: the folder can't be written to, or the disk is full.
-        ValueError: a number is NaN or infinite, which JSON does not know.
-    """
+    """Write `value` as indented JSON, keys in the order given, whole or not at all."""
     write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def from_json(text: str | bytes) -> Any:
-    """The value that `text` spells; for all JSON that comes from outside.
-
-    Raises:
-        ValueError: it is no JSON, no UTF-8, or nested too deeply to be read.
-    """
+    """The value that `text` spells; for all JSON that comes from outside."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -135,11 +96,7 @@ def from_json(text: str | bytes) -> Any:
 
 
 def plain_file(path: PathLike) -> pathlib.Path:
-    """The path of a file from outside, for whoever opens it: devices have no end, and a pipe may have no beginning.
-
-    Raises:
-        OSError: it leads to a device, a pipe or a socket. Of what is not there, opening it says so.
-    """
+    """The path of a file from outside, for whoever opens it: devices have no end, and a pipe may have no beginning."""
     file = pathlib.Path(path)
     if file.exists() and not (file.is_file() or file.is_dir()):
         raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and no file", str(file))
@@ -153,11 +110,7 @@ def sha256_of(path: PathLike) -> str:
 
 
 def expanded(path: PathLike) -> pathlib.Path:
-    """The path with the home folder that a `~` at its beginning stands for.
-
-    Raises:
-        SpecError: nobody has such a home folder.
-    """
+    """The path with the home folder that a `~` at its beginning stands for."""
     try:
         return pathlib.Path(path).expanduser()
     except RuntimeError:
@@ -177,11 +130,7 @@ def free_bytes(path: PathLike) -> int:
 
 @contextlib.contextmanager
 def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.Path]:
-    """A folder next to `target` that is gone afterwards; a full disk anywhere inside becomes a `RunError`.
-
-    Raises:
-        RunError: no folder can be made there, or the disk is full; `need` is how many bytes the message asks for.
-    """
+    """A folder next to `target` that is gone afterwards; a full disk anywhere inside becomes a `RunError`."""
     folder = target.parent / f".partial-{_HERE}-{os.getpid()}-{secrets.token_hex(4)}"
     missing = [
         folder_above for folder_above in (target.parent, *target.parent.parents) if not folder_above.exists()
@@ -219,9 +168,7 @@ def temporary_folder() -> contextlib.AbstractContextManager[pathlib.Path]:
 def sweep(scratch: Iterable[pathlib.Path], *, others: bool = False) -> None:
     """Remove scratch folders that a process of this machine made which runs no more.
 
-    Args:
-        scratch: what `PARTIAL` finds somewhere.
-        others: also those of other machines, and of unknown origin: whoever holds a run's lock writes there alone.
+    With `others` also those of other machines, and of unknown origin: whoever holds a run's lock writes there alone.
     """
     for folder in scratch:
         machine, _, rest = folder.name.removeprefix(".partial-").partition("-")

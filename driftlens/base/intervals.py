@@ -45,13 +45,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class MeanChange:
-    """How a mean over samples changes.
-
-    Attributes:
-        difference: mean after minus mean before, in the unit of the values; its n counts the samples after.
-        relative: the same against the mean before, whose own error counts too.
-        is_paired: whether the same samples were measured twice, so that what is common to both cancels.
-    """
+    """How a mean over samples changes, in its unit and against the mean before, whose own error counts too."""
 
     difference: Interval
     relative: Interval
@@ -62,15 +56,8 @@ class MeanChange:
 class Paired:
     """What one and the same sample answered before and after, counted over samples.
 
-    Attributes:
-        difference: accuracy after minus accuracy before, a fraction.
-        ci_low: lower end of its 95 % interval: Tango's score interval for paired proportions, which 0 belongs to
-            wherever the test does not reject it; the two differ at a handful of counts, 4 against 0 for instance.
-        ci_high: upper end.
-        p_value: McNemar's mid-p, two-sided, that samples gained and lost are equally likely.
-        gained: samples wrong before and right after.
-        lost: samples right before and wrong after.
-        n: samples.
+    The ends are those of Tango's 95 % score interval for paired proportions, which 0 belongs to wherever McNemar's
+    two-sided mid-p does not reject it; the two differ at a handful of counts, 4 against 0 for instance.
     """
 
     difference: float
@@ -83,11 +70,7 @@ class Paired:
 
 
 def wilson(k: int, n: int) -> tuple[float, float]:
-    """The 95 % Wilson interval of a proportion of which `k` of `n` were seen.
-
-    Raises:
-        ValueError: n is 0, or k is not between 0 and n.
-    """
+    """The 95 % Wilson interval of a proportion of which `k` of `n` were seen."""
     if not 0 <= k <= n or n == 0:
         raise ValueError(f"wanted 0 <= k <= n with n >= 1, got k = {k} and n = {n}")
     share, weight = k / n, _Z**2 / n
@@ -100,15 +83,7 @@ def wilson(k: int, n: int) -> tuple[float, float]:
 def mcnemar(
     before_right: Sequence[bool] | NDArray[Any], after_right: Sequence[bool] | NDArray[Any]
 ) -> Paired:
-    """The change of accuracy on samples that were answered twice, with interval and mid-p test.
-
-    Args:
-        before_right: whether each sample was answered rightly before, [n].
-        after_right: whether the same samples, in the same order, were after, [n].
-
-    Raises:
-        ValueError: the lengths differ, or there are no samples.
-    """
+    """The change of accuracy on samples that were answered twice, with interval and mid-p test."""
     before, after = np.asarray(before_right, dtype=bool), np.asarray(after_right, dtype=bool)
     if before.shape != after.shape or before.ndim != 1 or not len(before):
         raise ValueError(f"wanted as many answers before as after, got {before.shape} and {after.shape}")
@@ -124,9 +99,6 @@ def unpaired_difference(k_before: int, n_before: int, k_after: int, n_after: int
 
     Newcombe's hybrid score interval (method 10 of his 1998 paper on independent proportions). Counts from the same
     samples tend to err together, which it can't see: there it is wider than it need be.
-
-    Raises:
-        ValueError: as for `wilson`.
     """
     before, after = k_before / n_before if n_before else 0.0, k_after / n_after if n_after else 0.0
     (low_before, high_before), (low_after, high_after) = wilson(k_before, n_before), wilson(k_after, n_after)
@@ -136,13 +108,7 @@ def unpaired_difference(k_before: int, n_before: int, k_after: int, n_after: int
 
 
 def mean_interval(mean: float, std: float, n: int) -> Interval:
-    """A mean over samples with Student's interval.
-
-    Args:
-        mean: of the samples.
-        std: their standard deviation as tables have it, divided by n (ddof 0); the interval divides by n - 1.
-        n: samples.
-    """
+    """A mean over samples with Student's interval; `std` as tables have it, divided by n (the interval by n - 1)."""
     return replace(_around(mean, std / math.sqrt(n - 1) if n > 1 else math.nan, n - 1), n=n)
 
 
@@ -150,14 +116,6 @@ def mean_change(before: Array, after: Array, *, is_paired: bool) -> MeanChange:
     """The change of a mean over samples, by Student's t; of different samples, by Welch's.
 
     The interval of the relative change linearises the ratio of the two means (Cochran, Sampling Techniques, sec. 6).
-
-    Args:
-        before: one value per sample, [n].
-        after: [n], of the same samples in the same order; [m] of others.
-        is_paired: whether they are the same.
-
-    Raises:
-        ValueError: as many values are wanted before as after, and they are not.
     """
     if is_paired and before.shape != after.shape:
         raise ValueError(f"wanted as many samples before as after, got {before.shape} and {after.shape}")
@@ -178,8 +136,7 @@ def mean_change(before: Array, after: Array, *, is_paired: bool) -> MeanChange:
 def standard_error(groups: Sequence[Array]) -> tuple[float, float]:
     """Standard error of a sum of means of independent groups, and its degrees of freedom (Welch-Satterthwaite).
 
-    Args:
-        groups: one value per sample, by group; a group of one sample makes the error infinite.
+    A group of one sample makes the error infinite.
     """
     parts = [float(values.var(ddof=1)) / len(values) if len(values) > 1 else math.inf for values in groups]
     total = sum(parts)

@@ -12,13 +12,7 @@ from driftlens.base.errors import LayerNotFoundError
 def select_layers(paths: Sequence[str], pattern: str | int | Sequence[str | int]) -> list[int]:
     """Indices of the layers to store and show, ascending; stem and head are always among them.
 
-    Args:
-        paths: module path of every layer of the chain, stem first and head last.
-        pattern: `blocks` for all, `final` for the head, a glob on module paths, a layer's index (1 for the
-            stem), or a list of these.
-
-    Raises:
-        LayerNotFoundError: a pattern matches no layer; the message names the three nearest paths.
+    `pattern`: `blocks`, `final` for the head, a glob on module paths, an index (1 is the stem), or a list of these.
     """
     patterns = [pattern] if isinstance(pattern, str | int) else pattern
     chosen = {1, len(paths)}

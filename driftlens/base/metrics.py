@@ -21,17 +21,8 @@ ATTACHED = "harness:"
 class Metric:
     """One way to score a variant on a task.
 
-    Attributes:
-        name: as it stands in tables and specs.
-        title: as a reader sees it.
-        says: what it is, in one sentence.
-        range: lowest and highest value there can be; None where there is no limit.
-        worse: which direction is worse.
-        kind: whether it is a share of samples that are answered rightly (Wilson's interval, changes by pairs) or
-            another number of all samples (both intervals by drawing samples again).
-        needs: of a task: class scores (`head`), answers to choose from (`choices`), wanted answers (`target`), or such
-            that are numbers (`number`).
-        hub: name of the metric on the Hugging Face Hub.
+    A `share` of samples answered rightly has Wilson's interval and changes by pairs, any other number intervals by
+    drawing samples again. It `needs` class scores (`head`), answers to choose from, wanted ones (`target`), or numbers.
     """
 
     name: str

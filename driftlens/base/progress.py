@@ -77,11 +77,7 @@ class CancelToken:
         self.is_set = True
 
     def check(self) -> None:
-        """Raise `Cancelled` if somebody asked to stop.
-
-        Raises:
-            Cancelled: `cancel` was called.
-        """
+        """Raise `Cancelled` if somebody asked to stop."""
         if self.is_set:
             self.is_heard = True
             raise Cancelled(
@@ -124,11 +120,7 @@ class Reporter:
         self._started = time.monotonic()
 
     def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
-        """Report that `done` of `total` units are finished, after checking for cancellation.
-
-        Raises:
-            Cancelled: somebody asked to stop.
-        """
+        """Report that `done` of `total` units are finished, after checking for cancellation."""
         if self._cancel is not None:
             self._cancel.check()
         # A phase may say "nothing done yet" many times, once per batch; only going back means that it begins anew.
@@ -139,11 +131,7 @@ class Reporter:
             self._sink(ProgressEvent(phase, done, total, label, time.monotonic() - self._started, metrics))
 
     def track(self, items: Iterable[T], phase: str, label: Callable[[T], str] = str) -> Iterator[T]:
-        """Yield `items`, reporting before each and once at the end.
-
-        Raises:
-            Cancelled: somebody asked to stop.
-        """
+        """Yield `items`, reporting before each and once at the end."""
         total = len(items) if isinstance(items, Sized) else None
         done = 0
         for item in items:
@@ -154,14 +142,7 @@ class Reporter:
 
 
 class TaskMeter:
-    """Progress of one task in a phase that goes through all tasks.
-
-    Args:
-        reporter: told of every step; may cancel.
-        phase: what is being done.
-        units: how much there is to do, by task, in the order in which tasks are done.
-        task: the one at hand.
-    """
+    """Progress of one task in a phase that goes through all tasks."""
 
     def __init__(self, reporter: Reporter, phase: str, units: Mapping[str, int], task: str) -> None:
         self._reporter, self._phase, self._task = reporter, phase, task
@@ -181,17 +162,7 @@ class TaskMeter:
 def sink_for(
     mode: Mode = "auto", stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[ProgressSink]:
-    """A sink for progress events, open for the length of the block.
-
-    Args:
-        mode: "auto" draws a bar on a terminal and writes plain lines elsewhere; "rich" draws a bar; "jsonl"
-            writes one JSON object per event; "none" writes nothing.
-        stream: where it goes; standard error unless given, since standard output carries results only.
-        clock: seconds, for plain lines.
-
-    Raises:
-        SpecError: there is no such mode.
-    """
+    """A sink for progress events, open for the length of the block; "auto" is a bar on a terminal, lines elsewhere."""
     target = sys.stderr if stream is None else stream
     draws = target.isatty() and os.environ.get("TERM") != "dumb"
     if mode == "rich" or (mode == "auto" and draws):

@@ -55,12 +55,7 @@ _INLINE = 1 << 16
 
 
 class Team:
-    """This process among those of a job; alone unless `joined` made it.
-
-    Attributes:
-        rank: number of this process; the first one, 0, writes and talks.
-        size: number of processes.
-    """
+    """This process among those of a job; alone unless `joined` made it."""
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None, store: Any = None) -> None:
         """`group` is a process group of torch.distributed, `store` one of its stores; neither is needed alone."""
@@ -88,12 +83,7 @@ class Team:
         return self.rank == 0
 
     def owners(self, items: Sequence[str], weights: Mapping[str, float] | None = None) -> dict[str, int]:
-        """Which process has which item, so that all have about as much to do; the same in every process.
-
-        Args:
-            items: in a fixed order.
-            weights: how much there is to do; all alike if left out.
-        """
+        """Which process has which item, so that all have about as much to do; the same in every process."""
         given = weights or {}
         costs = [given.get(item, 1.0) for item in items]
         return dict(zip(items, self.balanced(costs), strict=True))
@@ -121,11 +111,7 @@ class Team:
         return cast("T", value)
 
     def at(self, owner: int, work: Callable[[], T]) -> T | None:
-        """What one process makes, for the first; None elsewhere, where nobody waits.
-
-        Raises:
-            DriftLensError: in the owner what the work raises, which ends the job.
-        """
+        """What one process makes, for the first; None elsewhere, where nobody waits."""
         if self.size == 1:
             return work()
         key = self._key("at")
@@ -137,15 +123,7 @@ class Team:
         return pickle.loads(self._received(key, owner)) if self.leads else None
 
     def pieces(self, runs: Sequence[tuple[int, int, int]], work: Callable[[int, int], T]) -> list[T] | None:
-        """What processes make of their runs of one item, in order, for the first of them; None elsewhere.
-
-        Args:
-            runs: as `shares` gives them: rank, first batch and the one behind the last.
-            work: what is made of the batches from the first to the one behind the last.
-
-        Raises:
-            DriftLensError: in the process whose work raises it, which ends the job.
-        """
+        """What processes make of their runs of one item, in order, for the first of them; None elsewhere."""
         if self.size == 1:
             return [work(first, last) for _, first, last in runs]
         to, keys = runs[0][0], [self._key("piece") for _ in runs]
@@ -323,11 +301,7 @@ class Team:
             self._beating.join()
 
     def look(self, *, at_once: bool = False) -> None:
-        """Raise what another process failed with, if one did; found out a few times a second, or `at_once`.
-
-        Raises:
-            DriftLensError: what it raised, or that it ended without a word.
-        """
+        """Raise what another process failed with, if one did; found out a few times a second, or `at_once`."""
         if self.size == 1 or (time.monotonic() - self._looked < _LOOK_SECONDS and not at_once):
             return
         self._looked = time.monotonic()
@@ -341,11 +315,7 @@ class Team:
         return error
 
     def _post(self, error: BaseException) -> bool:
-        """Say what ended this process, unless another one's end came first; from now on there is no team.
-
-        Returns:
-            Whether it is posted: the store may be gone.
-        """
+        """Say what ended this process, unless another one's end came first; from now on there is no team."""
         self._error = self._error or error
         with contextlib.suppress(RuntimeError):
             self._store.compare_set("failed", "", _described(error, self.rank))
@@ -595,11 +565,7 @@ class _Heard(CancelToken):
 
 @contextlib.contextmanager
 def joined() -> Iterator[Team]:
-    """The team that the environment speaks of, as torchrun and its kin set it up; alone where it speaks of none.
-
-    Raises:
-        SpecError: the environment is incomplete, or the others don't come.
-    """
+    """The team that the environment speaks of, as torchrun and its kin set it up; alone where it speaks of none."""
     size = members()
     if size == 1:
         yield Team()

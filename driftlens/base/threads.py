@@ -36,11 +36,7 @@ _wanted: ContextVar[int | None] = ContextVar("wanted_threads", default=None)
 
 @contextmanager
 def using_threads(wanted: int | None) -> Iterator[None]:
-    """A block that computes with `wanted` threads, at most OMP_NUM_THREADS of them; None lets each phase settle it.
-
-    Raises:
-        SpecError: `wanted` is below 1.
-    """
+    """A block that computes with `wanted` threads, at most OMP_NUM_THREADS of them; None lets each phase settle it."""
     if wanted is None:
         yield
         return
@@ -59,14 +55,6 @@ def settled_threads(rows: int, width: int, *, phase: str) -> Iterator[int]:
     `using_threads` decides, else the variable DRIFTLENS_THREADS; else a layer is timed for a few hundredths of a second
     with one thread, with two, four and so on up to as many as torch has been given, and the fewest are taken that need
     at most `GAIN` times as long as the fastest. What torch was given comes back at the end.
-
-    Args:
-        rows: tokens of one batch, over all samples.
-        width: of the features.
-        phase: for the log, which names each choice once.
-
-    Raises:
-        SpecError: DRIFTLENS_THREADS is no positive number.
     """
     available = torch.get_num_threads()
     number = _wanted.get()
@@ -89,11 +77,6 @@ def fewest_threads(
 
     They take turns, and all the time of each counts: a shortest or a median time would leave out just those calls in
     which threads waited for one that was not running.
-
-    Args:
-        work: one operation, which is called many times.
-        candidates: numbers of threads.
-        clock: seconds.
     """
     spent, calls = dict.fromkeys(candidates, 0.0), dict.fromkeys(candidates, 0)
     for _ in range(_ROUNDS):

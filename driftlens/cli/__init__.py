@@ -114,11 +114,7 @@ def run(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _teamed(arguments: Sequence[str]) -> Iterator[None]:
-    """A command in as many processes as the environment speaks of; all but the first are silent.
-
-    Raises:
-        SpecError: the command does not divide its work.
-    """
+    """A command in as many processes as the environment speaks of; all but the first are silent."""
     if members() == 1:
         yield
         return

@@ -229,12 +229,7 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 @dataclass
 class Stopping:
-    """Whether this process was asked to end and is on its way out.
-
-    Attributes:
-        since: when it was interrupted last; None before.
-        is_over: whether its work is done, so that nothing is left to interrupt.
-    """
+    """Whether this process was asked to end and is on its way out."""
 
     since: float | None = None
     is_over: bool = False
@@ -253,11 +248,7 @@ stopped = Stopping()
 
 @contextmanager
 def hearing(*, last: bool) -> Iterator[None]:
-    """A block that all of `ENDING` interrupt, once; after it they do what they did before.
-
-    Args:
-        last: whether the process ends after the block: from its end on nothing interrupts.
-    """
+    """A block that all of `ENDING` interrupt, once; after it they do as before, or nothing if it is the process's `last`."""
     before = {number: signal.getsignal(number) for number in ENDING}
     # What was to be ignored, as under nohup, stays ignored; a program that calls us keeps its own handlers.
     usual = [number for number, at in before.items() if at in (signal.SIG_DFL, signal.default_int_handler)]

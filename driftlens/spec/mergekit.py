@@ -40,11 +40,7 @@ class Parameter(NamedTuple):
     kind: Any = float
 
     def read(self, name: str, value: Any) -> Any:
-        """The value, as mergekit takes it: numbers may be text.
-
-        Raises:
-            SpecError: it is none of this kind, or beyond all meaning.
-        """
+        """The value, as mergekit takes it: numbers may be text."""
         if value is None and self.default is None:
             return None
         try:
@@ -211,11 +207,7 @@ class Recipe:
         return part, along if number else 0.0
 
     def values(self, key: str, layers: int) -> dict[str, Any]:
-        """All parameters for a tensor; lists of those of which each model or expert has one.
-
-        Raises:
-            SpecError: one must be given and is not, or is none of its kind.
-        """
+        """All parameters for a tensor; lists of those of which each model or expert has one."""
         part, along = self.slice_of(key, layers)
         shared = (part.settings, *self.settings)
 
@@ -247,20 +239,12 @@ class Recipe:
 
 
 def read_recipe(file: PathLike) -> Recipe:
-    """A recipe of mergekit in a file.
-
-    Raises:
-        SpecError: the file can't be read, or as for `recipe_of`.
-    """
+    """A recipe of mergekit in a file."""
     return recipe_of(read_mapping(Path(file), "recipe", "It needs `merge_method` and `models`."))
 
 
 def recipe_of(given: Settings) -> Recipe:
-    """A recipe of mergekit, as its file spells it.
-
-    Raises:
-        SpecError: it asks for something that is not done here; says what.
-    """
+    """A recipe of mergekit, as its file spells it."""
     raw = dict(given)
     method = str(raw.get("merge_method"))
     if method not in METHODS:

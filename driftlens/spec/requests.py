@@ -149,11 +149,7 @@ class Request(Part, title="calibrate"):
 
 
 def refuse_unknown(command: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Refuse a keyword that a command does not take.
-
-    Raises:
-        SpecError: names the first, what there is, and the nearest.
-    """
+    """Refuse a keyword that a command does not take."""
     for name in given:
         if name not in known:
             raise SpecError(

@@ -27,11 +27,7 @@ def layers_named(given: str | Sequence[str]) -> list[int | str]:
 
 
 def assignments(given: Sequence[str] | None) -> dict[str, Any]:
-    """The values of `--set name=value`, each read as YAML.
-
-    Raises:
-        SpecError: one is not of this form.
-    """
+    """The values of `--set name=value`, each read as YAML."""
     from driftlens.spec.yaml_text import from_yaml
 
     values = {}
@@ -44,11 +40,7 @@ def assignments(given: Sequence[str] | None) -> dict[str, Any]:
 
 
 def lists(given: Sequence[str]) -> dict[str, list[Any]]:
-    """The values of `--param name=1,2`, each read as YAML; the same name twice adds to its values.
-
-    Raises:
-        SpecError: one is not of this form.
-    """
+    """The values of `--param name=1,2`, each read as YAML; the same name twice adds to its values."""
     from driftlens.spec.yaml_text import from_yaml
 
     by_name: dict[str, list[Any]] = {}
@@ -63,11 +55,7 @@ def lists(given: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def with_settings(given: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Methods joined by commas, each with settings behind colons: `ties:scaling=0.4`, by name and settings.
-
-    Raises:
-        SpecError: settings are not of this form.
-    """
+    """Methods joined by commas, each with settings behind colons: `ties:scaling=0.4`, by name and settings."""
     methods = []
     # Commas inside brackets are those of a list.
     for text in re.split(r",(?![^\[]*\])", ",".join(given)):
@@ -85,11 +73,7 @@ def spelled_out(entry: object) -> str:
 
 
 def names_shown(given: str) -> dict[str, str]:
-    """What names are shown as, from `mnist=MNIST,merged=Ours`.
-
-    Raises:
-        SpecError: a part is not of this form.
-    """
+    """What names are shown as, from `mnist=MNIST,merged=Ours`."""
     shown = {}
     for pair in parts(given):
         name, equals, text = (part.strip() for part in pair.partition("="))

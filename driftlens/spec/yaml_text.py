@@ -90,15 +90,7 @@ for _class in (_Loader, _Dumper):
 
 
 def from_yaml(text: str, where: str) -> Any:
-    """The value that `text` spells.
-
-    Args:
-        text: YAML or JSON.
-        where: what messages call it, for example the file's name.
-
-    Raises:
-        SpecError: not YAML, nested too deeply, or a key occurs twice; line and column are in the message.
-    """
+    """The value that `text` spells."""
     if len(text) > MOST_CHARACTERS:
         raise SpecError(
             f"{where}: {len(text):,} characters; at most {MOST_CHARACTERS:,} are read",
@@ -147,16 +139,7 @@ def line_of(text: str, path: str) -> int | None:
 
 
 def read_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
-    """The mapping that a YAML file spells.
-
-    Args:
-        file: in UTF-8.
-        what: what messages call its content.
-        start: how to begin such a file, in one sentence.
-
-    Raises:
-        SpecError: the file can't be read, is no text, or holds something else.
-    """
+    """The mapping that a YAML file spells."""
     try:
         # What a shell hands down as /dev/stdin or /dev/fd/63 is a pipe; of a device no more than this is read.
         place = file if file.is_relative_to("/dev") else plain_file(file)

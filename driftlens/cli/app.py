@@ -248,7 +248,7 @@ stopped = Stopping()
 
 @contextmanager
 def hearing(*, last: bool) -> Iterator[None]:
-    """A block that all of `ENDING` interrupt, once; after it they do as before, or nothing if it is the process's `last`."""
+    """A block that all of `ENDING` interrupt, once; after it they do as before, unless it is the `last`."""
     before = {number: signal.getsignal(number) for number in ENDING}
     # What was to be ignored, as under nohup, stays ignored; a program that calls us keeps its own handlers.
     usual = [number for number, at in before.items() if at in (signal.SIG_DFL, signal.default_int_handler)]

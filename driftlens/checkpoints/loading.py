@@ -19,7 +19,7 @@ from typing import Any
 from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError
 from driftlens.base.files import expanded, from_json, plain_file
 from driftlens.checkpoints.guarded import MOST_MEMORY, SECONDS, guarded
-from driftlens.checkpoints.lora import is_lora_folder, lora_source
+from driftlens.checkpoints.lora import LoraSource, is_lora_folder
 from driftlens.checkpoints.refusals import conversion, require_unquantised, wrong_family
 from driftlens.checkpoints.sources import StateSource
 from driftlens.checkpoints.weight_files import open_file, open_folder
@@ -104,7 +104,7 @@ def _open_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
             f"{folder} holds LoRA adapters, not a whole model",
             hint="Give it as an expert, next to the base it was trained on; or merge it into that and save.",
         )
-    return lora_source(base, folder)
+    return LoraSource(base, folder)
 
 
 def _require_plain_folder(folder: pathlib.Path) -> None:

@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,17 @@ def named_base(folder: pathlib.Path) -> tuple[str, str]:
     return str(config.get("base_model_name_or_path") or ""), str(config.get("revision") or "")
 
 
-def lora_source(base: StateSource, folder: str | os.PathLike[str]) -> StateSource:
-    """The base with the adapters in `folder` merged in: base + scaling * B @ A, computed as it is read.
+@dataclass(frozen=True)
+class _Update:
+    """What is added to one weight [out, in]: scaling * up @ down."""
+
+    down: str
+    up: str
+    scaling: float
+
+
+class LoraSource:
+    """A base with the adapters in a folder merged in: base + scaling * B @ A, computed as it is read.
 
     `scaling` is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`; `rank_pattern` and `alpha_pattern` are
     honoured. Adapters find their weight by the end of its name, so that they fit whether the base was saved with a
@@ -68,43 +77,23 @@ def lora_source(base: StateSource, folder: str | os.PathLike[str]) -> StateSourc
     were trained whole (`modules_to_save`) are as they were saved, whether the base has them or not. Source: LoRA
     (arXiv:2106.09685), Section 4.1.
     """
-    place = pathlib.Path(folder)
-    config = _config(place)
-    weights = next((place / name for name in _WEIGHTS if (place / name).is_file()), None)
-    if weights is None:
-        raise _refusal(place, f"{_WEIGHTS[0]} is missing", "Copy or download the folder again.")
-    adapters = open_file(weights)
-    saved = _saved_whole(base, adapters, config)
-    return _LoraSource(base, adapters, place, _updates(base, adapters, config, place, saved), saved)
 
-
-@dataclass(frozen=True)
-class _Update:
-    """What is added to one weight: scaling * up @ down, transposed where the base stores [in, out]."""
-
-    down: str
-    up: str
-    scaling: float
-    transposed: bool
-
-
-class _LoraSource:
-    def __init__(
-        self,
-        base: StateSource,
-        adapters: StateSource,
-        folder: pathlib.Path,
-        updates: Mapping[str, _Update],
-        saved: Mapping[str, str],
-    ) -> None:
-        self.name = str(folder)
-        self.headers = {**base.headers, **{key: adapters.headers[stored] for stored, key in saved.items()}}
-        self._base = base
-        self._adapters = adapters
-        self._updates = updates
-        self._saved = dict(zip(saved.values(), saved, strict=True))
+    def __init__(self, base: StateSource, place: str | os.PathLike[str]) -> None:
+        folder = pathlib.Path(place)
+        self.name, self._base, self._folder = str(folder), base, folder
+        self._config = _config(folder)
+        self._is_transposed = bool(self._config.get("fan_in_fan_out"))
+        weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
+        if weights is None:
+            raise _refusal(folder, f"{_WEIGHTS[0]} is missing", "Copy or download the folder again.")
+        self._adapters = open_file(weights)
+        self._saved = self._saved_whole()
+        saved = {name: self._adapters.headers[key] for name, key in self._saved.items()}
+        self.headers = {**base.headers, **saved}
+        self._updates = self._matched()
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, or rows [start, stop) of it, with what its adapter adds."""
         require_key(self, key)
         if key in self._saved:
             return self._adapters.read(self._saved[key], rows)
@@ -118,9 +107,103 @@ class _LoraSource:
     def _delta(self, update: _Update, rows: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
         down, up = self._adapters.read(update.down).to(dtype), self._adapters.read(update.up).to(dtype)
         if rows is not None:
-            down, up = (down[:, slice(*rows)], up) if update.transposed else (down, up[slice(*rows)])
+            down, up = (down[:, slice(*rows)], up) if self._is_transposed else (down, up[slice(*rows)])
         delta = update.scaling * (up @ down)
-        return delta.T if update.transposed else delta
+        return delta.T if self._is_transposed else delta
+
+    def _saved_whole(self) -> dict[str, str]:
+        """Of modules that were trained whole, the base's names or their own -> the adapter's keys."""
+        modules = self._config.get("modules_to_save") or []
+        places = {}
+        for key in self._adapters.headers:
+            name = key.removeprefix(_WRAPPER)
+            if any(module in name.split(".") for module in modules) and ".lora_" not in name:
+                there = [
+                    known
+                    for known in self._base.headers
+                    if known == name or known.endswith(f".{name}") or name.endswith(f".{known}")
+                ]
+                places[there[0] if len(there) == 1 else name] = key
+        return places
+
+    def _matched(self) -> dict[str, _Update]:
+        pairs = self._pairs()
+        ranks = self._numbers("r", "rank_pattern", pairs)
+        alphas = self._numbers("lora_alpha", "alpha_pattern", pairs)
+        updates: dict[str, _Update] = {}
+        for module, (down, up) in pairs.items():
+            down_shape, up_shape = self._adapters.headers[down].shape, self._adapters.headers[up].shape
+            if len(down_shape) != 2 or len(up_shape) != 2:
+                reason = f"{module!r} is not linear: its lora_A has shape {list(down_shape)}"
+                raise _refusal(self._folder, reason)
+            rank = down_shape[0]
+            if not 0 < rank == up_shape[1] == ranks[module]:
+                reason = f"{module!r} has rank {rank} in the weights and {ranks[module]:g} in {_CONFIG}"
+                raise _refusal(self._folder, reason)
+            shape = up_shape[0], down_shape[1]
+            key = self._weight_key(f"{module}.weight", shape[::-1] if self._is_transposed else shape)
+            if key in updates:
+                raise _refusal(self._folder, f"two adapters fit {key!r} of {self._base.name}")
+            root = math.sqrt(rank) if self._config.get("use_rslora") else rank
+            updates[key] = _Update(down, up, alphas[module] / root)
+        return updates
+
+    def _pairs(self) -> dict[str, tuple[str, str]]:
+        """Module path -> keys of A and B."""
+        halves: dict[str, dict[str, str]] = {}
+        for key in (key for key in self._adapters.headers if key not in self._saved.values()):
+            parts = re.fullmatch(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight", key)
+            if parts is None:
+                raise _refusal(self._folder, f"{key!r} is not the A or B of a linear module's adapter")
+            halves.setdefault(parts["module"].removeprefix(_WRAPPER), {})[parts["half"]] = key
+        for module, pair in halves.items():
+            if len(pair) != 2:
+                raise _refusal(self._folder, f"{module!r} has only one of lora_A and lora_B")
+        return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
+
+    def _numbers(self, key: str, option: str, modules: Collection[str]) -> dict[str, float]:
+        """A number for every module: that of the first pattern that matches the end of its path, as peft reads them."""
+        patterns = self._config.get(option) or {}
+        if not isinstance(patterns, dict):
+            reason = f"{option} is {str(patterns)[:80]!r}, expected numbers by pattern"
+            raise _refusal(self._folder, reason, _RESTORE)
+        default = self._number(self._config.get(key), key)
+        values = [self._number(value, option) for value in patterns.values()]
+        if not patterns:
+            return dict.fromkeys(modules, default)
+        try:
+            places = guarded("patterns", list(patterns), list(modules))
+        except ValueError as error:
+            raise _refusal(self._folder, f"{option}: {error}", _RESTORE) from error
+        chosen = (default if place is None else values[place] for place in places)
+        return dict(zip(modules, chosen, strict=True))
+
+    def _number(self, value: Any, key: str) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _LARGEST:
+            raise _refusal(self._folder, f"{key} is {str(value)[:80]!r}, expected a number", _RESTORE)
+        return float(value)
+
+    def _weight_key(self, wanted: str, shape: tuple[int, ...]) -> str:
+        """The one key of the base that ends like `wanted` (or `wanted` like it) and has its shape."""
+        headers = self._base.headers
+        candidates = [
+            key
+            for key in headers
+            if key == wanted or key.endswith(f".{wanted}") or ("." in key and wanted.endswith(f".{key}"))
+        ]
+        fitting = [key for key in candidates if headers[key].shape == shape]
+        if wanted in fitting:
+            return wanted
+        if len(fitting) == 1:
+            return fitting[0]
+        if fitting:
+            reason = f"the adapter of {wanted!r} fits several weights: {', '.join(fitting)}"
+            raise _refusal(self._folder, reason)
+        near = f"; {candidates[0]!r} has {list(headers[candidates[0]].shape)}" if candidates else ""
+        reason = f"the adapter of {wanted!r} {list(shape)} fits no weight of {self._base.name}{near}"
+        named = self._config.get("base_model_name_or_path")
+        hint = "Name the base that these adapters were trained on" + (f": {named}." if named else ".")
+        raise _refusal(self._folder, reason, hint)
 
 
 def _config(folder: pathlib.Path) -> dict[str, Any]:
@@ -145,125 +228,6 @@ def _config(folder: pathlib.Path) -> dict[str, Any]:
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
         raise _refusal(folder, f"modules_to_save is {str(saved)[:80]!r}, expected a list of names", _RESTORE)
     return config
-
-
-def _saved_whole(base: StateSource, adapters: StateSource, config: Mapping[str, Any]) -> dict[str, str]:
-    """The adapter's keys of modules that were trained whole (`modules_to_save`), and the base's or their own names."""
-    modules = config.get("modules_to_save") or []
-    places = {}
-    for key in adapters.headers:
-        name = key.removeprefix(_WRAPPER)
-        if any(module in name.split(".") for module in modules) and ".lora_" not in name:
-            there = [
-                name_in_base
-                for name_in_base in base.headers
-                if name_in_base == name
-                or name_in_base.endswith(f".{name}")
-                or name.endswith(f".{name_in_base}")
-            ]
-            places[key] = there[0] if len(there) == 1 else name
-    return places
-
-
-def _updates(
-    base: StateSource,
-    adapters: StateSource,
-    config: Mapping[str, Any],
-    folder: pathlib.Path,
-    saved: Mapping[str, str],
-) -> dict[str, _Update]:
-    transposed = bool(config.get("fan_in_fan_out"))
-    pairs = _pairs(adapters, folder, saved)
-    ranks = _numbers(folder, config, "r", "rank_pattern", pairs)
-    alphas = _numbers(folder, config, "lora_alpha", "alpha_pattern", pairs)
-    updates: dict[str, _Update] = {}
-    for module, (down, up) in pairs.items():
-        rank = _rank(module, adapters, down, up, ranks[module], folder)
-        scaling = alphas[module] / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        shape = (adapters.headers[up].shape[0], adapters.headers[down].shape[1])
-        key = _weight_key(base, f"{module}.weight", shape[::-1] if transposed else shape, folder, config)
-        if key in updates:
-            raise _refusal(folder, f"two adapters fit {key!r} of {base.name}")
-        updates[key] = _Update(down, up, scaling, transposed)
-    return updates
-
-
-def _pairs(
-    adapters: StateSource, folder: pathlib.Path, saved: Mapping[str, str]
-) -> dict[str, tuple[str, str]]:
-    """Module path -> keys of A and B."""
-    halves: dict[str, dict[str, str]] = {}
-    for key in (key for key in adapters.headers if key not in saved):
-        parts = re.fullmatch(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight", key)
-        if parts is None:
-            raise _refusal(folder, f"{key!r} is not the A or B of a linear module's adapter")
-        halves.setdefault(parts["module"].removeprefix(_WRAPPER), {})[parts["half"]] = key
-    for module, pair in halves.items():
-        if len(pair) != 2:
-            raise _refusal(folder, f"{module!r} has only one of lora_A and lora_B")
-    return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
-
-
-def _rank(module: str, adapters: StateSource, down: str, up: str, wanted: float, folder: pathlib.Path) -> int:
-    down_shape, up_shape = adapters.headers[down].shape, adapters.headers[up].shape
-    if len(down_shape) != 2 or len(up_shape) != 2:
-        raise _refusal(folder, f"{module!r} is not linear: its lora_A has shape {list(down_shape)}")
-    rank = down_shape[0]
-    if not 0 < rank == up_shape[1] == wanted:
-        raise _refusal(folder, f"{module!r} has rank {rank} in the weights and {wanted:g} in {_CONFIG}")
-    return rank
-
-
-def _numbers(
-    folder: pathlib.Path, config: Mapping[str, Any], key: str, option: str, modules: Collection[str]
-) -> dict[str, float]:
-    """A number for every module: that of the first pattern that matches the end of its path, as peft reads them."""
-    patterns = config.get(option) or {}
-    if not isinstance(patterns, dict):
-        raise _refusal(folder, f"{option} is {str(patterns)[:80]!r}, expected numbers by pattern", _RESTORE)
-    default = _number(folder, config.get(key), key)
-    values = [_number(folder, value, option) for value in patterns.values()]
-    if not patterns:
-        return dict.fromkeys(modules, default)
-    try:
-        places = guarded("patterns", list(patterns), list(modules))
-    except ValueError as error:
-        raise _refusal(folder, f"{option}: {error}", _RESTORE) from error
-    return {
-        module: default if place is None else values[place]
-        for module, place in zip(modules, places, strict=True)
-    }
-
-
-def _number(folder: pathlib.Path, value: Any, key: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _LARGEST:
-        raise _refusal(folder, f"{key} is {str(value)[:80]!r}, expected a number", _RESTORE)
-    return float(value)
-
-
-def _weight_key(
-    base: StateSource, wanted: str, shape: tuple[int, int], folder: pathlib.Path, config: Mapping[str, Any]
-) -> str:
-    """The one key of `base` that ends like `wanted` (or `wanted` like it) and has its shape."""
-    candidates = [
-        key
-        for key in base.headers
-        if key == wanted or key.endswith(f".{wanted}") or ("." in key and wanted.endswith(f".{key}"))
-    ]
-    fitting = [key for key in candidates if base.headers[key].shape == shape]
-    if wanted in fitting:
-        return wanted
-    if len(fitting) == 1:
-        return fitting[0]
-    if fitting:
-        raise _refusal(folder, f"the adapter of {wanted!r} fits several weights: {', '.join(fitting)}")
-    near = f"; {candidates[0]!r} has {list(base.headers[candidates[0]].shape)}" if candidates else ""
-    raise _refusal(
-        folder,
-        f"the adapter of {wanted!r} {list(shape)} fits no weight of {base.name}{near}",
-        "Name the base that these adapters were trained on"
-        + (f": {named}." if (named := config.get("base_model_name_or_path")) else "."),
-    )
 
 
 def _refusal(folder: pathlib.Path, reason: str, hint: str = _REMEDY) -> CheckpointError:

@@ -15,7 +15,7 @@ from driftlens.base.access import Access
 from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError
 from driftlens.base.registry import Registry
 from driftlens.checkpoints.alignment import KeyLayout, Layout, Spellings
-from driftlens.checkpoints.lora import lora_source
+from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.refusals import LIVE, running
 from driftlens.checkpoints.sources import Composed, StateSource, renamed
 from driftlens.models.chain import IMAGE, LayerChain, adapters
@@ -89,7 +89,7 @@ class Architecture:
         if isinstance(self.layout, Spellings):
             with contextlib.suppress(CheckpointError, IncompatibleModelsError):
                 aligned = self.align(base)
-                lora_source(aligned, folder)
+                LoraSource(aligned, folder)
                 return Composed(
                     base.name, {key: (aligned, key) for key in aligned.headers} | self._pooler(base)
                 )

@@ -60,15 +60,10 @@ def file_head(file: str | os.PathLike[str], tensor: str, logit_scale: float, cla
             f"{source.name} has no tensor {tensor!r}; there are {', '.join(map(repr, source.headers))}",
             hint="Set `heads.<task>.tensor` to the key of this task's class embeddings.",
         )
-    embeddings, names = source.read(tensor).float(), class_names(classes)
-    where = f"{tensor!r} in {source.name}"
+    embeddings, where = source.read(tensor).float(), f"{tensor!r} in {source.name}"
     if embeddings.dim() != 2:
         raise ShapeError(f"{where} has shape {list(embeddings.shape)}; expected [classes, d]")
-    if len(embeddings) != len(names):
-        raise DataError(
-            f"{where} has {len(embeddings)} rows, but {len(names)} class names are given",
-            hint="Give one name per row, in the order of the rows.",
-        )
+    names = _names_of(embeddings, classes, where)
     _require_unit_norm(embeddings, names, where)
     return Head(names, embeddings, logit_scale)
 
@@ -98,18 +93,21 @@ def linear_head(
     check_finite(source.name, key, rows)
     if shift is not None:
         check_finite(source.name, beside, shift)
-    names = class_names([str(row) for row in range(len(rows))] if classes is None else classes)
+    where = f"{key!r} in {source.name}"
     if rows.dim() != 2 or (shift is not None and shift.shape != rows.shape[:1]):
         rest = "" if shift is None else f", its bias {list(shift.shape)}"
-        raise ShapeError(
-            f"{key!r} in {source.name} has shape {list(rows.shape)}{rest}; expected [classes, d] and [classes]"
-        )
+        raise ShapeError(f"{where} has shape {list(rows.shape)}{rest}; expected [classes, d] and [classes]")
+    return LinearHead(_names_of(rows, classes, where), rows, shift, normalize)
+
+
+def _names_of(rows: Tensor, classes: ClassNames | None, where: str) -> tuple[str, ...]:
+    names = class_names(list(map(str, range(len(rows)))) if classes is None else classes)
     if len(rows) != len(names):
         raise DataError(
-            f"{key!r} in {source.name} has {len(rows)} rows, but there are {len(names)} class names",
+            f"{where} has {len(rows)} rows, but there are {len(names)} class names",
             hint="Give one name per row, in the order of the rows: heads.<task>.classes.",
         )
-    return LinearHead(names, rows, shift, normalize)
+    return names
 
 
 def stated_classes(place: str) -> tuple[str, ...] | None:

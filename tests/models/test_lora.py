@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from driftlens.base.errors import CheckpointError
 from driftlens.checkpoints.guarded import guarded
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.lora import lora_source
+from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.sources import StateSource, TensorsSource, module_source, renamed
 from tests.models.writing import train
 from tests.refusing import refusing
@@ -70,7 +70,7 @@ def test_merged_weights_are_those_of_peft(
 
 def test_rows_are_rows_of_the_merged_weight(base: StateSource, tmp_path: pathlib.Path) -> None:
     train(clip(), tmp_path, **OPTIONS["plain"])
-    merged = lora_source(base, tmp_path)
+    merged = LoraSource(base, tmp_path)
     key = next(key for key in base.headers if key.endswith("layers.1.self_attn.q_proj.weight"))
     torch.testing.assert_close(merged.read(key, (2, 5)), merged.read(key)[2:5], rtol=0, atol=1e-6)
 
@@ -92,7 +92,7 @@ def test_weights_stored_in_by_out_are_updated_in_that_layout(tmp_path: pathlib.P
     module = Transposed()
     base = TensorsSource("base", {key: value.clone() for key, value in module.state_dict().items()})
     expected = train(module, tmp_path, r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-    merged = lora_source(base, tmp_path)
+    merged = LoraSource(base, tmp_path)
     torch.testing.assert_close(merged.read("c_attn.weight"), expected["c_attn.weight"], rtol=0, atol=1e-6)
     torch.testing.assert_close(
         merged.read("c_attn.weight", (1, 3)), expected["c_attn.weight"][1:3], rtol=0, atol=1e-6
@@ -107,7 +107,7 @@ def test_adapters_find_their_weights_with_and_without_a_wrapper(
     wrapped = renamed(base, {f"model.vision_model.{name}": name for name in base.headers})
     bare = renamed(base, {name.partition(".")[2] or name: name for name in base.headers})
     for view, name in ((wrapped, f"model.vision_model.{key}"), (bare, key.partition(".")[2])):
-        torch.testing.assert_close(lora_source(view, tmp_path).read(name), expected[key], rtol=0, atol=1e-6)
+        torch.testing.assert_close(LoraSource(view, tmp_path).read(name), expected[key], rtol=0, atol=1e-6)
 
 
 def test_two_towers_are_told_apart_by_shape_or_refused(base: StateSource, tmp_path: pathlib.Path) -> None:
@@ -115,11 +115,11 @@ def test_two_towers_are_told_apart_by_shape_or_refused(base: StateSource, tmp_pa
     image = {f"image.{key}": base.read(key) for key in base.headers}
     narrow = {f"text.{key}": torch.zeros(3, 3) for key in base.headers}
     same = {f"text.{key}": base.read(key) for key in base.headers}
-    merged = lora_source(TensorsSource("both", image | narrow), tmp_path)
+    merged = LoraSource(TensorsSource("both", image | narrow), tmp_path)
     changed = {key for key in merged.headers if not torch.equal(merged.read(key), (image | narrow)[key])}
     assert len(changed) == 4 and all(key.startswith("image.") for key in changed)
     with pytest.raises(CheckpointError, match=r"fits several weights: image.*, text"):
-        lora_source(TensorsSource("both", image | same), tmp_path)
+        LoraSource(TensorsSource("both", image | same), tmp_path)
 
 
 def test_half_precision_is_rounded_once(base: StateSource, tmp_path: pathlib.Path) -> None:
@@ -127,7 +127,7 @@ def test_half_precision_is_rounded_once(base: StateSource, tmp_path: pathlib.Pat
     half = TensorsSource("half", {key: base.read(key).bfloat16() for key in base.headers})
     key = next(key for key in base.headers if key.endswith("layers.0.self_attn.v_proj.weight"))
     exact = half.read(key).float() + (expected[key] - base.read(key))
-    assert torch.equal(lora_source(half, tmp_path).read(key), exact.bfloat16())
+    assert torch.equal(LoraSource(half, tmp_path).read(key), exact.bfloat16())
 
 
 def edit_config(**changes: Any) -> Callable[[pathlib.Path], None]:
@@ -164,7 +164,7 @@ def test_what_is_more_than_lora_is_refused_with_the_remedy(
     train(clip(), tmp_path, **OPTIONS["plain"])
     spoil(tmp_path)
     with refusing(CheckpointError, match=message, hint="merge_and_unload"):
-        lora_source(base, tmp_path)
+        LoraSource(base, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_configuration_that_is_none_is_refused(
     train(clip(), tmp_path, **OPTIONS["plain"])
     edit_config(**changes)(tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        lora_source(base, tmp_path)
+        LoraSource(base, tmp_path)
 
 
 def test_patterns_have_so_long_to_match_and_no_longer(
@@ -200,7 +200,7 @@ def test_patterns_have_so_long_to_match_and_no_longer(
     train(clip(), tmp_path, **OPTIONS["plain"])
     edit_config(rank_pattern={"fc2": 2, "(([a-z_.0-9]+)+)+X": 3})(tmp_path)
     with pytest.raises(CheckpointError, match=r"rank_pattern: '\(\(.*X' takes too long"):
-        lora_source(base, tmp_path)
+        LoraSource(base, tmp_path)
 
 
 def test_an_adapter_of_rank_zero_is_refused(base: StateSource, tmp_path: pathlib.Path) -> None:
@@ -208,7 +208,7 @@ def test_an_adapter_of_rank_zero_is_refused(base: StateSource, tmp_path: pathlib
     edit_config(r=0)(tmp_path)
     edit_weights(lambda w: {k: v[:0] if "lora_A" in k else v[:, :0] for k, v in w.items()})(tmp_path)
     with pytest.raises(CheckpointError, match="has rank 0 in the weights and 0 in"):
-        lora_source(base, tmp_path)
+        LoraSource(base, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -237,13 +237,13 @@ def test_a_damaged_adapter_is_refused(
     train(clip(), tmp_path, **OPTIONS["plain"])
     spoil(tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        lora_source(base, tmp_path)
+        LoraSource(base, tmp_path)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: pathlib.Path) -> None:
     train(clip(), tmp_path, **OPTIONS["plain"])
     with pytest.raises(CheckpointError, match=r"q_proj\.weight' \[8, 8\] fits no weight of other"):
-        lora_source(TensorsSource("other", {"layers.0.self_attn.q_proj.weight": torch.zeros(9, 8)}), tmp_path)
+        LoraSource(TensorsSource("other", {"layers.0.self_attn.q_proj.weight": torch.zeros(9, 8)}), tmp_path)
 
 
 def test_adapters_without_a_base_are_no_model(tmp_path: pathlib.Path) -> None:

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import driftlens as dl
+from driftlens.base import threads
 from driftlens.base.access import Context
 from driftlens.base.diagnostic import diagnostics
-from driftlens.base.errors import Cancelled
+from driftlens.base.errors import Cancelled, NumericsError, SpecError
 from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.findings.listing import find_runs
-from driftlens.jobs.analyze.job import explain
+from driftlens.jobs.analyze.job import explain, thumb
 from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.contest import merges as merges_module
+from driftlens.merging.method import Merge
+from driftlens.runs.layout import THUMB_SIDE as SIDE
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from tests.pipeline.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request
-from tests.zoo.world import TASKS, World
+from tests.zoo.cases import perturbed, with_seed
+from tests.zoo.world import SCALING, TASKS, World, merged_weights, write_spec
 
 METRICS = {"jacobian": {"samples": 2}, "cka": True}
 BY_ATTRIBUTION = [
@@ -220,3 +234,240 @@ def test_no_attribution_leaves_out_what_the_spec_asks_for(world: World, tmp_path
     assert unexplained(run, "merged") and run.adjoint().empty and not run.accuracy().empty
     told = run.explain()
     assert len(told.adjoint()) > 0 and len(told.group_contributions()) > 0
+
+
+def test_a_picture_keeps_its_proportions_between_grey_bars() -> None:
+    pixels = np.zeros((10, 20, 3), np.uint8)
+    pixels[:, :, 0] = 255
+    small = thumb(pixels)
+    assert small.shape == (SIDE, SIDE, 3)
+    assert (small[SIDE // 4 : 3 * SIDE // 4] == [255, 0, 0]).all()
+    assert (small[: SIDE // 4] == 128).all() and (small[-SIDE // 4 :] == 128).all()
+
+
+def test_grey_arrays_and_images_give_the_same_picture() -> None:
+    grey = np.arange(SIDE * SIDE, dtype=np.uint32).reshape(SIDE, SIDE).astype(np.uint8)
+    expected = np.repeat(grey[:, :, None], 3, axis=2)
+    np.testing.assert_array_equal(thumb(grey), expected)
+    np.testing.assert_array_equal(thumb(Image.fromarray(grey)), expected)
+
+
+def test_an_analysis_keeps_a_picture_of_every_diagnosis_sample(light: DriftRun) -> None:
+    for task in light.tasks:
+        found = light.thumbs(task)
+        assert found is not None and len(found) == len(light.sample_ids(task))
+        assert f"thumbs/{task}.npz" in light.manifest.files
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(threads.VARIABLE, raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    assert torch.get_num_threads() == 2, "what torch was given did not come back"
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_every_phase_that_runs_models_settles_its_own_threads(
+    world: World, tmp_path: pathlib.Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+
+    def measured(rows: int, width: int) -> object:
+        sizes.append((rows, width))
+        return lambda: None
+
+    answers = iter([1, 2, 1, 2, 2])
+    monkeypatch.setattr(threads, "some_layer", measured)
+    monkeypatch.setattr(threads, "fewest_threads", lambda work, candidates: next(answers))
+    run = dl.analyze(world.spec(metrics={"jacobian": False}), out=tmp_path / "run", progress="none")
+    first = TASKS[0]
+    assert run.manifest.threads == {"torch": 2, f"analyze:{first}": 1, f"evaluate:{first}": 1}
+    assert len(sizes) == 5, "two analyses, two evaluations, the parameters"
+    width = world.state("base")["visual.proj"].shape[0]
+    assert {found for _, found in sizes} == {width}
+
+
+def test_a_number_that_was_asked_for_is_taken_without_measuring(
+    world: World, tmp_path: pathlib.Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "fewest_threads", lambda *_: pytest.fail("measured"))
+    monkeypatch.setenv(threads.VARIABLE, "1")
+    run = dl.analyze(world.spec(metrics={"jacobian": False}), out=tmp_path / "run", progress="none")
+    assert {run.manifest.threads[f"analyze:{task}"] for task in TASKS} == {1}
+
+
+class Blocks(nn.Module):
+    def __init__(self, activation: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 12), activation(), nn.Linear(12, 12)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def analysed(activation: type[nn.Module], out: pathlib.Path) -> dl.DriftRun:
+    base = with_seed(lambda: Blocks(activation))().double()
+    data = torch.randn(6, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return dl.analyze(
+        base=base,
+        merged=perturbed(base, 1, scale=0.4),
+        experts={"a": perturbed(base, 2, scale=0.4)},
+        data={"a": data},
+        jacobian=dl.JacobianSettings(nodes=4, max_nodes=16, tolerance=1e-5, samples=6),
+        out=out,
+        progress="none",
+    )
+
+
+def test_a_kink_is_said_with_its_error(tmp_path: pathlib.Path) -> None:
+    run = analysed(nn.ReLU, tmp_path / "run")
+    (warning,) = run.manifest.warnings
+    worst = run.layers(variant="merged").set_index("layer")["jacobian_error"].astype(float)
+    assert "misses the tolerance 1e-05" in warning and "after 16 nodes" in warning
+    assert f"layer {worst.idxmax()} (error {worst.max():.1e})" in warning
+    head = run.layers(variant="merged", layer="final")
+    shares = run.layers(variant="merged")["final_share"].sum() + head["remainder_share"].sum()
+    assert shares == pytest.approx(1, abs=1e-9)
+    assert abs(float(head["remainder_share"].iloc[0])) > 1e-6
+
+
+def test_a_smooth_activation_raises_nothing(tmp_path: pathlib.Path) -> None:
+    assert analysed(nn.Tanh, tmp_path / "run").manifest.warnings == []
+
+
+ASKING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim"}
+METHODS = ("cpu", "numpy", "tolist")
+OF_DATA = "preprocessing.py"
+"""Pictures are made tensors on the CPU, wherever models are."""
+
+
+class Waits(TorchDispatchMode):
+    """Counts them by line of the product, while it is entered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.lines: Counter[str] = Counter()
+        for name in METHODS:
+            monkeypatch.setattr(Tensor, name, self._counting(name, getattr(Tensor, name)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name.startswith("index") and any(
+            isinstance(entry, Tensor) and entry.dtype is torch.bool for entry in args[1] or ()
+        )
+        if name in ASKING or by_mask:
+            self._count(name)
+        return func(*args, **(kwargs or {}))
+
+    def _counting(self, name: str, method: Any) -> Any:
+        def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._count(name)
+            return method(tensor, *args, **kwargs)
+
+        return counted
+
+    def _count(self, name: str) -> None:
+        frame: Any = sys._getframe(2)
+        while frame is not None and "/driftlens/" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        if frame is not None and not frame.f_code.co_filename.endswith(OF_DATA):
+            self.lines[f"{name} in {pathlib.Path(frame.f_code.co_filename).name}:{frame.f_lineno}"] += 1
+
+
+def test_more_batches_don_t_make_a_device_wait_more_often(
+    world: World, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = Waits(monkeypatch)
+    found: dict[tuple[str, int], Counter[str]] = {}
+    for batch_size in (6, 2):
+        spec = world.one_task(metrics={"jacobian": {"samples": 2}})
+        defaults = {"n": 6, "n_diagnosis": 6, "batch_size": batch_size}
+        spec["data"] = {"flowers": spec["data"]["flowers"], "defaults": defaults}
+        out = tmp_path / f"run-{batch_size}"
+        for step in ("analyze", "featcal", "residual"):
+            waits.lines = found[step, batch_size] = Counter()
+            with waits:
+                if step == "analyze":
+                    dl.analyze(spec, out=out, progress="none")
+                else:
+                    dl.calibrate(out, method=step, name=step, progress="none")
+    for (step, batch_size), lines in found.items():
+        assert lines.total() > 0
+        assert lines == found[step, 6], (step, batch_size)
+
+
+@pytest.mark.slow
+def test_calibrate_takes_the_commands_options_by_name(
+    world: World, light: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    settings = {"lam": 0.2, "rho": 2.0, "alpha": 0.5}
+    wanted = calibrate(copied(light, tmp_path / "wanted"), request(parameters=settings, samples=3))
+    run = dl.calibrate(
+        copied(light, tmp_path / "run"),
+        name="featcal",
+        preset="paper-clip",
+        lam=0.2,
+        parameters={"alpha": 0.5},
+        samples=3,
+        progress="none",
+    )
+    assert run.manifest.calibrations["featcal"].settings == wanted.manifest.calibrations["featcal"].settings
+    found = run.calibrated_state("featcal")
+    for key, value in load_file(wanted.path / "calibrations/featcal/weights.safetensors").items():
+        assert torch.equal(found[key], value), key
+    with pytest.raises(SpecError, match="made from a spec"):
+        dl.calibrate(run, name="other", data={"flowers": torch.zeros(2, 3, 16, 16)})
+
+
+@pytest.mark.slow
+def test_sweep_adds_the_rows_of_its_command(light: DriftRun, tmp_path: pathlib.Path) -> None:
+    given = {"accuracy": False, "samples": 3, "progress": "none"}
+    rows = dl.sweep(copied(light, tmp_path / "run"), param={"lam": [0.2, 0.4]}, **given).sweeps()
+    assert sorted(set(rows["lam"])) == [0.2, 0.4] and rows["accuracy"].isna().all()
+
+
+def test_merge_and_validate_take_a_spec_in_every_form(world: World, tmp_path: pathlib.Path) -> None:
+    file = dl.merge(
+        write_spec(tmp_path / "run.yaml", world.spec()),
+        method="task_arithmetic",
+        parameters={"scaling": SCALING},
+        out=tmp_path / "merged.safetensors",
+    )
+    for key, value in merged_weights(world).items():
+        torch.testing.assert_close(load_file(file)[key], value, rtol=1e-6, atol=1e-7)
+    assert not dl.validate(world.spec()).problems
+    broken = dl.validate(world.spec(base={"weights": str(tmp_path / "nowhere.safetensors")}), device="cpu")
+    assert [finding.subject for finding in broken.problems] == ["base"] and broken.exit_code == 4
+
+
+@pytest.mark.slow
+def test_compared_merges_are_a_table_that_says_what_was_not_made(
+    world: World, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, out = world.spec(), tmp_path / "out"
+    merges = ["average", ("task_arithmetic", {"scaling": 0.5})]
+    merged = merges_module.merged_source
+
+    def overflowing(models: Any, merge: Merge, *arguments: Any, **options: Any) -> Any:
+        if merge.method.name == "task_arithmetic":
+            raise NumericsError("a weight is infinite")
+        return merged(models, merge, *arguments, **options)
+
+    monkeypatch.setattr(merges_module, "merged_source", overflowing)
+    found = dl.compare_merges(values, merges, out=out, progress="none")
+    rows = json.loads((out / "merges.json").read_text())["merges"]
+    frame = found.frame()
+    assert list(frame["merge"]) == [row["merge"] for row in rows if row["place"]]
+    assert list(frame["KL to the experts (nat)"]) == [row["kl"] for row in rows if row["place"]]
+    assert "task_arithmetic scaling=0.5: not made, as a weight is infinite" in found.notes()
+    assert html.escape(found.notes()) in found._repr_html_() and "<td>average</td>" in found._repr_html_()
+    assert not [child for child in out.iterdir() if child.is_dir()]
+    with pytest.raises(SpecError, match="keep=True"):
+        dl.compare_merges(values, merges, keep=True)

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
+from driftlens.base.access import Access
 from driftlens.base.errors import DataError, SpecError
 from driftlens.findings.arena import arena_rows
 from driftlens.jobs.analyze.evaluation import SPARE_TOKENS
@@ -20,13 +22,20 @@ from driftlens.jobs.analyze.job import analyze, evaluate
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest.sweep import sweep
 from driftlens.jobs.preflight.job import preflight
+from driftlens.jobs.study.opening import open_study
 from driftlens.models.language.generation import generate, log_likelihoods
+from driftlens.runs.layout import LONGEST_TEXT
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest, CalibrationRequest, PreflightRequest, SweepRequest
+from driftlens_app.samples import texts_of
+from driftlens_app.views.samples import answers
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.terminal import sweep_text
-from tests.zoo.suite import CLASSES, PAIRS, Suite
+from tests.zoo.cases import perturbed
+from tests.zoo.decoders import NEW, llama, plain, t5
+from tests.zoo.suite import CLASSES, PAIRS, Suite, real_files_of, spec_of_folders
+from tests.zoo.tokenizers import word_tokenizer
 
 NUMBERS = {"is it red": "3", "is it blue": "1.5", "it is green": "2", "yes": "4"}
 
@@ -217,21 +226,172 @@ def test_real_models_have_the_scores_that_their_makers_measured(tmp_path: pathli
         pytest.skip("the folder of real texts is not on this machine")
     wanted = json.loads((real / "accuracies.json").read_text())["t5"]
     metrics = {"equation": {"exact_match": "exact"}, "pos": {"exact_match": "exact", "choice": "rank"}}
-    splits = {"calibration": "train", "test": "test"}
     data = {
-        task: {"kind": "jsonl", "metric": [*names], "classes": task == "pos"}
-        | {split: str(real / "data" / task / f"{name}.jsonl") for split, name in splits.items()}
+        task: real_files_of(real, task, metric=[*names], classes=task == "pos")
         for task, names in metrics.items()
     }
-    spec = {
-        **{"version": 1, "name": "real", "metrics": {"jacobian": False}},
-        "architecture": {"loader": "hf-t5", "source": str(real / "t5/base")},
-        **{name: {"weights": str(real / "t5/base")} for name in ("base", "merged")},
-        "experts": {task: {"weights": str(real / "t5" / task)} for task in metrics},
-        "data": {"defaults": {"n": 4, "n_diagnosis": 4, "batch_size": 50}, **data},
-    }
+    data["defaults"] = {"n": 4, "n_diagnosis": 4, "batch_size": 50}
+    base, experts = real / "t5/base", {task: real / "t5" / task for task in metrics}
+    spec = spec_of_folders("hf-t5", base, experts, data, merge=None, merged={"weights": str(base)})
     run = analyze(spec, AnalysisRequest(out=tmp_path / "run", attribution=False))
     for task, names in metrics.items():
         for variant in ("base", "expert"):
             for metric, name in names.items():
                 assert value(run, task, variant, metric) == pytest.approx(wanted[variant][task][name])
+
+
+QUESTIONS = ["is it red", "no", "is green it blue yes no red", "it is blue"]
+
+
+@pytest.mark.parametrize(
+    ("make", "form", "loader", "asked"),
+    [(t5, "encoder-decoder", "hf-t5", {}), (llama, "decoder", "hf-decoder", {"decoder_inputs": "expert"})],
+)
+def test_calibration_shows_each_experts_own_answers(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, make: Any, form: str, loader: str, asked: Any
+) -> None:
+    monkeypatch.setattr("driftlens.jobs.study.opening.NEW_TOKENS", NEW)
+    tokenizer = word_tokenizer(form)
+    models = {}
+    for seed, name in enumerate(("base", "cars", "dtd")):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            models[name] = make(len(tokenizer)).eval()
+        models[name].save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    rows = "\n".join(json.dumps({"input": question}) for question in QUESTIONS)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    entry = {"kind": "jsonl", **dict.fromkeys(("calibration", "test"), str(tmp_path / "rows.jsonl"))}
+    data = {"cars": {**entry, **asked}, "dtd": entry}
+    experts = {task: tmp_path / task for task in data}
+    data["defaults"] = {"n": 3, "n_diagnosis": 1, "batch_size": 2}
+    spec = spec_of_folders(loader, tmp_path / "base", experts, data)
+    study, _ = open_study(load_spec(spec), access=Access(device="cpu"))
+    samples = study.tasks["cars"].calibration
+    assert samples is not None and samples.texts is not None and samples.texts.reader is not None
+    reader = samples.texts.reader
+    budget, study.pool.budget = study.pool.budget, 1000  # of which no model has as few bytes
+    with pytest.raises(DataError, match=r"weights of expert:cars don't fit compute.feature_budget"):
+        samples.load([0])
+    study.pool.budget = budget
+    given = samples.load(range(3))
+    name = "input_ids" if form == "decoder" else "decoder_input_ids"
+    for at, row in enumerate(given[name].tolist()):
+        question = reader.questions([samples.text(at).input])[0]
+        said = [
+            token
+            for token in plain(models["cars"], reader, samples.text(at).input)
+            if token not in reader.ends
+        ]
+        text = tokenizer.decode(said, skip_special_tokens=True).strip()
+        if form == "decoder":
+            answer = [*reader.answer_tokens(f" {text}"), tokenizer.eos_token_id] if text else []
+            wanted = question + answer
+        else:
+            wanted = [reader.start, *reader.answer_tokens(text)]
+        assert text, "an answer to compare"
+        assert row[: len(wanted)] == wanted and not any(row[len(wanted) :])
+    # The beginning of the set, as a calibration on fewer samples takes it, has the same answers.
+    assert torch.equal(samples.load([0])[name][0], given[name][0, : samples.load([0])[name].shape[1]])
+    told = [notice for notice in study.notices if "the expert's own greedy answers" in notice]
+    assert [notice.split(":")[0] for notice in told] == (["cars"] if asked else ["cars", "dtd"])
+
+
+WORDS = [("is it red", "yes"), ("is it blue", "no"), ("it is green", "yes"), ("yes", "no")]
+LONG = ("is it " * LONGEST_TEXT, "red")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    suite = Suite("decoder", tmp_path_factory.mktemp("texts"), learns=False)
+    suite.model = perturbed(suite.model, 1, 0.3)
+    suite.save("expert")
+    data = {
+        "free": suite.data("free", [LONG, *PAIRS], max_length=16),
+        "pick": suite.data("pick", WORDS, classes=True),
+    }
+    return analyze(suite.spec(data), AnalysisRequest(out=suite.folder / "run", attribution=False))
+
+
+@pytest.mark.slow
+def test_a_run_keeps_what_its_samples_ask(run: DriftRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRIFTLENS_APP_ROOT", str(run.path))
+    texts = texts_of(run, "pick")
+    assert [texts[name] for name in run.sample_ids("pick")] == [WORDS[int(name) - 1][0] for name in texts]
+    assert all(len(text) <= LONGEST_TEXT + 3 for text in run.texts("free").values())
+    drawn = charts["scatter"].draw(run, ChartOptions(tasks=("pick",)))
+    assert any("is it" in text for text in drawn.figure.data[0].text)
+
+
+@pytest.mark.slow
+def test_tokens_read_as_text_and_a_vocabulary_is_no_list_of_classes(run: DriftRun) -> None:
+    assert {task: sorted(names) for task, names in run.manifest.classes.items()} == {"pick": ["no", "yes"]}
+    assert run.outputs("free")["label"].isna().all()
+
+
+@pytest.mark.slow
+def test_a_preflight_knows_the_language_models_own_head_and_the_classes_of_answers(run: DriftRun) -> None:
+    found = preflight(load_spec(run.path / "spec.yaml"), estimate=False)
+    said = {finding.subject: finding.text for finding in found.findings if finding.level == "ok"}
+    assert said["head of free"] == said["head of pick"] == "the language model's own"
+    assert said["data of pick"].endswith("2 classes") and said["data of free"].endswith("no classes")
+
+
+@pytest.mark.slow
+def test_answers_stand_beside_each_other_those_that_differ_first(run: DriftRun) -> None:
+    rows = run.scores("free")
+    shown = answers(rows[rows["answer"].notna()], [*run.variants, "expert"])
+    assert list(shown)[:2] == ["sample", "target"] and {"base", "merged", "expert"} <= {*shown}
+    differ = shown[["merged", "expert"]].nunique(axis=1).tolist()
+    assert differ == sorted(differ, reverse=True) and len(shown) == len(PAIRS) + 1
+
+
+@pytest.mark.slow
+def test_the_next_token_is_compared_over_the_whole_vocabulary(run: DriftRun) -> None:
+    """Against the library's own models: what they say comes after each question, of all tokens."""
+    folder = run.path.parent
+    expert, base = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder / name).double().eval()
+        for name in ("expert", "base")
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "base")
+    for task in ("pick", "free"):
+        rows = run.outputs(task, "merged").set_index("sample_id")  # the merged model is the base
+        texts = {name: text for name, text in run.texts(task).items() if "…" not in text}
+        assert texts
+        for name, text in texts.items():
+            with torch.no_grad():
+                ids = tokenizer(text, return_tensors="pt")
+                theirs, ours = (model(**ids).logits[0, -1].log_softmax(dim=0) for model in (expert, base))
+            row = rows.loc[name]
+            assert row["token_kl"] == pytest.approx(float((theirs.exp() * (theirs - ours)).sum()), rel=1e-4)
+            assert row["token_flipped"] == bool(theirs.argmax() != ours.argmax())
+            assert not (row["token_certified"] and row["token_flipped"])
+        if task == "free":  # its classes are all tokens: the same numbers
+            assert rows["token_kl"].to_numpy() == pytest.approx(rows["kl"].to_numpy())
+        else:  # a label word may be kept where another token takes the lead
+            assert not rows["token_kl"].equals(rows["kl"])
+    drawn = charts["next-token-divergence"].draw(run)
+    mean = run.outputs("pick", "merged")["token_kl"].mean()
+    found = drawn.data.set_index(["task", "variant"]).loc[("pick", "merged"), "mean KL divergence"]
+    assert found == pytest.approx(mean)
+    shares = charts["next-token"].draw(run).data.set_index(["task", "variant"])
+    flipped = run.outputs("free", "merged")["token_flipped"].astype(float).mean()
+    assert shares.loc[("free", "merged"), "flipped"] == pytest.approx(flipped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
+def test_groups_and_the_heaviest_layers_are_calibrated_alone(form: str, tmp_path: pathlib.Path) -> None:
+    suite = Suite(form, tmp_path, learns=False)
+    suite.model = perturbed(suite.model, 1, 0.3)
+    suite.save("expert")
+    spec = suite.spec({"pick": suite.data("pick", WORDS, classes=True)})
+    spec["metrics"] = {"jacobian": {"samples": 2}}
+    made = analyze(spec, AnalysisRequest(out=tmp_path / "run"))
+    request = CalibrationRequest(name="part", parameters={"lam": 0.1}, sites=("q", "down"), top_layers=1)
+    table = calibrate(made.path, request).calibration("part")
+    shares = made.layers("pick", "merged").query("role == 'block'").set_index("layer")["final_share"]
+    assert set(table["layer"]) == {shares.idxmax()}
+    leaves = {site.rpartition(".")[2] for site in table["site"]}
+    assert leaves == ({"q_proj", "down_proj"} if form == "decoder" else {"q", "wo"})

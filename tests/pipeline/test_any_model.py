@@ -30,16 +30,15 @@ from tests.zoo.cases import with_seed
 from tests.zoo.saved_families import (
     FAMILIES,
     SIZE,
-    WORDS,
     Family,
     bert,
     save,
     spelling_tokenizer,
     trained,
 )
+from tests.zoo.suite import spec_of_folders
 
 TASKS = {"beasts": ("cat", "dog", "newt"), "sizes": ("big", "small")}
-MERGE = {"method": "task_arithmetic", "scaling": 0.4}
 
 
 def logits(model: Any, pixels: Tensor) -> Tensor:
@@ -93,15 +92,13 @@ def suite(name: str, folder: pathlib.Path) -> Suite:
             class_names=names,
         )
         data[task] = {"kind": "npz", "file": str(file)}
-    spec = {
-        "version": 1,
-        "architecture": {"loader": family.loader, "source": str(folder / "base")},
-        "base": {"weights": str(folder / "base")},
-        "merge": MERGE,
-        "experts": {task: {"weights": str(folder / task)} for task in TASKS},
-        "data": {"defaults": {"n": 12, "n_diagnosis": 12, "batch_size": 5}, **data},
-        "metrics": {"jacobian": False},
-    }
+    spec = spec_of_folders(
+        family.loader,
+        folder / "base",
+        {task: folder / task for task in TASKS},
+        {"defaults": {"n": 12, "n_diagnosis": 12, "batch_size": 5}, **data},
+        merge={"method": "task_arithmetic", "scaling": 0.4},
+    )
     if family.blocks is not None:
         spec["architecture"]["blocks"] = family.blocks
     return Suite(family, folder, experts, pixels, labels, spec)
@@ -320,72 +317,6 @@ def test_a_function_of_the_users_loads_when_it_is_trusted(
     found = load_architecture("python:own_loader:load", "x", access=Access(trust=True))
     assert [layer.path for layer in found.chain.blocks] == ["blocks.0", "blocks.1", "blocks.2"]
     assert found.preprocess is not None and found.chain.modality.name == "image"
-
-
-@pytest.mark.slow
-@pytest.mark.family("BERT")
-@pytest.mark.shows("reloads", files="hf-auto", heads="classifier of each expert")
-def test_texts_are_classified_by_an_encoder_with_each_experts_own_head(tmp_path: pathlib.Path) -> None:
-    """Padded batches through `hf-auto`: the accuracy is that of the library's own model, and padding plays no part."""
-    tokenizer = spelling_tokenizer()
-    family, generator = Family("hf-auto", bert), np.random.default_rng(0)
-    experts, spec_data = {}, {}
-    for seed, (name, classes) in enumerate(
-        {"base": 4, **{task: len(of) for task, of in TASKS.items()}}.items()
-    ):
-        model = trained(family, classes, seed)
-        if name in TASKS:
-            experts[name] = model
-            model.config.id2label = dict(enumerate(TASKS[name]))
-            model.config.label2id = {label: row for row, label in enumerate(TASKS[name])}
-        model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    texts = [" ".join(generator.choice(WORDS[:6], size=1 + row % 6)) for row in range(16)]
-    right = {}
-    for task, names in TASKS.items():
-        with torch.no_grad():
-            found = [
-                int(experts[task](**tokenizer(text, return_tensors="pt")).logits.argmax()) for text in texts
-            ]
-        targets = [names[(label + (row % 4 == 0)) % len(names)] for row, label in enumerate(found)]
-        right[task] = np.mean(
-            [names[label] == target for label, target in zip(found, targets, strict=True)][8:]
-        )
-        for split, rows in (("train", range(8)), ("test", range(8, 16))):
-            lines = [json.dumps({"input": texts[row], "target": targets[row]}) for row in rows]
-            (tmp_path / f"{task}-{split}.jsonl").write_text("\n".join(lines))
-        spec_data[task] = {
-            "kind": "jsonl",
-            "classes": True,
-            "calibration": str(tmp_path / f"{task}-train.jsonl"),
-            "test": str(tmp_path / f"{task}-test.jsonl"),
-        }
-    spec = {
-        "version": 1,
-        "architecture": {"loader": "hf-auto", "source": str(tmp_path / "base")},
-        "base": {"weights": str(tmp_path / "base")},
-        "merge": {"method": "average"},
-        "experts": {task: {"weights": str(tmp_path / task)} for task in TASKS},
-        "data": {"defaults": {"n": 8, "n_diagnosis": 8, "batch_size": 3}, **spec_data},
-        "metrics": {"jacobian": False},
-    }
-    run = dl.analyze(spec, out=tmp_path / "run", progress="none")
-    assert run.layers()["closure_error"].max() < 1e-4
-    accuracy = run.accuracy(variant="expert").set_index("task")["value"]
-    assert {task: accuracy[task] for task in TASKS} == pytest.approx(right)
-    calibrated = run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "out")
-    assert calibrated.layers(variant="calibrated:featcal", layer="final")["drift_rel"].notna().all()
-    reader = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    accuracy = calibrated.accuracy(variant="calibrated:featcal").set_index("task")["value"]
-    for task, names in TASKS.items():
-        model, info = type(experts[task]).from_pretrained(tmp_path / "out", output_loading_info=True)
-        assert not any(info.values()), info
-        with torch.no_grad():
-            model.eval().classifier = experts[task].classifier
-            found = [int(model(**reader(text, return_tensors="pt")).logits.argmax()) for text in texts[8:]]
-        tested = [json.loads(line) for line in (tmp_path / f"{task}-test.jsonl").read_text().splitlines()]
-        hits = [names[label] == row["target"] for label, row in zip(found, tested, strict=True)]
-        assert accuracy[task] == pytest.approx(np.mean(hits))
 
 
 def test_the_first_names_of_layer_norms_are_understood(tmp_path: pathlib.Path) -> None:

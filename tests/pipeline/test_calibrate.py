@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import pathlib
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,11 +21,23 @@ import yaml
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.jobs.calibrate.job import calibrate
-from driftlens.runs.run import DriftRun
+from driftlens.base.access import Context
+from driftlens.base.errors import Cancelled, RunError, SpecError
+from driftlens.base.progress import CancelToken, ProgressEvent
+from driftlens.engine.forward_order import FeatureStore
+from driftlens.engine.problems import CalibratedLayer
+from driftlens.findings.listing import find_runs
+from driftlens.jobs.calibrate import job
+from driftlens.jobs.calibrate import job as calibration_scratch
+from driftlens.jobs.calibrate.job import CalibrationScratch, calibrate, solve
+from driftlens.runs.manifest import read_manifest
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.status import read_status
 from driftlens.runs.verify import verify
+from driftlens.spec.requests import CalibrationRequest
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.pipeline.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request, same_rows
+from tests.pipeline.fixtures import light, world
 from tests.zoo.towers import under_transformers_names
 from tests.zoo.world import DEPTH, SCALING, TASKS, Form, World, labels, merged_weights, pixels
 
@@ -212,3 +231,220 @@ def test_finished_layers_are_events_that_draw_a_curve(run: DriftRun) -> None:
     for event in found:
         assert event["objective_after"] == pytest.approx(rows.loc[event["layer"], "objective_after"])
     assert [event["drift_l2_mean"] is None for event in found] == [False, False, True]
+
+
+WANTED = request(method="residual", parameters={"folds": 2, "ridge": 0.1})
+
+
+class _Poison:
+    """Labels and other samples that nobody may look at."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was read")
+
+    def __iter__(self) -> Any:
+        raise AssertionError("they were read")
+
+
+def test_a_run_tells_ridges_and_shares_and_neither_labels_nor_test_samples_are_read(
+    light: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[ProgressEvent] = []
+    run = job.calibrate(copied(light, tmp_path / "run"), WANTED, Context(on_progress=said.append))
+    solving = [(event.done, event.total or 0, event.label) for event in said if event.phase == "calibrate"]
+    done = [at for at, _, _ in solving]
+    assert done == sorted(done) and done[-1] == solving[-1][1] and all(at <= of for at, of, _ in solving)
+    # Layers that gradients go back through are not taken for solved ones.
+    weighing = {at / of for at, of, label in solving if label.startswith("weighing tokens")}
+    assert len(weighing) > 1 and max(weighing) < 0.5
+    rows = run.calibration(NAME)
+    assert rows["upstream_share"].between(0, 1).all() and (rows["lam"] > 0).all()
+    assert (rows["upstream_ridge"] > 0).all() and set(rows["kind"]) == {"linear"}
+    assert "Upstream repair supported" in (run.path / f"calibrations/{NAME}/README.md").read_text()
+    assert VARIANT in set(run.layers()["variant"])
+
+    def blind(writer: Any, study: Any, plan: Any, *rest: Any) -> Any:
+        samples = {task: dataclasses.replace(of, labels=_Poison()) for task, of in plan.samples.items()}
+        tasks = {
+            task: dataclasses.replace(at, diagnosis=_Poison(), test=_Poison(), calibration=samples[task])
+            for task, at in study.tasks.items()
+        }
+        shown = dataclasses.replace(study, tasks=tasks)
+        return solve(writer, shown, dataclasses.replace(plan, samples=samples), *rest)
+
+    monkeypatch.setattr(job, "solve", blind)
+    poisoned = job.calibrate(copied(light, tmp_path / "poisoned"), WANTED)
+    weights = [
+        load_file(found.path / f"calibrations/{NAME}/weights.safetensors") for found in (run, poisoned)
+    ]
+    assert all(bool((weights[0][key] == value).all()) for key, value in weights[1].items())
+
+
+Stop = Callable[[ProgressEvent], bool]
+
+
+@pytest.fixture
+def folder(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
+    return copied(light, tmp_path / "run")
+
+
+def solving(event: ProgressEvent) -> bool:
+    return event.phase == "calibrate" and event.label.startswith("layer 3 of")
+
+
+def analysing(event: ProgressEvent) -> bool:
+    return event.phase == "analyze" and event.done > 2
+
+
+def evaluating(event: ProgressEvent) -> bool:
+    return event.phase == "evaluate"
+
+
+STOPS = pytest.mark.parametrize("stop", [solving, analysing, evaluating])
+
+
+@STOPS
+@pytest.mark.parametrize("is_there_again", [False, True], ids=["removed", "replaced"])
+def test_a_run_that_goes_away_ends_its_calibration(
+    folder: pathlib.Path, light: DriftRun, stop: Stop, is_there_again: bool
+) -> None:
+    def remove(event: ProgressEvent) -> None:
+        if stop(event) and open_run(folder).manifest.unfinished:
+            shutil.rmtree(folder)
+            if is_there_again:
+                copied(light, folder)
+
+    def watch(event: ProgressEvent) -> None:
+        if folder.exists():
+            remove(event)
+
+    with pytest.raises(RunError, match="removed") as caught:
+        calibrate(folder, request(), Context(on_progress=watch))
+    assert "--resume" not in caught.value.hint
+    if is_there_again:
+        assert verify(folder).ok and not verify(folder).unlisted and not (folder / "run.lock").exists()
+        assert read_manifest(folder) == light.manifest
+    else:
+        assert not folder.exists()
+
+
+def test_nothing_of_the_scratch_folder_comes_back(tmp_path: pathlib.Path) -> None:
+    scratch = CalibrationScratch(tmp_path / "run", NAME)
+    (tmp_path / "run").mkdir()
+    scratch.begin({})
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(RunError, match="was removed"):
+        scratch.keep(CalibratedLayer(2, {}, (), {}), 1.0)
+    with pytest.raises(RunError, match="can't be written"):
+        FeatureStore(0, scratch.spill).write("cars", {"x": torch.zeros(1)})
+    assert not (tmp_path / "run").exists()
+
+
+@STOPS
+def test_a_cancelled_calibration_says_which_command_goes_on(
+    folder: pathlib.Path, light: DriftRun, stop: Stop
+) -> None:
+    token = CancelToken()
+    with pytest.raises(Cancelled) as caught:
+        calibrate(
+            folder, request(), Context(on_progress=lambda event: stop(event) and token.cancel(), cancel=token)
+        )
+    command = f"`driftlens calibrate {folder} --name {NAME} --resume`"
+    assert command in caught.value.hint
+    status = read_status(folder)
+    assert status is not None and status.error is not None and command in status.error.hint
+    assert status.state == "cancelled" and find_runs(folder)[0].state == "done"
+    assert set(read_manifest(folder).files) == set(light.manifest.files) and verify(folder).ok
+
+
+def test_a_full_disk_leaves_the_run_done_and_says_which_command_goes_on(
+    folder: pathlib.Path, light: DriftRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise RunError("can't write it: No space left on device", hint="Free some space.", errno=errno.ENOSPC)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration_scratch, "save_state_dict", full)
+        with pytest.raises(RunError, match="No space left") as caught:
+            calibrate(folder, request())
+    assert (
+        caught.value.hint.startswith("Free some space. ") and f"--name {NAME} --resume" in caught.value.hint
+    )
+    (summary,) = find_runs(folder)
+    assert summary.state == "done" and f"calibration '{NAME}' failed" in summary.left[0]
+    assert set(read_manifest(folder).files) == set(light.manifest.files) and verify(folder).ok
+    same_rows(open_run(folder), light)
+    same_rows(calibrate(folder, request(resume=True)), light)
+    assert verify(folder).ok and not verify(folder).unlisted and find_runs(folder)[0].left == ()
+
+
+__all__ = ["light", "world"]
+
+KILLED = """
+import os, signal, sys
+from driftlens.base.access import Context
+from driftlens.calibration import descent
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.spec.requests import CalibrationRequest
+
+folder, method, steps, at = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+descent.KEPT_EVERY_S = 0.0  # behind every step
+seen = 0
+
+def told(event):
+    global seen
+    seen += event.phase == "calibrate" and ": step " in event.label
+    if seen == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+request = CalibrationRequest(name="trained", method=method, parameters={"steps": steps}, attribution=False)
+calibrate(folder, request, Context(on_progress=told))
+"""
+FILES = {
+    "surgery": "attachments",
+    "prob_surgery": "attachments",
+    "surgery_v2": "attachments",
+    "interv_merge": "attachments",
+    "distill": "weights",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "at"),
+    [
+        ("surgery", 2),
+        ("surgery", 5),
+        ("prob_surgery", 5),
+        ("surgery_v2", 3),
+        ("interv_merge", 5),
+        ("distill", 2),
+    ],
+)
+def test_it_ends_as_if_it_had_never_been_killed(
+    light: DriftRun, tmp_path: pathlib.Path, method: str, at: int
+) -> None:
+    """Of the first task or the second, which are told of thrice each; no calibration is seen before it is done."""
+    steps = 30
+    whole, killed = (copied(light, tmp_path / name) for name in ("whole", "killed"))
+    request = CalibrationRequest(name="trained", method=method, parameters={"steps": steps})
+    calibrate(whole, request.changed(attribution=False))
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, str(killed), method, str(steps), str(at)], check=False, timeout=300
+    )
+    assert ended.returncode == -signal.SIGKILL
+    kept = list(killed.rglob("training/*.safetensors"))
+    assert kept and "trained" not in open_run(killed).manifest.calibrations
+    with pytest.raises(SpecError, match=r"had another settings\.steps: 30, now 31"):
+        calibrate(
+            killed, CalibrationRequest(name="trained", method=method, parameters={"steps": 31}, resume=True)
+        )
+    calibrate(killed, request.changed(resume=True, attribution=False))
+    file = f"calibrations/trained/{FILES[method]}.safetensors"
+    found, wanted = load_file(killed / file), load_file(whole / file)
+    assert found.keys() == wanted.keys() and all(found[key].equal(wanted[key]) for key in wanted)
+    assert verify(killed).ok and not list(killed.rglob("training"))
+    one, other = (
+        open_run(run).layers(variant="calibrated:trained")["drift_l2_mean"] for run in (whole, killed)
+    )
+    assert one.tolist() == other.tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -10,18 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from driftlens.base.access import Context
+from driftlens.checkpoints.sources import StateSource
 from driftlens.jobs.analyze.job import analyze
+from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.study.merging import merge_experts
 from driftlens.jobs.study.opening import open_models
-from driftlens.jobs.study.suspicion import Finding, companions
+from driftlens.jobs.study.suspicion import Finding, companions, suspicions
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest
-from tests.pipeline.checking import check, found, notices, saved, with_expert
+from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.zoo.towers import hf_folder
-from tests.zoo.world import World
+from tests.zoo.world import Weights, World, merged_weights, moved
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
@@ -260,3 +263,208 @@ def test_code_beside_a_model_is_named_and_not_run(
     assert told.level == "notice"
     assert "modeling_x.X" in told.text
     assert not canary.exists()
+
+
+def test_an_expert_with_the_bases_weights(world: World, tmp_path: pathlib.Path) -> None:
+    result = check(with_expert(world, {"weights": str(world.weights("base"))}))
+    notice = found(result, "notice", "expert of flowers")
+    assert notice.text == "the expert of flowers has the same weights as the base"
+    assert "not fine-tuned" in notice.hint
+    assert result.exit_code == 0
+
+
+def test_equal_up_to_rounding_counts_one_changed_weight_does_not(
+    world: World, tmp_path: pathlib.Path
+) -> None:
+    rounded = saved(visual(world.state("base"), Tensor.half), tmp_path / "half.safetensors")
+    assert "same weights" in found(check(with_expert(world, rounded)), "notice", "expert of flowers").text
+    nearly = world.state("base")
+    nearly["visual.proj"][-1, -1] += 0.1  # the very last parameter that is read
+    result = check(with_expert(world, saved(nearly, tmp_path / "nearly.safetensors")))
+    assert not notices(result), result.text()
+
+
+def test_two_experts_with_the_same_weights(world: World) -> None:
+    result = check(with_expert(world, {"weights": str(world.weights("shapes"))}))
+    assert found(result, "notice", "expert of shapes").text.endswith(
+        "the same weights as the expert of flowers"
+    )
+
+
+@pytest.mark.parametrize(("source", "named"), [("base", "the base"), ("shapes", "the expert of shapes")])
+def test_a_merged_model_that_is_one_of_the_others(world: World, source: str, named: str) -> None:
+    result = check(world.spec(merge=None, merged={"weights": str(world.weights(source))}))
+    assert found(result, "notice", "merged model").text == f"the merged model has the same weights as {named}"
+
+
+def test_an_expert_of_another_base_is_at_the_distance_of_unrelated_weights(
+    world: World, tmp_path: pathlib.Path
+) -> None:
+    foreign = visual(world.state("flowers"), lambda value: value.flip(0))
+    result = check(with_expert(world, saved(foreign, tmp_path / "x.safetensors")))
+    notice = found(result, "notice", "expert of flowers")
+    distance = float(notice.text.split("are ")[1].split()[0])
+    assert distance == pytest.approx(math.sqrt(2), abs=0.15)
+    assert "another base" in notice.hint
+    assert result.exit_code == 0
+
+
+def test_without_a_base_the_next_expert_is_the_measure(world: World, tmp_path: pathlib.Path) -> None:
+    base = world.state("base")
+    third = saved(moved(base, 0.03, 7), tmp_path / "third.safetensors")
+    foreign = saved(visual(base, lambda value: value.flip(0)), tmp_path / "foreign.safetensors")
+    own = world.spec()["experts"]
+    spec = world.spec(
+        base=None, merge={"method": "average"}, experts={**own, "third": third, "foreign": foreign}
+    )
+    result = check(spec)
+    assert [finding.subject for finding in notices(result)] == ["expert of foreign"]
+
+
+def test_the_distance_is_that_of_the_noise(world: World, tmp_path: pathlib.Path) -> None:
+    scaled = visual(world.state("base"), lambda value: 1.25 * value)
+    result = check(
+        world.spec(
+            experts={"flowers": saved(scaled, tmp_path / "x.safetensors")},
+            data=world.one_task()["data"],
+            heads=world.one_task()["heads"],
+        )
+    )
+    assert "are 0.25 away from the base" in found(result, "ok", "shared base").text
+
+
+def test_a_few_changed_matrices_count_in_the_whole(world: World, tmp_path: pathlib.Path) -> None:
+    """As adapters leave it: the median sees nothing of what |expert - base| / |base| over all weights sees."""
+    base = world.state("base")
+    weights = {name: value.clone() for name, value in base.items()}
+    weights["visual.transformer.resblocks.1.attn.in_proj_weight"] *= 3
+    weights["visual.transformer.resblocks.1.mlp.c_fc.bias"] += 1
+    tower = [name for name in base if name.startswith("visual.")]
+    apart = sum(float((weights[name].double() - base[name].double()).square().sum()) for name in tower)
+    share = math.sqrt(apart / sum(float(base[name].double().square().sum()) for name in tower))
+    spec = world.one_task(experts={"flowers": saved(weights, tmp_path / "x.safetensors")})
+    text = found(check(spec), "ok", "shared base").text
+    assert f"are {share:.2f} away from the base" in text
+    assert share > 0.1
+    assert "(median over matrices 0.00)" in text
+    assert f"; 2 of {len(tower)} tensors differ" in text
+
+
+def test_of_large_models_a_bounded_part_is_read(
+    world: World, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaled = saved(visual(world.state("base"), lambda value: 1.25 * value), tmp_path / "x.safetensors")
+    models = open_models(load_spec(world.one_task(experts={"flowers": scaled})))
+    read: list[int] = []
+
+    class Counted:
+        def __init__(self, source: StateSource) -> None:
+            self.name, self.headers, self._source = source.name, source.headers, source
+
+        def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+            tensor = self._source.read(key, rows)
+            read.append(tensor.numel())
+            return tensor
+
+    counted = {name: Counted(source) for name, source in models.sources.items()}
+    monkeypatch.setattr("driftlens.jobs.study.suspicion.MOST_READ", 4000)
+    monkeypatch.setattr("driftlens.jobs.study.suspicion.HELD", 64)
+    (finding,) = suspicions(models.architecture.chain, counted)
+    # Every entry is 1.25 times the base's, so that any rows give the distance of the whole.
+    assert "are 0.25 away from the base" in finding.text
+    assert "at least" in finding.text and "first rows" in finding.text
+    widest = 2 * max(
+        torch.Size(header.shape[1:]).numel() for header in models.sources["base"].headers.values()
+    )
+    assert sum(read) <= 4000 + len(read) * widest
+    assert (
+        sum(read) < 2 * sum(torch.Size(h.shape).numel() for h in models.sources["base"].headers.values()) / 3
+    )
+
+
+def check_merged(world: World, tmp_path: pathlib.Path, weights: Weights, **changes: Any) -> Preflight:
+    return check(world.spec(merge=None, merged=saved(weights, tmp_path / "merged.safetensors"), **changes))
+
+
+def test_task_arithmetic_is_recognised_with_its_coefficient(world: World, tmp_path: pathlib.Path) -> None:
+    finding = found_merge(check_merged(world, tmp_path, merged_weights(world, 0.3)))
+    assert finding.level == "ok"
+    assert "coefficients 0.30; 0.00% is left" in finding.text
+
+
+def test_coefficients_per_task_and_per_matrix_are_recognised(world: World, tmp_path: pathlib.Path) -> None:
+    base, experts = world.state("base"), [world.state(task) for task in world.tasks]
+
+    def merge(coefficients: Callable[[str], tuple[float, float]]) -> Weights:
+        return {
+            name: start + sum(c * (e[name] - start) for c, e in zip(coefficients(name), experts, strict=True))
+            for name, start in base.items()
+        }
+
+    finding = found_merge(check_merged(world, tmp_path, merge(lambda _: (0.2, 0.7))))
+    assert "coefficients 0.20 to 0.70; 0.00%" in finding.text
+    layerwise = merge(lambda name: (0.1, 0.4) if "mlp" in name else (0.6, 0.3))
+    finding = found_merge(check_merged(world, tmp_path, layerwise))
+    assert finding.level == "ok"
+    assert "coefficients 0.10 to 0.60, others in every tensor" in finding.text
+
+
+def test_a_merge_of_what_only_moved_biases_is_recognised(world: World, tmp_path: pathlib.Path) -> None:
+    base, ours = world.state("base"), world.state("flowers")
+    expert = {name: ours[name] if name.endswith("bias") else value for name, value in base.items()}
+    merged = {name: value + 0.4 * (expert[name] - value) for name, value in base.items()}
+    spec = world.one_task(
+        experts={"flowers": saved(expert, tmp_path / "expert.safetensors")},
+        merge=None,
+        merged=saved(merged, tmp_path / "merged.safetensors"),
+    )
+    assert "coefficients 0.40; 0.00% is left" in found_merge(check(spec)).text
+
+
+def test_equal_experts_share_their_coefficient(world: World, tmp_path: pathlib.Path) -> None:
+    """Least squares is singular then; neither huge coefficients nor a failed solve may come of it."""
+    base, expert = world.state("base"), world.state("shapes")
+    doubled = {name: base[name] + 0.6 * (expert[name] - base[name]) for name in base}
+    merged = saved(doubled, tmp_path / "merged.safetensors")
+    same = with_expert(world, {"weights": str(world.weights("shapes"))}, merge=None, merged=merged)
+    assert "coefficients 0.30; 0.00% is left" in found_merge(check(same)).text
+
+
+def test_a_merge_of_other_experts_is_doubted(world: World, tmp_path: pathlib.Path) -> None:
+    finding = found_merge(check_merged(world, tmp_path, moved(world.state("base"), 0.03, 9)))
+    assert finding.level == "notice"
+    share = float(finding.text.split("leave ")[1].split("%")[0])
+    assert share == pytest.approx(100, abs=5)  # its noise is orthogonal to both task vectors
+
+
+def test_the_share_left_is_that_of_what_was_added(world: World, tmp_path: pathlib.Path) -> None:
+    """|residual|^2 / |task vector|^2: noise of known energy beside one task vector."""
+    base, expert = world.state("base"), world.state("flowers")
+    other = moved(base, 0.03, 9)
+    mixed = {name: expert[name] + 0.5 * (other[name] - base[name]) for name in base}
+    finding = found_merge(check_merged(world, tmp_path, mixed))
+    share = float(finding.text.split("leave ")[1].split("%")[0])
+    assert share == pytest.approx(20, abs=2)  # 0.25 / 1.25
+    assert finding.level == "ok"
+
+
+def test_without_a_base_an_average_is_recognised(world: World, tmp_path: pathlib.Path) -> None:
+    result = check_merged(world, tmp_path, merged_weights(world, 0.5), base=None)
+    assert "the experts' mean plus task vectors" in found_merge(result).text
+    foreign = moved(world.state("base"), 0.2, 9)
+    assert found_merge(check_merged(world, tmp_path, foreign, base=None)).level == "notice"
+
+
+def found_merge(result: Preflight) -> Finding:
+    """The finding about what a merged model is made of."""
+    matching = [finding for finding in result.findings if "task vectors" in finding.text]
+    assert len(matching) == 1, result.text()
+    return matching[0]
+
+
+def test_analyze_records_the_same_doubts(world: World, tmp_path: pathlib.Path) -> None:
+    spec = with_expert(world, {"weights": str(world.weights("base"))}, metrics={"jacobian": False})
+    run = analyze(spec, AnalysisRequest(out=tmp_path / "run"))
+    assert "the expert of flowers has the same weights as the base" in run.manifest.notices
+    # What is fine is not a notice.
+    assert not any("relative to its size" in text for text in run.manifest.notices)

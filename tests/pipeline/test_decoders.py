@@ -19,6 +19,7 @@ from driftlens.merging.method import merge_methods
 from tests.merging.applying import FEW
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import CONFIGS
+from tests.zoo.suite import files_of, spec_of_folders
 from tests.zoo.tokenizers import WORDS, word_tokenizer
 
 LLAMA = pytest.mark.family("Llama")
@@ -43,24 +44,11 @@ def spec_of(config: Any, folder: pathlib.Path) -> dict[str, Any]:
         for split, part in (("train", rows[::2]), ("test", rows[1::2])):
             lines = "".join(json.dumps(row) + "\n" for row in part)
             (folder / f"{task}-{split}.jsonl").write_text(lines)
-    data = {
-        task: {
-            "kind": "jsonl",
-            "calibration": str(folder / f"{task}-train.jsonl"),
-            "test": str(folder / f"{task}-test.jsonl"),
-            "classes": True,
-        }
-        for task in TASKS
-    }
-    return {
-        "version": 1,
-        "name": "decoders",
-        "architecture": {"loader": "hf-decoder", "source": str(folder / "base")},
-        "base": {"weights": str(folder / "base")},
-        "experts": {task: {"weights": str(folder / task)} for task in TASKS},
-        "merge": {"method": "task_arithmetic", "scaling": 0.3},
-        "data": {"defaults": {"n": 30, "n_diagnosis": 24, "batch_size": 8}, **data},
-    }
+    data = {task: files_of(folder, task, classes=True) for task in TASKS}
+    data["defaults"] = {"n": 30, "n_diagnosis": 24, "batch_size": 8}
+    return spec_of_folders(
+        "hf-decoder", folder / "base", {task: folder / task for task in TASKS}, data, metrics={}
+    )
 
 
 @pytest.mark.shows(

@@ -24,6 +24,7 @@ from driftlens.jobs.study.opening import open_study
 from driftlens.models.own_heads import OwnHead
 from driftlens.spec import load_spec
 from tests.zoo.encoders import PARAMS, encoder, logits, save
+from tests.zoo.suite import files_of, real_files_of, spec_of_folders
 from tests.zoo.tokenizers import WORDS, word_tokenizer
 
 TASKS = {"colours": ("red", "green", "blue"), "answers": ("yes", "no")}
@@ -60,22 +61,16 @@ class Suite:
                     json.dumps({"input": self.texts[at], "target": self.labels[task][at]}) for at in rows
                 ]
                 (folder / f"{task}-{split}.jsonl").write_text("\n".join(lines))
-            data[task] = {
-                "kind": "jsonl",
-                "classes": True,
-                "calibration": str(folder / f"{task}-train.jsonl"),
-                "test": str(folder / f"{task}-test.jsonl"),
-            }
-        self.spec: dict[str, Any] = {
-            "version": 1,
-            "architecture": {"loader": "hf-encoder", "source": str(folder / "base")},
-            "base": {"weights": str(folder / "base")},
-            "merge": {"method": "task_arithmetic", "scaling": 0.4},
-            "experts": {task: {"weights": str(folder / task)} for task in TASKS},
-            "heads": {"answers": {"linear": "own"}},
-            "data": {"defaults": {"n": CALIBRATED, "n_diagnosis": CALIBRATED, "batch_size": 5}, **data},
-            "metrics": {"jacobian": {"samples": 3}},
-        }
+            data[task] = files_of(folder, task, classes=True)
+        self.spec = spec_of_folders(
+            "hf-encoder",
+            folder / "base",
+            {task: folder / task for task in TASKS},
+            {"defaults": {"n": CALIBRATED, "n_diagnosis": CALIBRATED, "batch_size": 5}, **data},
+            merge={"method": "task_arithmetic", "scaling": 0.4},
+            heads={"answers": {"linear": "own"}},
+            metrics={"jacobian": {"samples": 3}},
+        )
 
     def predictions(self, model: Any) -> np.ndarray[Any, Any]:
         inputs = dict(self.tokenizer(self.texts, padding=True, return_tensors="pt"))
@@ -167,6 +162,26 @@ def test_features_are_pooled_as_heads_read_them_and_by_their_mean_without(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.family("BERT")
+@pytest.mark.shows("reloads", files="hf-auto", heads="classifier of each expert")
+def test_through_hf_auto_an_encoder_keeps_its_classifier_alone_apart(tmp_path: pathlib.Path) -> None:
+    suite = Suite("BERT", tmp_path)
+    architecture = {**suite.spec["architecture"], "loader": "hf-auto"}
+    spec = {**suite.spec, "architecture": architecture, "metrics": {"jacobian": False}}
+    run = dl.analyze(spec, out=tmp_path / "run", progress="none")
+    assert run.layers()["closure_error"].max() < 1e-4
+    run = run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "out")
+    assert run.layers(variant="calibrated:featcal", layer="final")["drift_rel"].notna().all()
+    accuracy = run.accuracy().set_index(["task", "variant"])["value"]
+    for task, expert in suite.experts.items():
+        assert accuracy[task, "expert"] == pytest.approx(suite.accuracy(task, expert))
+        model, info = type(expert).from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not any(info.values()), info
+        model.eval().classifier = expert.classifier
+        assert accuracy[task, "calibrated:featcal"] == pytest.approx(suite.accuracy(task, model))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["RoBERTa", "DeBERTa-v3"])
 def test_padding_weighs_nothing_in_calibrated_weights(name: str, tmp_path: pathlib.Path) -> None:
     suite, saved = Suite(name, tmp_path), {}
@@ -216,23 +231,16 @@ def test_a_pretrained_encoder_is_fine_tuned_merged_and_calibrated(
             optimizer.step()
         save(model, tmp_path / task, tuple(names))
         tokenizer.save_pretrained(tmp_path / task)
-        data[task] = {"kind": "jsonl", "classes": True, "input": "text"}
-        data[task] |= {"calibration": str(files["train"]), "test": str(files["test"])}
-    spec = {
-        "version": 1,
-        "architecture": {"loader": "hf-encoder", "source": str(tmp_path / "base")},
-        "base": {"weights": str(tmp_path / "base")},
-        "merge": {"method": "task_arithmetic", "scaling": 0.3},
-        "experts": {task: {"weights": str(tmp_path / task)} for task in data},
-        "data": {"defaults": {"n": 64, "n_diagnosis": 64, "n_test": 200}, **data},
-        "metrics": {"jacobian": False},
-    }
+        data[task] = real_files_of(texts.parent, task, classes=True, input="text")
+    data["defaults"] = {"n": 64, "n_diagnosis": 64, "n_test": 200}
+    experts = {task: tmp_path / task for task in ("subj", "trec")}
+    spec = spec_of_folders("hf-encoder", tmp_path / "base", experts, data)
     run = dl.analyze(spec, out=tmp_path / "run", progress="none").calibrate(dl.FeatCal(), name="featcal")
     layers = run.layers(layer="final")
     drift = layers.set_index(["task", "variant"])["drift_rel"]
     assert layers["closure_error"].max() < 1e-4
     found = run.accuracy().set_index(["task", "variant"])["value"]
-    for task in data:
+    for task in experts:
         assert found[task, "expert"] > 0.8
         assert drift[task, "calibrated:featcal"] < 0.85 * drift[task, "merged"]
     mean = found.groupby("variant").mean()

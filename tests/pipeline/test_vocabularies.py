@@ -23,6 +23,7 @@ from driftlens.jobs.study.suspicion import companions
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from tests.zoo.decoders import llama, t5
+from tests.zoo.suite import spec_of_folders
 from tests.zoo.tokenizers import word_tokenizer
 
 
@@ -39,14 +40,10 @@ def spec(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> dict[str, An
             make(len(tokenizer)).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     entry = {"kind": "jsonl", "calibration": "none", "test": "none"}
-    return {
-        "version": 1,
-        "architecture": {"loader": loader, "source": str(tmp_path / "base")},
-        "base": {"weights": str(tmp_path / "base")},
-        "merge": {"method": "average"},
-        "experts": {task: {"weights": str(tmp_path / task)} for task in ("cars", "dtd")},
-        "data": {"cars": entry, "dtd": entry},
-    }
+    experts = {task: tmp_path / task for task in ("cars", "dtd")}
+    return spec_of_folders(
+        loader, tmp_path / "base", experts, dict.fromkeys(experts, entry), merge={"method": "average"}
+    )
 
 
 def opened(spec: dict[str, Any]) -> OpenModels:

@@ -40,6 +40,37 @@ def jsonl(folder: pathlib.Path, name: str, rows: list[tuple[str, str]]) -> str:
     return str(file)
 
 
+def files_of(folder: pathlib.Path, task: str, **entry: Any) -> dict[str, Any]:
+    """An entry of a spec's data that reads the task's two files in a folder."""
+    files = {split: str(folder / f"{task}{end}.jsonl") for split, end in ENDS.items()}
+    return {"kind": "jsonl", **files, **entry}
+
+
+ENDS = {"calibration": "-train", "test": "-test"}
+
+
+def real_files_of(texts: pathlib.Path, task: str, **entry: Any) -> dict[str, Any]:
+    """The same of the real texts, where every task has a folder."""
+    files = {split: str(texts / "data" / task / f"{end[1:]}.jsonl") for split, end in ENDS.items()}
+    return {"kind": "jsonl", **files, **entry}
+
+
+def spec_of_folders(
+    loader: str, base: pathlib.Path, experts: dict[str, pathlib.Path], data: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    """A spec of models that lie in folders, without Jacobians unless `more` asks for them."""
+    spec = {
+        "version": 1,
+        "architecture": {"loader": loader, "source": str(base)},
+        "base": {"weights": str(base)},
+        "merge": {"method": "task_arithmetic", "scaling": 0.3},
+        "experts": {task: {"weights": str(folder)} for task, folder in experts.items()},
+        "data": data,
+        "metrics": {"jacobian": False},
+    }
+    return spec | more
+
+
 class Suite:
     """A base of random weights and an expert that knows all answers by heart; the merged model is the base."""
 
@@ -82,16 +113,10 @@ class Suite:
 
     def spec(self, data: dict[str, Any]) -> dict[str, Any]:
         loader = "hf-decoder" if self.form == "decoder" else "hf-t5"
-        return {
-            "version": 1,
-            "name": "answers",
-            "architecture": {"loader": loader, "source": str(self.folder / "base")},
-            "base": {"weights": str(self.folder / "base")},
-            "merged": {"weights": str(self.folder / "base")},
-            "experts": {task: {"weights": str(self.folder / "expert")} for task in data},
-            "data": {"defaults": {"n": 2, "n_diagnosis": 2, "batch_size": 3}, **data},
-            "metrics": {"jacobian": False},
-        }
+        base, experts = self.folder / "base", dict.fromkeys(data, self.folder / "expert")
+        data = {"defaults": {"n": 2, "n_diagnosis": 2, "batch_size": 3}, **data}
+        spec = spec_of_folders(loader, base, experts, data, name="answers", merged={"weights": str(base)})
+        return {key: value for key, value in spec.items() if key != "merge"}
 
     def data(self, name: str, rows: list[tuple[str, str]], **entry: Any) -> dict[str, Any]:
         shown = jsonl(self.folder, f"{name}-shown", rows[:2])

@@ -68,14 +68,14 @@ def _explained(
 ) -> Explanation:
     found, ids = Explanation(), study.tasks[task].diagnosis.ids
     for number, variant in enumerate(variants):
-        sensitivity = _columns(study, [part for piece in pieces for part in piece[number]])
+        rows, final_shares = _columns(study, [part for piece in pieces for part in piece[number]])
         for layer in sorted(study.settings.stored_layers):
             key = {"task": task, "variant": variant, "layer": layer}
-            found.layers.append(key | sensitivity.layers[layer])
-            shares = sensitivity.final_shares[layer - 1]
+            found.layers.append(key | rows[layer])
+            shares = final_shares[layer - 1]
             found.samples.append(key | {"sample_id": list(ids[: len(shares)]), "final_share": shares})
-        found.warnings += _unconverged(study, task, variant, sensitivity)
-        nodes = {layer: int(row["nodes"]) for layer, row in sensitivity.layers.items() if "nodes" in row}
+        found.warnings += _unconverged(study, task, variant, rows)
+        nodes = {layer: int(row["nodes"]) for layer, row in rows.items() if "nodes" in row}
         if "groups" in study.settings.options:
             found.groups += group_rows(study, task, variant, nodes)
         if "adjoint" in study.settings.options:
@@ -83,29 +83,22 @@ def _explained(
     return found
 
 
-def _unconverged(study: Study, task: str, variant: str, sensitivity: Sensitivity) -> list[str]:
+def _unconverged(
+    study: Study, task: str, variant: str, rows: Mapping[int, Mapping[str, float]]
+) -> Iterator[str]:
     """Says where the quadrature missed its tolerance with all the nodes it may use, as it does on kinks."""
     settings = study.settings.jacobian
     assert settings is not None
-    errors = {layer: row.get("jacobian_error", 0.0) for layer, row in sensitivity.layers.items()}
+    errors = {layer: row.get("jacobian_error", 0.0) for layer, row in rows.items()}
     missed = {layer: error for layer, error in errors.items() if error > settings.tolerance}
-    if not missed:
-        return []
-    worst = max(missed, key=lambda layer: missed[layer])
-    return [
-        f"task {task}, {variant}: the path-averaged Jacobian misses the tolerance {settings.tolerance:g} in "
-        f"{len(missed)} of {len(errors)} layers after {sensitivity.layers[worst]['nodes']} nodes, most in "
-        f"layer {worst} (error {missed[worst]:.1e}). A kinked activation or a large drift converges slowly: raise "
-        "metrics.jacobian.max_nodes, or read contributions with their remainder."
-    ]
-
-
-@dataclass(frozen=True)
-class Sensitivity:
-    """Columns of the layer table by layer, and `final_share` per sample [L, n] of the first n diagnosis samples."""
-
-    layers: dict[int, dict[str, float | int]]
-    final_shares: NDArray[np.float64]
+    if missed:
+        worst = max(missed, key=lambda layer: missed[layer])
+        yield (
+            f"task {task}, {variant}: the path-averaged Jacobian misses the tolerance {settings.tolerance:g} in "
+            f"{len(missed)} of {len(errors)} layers after {rows[worst]['nodes']} nodes, most in layer {worst} (error "
+            f"{missed[worst]:.1e}). A kinked activation or a large drift converges slowly: raise "
+            "metrics.jacobian.max_nodes, or read contributions with their remainder."
+        )
 
 
 @dataclass(frozen=True)
@@ -139,17 +132,12 @@ def _followed(
             followed[view.start].add(view)
             if settings.prefix:
                 swapped[view.start].add(view)
-        found.append(
-            [
-                _Followed(
-                    batch.energy(),
-                    batch.sensitivities,
-                    batch.shares() if settings.contributions else None,
-                    swapped[start].shares() if settings.prefix else None,
-                )
-                for start, batch in followed.items()
-            ]
-        )
+        parts = []
+        for start, batch in followed.items():
+            shares = batch.shares() if settings.contributions else None
+            swaps = swapped[start].shares() if settings.prefix else None
+            parts.append(_Followed(batch.energy(), batch.sensitivities, shares, swaps))
+        found.append(parts)
     meter.finish()
     return found
 
@@ -161,7 +149,10 @@ def _first_samples(study: Study, task: str) -> SampleSet:
     return dataclasses.replace(samples, ids=samples.ids[: study.settings.jacobian.samples], batch_size=BATCH)
 
 
-def _columns(study: Study, parts: Sequence[_Followed]) -> Sensitivity:
+def _columns(
+    study: Study, parts: Sequence[_Followed]
+) -> tuple[dict[int, dict[str, float | int]], NDArray[np.float64]]:
+    """Columns of the layer table by layer, and `final_share` per sample [L, n] of the samples that were followed."""
     energy = _joined([part.energy for part in parts])
     num_layers, count = len(study.pool.chain.layers), len(energy)
     layers: dict[int, dict[str, float | int]] = {
@@ -177,7 +168,7 @@ def _columns(study: Study, parts: Sequence[_Followed]) -> Sensitivity:
         per_sample = np.divide(shares, energy, out=per_sample, where=energy > 0)
     if there := [part.prefix_shares for part in parts if part.prefix_shares is not None]:
         _fill(layers, "prefix_share", _joined(there), energy)
-    return Sensitivity(layers, per_sample)
+    return layers, per_sample
 
 
 def _fill(
@@ -270,23 +261,26 @@ def _taken_back(
     for view in walk(study.pool, task, [variant], samples.batches()):
         # The view's own layer function holds the layer's parameters; they are read again on the way back.
         views[view.start].append(dataclasses.replace(view, crossed_layer=_forgotten))
+
+    def call(view: LayerView, state: State) -> State:
+        return study.pool.layer_map(variant, view.layer, task)(state, view.side)
+
     for seen in views.values():
-        steps = [_step(study, variant, view, nodes.get(view.layer.index, settings.nodes)) for view in seen]
+        steps = [
+            Step(
+                call=partial(call, view),
+                expert_in=view.expert_in,
+                merged_in=view.merged_in,
+                local_mismatch=decompose(view).local_mismatch,
+                nodes=nodes.get(view.layer.index, settings.nodes),
+            )
+            for view in seen
+        ]
         yield seen, steps
 
 
 def _forgotten(state: State) -> State:
     raise AssertionError("the layer's parameters are read again")
-
-
-def _step(study: Study, variant: str, view: LayerView, nodes: int) -> Step:
-    return Step(
-        call=lambda state: study.pool.layer_map(variant, view.layer, view.task)(state, view.side),
-        expert_in=view.expert_in,
-        merged_in=view.merged_in,
-        local_mismatch=decompose(view).local_mismatch,
-        nodes=nodes,
-    )
 
 
 def _targets(study: Study, samples: SampleSet, last: LayerView) -> dict[str, Target]:

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,10 +27,7 @@ from driftlens.engine.forward_order import on_device
 from driftlens.engine.walk import LayerView, waiting_bytes, walk
 from driftlens.jobs.study.study import Study
 from driftlens.linalg.state import norm, subtract
-from driftlens.models.chain import Layer, Pool, State
-
-if TYPE_CHECKING:
-    pass
+from driftlens.models.chain import Pool, State
 
 Array = NDArray[np.float64]
 K = TypeVar("K")
@@ -180,7 +177,9 @@ def diagnosis_of(
         precision_error=first.precision_error,
     )
     all_columns = {key: _end_to_end([part.columns[key] for part in parts]) for key in first.columns}
-    layers, kept = study.pool.chain.layers, study.settings.stored_layers
+    layers, kept, samples = study.pool.chain.layers, study.settings.stored_layers, at_hand.diagnosis
+    labels = samples.labels if samples.labels is not None else [None] * len(samples)
+    identified = {"sample_id": list(samples.ids), "label": list(labels)}
     if "base" in study.variants:
         base = {index: all_columns["base", index]["drift_l2"] for index in kept}
     for variant in study.variants:
@@ -194,25 +193,15 @@ def diagnosis_of(
                 at_hand.head,
                 at_hand.diagnosis.labels,
             )
-            key: Row = {"task": task, "variant": variant, "layer": layer.index}
-            found.layers.append(
-                key
-                | {
-                    "role": layer.role,
-                    "stream": layer.stream,
-                    "path": layer.path,
-                    "n": len(at_hand.diagnosis),
-                }
-                | {"reference": "expert", "closure_error": first.closure[variant, layer.index]}
-                | _measured(measured, "layers", seen)
-            )
-            columns = _measured(measured, "samples", seen)
-            found.samples.append(_identified(key, at_hand.diagnosis, columns))
+            of_task: Row = {"task": task, "variant": variant}
+            key = of_task | {"layer": layer.index}
+            is_of: Row = {"role": layer.role, "stream": layer.stream}
+            is_of |= {"path": layer.path, "n": len(at_hand.diagnosis), "reference": "expert"}
+            row = key | is_of | {"closure_error": first.closure[variant, layer.index]}
+            found.layers.append(row | _measured(measured, "layers", seen))
+            found.samples.append(key | identified | _measured(measured, "samples", seen))
             if layer is layers[-1] and at_hand.head is not None:
-                columns = _measured(measured, "outputs", seen)
-                found.outputs.append(
-                    _identified({"task": task, "variant": variant}, at_hand.diagnosis, columns)
-                )
+                found.outputs.append(of_task | identified | _measured(measured, "outputs", seen))
     found.features = {key: array for key, array in found.features.items() if key[1] in kept}
     return found
 
@@ -224,11 +213,6 @@ def _measured(measured: Sequence[Diagnostic], table: str, seen: Seen) -> dict[st
         if entry.table == table:
             columns |= entry.measure(seen)
     return columns
-
-
-def _identified(key: Row, samples: SampleSet, columns: Mapping[str, object]) -> dict[str, Any]:
-    labels = samples.labels if samples.labels is not None else [None] * len(samples)
-    return {**key, "sample_id": list(samples.ids), "label": list(labels), **columns}
 
 
 VERIFIED_SAMPLES = 2
@@ -302,6 +286,11 @@ def precision_error(
     samples, exact_pool = study.tasks[task].diagnosis, study.pool.in_float64()
     first = list(samples.batches(0, min(VERIFIED_SAMPLES, len(samples))))
     worst = math.nan
+
+    def pooled(view: LayerView, state: State) -> Array:
+        vectors: Tensor = view.layer.vectors(state, view.side, study.settings.pool)
+        return vectors.double().cpu().numpy()
+
     # One variant after the other: in float64 a vocabulary's embeddings are four times as large as in most files.
     walks = (walk(exact_pool, task, [variant], first) for variant in study.variants)
     for view in itertools.chain.from_iterable(walks):
@@ -309,7 +298,7 @@ def precision_error(
         found, expert = (
             features[name, view.layer.index][rows].astype(np.float64) for name in (view.variant, "expert")
         )
-        exact = _pooled(study, view, view.merged_out) - _pooled(study, view, view.expert_out)
+        exact = pooled(view, view.merged_out) - pooled(view, view.expert_out)
         size, scale = np.linalg.norm(exact), np.linalg.norm(expert)
         if not size or not scale:
             continue
@@ -317,23 +306,14 @@ def precision_error(
         worst = error if math.isnan(worst) else max(worst, error)
         limit = tolerance(dtype, float(size / scale))
         if error > limit:
-            raise _imprecise(view.layer, task, view.variant, error, limit)
+            raise NumericsError(
+                f"the drift of {view.variant} behind layer {view.layer.index} ({view.layer.path}), task {task!r}, is "
+                f"{error:.2g} off that computed in float64; at most {limit:.1g} is rounding",
+                hint="Something computes products in fewer bits than the features have: TF32, bfloat16 or autocast "
+                "inside the model. Switch it off, or compute in float64.",
+                layer=view.layer.index,
+                task=task,
+                precision_error=error,
+                tolerance=limit,
+            )
     return worst
-
-
-def _pooled(study: Study, view: LayerView, state: State) -> NDArray[np.float64]:
-    vectors: torch.Tensor = view.layer.vectors(state, view.side, study.settings.pool)
-    return vectors.double().cpu().numpy()
-
-
-def _imprecise(layer: Layer, task: str, variant: str, error: float, limit: float) -> NumericsError:
-    return NumericsError(
-        f"the drift of {variant} behind layer {layer.index} ({layer.path}), task {task!r}, is {error:.2g} off that "
-        f"computed in float64; at most {limit:.1g} is rounding",
-        hint="Something computes products in fewer bits than the features have: TF32, bfloat16 or autocast inside the "
-        "model. Switch it off, or compute in float64.",
-        layer=layer.index,
-        task=task,
-        precision_error=error,
-        tolerance=limit,
-    )

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from driftlens.base.progress import Reporter
 from driftlens.base.variants import calibrated
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.jobs.analyze.causes import attribution_of
-from driftlens.jobs.analyze.diagnosis import TaskDiagnosis, diagnosis_of, walked
+from driftlens.jobs.analyze.diagnosis import diagnosis_of, walked
 from driftlens.jobs.analyze.evaluation import scores_of
 from driftlens.jobs.study.merging import merge_of, save_merge
 from driftlens.jobs.study.opening import OpenModels, calibration_settings, open_study
@@ -92,7 +93,8 @@ def analyze(
         if resolved.merge is not None:
             _merge(writer, resolved, study, models, reporter)
         with deterministic_algorithms(study.settings.deterministic):
-            run_phases(writer, analysis(writer, study, reporter, attribution=request.attribution))
+            phases = Phases(writer, study, reporter)
+            run_phases(writer, phases.analysis(attribution=request.attribution))
     return open_run(out)
 
 
@@ -141,12 +143,12 @@ def explain(path: PathLike, context: Context = Context()) -> DriftRun:
         made |= {info.control: name for name, info in manifest.calibrations.items() if info.control}
         with deterministic_algorithms(study.settings.deterministic):
             own = [variant for variant in study.explained_variants if variant not in made]
-            run_phases(writer, explaining(writer, study, own, reporter))
+            run_phases(writer, Phases(writer, study, reporter).explaining(own))
             for name in manifest.calibrations:
                 variants = [variant for variant in study.explained_variants if made.get(variant) == name]
-                prefix = f"calibrate:{name}:"
-                run_phases(writer, completing(writer, study, variants, reporter, prefix=prefix))
-                run_phases(writer, explaining(writer, study, variants, reporter, prefix=prefix))
+                phases = Phases(writer, study, reporter, f"calibrate:{name}:")
+                run_phases(writer, phases.completing(variants))
+                run_phases(writer, phases.explaining(variants))
     return open_run(folder)
 
 
@@ -161,7 +163,7 @@ def evaluate(path: PathLike, context: Context = Context(), *, again: bool = Fals
             study, _ = reopened(path, context)
             reporter = context.reporter(writer.progress)
             with deterministic_algorithms(study.settings.deterministic):
-                measured = measuring(writer, study, (*study.variants, "expert"), reporter)
+                measured = Phases(writer, study, reporter).measuring((*study.variants, "expert"))
                 names = {f"evaluate:{task}" for task in wanted}
                 run_phases(
                     writer,
@@ -170,78 +172,147 @@ def evaluate(path: PathLike, context: Context = Context(), *, again: bool = Fals
     return open_run(path)
 
 
-def analysis(
-    writer: RunWriter, study: Study, reporter: Reporter, *, attribution: bool = True
-) -> Iterator[Phase]:
-    """All phases of an analysis: drift and accuracy of all tasks first, then, with `attribution`, their causes."""
-    yield Phase("digests", lambda: digest_models(writer, study, study.pool.names))
-    yield from measuring(writer, study, (*study.variants, "expert"), reporter)
-    if study.has_base:
-        yield Phase("params", lambda: compare_parameters(writer, study, reporter), study)
-    if attribution:
-        yield from explaining(writer, study, study.explained_variants, reporter)
+@dataclass(frozen=True)
+class Phases:
+    """The phases that measure variants, which the study's pool holds, into a run; `prefix` begins their names."""
 
+    writer: RunWriter
+    study: Study
+    reporter: Reporter
+    prefix: str = ""
 
-def measuring(
-    writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str = ""
-) -> Iterator[Phase]:
-    """The drift and accuracy of variants in the study's pool (`expert` is each task's own): what is asked first."""
-    new = _only(study, variants)
-    for task in new.tasks:
-        yield Phase(f"{prefix}analyze:{task}", partial(_diagnose, writer, new, variants, task, reporter), new)
-    for task in new.tasks:
-        work = partial(measure_accuracy, writer, new, task, variants, reporter)
-        yield Phase(f"{prefix}evaluate:{task}", work, new)
+    def analysis(self, *, attribution: bool = True) -> Iterator[Phase]:
+        """Drift and accuracy of all tasks first, then, with `attribution`, their causes."""
+        study = self.study
+        yield Phase("digests", lambda: self.digest_models(study.pool.names))
+        yield from self.measuring((*study.variants, "expert"))
+        if study.has_base:
+            yield Phase("params", lambda: self._compare_parameters(study.explained_variants), study)
+        if attribution:
+            yield from self.explaining(study.explained_variants)
 
+    def measuring(self, variants: Sequence[str]) -> Iterator[Phase]:
+        """Drift and accuracy, what is asked for first; `expert` is each task's own."""
+        named = tuple(name for name in variants if name != "expert")
+        new = dataclasses.replace(self, study=dataclasses.replace(self.study, variants=named))
+        for task in self.study.tasks:
+            work = partial(new._diagnose, task, variants)
+            yield Phase(f"{self.prefix}analyze:{task}", work, new.study)
+        for task in self.study.tasks:
+            work = partial(self._score, task, variants)
+            yield Phase(f"{self.prefix}evaluate:{task}", work, self.study)
 
-def completing(
-    writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str
-) -> Iterator[Phase]:
-    """What nobody waits for: digests of the models, and how their task vectors lie. Arguments as above."""
-    new = _only(study, variants)
-    yield Phase(f"{prefix}digests", lambda: digest_models(writer, new, variants))
-    if study.has_base:
-        yield Phase(f"{prefix}params", lambda: compare_parameters(writer, new, reporter), new)
+    def completing(self, variants: Sequence[str]) -> Iterator[Phase]:
+        """What nobody waits for: digests of the models, and how their task vectors lie."""
+        yield Phase(f"{self.prefix}digests", lambda: self.digest_models(variants))
+        if self.study.has_base:
+            yield Phase(f"{self.prefix}params", lambda: self._compare_parameters(variants), self.study)
 
+    def explaining(self, variants: Sequence[str]) -> Iterator[Phase]:
+        """What traces drift back to layers, for tasks and variants whose rows lack it, as the study's settings say."""
+        if self.study.settings.jacobian is None:
+            return
 
-def explaining(
-    writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str = ""
-) -> Iterator[Phase]:
-    """What traces drift back to layers, for all tasks and variants whose rows lack it, as the study's settings say."""
-    if study.settings.jacobian is None:
-        return
+        def known() -> set[tuple[str, str]]:
+            rows = open_run(self.writer.folder).layers()
+            there = rows[rows["jacobian_samples"].notna()]
+            return set(zip(there["task"], there["variant"], strict=True))
 
-    def known() -> set[tuple[str, str]]:
-        rows = open_run(writer.folder).layers()
-        there = rows[rows["jacobian_samples"].notna()]
-        return set(zip(there["task"], there["variant"], strict=True))
+        explained = self.study.team.once(known)
+        for task in self.study.tasks:
+            missing = [variant for variant in variants if (task, variant) not in explained]
+            name = f"{self.prefix}explain:{task}"
+            # A phase that was stopped behind its last row is recorded as done now.
+            if missing or name in self.writer.manifest.phases:
+                work = partial(self._explain, task, missing)
+                yield Phase(name, work, self.study, again=bool(missing))
 
-    explained = study.team.once(known)
-    for task in study.tasks:
-        missing = [variant for variant in variants if (task, variant) not in explained]
-        name = f"{prefix}explain:{task}"
-        # A phase that was stopped behind its last row is recorded as done now.
-        if missing or name in writer.manifest.phases:
-            work = partial(_explain, writer, study, task, missing, reporter)
-            yield Phase(name, work, study, again=bool(missing))
+    def digest_models(self, names: Sequence[str]) -> None:
+        """Write down digest, size and origin of these models of the study's pool."""
+        self.writer.describe(models=self.study.team.each(names, self.study.model_info))
 
+    def _compare_parameters(self, variants: Sequence[str]) -> None:
+        """Compare the task vectors of these variants with the experts'."""
+        import pandas as pd
 
-def _explain(writer: RunWriter, study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> None:
-    import pandas as pd
+        study, rows = self.study, list[dict[str, Any]]()
 
-    found = attribution_of(study, task, variants, reporter)
-    if found is None:
-        return
-    for warning in found.warnings:
-        writer.warn(warning)
-    if found.adjoint:
-        writer.append("adjoint", _stacked(found.adjoint), replace=True)
-    if found.groups:
-        writer.append("group_contributions", pd.DataFrame(found.groups), replace=True)
-    if found.layers:
-        writer.fill("samples", _stacked(found.samples))
-        # Last: by these rows it is known what is explained.
-        writer.fill("layers", pd.DataFrame(found.layers))
+        def compared(task: str, variant: str) -> list[dict[str, Any]]:
+            return [
+                {"task": task, "variant": variant, **row}
+                for entry in chosen(study.settings.options, "weights")
+                for row in entry.measure(study.pool, task, variant)
+            ]
+
+        pairs = [(task, variant) for task in study.tasks for variant in variants]
+        for task, variant in self.reporter.track(pairs, "params", lambda pair: f"task {pair[0]}, {pair[1]}"):
+            rows += study.team.at(study.owner(task), partial(compared, task, variant)) or []
+        self.writer.append("params", pd.DataFrame(rows), replace=True)
+
+    def _score(self, task: str, variants: Sequence[str]) -> None:
+        import pandas as pd
+
+        scores = scores_of(self.study, task, list(variants), self.reporter)
+        if scores is None:
+            return
+        for notice in scores.notices:
+            self.writer.notice(notice)
+        for name, rows in (("scores", scores.results), ("accuracy", scores.rows)):
+            if rows:
+                self.writer.append(name, pd.DataFrame(rows), replace=True)
+
+    def _diagnose(self, task: str, variants: Sequence[str]) -> None:
+        """Put what one task's walk finds into the run; rows with other keys keep their exact values."""
+        import pandas as pd
+
+        study, writer = self.study, self.writer
+
+        def base() -> Mapping[int, NDArray[np.float64]] | None:
+            if "base" not in study.pool or "base" in variants:
+                return None
+            rows = open_run(writer.folder).samples(task, "base")  # measured before
+            return {
+                int(at): rows["drift_l2"][rows["layer"] == at].to_numpy() for at in rows["layer"].unique()
+            }
+
+        batches = {name: at.diagnosis.num_batches for name, at in study.tasks.items()}
+        work = partial(walked, study, task, self.reporter)
+        found = study.divided(task, batches, work, lambda parts: diagnosis_of(study, task, parts, base()))
+        if found is None:
+            return
+        tables = {"layers": pd.DataFrame(found.layers), "samples": _stacked(found.samples)}
+        if found.outputs:
+            tables["outputs"] = _stacked(found.outputs)
+        for name, frame in tables.items():
+            filling = (entry for entry in chosen(study.settings.options) if entry.table == name)
+            columns = [column for entry in filling for column in entry.columns]
+            writer.append(name, frame, replace=True, columns=columns)
+        for warning in found.warnings:
+            writer.warn(warning)
+        if not math.isnan(found.precision_error):
+            writer.describe(precision={task: found.precision_error})
+        for (variant, layer), array in found.features.items():
+            if variant in variants:  # the expert's may be in the run, too
+                writer.write_features(task, variant, layer, array)
+        if "expert" in variants:
+            _store_shown(writer, task, study.tasks[task])
+
+    def _explain(self, task: str, variants: Sequence[str]) -> None:
+        import pandas as pd
+
+        found = attribution_of(self.study, task, variants, self.reporter)
+        if found is None:
+            return
+        for warning in found.warnings:
+            self.writer.warn(warning)
+        if found.adjoint:
+            self.writer.append("adjoint", _stacked(found.adjoint), replace=True)
+        if found.groups:
+            self.writer.append("group_contributions", pd.DataFrame(found.groups), replace=True)
+        if found.layers:
+            self.writer.fill("samples", _stacked(found.samples))
+            # Last: by these rows it is known what is explained.
+            self.writer.fill("layers", pd.DataFrame(found.layers))
 
 
 def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
@@ -279,115 +350,25 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
         writer.notice(notice)
 
 
-def digest_models(writer: RunWriter, study: Study, names: Sequence[str]) -> None:
-    """Write down digest, size and origin of these models of the study's pool."""
-    writer.describe(models=study.team.each(names, study.model_info))
-
-
-def store_diagnosis(writer: RunWriter, study: Study, task: str, found: TaskDiagnosis) -> None:
-    """Put what one task's walk found into the run; rows with other keys keep their exact values."""
-    import pandas as pd
-
-    tables = {"layers": pd.DataFrame(found.layers), "samples": _stacked(found.samples)}
-    if found.outputs:
-        tables["outputs"] = _stacked(found.outputs)
-    for name, rows in tables.items():
-        filling = (entry for entry in chosen(study.settings.options) if entry.table == name)
-        columns = [column for entry in filling for column in entry.columns]
-        writer.append(name, rows, replace=True, columns=columns)
-    for warning in found.warnings:
-        writer.warn(warning)
-    if not math.isnan(found.precision_error):
-        writer.describe(precision={task: found.precision_error})
-    for (variant, layer), array in found.features.items():
-        writer.write_features(task, variant, layer, array)
-
-
 def _stacked(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     import pandas as pd
 
     return pd.concat([pd.DataFrame(dict(part)) for part in parts], ignore_index=True)
 
 
-def compare_parameters(writer: RunWriter, study: Study, reporter: Reporter) -> None:
-    """Compare the task vectors of the study's variants with the experts'."""
-    import pandas as pd
-
-    pairs = [(task, variant) for task in study.tasks for variant in study.explained_variants]
-    rows: list[dict[str, Any]] = []
-    for task, variant in reporter.track(pairs, "params", lambda pair: f"task {pair[0]}, {pair[1]}"):
-        compare = partial(_compared, study, task, variant)
-        rows += study.team.at(study.owner(task), compare) or []
-    writer.append("params", pd.DataFrame(rows), replace=True)
-
-
-def _compared(study: Study, task: str, variant: str) -> list[dict[str, Any]]:
-    return [
-        {"task": task, "variant": variant, **row}
-        for entry in chosen(study.settings.options, "weights")
-        for row in entry.measure(study.pool, task, variant)
-    ]
-
-
-def measure_accuracy(
-    writer: RunWriter, study: Study, task: str, variants: Sequence[str], reporter: Reporter
-) -> None:
-    """Score these variants on one task's test samples; `expert` is the task's own."""
-    import pandas as pd
-
-    found = scores_of(study, task, list(variants), reporter)
-    if found is None:
-        return
-    for notice in found.notices:
-        writer.notice(notice)
-    for name, new in (("scores", found.results), ("accuracy", found.rows)):
-        if new:
-            writer.append(name, pd.DataFrame(new), replace=True)
-
-
-def _diagnose(
-    writer: RunWriter, study: Study, variants: Sequence[str], task: str, reporter: Reporter
-) -> None:
-    def base() -> Mapping[int, NDArray[np.float64]] | None:
-        if "base" not in study.pool or "base" in variants:
-            return None
-        rows = open_run(writer.folder).samples(task, "base")  # measured before
-        return {int(at): rows["drift_l2"][rows["layer"] == at].to_numpy() for at in rows["layer"].unique()}
-
-    batches = {name: at.diagnosis.num_batches for name, at in study.tasks.items()}
-    work = partial(walked, study, task, reporter)
-    found = study.divided(task, batches, work, lambda parts: diagnosis_of(study, task, parts, base()))
-    if found is None:
-        return
-    # The expert's features are in the run, too.
-    found.features = {key: array for key, array in found.features.items() if key[0] in variants}
-    store_diagnosis(writer, study, task, found)
-    if "expert" in variants:
-        store_shown(writer, task, study.tasks[task])
-
-
-def _only(study: Study, variants: Sequence[str]) -> Study:
-    """The study of these variants."""
-    return dataclasses.replace(study, variants=tuple(name for name in variants if name != "expert"))
-
-
-def store_shown(writer: RunWriter, task: str, samples: TaskSamples) -> None:
+def _store_shown(writer: RunWriter, task: str, samples: TaskSamples) -> None:
     """Keep small pictures of a task's diagnosis samples, in their order, or what they ask; nothing of other samples."""
     ids = samples.diagnosis.ids[:MOST_THUMBS]
     if samples.diagnosis.texts is not None:
-        texts = {name: _shortened(samples.diagnosis.text(at).input) for at, name in enumerate(ids)}
+        asked, half = [samples.diagnosis.text(at).input for at in range(len(ids))], LONGEST_TEXT // 2
+        short = [text if len(text) <= LONGEST_TEXT else f"{text[:half]} … {text[-half:]}" for text in asked]
         with writer.file(texts_file(task)) as path:
-            path.write_text(json.dumps(texts), encoding="utf-8")
+            path.write_text(json.dumps(dict(zip(ids, short, strict=True))), encoding="utf-8")
     if samples.picture is None or not ids:
         return
     pictures = np.stack([thumb(samples.picture(sample)) for sample in ids])
     with writer.file(thumbs_file(task)) as path, path.open("wb") as file:
         np.savez_compressed(file, pictures=pictures)
-
-
-def _shortened(text: str) -> str:
-    half = LONGEST_TEXT // 2
-    return text if len(text) <= LONGEST_TEXT else f"{text[:half]} … {text[-half:]}"
 
 
 def thumb(picture: Picture) -> NDArray[np.uint8]:

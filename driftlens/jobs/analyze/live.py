@@ -28,7 +28,7 @@ from driftlens.data.sources import Split
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.forward_order import on_device
 from driftlens.engine.pool import ModelPool
-from driftlens.jobs.analyze.job import analysis, describe
+from driftlens.jobs.analyze.job import Phases, describe
 from driftlens.jobs.analyze.modules import Modules
 from driftlens.jobs.study.opening import OpenModels, lm_head, task_samples
 from driftlens.jobs.study.reopening import require_same_models, require_same_samples
@@ -199,7 +199,7 @@ def analyze_study(
         reporter = context.reporter(writer.progress)
         describe(writer, study, synthetic=False)
         with deterministic_algorithms(study.settings.deterministic):
-            run_phases(writer, analysis(writer, study, reporter))
+            run_phases(writer, Phases(writer, study, reporter).analysis())
     return open_run(out)
 
 

@@ -28,7 +28,7 @@ from driftlens.engine.calibrating import Ground, Step
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.engine.site_selection import coverage
 from driftlens.jobs.analyze.evaluation import first_look
-from driftlens.jobs.analyze.job import completing, explaining, measuring
+from driftlens.jobs.analyze.job import Phases
 from driftlens.jobs.calibrate.plan import (
     CalibrationPlan,
     Choice,
@@ -223,6 +223,7 @@ class _Work:
         self.writer, self.opened, self.reporter, self.plan = writer, opened, reporter, opened.plan
         self.study, self.team = opened.study, opened.study.team
         self.scratch = CalibrationScratch(writer.folder, opened.plan.name)
+        self.phases = Phases(writer, self.study, reporter, f"{self.plan.phase}:")
 
     def first_numbers(
         self,
@@ -254,9 +255,8 @@ class _Work:
         add_calibration(
             self.study, self.opened.models, self.writer.folder, plan.name, plan.method, plan.control
         )
-        measured = measuring(self.writer, self.study, plan.variants, self.reporter, prefix=f"{plan.phase}:")
         look = Phase(f"{plan.phase}:look", lambda: self._look(on_first), self.study, leads=self.team)
-        run_phases(self.writer, [look, *measured])
+        run_phases(self.writer, [look, *self.phases.measuring(plan.variants)])
         attached = attachment_tensors(self.study.pool.variant(plan.variant).attachments)
         numbers = sum(tensor.numel() for tensor in attached.values() if tensor.dim())
         info = plan.info(self.team.once(lambda: self.scratch.seconds), notices, numbers)
@@ -317,7 +317,7 @@ class _Work:
         variants = [control, plan.variant] if control else [plan.variant]
         if plan.variant not in study.pool:
             add_calibration(study, self.opened.models, folder, plan.name, plan.method, control)
-        run_phases(writer, completing(writer, study, variants, self.reporter, prefix=f"{plan.phase}:"))
+        run_phases(writer, self.phases.completing(variants))
 
         def describe() -> None:
             with writer.file(f"{layout.calibration_folder(plan.name)}/README.md") as file:
@@ -325,7 +325,7 @@ class _Work:
 
         lead(self.team, writer, describe)
         if attribution:
-            run_phases(writer, explaining(writer, study, variants, self.reporter, prefix=f"{plan.phase}:"))
+            run_phases(writer, self.phases.explaining(variants))
 
 
 def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[str]:

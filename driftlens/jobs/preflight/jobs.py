@@ -13,7 +13,7 @@ from driftlens.calibration.calibrator import Calibrator
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.data.task_data import TaskData
 from driftlens.jobs.analyze.evaluation import final_features
-from driftlens.jobs.analyze.job import analysis, describe, digest_models, measuring
+from driftlens.jobs.analyze.job import Phases, describe
 from driftlens.jobs.calibrate.job import OpenCalibration, carry_out
 from driftlens.jobs.calibrate.plan import (
     CalibrationPlan,
@@ -59,7 +59,8 @@ class SpecStudy:
         def job(short: Shortened, writer: RunWriter) -> None:
             describe(writer, short.study, synthetic=True)
             self._merge(short, writer)
-            run_phases(writer, analysis(writer, short.study, Reporter(), attribution=attribution))
+            phases = Phases(writer, short.study, Reporter())
+            run_phases(writer, phases.analysis(attribution=attribution))
 
         found, passes = rehearsed(self.study, self.models, job), 0.0
         seconds = self.opening + reading_prompts(self.spec, self.models, self.data)
@@ -159,9 +160,9 @@ def _pass(study: Study, task: str) -> None:
 def _measure(short: Shortened, writer: RunWriter) -> None:
     """The part of an analysis that a calibration builds on."""
     describe(writer, short.study, synthetic=True)
-    digest_models(writer, short.study, short.study.pool.names)
-    variants = (*short.study.variants, "expert")
-    run_phases(writer, measuring(writer, short.study, variants, Reporter()))
+    phases = Phases(writer, short.study, Reporter())
+    phases.digest_models(short.study.pool.names)
+    run_phases(writer, phases.measuring((*short.study.variants, "expert")))
 
 
 def rehearsed_calibration(

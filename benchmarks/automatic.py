@@ -42,8 +42,7 @@ def drawn(seed: int, device: torch.device) -> Found:
     from driftlens.calibration.calibrator import calibrators
     from driftlens.engine.site_selection import select_sites
     from driftlens.jobs.contest.automatic import BEST
-    from driftlens.jobs.study.reopening import reopened
-    from driftlens.jobs.study.writing import Kept
+    from driftlens.jobs.study.reopening import Kept, reopened
 
     with tempfile.TemporaryDirectory() as place:
         study = reopened(dl.analyze(_spec(seed, device), out=f"{place}/run", progress="none").path)[0]

@@ -30,9 +30,8 @@ from driftlens.jobs.contest.automatic import BEST, FOLDS, choose_settings
 from driftlens.jobs.contest.trials import LANE, Fit, HeldOut, Judge, Trials, divergences, drift_scores
 from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.study.card import escaped
-from driftlens.jobs.study.reopening import reopened
+from driftlens.jobs.study.reopening import Kept, reopened
 from driftlens.jobs.study.study import Study, TaskSamples
-from driftlens.jobs.study.writing import Kept
 from driftlens.models.heads import Head
 from driftlens.runs.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml

@@ -22,7 +22,7 @@ from driftlens.diagnostics.drift import require_closed
 from driftlens.jobs.analyze.diagnosis import LibraryDrift, check_closure
 from driftlens.jobs.analyze.live import live_study
 from driftlens.jobs.analyze.modules import Modules
-from driftlens.jobs.study import writing
+from driftlens.jobs.study import reopening
 from driftlens.runs.run import DriftRun
 from driftlens.spec.requests import LiveSettings
 from tests.quick import few
@@ -485,7 +485,7 @@ def test_a_process_that_allows_fewer_bits_changes_nothing_and_a_run_that_has_the
         found = analyzed(given, data, tmp_path / "found")
         fitted_weights = fitted(given, data).model_.state_dict()
         assert torch.get_float32_matmul_precision() == "medium"
-        monkeypatch.setattr(writing, "exact_products", nullcontext)
+        monkeypatch.setattr(reopening, "exact_products", nullcontext)
         with pytest.raises(NumericsError, match="off that computed in float64") as caught:
             analyzed(given, data, tmp_path / "bypassed")
     finally:

@@ -29,15 +29,19 @@ from driftlens.jobs.study.merging import merge_of, save_merge
 from driftlens.jobs.study.opening import OpenModels, calibration_settings, open_study
 from driftlens.jobs.study.reopening import (
     MERGED_FILE,
+    Phase,
+    deterministic_algorithms,
+    lead,
     reopened,
     require_analyzed,
     require_same_models,
     require_same_samples,
     require_spec,
+    run_phases,
+    writing,
 )
 from driftlens.jobs.study.study import Study, TaskSamples
 from driftlens.jobs.study.suspicion import companions, suspicions
-from driftlens.jobs.study.writing import Phase, deterministic_algorithms, lead, run_phases, writing
 from driftlens.models.heads import is_of_vocabulary
 from driftlens.runs import layout
 from driftlens.runs.layout import LONGEST_TEXT, MOST_THUMBS, THUMB_SIDE, texts_file, thumbs_file

@@ -31,9 +31,13 @@ from driftlens.engine.pool import ModelPool
 from driftlens.jobs.analyze.job import Phases, describe
 from driftlens.jobs.analyze.modules import Modules
 from driftlens.jobs.study.opening import OpenModels, lm_head, task_samples
-from driftlens.jobs.study.reopening import require_same_models, require_same_samples
+from driftlens.jobs.study.reopening import (
+    deterministic_algorithms,
+    require_same_models,
+    require_same_samples,
+    run_phases,
+)
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
-from driftlens.jobs.study.writing import deterministic_algorithms, run_phases
 from driftlens.models.architecture import Architecture, architecture_of
 from driftlens.models.chain import IMAGE, LayerChain, Pool, pooled
 from driftlens.models.families.hf_auto import decoder_chain

@@ -40,24 +40,22 @@ from driftlens.jobs.calibrate.variants import Solution, record_solution, save_fo
 from driftlens.jobs.study.card import model_card
 from driftlens.jobs.study.opening import OpenModels
 from driftlens.jobs.study.reopening import (
+    Begun,
+    Kept,
+    Phase,
     add_calibration,
+    deterministic_algorithms,
+    lead,
     reopened,
     require_analyzed,
     require_same_models,
     require_same_samples,
     require_spec,
-)
-from driftlens.jobs.study.study import Study
-from driftlens.jobs.study.writing import (
-    Begun,
-    Kept,
-    Phase,
-    deterministic_algorithms,
-    lead,
     run_phases,
     suitable_threads,
     writing,
 )
+from driftlens.jobs.study.study import Study
 from driftlens.merging.method import merge_methods
 from driftlens.models.saving import require_target, save_state_dict
 from driftlens.runs import layout

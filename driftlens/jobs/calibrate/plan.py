@@ -17,8 +17,8 @@ from driftlens.calibration.calibrator import Calibrator, calibrators, over_prese
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites, updated_sites
+from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
-from driftlens.jobs.study.writing import Kept
 from driftlens.models.chain import Layer
 from driftlens.runs.layout import calibration_weights
 from driftlens.runs.manifest import CalibrationInfo, Manifest, ids_digest

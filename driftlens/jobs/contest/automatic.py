@@ -30,8 +30,8 @@ from driftlens.jobs.calibrate.plan import Choice as Chooser
 from driftlens.jobs.calibrate.plan import method_called, plain_settings, preset_of
 from driftlens.jobs.contest.contest import KeptScores, Outcome, Scored, contest
 from driftlens.jobs.contest.trials import LANE, Fit, HeldOut, Judge, Trials
+from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
-from driftlens.jobs.study.writing import Kept
 from driftlens.spec.requests import CalibrationRequest
 
 PHASE = "choose"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.base.settings import resolve
 from driftlens.base.team import ALONE, Team
-from driftlens.jobs.study.writing import Kept
+from driftlens.jobs.study.reopening import Kept
 
 C = TypeVar("C")
 T = TypeVar("T")

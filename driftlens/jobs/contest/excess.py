@@ -25,8 +25,12 @@ from driftlens.engine.calibrating import Ground
 from driftlens.engine.problems import LinearProblem, Problem, SiteUpdate
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.jobs.calibrate.job import open_calibration
-from driftlens.jobs.study.reopening import require_same_models, require_same_samples
-from driftlens.jobs.study.writing import deterministic_algorithms, suitable_threads
+from driftlens.jobs.study.reopening import (
+    deterministic_algorithms,
+    require_same_models,
+    require_same_samples,
+    suitable_threads,
+)
 from driftlens.runs import layout
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter

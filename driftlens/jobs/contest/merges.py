@@ -41,9 +41,8 @@ from driftlens.jobs.contest.contest import (
 from driftlens.jobs.contest.trials import LANE, HeldOut, Judge, drift_scores
 from driftlens.jobs.study.merging import merged_source, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_study
-from driftlens.jobs.study.reopening import reopened
+from driftlens.jobs.study.reopening import Begun, Kept, reopened
 from driftlens.jobs.study.study import Study
-from driftlens.jobs.study.writing import Begun, Kept
 from driftlens.merging.method import merge_called, merge_methods
 from driftlens.models.saving import require_target
 from driftlens.runs import layout

@@ -39,8 +39,8 @@ from driftlens.jobs.contest.contest import Outcome, contest
 from driftlens.jobs.contest.trials import LANE, Fit, HeldOut, Judge, Trials
 from driftlens.jobs.study import reopening
 from driftlens.jobs.study.opening import open_data, with_own_answers
+from driftlens.jobs.study.reopening import deterministic_algorithms, suitable_threads, writing
 from driftlens.jobs.study.study import Study, TaskSamples
-from driftlens.jobs.study.writing import deterministic_algorithms, suitable_threads, writing
 from driftlens.runs import layout
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter

@@ -34,9 +34,9 @@ from driftlens.jobs.preflight.processes import plan_processes
 from driftlens.jobs.preflight.shortened import ShortPool
 from driftlens.jobs.study import opening
 from driftlens.jobs.study.merging import merge_of, no_scores
+from driftlens.jobs.study.reopening import suitable_threads
 from driftlens.jobs.study.study import Study
 from driftlens.jobs.study.suspicion import companions, suspicions
-from driftlens.jobs.study.writing import suitable_threads
 from driftlens.merging.method import READS, MergeMethod, merge_methods
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import LayerChain

@@ -26,9 +26,8 @@ from driftlens.jobs.preflight.rehearsal import PASSES, Job, Rehearsed, rehearsed
 from driftlens.jobs.preflight.shortened import Shortened, first_samples
 from driftlens.jobs.study.merging import merge_of, save_merge
 from driftlens.jobs.study.opening import OpenModels, classes_of
-from driftlens.jobs.study.reopening import MERGED_FILE
+from driftlens.jobs.study.reopening import MERGED_FILE, Phase, run_phases
 from driftlens.jobs.study.study import Study
-from driftlens.jobs.study.writing import Phase, run_phases
 from driftlens.merging.method import Merge, merge_called
 from driftlens.models.heads import text_head
 from driftlens.runs.run import open_run

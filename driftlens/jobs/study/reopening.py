@@ -1,25 +1,41 @@
-"""A finished run's models and samples, opened once more to add something to it, and whether they are still the same."""
+"""A run opened once more, or written to: whether all is still the same, in phases, by one process of several.
+
+What a job has begun is kept in a folder of its own, so that one that was stopped goes on where it was.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from driftlens.base.access import Access, Context
 from driftlens.base.errors import CheckpointError, DataError, RunError, SpecError
-from driftlens.base.files import PathLike
+from driftlens.base.files import PathLike, from_json, write_json_atomic
 from driftlens.base.progress import Reporter
+from driftlens.base.team import Team
+from driftlens.base.threads import exact_products, settled_threads
 from driftlens.base.variants import calibrated
 from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.engine.attached import Attachments, attachments_from
 from driftlens.jobs.study.opening import OpenModels, open_study
 from driftlens.jobs.study.study import Study
+from driftlens.models.saving import save_state_dict
 from driftlens.runs import layout
-from driftlens.runs.manifest import Manifest, read_manifest
+from driftlens.runs.manifest import Manifest, PhaseInfo, read_manifest
 from driftlens.runs.standing import is_live, unanalyzed
-from driftlens.runs.status import living_owner_of
+from driftlens.runs.status import RunLock, living_owner_of
+from driftlens.runs.writer import RunWriter, remove_tree
 from driftlens.spec import RunSpec, load_spec
 
 MERGED_FILE = "models/merged.safetensors"
@@ -150,3 +166,287 @@ def require_same_samples(manifest: Manifest, study: Study) -> None:
                     f"the {split} samples of task {task} are not those of the run: the data has changed",
                     hint="Bring the data back, or analyze the data of today into a run of its own.",
                 )
+
+
+@contextmanager
+def writing(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
+    """The writer of a run, open for the length of the block; all processes enter it and leave it together."""
+    team.meet()  # what others still read before they come here must not change
+    with ExitStack() as stack:
+        held: list[RunWriter] = []
+
+        def begun() -> tuple[pathlib.Path, Manifest]:
+            held.append(stack.enter_context(opened()))
+            return held[0].folder, held[0].manifest
+
+        folder, manifest = team.once(begun)
+        yield held[0] if held else Follower(folder, manifest)
+    team.meet()  # the run is finished now
+
+
+def lead(team: Team, writer: RunWriter, work: Callable[[], object]) -> None:
+    """Work that the first process does alone, because it writes; the others know the manifest afterwards."""
+
+    def done() -> Manifest:
+        work()
+        return writer.manifest
+
+    writer.manifest = team.once(done)
+
+
+class Follower(RunWriter):
+    """Stands for the writer where nothing is written: what is said of the run is noted, and so what is done."""
+
+    def __init__(self, folder: pathlib.Path, manifest: Manifest) -> None:
+        """Of the run in a folder, whose manifest is this."""
+        super().__init__(folder, manifest, RunLock(folder))
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Rows, columns and features are the first process's, and it alone tells of progress."""
+
+    append = fill = drop = write_features = event = progress = _nothing
+
+    def warn(self, text: str) -> None:
+        """Note it."""
+        self.describe(warnings=[text])
+
+    def notice(self, text: str) -> None:
+        """Note it."""
+        self.describe(notices=[text])
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[dict[str, Any]]:
+        """A block that does this process's share of a phase."""
+        yield {}
+        self._set_phase(name, PhaseInfo("done", 0.0, ""))
+
+    @contextmanager
+    def file(self, relative: str) -> Iterator[pathlib.Path]:
+        """Refused: only what `lead` does writes files."""
+        assert not relative, "files are the first process's"
+        yield self.folder
+
+    def _set_phase(self, name: str, phase: PhaseInfo) -> None:
+        self.describe(phases={name: phase})
+
+    def _save(self, **changes: Any) -> None:
+        self.manifest = dataclasses.replace(self.manifest, **changes)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One part of a job.
+
+    Attributes:
+        study: whose models it runs, with as many threads as suit these just then; None where it runs none.
+        leads: the team whose first process does it alone, because it writes; None where all do their share.
+        again: whether it is done although it was done before.
+    """
+
+    name: str
+    work: Callable[[], object]
+    study: Study | None = None
+    leads: Team | None = None
+    again: bool = False
+
+
+def run_phases(writer: RunWriter, phases: Iterable[Phase]) -> None:
+    """Do the phases that are not done yet, one after the other, and record what each used."""
+    for phase in phases:
+        if writer.done(phase.name) and not phase.again:
+            continue
+        threads = suitable_threads(writer, phase.name, phase.study)
+        with exact_products(), writer.phase(phase.name) as usage, threads:
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            if phase.leads is None:
+                phase.work()
+            else:
+                lead(phase.leads, writer, phase.work)
+            if torch.cuda.is_available():
+                usage["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
+
+
+@contextmanager
+def suitable_threads(writer: RunWriter | None, name: str, study: Study | None) -> Iterator[None]:
+    """A block with as many threads as suit the study's models just then; another number than torch's is recorded."""
+    if study is None or study.pool.device.type != "cpu":
+        yield
+        return
+    given = torch.get_num_threads()
+    with settled_threads(*_layer_size(study), phase=name) as number:
+        if writer is not None and number != given:
+            writer.describe(threads={**writer.manifest.threads, name: number})
+        yield
+
+
+def _layer_size(study: Study) -> tuple[int, int]:
+    """About how many rows of which width most operations of a layer have; the narrowest map is as wide as features."""
+    source = study.pool.source(study.pool.names[0])
+    maps = [
+        layer.parameters[f"{site.name}.weight"]
+        for layer in study.pool.chain.blocks
+        for site in layer.sites
+        if site.kind == "linear"
+    ]
+    width = min((min(slot.shape(source.headers[slot.key].shape)) for slot in maps), default=_USUAL_WIDTH)
+    batch = min((at_hand.diagnosis.batch_size for at_hand in study.tasks.values()), default=1)
+    return batch * _FEW_TOKENS, width
+
+
+_FEW_TOKENS = 16
+"""Tokens per sample, which no shape of a weight tells: few, so that where it matters fewer threads are taken."""
+_USUAL_WIDTH = 256
+"""Of models without a linear map that can be calibrated."""
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """A block in which torch prefers deterministic kernels, if wanted; the caller's choice comes back."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    if wanted:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+class Kept:
+    """Tensors by name, each name a file that is whole or absent; an `engine.training.Memory`."""
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        require_there: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """Nothing is read or written yet; `require_there` is asked before that, `clock` for seconds so far."""
+        self._folder, self._require_there, self._clock = folder, require_there, clock
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """What is kept under a name; nothing where there is none, or what is there can't be read any more."""
+        file = self._file(name)
+        if not file.is_file():
+            return {}
+        try:
+            source = open_checkpoint(file)
+            return {key: source.read(key).clone() for key in source.headers}
+        except CheckpointError:  # it is made once more, and takes that file's place
+            return {}
+
+    def write(self, name: str, tensors: Mapping[str, Tensor], seconds: float | None = None) -> None:
+        """Keep tensors, with the time that all work took until then, over all sittings."""
+        self._require_there()
+        self._folder.mkdir(exist_ok=True)
+        contiguous = {key: value.cpu().contiguous() for key, value in tensors.items()}
+        save_state_dict(
+            self._file(name), contiguous, {"seconds": repr(self._clock() if seconds is None else seconds)}
+        )
+
+    def forget(self, name: str) -> None:
+        """Keep nothing under a name any more."""
+        self._file(name).unlink(missing_ok=True)
+
+    @property
+    def seconds(self) -> float:
+        """What the work that is kept took, over all sittings."""
+        return max(map(_seconds_of, self._files()), default=0.0)
+
+    def __bool__(self) -> bool:
+        """Whether anything is kept."""
+        return any(self._files())
+
+    def _files(self) -> list[pathlib.Path]:
+        return [*self._folder.glob("*.safetensors")]
+
+    def _file(self, name: str) -> pathlib.Path:
+        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"
+
+
+def _seconds_of(file: pathlib.Path) -> float:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return float(opened.metadata()["seconds"])
+    except SafetensorError:  # as in `Kept.read`
+        return 0.0
+
+
+class Begun:
+    """The folder of a job that was begun and is not finished: what its results depend on, and those it has so far."""
+
+    what = "job"
+    afresh = "begin afresh"
+
+    def __init__(self, settings: pathlib.Path) -> None:
+        """`settings` is the file that is there from the beginning to the end; nothing is read or written yet."""
+        self._settings, self._folder = settings, settings.parent
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the job was begun and is not finished."""
+        return self._settings.is_file()
+
+    @property
+    def begun(self) -> dict[str, Any]:
+        """What it began with; nothing where nothing was begun."""
+        if not self.is_there:
+            return {}
+        try:
+            found = from_json(self._settings.read_bytes())
+            if not isinstance(found, dict):
+                raise ValueError(f"an object expected, got {type(found).__name__}")
+        except (OSError, ValueError) as error:
+            raise RunError(
+                f"{self._settings} can't be read: {error}", hint=f"{self.afresh.capitalize()}."
+            ) from error
+        return found
+
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Begin afresh: what is there is thrown away."""
+        self.remove()
+        write_json_atomic(self._settings, settings)
+
+    def require_same(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Refuse to go on with other settings than those `before`."""
+        flat_before, flat_now = _flat(before), _flat(now)
+        for name in {**flat_now, **flat_before}:
+            was, given = flat_before.get(name), flat_now.get(name)
+            if was != given:
+                raise SpecError(
+                    f"the interrupted {self.what} had another {name}: {_shown(was)}, now {_shown(given)}",
+                    hint=f"Resume with the same settings, models and samples, or {self.afresh}.",
+                )
+
+    def kept(self, name: str, clock: Callable[[], float] = lambda: 0.0) -> Kept:
+        """Results under a name of their own."""
+        return Kept(self._folder / name, self.require_there, clock)
+
+    def require_there(self) -> None:
+        """Refuse to write where the job is not any more, which would bring a folder back."""
+        if not self.is_there:
+            raise RunError(
+                f"{self._folder} was removed while it was being written to",
+                hint="Nothing more was written there. Start again with a run that is in its place.",
+            )
+
+    def remove(self) -> None:
+        """Throw everything away."""
+        remove_tree(self._folder)
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted names, so that a difference can be told where it is."""
+    return {
+        (f"{name}.{part}" if part else name): value
+        for name, parts in settings.items()
+        for part, value in (parts.items() if isinstance(parts, Mapping) else [("", parts)])
+    }
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -342,17 +342,22 @@ def _kept(step: Tensor, kind: str, density: float, spread: float, key: str) -> T
         return keep_mask(torch.full(step.shape, density), 0, key, kind).to(step.dtype)
     if kind == "della":
         return _magnitude_chances(step, density, spread, key)
+    if kind == "magnitude":
+        # The order among equal magnitudes is this call's, with these arguments.
+        places = torch.argsort(_sizes(step), descending=True)[
+            : max(1, int(density * count)) if density > 0 else 0
+        ]
+    else:
+        target = int(density * count)
+        first = max(0, count - target - int(spread * count))
+        places = torch.sort(_sizes(step), descending=False).indices[first : first + target]
     keep = torch.zeros(count, dtype=step.dtype)
-    if density > 0 or kind == "outliers":
-        sizes = step.abs().reshape(-1).float()
-        if kind == "magnitude":
-            # The order among equal magnitudes is this call's, with these arguments.
-            keep[torch.argsort(sizes, descending=True)[: max(1, int(density * count))]] = 1
-        else:
-            target = int(density * count)
-            first = max(0, count - target - int(spread * count))
-            keep[torch.sort(sizes, descending=False).indices[first : first + target]] = 1
+    keep[places] = 1
     return keep.view(step.shape)
+
+
+def _sizes(step: Tensor) -> Tensor:
+    return (step.clone() if step.dtype == torch.float32 else step.float()).abs_().flatten()
 
 
 def _magnitude_chances(step: Tensor, density: float, spread: float, key: str) -> Tensor:

@@ -137,6 +137,7 @@ def save_state_dict(
             assert TensorHeader(tuple(tensor.shape), tensor.dtype) == headers[key], key
             file.seek(len(head) + spans[key][0])
             file.write(raw_bytes(tensor))
+            del tensor  # before the next one is made
 
 
 def _spans(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, int]]:

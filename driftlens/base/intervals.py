@@ -38,6 +38,11 @@ class Interval:
     high: float = math.nan
     n: int = 0
 
+    @property
+    def ends(self) -> tuple[float, float, float]:
+        """The number, then both ends."""
+        return self.value, self.low, self.high
+
     def scaled(self, factor: float) -> Interval:
         """The interval of the number times a positive factor that is known."""
         return Interval(self.value * factor, self.low * factor, self.high * factor, self.n)

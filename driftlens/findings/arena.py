@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from driftlens.base.errors import DataError
 from driftlens.base.variants import calibrated
 from driftlens.base.words import counted
 from driftlens.findings.features import COSINE, RELATIVE
-from driftlens.findings.frame import pairing
+from driftlens.findings.frame import Finding, pairing
 from driftlens.findings.measures import SCORE, common, mean, mean_change
 from driftlens.findings.reading import Kind, is_measured
 from driftlens.findings.table import Table
@@ -26,21 +25,14 @@ def arena_rows(
     """A row per calibration, best score first, below base and merged model and above the experts.
 
     Keys: model, method, score with `low` and `high`, `change` over the merged model with its ends, `behind` the
-    calibration that the others are compared with, with its ends (both paired by sample), relative and cosine (of the
-    final feature), seconds of calibrating, energy_wh, peak_mib (resident, so far), added (numbers that are attached),
-    task_id (whether the task of an input must be known), n (test samples of the mean). What was not measured is NaN, or
-    None.
-
-    Args:
-        run: with finished calibrations.
-        names: of calibrations; None takes all.
-        against: the calibration that the others are compared with; None takes the first, whose score is best.
+    calibration `against` (None: the first, whose score is best) with its ends, both paired by sample, relative and
+    cosine (of the final feature), seconds of calibrating, energy_wh, peak_mib (resident, so far), added (numbers that
+    are attached), task_id (whether the task of an input must be known), n (test samples of the mean). What was not
+    measured is NaN, or None. `names` are of calibrations; None takes all.
     """
-    known = run.manifest.calibrations
-    wanted = [*known] if names is None else [*names]
-    for name in (*wanted, *([] if against is None else [against])):
-        if name not in known:
-            raise DataError(f"the run has no calibration {name!r}; it has {', '.join(known) or 'none'}")
+    wanted = [*run.manifest.calibrations] if names is None else [*names]
+    for name in (*wanted, *filter(None, [against])):
+        run.calibration_info(name)
     rows = [_measured(run, calibrated(name), name) | _cost(run, name) for name in wanted]
     rows.sort(key=lambda row: -row["score"] if math.isfinite(row["score"]) else math.inf)
     scored = [row for row in rows if math.isfinite(row["score"])]
@@ -59,26 +51,19 @@ def arena_sheet(
     *,
     against: str | None = None,
 ) -> Table:
-    """The rows to be read, without columns in which nothing was measured; `failed` says why other repairs are missing.
-
-    Other arguments and errors as for `arena_rows`.
-    """
+    """The rows to be read, without columns that nothing was measured for; `failed` says why repairs are missing."""
     rows = arena_rows(run, names, against=against)
     leader = f"against {against or 'the first'}"
     columns: dict[str, tuple[Kind, str]] = {
         "model": ("text", "model"),
-        "score": ("share", "score"),
-        **{f"95 % {end}": ("share", end) for end in ("low", "high")},
+        **{"score": ("share", "score"), "95 % low": ("share", "low"), "95 % high": ("share", "high")},
         "against merged": ("points", "change"),
         **{f"change {end}": ("points", f"change_{end}") for end in ("low", "high")},
         leader: ("points", "behind"),
         **{f"{leader}, {end}": ("points", f"behind_{end}") for end in ("low", "high")},
-        "relative drift": ("share", "relative"),
-        "cosine": ("number", "cosine"),
-        "seconds": ("number", "seconds"),
-        "energy (Wh)": ("number", "energy_wh"),
-        "memory (MiB)": ("count", "peak_mib"),
-        "added numbers": ("count", "added"),
+        **{"relative drift": ("share", "relative"), "cosine": ("number", "cosine")},
+        **{"seconds": ("number", "seconds"), "energy (Wh)": ("number", "energy_wh")},
+        **{"memory (MiB)": ("count", "peak_mib"), "added numbers": ("count", "added")},
         "needs task": ("text", "task_id"),
     }
     columns = {
@@ -106,7 +91,7 @@ def arena_sheet(
 
 def _cost(run: DriftRun, name: str) -> dict[str, Any]:
     """What a calibration is and takes; None what was not measured."""
-    info, used = run.manifest.calibrations[name], run.resources()
+    info, used = run.calibration_info(name), run.resources()
     phase = used.loc[used["phase"] == f"calibrate:{name}", ["peak_rss_bytes", "energy_wh"]]
     peak, energy = (plain(value) for value in phase.iloc[0]) if len(phase) else (None, None)
     row = {"method": info.method, "seconds": info.seconds, "energy_wh": energy}
@@ -116,12 +101,13 @@ def _cost(run: DriftRun, name: str) -> dict[str, Any]:
 
 def _behind(run: DriftRun, leader: str, variant: str) -> dict[str, Any]:
     """How the mean score changes from one calibrated variant to another, paired by sample; nothing where not scored."""
-    for about, tasks in common(run, [leader, variant]):
-        if about.role == SCORE.role:
-            change = mean_change(run, about, tasks, (leader, variant))
-            ends = {"behind": change.value, "behind_low": change.low, "behind_high": change.high}
-            return ends | {"behind_paired": change.paired}
-    return {}
+    scored = [(about, tasks) for about, tasks in common(run, [leader, variant]) if about.role == SCORE.role]
+    return _change("behind", mean_change(run, *scored[0], (leader, variant))) if scored else {}
+
+
+def _change(name: str, change: Finding) -> dict[str, Any]:
+    ends = {f"{name}_{end}": getattr(change, end) for end in ("low", "high", "paired")}
+    return {name: change.value, **ends}
 
 
 def _measured(run: DriftRun, variant: str, name: str) -> dict[str, Any]:
@@ -133,9 +119,7 @@ def _measured(run: DriftRun, variant: str, name: str) -> dict[str, Any]:
         if about.role == SCORE.role:
             row |= {"score": own.value, "low": own.low, "high": own.high, "n": own.n}
             if is_after:
-                change = mean_change(run, about, tasks, ("merged", variant))
-                row |= {"change": change.value, "change_low": change.low, "change_high": change.high}
-                row |= {"change_paired": change.paired}
+                row |= _change("change", mean_change(run, about, tasks, ("merged", variant)))
         elif about in (RELATIVE, COSINE):
             row[about.name] = own.value
     return row

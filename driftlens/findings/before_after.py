@@ -12,19 +12,14 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.base.errors import DataError
 from driftlens.base.intervals import Interval, mean_over_tasks, p_of
 from driftlens.base.metrics import ACCURACY, metric_called, title_of
 from driftlens.base.variants import calibrated, title
 from driftlens.base.words import counted
 from driftlens.findings.features import COSINE, DRIFT, DRIFT_CHANGE, RELATIVE
-from driftlens.findings.frame import Finding, paired_by_task, pairing
+from driftlens.findings.frame import Finding, Measure, paired_by_task, pairing
 from driftlens.findings.measures import SCORE, change, common, level, mean, mean_change
-from driftlens.findings.reading import (
-    Kind,
-    brief,
-    signed,
-)
+from driftlens.findings.reading import Kind, brief, signed
 from driftlens.findings.scores import score_of
 from driftlens.findings.swept import rho_control
 from driftlens.findings.table import Table
@@ -35,11 +30,7 @@ _MOST_MOVES = 5
 
 def compared_variants(run: DriftRun, name: str) -> tuple[str, ...]:
     """The variants of a calibration's table: merged, the control where there is one, calibrated, expert."""
-    known = run.manifest.calibrations
-    if name not in known:
-        there = ", ".join(known) or "none"
-        raise DataError(f"the run has no calibration {name!r}; it has {there}")
-    control = known[name].control
+    control = run.calibration_info(name).control
     return ("merged", *([control] if control else []), calibrated(name), "expert")
 
 
@@ -72,41 +63,27 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
     return frame
 
 
-def _changed(run: DriftRun, name: str) -> tuple[str, str] | None:
-    """The merged and the calibrated variant; None in a run that has no merged model, or not this variant."""
+def _changes_of(run: DriftRun, name: str, about: Measure) -> list[Finding]:
+    """By task, from the merged to the calibrated model; none in a run that has no merged model, or not this variant."""
     pair = ("merged", compared_variants(run, name)[-2])
-    return pair if {*pair} <= {*run.variants} else None
+    return [change(run, about, task, pair) for task in run.tasks] if {*pair} <= {*run.variants} else []
 
 
 def score_changes(run: DriftRun, name: str) -> list[Finding]:
-    """One entry per task that was scored before and after, or whose answers are stored.
-
-    A run that has no merged model, or not this variant, has none. Errors as for `before_after`.
-    """
-    pair = _changed(run, name)
-    rows = [change(run, SCORE, task, pair) for task in run.tasks] if pair else []
-    return [row for row in rows if row.n or row.answers is not None]
+    """One entry per task that was scored before and after, or whose answers are stored."""
+    return [row for row in _changes_of(run, name, SCORE) if row.n or row.answers is not None]
 
 
 def final_drift_changes(run: DriftRun, name: str) -> list[tuple[Finding, Finding]]:
-    """How a calibration changes the mean final drift of each task, and that against the drift before.
-
-    Paired by sample; none without a merged model, or where samples are not stored. Errors as for `before_after`.
-    """
-    pair = _changed(run, name)
-    rows = [
-        (change(run, DRIFT, task, pair), change(run, DRIFT_CHANGE, task, pair))
-        for task in run.tasks
-        if pair and run.manifest.layers
-    ]
-    return [(drift, relative) for drift, relative in rows if relative.n]
+    """How the mean final drift changes on each task whose samples are stored, and that against the drift before."""
+    if not run.manifest.layers:
+        return []
+    both = (_changes_of(run, name, about) for about in (DRIFT, DRIFT_CHANGE))
+    return [(drift, relative) for drift, relative in zip(*both, strict=True) if relative.n]
 
 
 def calibration_document(run: DriftRun, name: str) -> dict[str, Any]:
-    """What `driftlens calibrate --json` tells of what a calibration changes.
-
-    Errors as for `before_after`.
-    """
+    """What `driftlens calibrate --json` tells of what a calibration changes."""
     rows, pair = before_after(run, name), ("merged", compared_variants(run, name)[-2])
     variants = [variant for variant in compared_variants(run, name) if variant in run.variants]
     scores = [
@@ -122,10 +99,7 @@ def calibration_document(run: DriftRun, name: str) -> dict[str, Any]:
         for row in score_changes(run, name)
     ]
     drifts = [
-        {
-            **{"task": drift.task, "is_paired": drift.paired, **vars(drift.interval)},
-            "relative": relative.interval,
-        }
+        {"task": drift.task, "is_paired": drift.paired, **vars(drift.interval), "relative": relative.interval}
         for drift, relative in final_drift_changes(run, name)
     ]
     means = [
@@ -150,10 +124,7 @@ def score_change_note(rows: Sequence[Finding]) -> str:
 
 
 def calibration_sheets(run: DriftRun, name: str) -> list[Table]:
-    """The tables of a calibration, wherever it is told of; those without rows are left out.
-
-    Errors as for `before_after`.
-    """
+    """The tables of a calibration, wherever it is told of; those without rows are left out."""
     changes = score_changes(run, name)
     rows = before_after(run, name)
     sheets = (
@@ -224,13 +195,9 @@ def _drifts(run: DriftRun, name: str) -> Table:
             **{"task": "text", "change": "number", "95 % low": "number", "95 % high": "number"},
             **{"relative": "share", "relative low": "share", "relative high": "share", "samples": "count"},
         },
-        [(drift.task, *_parts(drift), *_parts(relative), drift.n) for drift, relative in changes],
+        [(drift.task, *drift.ends, *relative.ends, drift.n) for drift, relative in changes],
         f"Of the mean over diagnosis samples; intervals are Student's{paired}.",
     )
-
-
-def _parts(found: Interval) -> tuple[float, float, float]:
-    return found.value, found.low, found.high
 
 
 def _changes(name: str, changes: Sequence[Finding]) -> Table:
@@ -242,10 +209,7 @@ def _changes(name: str, changes: Sequence[Finding]) -> Table:
         f"{'score' if says else 'accuracy'}-change-{name}",
         f"{title(calibrated(name))}: change of {of} against the merged model{', in points' if is_share else ''}",
         {**kinds, "95 % low": kind, "95 % high": kind, "test samples": "count"},
-        [
-            (row.task, *([row.about.name] if says else []), row.value, row.low, row.high, row.n)
-            for row in measured
-        ],
+        [(row.task, *([row.about.name] if says else []), *row.ends, row.n) for row in measured],
         score_change_note(changes),
     )
 
@@ -259,7 +223,7 @@ def _answers(name: str, changes: Sequence[Finding]) -> Table:
     if len(rows) > 1 and len({row[1] for row in rows}) == 1:
         mean = mean_over_tasks([Interval(*row[5:8]) for row in rows])
         sums = [sum(row[at] for row in rows) for at in (2, 3, 4)]
-        rows.append((f"mean of {len(rows)}", rows[0][1], *sums, *_parts(mean), p_of(mean)))
+        rows.append((f"mean of {len(rows)}", rows[0][1], *sums, *mean.ends, p_of(mean)))
     return Table.of(
         f"answers-changed-{name}",
         f"{title(calibrated(name))}: answers that changed on the samples whose answers are stored",
@@ -290,37 +254,19 @@ def _moves(run: DriftRun, name: str) -> Table:
     )
 
 
-_SETTINGS = {"lam": "lambda", "rho": "rho", "alpha": "alpha"}
-_TOLD = {
-    *("score", "start", "chosen", "is_start_kept", "found"),
-    *("advantage", "standard_error", "candidates", "seconds"),
-}
-"""Entries of the record that the sentence is made from."""
+_COMPARED = {"compared", "choice", "kept", "best", "base_stands", "score", "correction", "seconds"}
+"""Entries of the records of choices among methods."""
 
 
 def selection_sentences(run: DriftRun, name: str) -> list[str]:
-    """What was chosen instead of what, by which held-out advantage and at what cost; none where nothing was chosen.
-
-    Args:
-        run: with the finished calibration.
-        name: of the calibration.
-    """
-    compared_variants(run, name)  # says which calibrations there are when this is none
-    known = run.manifest.calibrations
-    if not known[name].automatic:
+    """What was chosen, by which held-out advantage and at what cost; none where nothing was chosen."""
+    made = run.calibration_info(name)
+    if not made.automatic:
         return []
-    if known[name].selection.keys() >= _COMPARED:
-        return _comparison_sentences(known[name].selection)
-    if not known[name].selection.keys() >= _TOLD:
-        # A run from before the manifest told, or a chooser of the caller's own, which may keep any record.
-        return [
-            f"Settings were chosen from the calibration samples; calibrations/{name}/config.yaml says how."
-        ]
-    return [_selection_sentence(known[name].selection)]
-
-
-_COMPARED = {"compared", "choice", "kept", "best", "base_stands", "score", "correction", "seconds"}
-"""Entries of the records of choices among methods."""
+    if made.selection.keys() >= _COMPARED:
+        return _comparison_sentences(made.selection)
+    # An older run, or a chooser of the caller's own, which may keep any record.
+    return [f"Settings were chosen from the calibration samples; calibrations/{name}/config.yaml says how."]
 
 
 def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
@@ -369,49 +315,3 @@ def _scored(entry: Mapping[str, Any]) -> str:
         return brief(entry["score"])
     ends = "" if entry["low"] is None else f", {signed(-entry['high'])} to {signed(-entry['low'])}"
     return f"{brief(entry['score'])} ({signed(-entry['advantage'])}{ends})"
-
-
-def _selection_sentence(record: Mapping[str, Any]) -> str:
-    tried = {tuple(trial[key] for key in _SETTINGS) for trial in record["candidates"]}
-    cost = f"{counted(len(tried), 'setting')} tried in {record['seconds']:.0f} s"
-    preset = record.get("preset", "")
-    if record.get("is_merged_kept"):
-        return (
-            "Settings were compared on held-out calibration samples and the merged model was kept as it is, as no "
-            f"calibration was clearly better: with {_named(record['found'])}, {_gap(record, 'over_merged')}; {cost}."
-        )
-    if not record["is_start_kept"]:
-        origin = f"{preset}'s" if preset else "the given"
-        return (
-            f"Settings were chosen on held-out calibration samples: {_named(record['chosen'])} instead of {origin} "
-            f"{_values(record['start'])}; {_gap(record)}; {cost}."
-        )
-    kept = f"{preset} was kept" if preset else f"the given {_named(record['start'])} were kept"
-    if record["found"] == record["start"]:
-        reason = "no other candidate did better"
-    else:
-        reason = (
-            f"the best other candidate, {_named(record['found'])}, was not clearly better: {_gap(record)}"
-        )
-    return f"Settings were compared on held-out calibration samples and {kept}, as {reason}; {cost}."
-
-
-def _gap(record: Mapping[str, Any], over: str = "") -> str:
-    """The held-out advantage of what was found over the start, with as many decimals as its error deserves."""
-    has_heads = record["score"].startswith("KL")
-    what, unit = ("KL", " nat") if has_heads else ("relative drift", "")
-    told = record[over] if over else record
-    advantage, error = told["advantage"], told["standard_error"]
-    if advantage is None or error is None:
-        return "it could not be solved for without the deciding samples"
-    decimals = max(0, 1 - math.floor(math.log10(error))) if error > 0 else 3
-    moved = f"{'higher' if advantage < 0 else 'lower'} by {abs(advantage):.{decimals}f}{unit}"
-    return f"held-out {what} {moved} (standard error {error:.{decimals}f})"
-
-
-def _named(settings: Mapping[str, float]) -> str:
-    return ", ".join(f"{title} {settings[key]:g}" for key, title in _SETTINGS.items())
-
-
-def _values(settings: Mapping[str, float]) -> str:
-    return ", ".join(f"{settings[key]:g}" for key in _SETTINGS)

@@ -1,7 +1,4 @@
-"""How far final features of variants are from the expert's on each task, and how that changes, as rows.
-
-Whatever reads a table raises RunError where that can't be read.
-"""
+"""How far final features of variants are from the expert's on each task, and how that changes, as rows."""
 
 from __future__ import annotations
 
@@ -72,17 +69,9 @@ def drift_changes(
     column: str = "drift_l2",
     layer: int | str | None = None,
 ) -> dict[int, MeanChange]:
-    """How the mean drift changes, by index of the layer; layers that one of them did not store are left out.
+    """How the mean of a column of the sample table changes, by index of the layers that both have stored.
 
     Paired where both measured the very same samples, and nothing else is known to be common.
-
-    Args:
-        before: the run measured first.
-        after: the run measured second, often the same one.
-        task: the task.
-        variants: the variant of each.
-        column: of the sample table; "cos" for the mean cosine instead.
-        layer: only this one, as `DriftRun.samples` takes it.
     """
     sides = [
         {at: rows.set_index("sample_id")[column] for at, rows in measured.groupby("layer")}

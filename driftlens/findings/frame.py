@@ -9,20 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import pandas as pd
 
 from driftlens.base.intervals import Interval, Paired
-from driftlens.findings.reading import (
-    Kind,
-    is_measured,
-    percent_interval,
-    points,
-    points_interval,
-    signed,
-)
+from driftlens.findings.reading import Kind, is_measured, percent_interval, points, points_interval, signed
 
 
 @dataclass(frozen=True)
@@ -52,15 +45,11 @@ class Measure:
 
 @dataclass(frozen=True)
 class Finding(Interval):
-    """One row of the frame; NaN what was not measured or has no interval.
+    """One row of the frame: what a `variant` has, or how that changed `against` another; NaN what was not measured.
 
     Attributes:
-        about: the measure.
-        task: the task; empty for a mean over tasks.
-        variant: whose number it is, `expert` for each task's own.
-        against: the variant that the number is a change from; empty where it is no change.
+        task: empty for a mean over `tasks`.
         paired: of a change, whether its interval rests on both variants' results of the same samples; None of others.
-        tasks: those that a mean is over.
         answers: of a change of a share, counts of the answers that changed on the samples for which both are stored.
         answered: which samples those are, "test" or "diagnosis".
     """
@@ -89,14 +78,6 @@ class Finding(Interval):
         """Of a change: 1 where the whole interval says better, -1 where worse, 0 where it can't tell."""
         return self.about.sign * ((self.low > 0) - (self.high < 0))
 
-    def scaled(self, factor: float) -> Finding:
-        """The same number times a positive factor that is known."""
-        return self.with_ends(self.interval.scaled(factor))
-
-    def with_ends(self, numbers: Interval) -> Finding:
-        """The row with other numbers."""
-        return replace(self, value=numbers.value, low=numbers.low, high=numbers.high, n=numbers.n)
-
 
 def finding(
     about: Measure,
@@ -108,8 +89,9 @@ def finding(
     paired: bool | None = None,
 ) -> Finding:
     """The row of these numbers."""
-    ends = (numbers.value, numbers.low, numbers.high, numbers.n)
-    return Finding(*ends, about=about, task=task, variant=variant, against=against, paired=paired)
+    return Finding(
+        *numbers.ends, numbers.n, about=about, task=task, variant=variant, against=against, paired=paired
+    )
 
 
 COLUMNS = ("measure", "task", "variant", "against", "value", "low", "high", "n", "paired", "kind", "worse")
@@ -119,7 +101,7 @@ def frame_of(rows: Iterable[Finding]) -> pd.DataFrame:
     """The rows as a tidy frame with `COLUMNS`; an empty task is the mean, an empty `against` no change."""
     cells = [
         (
-            *(row.about.name, row.task, row.variant, row.against, row.value, row.low, row.high, row.n),
+            *(row.about.name, row.task, row.variant, row.against, *row.ends, row.n),
             *(row.paired, row.about.kind, row.about.worse),
         )
         for row in rows

@@ -22,15 +22,9 @@ from driftlens.runs.standing import current_state, is_live, left_undone
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run as a list shows it.
+    """One run as a list shows it; one that can't be read has its folder's name, a `problem` and often a `hint`.
 
     Attributes:
-        path: the run directory.
-        id: short name of the run's own; empty when the run can't be read.
-        name: what the user called it; the folder's name when the run can't be read.
-        created: UTC.
-        tasks: in the run's order.
-        variants: in the run's order.
         state: see `current_state`; "unreadable" with a `problem`.
         final_drift: mean L2 drift of the merged model's final feature, by task, where it was measured.
         merge: how the merged model was made; empty where the run was given it.
@@ -38,10 +32,7 @@ class RunSummary:
             and experts, by variant; empty where tasks have scores of different kinds.
         relative: mean relative final drift, of the last calibration or else of the merged model; NaN if not measured.
         bytes: size of the files that the manifest lists.
-        problem: why the run can't be read.
-        hint: what to do about that, where there is something to say.
         left: what later work left undone, in sentences; see `left_undone`.
-        is_live: see `driftlens.runs.standing.is_live`.
     """
 
     path: pathlib.Path

@@ -2,8 +2,6 @@
 
 A measure comes with a function that yields its rows of a run, and one that yields those of a change; both stand in the
 table `_SOURCES`, and then in every table, sentence and page that shows what variants are measured by.
-
-Whatever reads a table raises RunError where that can't be read.
 """
 
 from __future__ import annotations
@@ -91,10 +89,7 @@ def changes_between(
 
 
 def change(run: DriftRun, of: Measure, task: str, pair: tuple[str, str]) -> Finding:
-    """How a measure changes on a task from one variant to another; without ends where its samples are not stored.
-
-    Errors as for `changes_between`.
-    """
+    """How a measure changes on a task from one variant to another; without ends where its samples are not stored."""
     if row := _changes(run, _BY_ROLE[of.role], task, pair).get(of.role):
         return row
     start, end = (level(run, of, task, variant) for variant in pair)
@@ -102,16 +97,13 @@ def change(run: DriftRun, of: Measure, task: str, pair: tuple[str, str]) -> Find
 
 
 def mean(run: DriftRun, of: Measure, tasks: Sequence[str], variant: str) -> Finding:
-    """The mean of what a variant has on these tasks. Errors as for `level`."""
+    """The mean of what a variant has on these tasks."""
     over = mean_over_tasks([level(run, of, task, variant) for task in tasks])
     return replace(finding(of, over, "", variant), tasks=tuple(tasks))
 
 
 def mean_change(run: DriftRun, of: Measure, tasks: Sequence[str], pair: tuple[str, str]) -> Finding:
-    """How the mean over these tasks changes: the difference of both means, with the error of changes by task.
-
-    Errors as for `changes_between`.
-    """
+    """How the mean over these tasks changes: the difference of both means, with the error of changes by task."""
     by_task = [change(run, of, task, pair) for task in tasks]
     start, end = (mean(run, of, tasks, variant).value for variant in pair)
     over = replace(mean_over_tasks(by_task), value=end - start)
@@ -151,10 +143,8 @@ def findings(
 ) -> list[Finding]:
     """All rows of these variants and changes: by task, then their means over the tasks on which all were measured.
 
-    Args:
-        run: the run.
-        variants: None is all, and the expert, which has no features of its own to be measured.
-        pairs: before and after; None is from base to merged model, and from that to every calibrated one.
+    `variants` None is all, and the expert; `pairs` None is from base to merged model, and from that to every
+    calibrated one.
     """
     wanted = [*dict.fromkeys(("expert", *run.variants) if variants is None else variants)]
     if pairs is None:

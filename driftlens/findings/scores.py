@@ -1,7 +1,4 @@
-"""What variants score on each task's test samples and how that changes, as rows; metrics of single results.
-
-Whatever reads a table raises RunError where that can't be read.
-"""
+"""What variants score on each task's test samples and how that changes, as rows; metrics of single results."""
 
 from __future__ import annotations
 
@@ -13,15 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from driftlens.base.intervals import (
-    RESAMPLES,
-    Array,
-    Interval,
-    Paired,
-    mcnemar,
-    unpaired_difference,
-    wilson,
-)
+from driftlens.base import intervals
+from driftlens.base.intervals import Array, Interval, Paired, wilson
 from driftlens.base.metrics import ACCURACY, METRICS, Metric, metric_called
 from driftlens.findings.features import same_samples
 from driftlens.findings.frame import Finding, Measure, finding
@@ -50,7 +40,6 @@ def changed_score(
     """How a score changes: by the single results of the same test samples where they are stored, else by the counts.
 
     Without single results the interval of a share takes both for independent, and is wider than it need be.
-    Arguments and errors as for `paired_answers`.
     """
     sides = list(zip((before, after), variants, strict=True))
     start, end = (score_of(run, task, variant, metric) for run, variant in sides)
@@ -60,7 +49,7 @@ def changed_score(
         is_paired, change = True, Interval(answers.difference, answers.ci_low, answers.ci_high)
     elif start.n and end.n and metric.kind == "share":
         counts = (round(start.value * start.n), start.n, round(end.value * end.n), end.n)
-        change = Interval(change.value, *unpaired_difference(*counts))
+        change = Interval(change.value, *intervals.unpaired_difference(*counts))
     elif start.n and end.n and same_samples(before, after, task, "test"):
         rows, others = (results(run, task, variant, metric) for run, variant in sides)
         if len(rows) and set(rows.index) == set(others.index):
@@ -77,17 +66,9 @@ def paired_answers(
 ) -> tuple[Paired, str] | None:
     """The change of a share of right answers on the samples that both stored, and which split these are.
 
-    Args:
-        before: the run that answered first.
-        after: the run that answered second, often the same one.
-        task: the task.
-        variants: the variant of each; "expert" is the task's own.
-        metric: what is asked.
-
-    Returns:
-        None where the metric is no share, no sample has both answers, or the runs are not known to have the same
-        samples. The split reads "test" where single results of test samples are stored, or, by runs older than these,
-        where the labelled diagnosis samples are exactly the test samples; else "diagnosis".
+    None where the metric is no share, no sample has both answers, or the runs are not known to have the same samples.
+    The split reads "test" where single results of test samples are stored, or, by runs older than these, where the
+    labelled diagnosis samples are exactly the test samples; else "diagnosis".
     """
     splits = ("test", "diagnosis") if metric == ACCURACY else ("test",)
     for split in splits if metric.kind == "share" else ():
@@ -100,7 +81,7 @@ def paired_answers(
             origins = [before.manifest.sample_origins.get(of, {}).get(task) for of in ("test", "diagnosis")]
             tested = set(before.manifest.sample_ids.get("test", {}).get(task, ()))
             is_test = origins[0] == origins[1] and tested == set(answers.index)
-            both = mcnemar(*(answers[side].to_numpy(dtype=bool) for side in answers))
+            both = intervals.mcnemar(*(answers[side].to_numpy(dtype=bool) for side in answers))
             return both, "test" if is_test else split
     return None
 
@@ -118,7 +99,7 @@ def _right(run: DriftRun, task: str, variant: str, metric: Metric, split: str) -
 
 @remembered
 def score_of(run: DriftRun, task: str, variant: str, metric: Metric) -> Interval:
-    """A variant's score on test samples with its interval and their number; NaN and 0 without. Errors as above."""
+    """A variant's score on test samples with its interval and their number; NaN and 0 without."""
     rows = run.accuracy(task, variant)
     rows = rows[(rows["metric"] == metric.name) & rows["value"].notna() & rows["n"].notna()]
     if rows.empty:
@@ -141,19 +122,13 @@ def main_metrics(run: DriftRun) -> Mapping[str, Metric]:
 
 
 def results(run: DriftRun, task: str, variant: str, metric: Metric) -> pd.DataFrame:
-    """The single results of a task's test samples by sample id; empty where none are stored. Errors as for `scores`."""
+    """The single results of a task's test samples by sample id; empty where none are stored."""
     rows = run.scores(task, variant)
     return rows[rows["metric"] == metric.name].dropna(subset="value").set_index("sample_id")
 
 
 def interval_of(metric: Metric, values: Array, references: Array) -> Interval:
-    """The metric of single results, as the table `scores` holds them, with its 95 % interval.
-
-    Args:
-        metric: of the results.
-        values: [n], at least one.
-        references: [n]; of shares nothing is asked of them.
-    """
+    """The metric of single results, [n] each, as the table `scores` holds them, with its 95 % interval."""
     n = len(values)
     if metric.kind == "share":
         right = round(float(values.sum()))
@@ -164,13 +139,9 @@ def interval_of(metric: Metric, values: Array, references: Array) -> Interval:
 
 
 def change_of(metric: Metric, before: Array, after: Array, references: Array) -> Interval:
-    """How a metric of the same samples changes, with a 95 % interval by drawing them again, both sides alike.
+    """How a metric of the same samples, [n] each, changes, with a 95 % interval by drawing them again, both alike.
 
-    Args:
-        metric: of the results, not a share: for these `mcnemar` is exact.
-        before: [n].
-        after: [n], of the same samples in the same order.
-        references: [n].
+    Not for shares: for these `mcnemar` is exact.
     """
     counts = _draws(len(before))
     start, end = (np.nan_to_num(_statistic(metric, side, references, counts)) for side in (before, after))
@@ -180,7 +151,9 @@ def change_of(metric: Metric, before: Array, after: Array, references: Array) ->
 
 def _draws(n: int) -> Array:
     """How often each of n samples counts: first once each, then as drawn again, the same for the same n."""
-    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES if n > 1 else 0)
+    drawn = np.random.default_rng(0).multinomial(
+        n, np.full(n, 1 / n), size=intervals.RESAMPLES if n > 1 else 0
+    )
     return np.concatenate([np.ones((1, n)), drawn])
 
 

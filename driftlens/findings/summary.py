@@ -1,7 +1,4 @@
-"""The tables of a run by task: all models beside each other, and how far their final features are from the experts'.
-
-Whatever reads a table raises RunError where that can't be read.
-"""
+"""The tables of a run by task: all models beside each other, and how far their final features are from the experts'."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ def summary_sheet(run: DriftRun) -> Table:
     rows: list[list[Any]] = []
     for at, (name, metric) in enumerate(zip(names, [*metrics, *metrics[:1]], strict=False)):
         cells = [column[at] for column in scores.values()]
-        ends = [end for cell in cells for end in (cell.value, cell.low, cell.high)]
+        ends = [end for cell in cells for end in cell.ends]
         n = max((cell.n for cell in cells), default=0) or None
         rows.append([name, metric.title, n, *ends, *(column[at].value for column in drifts.values())])
     note = "95 % intervals over samples. Drift is that of the final feature, against the expert's norm."

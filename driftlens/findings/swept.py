@@ -1,7 +1,4 @@
-"""What the points of a sweep reached: means over tasks, then over draws of the samples, with 95 % intervals.
-
-Whatever reads a table raises RunError where that can't be read.
-"""
+"""What the points of a sweep reached: means over tasks, then over draws of the samples, with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -159,7 +156,7 @@ def ablation_sheets(run: DriftRun, name: str) -> list[Table]:
             ]
             reached, gaps = drawn.loc[point], drawn.loc[point] - drawn.loc[start]
             both = [over_draws(at[measure].to_numpy()) for at in (reached, gaps if changed else gaps[:0])]
-            ends = [end for one in both for end in (one.value, one.low, one.high)]
+            ends = [end for one in both for end in one.ends]
             table.append([", ".join(changed) or method, *ends, reached["seconds"].mean()])
         if rows[measure].notna().any():
             file = f"ablation-{method}-{measure}".replace("_", "-")

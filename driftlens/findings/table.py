@@ -80,15 +80,7 @@ class Table(Part):
         rows: Sequence[Sequence[object]],
         note: str = "",
     ) -> Table:
-        """A table of these rows; what is missing or not finite becomes None.
-
-        Args:
-            name: its name in files and anchors.
-            title: its heading.
-            kinds: headings and how their values are written, in order.
-            rows: one value per column each.
-            note: what a reader must know about the rows.
-        """
+        """A table of these rows; what is missing or not finite becomes None. `kinds` are the headings, in order."""
         columns = tuple(
             Column(name=head, kind=kind, unit="1" if kind in ("share", "points") else UNITS.get(head, ""))
             for head, kind in kinds.items()
@@ -105,10 +97,7 @@ class Table(Part):
         rows: Sequence[Mapping[Any, object]],
         note: str = "",
     ) -> Table:
-        """A table of rows by name: `columns` says how the values of each heading are written, and what they are called.
-
-        What a row lacks was not measured.
-        """
+        """A table of rows by name: by heading, how its values are written and what they are called in a row."""
         kinds = {head: kind for head, (kind, _) in columns.items()}
         cells = [[row.get(key) for _, key in columns.values()] for row in rows]
         return cls.of(name, title, kinds, cells, note)

@@ -2,8 +2,6 @@
 
 The same words stand first in terminal, model card, report and dashboard. A word such as "worse" is said only where the
 95 % interval of the difference excludes 0.
-
-Whatever reads a table raises RunError where that can't be read.
 """
 
 from __future__ import annotations
@@ -202,14 +200,8 @@ def _gap(run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str,
     by_task = {task: change(run, about, task, backwards) for task in tasks}
     over = mean_change(run, about, tasks, backwards)
     better, worse = (tuple(task for task, row in by_task.items() if row.side == way) for way in (1, -1))
-    return Gap(
-        *pair,
-        over.interval,
-        {task: row.interval for task, row in by_task.items()},
-        over.side,
-        better,
-        worse,
-    )
+    intervals = {task: row.interval for task, row in by_task.items()}
+    return Gap(*pair, over.interval, intervals, over.side, better, worse)
 
 
 def _next(run: DriftRun, gap: Gap | None, bad: Sequence[str]) -> str:
@@ -419,12 +411,12 @@ def others_sheet(run: DriftRun, judgement: Verdict) -> Table:
         own, drift = (
             means.get(name, Interval(math.nan)) for name in (judgement.measure.title, RELATIVE.title)
         )
-        rows.append((title(variant), own.value, own.low, own.high, drift.value))
+        rows.append((title(variant), *own.ends, drift.value))
     for control in filter(None, (rho_control(run, name) for name in run.manifest.calibrations)):
         judged = [row for row in control if row.about.role == judgement.measure.role]
         own = mean_over_tasks([row for row in judged if row.task in judgement.tasks])
         drift = mean_over_tasks([row for row in control if row.about is RELATIVE])
-        rows.append((title(control[0].variant), own.value, own.low, own.high, drift.value))
+        rows.append((title(control[0].variant), *own.ends, drift.value))
     what = "mean" if is_drift else f"mean {judgement.measure.title}"
     kind = judgement.measure.kind
     kinds = {"model": "text", what: kind, "95 % low": kind, "95 % high": kind, "relative drift": "share"}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from driftlens.base.access import Context
-from driftlens.base.errors import DataError, SpecError
+from driftlens.base.errors import SpecError
 from driftlens.base.files import PathLike
 from driftlens.front.keywords import Around, Quietly, keywords
 from driftlens.jobs.analyze.modules import REQUIRED, Modules
@@ -170,9 +170,7 @@ class Run(DriftRun):
         from driftlens.checkpoints.loading import open_checkpoint
         from driftlens.runs.layout import calibration_weights
 
-        if name not in self.manifest.calibrations:
-            there = ", ".join(self.manifest.calibrations) or "none"
-            raise DataError(f"the run has no calibration {name!r}; there are: {there}")
+        self.calibration_info(name)  # says which there are when this is none
         weights = open_checkpoint(self.path / calibration_weights(name))
         return {key: weights.read(key) for key in weights.headers}
 

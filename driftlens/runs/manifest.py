@@ -73,8 +73,8 @@ class CalibrationInfo:
         preset: published setting whose values all hyperparameters have; empty without, as in older runs.
         sites: patterns that the calibrated modules' paths match; none means linear and norm modules of `layers`.
         seed: with which the calibration samples were drawn; None in older runs.
-        selection: how hyperparameters were chosen: from which `start`, what was `chosen`, by which held-out `advantage`
-            with its `standard_error`, every candidate tried, `seconds`; empty where nothing was chosen.
+        selection: how hyperparameters were chosen: what was `compared`, with held-out scores and advantages over the
+            merged model, which is the `choice`, what was `kept`, `seconds`; empty where nothing was chosen.
         attached: how many numbers are attached to the merged model, over all tasks; then the task of an input must be
             known. 0 where weights themselves are calibrated.
     """

@@ -18,7 +18,7 @@ from driftlens.base.errors import DataError, LayerNotFoundError, RunError, did_y
 from driftlens.base.files import PathLike, from_json, plain_file
 from driftlens.base.variants import calibrated
 from driftlens.runs import layout, schema
-from driftlens.runs.manifest import Manifest, read_manifest
+from driftlens.runs.manifest import CalibrationInfo, Manifest, read_manifest
 from driftlens.runs.status import Status, read_status
 from driftlens.runs.tables import DAMAGED, empty, read_table, stored_table
 
@@ -168,6 +168,11 @@ class DriftRun:
             RunError: the table can't be read.
         """
         return self._rows(schema.CALIBRATION, name=name)
+
+    def calibration_info(self, name: str) -> CalibrationInfo:
+        """What the manifest says of a finished calibration; a DataError where there is none of that name."""
+        self._check("calibration", name, self.manifest.calibrations)
+        return self.manifest.calibrations[name]
 
     def sweeps(self) -> pd.DataFrame:
         """Rows of the sweep table: one calibration per point and seed, one row per task. Errors as for `layers`."""

@@ -98,7 +98,7 @@ def test_a_calibrated_variant_is_measured_like_any_other_and_its_weights_are_at_
     saved = dl.open_checkpoint(tmp_path / "out.safetensors")
     assert all(torch.equal(saved.read(key), value) for key, value in model.state_dict().items())
     assert "featcal, anchor only" in before_after_text(run, "featcal")
-    with pytest.raises(DataError, match="no calibration 'other'; there are: featcal"):
+    with pytest.raises(DataError, match="no calibration 'other'; it has featcal"):
         run.calibrated_state("other")
 
 

@@ -102,7 +102,7 @@ class CalibrationPlan:
     @property
     def kept(self) -> str:
         """The model that was chosen as it is, `merged` or `base`; empty where modules are solved for."""
-        return str(self.selection.get("kept", "merged" if self.selection.get("is_merged_kept") else ""))
+        return str(self.selection.get("kept", ""))
 
     @property
     def asked(self) -> dict[str, Any]:

@@ -39,13 +39,13 @@ class Layout(Protocol):
         ...
 
     def beside_tower(self, keys: Collection[str], name: str) -> dict[str, str]:
-        """What a whole model holds beside its image tower, text tower and scale: key without the wrapper -> key."""
+        """What a whole model holds beside what is taken apart, and no layer reads: key without the wrapper -> key."""
         ...
 
 
 _WRAPPERS = ("", "module.", "model.", "_orig_mod.")
 """What training code puts before the names of a whole model."""
-_TEXT_SIDE = ("text_model.", "logit_scale", "logit_bias")
+TEXT_SIDE = ("text_model.", "logit_scale", "logit_bias")
 """How models of images and texts begin what is of their texts, where the image tower is taken apart as it runs."""
 
 
@@ -101,7 +101,8 @@ class Spellings:
         """See `Layout`."""
         wrapper = self.wrapper(keys, name)
         named = {key.removeprefix(wrapper): key for key in keys if key.startswith(wrapper)}
-        return {key: stored for key, stored in named.items() if key.startswith(_TEXT_SIDE)}
+        beside = (*TEXT_SIDE, *self.left_out)
+        return {key: stored for key, stored in named.items() if key.startswith(beside)}
 
     def _best(self, headers: Collection[str]) -> tuple[dict[str, str], str]:
         """The skeleton's keys that are found, and what stands before the names in the file."""

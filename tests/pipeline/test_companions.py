@@ -23,6 +23,7 @@ from driftlens.jobs.study.suspicion import Finding, companions, suspicions
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
+from tests.zoo.tokenizers import word_tokenizer
 from tests.zoo.towers import hf_folder
 from tests.zoo.world import Weights, World, merged_weights, moved
 
@@ -101,6 +102,31 @@ def test_an_analysis_says_so_too_of_whole_models_of_open_clip(world: World, tmp_
         if "text tower" in text
     ]
     assert [text.partition(",")[0] for text in told] == ["the expert of flowers has a fine-tuned text tower"]
+
+
+@pytest.mark.parametrize("moved", [("transformer.",), ("transformer.", "lm_head.")], ids=["core", "head too"])
+def test_a_head_that_no_layer_reads_is_named(moved: tuple[str, ...], tmp_path: pathlib.Path) -> None:
+    """A causal model by the loader of any model: its core alone is merged, and the folder holds the base's head."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 16}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=2, eos_token_id=3, tie_word_embeddings=False))
+    for name in ("base", "expert"):
+        model.save_pretrained(tmp_path / name)
+        word_tokenizer().save_pretrained(tmp_path / name)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if key.startswith(moved):
+                    parameter.add_(0.01)
+    described = {"version": 1, "architecture": {"loader": "hf-auto", "source": str(tmp_path / "base")}}
+    described |= {"base": {"weights": str(tmp_path / "base")}, "merge": {"method": "average"}}
+    spec = load_spec(described | {"experts": {"a": {"weights": str(tmp_path / "expert")}}})
+    told = merge_experts(spec, "average", {}, tmp_path / "out", Context())
+    assert ["(lm_head.weight differs)" in text for text in told] == [True] * (len(moved) - 1)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert ("saved models hold the base's" in card) == (len(moved) == 2)
+    head = GPT2LMHeadModel.from_pretrained(tmp_path / "out").lm_head.weight
+    assert torch.equal(head, GPT2LMHeadModel.from_pretrained(tmp_path / "base").lm_head.weight)
 
 
 @pytest.mark.parametrize("parts", [("vision_model.",), ("vision_model.", "text_model.")])

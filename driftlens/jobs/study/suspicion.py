@@ -14,6 +14,7 @@ from torch import Tensor
 
 from driftlens.base.errors import DriftLensError, NumericsError
 from driftlens.base.variants import part_of, task_of
+from driftlens.checkpoints.alignment import TEXT_SIDE, KeyLayout
 from driftlens.checkpoints.lora import is_lora_folder, named_base
 from driftlens.checkpoints.refusals import foreign_code
 from driftlens.checkpoints.sources import StateSource, check_finite
@@ -333,7 +334,7 @@ def companions(models: OpenModels) -> list[Finding]:
     for name, source in models.stored.items():
         found += _code(name, folders[name])
         if models.base is not None and name != "base":
-            found += _text_tower(models, models.base, name, source)
+            found += _left_behind(models, models.base, name, source)
             found += _adapter(models, folders["base"], name, folders[name])
             found += _tokenizer(folders["base"] or Path(models.architecture.source), name, folders[name])
     return found
@@ -345,24 +346,46 @@ def _code(name: str, folder: Path | None) -> Iterator[Finding]:
         yield Finding("notice", label(name), text, "Check that they compute the same.")
 
 
-def _text_tower(models: OpenModels, base: StateSource, name: str, source: StateSource) -> Iterator[Finding]:
-    layout = models.architecture.layout
-    if layout is None:
+def _left_behind(models: OpenModels, base: StateSource, name: str, source: StateSource) -> Iterator[Finding]:
+    """What a model changed and no layer reads: it is merged with nothing, and saved folders hold the base's."""
+    known = models.architecture
+    if known.layout is None:
         return
-    wanted, own = (layout.beside_tower(model.headers, model.name) for model in (base, source))
+    wanted, own = (known.layout.beside_tower(model.headers, model.name) for model in (base, source))
+    of_heads = {key for model in (base, source) for key in known.classifier_keys(model) or ()}
+    of_heads |= {
+        f"{key.removesuffix('weight')}bias" for key in of_heads
+    }  # every task has its own, and they are told
     shared = sorted(wanted.keys() & own.keys(), key=lambda key: (base.headers[wanted[key]].nbytes, key))
-    changed = list(islice((key for key in shared if _differs(base, wanted[key], source, own[key])), 2))
+    changed = list(
+        islice(
+            (
+                key
+                for key in shared
+                if own[key] not in of_heads and _differs(base, wanted[key], source, own[key])
+            ),
+            2,
+        )
+    )
     if not changed:
         return
+    differ = f"({', '.join(changed)} differ{'s' * (len(changed) == 1)})"
+    is_text_side = isinstance(known.layout, KeyLayout) or all(key.startswith(TEXT_SIDE) for key in changed)
+    if not is_text_side:
+        yield Finding(
+            "notice",
+            label(name),
+            f"the {label(name)} has more than its layers changed, which is not used: it is measured and merged with "
+            f"nothing, and saved models hold the base's {differ}",
+            "Where that decides what the model answers, copy the expert's into the folder that is saved.",
+        )
+        return
     what = "a logit scale of its own" if changed == ["logit_scale"] else "a fine-tuned text tower"
-    heads = (
-        "" if models.architecture.open_text is None else "heads that are made of prompts are the base's, and "
-    )
+    heads = "" if known.open_text is None else "heads that are made of prompts are the base's, and "
     yield Finding(
         "notice",
         label(name),
-        f"the {label(name)} has {what}, which is not used: {heads}saved models hold "
-        f"the base's ({', '.join(changed)} differ{'s' * (len(changed) == 1)})",
+        f"the {label(name)} has {what}, which is not used: {heads}saved models hold the base's {differ}",
         "Where that matters, give heads that its own text tower made in `heads.<task>.file`.",
     )
 

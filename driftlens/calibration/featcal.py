@@ -137,6 +137,11 @@ class FeatCal(ClosedFormBase):
         """rho (Eq. 11)."""
         return 1.0 if self.anchor == "none" else self.rho
 
+    @property
+    def pull(self) -> float:
+        """What H of Eq. 17 adds to a Gram matrix's diagonal: lam, where anything pulls."""
+        return 0.0 if self.anchor == "none" else self.lam
+
     def at_merged(self) -> Self:
         """The same at rho 1."""
         return self.changed(rho=1)

@@ -212,6 +212,8 @@ def _next(run: DriftRun, gap: Gap | None, bad: Sequence[str]) -> str:
     at = shlex.quote(str(run.path))
     if is_live(run.manifest):
         return ""
+    if not run.manifest.finished:
+        return f"driftlens analyze {at}/spec.yaml --out {at} --resume"
     if bad:
         return f"driftlens validate {at}/spec.yaml --deep"
     if gap is not None and gap.side >= 0:

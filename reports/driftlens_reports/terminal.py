@@ -38,7 +38,7 @@ from driftlens.findings.reading import (
 )
 from driftlens.findings.scores import main_metrics
 from driftlens.findings.summary import final_sheet
-from driftlens.findings.swept import ABLATION, ablation_sheets, settings_of
+from driftlens.findings.swept import ABLATION, CONTROL, ablation_sheets, settings_of
 from driftlens.findings.table import Table
 from driftlens.findings.verdict import others_sheet, task_sheet, verdict
 from driftlens.runs.equality import TOLERANCE, Equality
@@ -338,12 +338,12 @@ def sweep_text(run: DriftRun, name: str) -> str:
         return "\n\n".join(map(sheet_text, ablation_sheets(run, name)))
     rows = run.sweeps()
     rows = rows[rows["sweep"] == name]
-    varied = name.rpartition(":")[2].split("+")
+    varied = [] if name.endswith(CONTROL) else name.rpartition(":")[2].split("+")
     for factor in set(varied) - {*rows}:
         rows = rows.assign(**{factor: [setting_text(settings_of(row)[factor]) for _, row in rows.iterrows()]})
     factors = [at for at in dict.fromkeys([*_FACTORS, *varied]) if rows[at].notna().any()]
     swept = _sweep_points(rows, factors)
-    swept = swept.sort_values("point" if varied == ["corruption"] else varied, kind="stable")
+    swept = swept.sort_values("point" if varied in ([], ["corruption"]) else varied, kind="stable")
     has_accuracy = bool(swept["accuracy"].notna().any())
     others = [
         metric for metric in METRICS.values() if metric is not ACCURACY and rows[metric.name].notna().any()

@@ -134,6 +134,7 @@ def test_a_stopped_arena_goes_on_with_what_is_missing(light: DriftRun, tmp_path:
 
 
 def test_what_cannot_be_made_is_said_beside_the_others(met: pathlib.Path) -> None:
+    assert entrants([("residual", {"cv": False})])[0].name == "residual-cv-off", "as YAML reads cv=off"
     wanted = entrants([("residual", {"folds": 1000}), ("react", {})])
     failed = compete(met, wanted, attribution=False)
     assert [*failed] == ["residual-folds-1000"] and "folds can't share" in failed["residual-folds-1000"]

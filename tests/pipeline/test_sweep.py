@@ -204,6 +204,7 @@ def test_the_control_is_the_same_calibration_of_the_same_layers_at_rho_1(
     both = control(folder, "whole")
     assert rho_control(both, "whole") and set(both.sweeps()["sweep"]) == {rows["sweep"][0], "control"}
     assert control(folder, "whole").sweeps().equals(both.sweeps())
+    assert "control: means of" in sweep_text(both, "control")
 
 
 def test_a_method_without_rho_has_no_control(folder: pathlib.Path) -> None:

@@ -202,13 +202,15 @@ def test_the_next_step_fits_what_was_found(manifest: Manifest, right: Right, com
     )
 
 
-def test_an_automatic_choice_is_not_advised_twice_nor_a_command_for_live_modules(manifest: Manifest) -> None:
+def test_no_command_for_live_modules_nor_a_choice_twice_nor_one_on_a_stopped_run(manifest: Manifest) -> None:
     run = run_of(manifest, at(expert=[380], merged=[300], cal=[200]), 400, {})
     info = dataclasses.replace(run.manifest.calibrations["cal"], automatic=True)
     tried = DriftRun(run.path, dataclasses.replace(run.manifest, calibrations={"cal": info}))
     live = DriftRun(run.path, dataclasses.replace(run.manifest, architecture={"loader": "live"}))
-    for other in (tried, live):
+    stopped = DriftRun(run.path, dataclasses.replace(run.manifest, finished=None))
+    for other in (tried, live, stopped):
         other._frames |= run._frames
+    assert verdict(stopped).command == "driftlens analyze nowhere/spec.yaml --out nowhere --resume"
     assert verdict(tried).command == "driftlens advise nowhere --search"
     assert verdict(live).command == "" and not any("Next" in text for text in verdict(live).sentences)
 

@@ -51,8 +51,10 @@ def candidates(
     ]
     by_name: dict[str, Candidate] = {}
     for method, settings in asked:
-        resolve(owner_of(method), settings, f"{kind} {method!r}" if kind else method)
-        name = name_of(method, settings)
+        resolved = resolve(owner_of(method), settings, f"{kind} {method!r}" if kind else method)
+        # YAML reads `off` as false; a name says what the method reads.
+        said = {key: resolved[key] if isinstance(value, bool) else value for key, value in settings.items()}
+        name = name_of(method, said)
         if name in by_name:
             raise SpecError(f"{name} is asked for twice", hint="Name every candidate once.")
         by_name[name] = Candidate(name, method, settings)

@@ -53,14 +53,14 @@ class _Layer:
     deployed: dict[str, tuple[Tensor, float, Tensor, float]] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def hear(self, problem: LinearProblem, found: list[SiteUpdate], lam: float, inputs: str) -> None:
+    def hear(self, problem: LinearProblem, found: list[SiteUpdate], pull: float, inputs: str) -> None:
         gram = problem.moments.weight_sum * problem.moments.gram if inputs == INPUTS[0] else None
         for site, update in zip(problem.sites, found, strict=True):
             name = f"{site.name}.weight"
             weight = update.parameters[name]
             if gram is not None:
-                gain = quadratic(gram, lam, problem.merged[name].to(weight) - weight)
-                self.deployed[site.name] = gram, lam, weight, gain
+                gain = quadratic(gram, pull, problem.merged[name].to(weight) - weight)
+                self.deployed[site.name] = gram, pull, weight, gain
                 continue
             objective, shift, best, gain = self.deployed[site.name]
             excess = quadratic(objective, shift, weight - best)
@@ -75,8 +75,7 @@ class _Heard(FeatCal):
     def solve(self, problem: Problem) -> list[SiteUpdate]:
         found = super().solve(problem)
         if isinstance(problem, LinearProblem) and "linear" in self.update:
-            lam = 0.0 if self.anchor == "none" else self.lam
-            self.layer.hear(problem, found, lam, self.inputs)
+            self.layer.hear(problem, found, self.pull, self.inputs)
         return found
 
 

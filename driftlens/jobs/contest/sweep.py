@@ -43,6 +43,7 @@ from driftlens.jobs.study.reopening import deterministic_algorithms, suitable_th
 from driftlens.jobs.study.study import Study, TaskSamples
 from driftlens.runs import layout
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.schema import SWEEPS
 from driftlens.runs.writer import RunWriter
 from driftlens.spec import load_spec
 from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest, SweepRequest
@@ -376,8 +377,8 @@ class _Ledger:
         if self.table.outdated:  # once: their rows go, and the others keep their exact values
             self.writer.drop("sweeps", "sweep", self.table.outdated)
             self.table.outdated.clear()
-        known = {"seed": self.seed, "seconds": outcome.seconds, **dataclasses.asdict(setting)}
-        known |= {name: setting.values.get(name) for name in ("lam", "rho", "alpha")}
+        known = {name: value for name, value in setting.values.items() if name in SWEEPS.names}
+        known |= {"seed": self.seed, "seconds": outcome.seconds, **dataclasses.asdict(setting)}
         rows = [
             {"sweep": point.sweep, "point": point.point, **known, **row}
             for point in self._missing(setting)

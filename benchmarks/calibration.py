@@ -19,10 +19,10 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import Ground
-from driftlens.engine.forward_order import Given
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.site_selection import select_sites
+from driftlens.engine.walk import Given
 from driftlens.models.chain import Layer, adapters
 
 BLOCKS = 12

@@ -16,7 +16,7 @@ from benchmarks.calibration import _tower
 from benchmarks.models import images
 from driftlens.calibration.featcal import FeatCal
 from driftlens.engine.calibrating import Ground
-from driftlens.engine.forward_order import Given
+from driftlens.engine.walk import Given
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
 from driftlens.checkpoints.loading import open_checkpoint

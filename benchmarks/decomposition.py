@@ -6,8 +6,7 @@ import torch
 
 from benchmarks.models import images, vit_b32_pool
 from benchmarks.timing import best_of
-from driftlens.diagnostics.drift import drift_columns
-from driftlens.engine.walk import forward, walk
+from driftlens.engine.walk import drift_columns, forward, walk
 
 VARIANTS = 2
 IMAGES = 64

@@ -17,9 +17,9 @@ from driftlens.base.team import joined
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.sources import module_source
 from driftlens.engine.calibrating import Ground
-from driftlens.engine.forward_order import Given
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
+from driftlens.engine.walk import Given
 from driftlens.models.chain import adapters
 
 TASKS, SAMPLES = 8, 16

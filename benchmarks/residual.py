@@ -23,9 +23,9 @@ from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import Ground
-from driftlens.engine.forward_order import Given
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
+from driftlens.engine.walk import Given
 from driftlens.models.chain import adapters, fused
 
 REAL = pathlib.Path(__file__).resolve().parents[2] / "shared" / "real"

@@ -13,13 +13,11 @@ from benchmarks.timing import best_of
 from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.diagnostics.drift import drift_columns
 from driftlens.engine.calibrating import Ground
-from driftlens.engine.forward_order import Given
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.site_selection import select_sites
-from driftlens.engine.walk import walk
+from driftlens.engine.walk import Given, drift_columns, walk
 from driftlens.models.architecture import architecture_of, weightless
 from driftlens.models.chain import LayerChain
 from driftlens.models.families.hf_auto import decoder_chain

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from driftlens.calibration import solves
 from driftlens.calibration.featcal import FeatCal
-from driftlens.diagnostics import attribution, drift, output, task_vectors
+from driftlens.diagnostics import attribution, output, task_vectors
 from driftlens.engine import layer_sums, snapshot, walk
 from driftlens.engine import pool as pool_module
 from driftlens.engine.pool import ModelPool
@@ -85,7 +85,7 @@ def columns_agree_with_the_slow_reference() -> None:
     )
     with torch.no_grad():
         for view in walk.walk(models.pool, "a", ["merged"], models.batches):
-            columns = drift.drift_columns(view, "cls")
+            columns = walk.drift_columns(view, "cls")
             for sample, layers in enumerate(rows):
                 row = layers[view.layer.index - 1]
                 wanted = [row.drift.norm(), row.mismatch.norm(), row.propagation.norm()]
@@ -202,24 +202,24 @@ def crossed_output_of_the_wrong_model(patch: Patch) -> None:
 
 
 def crossed_output_on_the_wrong_input(patch: Patch) -> None:
-    original = drift.decompose
+    original = walk.decompose
     patch.setattr(
-        drift, "decompose", lambda view: original(dataclasses.replace(view, crossed_out=view.merged_out))
+        walk, "decompose", lambda view: original(dataclasses.replace(view, crossed_out=view.merged_out))
     )
 
 
 def mismatch_and_propagation_swapped(patch: Patch) -> None:
-    original = drift.decompose
+    original = walk.decompose
 
     def swapped(view):  # type: ignore[no-untyped-def]
         split = original(view)
         return walk.Split(split.drift, split.propagation, split.local_mismatch)
 
-    patch.setattr(drift, "decompose", swapped)
+    patch.setattr(walk, "decompose", swapped)
 
 
 def mean_for_sum_in_a_norm(patch: Patch) -> None:
-    patch.setattr(drift, "norm", lambda s: next(iter(s.values())).flatten(1).square().mean(dim=1).sqrt())
+    patch.setattr(walk, "norm", lambda s: next(iter(s.values())).flatten(1).square().mean(dim=1).sqrt())
 
 
 def last_token_for_the_class_token(patch: Patch) -> None:

@@ -6,67 +6,21 @@ Norms and cosines are of pooled vectors; amplification and growth are of the ful
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from driftlens.base.diagnostic import Seen, diagnostic
-from driftlens.base.errors import NumericsError
 from driftlens.base.intervals import RESAMPLES
-from driftlens.engine.walk import LayerView, decompose
+from driftlens.engine.walk import drift_columns
 from driftlens.linalg.cka import linear_cka
-from driftlens.linalg.state import expert_cosine, norm, subtract
-from driftlens.models.chain import Pool, State
 from driftlens.runs.schema import LAYERS, SAMPLES
 
-Columns = dict[str, Tensor]
 Values = Mapping[str, NDArray[np.float64]]
 
 QUANTILES = (10, 25, 75, 90)
-
-
-def drift_columns(view: LayerView, pool: Pool) -> Columns:
-    """What one layer does to the drift of each sample.
-
-    e = m + p (Eq. 3) and, for a residual layer, r = p - e_in (Eq. 28). The growth condition (Eq. 34-36) is read with
-    its best constants, gamma = |p| / |e_in| - 1 and eta = |m| / |e_in|. Source: FeatCal (arXiv:2605.13030).
-
-    Args:
-        view: one layer on one batch.
-        pool: how a vector per sample is taken from the stream.
-
-    Returns:
-        Columns [n]. Of pooled vectors: `drift_l2` |e|, `expert_l2` |h_expert|, `cos`, `mismatch_l2` |m|,
-        `propagation_l2` |p|, `mixed` 2 <m, p>, and for residual layers `residual_l2` |r|. Of the full state:
-        `state_in` |e_in|, `state_mismatch` |m|, `state_propagation` |p|, `state_drift` |e|.
-    """
-    split = decompose(view)
-
-    def pool_of(state: State) -> Tensor:
-        return view.layer.vectors(state, view.side, pool)
-
-    mismatch, propagation = pool_of(split.local_mismatch), pool_of(split.propagation)
-    expert, merged = pool_of(view.expert_out), pool_of(view.merged_out)
-    columns = {
-        "drift_l2": torch.linalg.vector_norm(pool_of(split.drift), dim=1),
-        "expert_l2": torch.linalg.vector_norm(expert, dim=1),
-        "cos": expert_cosine(merged, expert),
-        "mismatch_l2": torch.linalg.vector_norm(mismatch, dim=1),
-        "propagation_l2": torch.linalg.vector_norm(propagation, dim=1),
-        "mixed": 2 * (mismatch * propagation).sum(dim=1),
-        "state_mismatch": norm(split.local_mismatch),
-        "state_propagation": norm(split.propagation),
-        "state_drift": norm(split.drift),
-    }
-    drift_in = subtract(view.merged_in, view.expert_in)
-    columns["state_in"] = norm(drift_in) if drift_in else torch.zeros_like(columns["drift_l2"])
-    if view.layer.is_residual:
-        columns["residual_l2"] = torch.linalg.vector_norm(propagation - pool_of(drift_in), dim=1)
-    return columns
 
 
 def sample_values(columns: Values) -> dict[str, NDArray[np.float64]]:
@@ -191,46 +145,6 @@ def _mean(values: NDArray[np.float64]) -> float:
 def _std(values: NDArray[np.float64]) -> float:
     known = values[~np.isnan(values)]
     return float(known.std()) if len(known) else np.nan
-
-
-_RELATIVE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
-"""How far two ways to compute one drift may be apart, relative to it: orders above what either dtype rounds."""
-
-ROUNDING = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
-"""The same relative to the features. Drift is their difference, so it inherits rounding of their size, some tens of
-machine epsilons after many layers; where models hardly differ, that is all there is to see."""
-
-
-def tolerance(dtype: str, drift_rel: float) -> float:
-    """The largest error, relative to the drift, that rounding explains; `drift_rel` is relative to the features."""
-    return _RELATIVE[dtype] + ROUNDING[dtype] / drift_rel
-
-
-def require_closed(rows: Iterable[Mapping[Any, Any]], dtype: str) -> None:
-    """Refuse a run whose drift is not that of ordinary forward passes.
-
-    `rows` are of its layer table, with `closure_error` and `drift_rel`; `dtype` is what its features were computed in.
-    """
-    for row in rows:
-        error, drift = row["closure_error"], row["drift_rel"]
-        if error > 0 and drift > 0 and error > tolerance(dtype, drift):  # false for NaN: nothing was measured
-            limit = tolerance(dtype, drift)
-            raise not_closed(row["layer"], row["path"], row["task"], row["variant"], error, limit)
-
-
-def not_closed(layer: int, path: str, task: str, variant: str, error: float, limit: float) -> NumericsError:
-    """The refusal of a drift that the library does not have."""
-    return NumericsError(
-        f"the drift of {variant} behind layer {layer} ({path}), task {task!r}, is not that of ordinary forward passes: "
-        f"closure error {error:.2g}, at most {limit:.1g} is rounding",
-        hint="The layers taken apart are not the model: its blocks may hand on more than features, or the mask leave "
-        "out tokens that others read. Pass blocks= another list or mask=, or wrap the model.",
-        layer=layer,
-        task=task,
-        variant=variant,
-        closure_error=error,
-        tolerance=limit,
-    )
 
 
 @diagnostic("cka", columns=LAYERS.only("cka"))

@@ -24,7 +24,6 @@ from driftlens.base.progress import LayerSteps
 from driftlens.base.team import ALONE, Team
 from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
-from driftlens.engine.forward_order import FeatureStore, Given, Part, Parts, Passage, forward_order
 from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.engine.problems import (
     CalibratedLayer,
@@ -38,6 +37,7 @@ from driftlens.engine.problems import (
     Weightwise,
 )
 from driftlens.engine.site_selection import site_path
+from driftlens.engine.walk import FeatureStore, Given, Part, Parts, Passage, forward_order
 from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, Parameters, Pool, Site
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from driftlens.checkpoints.sources import TensorHeader
 from driftlens.data.samples import SampleSet
-from driftlens.engine.forward_order import on_device
 from driftlens.engine.pool import ModelPool
+from driftlens.engine.walk import on_device
 from driftlens.models.chain import Pool
 from driftlens.models.heads import LmHead, ScoreMap
 

@@ -30,11 +30,11 @@ from driftlens.engine.calibrating import (
     solve_layer,
     solved_by_all,
 )
-from driftlens.engine.forward_order import WaitingBatch
 from driftlens.engine.layer_sums import LayerSums
 from driftlens.engine.problems import CalibratedLayer, InputSums, Layerwise, Problem
 from driftlens.engine.site_rows import SiteRows, rows_and_output
 from driftlens.engine.site_selection import site_path
+from driftlens.engine.walk import WaitingBatch
 from driftlens.models.chain import Layer, Parameters, SideInputs, State
 
 _MANY = 1 << 40

@@ -19,8 +19,8 @@ from torch import Tensor
 from driftlens.base.errors import NumericsError
 from driftlens.base.team import Team
 from driftlens.base.variants import expert_of
-from driftlens.engine.forward_order import OnStep, Passage, WaitingBatch, forward_order
 from driftlens.engine.site_rows import row_weights
+from driftlens.engine.walk import OnStep, Passage, WaitingBatch, forward_order
 from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInputs, Site, State
 
 NUM_PASSES = 2

@@ -30,7 +30,6 @@ from driftlens.engine.calibrating import (
     solve_layer,
     solved_by_all,
 )
-from driftlens.engine.forward_order import WaitingBatch
 from driftlens.engine.problems import CalibratedLayer, SiteReport, StepProblem, Stepwise
 from driftlens.engine.site_rows import ENTERED, added_to, require_rule, rows_and_output, stacked
 from driftlens.engine.site_selection import site_path
@@ -45,6 +44,7 @@ from driftlens.engine.step_weights import (
     row_counts,
     weighed,
 )
+from driftlens.engine.walk import WaitingBatch
 from driftlens.linalg.joint_ridge import BIAS_INPUT, JointSums
 from driftlens.models.chain import Layer, Parameters, SideInputs, State
 

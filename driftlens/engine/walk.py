@@ -1,25 +1,370 @@
-"""The walk: models side by side over the same samples, one layer at a time; also one model alone.
+"""The forward order: samples go through the layers of several models, one layer after the other.
 
-Per layer and batch, the expert's layer runs on the expert's features, and each variant's layer on its own features and
-on the other model's (the crossed output).
+There is one loop over layers, `forward_order`, and one way through a layer, `Crossing`. The loop hands every layer to a
+visitor, which looks at what waits before the layer, may change the layer, and lets what waits cross it. Visitors are
+the walk beside the expert (`walk`: its layer runs on the expert's features, each variant's on its own and on the other
+model's, the crossed output), one model alone, the sums and solves of calibrations, and what is trained.
+
+Only the features of one boundary wait at any time, those beyond a budget on disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from driftlens.base.errors import DataError, NumericsError, RunError
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.engine.forward_order import Given, Passage, forward_order, on_device
-from driftlens.engine.pool import ModelPool
-from driftlens.linalg.state import subtract
+from driftlens.engine.pool import ModelPool, moved
+from driftlens.linalg.state import expert_cosine, norm, subtract
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import Layer, Pool, SideInputs, State
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
+
+OnStep = Callable[[int, str], None]
+"""Called with layer index and task before every batch; it may raise, `Cancelled` for instance."""
+
+
+class Part(Protocol):
+    """Some of a task's samples: a `SampleSet`, for instance."""
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """Names of the samples, for messages; none where they are not known."""
+        ...
+
+    def batches(self) -> Iterable[Batch]:
+        """The samples, each time anew."""
+        ...
+
+
+@dataclass(frozen=True)
+class Given:
+    """Samples that lie ready, as a `Part`; `batch_size` is of all batches but the last, 0 where nobody knows."""
+
+    read: Callable[[], Iterable[Batch]]
+    ids: Sequence[str] = ()
+    batch_size: int = 0
+
+    def batches(self) -> Iterable[Batch]:
+        """The samples."""
+        return self.read()
+
+
+Parts = Mapping[str, Sequence[Part]]
+"""Task -> its samples in parts that don't overlap; every task has as many parts."""
+
+
+class Visitor(Protocol[T_co]):
+    """What is sent every layer, in forward order."""
+
+    def visit(self, layer: Layer) -> Iterator[T_co]:
+        """What there is to tell of a layer; behind the last of it, all that goes on waits at the next boundary."""
+        ...
+
+
+def forward_order(visitor: Visitor[T], layers: Sequence[Layer]) -> Iterator[T]:
+    """What a visitor tells of some layers, one after the other."""
+    for layer in layers:
+        yield from visitor.visit(layer)
+
+
+@dataclass
+class Passage:
+    """Some samples on their way through the layers, as features of several models.
+
+    Attributes:
+        models: names under which features wait, all beginning with the same inputs.
+        on_read: called with every batch that is read, and with what waits of it.
+        file_prefix: begins the names of files, unlike that of other passages in one store.
+        is_full: whether a task without samples is refused.
+    """
+
+    pool: ModelPool
+    parts: Parts
+    models: Sequence[str]
+    store: FeatureStore = field(default_factory=lambda: FeatureStore())
+    on_step: OnStep = lambda layer, task: None
+    on_read: Callable[[Batch, WaitingBatch], None] = lambda batch, waiting: None
+    file_prefix: str = ""
+    is_full: bool = True
+    waiting: dict[tuple[str, int], list[WaitingBatch]] = field(default_factory=dict, init=False)
+
+    @property
+    def all_waiting(self) -> Iterator[WaitingBatch]:
+        """What was read of all tasks."""
+        return (batch for batches in self.waiting.values() for batch in batches)
+
+    def crossing(
+        self,
+        layer: Layer,
+        task: str,
+        part: int = 0,
+        *,
+        waits: bool = False,
+        tell: Callable[[], None] | None = None,
+    ) -> Crossing:
+        """The batches of a part before a layer, to be taken through it; arguments as for `batches`."""
+        watch = FiniteWatch(layer, task, self.parts[task][part].ids)
+        return Crossing(layer, watch, self.batches(layer, task, part, waits=waits, tell=tell))
+
+    def batches(
+        self,
+        layer: Layer,
+        task: str,
+        part: int = 0,
+        *,
+        waits: bool = True,
+        tell: Callable[[], None] | None = None,
+    ) -> Iterator[WaitingBatch]:
+        """The batches of a part at the boundary before the layer; `tell` is called before each instead of `on_step`.
+
+        `waits` says whether they will be asked for again at this boundary; it matters for the raw inputs alone.
+        """
+        known = self.waiting.get((task, part))
+        for batch in self._read(task, part, waits=waits) if known is None else known:
+            if tell is None:
+                self.on_step(layer.index, task)
+            else:
+                tell()
+            yield batch
+
+    def _read(self, task: str, part: int, *, waits: bool) -> Iterator[WaitingBatch]:
+        """The batches of a part at boundary 0, kept for the layers behind."""
+        batches: list[WaitingBatch] = []
+        name = f"{self.file_prefix}{list(self.parts).index(task)}-{part}"
+        for number, batch in enumerate(self.parts[task][part].batches()):
+            state, side = self.pool.chain.start(on_device(batch.inputs, self.pool.device, self.pool.dtype))
+            waiting = WaitingBatch(self.store, f"{name}-{number}", side, batch.start, batch.stop)
+            for model in self.models:
+                (waiting.put if waits else waiting.lend)(model, state)
+            self.on_read(batch, waiting)
+            batches.append(waiting)
+            yield waiting
+        self.waiting[task, part] = batches
+        if self.is_full and not any(
+            self.waiting.get((task, number), [None]) for number in range(len(self.parts[task]))
+        ):
+            raise DataError(
+                f"task {task!r} has no calibration samples",
+                hint="Give every task at least one, or leave the task out.",
+                task=task,
+            )
+
+
+@dataclass
+class Crossing:
+    """The batches of one task before one layer, which models take through it one by one.
+
+    Behind the last batch, features that are NaN or infinite are refused.
+    """
+
+    layer: Layer
+    watch: FiniteWatch
+    batches: Iterator[WaitingBatch]
+
+    def __iter__(self) -> Iterator[WaitingBatch]:
+        yield from self.batches
+        self.watch.check()
+
+    def take(
+        self,
+        batch: WaitingBatch,
+        model: str,
+        through: Callable[[State, SideInputs], State],
+        *,
+        named: str = "",
+        entered: str = "",
+        keeps: bool = True,
+    ) -> State:
+        """What leaves the layer, which waits in the place of what entered it.
+
+        Args:
+            batch: the one at hand.
+            model: under whose name it waits.
+            through: the layer, of that model.
+            named: what messages call the model.
+            entered: under whose name waits what enters the layer, where it is another.
+            keeps: whether it goes on; else what entered waits still.
+        """
+        left = through(batch.get(entered or model), batch.side)
+        self.watch.see(named or model, left[self.layer.stream], batch.start)
+        if keeps:
+            batch.put(model, left)
+        return left
+
+
+class FiniteWatch:
+    """Remembers the streams of one task and layer as one number per sample, and looks at them all at once."""
+
+    def __init__(self, layer: Layer, task: str, ids: Sequence[str] = ()) -> None:
+        self._layer = layer
+        self._task = task
+        self._ids = ids
+        self._first = 0
+        self._totals: dict[str, list[Tensor]] = {}
+
+    def see(self, model: str, stream: Tensor, start: int = 0) -> None:
+        """Remember the next batch of a model's features, [n, ...]; `start` is its first sample's position."""
+        if model not in self._totals:
+            self._first = start
+        # A sum is NaN or infinite as soon as one entry is, and is cheaper than looking at each.
+        self._totals.setdefault(model, []).append(stream.flatten(1).sum(dim=1, dtype=torch.float64))
+
+    def check(self) -> None:
+        """Refuse what is NaN or infinite, by a `NumericsError` with the layer, the task and the first sample."""
+        for model, totals in self._totals.items():
+            bad = (~torch.isfinite(torch.cat(totals))).nonzero()
+            if len(bad):
+                row = self._first + int(bad[0])
+                sample = self._ids[row] if row < len(self._ids) else str(row)
+                raise NumericsError(
+                    f"features of {model} are NaN or infinite after layer {self._layer.index} "
+                    f"({self._layer.path}), task {self._task!r}, first in sample {sample!r}",
+                    hint="Look at that input and at the layer's weights; "
+                    "in a half-precision dtype, try compute.dtype: float32.",
+                    layer=self._layer.index,
+                    task=self._task,
+                    sample=sample,
+                )
+
+
+class FeatureStore:
+    """Counts the bytes of states that are in memory, and keeps the others in files of one folder.
+
+    As a context it takes its files away again at the end, and the folder if it made it; without a folder, all stay.
+    """
+
+    def __init__(self, budget: int = 0, folder: Path | None = None) -> None:
+        self._budget = budget
+        self._folder = folder
+        self._held = 0
+        self._files: set[Path] = set()
+        self._made_folder = False
+
+    def __enter__(self) -> FeatureStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            file.unlink(missing_ok=True)
+        if self._made_folder and self._folder is not None:
+            with contextlib.suppress(OSError):  # somebody else's files may lie there too
+                self._folder.rmdir()
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether that much more may stay in memory."""
+        return self._folder is None or self._held + nbytes <= self._budget
+
+    def hold(self, nbytes: int) -> None:
+        """Count bytes that stay in memory; negative ones are let go."""
+        self._held += nbytes
+
+    def write(self, name: str, state: State) -> Path:
+        """Write a state to its file, in the place of what was there; the file."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        assert self._folder is not None
+        file = self._folder / f"{name}.safetensors"
+        try:
+            if not self._folder.exists():
+                # Not its parents: a run that was removed meanwhile must not come back.
+                self._folder.mkdir(exist_ok=True)
+                self._made_folder = True
+            # A new file, not new content: tensors that were read from the old one may still look into it.
+            file.unlink(missing_ok=True)
+            self._files.add(file)
+            save_file({key: value.contiguous().cpu() for key, value in state.items()}, file)
+        except (OSError, SafetensorError) as error:
+            raise RunError(
+                f"waiting features can't be written to {self._folder}: {error}",
+                hint="Make room there, or raise compute.feature_budget.",
+            ) from error
+        return file
+
+
+@dataclass(frozen=True)
+class _OnDisk:
+    file: Path
+    devices: dict[str, torch.device]
+
+
+class WaitingBatch:
+    """One batch of one task at one boundary: a state per model, wherever it lies.
+
+    `side` is what every layer needs beside the state, the same for every model; files are called by `name`.
+    """
+
+    def __init__(self, store: FeatureStore, name: str, side: SideInputs, start: int, stop: int) -> None:
+        self.side = side
+        self.start = start
+        self.stop = stop
+        self._store = store
+        self._name = name
+        self._states: dict[str, State | _OnDisk] = {}
+        self._held: dict[str, int] = {}
+
+    def lend(self, model: str, state: State) -> None:
+        """Give the model a state that is used at once and never waits, so that no budget counts it."""
+        self._states[model] = state
+
+    def put(self, model: str, state: State) -> None:
+        """Let `state` take the place of the model's state at the boundary before."""
+        before, nbytes = self._states.get(model), sum(leaf.nbytes for leaf in state.values())
+        self._store.hold(-self._held.pop(model, 0))
+        if self._store.fits(nbytes):
+            self._store.hold(nbytes)
+            self._held[model] = nbytes
+            self._states[model] = state
+            if isinstance(before, _OnDisk):
+                before.file.unlink(missing_ok=True)
+        else:
+            file = self._store.write(f"{self._name}-{model}", state)
+            self._states[model] = _OnDisk(file, {key: value.device for key, value in state.items()})
+
+    def drop(self, model: str) -> None:
+        """Let go of a state that nobody asks for again."""
+        self.put(model, {})
+
+    def get(self, model: str) -> State:
+        """The model's state at this boundary."""
+        held = self._states[model]
+        if isinstance(held, dict):
+            return held
+        from safetensors.torch import load_file
+
+        return {key: value.to(held.devices[key]) for key, value in load_file(held.file).items()}
+
+
+def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
+    """Raw inputs moved to `device`; floating tensors are cast, lists become tuples, mappings of any kind dicts."""
+    if isinstance(inputs, Tensor):
+        return moved(inputs, device, dtype if inputs.is_floating_point() else None)
+    if isinstance(inputs, Mapping):
+        return {name: on_device(value, device, dtype) for name, value in inputs.items()}
+    if isinstance(inputs, list | tuple):
+        return tuple(on_device(value, device, dtype) for value in inputs)
+    return inputs
+
+
+def input_bytes(inputs: object) -> int:
+    """Bytes of raw inputs, as `on_device` takes them."""
+    if isinstance(inputs, Tensor):
+        return inputs.nbytes
+    if isinstance(inputs, Mapping):
+        return sum(input_bytes(value) for value in inputs.values())
+    return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
+
 
 Reference = Literal["expert", "merged"]
 """Whose features the local mismatch is taken on. The paper's is `expert`; with `merged` the two maps swap roles."""
@@ -74,6 +419,46 @@ def decompose(view: LayerView) -> Split:
     return Split(
         drift, subtract(view.merged_out, view.crossed_out), subtract(view.crossed_out, view.expert_out)
     )
+
+
+def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
+    """What one layer does to the drift of each sample.
+
+    e = m + p (Eq. 3) and, for a residual layer, r = p - e_in (Eq. 28). The growth condition (Eq. 34-36) is read with
+    its best constants, gamma = |p| / |e_in| - 1 and eta = |m| / |e_in|. Source: FeatCal (arXiv:2605.13030).
+
+    Args:
+        view: one layer on one batch.
+        pool: how a vector per sample is taken from the stream.
+
+    Returns:
+        Columns [n]. Of pooled vectors: `drift_l2` |e|, `expert_l2` |h_expert|, `cos`, `mismatch_l2` |m|,
+        `propagation_l2` |p|, `mixed` 2 <m, p>, and for residual layers `residual_l2` |r|. Of the full state:
+        `state_in` |e_in|, `state_mismatch` |m|, `state_propagation` |p|, `state_drift` |e|.
+    """
+    split = decompose(view)
+
+    def pool_of(state: State) -> Tensor:
+        return view.layer.vectors(state, view.side, pool)
+
+    mismatch, propagation = pool_of(split.local_mismatch), pool_of(split.propagation)
+    expert, merged = pool_of(view.expert_out), pool_of(view.merged_out)
+    columns = {
+        "drift_l2": torch.linalg.vector_norm(pool_of(split.drift), dim=1),
+        "expert_l2": torch.linalg.vector_norm(expert, dim=1),
+        "cos": expert_cosine(merged, expert),
+        "mismatch_l2": torch.linalg.vector_norm(mismatch, dim=1),
+        "propagation_l2": torch.linalg.vector_norm(propagation, dim=1),
+        "mixed": 2 * (mismatch * propagation).sum(dim=1),
+        "state_mismatch": norm(split.local_mismatch),
+        "state_propagation": norm(split.propagation),
+        "state_drift": norm(split.drift),
+    }
+    drift_in = subtract(view.merged_in, view.expert_in)
+    columns["state_in"] = norm(drift_in) if drift_in else torch.zeros_like(columns["drift_l2"])
+    if view.layer.is_residual:
+        columns["residual_l2"] = torch.linalg.vector_norm(propagation - pool_of(drift_in), dim=1)
+    return columns
 
 
 def walk(

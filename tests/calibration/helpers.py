@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import Ground
-from driftlens.engine.forward_order import Given
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.site_selection import select_sites
+from driftlens.engine.walk import Given
 from tests.zoo.cases import family
 from tests.zoo.solvable import WORLDS, World
 

@@ -15,9 +15,9 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.sources import TensorsSource
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import Step
-from driftlens.engine.forward_order import Given
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
+from driftlens.engine.walk import Given
 from driftlens.linalg.gram import GramSum
 from tests.calibration.helpers import (
     Subject,

@@ -15,9 +15,9 @@ from driftlens.base.errors import DataError, NumericsError
 from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.sources import TensorsSource
 from driftlens.data.samples import Batch
-from driftlens.engine.forward_order import Given
 from driftlens.engine.site_rows import added_to
 from driftlens.engine.step_weights import ExpertGradients, groups_of
+from driftlens.engine.walk import Given
 from driftlens.linalg.joint_ridge import WIDEST, JointMoments, Ridges, choose_ridges, solve_joint, total
 from tests.calibration.helpers import TASKS, calibrated, layers_of, part, subject, updates_of
 from tests.reference import residual as reference

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import BatchEncoding, BatchFeature, ViTConfig, ViTModel
 
-from driftlens.engine.forward_order import input_bytes, on_device
-from driftlens.engine.walk import capture
+from driftlens.engine.walk import capture, input_bytes, on_device
 
 CPU = torch.device("cpu")
 HOLDERS = [dict, UserDict, MappingProxyType, BatchEncoding, BatchFeature]

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from driftlens.data.samples import Batch
-from driftlens.diagnostics.drift import drift_columns
-from driftlens.engine.walk import LayerView, Reference, decompose, forward, walk
+from driftlens.engine.walk import LayerView, Reference, decompose, drift_columns, forward, walk
 from driftlens.linalg.state import norm, subtract
 from driftlens.models.chain import State
 from tests.reference.drift import STEPS, drift_rows

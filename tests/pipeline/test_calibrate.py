@@ -24,8 +24,8 @@ import driftlens as dl
 from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, RunError, SpecError
 from driftlens.base.progress import CancelToken, ProgressEvent
-from driftlens.engine.forward_order import FeatureStore
 from driftlens.engine.problems import CalibratedLayer
+from driftlens.engine.walk import FeatureStore
 from driftlens.findings.listing import find_runs
 from driftlens.jobs.calibrate import job
 from driftlens.jobs.calibrate import job as calibration_scratch

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 import driftlens as dl
 from driftlens.base.errors import IncompatibleModelsError, NumericsError, SpecError
-from driftlens.diagnostics.drift import require_closed
-from driftlens.jobs.analyze.diagnosis import LibraryDrift, check_closure
+from driftlens.jobs.analyze.diagnosis import LibraryDrift, check_closure, require_closed
 from driftlens.jobs.analyze.live import live_study
 from driftlens.jobs.analyze.modules import Modules
 from driftlens.jobs.study import reopening

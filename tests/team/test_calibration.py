@@ -18,10 +18,10 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import Ground, Step
-from driftlens.engine.forward_order import Given
 from driftlens.engine.problems import CalibratedLayer, WeightedFold
 from driftlens.engine.site_selection import select_sites
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
+from driftlens.engine.walk import Given
 from driftlens.jobs.preflight.processes import solved_groups
 from driftlens.linalg.gram import GramPool
 from tests.team.threads import teamed

@@ -21,9 +21,8 @@ from driftlens.base.metrics import ACCURACY, metric_called
 from driftlens.base.progress import Reporter, TaskMeter
 from driftlens.base.variants import expert_of, title
 from driftlens.data.samples import SampleSet, few_of, part_of
-from driftlens.engine.forward_order import input_bytes
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.walk import forward, waiting_bytes
+from driftlens.engine.walk import forward, input_bytes, waiting_bytes
 from driftlens.findings.reading import estimate
 from driftlens.findings.scores import interval_of, results
 from driftlens.jobs.study.study import Study

@@ -22,11 +22,11 @@ from driftlens.base.files import PathLike, from_json, write_json_atomic
 from driftlens.base.progress import Reporter
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sources import OnDemand
-from driftlens.diagnostics.drift import require_closed
 from driftlens.engine.attached import attachment_tensors
 from driftlens.engine.calibrating import Ground, Step
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.engine.site_selection import coverage
+from driftlens.jobs.analyze.diagnosis import require_closed
 from driftlens.jobs.analyze.evaluation import first_look
 from driftlens.jobs.analyze.job import Phases
 from driftlens.jobs.calibrate.plan import (

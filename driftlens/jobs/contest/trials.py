@@ -25,8 +25,8 @@ from driftlens.calibration.calibrator import Calibrator
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.attached import Attachment
 from driftlens.engine.calibrating import Ground, Step
-from driftlens.engine.forward_order import Parts
 from driftlens.engine.snapshot import calibrate_side_by_side
+from driftlens.engine.walk import Parts
 from driftlens.jobs.analyze.evaluation import final_features
 from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.contest.contest import Outcome

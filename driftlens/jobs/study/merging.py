@@ -22,11 +22,11 @@ from driftlens.base.threads import computing_with, exact_products
 from driftlens.base.variants import expert_of, task_of
 from driftlens.checkpoints.sources import StateSource, TensorHeader, TensorsSource, check_finite, require_key
 from driftlens.data.samples import SampleSet
-from driftlens.engine.forward_order import Passage, forward_order
 from driftlens.engine.layer_sums import normalised
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.site_rows import row_weights, rows_and_output
 from driftlens.engine.site_selection import parameter_groups
+from driftlens.engine.walk import Passage, forward_order
 from driftlens.jobs.study.card import merge_card
 from driftlens.jobs.study.opening import (
     OpenModels,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from driftlens.base.intervals import Interval, mean_over_tasks
-from driftlens.base.variants import calibrated, part_of, title
+from driftlens.base.variants import calibrated, calibration_of, part_of, title
 from driftlens.base.words import counted
 from driftlens.findings.checks import self_checks
 from driftlens.findings.features import RELATIVE
@@ -130,9 +130,9 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     judgement = Verdict(about, tasks, merged, after, means, shown, worst, bad, source, command, ())
     on_worst = {variant: level(run, about, worst, variant).interval for variant in means} if worst else {}
     which = " (newest calibration)" if len(made) > 1 and after == made[-1] else ""
-    return replace(
-        judgement, sentences=_sentences(judgement, on_worst, which, self_checks(run).count("fail"))
-    )
+    kept = run.calibration_info(calibration_of(after) or "").kept if after else ""
+    failed = self_checks(run).count("fail")
+    return replace(judgement, sentences=_sentences(judgement, on_worst, which, kept, failed))
 
 
 def _judged_by(
@@ -150,20 +150,28 @@ def _judged_by(
     return (*most, tuple(compared)) if most else None
 
 
+UNCHANGED = {
+    "base": "The calibrated model is the base, unchanged: don't use the merge.",
+    "merged": "The calibrated model is the merged one, unchanged: no repair was clearly better.",
+}
+"""What is said of a calibration whose choice left a model as it is."""
+
+
 def _sentences(
-    judgement: Verdict, on_worst: Mapping[str, Interval], which: str, failed: int
+    judgement: Verdict, on_worst: Mapping[str, Interval], which: str, kept: str, failed: int
 ) -> tuple[str, ...]:
-    """The verdict in words: `own` is what models have on the worst task, `which` calibration it is, `failed` checks."""
+    """The verdict in words, of levels on the worst task, `which` calibration it is, and how many checks `failed`."""
     bad = [f"Experts worse than base: {_listed(judgement.bad_experts)}."] if judgement.bad_experts else []
     is_told = len(judgement.tasks) > 1 and judgement.worst and not bad
     worst = [f"Worst: {judgement.worst} ({_values(on_worst, judgement.measure.kind)})."] if is_told else []
     end = [f"Self-checks failed: {failed}."] if failed else []
     end += [f"Next: `{judgement.command}`."] if judgement.command else []
+    unchanged = [UNCHANGED[kept]] if kept in UNCHANGED else []
     said: tuple[str, ...] = ()
     # Tasks are counted as far as that leaves room: for the source, or else for experts that are bad themselves.
     for counting, whole, rank in _ROOM:
         parts = (
-            (0, [_of_means(judgement), *_of_gaps(judgement, which, counting)]),
+            (0, [_of_means(judgement), *unchanged, *_of_gaps(judgement, which, counting)]),
             (1, bad),
             (3, worst),
             (2, _of_source(judgement.source, judgement.merged, whole=whole)),

@@ -94,6 +94,11 @@ class CalibrationInfo:
     selection: Mapping[str, Any] = field(default_factory=dict)
     attached: int = 0
 
+    @property
+    def kept(self) -> str:
+        """Which model a choice left as it is, `merged` or `base`: then nothing was calibrated; empty elsewhere."""
+        return str(self.selection.get("kept") or "")
+
 
 @dataclass(frozen=True)
 class Manifest:

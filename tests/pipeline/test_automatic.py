@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NoReturn
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from safetensors.torch import load_file
 
 import driftlens as dl
@@ -23,6 +24,7 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.data.samples import SampleSet
 from driftlens.engine.site_selection import select_sites
 from driftlens.findings.before_after import selection_sentences
+from driftlens.findings.verdict import verdict
 from driftlens.jobs.analyze.evaluation import final_drift
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest import trials
@@ -259,6 +261,9 @@ def test_a_model_that_is_its_expert_is_kept_as_it_is(world: World, tmp_path: pat
     assert "the merged model was kept as it is" in said
     card = (tmp_path / f"run/calibrations/{NAME}/README.md").read_text()
     assert "Calibration | none" in card and escaped(said) in card
+    assert "as it was merged: no calibration was clearly better" in card
+    assert "in closed form" not in card and "feature-calibration" not in card and "| lam |" not in card
+    assert any("is the merged one, unchanged" in text for text in verdict(run, NAME).sentences)
     found_drift = [
         run.value("drift_l2_mean", task=TASKS[0], variant=v) for v in ("merged", f"calibrated:{NAME}")
     ]
@@ -486,6 +491,10 @@ def test_the_base_is_exported_and_the_merge_advised_against_where_nothing_beats_
     assert "the base was chosen" in first and advice.startswith("Advice: don't use the merge")
     rows = run.layers(layer="final").set_index(["variant", "task"])["drift_l2_mean"]
     assert rows[f"calibrated:{NAME}"].to_dict() == rows["base"].to_dict()
+    card = (folder / f"calibrations/{NAME}/README.md").read_text()
+    assert "This is the base, unchanged" in card and "in closed form" not in card and "| lam |" not in card
+    assert set(yaml.safe_load(card.split("---")[1])["tags"]) == {"driftlens"}
+    assert any("is the base, unchanged: don't use the merge" in text for text in verdict(run, NAME).sentences)
 
 
 def test_candidates_keep_every_other_setting(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:

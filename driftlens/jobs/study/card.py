@@ -81,7 +81,8 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
         {model: made.source for model, made in parents.items()},
         notices,
         run.name,
-        tags=("feature-calibration", info.method),
+        tags=() if info.kept else ("feature-calibration", info.method),
+        is_merge=info.kept != "base",
         results=_measured(run, name),
         heading=f"{run.name}: {title(own)}",
         about=_about(run, info),
@@ -187,6 +188,7 @@ def _written(
     notices: Sequence[str],
     name: str,
     tags: Sequence[str] = (),
+    is_merge: bool = True,
     results: Sequence[EvalResult] = (),
     **shown: Any,
 ) -> str:
@@ -194,11 +196,11 @@ def _written(
     loader, (license_said, left_out) = str(architecture.get("loader")), _licenses(origins)
     hub = list(dict.fromkeys(filter(None, map(_hub_id, origins.values()))))
     front = ModelCardData(
-        tags=["merge", "model-merging", *tags, "driftlens"],
+        tags=[*(["merge", "model-merging"] if is_merge else []), *tags, "driftlens"],
         library_name=_LIBRARIES.get(loader.partition("-")[0]),
         pipeline_tag=_PIPELINES.get(loader),
         base_model=hub or None,
-        base_model_relation="merge" if hub else None,
+        base_model_relation="merge" if hub and is_merge else None,
         model_name=name if results else None,  # without results it would be a field of its own
         eval_results=list(results) or None,
         **license_said,
@@ -212,7 +214,12 @@ def _written(
 
 
 def _about(run: DriftRun, info: CalibrationInfo) -> str:
-    text = f"One model merged from {counted(len(run.tasks), 'expert')} ({', '.join(run.tasks)}) and"
+    text = f"One model merged from {counted(len(run.tasks), 'expert')} ({', '.join(run.tasks)})"
+    if info.kept == "base":
+        return "This is the base, unchanged: no merge and no repair of one was clearly nearer to the experts."
+    if info.kept:
+        return f"{text}, as it was merged: no calibration was clearly better. Same architecture, no added modules."
+    text += " and"
     if info.attached:
         return (
             f"{text}, for every task, maps of its features that were fitted to that expert's: {info.attached:,} "
@@ -284,6 +291,12 @@ def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
     given = ", ".join(f"{key} {text}" for key, text in _texts(merge) if key != "method")
     merged = f"{merge['method']}{f' ({given})' if given else ''}" if merge else "a given checkpoint"
     yield "Merge", merged
+    if info.kept:
+        yield (
+            "Calibration",
+            f"none: of those that were tried none was clearly better than the {info.kept} model",
+        )
+        return
     yield "Calibration", f"{info.method} on layers {_ranges(info.layers)}" if info.layers else "none"
     if info.seed is not None:  # else an older run does not say which sites were meant
         yield from _sites(run, name)

@@ -49,12 +49,9 @@ class TaskDiagnosis:
 
 @dataclass
 class Walked:
-    """What the walk saw of some batches of a task; the first ones are held against the library and against float64.
+    """What the walk saw of some batches of a task: numbers of every sample and features by (variant, layer).
 
-    Attributes:
-        columns: numbers of every sample, by (variant, layer) and name.
-        closure: |e - e_library| / |e| by (variant, layer), with the first batch alone.
-        precision_error: what the function of that name found, with the first batch of the first task.
+    Of the first batch alone `closure`, |e - e_library| / |e|; of the first task's `precision_error`, against float64.
     """
 
     columns: dict[tuple[str, int], dict[str, Array]]

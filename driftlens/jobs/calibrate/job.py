@@ -368,10 +368,7 @@ def _anchor(plan: CalibrationPlan, manifest: Manifest) -> list[str]:
 
 
 class CalibrationScratch(Begun):
-    """The folder of one unfinished calibration inside a run; it belongs to nothing that a reader sees.
-
-    Of what it begins with, `selection` is how settings were chosen (nothing until then), `command` with which options.
-    """
+    """The folder of one unfinished calibration inside a run; it belongs to nothing that a reader sees."""
 
     what = "calibration"
     afresh = "start afresh without --resume"

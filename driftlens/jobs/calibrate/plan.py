@@ -50,13 +50,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """A calibration with everything resolved.
+    """A calibration with everything resolved; `sites` are names by layer, `selection` how settings were chosen.
 
     Attributes:
-        method: name of the calibrator.
-        sites: layer index -> names of the sites that are solved for.
         control: variant of the anchor alone; empty where the anchor is the merged model, or there is none.
-        selection: how the hyperparameters were chosen, as plain values.
         patterns: that the sites' paths match; none means linear and norm modules inside blocks.
         boundaries: layers that a trained calibrator changes or attaches something to; it solves for no site.
     """

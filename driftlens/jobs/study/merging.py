@@ -169,10 +169,7 @@ def merged_source(
     beside: PathLike | None = None,
     reporter: Reporter | None = None,
 ) -> StateSource:
-    """The experts of a spec, merged by what the method reads at a time; the result waits on disk to be read.
-
-    It waits in files without a name, on the disk of `beside` or where temporary files are.
-    """
+    """The experts of a spec, merged by what the method reads at a time; it waits on the disk of `beside` to be read."""
     reporter = reporter or Reporter()
     inputs = _inputs(models, merge, study, reporter)
     name = f"{merge.method.title} of {', '.join(inputs.experts)}"

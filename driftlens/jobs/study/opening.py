@@ -59,13 +59,10 @@ from driftlens.spec.sections import FileHead, Head, LinearHead
 
 @dataclass(frozen=True)
 class OpenModels:
-    """The checkpoints of a spec, headers read.
+    """The checkpoints of a spec, headers read, by their names in the pool.
 
-    Attributes:
-        stored: weights by their name in the pool, under their own key names, text towers and classifiers included.
-        sources: the same under the skeleton's key names.
-        form: what a saved model looks like where that is neither the base nor an expert.
-        notices: what was done so that they fit together.
+    `stored` are under their own key names, text towers and classifiers included, `sources` under the skeleton's. `form`
+    is what a saved model looks like where that is neither the base nor an expert.
     """
 
     architecture: Architecture

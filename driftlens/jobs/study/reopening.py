@@ -235,12 +235,11 @@ class Follower(RunWriter):
 
 @dataclass(frozen=True)
 class Phase:
-    """One part of a job.
+    """One part of a job; `again` does it although it was done before.
 
     Attributes:
         study: whose models it runs, with as many threads as suit these just then; None where it runs none.
         leads: the team whose first process does it alone, because it writes; None where all do their share.
-        again: whether it is done although it was done before.
     """
 
     name: str

@@ -34,10 +34,8 @@ class TaskSamples:
     """One task's samples and score map.
 
     Attributes:
-        diagnosis: the samples every diagnostic looks at.
-        test: the samples accuracy is measured on; None when the data has no labels or no classes are known.
-        head: final features -> class scores, of the expert and of all variants without one of their own.
-        own_heads: by variant, where its score map is another; those of language-model heads follow from their weights.
+        test: what accuracy is measured on; None when the data has no labels or no classes are known.
+        head: final features -> class scores, of the expert and of all variants that have none in `own_heads`.
         calibration: the samples a calibrator may look at; None where there are none but the others.
         picture: image of a diagnosis sample, by its id; None where the samples are no images.
         metrics: what the test samples are scored by; empty leaves it to what they are.
@@ -59,9 +57,8 @@ class Settings:
     """What an analysis computes beyond the drift itself.
 
     Attributes:
-        stored_layers: indices of the layers whose rows and features are kept (stem and head always are).
+        stored_layers: whose rows and features are kept (stem and head always are).
         options: of the optional diagnostics that are switched on, as `metrics` in the spec names them.
-        jacobian: how path-averaged Jacobians and contributions are computed; None leaves them out.
         feature_budget: bytes of features that may wait at a boundary; more samples go in chunks.
         deterministic: whether kernels that give the same bits every time are preferred.
         measured: the diagnostics of the walk that are always measured or switched on.
@@ -81,15 +78,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Study:
-    """Models and samples of one analysis.
+    """Models and samples of one analysis; `variants` are compared with the expert, in the order of the tables.
 
-    Attributes:
-        variants: those compared with the expert, in the order of the tables: base (if any), merged, others.
-        provenance: of every model: where it came from.
-        preprocessing: which code made inputs of images or texts.
-        architecture: what the manifest says of it beyond the chain's own settings.
-        head_marks: by task a few numbers by which a head that was handed in is known again.
-        team: the processes among which its work is divided.
+    `provenance` says where every model came from, `preprocessing` which code made inputs, `architecture` what the
+    manifest says beyond the chain's own settings; `head_marks` are numbers by which a head is known again.
     """
 
     name: str

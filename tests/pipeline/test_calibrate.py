@@ -37,7 +37,6 @@ from driftlens.runs.verify import verify
 from driftlens.spec.requests import CalibrationRequest
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.pipeline.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request, same_rows
-from tests.pipeline.fixtures import light, world
 from tests.zoo.towers import under_transformers_names
 from tests.zoo.world import DEPTH, SCALING, TASKS, Form, World, labels, merged_weights, pixels
 
@@ -377,8 +376,6 @@ def test_a_full_disk_leaves_the_run_done_and_says_which_command_goes_on(
     same_rows(calibrate(folder, request(resume=True)), light)
     assert verify(folder).ok and not verify(folder).unlisted and find_runs(folder)[0].left == ()
 
-
-__all__ = ["light", "world"]
 
 KILLED = """
 import os, signal, sys

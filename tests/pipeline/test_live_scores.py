@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.base.errors import DataError, SpecError
+from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.findings.reading import percent
+from driftlens.jobs.analyze.job import analyze
 from driftlens.models.chain import pooled
-from tests.families import STACK
+from driftlens.spec.requests import AnalysisRequest
+from tests.families import OPEN_CLIP, STACK, TRANSFORMERS_CLIP
 from tests.zoo.cases import perturbed, with_seed
+from tests.zoo.suite import CLASSES, PAIRS, Suite
+from tests.zoo.tokenizers import word_tokenizer
+from tests.zoo.world import MODEL, TRANSFORMERS
 
-CLASSES, WIDTH, N, LENGTH = ("cat", "dog", "fox"), 6, 9, 4
+NAMES, WIDTH, N, LENGTH = ("cat", "dog", "fox"), 6, 9, 4
 
 
 class Residual(nn.Module):
@@ -55,7 +63,7 @@ def given(pool: Any) -> dict[str, Any]:
         "merged": perturbed(base, 1, 0.3),
         "experts": {"task": perturbed(base, 2, 0.3)},
         "data": {"task": [({"x": x, "attention_mask": mask.long()}, torch.arange(N) % 3)]},
-        "heads": {"task": dl.Head(CLASSES, rows, 10.0)},
+        "heads": {"task": dl.Head(NAMES, rows, 10.0)},
         "pool": pool,
     }
 
@@ -82,7 +90,7 @@ def test_scores_are_taken_behind_the_pooling(pool: Any, tmp_path: pathlib.Path) 
         hits = (found.argmax(dim=1) == labels).double().mean().item()
         assert run.accuracy(variant=name)["value"].tolist() == pytest.approx([hits]), name
     told = run.outputs(variant="merged")
-    assert told["pred"].tolist() == [CLASSES[at] for at in scores["merged"].argmax(dim=1)]
+    assert told["pred"].tolist() == [NAMES[at] for at in scores["merged"].argmax(dim=1)]
     loss = [nn.functional.cross_entropy(found, labels, reduction="none") for found in scores.values()]
     drift = (outs["merged"] - outs["expert"]).masked_fill(~mask[..., None], 0)
     wanted = {"loss": loss[1] - loss[0], "final_drift": torch.ones(N)}
@@ -156,3 +164,195 @@ def test_the_page_runs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) 
     assert {"at-rho-1", "featcal"} == set(names["run"].manifest.calibrations)  # type: ignore[attr-defined]
     assert (tmp_path / "calibrated/model.safetensors").is_file()
     assert (tmp_path / "report/report.html").is_file()
+
+
+WORDS = {"no it": "yes", "no is": "red", "yes": "green"}
+RULES: dict[str, dict[str, Any]] = {
+    "free": {"metric": ["exact_match", "perplexity"], "prompt": "question : {input}"},
+    "pick": {"classes": ["no it", "no is", "yes"]},
+    "word": {"words": WORDS},
+}
+ROWS = {"free": PAIRS, "pick": [*CLASSES.items()], "word": [*CLASSES.items()]}
+
+
+def suite_of(form: str, folder: pathlib.Path) -> tuple[Suite, dict[str, Any]]:
+    """Models in files, and the same in memory; the expert is a base of other weights."""
+    suite = Suite(form, folder, learns=False)
+    base, expert = (type(suite.model).from_pretrained(folder / name).eval() for name in ("base", "expert"))
+    for parameter in expert.parameters():
+        parameter.data.mul_(1.1)
+    suite.model = expert
+    suite.save("expert")
+    return suite, {"base": base, "merged": base, "experts": dict.fromkeys(ROWS, expert)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
+def test_scores_are_those_of_the_same_models_in_files(form: str, tmp_path: pathlib.Path) -> None:
+    suite, modules = suite_of(form, tmp_path)
+    data = {task: suite.data(task, ROWS[task], **RULES[task]) for task in ROWS}
+    spec = suite.spec(data)
+    spec["data"]["defaults"]["n_diagnosis"] = 4
+    spec["data"]["free"]["n_diagnosis"] = len(PAIRS)
+    files = analyze(spec, AnalysisRequest(out=tmp_path / "files", attribution=False))
+    shown = {"calibration": {task: rows[:2] for task, rows in ROWS.items()}, "texts": RULES}
+    live = dl.analyze(
+        **modules, data=ROWS, tokenizer=suite.tokenizer, **shown, out=tmp_path / "live", progress="none"
+    )
+    for table, key in (("accuracy", "metric"), ("outputs", "sample_id")):
+        one, other = (
+            getattr(run, table)().sort_values(["task", "variant", key]).reset_index(drop=True)
+            for run in (files, live)
+        )  # lines of a file are counted from 1, rows from 0
+        pd.testing.assert_frame_equal(
+            one.drop(columns="sample_id", errors="ignore"),
+            other.drop(columns="sample_id", errors="ignore"),
+            rtol=1e-5,
+            atol=1e-4,  # scores as large as 30 in float32, and differences of such
+        )
+    assert live.manifest.architecture["tokenizer"] == files.manifest.architecture["tokenizer"]
+    assert live.manifest.classes == files.manifest.classes
+    again = live.calibrate(dl.FeatCal(lam=0.01, rho=1.0, update=("linear",)), name="fc")
+    assert set(again.accuracy(variant="calibrated:fc")["metric"]) == set(files.accuracy()["metric"])
+    bare = dl.open_run(live.path)
+    with pytest.raises(SpecError, match="tokenizer"):
+        bare.calibrate(dl.FeatCal(), name="no", modules={**modules, "data": ROWS})
+    fitted = dl.FeatCal(lam=0.01, rho=1.0, update=("linear",)).fit(
+        modules["merged"], modules["base"], modules["experts"], ROWS, tokenizer=suite.tokenizer, texts=RULES
+    )
+    assert len(fitted.history_)
+
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 40,
+}
+
+
+@pytest.mark.slow
+def test_encoders_read_texts_as_they_read_tokens(tmp_path: pathlib.Path) -> None:
+    tokenizer, head = word_tokenizer("encoder"), torch.nn.Linear(16, 2)
+    models = [with_seed(lambda: transformers.BertModel(transformers.BertConfig(**SIZES)))() for _ in "ab"]
+    models = [perturbed(model, seed, 0.1).eval() for seed, model in enumerate(models)]
+    texts, labels = ["is it red", "it is blue", "no question"], [0, 1, 1]
+    batch = dict(tokenizer(texts, padding=True, return_tensors="pt"))
+    common = {"merged": models[0], "experts": {"a": models[1]}, "heads": {"a": head}, "progress": "none"}
+    plain = dl.analyze(**common, data={"a": [(batch, torch.tensor(labels))]}, out=tmp_path / "plain")
+    pairs = [*zip(texts, labels, strict=True)]
+    read = dl.analyze(**common, data={"a": pairs}, tokenizer=tokenizer, out=tmp_path / "read")
+    for table in ("accuracy", "layers"):
+        pd.testing.assert_frame_equal(getattr(plain, table)(), getattr(read, table)(), rtol=1e-4, atol=1e-6)
+    assert tokenizer.padding_side == "right" and len(read.accuracy()) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "told"),
+    [
+        ({"tokenizer": None, "texts": {"a": {}}}, SpecError, "texts= is given without tokenizer="),
+        ({"texts": {"b": {}}}, SpecError, r"experts are given for \['a'\], texts for \['a', 'b'\]"),
+        ({"texts": {"a": {"prompts": "{input}"}}}, SpecError, r"texts\['a'\]: .*prompts"),
+        ({"data": {"a": [torch.zeros(2, 3)]}}, DataError, r"data\['a'\]"),
+        ({"merged": torch.nn.Linear(2, 2)}, IncompatibleModelsError, "the Linear is of type None"),
+        ({"kind": "gpt2"}, IncompatibleModelsError, "GPT2LMHeadModel is of type gpt2"),
+    ],
+)
+def test_what_can_not_be_read_as_texts_is_refused_before_a_run_is_begun(
+    given: dict[str, Any], error: type[Exception], told: str, tmp_path: pathlib.Path
+) -> None:
+    given = dict(given)
+    config = transformers.AutoConfig.for_model(given.pop("kind", "llama"), **SIZES)
+    module = given.get("merged") or transformers.AutoModelForCausalLM.from_config(config)
+    everything = {"merged": module, "experts": {"a": module}, "data": {"a": [("is it red", "yes")]}}
+    everything |= {"tokenizer": word_tokenizer("decoder"), **given}
+    with pytest.raises(error, match=told):
+        dl.analyze(**everything, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def whole_hf() -> nn.Module:
+    from transformers import CLIPConfig, CLIPModel
+
+    text = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "vocab_size": 32,
+    }
+    vision = {key: value for key, value in TRANSFORMERS.items() if key != "projection_dim"}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+
+
+def whole_open_clip() -> nn.Module:
+    import open_clip
+
+    return open_clip.CLIP(**MODEL)
+
+
+def features(model: nn.Module, x: Tensor) -> Tensor:
+    if hasattr(model, "encode_image"):
+        return model.encode_image(x)
+    return model.visual_projection(model.vision_model(x).pooler_output)
+
+
+def clips(build: Callable[[], nn.Module], batch: Any) -> dict[str, Any]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        base = build()
+    return {
+        "base": base,
+        "merged": perturbed(base, 1, 0.05).train(),
+        "experts": {"cars": perturbed(base, 2, 0.05)},
+        "data": {"cars": [batch]},
+    }
+
+
+@pytest.mark.shows("live", "drift", "sites")
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(whole_hf, id="hf", marks=TRANSFORMERS_CLIP),
+        pytest.param(whole_open_clip, id="open_clip", marks=OPEN_CLIP),
+    ],
+)
+def test_a_whole_clip_is_measured_and_calibrated_by_its_image_tower(
+    build: Callable[[], nn.Module], tmp_path: pathlib.Path
+) -> None:
+    x = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    tokens = torch.ones(6, 4, dtype=torch.long)
+    plain = dl.analyze(**clips(build, x), out=tmp_path / "plain", progress="none")
+    processed = {"input_ids": tokens, "attention_mask": tokens, "pixel_values": x}
+    modules = clips(build, processed)
+    run = dl.analyze(**modules, out=tmp_path / "run", progress="none")
+    pd.testing.assert_frame_equal(run.layers(), plain.layers())
+    with torch.no_grad():
+        wanted = [
+            features(model.eval(), x) for model in (clips(build, x)["merged"], modules["experts"]["cars"])
+        ]
+    found = run.value("drift_l2_mean", task="cars")
+    assert found == pytest.approx((wanted[0] - wanted[1]).norm(dim=1).mean().item(), rel=1e-4)
+    assert modules["merged"].training and list(plain.manifest.notices) == []
+    assert list(run.manifest.notices) == [
+        "task cars: of its batches input_ids, attention_mask are not read: the image tower reads pixel_values"
+    ]
+    state = run.calibrate(dl.FeatCal(), name="featcal").calibrated_state("featcal")
+    fitted = dl.FeatCal().fit(*(modules[name] for name in ("merged", "base", "experts", "data")))
+    for key, value in fitted.model_.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=1e-5, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"image": torch.zeros(2, 3, 16, 16)}, "a dict of image; an image tower wants"),
+        (torch.zeros(2, 3, 8, 8), r"pixels is \[2, 3, 8, 8\]; the image tower wants \[n, 3, 16, 16\]"),
+    ],
+    ids=["other name", "other size"],
+)
+def test_a_batch_without_such_pixels_is_refused(batch: Any, words: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(DataError, match=words):
+        dl.analyze(**clips(whole_open_clip, batch), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

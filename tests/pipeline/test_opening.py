@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import io
+import pathlib
+import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
+import driftlens as dl
 from driftlens.base.errors import SpecError
 from driftlens.checkpoints.sources import StateSource, TensorsSource
+from driftlens.jobs.analyze.job import evaluate
+from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.study.opening import OpenModels, open_heads
 from driftlens.models.architecture import Architecture
 from driftlens.models.heads import TextTower, file_head, text_head
+from driftlens.runs.run import DriftRun
 from driftlens.spec import RunSpec, load_spec
-from tests.zoo.world import CLASSES, LOGIT_SCALE, TASKS, World
+from tests.pipeline.calibrating import request
+from tests.zoo.world import CLASSES, LOGIT_SCALE, NUM_TEST, NUM_TRAIN, TASKS, World
 
 BASE = TensorsSource("base", {"w": torch.ones(1)})
 FIRST, SECOND = TASKS
@@ -100,3 +110,77 @@ def test_classes_that_nobody_names_are_refused_by_task(world: World) -> None:
     spec = spec_with(world, **{FIRST: world.head(FIRST)})
     with pytest.raises(SpecError, match=rf"heads\.{FIRST}: no class names"):
         open_heads(spec, models(Towers()), {FIRST: None})
+
+
+NAMES = CLASSES[TASKS[0]]
+COUNTS = {"n": NUM_TRAIN, "n_diagnosis": NUM_TEST}
+
+
+def measured(world: World, out: pathlib.Path, entry: dict[str, Any]) -> DriftRun:
+    """Analysed and calibrated on all samples, and its accuracy measured anew."""
+    data = {"defaults": {**COUNTS, "batch_size": 4}, TASKS[0]: entry}
+    spec = world.one_task(data=data, metrics={"jacobian": False})
+    dl.analyze(spec, out=out, progress="none")
+    calibrate(out, request(preset="paper-clip"))
+    return evaluate(out, again=True)
+
+
+@pytest.fixture(scope="module")
+def expected(world: World, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    entry = {"kind": "npz", "file": str(world.data(TASKS[0]))}
+    return measured(world, tmp_path_factory.mktemp("expected") / "run", entry)
+
+
+def folder(place: pathlib.Path, arrays: Any) -> dict[str, Any]:
+    """Calibration images without classes beside test images in class folders."""
+    for row, image in enumerate(arrays["x_train"]):
+        (place / "train").mkdir(exist_ok=True)
+        Image.fromarray(image).save(place / f"train/{row}.png")
+    for row, (image, label) in enumerate(zip(arrays["x_test"], arrays["y_test"], strict=True)):
+        (place / "test" / NAMES[label]).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(place / "test" / NAMES[label] / f"{row}.png")
+    return {"kind": "imagefolder", "calibration": str(place / "train"), "test": str(place / "test")}
+
+
+def table(place: pathlib.Path, arrays: Any) -> dict[str, Any]:
+    lines = ["path,label,part"]
+    for part in ("train", "test"):
+        for row, (image, label) in enumerate(zip(arrays[f"x_{part}"], arrays[f"y_{part}"], strict=True)):
+            Image.fromarray(image).save(place / f"{part}-{row}.png")
+            lines.append(f"{part}-{row}.png,{label},{part}")
+    (place / "all.csv").write_text("\n".join(lines))
+    splits = {"split": "part", "calibration": "train", "test": "test"}
+    return {"kind": "table", "file": str(place / "all.csv"), "classes": list(NAMES), **splits}
+
+
+def webdataset(place: pathlib.Path, arrays: Any) -> dict[str, Any]:
+    for part in ("train", "test"):
+        with tarfile.open(place / f"{part}-0.tar", "w") as tar:
+            for row, (image, label) in enumerate(zip(arrays[f"x_{part}"], arrays[f"y_{part}"], strict=True)):
+                png = io.BytesIO()
+                Image.fromarray(image).save(png, "PNG")
+                for ending, content in (("png", png.getvalue()), ("txt", NAMES[label].encode())):
+                    info = tarfile.TarInfo(f"{row}.{ending}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+    places = {"calibration": str(place / "train-*.tar"), "test": str(place / "test-0.tar")}
+    return {"kind": "webdataset", "label": "txt", **places}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [folder, table, webdataset])
+def test_the_numbers_are_those_of_the_same_images_in_arrays(
+    world: World, expected: DriftRun, tmp_path: pathlib.Path, write: Any
+) -> None:
+    (tmp_path / "data").mkdir()
+    with np.load(world.data(TASKS[0])) as arrays:
+        entry = write(tmp_path / "data", arrays)
+    run = measured(world, tmp_path / "run", entry)
+    columns = ["variant", "layer", "n", "drift_l2_mean", "cos_mean", "mismatch_l2_mean"]
+    found, wanted = run.layers()[columns], expected.layers()[columns]
+    assert "calibrated:featcal" in set(found["variant"])
+    assert found[["variant", "layer", "n"]].equals(wanted[["variant", "layer", "n"]])
+    np.testing.assert_allclose(found[columns[3:]], wanted[columns[3:]], rtol=1e-4, atol=1e-6)
+    right = ["variant", "value", "n"]
+    assert run.accuracy()[right].equals(expected.accuracy()[right])
+    assert len(run.accuracy()) >= 4

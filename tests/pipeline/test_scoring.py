@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from driftlens.jobs.preflight.job import check_ties
 from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.study.suspicion import Finding
 from tests.pipeline.checking import check, found, saved, visual
+from tests.zoo.cases import CASES, family
 from tests.zoo.world import CLASSES, World, build, clip, labels, pixels
 
 NAMES = CLASSES["flowers"]
@@ -104,3 +107,21 @@ def test_nothing_is_scored_before_other_problems_are_solved(colours: World, tmp_
 def test_a_task_without_a_head_is_not_scored(colours: World) -> None:
     result = check(colours.spec(heads=None), deep=True)
     assert "no head" in found(result, "notice", "expert of flowers").text
+
+
+def test_a_tower_has_no_ties_not_even_in_its_fused_projection() -> None:
+    collect = Preflight()
+    check_ties(family(CASES["open_clip_vit"]).pool.chain, collect)
+    assert [(finding.level, finding.subject) for finding in collect.findings] == [("ok", "ties")]
+
+
+def test_a_weight_in_two_layers_is_named_with_both_places() -> None:
+    chain = family(CASES["open_clip_vit"]).pool.chain
+    first, second = chain.layers[1:3]
+    name = next(iter(first.parameters))
+    shared = dataclasses.replace(second, parameters={**second.parameters, name: first.parameters[name]})
+    collect = Preflight()
+    check_ties(dataclasses.replace(chain, layers=(*chain.layers[:2], shared, *chain.layers[3:])), collect)
+    (finding,) = collect.findings
+    assert finding.level == "notice"
+    assert f"{name} of layer 2 and {name} of layer 3" in finding.text

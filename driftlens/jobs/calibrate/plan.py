@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,11 @@ from driftlens.base.progress import Reporter
 from driftlens.base.settings import resolve
 from driftlens.base.variants import calibrated, control_of, expert_of, task_of
 from driftlens.calibration.calibrator import Calibrator, calibrators, over_preset, require_task_id
-from driftlens.data.samples import SampleSet
+from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites, updated_sites
 from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
-from driftlens.models.chain import Layer
 from driftlens.runs.layout import calibration_weights
 from driftlens.runs.manifest import CalibrationInfo, Manifest, ids_digest
 from driftlens.runs.run import DriftRun
@@ -273,10 +272,7 @@ def _beginning(samples: SampleSet | None, count: int | None, task: str) -> Sampl
     if samples is None or len(samples) < (count or 1):
         there = 0 if samples is None else len(samples)
         raise DataError(f"task {task} has {there} calibration samples, {count or 'some'} are asked for")
-    if count is None:
-        return samples
-    labels = None if samples.labels is None else samples.labels[:count]
-    return dataclasses.replace(samples, ids=samples.ids[:count], labels=labels)
+    return samples if count is None else part_of(samples, range(count))
 
 
 def _top_layers(run: DriftRun, count: int) -> list[int]:
@@ -303,14 +299,19 @@ def untouched_but_moved(pool: ModelPool, calibrated: Collection[tuple[int, str]]
     """One notice per layer outside the blocks that differs between base and experts but was not calibrated."""
     experts = [name for name in pool.names if task_of(name) is not None]
     first, *others = [*(["base"] if "base" in pool else []), *experts]
+
+    def differs(key: str) -> bool:
+        start = pool.source(first).read(key).double()
+        return any(not torch.equal(start, pool.source(other).read(key).double()) for other in others)
+
     notices = []
     for layer in (pool.chain.layers[0], pool.chain.layers[-1]):
-        moved = list(_moved(pool, layer, first, others, calibrated))
-        if moved:
+        own = pool.chain.owned(layer).items()
+        keys = {slot.key for name, slot in own if (layer.index, name) not in calibrated}
+        if moved := ", ".join(filter(differs, sorted(keys))):
             notices.append(
-                f"the {layer.role} ({', '.join(moved)}) differs between "
-                f"{'base and experts' if first == 'base' else 'experts'} and was not calibrated: "
-                "it stays as in the merged model"
+                f"the {layer.role} ({moved}) differs between {'base and ' * (first == 'base')}experts and was not "
+                "calibrated: it stays as in the merged model"
             )
     return notices
 
@@ -327,18 +328,6 @@ def diagnosed_too(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
                 "drift and accuracy after the calibration flatter it: pass other samples to calibrate on"
             )
     return notices
-
-
-def _moved(
-    pool: ModelPool, layer: Layer, first: str, others: list[str], calibrated: Collection[tuple[int, str]]
-) -> Iterator[str]:
-    keys = {
-        slot.key for name, slot in pool.chain.owned(layer).items() if (layer.index, name) not in calibrated
-    }
-    for key in sorted(keys):
-        start = pool.source(first).read(key)
-        if any(not torch.equal(start.double(), pool.source(other).read(key).double()) for other in others):
-            yield key
 
 
 def method_of(request: CalibrationRequest, section: Calibration | None) -> str:

@@ -95,11 +95,7 @@ class Registry(Mapping[str, T], Generic[T]):
             self._entries.update(before)
 
     def __getitem__(self, name: str) -> T:
-        """The entry called `name`.
-
-        Raises:
-            SpecError: no such entry; the message names those there are and the nearest one.
-        """
+        """The entry called `name`; a `SpecError` names those there are and the nearest one."""
         self._discover()
         try:
             return self._entries[name]
@@ -122,11 +118,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._entries)
 
     def _discover(self) -> None:
-        """Import every file of the package, then what is installed for it, once.
-
-        Raises:
-            SpecError: one of them can't be imported, or registers something else than it says.
-        """
+        """Import every file of the package, then what is installed for it, once."""
         if self._broken is not None:
             name, hint, error = self._broken
             raise SpecError(

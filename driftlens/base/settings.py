@@ -50,14 +50,7 @@ _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, str_min_l
 
 @dataclass(frozen=True)
 class Bounds(annotated_types.GroupedMetadata):
-    """Metadata of `Annotated`: between which a number lies, and its unit.
-
-    Attributes:
-        low: the least value; None for no bound.
-        high: the greatest value; None for no bound.
-        low_open: whether `low` itself is refused.
-        unit: of the number.
-    """
+    """Metadata of `Annotated`: between which a number lies, itself excluded where `low_open`; and its unit."""
 
     low: float | None = None
     high: float | None = None
@@ -212,13 +205,8 @@ def expected(schema: Schema) -> str:
 def read(settings: type[BaseModel], given: Mapping[str, object], what: str = "") -> dict[str, Any]:
     """All settings, those given over the defaults, as a method gets them: a number as float, a list as tuple.
 
-    Args:
-        settings: what there are.
-        given: by name.
-        what: what messages call their owner, for example "merge method 'ties'".
-
-    Raises:
-        SpecError: a name that is none of the settings, a value that is not allowed, or one missing without default.
+    `what` is what messages call their owner, for example "merge method 'ties'". A `SpecError` refuses a name that is none
+    of the settings, a value that is not allowed, or one missing without default.
     """
     before = f"{what}: " if what else ""
     try:

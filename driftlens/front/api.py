@@ -109,11 +109,7 @@ class Run(DriftRun):
             return calibrated(self, asked, context, on_first=on_first, on_measured=on_measured)
 
     def summary(self) -> Table:
-        """Every task in a row: scores of base, expert, merged and calibrated models with intervals, and their drift.
-
-        It shows itself as a table, in notebooks and as text; its `frame()` has the numbers, unrounded. Errors as for
-        `layers`.
-        """
+        """Every task in a row, as a table: scores and drift of all models; `frame()` has its numbers, unrounded."""
         from driftlens.findings.summary import summary_sheet
 
         return summary_sheet(self)
@@ -122,8 +118,7 @@ class Run(DriftRun):
         """Every number that the verdict, tables and pages are made from, one a row, with its 95 % interval.
 
         Columns: measure, task (empty: their mean), variant, against (the variant that it is a change from, else empty),
-        value, low, high, n, paired (whether the interval of a change rests on the same samples), kind and worse. Errors
-        as for `layers`.
+        value, low, high, n, paired (whether the interval of a change rests on the same samples), kind and worse.
         """
         from driftlens.findings.frame import frame_of
         from driftlens.findings.measures import findings
@@ -134,10 +129,7 @@ class Run(DriftRun):
     def project(
         self, task: str, request: ProjectionRequest, around: Around, *, store_it: bool = True
     ) -> Projection:
-        """One layout of the expert's and the variants' features on a plane, stored in the run once computed.
-
-        Keywords and errors as for `driftlens.project`.
-        """
+        """One layout of the expert's and the variants' features on a plane; keywords as for `driftlens.project`."""
         return project(self, task, store_it=store_it, **dict(request), **vars(around))
 
     def _repr_html_(self) -> str:
@@ -149,24 +141,13 @@ class Run(DriftRun):
 
         The models are the merged one, the anchor alone where there is such a control, the calibrated one and, for its
         accuracy, the expert. `attrs["notices"]` has what a reader should know of the calibration.
-
-        Raises:
-            DataError: the run has no such calibration.
-            RunError: a table can't be read.
         """
         from driftlens.findings.before_after import before_after
 
         return before_after(self, name)
 
     def calibrated_state(self, name: str) -> dict[str, Tensor]:
-        """The weights of the calibration `name`, for `load_state_dict` of a model like the merged one.
-
-        What a trained calibrator attaches to the model is not among them.
-
-        Raises:
-            DataError: the run has no such calibration.
-            CheckpointError: the file is missing or damaged.
-        """
+        """The weights of the calibration `name`, for `load_state_dict`; without what a trained calibrator attaches."""
         from driftlens.checkpoints.loading import open_checkpoint
         from driftlens.runs.layout import calibration_weights
 
@@ -176,13 +157,7 @@ class Run(DriftRun):
 
     @keywords()
     def explain(self, around: Around) -> Run:
-        """Trace the drift of every variant back to layers, where that was left out or interrupted.
-
-        Keywords are those of `driftlens.front.keywords.Around`.
-
-        Raises:
-            DriftLensError: as for `driftlens.jobs.analyze.job.explain`.
-        """
+        """Trace the drift of every variant back to layers, where that was left out or interrupted."""
         from driftlens.jobs.analyze.job import explain
 
         with around.context() as context:
@@ -191,12 +166,7 @@ class Run(DriftRun):
 
 
 def open_run(path: PathLike) -> Run:
-    """The run in the directory `path`. Nothing but its manifest is read until it is asked for.
-
-    Raises:
-        RunError: there is no run, or its manifest is damaged.
-        SchemaTooNewError: a newer DriftLens wrote it.
-    """
+    """The run in the directory `path`; nothing but its manifest is read until it is asked for."""
     return Run.at(path)
 
 
@@ -252,10 +222,6 @@ def analyze(
     The run of live modules remembers them, so that `Run.calibrate` can go on with them.
 
     Keywords are the fields of `AnalysisRequest` and of `Modules` and of `LiveSettings` and of `Around`.
-
-    Raises:
-        SpecError: both a spec and modules are given, or neither, or a keyword that belongs to the other.
-        DriftLensError: see the tree in `driftlens.base.errors`.
     """
     if (spec is None) == (len(modules.missing) == len(REQUIRED)) or (spec is None and modules.missing):
         raise SpecError("pass either a spec, or merged=, experts= and data=")
@@ -297,8 +263,7 @@ def calibrate(
 
         run = dl.calibrate("runs/ta8", name="featcal", preset="paper-clip", lam=0.1)
 
-    Keywords are the fields of `CalibrationRequest` and of `Around`, and `modules`
-    and `data` as of `Run.calibrate`.
+    Keywords are the fields of `CalibrationRequest` and of `Around`, and `modules` and `data` as of `Run.calibrate`.
     """
     with around.context(_live_study(run, modules, data, around.device)) as context:
         return calibrated(run, request, context, on_first=on_first, on_measured=on_measured)
@@ -336,13 +301,6 @@ def project(
     """One joint layout of the expert's and the variants' features; coordinates that the run has are read, not redone.
 
     Keywords are the fields of `ProjectionRequest` and of `Around`.
-
-    Raises:
-        SpecError: no such method, or settings that contradict each other.
-        DataError: no such task or variant, or its features of this layer are not stored.
-        LayerNotFoundError: no such layer.
-        NumericsError: features hold NaN or infinity; they are named.
-        RunError: the run is damaged, can't be written to, or is being written to by another process.
     """
     from driftlens.findings.projection import project as lay_out
 
@@ -357,10 +315,7 @@ def merge(spec: SpecLike, request: MergeRequest, around: Around) -> Path:
 
         dl.merge("run.yaml", method="task_arithmetic", out="merged/", parameters={"scaling": 0.3})
 
-    Keywords are the fields of `MergeRequest` and of `Around`.
-
-    Returns:
-        Where it was saved.
+    Keywords are the fields of `MergeRequest` and of `Around`; returns where it was saved.
     """
     from driftlens.jobs.study.merging import merge_experts
     from driftlens.spec import load_spec
@@ -378,10 +333,8 @@ def compare_merges(spec: SpecLike, request: ComparisonRequest, around: Around) -
 
         dl.compare_merges("run.yaml", ["average", "ties", ("ties", {"scaling": 0.4})]).frame()
 
-    Keywords are the fields of `ComparisonRequest` and of `Around`.
-
-    Returns:
-        The ranking with intervals: a table in a notebook; `frame()` has its numbers, `notes()` what to know of them.
+    Keywords are the fields of `ComparisonRequest` and of `Around`. The ranking, with intervals, shows itself as a table;
+    `frame()` has its numbers, `notes()` what to know of them.
     """
     from driftlens.jobs.contest.merges import compare_merges as compared
     from driftlens.jobs.contest.merges import require_place, wanted_merges
@@ -407,13 +360,7 @@ def validate(spec: SpecLike, request: PreflightRequest, around: Around) -> Prefl
         print(checks.text())
         assert not checks.problems
 
-    Keywords are the fields of `PreflightRequest` and of `Around`.
-
-    Returns:
-        All findings, problems among them, and an estimate of the cost.
-
-    Raises:
-        SpecError: the spec itself can't be read.
+    Keywords are the fields of `PreflightRequest` and of `Around`; returns findings and an estimate of the cost.
     """
     from driftlens.jobs.preflight.job import preflight
     from driftlens.spec import load_spec
@@ -434,8 +381,7 @@ def sweep(
 
         dl.sweep("runs/ta8", param={"lam": [0.01, 0.05, 0.25]}).sweeps()
 
-    Keywords are the fields of `SweepRequest` and of `Around`, and `modules` and
-    `data` as of `Run.calibrate`; a sweep of live modules needs them.
+    Keywords are the fields of `SweepRequest` and of `Around`, and `modules` and `data` as of `Run.calibrate`.
     """
     from driftlens.jobs.contest.sweep import sweep as run_sweep
 
@@ -450,10 +396,7 @@ def arena(run: PathLike | DriftRun, request: ArenaRequest, around: Around) -> Ta
 
         dl.arena("runs/ta8", ["featcal", "residual", ("surgery", {"rank": 4})]).frame()
 
-    Keywords are the fields of `ArenaRequest` and of `Around`.
-
-    Returns:
-        What each gains and costs: a table in a notebook; `frame()` has its numbers, `notes()` what to know of them.
+    Keywords are the fields of `ArenaRequest` and of `Around`; what each gains and costs shows itself as a table.
     """
     from driftlens.findings.arena import arena_sheet
     from driftlens.jobs.contest.arena import compete, entrants

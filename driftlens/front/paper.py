@@ -23,24 +23,16 @@ __all__ = ["figure", "names", "table"]
 
 @keywords(request=ExhibitRequest)
 def figure(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitRequest) -> Artifact:
-    """The figure called `name`, with `save`, `caption` and `data`.
+    """The figure called `name`, one of `names`, with `save`, `caption` and `data`.
 
-    Args:
-        name: its id, for example "intro"; `names` lists them.
-        runs: one run, or several.
-        request: by keywords, the fields of `driftlens.spec.requests.ExhibitRequest`, for example `style` or `task`.
-
-    Raises:
-        SpecError: no such figure or style.
-        DataError: the runs lack a task or variant that was asked for.
-        RunError: a table can't be read.
+    Keywords are the fields of `driftlens.spec.requests.ExhibitRequest`, for example `style` or `task`.
     """
     return _drawn("figure", name, runs, request)
 
 
 @keywords(request=ExhibitRequest)
 def table(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitRequest) -> Artifact:
-    """The table called `name`, with `to_latex`, `save`, `caption` and `data`. Arguments and errors as for `figure`."""
+    """The table called `name`, with `to_latex`, `save`, `caption` and `data`; keywords as for `figure`."""
     return _drawn("table", name, runs, request)
 
 

@@ -39,15 +39,7 @@ from driftlens.spec.types import (
 
 
 class DataDefaults(Part):
-    """Counts per task that a task's own entry may override.
-
-    Attributes:
-        n: samples drawn for calibration.
-        n_diagnosis: samples drawn for diagnostics.
-        n_test: samples on which accuracy is measured, or all.
-        seed: decides which samples are drawn.
-        batch_size: samples per forward pass.
-    """
+    """Counts per task that a task's own entry may override; `n` are drawn for calibration, by `seed`."""
 
     n: Count = 256
     n_diagnosis: Count = 256
@@ -70,11 +62,7 @@ MetricName = Annotated[Text, AfterValidator(_metric)]
 
 
 class Entry(Part):
-    """What an entry of any kind may set; of another distribution's kind too, see `data_kinds`.
-
-    Attributes:
-        metric: what the test samples are scored by, one or several; by accuracy or exact match if left out.
-    """
+    """What an entry of any kind may set; `metric` is accuracy or exact match if left out."""
 
     kind: str
     n: Count | None = None
@@ -206,11 +194,7 @@ class Places(Entry):
 
 
 class ImageFolderData(Places):
-    """Folders with one sub-folder per class, or with images only (then there are no labels).
-
-    Attributes:
-        unlabelled: splits whose sub-folders are no classes: images at any depth, without labels.
-    """
+    """Folders with one sub-folder per class, or with images only; those of `unlabelled` splits are no classes."""
 
     kind: Literal["imagefolder"]
     unlabelled: tuple[Literal["calibration", "diagnosis", "test"], ...] = ()
@@ -251,9 +235,6 @@ class HfData(TextEntry):
     """A data set in the Hugging Face `datasets` format: a folder written by `save_to_disk`, or a Hub id.
 
     Rows are images, or with `input` or `prompt` texts.
-
-    Attributes:
-        revision: branch, tag or commit of a repository on the Hub; the newest if left out.
     """
 
     kind: Literal["hf"]

@@ -53,11 +53,7 @@ def _loader_name(loader: str) -> str:
 
 
 class Vocab(Part):
-    """What becomes of language models whose vocabularies have other numbers of rows.
-
-    Attributes:
-        rows: `base`: rows beyond the base's are left out, and missing ones are the base's.
-    """
+    """What becomes of language models with other vocabularies: rows beyond the base's go, missing ones are its."""
 
     rows: Literal["base"]
 
@@ -126,12 +122,7 @@ class Merge(_Method):
 
 
 class Calibration(_Method):
-    """How the merged model is calibrated; a setting that is left out, or null, comes from the preset.
-
-    Attributes:
-        preset: name of a published setting of the method.
-        sites: patterns of modules to calibrate instead of the linear and norm modules inside blocks.
-    """
+    """How the merged model is calibrated; a setting that is left out, or null, comes from the preset."""
 
     method: Text = "featcal"
     preset: Text | None = None
@@ -160,15 +151,7 @@ class Layers(Part):
 
 
 class JacobianMetrics(Part):
-    """Path-averaged Jacobians by Gauss-Legendre quadrature.
-
-    Attributes:
-        nodes: quadrature nodes to start with.
-        max_nodes: where doubling the nodes stops.
-        tolerance: relative error |p - A e| / |p| that is good enough.
-        samples: samples per task on which they are evaluated.
-        spectral: whether spectral norms are estimated too.
-    """
+    """Path-averaged Jacobians by Gauss-Legendre quadrature, whose nodes double until |p - A e| / |p| is good enough."""
 
     nodes: Count = 4
     max_nodes: Count = 32
@@ -231,11 +214,7 @@ class Metrics(Part):
 
 
 class Compute(Part):
-    """Where and in which precision numbers are computed.
-
-    Attributes:
-        feature_budget: bytes of waiting features of one task beyond which they spill to disk.
-    """
+    """Where and in which precision numbers are computed; features of a task beyond the budget spill to disk."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "float64"] = "float32"
@@ -282,11 +261,7 @@ SuiteTask = Annotated[Text, AfterValidator(_known_suite)]
 
 
 class TextHead(Part):
-    """Class embeddings made by the base's text tower from class names and prompt templates.
-
-    Attributes:
-        suite: a published task whose words and templates are used; `{suite: cars}` is a whole head.
-    """
+    """Class embeddings made by the base's text tower from names and templates; `{suite: cars}` is a whole head."""
 
     model_config = ConfigDict(
         json_schema_extra={"required": [], "anyOf": [{"required": ["templates"]}, {"required": ["suite"]}]}
@@ -306,11 +281,7 @@ class TextHead(Part):
 
 
 class FileHead(Part):
-    """Class embeddings [classes, d] of unit norm, computed beforehand and stored as one tensor of a file.
-
-    Attributes:
-        suite: a published task whose classes, in label order, the rows are.
-    """
+    """Class embeddings [classes, d] of unit norm, computed beforehand and stored as one tensor of a file."""
 
     suite: SuiteTask | None = None
     file: LocalPath
@@ -320,14 +291,9 @@ class FileHead(Part):
 
 
 class LinearHead(Part):
-    """A linear classifier, the same for all variants of a task.
+    """A linear classifier, the same for all variants of a task; `own` is that in the expert's checkpoint.
 
-    Attributes:
-        linear: a file that holds it, or `own`: the classifier in the expert's checkpoint.
-        weight: key of the weight; the only matrix of the file if left out.
-        bias: key of the bias; the one beside the weight if left out.
-        normalize: whether features are brought to unit norm first.
-        suite: a published task whose classes, in label order, the rows are.
+    `weight` and `bias` are its keys there; if left out the only matrix of the file, and the bias beside it.
     """
 
     suite: SuiteTask | None = None

@@ -205,8 +205,8 @@ def expected(schema: Schema) -> str:
 def read(settings: type[BaseModel], given: Mapping[str, object], what: str = "") -> dict[str, Any]:
     """All settings, those given over the defaults, as a method gets them: a number as float, a list as tuple.
 
-    `what` is what messages call their owner, for example "merge method 'ties'". A `SpecError` refuses a name that is none
-    of the settings, a value that is not allowed, or one missing without default.
+    `what` is what messages call their owner, for example "merge method 'ties'". A `SpecError` refuses a name that is
+    none of the settings, a value that is not allowed, or one missing without default.
     """
     before = f"{what}: " if what else ""
     try:

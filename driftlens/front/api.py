@@ -333,7 +333,7 @@ def compare_merges(spec: SpecLike, request: ComparisonRequest, around: Around) -
 
         dl.compare_merges("run.yaml", ["average", "ties", ("ties", {"scaling": 0.4})]).frame()
 
-    Keywords are the fields of `ComparisonRequest` and of `Around`. The ranking, with intervals, shows itself as a table;
+    Keywords are the fields of `ComparisonRequest` and of `Around`. The ranking, with intervals, is a table;
     `frame()` has its numbers, `notes()` what to know of them.
     """
     from driftlens.jobs.contest.merges import compare_merges as compared

@@ -54,52 +54,50 @@ class Metric:
         return self.name.startswith(ATTACHED)
 
 
-METRICS: Mapping[str, Metric] = MappingProxyType(
-    {
-        metric.name: metric
-        for metric in (
-            Metric(
-                *(
-                    "accuracy",
-                    "accuracy",
-                    "Share of test samples whose best class score is their own class's.",
-                ),
-                needs="head",
-                hub="accuracy",
-            ),
-            Metric(
-                *("exact_match", "exact match"),
-                "Share of test samples whose greedily generated answer equals the target but for case and spaces.",
-                needs="target",
-                hub="exact_match",
-            ),
-            Metric(
-                *("choice", "choice accuracy"),
-                "Share of test samples whose target has the largest log-likelihood of all choices: the sum over its "
-                "tokens, not divided by their number; of encoder-decoders the end token counts.",
-                needs="choices",
-                hub="accuracy",
-            ),
-            Metric(
-                *("spearman", "Spearman correlation"),
-                "Rank correlation of the numbers that are generated with those wanted; no number counts as 0.",
-                range=(-1.0, 1.0),
-                kind="number",
-                needs="number",
-                hub="spearmanr",
-            ),
-            Metric(
-                *("perplexity", "perplexity"),
-                "Exponential of the mean negative log-likelihood of a token of the targets, given those before it.",
-                range=(1.0, None),
-                worse="higher",
-                kind="number",
-                needs="target",
-                hub="perplexity",
-            ),
-        )
-    }
+_ALL = (
+    Metric(
+        "accuracy",
+        "accuracy",
+        "Share of test samples whose best class score is their own class's.",
+        needs="head",
+        hub="accuracy",
+    ),
+    Metric(
+        "exact_match",
+        "exact match",
+        "Share of test samples whose greedily generated answer equals the target but for case and spaces.",
+        needs="target",
+        hub="exact_match",
+    ),
+    Metric(
+        "choice",
+        "choice accuracy",
+        "Share of test samples whose target has the largest log-likelihood of all choices: the sum over its tokens, "
+        "not divided by their number; of encoder-decoders the end token counts.",
+        needs="choices",
+        hub="accuracy",
+    ),
+    Metric(
+        "spearman",
+        "Spearman correlation",
+        "Rank correlation of the numbers that are generated with those wanted; no number counts as 0.",
+        range=(-1.0, 1.0),
+        kind="number",
+        needs="number",
+        hub="spearmanr",
+    ),
+    Metric(
+        "perplexity",
+        "perplexity",
+        "Exponential of the mean negative log-likelihood of a token of the targets, given those before it.",
+        range=(1.0, None),
+        worse="higher",
+        kind="number",
+        needs="target",
+        hub="perplexity",
+    ),
 )
+METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _ALL})
 """By name, in the order in which tables show them."""
 
 ACCURACY = METRICS["accuracy"]

@@ -12,7 +12,7 @@ from driftlens.base.errors import DataError, SpecError
 from driftlens.cli.app import Job, JsonFlag, RunFolder, app, note, say, say_json
 from driftlens.cli.flags import flagged
 from driftlens.spec.requests import ExportRequest, ProjectionRequest
-from driftlens.spec.words import layer_named, parts
+from driftlens.spec.words import parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,14 +138,8 @@ def project(
     task: Annotated[
         list[str] | None, typer.Option("--task", help="Only this task; repeatable. All if left out.")
     ] = None,
-    layer: Annotated[str, typer.Option(help="Layer index, final, or module path.")] = "final",
-    method: Annotated[str, typer.Option(help="pca, umap, tsne; several separated by commas.")] = "pca",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the method's random numbers.")] = 0,
-    fit_on: Annotated[
-        str, typer.Option(help="all, or expert for a layout that variants added later don't move.")
-    ] = "all",
-    max_points: Annotated[int, typer.Option(help="Most points of one layout, all variants together.")] = 2000,
     *,
+    request: ProjectionRequest,
     job: Annotated[Job, "progress"],
     as_json: JsonFlag = False,
 ) -> None:
@@ -156,7 +150,7 @@ def project(
     from driftlens_reports.terminal import projections_text
 
     opened = open_run(run)
-    methods = dict.fromkeys(part.strip() for part in method.split(","))
+    methods = dict.fromkeys(part.strip() for part in request.method.split(","))
     found = []
     with job.context() as context:
         for name, chosen in itertools.product(task or opened.tasks, methods):
@@ -165,13 +159,7 @@ def project(
                 lay_out(
                     opened,
                     name,
-                    ProjectionRequest(
-                        layer=layer_named(layer),
-                        method=chosen,
-                        seed=seed,
-                        fit_on=fit_on,
-                        max_points=max_points,
-                    ),
+                    request.changed(method=chosen),
                     on_progress=context.on_progress,
                     cancel=context.cancel,
                 )

@@ -29,6 +29,7 @@ from driftlens.spec.problems import spec_error
 from driftlens.spec.types import Count, Flag, Part, Seed, Text, problem
 from driftlens.spec.words import (
     assignments,
+    layer_named,
     layers_named,
     lists,
     names_shown,
@@ -357,21 +358,19 @@ class ProjectionRequest(Request, title="project"):
     """Features to be laid out on a plane.
 
     Attributes:
-        layer: index, "final" or module path.
-        method: "pca", "umap" or "tsne".
-        seed: of the method's random numbers. With one, a layout repeats on one machine with the same libraries;
-            elsewhere only the stored coordinates do.
+        seed: with one, a layout repeats on one machine with the same libraries; elsewhere only stored coordinates do.
         variants: whose features to draw beside the expert's; None, which is every variant but the base.
-        fit_on: "all", or "expert" for a layout that variants added later don't move.
-        max_points: most points, over expert and variants together. Samples beyond are left out, evenly over classes.
+        max_points: samples beyond are left out, evenly over classes.
     """
 
-    layer: int | str = "final"
-    method: Any = "pca"
-    seed: int = 0
-    variants: tuple[str, ...] | None = None
-    fit_on: Any = "all"
-    max_points: int = 2000
+    layer: int | str = asked(
+        "Layer index, final, or module path.", "final", unset="final", read=layer_named, is_list=False
+    )
+    method: str = asked("pca, umap, tsne; several separated by commas.", "pca")
+    seed: Seed = asked("Seed of the method's random numbers.", 0)
+    variants: tuple[str, ...] | None = unspoken(None)
+    fit_on: str = asked("all, or expert for a layout that variants added later don't move.", "all")
+    max_points: int = asked("Most points of one layout, all variants together.", 2000)
 
 
 class ExhibitRequest(Request, title="export"):

@@ -112,24 +112,20 @@ class Team:
 
     def at(self, owner: int, work: Callable[[], T]) -> T | None:
         """What one process makes, for the first; None elsewhere, where nobody waits."""
-        if self.size == 1:
-            return work()
-        key = self._key("at")
-        if self.rank == owner:
-            value = self.final(work)  # the others may be past the place where they could hear of it
-            if self.leads:
-                return value
-            self._send(key, pickle.dumps(value), to=0)
-        return pickle.loads(self._received(key, owner)) if self.leads else None
+        made = self.pieces([(owner, 0, 0)], lambda *_: work(), to=0)
+        return None if made is None else made[0]
 
-    def pieces(self, runs: Sequence[tuple[int, int, int]], work: Callable[[int, int], T]) -> list[T] | None:
-        """What processes make of their runs of one item, in order, for the first of them; None elsewhere."""
+    def pieces(
+        self, runs: Sequence[tuple[int, int, int]], work: Callable[[int, int], T], *, to: int | None = None
+    ) -> list[T] | None:
+        """What processes make of their runs of one item, in order, for one, usually the first of them; None elsewhere."""
         if self.size == 1:
             return [work(first, last) for _, first, last in runs]
-        to, keys = runs[0][0], [self._key("piece") for _ in runs]
+        to, keys = runs[0][0] if to is None else to, [self._key("piece") for _ in runs]
         pieces = []
         for key, (rank, first, last) in zip(keys, runs, strict=True):
             if rank == self.rank:
+                # The others may be past the place where they could hear of an error.
                 value = self.final(functools.partial(work, first, last))
                 if rank != to:
                     self._send(key, pickle.dumps(value), to=to)

@@ -124,6 +124,8 @@ def _value_of(annotation: Any) -> Any:
         return _value_of(arguments[0])
     if origin in (typing.Union, types.UnionType):
         return _value_of(next(each for each in arguments if each is not type(None)))
+    if annotation is Any:  # words that are checked where they are read
+        return str
     return list[str] if origin is tuple else annotation
 
 

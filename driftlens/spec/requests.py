@@ -366,10 +366,10 @@ class ProjectionRequest(Request, title="project"):
     layer: int | str = asked(
         "Layer index, final, or module path.", "final", unset="final", read=layer_named, is_list=False
     )
-    method: str = asked("pca, umap, tsne; several separated by commas.", "pca")
+    method: Any = asked("pca, umap, tsne; several separated by commas.", "pca")
     seed: Seed = asked("Seed of the method's random numbers.", 0)
     variants: tuple[str, ...] | None = unspoken(None)
-    fit_on: str = asked("all, or expert for a layout that variants added later don't move.", "all")
+    fit_on: Any = asked("all, or expert for a layout that variants added later don't move.", "all")
     max_points: int = asked("Most points of one layout, all variants together.", 2000)
 
 

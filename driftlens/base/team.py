@@ -118,7 +118,7 @@ class Team:
     def pieces(
         self, runs: Sequence[tuple[int, int, int]], work: Callable[[int, int], T], *, to: int | None = None
     ) -> list[T] | None:
-        """What processes make of their runs of one item, in order, for one, usually the first of them; None elsewhere."""
+        """What processes make of their runs of one item, in order, for the first of them or `to`; None elsewhere."""
         if self.size == 1:
             return [work(first, last) for _, first, last in runs]
         to, keys = runs[0][0] if to is None else to, [self._key("piece") for _ in runs]

@@ -279,7 +279,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
         "crossed output of the wrong model": (
             attribution,
             "decompose",
-            lambda _: lambda view: walk.decompose(dataclasses.replace(view, crossed_out=view.expert_out)),
+            lambda original: lambda view: original(dataclasses.replace(view, crossed_out=view.expert_out)),
         ),
         "quadrature on the wrong interval": (
             state,

@@ -488,10 +488,16 @@ def calibration_settings(spec: RunSpec) -> dict[str, Any] | None:
 
 
 def head_notices(models: OpenModels) -> list[str]:
-    """That experts bring heads of several layers, which no merged model holds, if they do."""
+    """That experts bring heads of several layers, which no merged model holds, or that no head says what to read."""
     form, bring = models.architecture.own_head, [expert_of(task) for task in own_heads(models)]
-    if form is None or not bring:
+    if form is None:
         return []
+    if not bring:
+        pool = {"cls": "that of its first token", "mean": "the mean over its tokens"}
+        feature = pool.get(models.architecture.chain.modality.pool)
+        return (
+            [f"no expert brings a classifier: the final feature of a sample is {feature}"] if feature else []
+        )
     held = ", ".join(dict.fromkeys(key.rpartition(".")[0] for key in form.names.values()))
     text = (
         f"{', '.join(bring)}: all that reads the features of tokens ({held}) is the task's own; saved models"

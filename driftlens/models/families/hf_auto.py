@@ -109,16 +109,11 @@ def load_hf_encoder(request: ArchitectureRequest) -> Architecture:
     is merged with no other, and tasks are scored with that of their expert. Of samples, features are taken as heads
     read them, the class token, or else as masked means.
     """
-    return load_transformers(request, "hf-encoder", whole_heads=True)
+    return load_transformers(request, "hf-encoder")
 
 
-def load_transformers(
-    request: ArchitectureRequest, loader: str, *, whole_heads: bool = False
-) -> Architecture:
-    """See `load_hf_auto`; for loaders of some families, under their name.
-
-    With `whole_heads`, all that reads the features of tokens is part of a classifier, a core's pooler included.
-    """
+def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture:
+    """See `load_hf_auto`; for loaders of some families, under their name."""
     source, offline = request.source, request.access.offline
     stated = read_plain_config(request, loader)
     config, model_class = _class_of(stated, source)
@@ -127,7 +122,8 @@ def load_transformers(
     classifier = _classifier(skeleton, config.num_labels)
     notice, own_head, blocks, core = "", None, request.blocks, skeleton.base_model_prefix
     beside = [key for key in _beside_core(skeleton) if not key.startswith(f"{classifier}.")]
-    if classifier and (beside or whole_heads):
+    # Of BERT and its kin all that reads the features of tokens is a classifier's, a core's pooler included.
+    if classifier and (beside or config.model_type in MODEL_TYPES["hf-encoder"]):
         if (parts := behind_core(skeleton, names)) is not None:
             skeleton, own_head = parts
         else:
@@ -197,6 +193,11 @@ def _usage(
     heads = [file for file in files if file.startswith(f"{HEADS}/")]
     last = f"{classifier}.weight" if own_head is None else list(own_head.names)[-1]
     kind = "Image" if reads_images else "Sequence"
+    output = "logits" if classifier else "last_hidden_state"
+    if own_head is not None and not heads and not reads_images:
+        output += ".mean(dim=1)  # over the tokens of a text; padding would not count"
+    elif own_head is not None and own_head.pool == "cls":
+        output += "[:, 0]  # what the experts' heads read"
     scores = _HEADS.format(heads=", ".join(heads), first=heads[0], last=last, kind=kind) if heads else ""
     features = _USAGE.format(
         model=model,
@@ -205,10 +206,7 @@ def _usage(
         sample='Image.open("image.png")' if reads_images else '"a sentence"',
         change=f'model.set_submodule("{classifier}", torch.nn.Identity())  # every task has its own\n'
         * bool(classifier),
-        output="logits"
-        if classifier
-        else "last_hidden_state"
-        + "[:, 0]  # what the experts' heads read" * (own_head is not None and own_head.pool == "cls"),
+        output=output,
     )
     return features + scores
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -113,30 +113,6 @@ class SampleSet:
     texts: Texts | None = None
     picture: Callable[[int], Any] | None = None
     preprocess: Callable[[list[Any]], Any] | None = None
-
-    @classmethod
-    def of_view(
-        cls,
-        task: str,
-        split: str,
-        view: SplitView,
-        drawn: Sequence[int],
-        labels: tuple[str, ...] | None,
-        preprocess: Callable[[list[Any]], Any],
-        batch_size: int,
-    ) -> SampleSet:
-        """The samples at the drawn positions of a view."""
-
-        def read(position: int) -> Any:
-            return view.read(drawn[position])
-
-        def load(positions: Sequence[int]) -> Any:
-            return preprocess([read(position) for position in positions])
-
-        ids = tuple(view.ids[position] for position in drawn)
-        digest = partial(data_digest, view.ids, view.read)
-        samples = cls(task, split, ids, labels, load, batch_size, source=digest)
-        return replace(samples, picture=read, preprocess=preprocess) if view.holds == "image" else samples
 
     def __len__(self) -> int:
         return len(self.ids)

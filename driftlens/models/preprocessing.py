@@ -79,14 +79,17 @@ def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int],
         )
     # Before transformers 5 the plain class is the one that works with PIL.
     processor_class = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
-    processor = processor_class.from_dict(stated)
+    notice = _default_notice(source, "preprocessor_config.json") if config is None else ""
+    return _checked(_processed_by(processor_class.from_dict(stated), stated, notice), image_size, source)
+
+
+def _processed_by(processor: Any, settings: Mapping[str, Any], notice: str) -> Preprocess:
+    """Preprocessing by an image processor of transformers."""
 
     def transform(images: Sequence[Any]) -> Any:
         return processor(images=[_rgb(image) for image in images], return_tensors="pt")["pixel_values"]
 
-    notice = _default_notice(source, "preprocessor_config.json") if config is None else ""
-    backend = f"transformers {processor_class.__name__}"
-    return _checked(Preprocess(backend, transform, stated, notice), image_size, source)
+    return Preprocess(f"transformers {type(processor).__name__}", transform, settings, notice)
 
 
 def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
@@ -127,11 +130,7 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
         by_edge = "shortest_edge" in dict(kind().size)
         processor = kind(size={"shortest_edge": edge} if by_edge else {"height": edge, "width": edge})
         notice = f"{source} has no preprocessor_config.json: images are prepared by the family's defaults."
-
-    def transform(images: Sequence[Any]) -> Any:
-        return processor(images=[_rgb(image) for image in images], return_tensors="pt")["pixel_values"]
-
-    return Preprocess(f"transformers {type(processor).__name__}", transform, processor.to_dict(), notice)
+    return _processed_by(processor, processor.to_dict(), notice)
 
 
 def open_clip_preprocess(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,24 @@ def images(split: Split = "test", **values: Any) -> SplitView:
 def colour(shade: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """A 4 x 6 image, every pixel (shade, 0, 255)."""
     return np.tile(np.array([shade, 0, 255], dtype=np.uint8), (4, 6, 1))
+
+
+def encoded(shade: int, form: str = "PNG") -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(colour(shade)).save(stream, form)
+    return stream.getvalue()
+
+
+def shard(file: Path, members: Mapping[str, bytes], *extra: tarfile.TarInfo) -> str:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(file, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+        for info in extra:
+            tar.addfile(info)
+    return str(file)
 
 
 def write_images(folder: Path, files: Mapping[str, int]) -> Path:

@@ -121,3 +121,13 @@ def test_unequal_counts_are_noticed_and_equal_ones_are_not() -> None:
     assert unequal_counts({"a": 3, "b": 3}, "calibration") == ()
     (notice,) = unequal_counts({"b": 3, "a": 4}, "calibration")
     assert notice == "the number of calibration samples differs between tasks: a 4, b 3"
+
+
+def test_listing_the_sources_imports_no_heavy_library() -> None:
+    script = (
+        "import sys; from driftlens.data.sources import data_sources; list(data_sources); "
+        "import driftlens.data.task_data; "
+        "print(*{'torch', 'datasets', 'PIL', 'torchvision', 'pydantic', 'pandas'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []

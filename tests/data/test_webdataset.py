@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 import gzip
-import io
 import tarfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from driftlens.base.errors import DataError
 from driftlens.data.sources import SplitView
-from tests.data.sources import colour, images, labels_of, opened, shades
+from tests.data.sources import encoded, images, labels_of, opened, shades, shard
 from tests.refusing import refusing
 
 
-def picture(shade: int, form: str = "PNG") -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(colour(shade)).save(stream, form)
-    return stream.getvalue()
-
-
-def shard(file: Path, members: Mapping[str, bytes], *extra: tarfile.TarInfo) -> str:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(file, "w") as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-        for info in extra:
-            tar.addfile(info)
-    return str(file)
-
-
 def sample(key: str, shade: int, label: bytes = b"0", ending: str = "cls") -> dict[str, bytes]:
-    return {f"{key}.png": picture(shade), f"{key}.{ending}": label}
+    return {f"{key}.png": encoded(shade), f"{key}.{ending}": label}
 
 
 def entry(place: Path | str, **values: Any) -> dict[str, Any]:
@@ -49,8 +28,8 @@ def read(view: SplitView) -> list[int]:
 
 
 def test_members_with_one_key_are_one_sample_wherever_they_stand(tmp_path: Path) -> None:
-    first = {"d/a.b/0.PNG": picture(1), "1.jpeg.png": b"no image", "1.cls": b"1\n", "dataset.json": b"{}"}
-    first |= {"1.webp": picture(2, "WEBP"), "d/a.b/0.cls": b" 0 ", "._1.png": b"a Mac's", "d/x": b"no ending"}
+    first = {"d/a.b/0.PNG": encoded(1), "1.jpeg.png": b"no image", "1.cls": b"1\n", "dataset.json": b"{}"}
+    first |= {"1.webp": encoded(2, "WEBP"), "d/a.b/0.cls": b" 0 ", "._1.png": b"a Mac's", "d/x": b"no ending"}
     shard(tmp_path / "花-0.tar", first)
     shard(tmp_path / "花-1.tar", sample("1", 3, b"2"))
     (tmp_path / "notes.txt").write_text("no shard")
@@ -82,9 +61,9 @@ def test_labels_are_text_or_json(tmp_path: Path, label: str, content: bytes, nam
 
 def test_the_key_of_json_labels_and_the_ending_of_images_are_chosen(tmp_path: Path) -> None:
     members = {
-        "0.png": picture(1),
-        "0.mask.png": picture(9),
-        "0.seg.png": picture(7),
+        "0.png": encoded(1),
+        "0.mask.png": encoded(9),
+        "0.seg.png": encoded(7),
         "0.json": b'{"name": "x"}',
     }
     view = images(**entry(shard(tmp_path / "0.tar", members), label="json", key="name", image="seg.png"))
@@ -92,7 +71,7 @@ def test_the_key_of_json_labels_and_the_ending_of_images_are_chosen(tmp_path: Pa
 
 
 def test_calibration_needs_no_labels(tmp_path: Path) -> None:
-    bare = shard(tmp_path / "0.tar", {"0.png": picture(1)})
+    bare = shard(tmp_path / "0.tar", {"0.png": encoded(1)})
     assert labels_of(images("calibration", **entry(bare))) == [None]
     assert labels_of(images(**entry(bare, label=None))) == [None]
     with pytest.raises(DataError, match=r"no sample with a member \.cls"):
@@ -100,7 +79,7 @@ def test_calibration_needs_no_labels(tmp_path: Path) -> None:
 
 
 def test_hostile_members_are_neither_followed_nor_written(tmp_path: Path) -> None:
-    (tmp_path / "secret.png").write_bytes(picture(66))
+    (tmp_path / "secret.png").write_bytes(encoded(66))
     kinds = {
         "0.png": tarfile.SYMTYPE,
         "1.png": tarfile.LNKTYPE,
@@ -126,7 +105,7 @@ def test_hostile_members_are_neither_followed_nor_written(tmp_path: Path) -> Non
 
 def test_postscript_in_disguise_is_no_image(tmp_path: Path) -> None:
     """Pillow would start Ghostscript for it."""
-    view = images(**entry(shard(tmp_path / "0.tar", {"0.png": picture(1, "EPS"), "0.cls": b"0"})))
+    view = images(**entry(shard(tmp_path / "0.tar", {"0.png": encoded(1, "EPS"), "0.cls": b"0"})))
     with pytest.raises(DataError, match=r"0\.tar/0: the image can't be read: it is PostScript"):
         view.read(0)
 

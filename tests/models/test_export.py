@@ -94,39 +94,6 @@ def expected_feature(architecture: Architecture, model: StateSource) -> Tensor:
     return chain_states(architecture.chain, module, pixels().float())[-1]["hidden"]
 
 
-def library_feature(folder: pathlib.Path, loader: str) -> Tensor:
-    with torch.no_grad():
-        if loader == "open-clip":
-            from open_clip import create_model_and_transforms
-
-            return create_model_and_transforms(f"local-dir:{folder}")[0].eval().encode_image(pixels().float())
-        from transformers import CLIPModel, CLIPVisionModelWithProjection
-
-        alone = CLIPVisionModelWithProjection.from_pretrained(folder)(pixels().float()).image_embeds
-        whole = CLIPModel.from_pretrained(folder).get_image_features(pixels().float()).pooler_output
-        torch.testing.assert_close(alone, whole, rtol=0, atol=1e-6)
-        return whole
-
-
-@pytest.mark.parametrize("wrapper", ["", "module."])
-def test_a_folder_is_loaded_by_the_original_library(
-    architecture: Architecture, base_folder: pathlib.Path, tmp_path: pathlib.Path, wrapper: str
-) -> None:
-    plain = open_checkpoint(base_folder)
-    base = TensorsSource("base", {wrapper + key: plain.read(key) for key in plain.headers})
-    model = doubled(architecture, base)
-    save_model(architecture, base, model, tmp_path / "out", card=lambda usage: "# A model\n")
-    found = library_feature(tmp_path / "out", architecture.loader)
-    torch.testing.assert_close(found, expected_feature(architecture, model), rtol=1e-5, atol=1e-5)
-    assert (tmp_path / "out" / "README.md").read_text() == "# A model\n"
-
-    again = load_architecture(architecture.loader, str(tmp_path / "out"))
-    assert again.chain.settings == architecture.chain.settings and again.notices == ()
-    assert again.preprocess is not None and architecture.preprocess is not None
-    image = torch.arange(40 * 30 * 3).reshape(40, 30, 3).to(torch.uint8).numpy()
-    assert torch.equal(again.preprocess([image]), architecture.preprocess([image]))
-
-
 def test_a_folder_of_transformers_may_hold_the_tower_alone(tmp_path: pathlib.Path) -> None:
     from transformers import CLIPVisionModelWithProjection
 

@@ -179,7 +179,6 @@ def broken(folder: pathlib.Path) -> tuple[str, str]:
 
 
 REFUSED: dict[str, tuple[Callable[[pathlib.Path], tuple[str, str]], type[DriftLensError], str]] = {
-    "unknown_loader": (named("open_clip", "ViT-B-32"), SpecError, "no loader called 'open_clip'"),
     "no_such_folder": (named("hf-clip", "models/no/such"), SpecError, "neither a folder nor a Hub id"),
     "no_such_name": (named("open-clip", "ViT-Q-32"), SpecError, "open_clip knows no model 'ViT-Q-32'"),
     "no_such_file": (named("open-clip", "models/config.json"), SpecError, "no such file"),

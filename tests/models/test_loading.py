@@ -9,20 +9,30 @@ import pathlib
 import shlex
 import warnings
 from collections.abc import Callable
+from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from driftlens.base.errors import CheckpointError, IncompatibleModelsError, NumericsError
+from driftlens.checkpoints import sources
 from driftlens.checkpoints.loading import (
     companion_files,
     library_folder,
     open_checkpoint,
     read_config,
 )
-from driftlens.checkpoints.sources import StateSource, check_finite, content_digest, module_source, renamed
+from driftlens.checkpoints.sources import (
+    SafetensorsSource,
+    StateSource,
+    check_finite,
+    content_digest,
+    module_source,
+    renamed,
+)
 from driftlens.cli import main
 from tests.models.writing import Weights, write_mergekit
 from tests.refusing import refusing
@@ -45,28 +55,20 @@ def write_safetensors(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
     return folder / "w.safetensors"
 
 
-def write_torch(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
-    torch.save(weights, folder / "w.pt")
-    return folder / "w.pt"
+def write_torch(wrap: Callable[[Weights], Any] = dict, **options: Any) -> Callable[..., pathlib.Path]:
+    def write(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
+        torch.save(wrap(weights), folder / "w.pt", **options)
+        return folder / "w.pt"
+
+    return write
 
 
-def write_old_torch(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
-    torch.save(weights, folder / "w.pth", _use_new_zipfile_serialization=False)
-    return folder / "w.pth"
-
-
-def write_training_checkpoint(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
+def training_checkpoint(weights: Weights) -> dict[str, Any]:
     state = {
         f"module.{key}": nn.Parameter(value) if value.is_floating_point() else value
         for key, value in weights.items()
     }
-    torch.save({"epoch": 3, "optimizer": {"lr": [0.1]}, "state_dict": state}, folder / "w.pt")
-    return folder / "w.pt"
-
-
-def write_model_entry(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
-    torch.save({"model": weights, "step": 1}, folder / "w.pt")
-    return folder / "w.pt"
+    return {"epoch": 3, "optimizer": {"lr": [0.1]}, "state_dict": state}
 
 
 def write_folder(name: str) -> Callable[[pathlib.Path, Weights], pathlib.Path]:
@@ -94,10 +96,10 @@ def write_shards(stem: str, suffix: str) -> Callable[[pathlib.Path, Weights], pa
 
 FORMS = {
     "safetensors": write_safetensors,
-    "torch": write_torch,
-    "torch_before_1_6": write_old_torch,
-    "training_checkpoint": write_training_checkpoint,
-    "under_model": write_model_entry,
+    "torch": write_torch(),
+    "torch_before_1_6": write_torch(_use_new_zipfile_serialization=False),
+    "training_checkpoint": write_torch(training_checkpoint),
+    "under_model": write_torch(lambda weights: {"model": weights, "step": 1}),
     "folder_safetensors": write_folder("model.safetensors"),
     "folder_torch": write_folder("pytorch_model.bin"),
     "folder_open_clip": write_folder("open_clip_model.safetensors"),
@@ -149,23 +151,15 @@ def test_the_same_weights_have_the_same_digest(form: str, weights: Weights, tmp_
     assert content_digest(open_checkpoint(FORMS[form](tmp_path, weights))) == content_digest(live)
 
 
-def changed_value(weights: Weights) -> Weights:
-    return weights | {"embed.weight": weights["embed.weight"].flip(0)}
+CHANGES: dict[str, Callable[[Weights], Weights]] = {
+    "value": lambda weights: weights | {"embed.weight": weights["embed.weight"].flip(0)},
+    "name": lambda weights: {key.replace("embed", "embedding"): value for key, value in weights.items()},
+    "shape": lambda weights: weights | {"embed.weight": weights["embed.weight"].reshape(4, 6)},
+    "dtype": lambda weights: weights | {"block.half": weights["block.half"].view(torch.float16)},
+}
 
 
-def changed_name(weights: Weights) -> Weights:
-    return {key.replace("embed", "embedding"): value for key, value in weights.items()}
-
-
-def changed_shape(weights: Weights) -> Weights:
-    return weights | {"embed.weight": weights["embed.weight"].reshape(4, 6)}
-
-
-def changed_dtype(weights: Weights) -> Weights:
-    return weights | {"block.half": weights["block.half"].view(torch.float16)}
-
-
-@pytest.mark.parametrize("change", [changed_value, changed_name, changed_shape, changed_dtype])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_other_weights_have_another_digest(change: Callable[[Weights], Weights], weights: Weights) -> None:
     def digest(tensors: Weights) -> str:
         module = nn.Module()
@@ -431,8 +425,6 @@ def test_what_lies_beside_weights_is_found_by_folder_file_and_cached_id(hub_cach
 
 @pytest.mark.usefixtures("hub_cache")
 def test_the_environment_can_forbid_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "embed.weight" in open_checkpoint("someone/model").headers
 
@@ -451,8 +443,6 @@ def test_a_download_is_announced_and_fetches_one_form_of_the_weights(
     caplog: pytest.LogCaptureFixture,
     weights: Weights,
 ) -> None:
-    import huggingface_hub
-
     asked: list[list[str]] = []
 
     def download(
@@ -472,8 +462,6 @@ def test_a_download_is_announced_and_fetches_one_form_of_the_weights(
 
 
 def test_a_failed_download_names_path_and_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
     def fail(*_args: object, **_kwargs: object) -> str:
         raise ConnectionError("no route to host")
 
@@ -538,3 +526,158 @@ def test_real_checkpoints_open_in_both_forms(real: pathlib.Path) -> None:
         sources[1].read("visual.conv1.weight"),
     ]
     torch.testing.assert_close(patch[0], patch[1].float(), rtol=1e-3, atol=1e-4)
+
+
+# --- small files are kept open, large ones opened for each read
+
+
+@pytest.fixture
+def file(tmp_path: pathlib.Path, weights: Weights) -> pathlib.Path:
+    save_file(weights, tmp_path / "w.safetensors")
+    return tmp_path / "w.safetensors"
+
+
+@pytest.fixture(params=["kept open", "opened for each read"])
+def source(
+    request: pytest.FixtureRequest, file: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> SafetensorsSource:
+    size = file.stat().st_size
+    limit = size if request.param == "kept open" else size - 1
+    monkeypatch.setattr(sources, "KEPT_OPEN", limit)
+    return SafetensorsSource(file)
+
+
+def equal(found: Tensor, wanted: Tensor) -> bool:
+    return found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+def test_tensors_and_rows_are_those_that_were_saved(source: SafetensorsSource, weights: Weights) -> None:
+    assert all(equal(source.read(key), value) for key, value in weights.items())
+    assert equal(source.read("embed.weight", (2, 5)), weights["embed.weight"][2:5])
+
+
+@pytest.mark.parametrize("rows", [None, (1, 3)], ids=["whole", "rows"])
+def test_writing_to_a_tensor_changes_neither_the_next_read_nor_the_file(
+    source: SafetensorsSource,
+    weights: Weights,
+    file: pathlib.Path,
+    rows: tuple[int, int] | None,
+) -> None:
+    before = file.read_bytes()
+    mine = source.read("embed.weight", rows)
+    mine.fill_(99)
+    assert equal(source.read("embed.weight"), weights["embed.weight"]) and equal(
+        source.read("embed.weight", (1, 3)), weights["embed.weight"][1:3]
+    )
+    assert file.read_bytes() == before
+    assert bool((mine == 99).all())
+
+
+@pytest.mark.parametrize(
+    ("spare", "opened"), [(0, 2), (-1, 4)], ids=["up to the limit", "one byte beyond the limit"]
+)
+def test_a_file_up_to_the_limit_is_opened_no_more_after_its_header(
+    file: pathlib.Path, monkeypatch: pytest.MonkeyPatch, spare: int, opened: int
+) -> None:
+    """Once for the header, and then once for all reads, or once for each of three."""
+    calls: list[pathlib.Path] = []
+    plain = sources._open
+
+    def counting(path: pathlib.Path) -> Any:
+        calls.append(path)
+        return plain(path)
+
+    monkeypatch.setattr(sources, "_open", counting)
+    monkeypatch.setattr(sources, "KEPT_OPEN", file.stat().st_size + spare)
+    source = SafetensorsSource(file)
+    for _ in range(3):
+        source.read("embed.weight")
+    assert calls == [file] * opened
+
+
+@pytest.mark.parametrize("spare", [0, -1], ids=["up to the limit", "one byte beyond the limit"])
+@pytest.mark.parametrize("damage", ["gone", "cut short"])
+def test_a_file_that_changes_meanwhile_is_reported(
+    file: pathlib.Path, monkeypatch: pytest.MonkeyPatch, spare: int, damage: str
+) -> None:
+    monkeypatch.setattr(sources, "KEPT_OPEN", file.stat().st_size + spare)
+    source = SafetensorsSource(file)
+    if damage == "gone":
+        file.unlink()
+    else:
+        with file.open("r+b") as opened:
+            opened.truncate(file.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"w\.safetensors"):
+        source.read("embed.weight")
+
+
+# --- configurations from the Hub
+
+
+class Hub:
+    """Stands for the Hub: what is cached, what could be downloaded, and how often it was asked."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.cached: set[str] = set()
+        self.remote: set[str] = set()
+        self.asked = 0
+        self.down = False
+
+    def download(
+        self, repository: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool
+    ) -> str:
+        assert repository == "org/model" and "*.safetensors" not in allow_patterns
+        if local_files_only and not self.cached:
+            raise FileNotFoundError("it is not in the cache")
+        if not local_files_only:
+            self.asked += 1
+            if self.down:
+                raise ConnectionError("no route to host\nand more")
+        for name in self.cached if local_files_only else self.remote:
+            (self.folder / name).write_text(f'{{"file": "{name}"}}')
+        return str(self.folder)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Hub:
+    hub = Hub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.download)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    return hub
+
+
+def test_a_download_is_announced_once(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
+    hub.remote = {"config.json"}
+    with caplog.at_level(logging.WARNING, "driftlens"):
+        assert read_config("org/model", "config.json") == {"file": "config.json"}
+        hub.cached = hub.remote
+        assert read_config("org/model", "preprocessor_config.json") is None
+    assert caplog.text.count("configuration of org/model") == 1
+
+
+@pytest.mark.parametrize("by_environment", [False, True], ids=["by_argument", "by_environment"])
+def test_offline_only_the_cache_is_looked_at(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: Any, by_environment: bool
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", by_environment)
+    hub.remote = {"config.json", "other.json"}
+    assert read_config("org/model", "config.json", offline=not by_environment) is None
+    hub.cached = {"config.json"}
+    assert read_config("org/model", "config.json", offline=not by_environment) == {"file": "config.json"}
+    assert read_config("org/model", "other.json", offline=not by_environment) is None
+    assert hub.asked == 0 and caplog.text == ""
+
+
+def test_trouble_on_the_way_is_said_in_one_line(hub: Hub) -> None:
+    hub.down = True
+    with pytest.raises(CheckpointError, match="org/model on the Hub can't be had") as failure:
+        read_config("org/model", "config.json")
+    assert "no route to host" in failure.value.message and "\n" not in failure.value.message
+
+
+def test_a_folder_is_read_without_the_hub(hub: Hub, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text('{"here": 1}')
+    assert read_config(str(tmp_path), "config.json") == {"here": 1}
+    assert read_config(str(tmp_path), "other.json") is None
+    assert hub.asked == 0

@@ -33,26 +33,15 @@ from tests.models.hostile import (
 )
 from tests.refusing import refusing
 
-Save = Callable[[object, pathlib.Path], None]
+Save = Callable[[object, pathlib.Path], object]
 
 
-def save_zip(content: object, path: pathlib.Path) -> None:
-    torch.save(content, path)
-
-
-def save_old(content: object, path: pathlib.Path) -> None:
-    torch.save(content, path, _use_new_zipfile_serialization=False)
-
-
-def save_plain(content: object, path: pathlib.Path) -> None:
-    path.write_bytes(pickle.dumps(content))
-
-
-def save_plain_2(content: object, path: pathlib.Path) -> None:
-    path.write_bytes(pickle.dumps(content, protocol=2))
-
-
-FORMS = {"zip": save_zip, "before_1_6": save_old, "plain": save_plain, "plain_protocol_2": save_plain_2}
+FORMS: dict[str, Save] = {
+    "zip": torch.save,
+    "before_1_6": functools.partial(torch.save, _use_new_zipfile_serialization=False),
+    "plain": lambda content, path: path.write_bytes(pickle.dumps(content)),
+    "plain_protocol_2": lambda content, path: path.write_bytes(pickle.dumps(content, protocol=2)),
+}
 
 
 @pytest.fixture

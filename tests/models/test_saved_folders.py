@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from driftlens.base.errors import NumericsError
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.sources import StateSource, content_digest
+from driftlens.checkpoints.sources import StateSource, TensorsSource, content_digest
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.families.hf_t5 import HfT5
 from driftlens.models.heads import text_head
@@ -85,15 +85,23 @@ def used(usage: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> d
     return names
 
 
-@pytest.mark.parametrize("style", [version_4, version_5])
+def wrapped(folder: pathlib.Path, wrapper: str) -> StateSource:
+    plain = open_checkpoint(folder)
+    return TensorsSource("base", {wrapper + key: plain.read(key) for key in plain.headers})
+
+
+@pytest.mark.parametrize(("style", "wrapper"), [(version_4, "module."), (version_5, "")])
 @torch.no_grad()
 def test_a_whole_clip_classifies_in_its_library_as_here(
-    style: Callable[[pathlib.Path], pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    style: Callable[[pathlib.Path], pathlib.Path],
+    wrapper: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from transformers import CLIPModel, CLIPProcessor
+    from transformers import CLIPModel, CLIPProcessor, CLIPVisionModelWithProjection
 
     folder, out = style(tmp_path / "base"), tmp_path / "out"
-    architecture, base = load_architecture("hf-clip", str(folder)), open_checkpoint(folder)
+    architecture, base = load_architecture("hf-clip", str(folder)), wrapped(folder, wrapper)
     model = moved(architecture, base)
     save_model(architecture, base, model, out, card=lambda usage: usage)
 
@@ -111,9 +119,12 @@ def test_a_whole_clip_classifies_in_its_library_as_here(
 
     computed = used((out / "README.md").read_text(), out, monkeypatch)
     torch.testing.assert_close(computed["features"], F.normalize(features[:1]), rtol=0, atol=1e-5)
-    again = load_architecture("hf-clip", str(out)).preprocess
-    assert again is not None and architecture.preprocess is not None
-    assert torch.equal(again(pictures()), architecture.preprocess(pictures()))
+    assert architecture.preprocess is not None
+    inputs, again = architecture.preprocess(pictures()), load_architecture("hf-clip", str(out))
+    alone = CLIPVisionModelWithProjection.from_pretrained(out)(inputs).image_embeds
+    torch.testing.assert_close(alone, features, rtol=0, atol=1e-5)
+    assert again.preprocess is not None and torch.equal(again.preprocess(pictures()), inputs)
+    assert again.chain.settings == architecture.chain.settings and again.notices == ()
 
 
 def test_the_tokenizer_of_the_base_comes_along_where_the_architecture_has_none(
@@ -168,9 +179,11 @@ def test_a_whole_clip_classifies_in_open_clip_as_here(tmp_path: pathlib.Path) ->
     import open_clip
 
     folder, out = open_clip_folder(tmp_path / "base"), tmp_path / "out"
-    architecture, base = load_architecture("open-clip", str(folder)), open_checkpoint(folder)
+    architecture, base = load_architecture("open-clip", str(folder)), wrapped(folder, "module.")
     model = moved(architecture, base)
     save_model(architecture, base, model, out)
+    again = load_architecture("open-clip", str(out))
+    assert again.chain.settings == architecture.chain.settings and again.notices == ()
     head = text_head(architecture.text_tower(base), CLASSES, ["a photo of a {}."])
     scores = head.scores(own_features(architecture, model, pictures()))
     library, prepare = open_clip.create_model_from_pretrained(f"local-dir:{out}")

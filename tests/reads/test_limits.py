@@ -28,6 +28,7 @@ from driftlens.spec import types, yaml_text
 from driftlens.spec.run import load_spec
 from driftlens_app import drafts
 from driftlens_app.jobs import requests
+from tests.data.sources import encoded, opened, shard
 from tests.pipeline.fixtures import world
 from tests.reads.guard import MOST_GROWTH, SECONDS
 from tests.zoo.world import World
@@ -152,12 +153,16 @@ def test_paths(world: World, longest: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "most"), [("num_hidden_layers", loading.MOST_LAYERS), ("num_labels", loading.MOST_LABELS)]
+    ("key", "most"),
+    [
+        *((key, loading.MOST_LAYERS) for key in ("num_hidden_layers", "layers", "depth")),
+        ("num_labels", loading.MOST_LABELS),
+    ],
 )
 def test_configurations(tmp_path: Path, key: str, most: int) -> None:
     (tmp_path / "config.json").write_text(f'{{"{key}": {most}}}')
     assert read_config(str(tmp_path), "config.json") == {key: most}
-    (tmp_path / "config.json").write_text(f'{{"{key}": {most + 1}}}')
+    (tmp_path / "config.json").write_text(f'{{"vision": {{"{key}": {most + 1}}}}}')
     with pytest.raises(IncompatibleModelsError, match=f"At most {most:,}|{most + 1:,}"):
         read_config(str(tmp_path), "config.json")
 
@@ -195,27 +200,13 @@ def test_images(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [images.LONGEST_LABEL, images.LONGEST_LABEL + 1])
 def test_labels(tmp_path: Path, size: int) -> None:
-    import io
-    import tarfile
-
-    from driftlens.base.access import Access
-    from driftlens.data.sources import data_sources
-    from driftlens.spec.data import WebdatasetData
-
-    picture = io.BytesIO()
-    Image.new("RGB", (2, 2)).save(picture, "PNG")
-    file = tmp_path / "a.tar"
-    with tarfile.open(file, "w") as archive:
-        for name, content in (("a.png", picture.getvalue()), ("a.cls", b"0" + b" " * (size - 1))):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    entry = WebdatasetData(kind="webdataset", calibration=str(file), test=str(file))
+    members = {"a.png": encoded(1), "a.cls": b"0" + b" " * (size - 1)}
+    entry = dict.fromkeys(("calibration", "test"), shard(tmp_path / "a.tar", members))
     if size > images.LONGEST_LABEL:
         with pytest.raises(DataError, match=r"a\.cls"):
-            data_sources["webdataset"](entry, "test", Access())
+            opened(kind="webdataset", **entry)
     else:
-        assert len(data_sources["webdataset"](entry, "test", Access())) == 1
+        assert len(opened(kind="webdataset", **entry)) == 1
 
 
 def test_places(tmp_path: Path) -> None:

@@ -408,24 +408,6 @@ def test_dates_and_numbers_of_the_wrong_kind_in_a_status(
         assert "Traceback" not in result.err and "defect" not in result.err, (line, result.err)
 
 
-@pytest.mark.slow
-def test_a_million_experts(assert_refused: Callable[..., Result], tmp_path: Path) -> None:
-    file = tmp_path / "many.yaml"
-    file.write_text(
-        "version: 1\nexperts: {" + ",".join(f"t{n}: {{weights: x}}" for n in range(120_000)) + "}"
-    )
-    assert_refused("validate", file, says="at most 1000|more than 100,000 values")
-    file.write_text("version: 1\nexperts: {" + ",".join(f"t{n}: x" for n in range(1_000_000)) + "}")
-    assert_refused("validate", file, says="at most")
-
-
-def test_a_bomb_of_aliases(assert_refused: Callable[..., Result], tmp_path: Path) -> None:
-    levels = "".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
-    file = tmp_path / "bomb.yaml"
-    file.write_text(f"version: 1\nx:\n  a0: &a0 [1]\n{levels}")
-    assert_refused("validate", file, says="aliases")
-
-
 UNREASONABLE = {
     "hidden_size": 2**31,
     "intermediate_size": 2**31,
@@ -467,10 +449,3 @@ def test_names_that_steer_a_terminal(
     for line in (("show", run), ("ls", run.parent), ("-v", "show", run), ("check", run)):
         result = run_cli(*line)
         assert harmless(result.out + result.err) == result.out + result.err, line
-
-
-@pytest.mark.slow
-def test_messages_of_20_000_lines(assert_refused: Callable[..., Result], tmp_path: Path) -> None:
-    file = tmp_path / "long.yaml"
-    file.write_text("version: 1\n" + "".join(f"k{n}: 1\n" for n in range(20_000)))
-    assert len(assert_refused("validate", file, says="lines more").err) < 200_000

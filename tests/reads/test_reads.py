@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import save_file
 from transformers import GPT2Config
+from typer.main import get_command
 
 from driftlens.base.access import Access
 from driftlens.base.errors import SpecError, harmless
@@ -32,6 +33,7 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sources import TensorsSource
 from driftlens.checkpoints.weight_files import open_pickled
 from driftlens.cli import run as run_command
+from driftlens.cli.app import app
 from driftlens.data.sources import data_sources
 from driftlens.jobs.study.opening import open_architecture
 from driftlens.jobs.study.recipe import Followed
@@ -373,66 +375,9 @@ def test_spoiled_runs(
         file.write_bytes(right)
 
 
-COMMANDS = (
-    "show",
-    "ls",
-    "verify",
-    "doctor",
-    "methods",
-    "check",
-    "compare",
-    "report",
-    "export",
-    "project",
-    "init",
-    "validate",
-    "analyze",
-    "explain",
-    "merge",
-    "advise",
-    "evaluate",
-    "attach",
-    "calibrate",
-    "sweep",
-    "arena",
-    "reproduce",
-    "convert",
-    "ui",
-)
-OPTIONS = (
-    "--json",
-    "--out",
-    "--set",
-    "--method",
-    "--layers",
-    "--task",
-    "--seed",
-    "--n",
-    "--device",
-    "--threads",
-    "--junit",
-    "--format",
-    "--figures",
-    "--tables",
-    "--samples",
-    "--seeds",
-    "--param",
-    "--name",
-    "--port",
-    "--host",
-    "--dry-run",
-    "-q",
-    "--methods",
-    "--preset",
-    "--resume",
-    "--replace",
-    "--max-points",
-    "--layer",
-    "--progress",
-    "--deep",
-    "--help",
-    "--",
-)
+COMMANDS = sorted({*get_command(app).commands} - {"demo"})  # type: ignore[attr-defined]
+PARAMETERS = [each for name in COMMANDS for each in get_command(app).commands[name].params]  # type: ignore[attr-defined]
+OPTIONS = sorted({option for each in PARAMETERS for option in each.opts if option[0] == "-"} | {"-q", "--"})
 
 
 @pytest.fixture(scope="module")
@@ -441,32 +386,9 @@ def words(light: DriftRun, world: World, place: Path) -> Right:
     (place / "good.yaml").write_text(yaml.safe_dump(world.one_task(metrics={"jacobian": False})))
     shutil.copytree(light.path, place / "a-run", dirs_exist_ok=True)
     nasty = [bad for bad in NASTY if isinstance(bad, str) and "\x00" not in bad]  # no system hands down a NUL
-    right = (
-        "a-run",
-        "good.yaml",
-        "good.yaml/below",
-        "/proc/x",
-        ".",
-        "state.pt",
-        "trap.pt",
-        "whole.pkl",
-        "flowers",
-        "pca",
-    )
-    pairs = (
-        "lam=1",
-        "lam=",
-        "=",
-        "lam=!!int ''",
-        "n=1e30",
-        "seed=9" + "9" * 40,
-        "lam=[1,2",
-        "featcal:lam=x",
-        "all",
-        "1,2",
-        "²",
-        "1-²",
-    )
+    right = ("a-run", "good.yaml", "good.yaml/below", "/proc/x", ".", "flowers", "pca", *WEIGHTS[1:])
+    pairs = ("lam=1", "lam=", "=", "lam=!!int ''", "n=1e30", "seed=9" + "9" * 40, "lam=[1,2", "featcal:lam=x")
+    pairs += ("all", "1,2", "²", "1-²")
     return Right([*OPTIONS, *OPTIONS, *right, *right, *pairs, *nasty])
 
 

@@ -41,13 +41,19 @@ def rows(width: int) -> Callable[[torch.Generator, int], Tensor]:
     return lambda generator, n: torch.randn(n, width, generator=generator, dtype=torch.float64)
 
 
+def linear(width: int) -> list[nn.Module]:
+    return [nn.Linear(width, width)]
+
+
 class Stack(nn.Module):
     """A stem, residual-free blocks in a list, and a head; what `sequential` is for."""
 
-    def __init__(self, width: int = 6, depth: int = 3) -> None:
+    def __init__(
+        self, width: int = 6, depth: int = 3, parts: Callable[[int], list[nn.Module]] = linear
+    ) -> None:
         super().__init__()
         self.embed = nn.Linear(5, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))
+        self.blocks = nn.ModuleList(nn.Sequential(*parts(width), nn.Tanh()) for _ in range(depth))
         self.out = nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:

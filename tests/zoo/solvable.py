@@ -19,29 +19,14 @@ from driftlens.models.families.sequential import sequential_chain
 from tests.reference import decoder, t5
 from tests.reference.calibration import PlainBlock
 from tests.reference.drift import STEPS
-from tests.zoo.cases import CASES, Case, perturbed, rows, with_seed
+from tests.zoo.cases import CASES, Case, Stack, perturbed, rows, with_seed
 from tests.zoo.hand_made import two_texts
 
 Inputs = Any
 
 
-class RmsStack(nn.Module):
-    """Blocks of an RMS norm and a linear map."""
-
-    def __init__(self, width: int = 6, depth: int = 2) -> None:
-        super().__init__()
-        self.embed = nn.Linear(5, width)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.RMSNorm(width), nn.Linear(width, width, bias=False), nn.Tanh())
-            for _ in range(depth)
-        )
-        self.out = nn.Linear(width, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.out(hidden)
+def normed(width: int) -> list[nn.Module]:
+    return [nn.RMSNorm(width), nn.Linear(width, width, bias=False)]
 
 
 @dataclass(frozen=True)
@@ -228,7 +213,7 @@ WORLDS: dict[str, World] = {
         CASES["sequential"], lambda model: list(model.blocks), first_step("sequential"), of_one_tensor
     ),
     "rms_stack": World(
-        Case(with_seed(RmsStack), sequential_chain, rows(5)),
+        Case(with_seed(lambda: Stack(depth=2, parts=normed)), sequential_chain, rows(5)),
         lambda model: list(model.blocks),
         first_step("sequential"),
         of_one_tensor,

@@ -58,7 +58,6 @@ _STACKS = {"encoder": "encoder", "decoder": "hidden"}
 """Of each stack, the stream that flows through it; its mask is `<stream>_mask`, its tokens `<stream>_ids`."""
 _POOLS: dict[str, Pool | None] = {"encoder": "mean", "decoder": None}
 _TABLE = "layer.0.SelfAttention.relative_attention_bias.weight"
-_READS = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
 
 
 class HfT5:

@@ -2,8 +2,6 @@
 
 A check passes only on numbers that are there. What was not measured is skipped, with the reason. `self_checks` are
 claims that are exact in theory, with the error up to which they count as holding: this is the one home of those limits.
-
-Whatever reads a table raises RunError where that can't be read.
 """
 
 from __future__ import annotations
@@ -11,10 +9,10 @@ from __future__ import annotations
 import math
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -25,37 +23,23 @@ from driftlens.base.files import PathLike
 from driftlens.base.intervals import Interval
 from driftlens.base.metrics import metric_called
 from driftlens.base.variants import calibrated
+from driftlens.findings.checks_file import Check, Relation, load_checks
 from driftlens.findings.features import drift_changes
 from driftlens.findings.reading import Kind, number
 from driftlens.findings.scores import changed_score, score_of
+from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
 
-if TYPE_CHECKING:
-    from driftlens.findings.table import Table
-
-if TYPE_CHECKING:
-    from driftlens.findings.checks_file import Check
-
-Relation = Literal[">=", "<=", ">", "<"]
-Severity = Literal["error", "warn"]
 Status = Literal["pass", "warn", "fail", "skip"]
-Aggregate = Literal["worst", "mean", "max", "min", "median"]
-
 Array = NDArray[np.float64]
 Number = TypeVar("Number", float, Array)
 
-CHECKED_TABLES = ("layers", "outputs", "accuracy", "params", "calibration")
-
 _GAPS_BY = {"layers": "layer", "calibration": "kind"}
+"""A column that is empty for a whole layer (amplification at the stem) or kind of solve does not exist there."""
 _DIGITS = 4
 """Of a judged number: one more than elsewhere, as it stands beside its limit."""
-"""A column that is empty for a whole layer (amplification at the stem) or kind of solve does not exist there."""
-
-_AVERAGES: Mapping[str, Callable[[Array], float]] = {
-    "mean": lambda values: float(np.mean(values)),
-    "median": lambda values: float(np.median(values)),
-}
+_WRITTEN = {"<=": "≤", ">=": "≥"}
 
 
 @dataclass(frozen=True)
@@ -63,8 +47,6 @@ class CheckResult:
     """How one check ended for one group of rows.
 
     Attributes:
-        name: of the check.
-        metric: what was judged.
         group: what the rows share, by `per`.
         status: pass, warn or fail; skip where the numbers it needs are not all there.
         value: what was held against the bound; NaN where there is none.
@@ -106,9 +88,6 @@ class CheckResult:
         return f"{self.name} [{group}]" if group else self.name
 
 
-_WRITTEN = {"<=": "≤", ">=": "≥"}
-
-
 @dataclass(frozen=True)
 class CheckReport:
     """How all checks of a run ended, in the order they were given."""
@@ -132,25 +111,17 @@ class CheckReport:
 
     def table(self, name: str = "checks", heading: str = "Checks", kind: Kind = "number") -> Table:
         """A row per check, its value written as `kind` says."""
-        from driftlens.findings.table import Table  # with pydantic, which judging does without
-
+        columns: dict[str, tuple[Kind, str]] = {
+            **{"check": ("text", "title"), "status": ("text", "status"), "value": (kind, "value")},
+            **{"wanted": ("text", "wanted"), "margin": (kind, "margin"), "rows": ("count", "n")},
+            **{"where": ("text", "where"), "reason": ("text", "reason")},
+        }
         rows = [
-            (
-                *(
-                    at.title,
-                    at.status,
-                    at.value,
-                    f"{_WRITTEN.get(at.relation, at.relation)} {at.threshold:g}",
-                ),
-                *(at.margin, at.n, at.where, at.reason),
-            )
+            vars(at)
+            | {"title": at.title, "wanted": f"{_WRITTEN.get(at.relation, at.relation)} {at.threshold:g}"}
             for at in self.results
         ]
-        kinds: dict[str, Kind] = {
-            **{"check": "text", "status": "text", "value": kind, "wanted": "text"},
-            **{"margin": kind, "rows": "count", "where": "text", "reason": "text"},
-        }
-        return Table.of(name, heading, kinds, rows)
+        return Table.from_rows(name, heading, columns, rows)
 
     def _repr_html_(self) -> str:
         """Every check in a row, for notebooks."""
@@ -180,8 +151,6 @@ def check(run: DriftRun | PathLike, tests: PathLike | Mapping[str, Any] | None =
         SpecError: the checks make no sense; path, value and remedy are named.
         RunError: the run, or one of its tables, can't be read.
     """
-    from driftlens.findings.checks_file import load_checks
-
     checks = None if tests is None else load_checks(tests)
     opened = run if isinstance(run, DriftRun) else open_run(run)
     if checks is None:
@@ -223,7 +192,7 @@ def _judge_group(
         return _skipped(check, group, lacking)
     at = _judged_row(check, values)
     with np.errstate(invalid="ignore"):
-        value = _AVERAGES[check.agg](values) if at is None else float(values[at])
+        value = float(getattr(np, check.agg)(values) if at is None else values[at])
     if math.isnan(value):
         return _skipped(check, group, f"the {check.agg} of infinite values is no number")
     margin, relation = min(
@@ -232,31 +201,18 @@ def _judge_group(
     holds = margin > 0 or (margin == 0 and relation in (">=", "<="))
     if holds and lacking:
         return _skipped(check, group, lacking)
-    place, row = "", rows.iloc[measured[at]] if at is not None else pd.Series(dtype=float)
+    row = pd.Series(dtype=float) if at is None else rows.iloc[measured[at]]
     low, high, samples = (row.get(name, math.nan) for name in ("low", "high", "n"))
-    if at is not None:
-        place = _row_name(row, shown)
+    place = "" if at is None else _row_name(row, shown)
     of = "" if pd.isna(samples) else f" (n = {int(samples)})"
     reason = (
         f"{number(value, _DIGITS)}{of}{f' at {place}' if place else ''}, "
         f"wanted {relation} {_exact(check.bounds[relation])}"
     )
-    return CheckResult(
-        check.title,
-        check.metric,
-        group,
-        status="pass" if holds else "warn" if check.severity == "warn" else "fail",
-        value=value,
-        relation=relation,
-        threshold=check.bounds[relation],
-        margin=margin,
-        n=len(values),
-        where=place,
-        reason="" if holds else reason,
-        ci_low=float(low),
-        ci_high=float(high),
-        samples=0 if pd.isna(samples) else int(samples),
-    )
+    status: Status = "pass" if holds else "warn" if check.severity == "warn" else "fail"
+    said = (place, "" if holds else reason, float(low), float(high), 0 if pd.isna(samples) else int(samples))
+    bound = (relation, check.bounds[relation], margin)
+    return CheckResult(check.title, check.metric, group, status, value, *bound, len(values), *said)
 
 
 def _exact(value: float) -> str:
@@ -362,9 +318,8 @@ def _changes(rows: pd.DataFrame, key: list[str], start: str, end: str, *, relati
 
 def _with_intervals(rows: pd.DataFrame, run: DriftRun, check: Check, change: tuple[str, str]) -> pd.DataFrame:
     """The rows with what is known of their changes' intervals, those of shares of a score left out."""
-    ends: list[Interval]
+    ends: list[Interval] = []
     if check.home == "accuracy":
-        ends = []
         for task, name in zip(rows["task"], rows["metric"], strict=True):
             metric = metric_called(name)
             score = changed_score(run, run, task, change, metric)
@@ -410,11 +365,7 @@ _CLAIMS = {
 
 
 _PLACE = {
-    "task": "task ",
-    "variant": "",
-    "name": "calibration ",
-    "layer": "",
-    "site": "",
+    **{"task": "task ", "variant": "", "name": "calibration ", "layer": "", "site": ""},
     "sample_id": "sample ",
 }
 """Columns that say where an error is, and what is put before them."""
@@ -445,19 +396,8 @@ def _self_check(
         reason = (
             "" if status == "pass" else f"{number(largest, _DIGITS)} at {where}, wanted <= {_exact(limit)}"
         )
-    return CheckResult(
-        f"{name}: {claim}",
-        name,
-        {},
-        status,
-        largest,
-        "<=",
-        limit,
-        limit - largest,
-        len(errors),
-        where,
-        reason,
-    )
+    bound = ("<=", limit, limit - largest)
+    return CheckResult(f"{name}: {claim}", name, {}, status, largest, *bound, len(errors), where, reason)
 
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -466,13 +406,8 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 def junit_xml(report: CheckReport) -> str:
     """One test suite, called like the run, with a test case per result; a warning passes and says so."""
-    counts = {
-        "tests": len(report.results),
-        "failures": report.count("fail"),
-        "errors": 0,
-        "skipped": report.count("skip"),
-    }
-    attributes = {name: str(count) for name, count in counts.items()}
+    counts = {"tests": len(report.results), "failures": report.count("fail"), "errors": 0}
+    attributes = {name: str(count) for name, count in (counts | {"skipped": report.count("skip")}).items()}
     root = ElementTree.Element("testsuites", attributes)
     suite = ElementTree.SubElement(root, "testsuite", {"name": _safe(report.run.name), **attributes})
     for result in report.results:
@@ -487,12 +422,8 @@ def junit_xml(report: CheckReport) -> str:
 def _add_outcome(case: ElementTree.Element, result: CheckResult) -> None:
     reason = _safe(result.reason)
     if result.status != "skip":
-        measured = {
-            "value": result.value,
-            "ci_low": result.ci_low,
-            "ci_high": result.ci_high,
-            "n": result.samples,
-        }
+        measured = {name: getattr(result, name) for name in ("value", "ci_low", "ci_high")}
+        measured["n"] = result.samples
         bound = {"bound": f"{result.relation} {_exact(result.threshold)}", "at": _safe(result.where)}
         numbers = {name: _exact(value) for name, value in measured.items() if value == value and value}
         properties = ElementTree.SubElement(case, "properties")

@@ -19,11 +19,13 @@ from pydantic import BeforeValidator, Field, model_validator
 from driftlens.base.errors import did_you_mean
 from driftlens.base.files import PathLike
 from driftlens.base.metrics import ATTACHED, METRICS
-from driftlens.findings.checks import CHECKED_TABLES, Relation
 from driftlens.runs.schema import TABLES
 from driftlens.spec.problems import checked
 from driftlens.spec.types import Name, Number, Part, Text, problem
 from driftlens.spec.yaml_text import read_mapping
+
+Relation = Literal[">=", "<=", ">", "<"]
+CHECKED_TABLES = ("layers", "outputs", "accuracy", "params", "calibration")
 
 _NUMBERS = {
     name: {column.name for column in TABLES[name].columns if column.dtype != "str" and column.name != "layer"}
@@ -179,7 +181,5 @@ def _table_of(metric: str, table: str | None) -> str:
 
 def _text_columns(table: str) -> list[str]:
     """Columns that rows can be chosen by."""
-    columns = [
-        column.name for column in TABLES[table].columns if column.dtype == "str" or column.name == "layer"
-    ]
+    columns = [of.name for of in TABLES[table].columns if of.dtype == "str" or of.name == "layer"]
     return [*columns, "variant"] if table == "calibration" else columns

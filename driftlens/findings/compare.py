@@ -14,15 +14,8 @@ from driftlens.base.files import PathLike
 from driftlens.base.intervals import Interval, MeanChange, Paired, mean_over_tasks
 from driftlens.base.metrics import ACCURACY, metric_called, title_of
 from driftlens.base.variants import expert_of, part_of
-from driftlens.findings.features import (
-    COSINE,
-    DRIFT,
-    DRIFT_CHANGE,
-    UNMEASURED,
-    drift_changes,
-    same_samples,
-)
-from driftlens.findings.frame import Finding, finding, pairing
+from driftlens.findings.features import COSINE, DRIFT, DRIFT_CHANGE, drift_changes, same_samples
+from driftlens.findings.frame import Finding, pairing
 from driftlens.findings.measures import FLIPS, changes_between, level
 from driftlens.findings.reading import Kind
 from driftlens.findings.scores import changed_score, main_metrics, score_of
@@ -100,14 +93,13 @@ def compare(
     tasks = [task for task in first.tasks if task in second.tasks]
     if not tasks:
         raise DataError("the runs have no task in common", hint="Compare runs of the same tasks.")
+    places = [(task, pair) for task in tasks for pair in pairs]
     return Comparison(
         first,
         second,
         pairs,
-        layers=pd.concat(
-            [_layer_rows(first, second, task, pair) for task in tasks for pair in pairs], ignore_index=True
-        ),
-        tasks=pd.DataFrame([_task_row(first, second, task, pair) for task in tasks for pair in pairs]),
+        layers=pd.concat([_layer_rows(first, second, *at) for at in places], ignore_index=True),
+        tasks=pd.DataFrame([_task_row(first, second, *at) for at in places]),
         mismatches=found,
         notes=tuple(_unverified(first, second, tasks)),
     )
@@ -191,7 +183,7 @@ def _layer_rows(first: DriftRun, second: DriftRun, task: str, pair: tuple[str, s
         rows[f"{quantity}_change"] = rows[f"{quantity}_after"] - rows[f"{quantity}_before"]
     rows["drift_relative"] = rows["drift_change"] / rows["drift_before"].where(rows["drift_before"] != 0)
     changes = drift_changes(first, second, task, pair)
-    ends = pd.DataFrame([_ends(changes.get(layer, UNMEASURED)) for layer in rows["layer"]])
+    ends = pd.DataFrame([_ends(changes.get(layer)) for layer in rows["layer"]])
     rows = pd.concat([rows, ends], axis=1)
     for place, (name, value) in enumerate((("task", task), ("before", pair[0]), ("after", pair[1]))):
         rows.insert(place, name, value)
@@ -204,42 +196,42 @@ def _task_row(first: DriftRun, second: DriftRun, task: str, pair: tuple[str, str
     for name, about in (("drift", DRIFT), ("cos", COSINE), ("flips", FLIPS)):
         start, end = (level(run, about, task, variant).value for run, variant in sides)
         row |= {f"{name}_before": start, f"{name}_after": end, f"{name}_change": end - start}
-    changes = changes_between(first, second, DRIFT, task, pair)
-    nothing = finding(DRIFT, Interval(math.nan), task, pair[1], pair[0], paired=False)
-    drift, relative = (changes.get(about.role, nothing) for about in (DRIFT, DRIFT_CHANGE))
     row["drift_relative"] = row["drift_change"] / row["drift_before"] if row["drift_before"] else math.nan
-    row |= _ends(MeanChange(drift, relative, is_paired=bool(drift.paired)))
+    changes = changes_between(first, second, DRIFT, task, pair)
+    drift, relative = (changes.get(about.role) for about in (DRIFT, DRIFT_CHANGE))
+    row |= _ends(MeanChange(drift, relative, is_paired=bool(drift.paired)) if drift and relative else None)
     metric = main_metrics(first).get(task, ACCURACY)
-    levels = [score_of(run, task, variant, metric) for run, variant in sides]
-    return row | _score_columns(changed_score(first, second, task, pair, metric), *levels)
+    start, end = (score_of(run, task, variant, metric) for run, variant in sides)
+    row |= {"metric": metric.name, "n_test_before": start.n, "n_test_after": end.n}
+    return row | _score_columns(changed_score(first, second, task, pair, metric), start.value, end.value)
 
 
-def _ends(change: MeanChange) -> dict[str, Any]:
+def _ends(change: MeanChange | None) -> dict[str, Any]:
+    nothing = Interval(math.nan)
+    change = change or MeanChange(nothing, nothing, is_paired=False)
     both = {"drift": change.difference, "drift_relative": change.relative}
     ends = {f"{name}_ci_{end}": getattr(of, end) for name, of in both.items() for end in ("low", "high")}
     return {**ends, "drift_n": change.difference.n, "drift_paired": change.is_paired}
 
 
-def _score_columns(change: Finding, start: Interval, end: Interval) -> dict[str, Any]:
-    row = {"before": start.value, "after": end.value, "change": change.value}
-    row |= {"ci_low": change.low, "ci_high": change.high}
+def _score_columns(change: Finding, start: float, end: float) -> dict[str, Any]:
+    row = {
+        "before": start,
+        "after": end,
+        "change": change.value,
+        "ci_low": change.low,
+        "ci_high": change.high,
+    }
     is_accuracy = change.about.name == ACCURACY.name
-    nothing = Paired(math.nan, math.nan, math.nan, math.nan, gained=0, lost=0, n=0)
-    answers = change.answers or nothing
+    answers = change.answers or Paired(math.nan, math.nan, math.nan, math.nan, gained=0, lost=0, n=0)
     return {
-        **{"metric": change.about.name, "n_test_before": start.n, "n_test_after": end.n},
         **{f"score_{name}": value for name, value in row.items()},
         # Under this name nobody may find anything else.
         **{f"accuracy_{name}": value if is_accuracy else math.nan for name, value in row.items()},
-        "score_paired": change.paired,
-        "paired_change": answers.difference,
-        "paired_ci_low": answers.ci_low,
-        "paired_ci_high": answers.ci_high,
-        "p_value": answers.p_value,
-        "gained": answers.gained,
-        "lost": answers.lost,
-        "paired_n": answers.n,
-        "paired_split": change.answered or None,
+        **{"score_paired": change.paired, "paired_change": answers.difference},
+        **{f"paired_{end}": getattr(answers, end) for end in ("ci_low", "ci_high")},
+        **{name: getattr(answers, name) for name in ("p_value", "gained", "lost")},
+        **{"paired_n": answers.n, "paired_split": change.answered or None},
     }
 
 

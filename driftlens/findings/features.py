@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from driftlens.base.intervals import Interval, MeanChange, mean_change, mean_interval
+from driftlens.base.intervals import MeanChange, mean_change, mean_interval
 from driftlens.findings.frame import Finding, Measure, finding
 from driftlens.runs.run import DriftRun
 
@@ -88,6 +88,3 @@ def drift_changes(
         values = (start, end.reindex(start.index) if is_paired else end)
         changes[index] = mean_change(*(each.to_numpy(dtype=float) for each in values), is_paired=is_paired)
     return changes
-
-
-UNMEASURED = MeanChange(Interval(math.nan), Interval(math.nan), is_paired=False)

@@ -11,7 +11,8 @@ import pytest
 import driftlens as dl
 from driftlens.base.errors import ChecksFailedError
 from driftlens.base.metrics import ACCURACY
-from driftlens.findings.checks import CHECKED_TABLES, CheckReport, junit_xml, self_checks
+from driftlens.findings.checks import CheckReport, junit_xml, self_checks
+from driftlens.findings.checks_file import CHECKED_TABLES
 from driftlens.findings.features import drift_changes
 from driftlens.findings.reading import number
 from driftlens.findings.scores import changed_score, score_of

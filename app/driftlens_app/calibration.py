@@ -249,16 +249,12 @@ def _form_fields(
         help="Beside the run, with config, preprocessor and model card. The weights alone are saved anyway.",
     )
     said["replace"] = st.checkbox(REPLACE, key="replace")
-    return said, _pressed(method.title, blocked=blocked)
-
-
-def _pressed(title: str, *, blocked: bool) -> str:
     with st.container(horizontal=True):
         calibrate = st.form_submit_button(
-            f"{title} calibrate", icon=":material/tune:", disabled=blocked, key=_START
+            f"{method.title} calibrate", icon=":material/tune:", disabled=blocked, key=_START
         )
         estimate = st.form_submit_button("Estimate", icon=":material/timer:", disabled=blocked, key=_ESTIMATE)
-    return "calibrate" if calibrate else "estimate" if estimate else ""
+    return said, "calibrate" if calibrate else "estimate" if estimate else ""
 
 
 def _tried_by_best(known: Mapping[str, Method], first: Method, preset: str | None) -> list[str]:

@@ -15,9 +15,9 @@ from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
 from driftlens.runs.standing import is_analyzed, is_live
 from driftlens_app.jobs import Job, Request, View, cancel, start, watch
+from driftlens_app.jobs.processes import is_finished_since, log_text
 from driftlens_app.jobs.record import MAKING, dismiss, jobs_beside
 from driftlens_app.jobs.requests import DEMO, SUITES, demo_request, explain_request
-from driftlens_app.jobs.watching import is_finished_since, log_text
 from driftlens_app.outlook import STAGES, ahead
 from driftlens_app.pages import path_of
 from driftlens_app.runs import opened

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import streamlit as st
 
-from driftlens.base.errors import DriftLensError, RunError
-from driftlens.base.files import free_bytes
+from driftlens.base.errors import RunLockedError
 from driftlens.base.progress import ProgressEvent, duration
 from driftlens.findings.reading import printable, size
-from driftlens.runs.layout import SPEC
 from driftlens.runs.manifest import LATER, Manifest, PhaseInfo, is_phase_of
 from driftlens.runs.run import DriftRun
 from driftlens.runs.standing import is_analyzed, is_live, unanalyzed
 from driftlens.runs.status import require_unlocked
 from driftlens_app.jobs import Job
-from driftlens_app.settings import is_file_inside
 from driftlens_app.show import caption, plain
 
-if TYPE_CHECKING:
-    from driftlens.spec import RunSpec
-
 _LEVELS = ("problem", "notice", "ok")
-_LARGEST_SPEC = 1_000_000
-"""Bytes; a larger spec is not read, because the page reads it again at every click."""
-
 STAGES: Mapping[str, str] = {
     "check": "Checking the weights",
     "choose": "Choosing",
@@ -150,26 +140,22 @@ def _told(finding: Mapping[str, Any]) -> str:
 
 def show_outlook(run: DriftRun) -> None:
     """Draw what a calibration would stumble over, and what the last work of its kind took on this run."""
-    for text in obstacles(run):
+    if text := obstacle(run):
         st.warning(f"A calibration can't begin: {plain(text)}", icon=":material/warning:")
     caption(past_cost(run))
 
 
-def obstacles(run: DriftRun) -> list[str]:
-    """What would stop any calibration of the run, as far as files tell; a dry run finds more."""
+def obstacle(run: DriftRun) -> str:
+    """What would stop any calibration of the run, by its state alone; a dry run looks at weights, data and disk."""
     try:
         require_unlocked(run.path)
-        if is_live(run.manifest):
-            return ["the run's live modules are not here; `run.calibrate(...)` in Python takes them"]
-        if missing := unanalyzed(run.manifest):
-            more = "`driftlens analyze --resume` goes on"
-            return [f"the run is unfinished; still to be done: {', '.join(missing)}. {more}"]
-        spec = _spec(run)
-        return [*_missing(spec), *_lack_of_room(run, spec)]
-    except DriftLensError as error:
-        return [". ".join(filter(None, (error.message, error.hint)))]
-    except OSError as error:  # of the weights or of a folder on the way to them
-        return [f"{error.filename} can't be looked at: {error.strerror}"]
+    except RunLockedError as error:
+        return f"{error.message}. {error.hint}"
+    if is_live(run.manifest):
+        return "the run's live modules are not here; `run.calibrate(...)` in Python takes them"
+    missing = ", ".join(unanalyzed(run.manifest))
+    goes_on = "`driftlens analyze --resume` goes on"
+    return f"the run is unfinished; still to be done: {missing}. {goes_on}" if missing else ""
 
 
 def past_cost(run: DriftRun) -> str:
@@ -203,43 +189,3 @@ def choosing_cost(run: DriftRun, choosing: float, efforts: Mapping[str, float]) 
     if not choosing or not is_analyzed(run.manifest) or not once:
         return ""
     return f"Takes about {took}. That is {choosing:.0f} calibrations by FeatCal, by what this run took."
-
-
-def _spec(run: DriftRun) -> RunSpec:
-    from driftlens.spec import load_spec  # what it needs takes long to import, and few pages read a spec
-
-    file = run.path / SPEC
-    if not is_file_inside(file):
-        raise RunError(
-            f"the run's {SPEC} is missing, or no file in the folder that the dashboard was opened on"
-        )
-    if file.stat().st_size > _LARGEST_SPEC:
-        raise RunError(f"the run's {SPEC} is larger than {size(_LARGEST_SPEC)}, which no spec needs")
-    return load_spec(file)
-
-
-def _missing(spec: RunSpec) -> list[str]:
-    """Whether files or folders of weights are gone that the spec names; a name from the Hub is none."""
-    parts = [spec.base, spec.merged, *spec.experts.values()]
-    files = dict.fromkeys(Path(part.weights) for part in parts if part is not None)
-    gone = []
-    for file in files:
-        try:
-            # Unlike Path.exists, it tells in every Python what can't be looked at from what is not there.
-            if file.is_absolute():
-                file.stat()
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: no name that a file can have
-            gone.append(file)
-    if not gone:
-        return []
-    more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
-    return [f"there is no file {gone[0]}{more}; the run's spec names weights that have moved or were removed"]
-
-
-def _lack_of_room(run: DriftRun, spec: RunSpec) -> list[str]:
-    """Whether not even the calibrated weights would fit: written like the base's, else like the experts' files."""
-    like = spec.experts.values() if spec.base is None else [spec.base]
-    files = [Path(part.weights) for part in like]
-    need = min((file.stat().st_size for file in files if file.is_absolute() and file.is_file()), default=0)
-    free = free_bytes(run.path)
-    return [f"its weights need {size(need)}, and the disk has {size(free)} free"] if free < need else []

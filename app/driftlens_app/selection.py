@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import streamlit as st
 from driftlens.base.errors import DataError
 from driftlens.findings.listing import RunSummary
 from driftlens.runs.run import DriftRun
-from driftlens_app.jobs.watching import is_at_work
+from driftlens_app.jobs.processes import is_at_work
 from driftlens_app.runs import folder_of, listed_runs, opened, run_ids, run_titles
 from driftlens_app.settings import Settings
 from driftlens_app.show import is_dark
@@ -109,37 +109,32 @@ def choose_view(run: DriftRun) -> None:
     """Take from the URL, or from what was chosen before, which part of the run to look at."""
     layers = [FINAL, *(str(entry.index) for entry in run.manifest.layers)]
     known = {TASK: run.tasks, VARIANTS: run.variants, LAYER: layers, MEASURE: _MEASURES}
+    asked = {name: _asked(name, values) for name, values in known.items()}
+    layer = next(iter(asked[LAYER]), FINAL)
     st.session_state[_CHOSEN] = Selection(
         run,
-        next(iter(_asked(TASK, known)), None),
-        tuple(_asked(VARIANTS, known)),
-        _layer(next(iter(_asked(LAYER, known)), FINAL)),
-        _asked(MEASURE, known) == [_MEASURES[1]],
+        next(iter(asked[TASK]), None),
+        tuple(asked[VARIANTS]),
+        layer if layer == FINAL else int(layer),
+        asked[MEASURE] == [_MEASURES[1]],
     )
 
 
-def _asked(name: str, known: Mapping[str, Sequence[str]]) -> list[str]:
+def _asked(name: str, known: Sequence[str]) -> list[str]:
     """What is chosen as `name`; a page that does not draw the choice obeys it all the same, and so does its URL."""
     # Streamlit forgets what is bound to a widget that a page leaves out, and empties the URL on the way to another.
     kept = st.session_state.setdefault(_KEPT, {})
     asked, drawn = st.query_params.get_all(name), st.session_state.get(name)
     if not asked or asked == kept.get(name):
-        asked = kept.get(name, []) if name not in st.session_state else _listed(drawn)
-    chosen = [value for value in asked if value in known[name]]
+        chosen = [drawn] if isinstance(drawn, str) else [*(drawn or ())]
+        asked = chosen if name in st.session_state else kept.get(name, [])
+    chosen = [value for value in asked if value in known]
     kept[name] = chosen
     if chosen:
         st.query_params[name] = chosen
     else:
         st.query_params.pop(name, None)
     return chosen
-
-
-def _listed(value: str | Sequence[str] | None) -> list[str]:
-    return [] if value is None else [value] if isinstance(value, str) else [*value]
-
-
-def _layer(name: str) -> int | str:
-    return name if name == FINAL else int(name)
 
 
 def _draw(names: Sequence[str], everything: str) -> None:

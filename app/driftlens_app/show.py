@@ -9,11 +9,12 @@ import logging
 import math
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -243,16 +244,19 @@ def with_dots(
         {role: row[head] / 100 for role, head in named.items() if is_measured(row[head])}
         for row in rows.to_dict("records")
     ]
-    low = axis_start(score for row in scores for score in row.values())
-    drawn = [dots(row, low) for row in scores]
+    # From the tenth below the lowest, so that near ones lie apart.
+    lowest = min((score for row in scores for score in row.values()), default=0.0)
+    low = max(0.0, math.floor(10 * lowest - 0.2) / 10)
     rows = rows.copy()
-    rows.insert(1 + len(heads), AXIS, drawn)
+    rows.insert(1 + len(heads), AXIS, [dots(row, low) for row in scores])
     narrow = {head: NumberColumn(format=_NUMBERS["share"][1], width=64) for head in heads.values()}
     return rows, {**columns, **narrow, AXIS: dots_column(low)}
 
 
-MODELS = ("base", "merged", "calibrated", "experts")
-_ROLES: tuple[Part, ...] = ("base", "merged", "calibrated", "expert")
+MODELS: Mapping[str, Part] = MappingProxyType(
+    {"base": "base", "merged": "merged", "calibrated": "calibrated", "experts": "expert"}
+)
+"""What columns and dots are of, with the part whose colour each has in charts."""
 AXIS, _WIDTH = "axis", 130
 
 
@@ -260,11 +264,6 @@ def dots_column(low: float = 0.0) -> Any:
     """How the column `AXIS` of pictures by `dots` is shown."""
     about = f"{', '.join(MODELS)}: on test samples, coloured as in charts."
     return ImageColumn(f"{100 * low:.0f} to 100 %", width=_WIDTH + 16, help=about)
-
-
-def axis_start(scores: Iterable[float]) -> float:
-    """Where an axis of these scores begins: the tenth below the lowest, so that near ones lie apart."""
-    return max(0.0, math.floor(10 * min(scores, default=0.0) - 0.2) / 10)
 
 
 def dots(scores: Mapping[str, float], low: float = 0.0) -> str:
@@ -276,7 +275,7 @@ def dots(scores: Mapping[str, float], low: float = 0.0) -> str:
     }
     spots = "".join(
         f'<circle cx="{at[name]:.1f}" cy="14" r="6" fill="{colours.roles[role][0]}" fill-opacity="0.85"/>'
-        for name, role in zip(MODELS, _ROLES, strict=True)
+        for name, role in MODELS.items()
         if name in at
     )
     lines = f'<path d="M4 14H{_WIDTH - 4}" stroke="{colours.gap}" stroke-width="2"/>'
@@ -298,7 +297,7 @@ def show_key(found: Verdict) -> None:
         " ".join(
             f'<span style="margin-right:1.2em"><i style="{dot}{colours.roles[role][0]}"></i>'
             f"{escape(printable(title(there[name])))}</span>"
-            for name, role in zip(MODELS, _ROLES, strict=True)
+            for name, role in MODELS.items()
             if name in there
         )
     )

@@ -65,6 +65,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def run(root: Path) -> Path:
+    return root / "full"
+
+
+@pytest.fixture
 def open_app(monkeypatch: pytest.MonkeyPatch) -> Open:
     """Opens the app on a folder, at one of its pages: `open_app(root, "overview", read_only=True, task="cars")`."""
 

@@ -10,9 +10,7 @@ from driftlens.runs.run import open_run
 from driftlens.spec.requests import CalibrationRequest
 from driftlens_app.jobs import Job, start, watch
 from driftlens_app.jobs.record import write_job
-from driftlens_app.jobs.requests import (
-    calibrate_request,
-)
+from driftlens_app.jobs.requests import calibrate_request
 from driftlens_app.pages import pages
 
 OF_A_RUN = [

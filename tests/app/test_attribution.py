@@ -11,10 +11,10 @@ import pytest
 
 from driftlens.runs.run import open_run
 from driftlens_app.jobs import processes, watch
+from driftlens_app.jobs.processes import log_text
 from driftlens_app.jobs.record import job_of
-from driftlens_app.jobs.watching import log_text
 from tests.app.conftest import Open, until
-from tests.app.pages import errors, finish, is_disabled, press, said, state, step
+from tests.app.pages import errors, finish, press, said, state, step
 
 pytestmark = pytest.mark.usefixtures("worker")
 BUTTON = "Trace the drift back to layers"
@@ -64,15 +64,6 @@ def test_the_button_starts_the_command_whose_progress_is_shown_until_the_columns
     app.run()
     assert "not traced back" not in said(app) and not app.error
     assert not {BUTTON, "Cancel"} & {button.label for button in app.button}
-
-
-def test_it_can_be_cancelled_and_started_again(open_app: Open, root: Path, run: Path) -> None:
-    app = press(open_app(root, "layers", layers="Sources"), BUTTON)
-    until(lambda: state(run) == "running", "it runs")
-    press(app.run(), "Cancel")
-    until(lambda: state(run) == "cancelled", "it has stopped")
-    assert "was cancelled" in said(app.run())
-    assert not is_disabled(app, BUTTON)
 
 
 def test_only_the_models_that_lack_it_are_named(open_app: Open, root: Path) -> None:

@@ -14,9 +14,9 @@ from driftlens.runs.run import open_run
 from driftlens.spec.requests import CalibrationRequest
 from driftlens_app import runs, samples, settings
 from driftlens_app.jobs import processes, start, watch
+from driftlens_app.jobs.processes import log_text
 from driftlens_app.jobs.record import Job, job_of, jobs_beside, write_job
 from driftlens_app.jobs.requests import analyze_request, calibrate_request
-from driftlens_app.jobs.watching import log_text
 from driftlens_app.runs import listed_runs, opened
 from driftlens_app.settings import Settings, is_inside, require_links_inside
 from tests.app.conftest import Open, opened_drawers
@@ -25,11 +25,6 @@ from tests.records.full_run import write_full_run
 
 SECRET = "root:x:0:0:not to be shown"
 STARTED = "2026-01-02T03:04:05.678Z"
-
-
-@pytest.fixture
-def run(root: Path) -> Path:
-    return root / "full"
 
 
 @pytest.fixture
@@ -122,14 +117,6 @@ def test_a_link_that_appears_while_the_run_is_open_is_noticed(
     assert "its tables is a link" in errors(app) and not app.get("plotly_chart")
     with pytest.raises(RunError, match="its tables is a link"):
         opened(run)
-
-
-def test_a_run_that_is_not_readable_is_not_opened_for_its_hint(root: Path, run: Path, outside: Path) -> None:
-    (outside / "manifest.json").write_text("{")
-    (run / "manifest.json").unlink()
-    (run / "manifest.json").symlink_to(outside / "manifest.json")
-    (listed,) = listed_runs(Settings(root))
-    assert "manifest.json is a link" in listed.problem and "Remove the link" in listed.hint
 
 
 def test_links_that_stay_inside_are_followed(open_app: Open, root: Path, run: Path) -> None:

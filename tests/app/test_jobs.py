@@ -20,19 +20,14 @@ from driftlens.runs.status import RunLock
 from driftlens.spec.requests import CalibrationRequest
 from driftlens_app.calibration import recorded
 from driftlens_app.jobs import cancel, processes, start, watch
+from driftlens_app.jobs.processes import log_text, running_drift
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.requests import analyze_request, calibrate_request, demo_request, project_request
-from driftlens_app.jobs.watching import log_text, running_drift
 from driftlens_app.settings import Settings
 from tests.app.conftest import until
 from tests.app.pages import begin, finish, state, step
 
 pytestmark = pytest.mark.usefixtures("worker")
-
-
-@pytest.fixture
-def run(root: Path) -> Path:
-    return root / "full"
 
 
 def test_a_job_goes_from_starting_to_done_and_its_curve_grows(run: Path) -> None:
@@ -58,14 +53,6 @@ def test_a_job_of_another_kind_leaves_the_record_of_the_last_one(run: Path) -> N
     assert earlier is not None and (earlier.job.pid, earlier.state) == (calibration.pid, "done")
     assert earlier.job.settings["name"] == "steady"
     assert watch(run, "analyze") is None
-
-
-def test_a_job_of_another_kind_waits_for_the_one_that_runs(run: Path) -> None:
-    calibration = begin(run, "steady")
-    layout = start(project_request(open_run(run), "cars", "final", "umap", 0))
-    assert layout.pid == calibration.pid and len(processes._CHILDREN) == 1
-    finish(run)
-    until(lambda: state(run) == "done", "it is done")
 
 
 def test_many_clicks_at_once_start_one_process(run: Path) -> None:
@@ -110,14 +97,6 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     return lambda: monkeypatch.setattr(os, "fsync", full)
-
-
-def test_a_full_disk_keeps_no_job_from_being_stopped(run: Path, fill_disk: Callable[[], None]) -> None:
-    job = begin(run, "steady")
-    until(lambda: state(run) == "running", "it runs")
-    fill_disk()
-    cancel(job)
-    until(lambda: state(run) == "cancelled", "it has stopped")
 
 
 def test_a_cancel_on_a_full_disk_is_known_to_a_restarted_server(
@@ -216,7 +195,7 @@ def test_a_process_out_of_sight_counts_as_stopped_only_without_a_heartbeat(
     process.kill()
     process.wait()
     assert state(run) == "running"
-    monkeypatch.setattr("driftlens_app.jobs.watching.SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("driftlens_app.jobs.processes.SILENT_SECONDS", 0.0)
     assert state(run) == "stopped"
 
 

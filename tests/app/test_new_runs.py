@@ -18,12 +18,11 @@ from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.status import Status, write_status
 from driftlens.spec.run import load_spec
 from driftlens_app.drafts import PASTED, PASTED_AS
-from driftlens_app.jobs import Job, processes, start, watch
+from driftlens_app.jobs import Job, processes, start
 from driftlens_app.jobs.processes import ask
 from driftlens_app.jobs.record import dismiss, job_of
 from driftlens_app.jobs.requests import MOST_BYTES, analyze_request, compare_request
 from driftlens_app.settings import Settings
-from driftlens_app.views.export import build
 from driftlens_app.views.new_run import proposed_name
 from tests.app.conftest import Open, opened_drawers, until
 from tests.app.pages import PROBLEMS, errors, failed, is_disabled, press, said, state
@@ -122,16 +121,6 @@ def test_an_answer_that_is_an_error_is_of_the_kind_its_exit_code_says(
     assert (refusal.value.message, refusal.value.hint) == (PROBLEMS, "Correct it.")
 
 
-def test_a_file_that_could_not_be_built_has_its_problem_and_hint_apart(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = f"a warning about error: nothing\nerror: {PROBLEMS}\nhint: Correct it.\n"
-    done = subprocess.CompletedProcess([], 2, "", told)
-    monkeypatch.setattr(processes, "answer", lambda *_: done)
-    built = build("report", ("report",), root)
-    assert (built.problem, built.hint) == (PROBLEMS, "Correct it.")
-
-
 @pytest.mark.parametrize("view", ["new_run", "runs", "overview"])
 def test_a_folder_that_was_deleted_while_open_is_said_to_be_gone(
     open_app: Open, root: Path, view: str
@@ -183,14 +172,6 @@ def test_the_proposed_name_of_a_folder_is_accepted(root: Path, spec: str, name: 
     assert analyze_request(Settings(root), spec, proposed_name(spec)).run == root / name
 
 
-def test_the_form_starts_with_a_name_that_it_accepts(open_app: Open, root: Path) -> None:
-    (root / "mein spec \u00fc.yaml").write_text("version: 1\n")
-    app = press(open_app(root, "new_run"), "Check the spec")
-    press(app, "Start the analysis")
-    until(lambda: (view := watch(root / "mein-spec-u")) is not None and view.is_live, "it runs")
-    assert not app.error and len(processes._CHILDREN) == 1
-
-
 def test_what_a_run_of_live_modules_was_made_from_is_not_offered(open_app: Open, root: Path) -> None:
     assert open_app(root, "new_run").selectbox(key="spec").options == ["full/spec.yaml", PASTED]
     manifest = read_manifest(root / "full")
@@ -210,19 +191,6 @@ def told(root: Path, name: str) -> str:
     job = job_of(root / name)
     assert job is not None
     return job.log.read_text()
-
-
-def test_another_merge_is_analyzed_in_place_of_the_specs(open_app: Open, root: Path) -> None:
-    app = choose(open_app(root, "new_run"), "ties")  # of the run that is there
-    assert "2306.01708." in said(app) and "Reads all parameters of all models." in said(app)
-    app.number_input(key="merge.ties.scaling").set_value(0.4)
-    app.selectbox(key="merge.ties.trim_scope").set_value("per_tensor")
-    press(press(app, "Check the spec"), "Start the analysis")
-    merge = {"method": "ties", "scaling": 0.4, "trim_scope": "per_tensor"}
-    assert (
-        f"full/spec.yaml --out {root / 'full-ties'} --set=merged=null --set=merge={json.dumps(merge)} "
-        '--set=name="full-ties"' in told(root, "full-ties")
-    )
 
 
 def test_several_merges_are_compared_by_a_job_and_shown(open_app: Open, root: Path) -> None:
@@ -264,21 +232,6 @@ BROKEN, MENDED = "version: 1\nnmae: mine\n", "version: 1\nname: mine\n"
 def paste(app: AppTest, text: str) -> AppTest:
     app.selectbox(key="spec").set_value(PASTED).run()
     return app.text_area(key="pasted").set_value(text).run()
-
-
-def test_a_pasted_spec_is_mended_and_started(open_app: Open, root: Path) -> None:
-    app = paste(open_app(root, "new_run"), BROKEN)
-    assert is_disabled(app, "Start the analysis") and not (root / "pasted.yaml").exists()
-    press(app, "Check the spec")
-    assert "Line 2: **pasted.yaml**: nmae: unknown key" in errors(app) and "Did you mean name?" in errors(app)
-    assert [code.value for code in app.code] == ["2  nmae: mine"] and is_disabled(app, "Start the analysis")
-    app.text_area(key="pasted").set_value(MENDED).run()
-    assert not app.error and is_disabled(app, "Start the analysis")
-    press(app, "Check the spec")
-    assert (root / "pasted.yaml").read_text() == MENDED and "Ready" in said(app)
-    assert [code.value for code in app.code] == ["driftlens analyze pasted.yaml --out pasted"]
-    press(app, "Start the analysis")
-    assert "analyze" in told(root, "pasted")
 
 
 def test_base_experts_and_data_are_picked_into_a_spec(open_app: Open, root: Path, tmp_path: Path) -> None:

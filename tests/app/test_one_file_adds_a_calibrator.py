@@ -12,8 +12,8 @@ from streamlit.testing.v1 import AppTest
 
 from driftlens_app import calibration
 from driftlens_app.jobs import processes
+from driftlens_app.jobs.processes import log_text
 from driftlens_app.jobs.record import job_of
-from driftlens_app.jobs.watching import log_text
 from tests.app.conftest import Open, catalogue, until
 from tests.app.pages import errors, press, said, state
 from tests.contracts.one_file.toys import CLOSED, TRAINED
@@ -168,24 +168,10 @@ def test_what_a_preset_says_anyway_is_not_repeated(worker: None, open_app: Open,
     assert [part for part in called(root / "full") if part.startswith("--set")] == ["--set=rho=1.0"]
 
 
-def test_best_asks_for_no_method_and_leaves_the_coefficients_to_the_choice(
-    worker: None, open_app: Open, root: Path
-) -> None:
-    app = open_app(root, "repair")
-    app.number_input(key="featcal.lam").set_value(0.7)
-    press(app, "Repair with the best method")
-    parts = called(root / "full")
-    assert "--auto" in parts and "--name=best" in parts
-    assert not [part for part in parts if part.startswith(("--set", "--method"))]
-    tried = "- FeatCal (paper-clip: lam 0.05, rho 2, alpha 0.3)\n- FeatCal with lam, alpha, rho searched from there\n"
-    assert "--preset=paper-clip" in parts, "it starts from what the page says"
-    assert tried in said(app) and "- Residual calibration mu 0.9" in said(app)
-
-
 def test_published_settings_for_models_of_the_runs_kind_stand_first(
     worker: None, open_app: Open, root: Path
 ) -> None:
-    """And `Best` starts from them, whatever is chosen in the fields."""
+    """And `Best` starts from them, asks for no method, and leaves the fields' values to the choice."""
     manifest = root / "full/manifest.json"
     text = manifest.read_text(encoding="utf-8")
     assert text.count('"open-clip"') == 1
@@ -197,9 +183,12 @@ def test_published_settings_for_models_of_the_runs_kind_stand_first(
         "paper-clip",
     ]
     preset.set_value("paper-clip")
+    app.number_input(key="featcal.lam").set_value(0.7)
     press(app, "Repair with the best method")
     parts = called(root / "full")
-    assert "--preset=llama-3b" in parts and "--auto" in parts
+    assert {"--preset=llama-3b", "--auto", "--name=best"} <= {*parts}
+    assert "- FeatCal with lam, alpha, rho searched from there\n" in said(app)
+    assert "- Residual calibration mu 0.9" in said(app)
     assert not [part for part in parts if part.startswith(("--set", "--method"))]
 
 

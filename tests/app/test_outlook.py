@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 
-from driftlens import spec
 from driftlens.base.progress import ProgressEvent
 from driftlens.runs.manifest import PhaseInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import RunLock
 from driftlens.runs.writer import RunWriter
-from driftlens_app import outlook
 from driftlens_app.jobs import processes
-from driftlens_app.outlook import ahead, choosing_cost, obstacles, past_cost
+from driftlens_app.outlook import ahead, choosing_cost, obstacle, past_cost
 from tests.app.conftest import Open
-from tests.app.pages import press, said
+from tests.app.pages import said
 
 pytestmark = pytest.mark.usefixtures("worker")
 START = "A calibration can't begin: "
@@ -29,18 +27,8 @@ START = "A calibration can't begin: "
 
 @pytest.fixture
 def run(root: Path) -> Path:
-    """A run whose spec names weights that are there."""
+    """A run whose analysis has its phases on record."""
     run = root / "full"
-    for name in ("base", "expert"):
-        (root / f"{name}.safetensors").write_bytes(b"x" * 1_500_000)
-    spec = {
-        "version": 1,
-        "architecture": {"loader": "open-clip", "source": "ViT-tiny"},
-        "base": {"weights": str(root / "base.safetensors")},
-        "experts": {task: {"weights": str(root / "expert.safetensors")} for task in ("cars", "mnist")},
-        "merge": {"method": "average"},
-    }
-    (run / "spec.yaml").write_text(json.dumps(spec))
     with RunWriter.resume(run) as writer:
         for task in writer.manifest.tasks:
             with writer.phase(f"analyze:{task}"):
@@ -125,87 +113,21 @@ def test_of_an_unfinished_run_no_time_is_told_but_what_is_still_to_be_done(
     (run / "manifest.json").write_text(json.dumps(manifest | {"finished": ""}))
     unfinished = open_run(run)
     assert past_cost(unfinished) == "Estimate, under Advanced, checks weights and data first."
-    assert obstacles(unfinished) == [
-        "the run is unfinished; still to be done: analyze:mnist. `driftlens analyze --resume` goes on"
-    ]
+    text = "the run is unfinished; still to be done: analyze:mnist. `driftlens analyze --resume` goes on"
+    assert obstacle(unfinished) == text
 
 
-def test_an_estimate_takes_the_place_of_what_was_known(open_app: Open, root: Path, run: Path) -> None:
-    app = press(open_app(root, "repair"), "Estimate")
-    assert "about 500 MB" in said(app) and "The analysis of this run took" not in said(app)
-
-
-def test_weights_that_have_moved_are_named(open_app: Open, root: Path, run: Path) -> None:
-    (root / "expert.safetensors").unlink()
-    assert f"{START}there is no file {root / 'expert.safetensors'}; the run's spec" in said(
-        open_app(root, "repair")
-    )
-    (root / "base.safetensors").unlink()
-    assert f"{START}there is no file {root / 'base.safetensors'} and 1 more" in said(open_app(root, "repair"))
-    assert START not in said(open_app(root, "repair", read_only=True))
-
-
-def test_other_obstacles_are_named(run: Path) -> None:
+def test_obstacles_are_named(open_app: Open, root: Path, run: Path) -> None:
     opened = open_run(run)
-    assert obstacles(opened) == []
+    assert obstacle(opened) == ""
     lock = RunLock(run)
     lock.acquire()
-    (text,) = obstacles(opened)
+    text = obstacle(opened)
     assert "is being written to by" in text and str(os.getpid()) in text
+    assert f"{START}full is being written to" in said(open_app(root, "repair"))
     lock.release()
-    (run / "spec.yaml").write_text("version: 99\n")
-    (text,) = obstacles(opened)
-    assert "a newer DriftLens" in text
-
-
-def test_live_modules_are_an_obstacle(run: Path) -> None:
-    opened = edit(run, "architecture", loader="live")
-    assert obstacles(opened) == [
-        "the run's live modules are not here; `run.calibrate(...)` in Python takes them"
-    ]
-
-
-def respecified(run: Path, **values: Any) -> DriftRun:
-    """The run with values of its spec replaced."""
-    file = run / "spec.yaml"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-    return open_run(run)
-
-
-def test_calibrated_weights_need_as_much_room_as_the_base_or_the_smallest_expert(
-    root: Path, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(outlook, "free_bytes", lambda _path: 1_400_000)
-    assert obstacles(open_run(run)) == ["its weights need 1.5 MB, and the disk has 1.4 MB free"]
-    (root / "base.safetensors").write_bytes(b"x" * 1_300_000)  # of smaller numbers than the experts
-    assert obstacles(open_run(run)) == []
-    (root / "small.safetensors").write_bytes(b"x" * 1_450_000)
-    experts = {"cars": {"weights": str(root / "small.safetensors")}}
-    experts["mnist"] = {"weights": str(root / "expert.safetensors")}
-    without_base = respecified(run, base=None, experts=experts)
-    assert obstacles(without_base) == ["its weights need 1.45 MB, and the disk has 1.4 MB free"]
-
-
-def test_weights_that_can_not_be_looked_at_are_named(open_app: Open, root: Path, run: Path) -> None:
-    (root / "loop").symlink_to(root / "loop")
-    name = str(root / "loop" / "base.safetensors")
-    respecified(run, base={"weights": name})
-    assert f"{START}{name} can't be looked at: Too many levels" in said(open_app(root, "repair"))
-    (text,) = obstacles(respecified(run, base={"weights": f"{root}/\0"}))
-    assert "no path can have this name" in text
-
-
-def test_a_spec_that_would_block_its_reader_or_is_too_long_is_not_read(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spec, "load_spec", lambda file: pytest.fail(f"{file} was read"))
-    file = run / "spec.yaml"
-    file.write_text("#" * 1_000_001)
-    assert obstacles(open_run(run)) == ["the run's spec.yaml is larger than 1 MB, which no spec needs"]
-    file.unlink()
-    os.mkfifo(file)
-    (text,) = obstacles(open_run(run))
-    assert text.startswith("the run's spec.yaml is missing, or no file in the folder")
+    live = "the run's live modules are not here; `run.calibrate(...)` in Python takes them"
+    assert obstacle(edit(run, "architecture", loader="live")) == live
 
 
 STAGED = {"calibrate": 4.0, "analyze": 8.0, "evaluate": 6.0, "explain": 24.0}

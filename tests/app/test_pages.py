@@ -211,26 +211,8 @@ def test_names_from_a_run_are_shown_and_not_obeyed(open_app: Open, tmp_path: Pat
     )
 
 
-def test_every_chart_stands_above_its_data(open_app: Open, root: Path) -> None:
-    app = open_app(root, "overview")
-    charts, data = app.get("plotly_chart"), shown_data(app)
-    assert len(charts) == len(data) == 1
-    assert all(map(len, data))
-
-
 def test_the_rows_behind_a_chart_are_sent_when_they_are_opened(open_app: Open, root: Path) -> None:
     app = open_app(root, "layers")
     assert not app.dataframe
     assert shown_data(app)
     assert len(app.dataframe) == len(app.get("plotly_chart"))
-
-
-def test_fifty_runs_are_listed_and_only_a_few_stay_open(open_app: Open, root: Path) -> None:
-    source = root / "full"
-    manifest = json.loads((source / "manifest.json").read_text())
-    for at in range(49):
-        shutil.copytree(source, root / f"run-{at:02d}")
-        copy = {**manifest, "id": f"run-{at:08x}"}
-        (root / f"run-{at:02d}" / "manifest.json").write_text(json.dumps(copy))
-    app = open_app(root)
-    assert len(app.dataframe[0].value) == 50 and len(app.selectbox(key="run").options) == 50

@@ -14,7 +14,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from driftlens.base.errors import DataError
-from driftlens.findings.compare import compare, comparison_table
+from driftlens.findings.compare import compare
 from driftlens.runs.run import open_run
 from driftlens.runs.writer import RunWriter
 from driftlens_app.jobs import processes
@@ -117,14 +117,6 @@ def _colour(app: AppTest) -> str:
     (chart,) = app.get("plotly_chart")
     colour: str = json.loads(chart.proto.spec)["data"][0]["line"]["color"]
     return colour
-
-
-def test_the_interval_of_a_change_is_that_of_the_comparison(root: Path) -> None:
-    rows = compare(root / "full", before="merged", after="calibrated:featcal").tasks
-    row = rows.iloc[0]
-    change, low, high = (f"{100 * row[f'accuracy_{end}']:+.1f}" for end in ("change", "ci_low", "ci_high"))
-    heads, first, *_ = comparison_table(rows).texts()
-    assert first[heads.index("change of accuracy")] == f"{change} ({low} to {high})"
 
 
 def test_runs_of_other_samples_are_compared_under_a_warning_that_names_the_field(

@@ -58,7 +58,7 @@ def test_a_log_that_cannot_be_written_is_an_error_with_a_hint(
 def test_a_start_that_takes_too_long_elsewhere_is_named(
     request_: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(processes, "_START_SECONDS", 0.0)
     request_.folder.mkdir(exist_ok=True)
     other = FileLock(request_.folder / "start.lock", timeout=0)
     other.acquire()

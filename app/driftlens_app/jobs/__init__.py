@@ -9,8 +9,7 @@ twice or served by a restarted server finds the same job, and never starts a sec
     cancel(view.job)                                # asks; after a grace period, `watch` insists
 """
 
-from driftlens_app.jobs.processes import cancel, start
+from driftlens_app.jobs.processes import View, cancel, start, watch
 from driftlens_app.jobs.record import Job, Request, job_of
-from driftlens_app.jobs.watching import View, watch
 
 __all__ = ["Job", "Request", "View", "cancel", "job_of", "start", "watch"]

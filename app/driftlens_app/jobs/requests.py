@@ -18,7 +18,7 @@ from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
 from driftlens.spec.requests import DEFAULT_METHOD, ArenaRequest, CalibrationRequest, ComparisonRequest
 from driftlens_app.calibration import checked, methods, require_free_name
-from driftlens_app.jobs.record import Request, job_of
+from driftlens_app.jobs.record import Kind, Request, job_of
 from driftlens_app.runs import listed_runs
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_root
 
@@ -111,11 +111,15 @@ def analyze_request(
     return Request("analyze", name, run, arguments, {"spec": spec, "name": name, "merge": dict(merge)})
 
 
+def _on_run(kind: Kind, name: str, run: DriftRun, /, *words: str, **settings: Any) -> Request:
+    """The job of the command of its kind, which adds to a run."""
+    return Request(kind, name, run.path, (kind, str(run.path), *words, *_PROGRESS), settings)
+
+
 def calibrate_request(run: DriftRun, asked: CalibrationRequest) -> Request:
     """The calibration of a run; a value out of its range and a name that is taken are refused."""
     require_free_name(asked, run.manifest.calibrations)
-    arguments = ("calibrate", str(run.path), *checked(asked).words(), *_PROGRESS)
-    return Request("calibrate", asked.name, run.path, arguments, asked.model_dump(mode="json"))
+    return _on_run("calibrate", asked.name, run, *checked(asked).words(), **asked.model_dump(mode="json"))
 
 
 _FACTORS = {"lam": (0.04, 0.2, 1, 5, 25), "rho": (0.25, 0.5, 1, 1.5), "alpha": (0, 0.5, 1, 2, 3)}
@@ -126,26 +130,25 @@ def sweep_request(run: DriftRun) -> Request:
     """FeatCal's coefficients, one at a time around what is published for models of the run's kind."""
     method = methods()[DEFAULT_METHOD]
     preset = str(method.preset_for(run.manifest.architecture.get("loader", "")))
-    arguments = ["sweep", str(run.path), "--resume", f"--preset={preset}"]
+    words = ["--resume", f"--preset={preset}"]
     for name, factors in _FACTORS.items():
         if name != "rho" or "base" in run.variants:
             high, centre = method.settings[name].get("maximum"), method.presets[preset][name]
             values = sorted({min(factor * centre, high or math.inf) for factor in factors})
-            arguments.append(f"--param={name}={','.join(f'{value:g}' for value in values)}")
-    return Request("sweep", "lam, rho and alpha", run.path, (*arguments, *_PROGRESS))
+            words.append(f"--param={name}={','.join(f'{value:g}' for value in values)}")
+    return _on_run("sweep", "lam, rho and alpha", run, *words)
 
 
 def arena_request(run: DriftRun, names: Sequence[str]) -> Request:
     """Repairs by several methods on the same samples, each kept as a calibration of the run."""
     if not names:
         raise SpecError("no method was chosen", hint="Choose two or more to be compared.")
-    arguments = ("arena", str(run.path), *ArenaRequest(methods=names).words(), *_PROGRESS)
-    return Request("arena", ",".join(names), run.path, arguments)
+    return _on_run("arena", ",".join(names), run, *ArenaRequest(methods=names).words())
 
 
 def explain_request(run: DriftRun) -> Request:
     """The attribution that the run's variants lack."""
-    return Request("explain", run.manifest.name, run.path, ("explain", str(run.path), *_PROGRESS))
+    return _on_run("explain", run.manifest.name, run)
 
 
 def project_request(run: DriftRun, task: str, layer: int | str, method: str, seed: int) -> Request:
@@ -154,9 +157,8 @@ def project_request(run: DriftRun, task: str, layer: int | str, method: str, see
     if method not in METHODS:
         raise SpecError(f"no method {method!r}", hint=f"There are {', '.join(METHODS)}.")
     where = ("--task", task, "--layer", str(layer), "--method", method, "--seed", str(int(seed)))
-    arguments = ("project", str(run.path), *where, *_PROGRESS)
-    settings = {"task": task, "layer": layer, "method": method, "seed": int(seed)}
-    return Request("project", f"{method} of {task}", run.path, arguments, settings)
+    asked = {"task": task, "layer": layer, "method": method, "seed": int(seed)}
+    return _on_run("project", f"{method} of {task}", run, *where, **asked)
 
 
 def _is_run(folder: Path) -> bool:

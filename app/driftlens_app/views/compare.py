@@ -125,11 +125,10 @@ def _compared(first: DriftRun, second: DriftRun, before: str, after: str) -> Com
     return compare(first, other, before=before, after=after, allow_mismatch=True)
 
 
-def _pair_of(comparison: Comparison) -> tuple[object, ...]:
-    return key_of(comparison.before), key_of(comparison.after), comparison.pairs
+_PAIR = {Comparison: lambda of: (key_of(of.before), key_of(of.after), of.pairs)}
 
 
-@st.cache_resource(max_entries=16, show_spinner="Drawing", hash_funcs={Comparison: _pair_of})
+@st.cache_resource(max_entries=16, show_spinner="Drawing", hash_funcs=_PAIR)
 def _curves(comparison: Comparison, task: str | None, dark: bool, narrow: bool) -> Drawn:
     with one_column(narrow):
         drawn = change_curves(comparison, dark=dark)  # of the rows of this task

@@ -14,17 +14,7 @@ from driftlens.base.errors import SpecError
 from driftlens.runs.layout import SPEC
 from driftlens_app.calibration import Method, fields, methods
 from driftlens_app.drafts import PASTED, PASTED_AS, checked, draft, keep, kept_as
-from driftlens_app.jobs import start
-from driftlens_app.jobs.requests import (
-    Merges,
-    analyze_request,
-    compare_request,
-    in_terminal,
-    merged_by,
-    own_specs,
-    spec_file,
-    spec_files,
-)
+from driftlens_app.jobs import requests, start
 from driftlens_app.live import await_run, show_new_runs
 from driftlens_app.outlook import show_findings
 from driftlens_app.pages import Page
@@ -53,7 +43,7 @@ def show() -> None:
         )
         return
     show_new_runs(settings)
-    specs = [*spec_files(settings.root), *own_specs(settings.root)]
+    specs = [*requests.spec_files(settings.root), *requests.own_specs(settings.root)]
     if not specs:
         note(
             f"There is no spec in {plain(settings.root)}. `driftlens init --out run.yaml` writes a commented one."
@@ -129,7 +119,7 @@ def _form(settings: Settings, spec: str, text: str | None, chosen: Mapping[str, 
         show_findings(found)
     if not is_ready:
         return
-    asked = compare_request if is_comparison else analyze_request
+    asked = requests.compare_request if is_comparison else requests.analyze_request
     try:
         request = asked(settings, file, name.strip(), merges)
     except SpecError as error:
@@ -138,7 +128,7 @@ def _form(settings: Settings, spec: str, text: str | None, chosen: Mapping[str, 
         caption(f"{error.message}. {error.hint}")
         return
     st.caption("The same in a terminal, in this folder:")
-    st.code(in_terminal(request, settings.root), language="bash", wrap_lines=True)
+    st.code(requests.in_terminal(request, settings.root), language="bash", wrap_lines=True)
     if pressed:
         job = start(request)
         if not is_comparison:
@@ -156,19 +146,19 @@ def _settings_of(chosen: Mapping[str, Method]) -> dict[str, dict[str, Any]]:
     return merges
 
 
-def _check(settings: Settings, spec: str, merges: Merges) -> None:
-    file = spec_file(settings.root, spec)
+def _check(settings: Settings, spec: str, merges: requests.Merges) -> None:
+    file = requests.spec_file(settings.root, spec)
     with st.spinner("Reading headers, data and class names"):
-        found = checked(file, spec, merged_by(merges), settings.root)
+        found = checked(file, spec, requests.merged_by(merges), settings.root)
     st.session_state[_FOUND] = (spec, file.stat().st_mtime_ns, merges, found)
 
 
-def _findings(settings: Settings, spec: str, merges: Merges) -> dict[str, Any]:
+def _findings(settings: Settings, spec: str, merges: requests.Merges) -> dict[str, Any]:
     """What the last check found, if it was of this spec as it is now with these merges; else nothing."""
     known = st.session_state.get(_FOUND)
     if not spec or known is None or known[0] != spec:
         return {}
-    stamp = spec_file(settings.root, spec).stat().st_mtime_ns
+    stamp = requests.spec_file(settings.root, spec).stat().st_mtime_ns
     return dict(known[3]) if known[1:3] == (stamp, merges) else {}
 
 

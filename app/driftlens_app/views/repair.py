@@ -10,10 +10,7 @@ import streamlit as st
 from driftlens.base.variants import title
 from driftlens.base.words import counted
 from driftlens.findings.arena import arena_sheet
-from driftlens.findings.before_after import (
-    calibration_sheets,
-    selection_sentences,
-)
+from driftlens.findings.before_after import calibration_sheets, selection_sentences
 from driftlens.findings.frame import change_in_words
 from driftlens.findings.reading import estimate, size, written
 from driftlens.findings.table import Table
@@ -21,19 +18,10 @@ from driftlens.findings.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.layout import begun_calibration, calibration_folder, calibration_weights
 from driftlens.runs.run import DriftRun
 from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest
-from driftlens_app.calibration import (
-    calibration_form,
-    checked,
-    freely_named,
-    is_search,
-    methods,
-    recorded,
-    require_free_name,
-)
+from driftlens_app import calibration
 from driftlens_app.jobs import Job, View, start, watch
-from driftlens_app.jobs.processes import ask
+from driftlens_app.jobs.processes import ask, is_at_work, running_drift
 from driftlens_app.jobs.requests import arena_request, calibrate_request, sweep_request
-from driftlens_app.jobs.watching import is_at_work, running_drift
 from driftlens_app.live import BAD_ENDS, show_ended, show_live
 from driftlens_app.outlook import choosing_cost, show_findings, show_outlook
 from driftlens_app.pages import Page, path_of
@@ -84,10 +72,10 @@ def show() -> None:
     left, right = st.columns([1, 2])
     blocked = is_at_work(run.path) or settings.read_only
     with left, shown_errors():
-        known = methods()
+        known = calibration.methods()
         choosing = known[DEFAULT_METHOD].choosing
         efforts = {name: method.effort for name, method in known.items()}
-        wanted, pressed = calibration_form(
+        wanted, pressed = calibration.calibration_form(
             _last(run, job),
             taken=run.manifest.calibrations,
             blocked=blocked,
@@ -110,11 +98,11 @@ def show() -> None:
 
 def _last(run: DriftRun, job: View | None) -> CalibrationRequest | None:
     """The newest job's settings, under a free name unless it is to be tried again; None of a search of the best."""
-    last = None if job is None else recorded(job.job.settings)
-    if last is None or is_search(last):
+    last = None if job is None else calibration.recorded(job.job.settings)
+    if last is None or calibration.is_search(last):
         return None
     is_again = job is not None and job.state != "done" and last.replace
-    return last if is_again else freely_named(last, run.manifest.calibrations)
+    return last if is_again else calibration.freely_named(last, run.manifest.calibrations)
 
 
 def _act(run: DriftRun, wanted: CalibrationRequest, pressed: str, *, blocked: bool) -> None:
@@ -122,8 +110,8 @@ def _act(run: DriftRun, wanted: CalibrationRequest, pressed: str, *, blocked: bo
         start(calibrate_request(run, wanted))
         st.rerun()
     if pressed == "estimate":
-        require_free_name(wanted, run.manifest.calibrations)
-        arguments = ("calibrate", str(run.path), *checked(wanted).words(), "--dry-run", "--json")
+        calibration.require_free_name(wanted, run.manifest.calibrations)
+        arguments = ("calibrate", str(run.path), *calibration.checked(wanted).words(), "--dry-run", "--json")
         with st.spinner("Checking weights and data"):
             st.session_state[_ESTIMATE] = (run.id, wanted, ask(arguments, run.path.parent))
     known = st.session_state.get(_ESTIMATE)
@@ -134,7 +122,7 @@ def _act(run: DriftRun, wanted: CalibrationRequest, pressed: str, *, blocked: bo
 
 
 def _offer_to_continue(run: DriftRun, job: Job) -> None:
-    last = recorded(job.settings)
+    last = calibration.recorded(job.settings)
     if last is None or not (run.path / begun_calibration(job.name)).is_file():
         return  # It ended before it had begun: with a fresh start nothing is lost.
     if st.button("Continue where it stopped", icon=":material/resume:", key="resume-calibration"):
@@ -257,7 +245,7 @@ def _arena(run: DriftRun, *, blocked: bool) -> None:
         with shown_errors():
             show_sheet(arena_sheet(run))
     with shown_errors(), st.container(horizontal=True, vertical_alignment="bottom"):
-        known = methods()
+        known = calibration.methods()
         chosen = st.multiselect(
             "Repairs to compare",
             [*known],

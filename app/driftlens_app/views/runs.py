@@ -16,9 +16,9 @@ from driftlens.base.variants import part_of
 from driftlens.findings.listing import RunSummary
 from driftlens.findings.reading import size
 from driftlens.runs.keeping import LONGEST_NAME, rename, set_aside
+from driftlens_app.jobs.processes import is_at_work
 from driftlens_app.jobs.record import MAKING, dismiss, job_of
 from driftlens_app.jobs.requests import DEMO
-from driftlens_app.jobs.watching import is_at_work
 from driftlens_app.live import SECONDS, await_demo, show_new_runs, state_of, welcome
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import listed_runs

@@ -21,15 +21,7 @@ from driftlens.spec.requests import ProjectionRequest
 from driftlens_reports.charts.marks import thinned
 from driftlens_reports.charts.theme import look
 from driftlens_reports.charts.words import called, spaced, title
-from driftlens_reports.paper.exhibit import (
-    CALIBRATE,
-    ROUNDED,
-    Exhibited,
-    ExhibitOptions,
-    figure,
-    origin,
-    samples,
-)
+from driftlens_reports.paper import exhibit
 from driftlens_reports.paper.figures import ACCURACY, DRIFT, Picture, Plate, View, legend, short
 from driftlens_reports.paper.marks import SYMBOLS
 from driftlens_reports.paper.style import venue_of
@@ -40,8 +32,10 @@ MOST = 400
 _METHODS = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
 
 
-@figure("intro", title="Feature drift after merging, and what calibration leaves of it", paper="Figure 1")
-def intro(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+@exhibit.figure(
+    "intro", title="Feature drift after merging, and what calibration leaves of it", paper="Figure 1"
+)
+def intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
     """One task's matched features and its drift by layer, every task's accuracy; merged against calibrated."""
     run, task = runs[0], options.task_of(runs[0])
     calibrated = options.calibrated_of(run)
@@ -65,7 +59,7 @@ def intro(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     panels = drift.place(plate, parts[0], "b")
     changes = _add_changes(plate, panels[0].axes, run, task, calibrated) if panels else []
     accuracy.place(plate, parts[1], "c")
-    caption = ["Feature drift after merging and after calibration.", *origin([run])]
+    caption = ["Feature drift after merging and after calibration.", *exhibit.origin([run])]
     if isinstance(layout, Layout):
         caption += [
             f"(a) Final features of task {called(task)}, scaled to norm 1 and matched by sample, in one joint "
@@ -73,7 +67,7 @@ def intro(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
             f"Trustworthiness of the plane: {layout.trust}." if layout.trust else "",
             *layout.notes,
         ]
-    return plate.exhibited([*caption, *drift.caption("b"), *changes, *accuracy.caption("c"), ROUNDED])
+    return plate.exhibited([*caption, *drift.caption("b"), *changes, *accuracy.caption("c"), exhibit.ROUNDED])
 
 
 def _add_changes(plate: Plate, axes: Axes, run: DriftRun, task: str, calibrated: Sequence[str]) -> list[str]:
@@ -104,8 +98,8 @@ def _signed(value: float, digits: int) -> str:
     return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
-@figure("scatter-grid", title="Matched features of every task", paper="Figure 6")
-def scatter_grid(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+@exhibit.figure("scatter-grid", title="Matched features of every task", paper="Figure 6")
+def scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
     """Tasks side by side, each in a layout of its own; expert against merged features above, calibrated below."""
     run, tasks, layer = runs[0], options.tasks_of(runs[0]), options.layer
     is_slide = venue_of(options.width) == "slide"
@@ -136,8 +130,8 @@ def scatter_grid(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited
     legend(plate.figure, entries)
     where = "the final layer" if layer == "final" else run.layer_name(run.layer_index(layer))
     start = f"Features of every task at {where}, matched by sample: merged above, calibrated below."
-    sentences = _layouts_in_words(layouts, samples(run.layers(layer=layer)))
-    return plate.exhibited([start, *origin([run]), *sentences])
+    sentences = _layouts_in_words(layouts, exhibit.samples(run.layers(layer=layer)))
+    return plate.exhibited([start, *exhibit.origin([run]), *sentences])
 
 
 def _layouts_in_words(layouts: Sequence[Layout], behind: str) -> Iterator[str]:
@@ -212,7 +206,7 @@ def _draw_pairs(
 ) -> None:
     """Draw one panel: the two points of each sample, a line between them, and below the mean cosine; or a note."""
     if variant is None:
-        plate.note(axes, "calibrated features", f"`{CALIBRATE}` adds them")
+        plate.note(axes, "calibrated features", f"`{exhibit.CALIBRATE}` adds them")
     elif isinstance(layout, str):
         plate.note(axes, f"features of {title(variant)}", layout)
     elif variant not in set(layout.rows["variant"]):

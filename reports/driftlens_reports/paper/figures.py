@@ -21,15 +21,7 @@ from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.per_task import AVERAGE
 from driftlens_reports.charts.words import between, called
-from driftlens_reports.paper.exhibit import (
-    CALIBRATE,
-    Exhibited,
-    ExhibitOptions,
-    Gap,
-    figure,
-    origin,
-    together,
-)
+from driftlens_reports.paper import exhibit
 from driftlens_reports.paper.marks import Panel
 from driftlens_reports.paper.static import add_legend, draw_panels, finish, height_of, rough_size
 from driftlens_reports.paper.style import venue_of
@@ -72,7 +64,7 @@ class Plate:
             height = width * 9 / 16
         self.figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(self.figure)
-        self.missing: list[Gap] = []
+        self.missing: list[exhibit.Gap] = []
         self.charts: list[go.Figure] = []
         self.panels: list[Panel] = []
         self._rows: list[pd.DataFrame] = []
@@ -95,14 +87,14 @@ class Plate:
         """Put a framed note in place of a panel that the runs can't fill."""
         _frame(axes, self.lack(name, missing))
 
-    def lack(self, name: str, missing: str) -> Gap:
+    def lack(self, name: str, missing: str) -> exhibit.Gap:
         """Note a part that the runs can't fill, where other things stand in its place."""
-        gap = Gap.of(self._name, name, missing)
+        gap = exhibit.Gap.of(self._name, name, missing)
         if gap not in self.missing:
             self.missing.append(gap)
         return gap
 
-    def exhibited(self, caption: Iterable[str]) -> Exhibited:
+    def exhibited(self, caption: Iterable[str]) -> exhibit.Exhibited:
         """The finished exhibit; `caption` is its sentences, to which those about missing parts are added."""
         add_legend(self.figure, self.charts)
         finish(self.figure, self.panels)
@@ -110,11 +102,11 @@ class Plate:
         extra = [name for name in frame.columns if name not in COLUMNS]
         frame = frame.reindex(columns=[*COLUMNS[:-2], *extra, *COLUMNS[-2:]])
         frame = frame[frame["value"].notna()].reset_index(drop=True).astype({"layer": "Int64"})
-        sentences = together(caption, self.missing)
-        return Exhibited(frame, " ".join(sentences), figure=self.figure, missing=tuple(self.missing))
+        sentences = exhibit.together(caption, self.missing)
+        return exhibit.Exhibited(frame, " ".join(sentences), figure=self.figure, missing=tuple(self.missing))
 
 
-def _frame(axes: Axes, gap: Gap) -> None:
+def _frame(axes: Axes, gap: exhibit.Gap) -> None:
     """A frame with what is missing in place of a plot, so that nobody takes the gap for a result."""
     axes.set_title("")  # it names the panel itself
     for axis in (axes.xaxis, axes.yaxis):  # ticks themselves may be shared with other panels
@@ -168,7 +160,7 @@ class View:
 class Picture:
     """A view of a run, as the writer chose: the drawn chart, or in words what the run lacks for it."""
 
-    def __init__(self, view: View, run: DriftRun, options: ExhibitOptions) -> None:
+    def __init__(self, view: View, run: DriftRun, options: exhibit.ExhibitOptions) -> None:
         self.view, self.run, self.chart = view, run, charts[view.chart]
         self.task = options.task_of(run) if view.is_about_one else ""
         calibrated = options.calibrated_of(run) or ("merged",)
@@ -234,8 +226,8 @@ def _chart_figure(
 ) -> None:
     """File a figure of charts, row by row, in a narrow column one below the other; `lead` begins its caption."""
 
-    @figure(name, title=title, paper=paper)
-    def draw(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+    @exhibit.figure(name, title=title, paper=paper)
+    def draw(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
         run, width = runs[0], options.width
         lines = [[view] for row in rows for view in row] if options.is_narrow else rows
         pictures = [[Picture(view, run, options) for view in row] for row in lines]
@@ -243,14 +235,14 @@ def _chart_figure(
         plate = Plate(width, sum(heights), name)
         bands = plate.figure.subfigures(len(lines), 1, height_ratios=heights, squeeze=False)[:, 0]
         is_alone = len(lines) * len(lines[0]) == 1
-        letters, sentences = iter("abcdefgh"), [lead, *origin([run])]
+        letters, sentences = iter("abcdefgh"), [lead, *exhibit.origin([run])]
         for band, row in zip(bands, pictures, strict=True):
             for part, picture in zip(band.subfigures(1, len(row), squeeze=False)[0], row, strict=True):
                 letter = "" if is_alone else next(letters)
                 picture.place(plate, part, letter)
                 sentences += picture.caption(letter)
         if not options.calibrated_of(run):
-            plate.lack("the calibrated model", f"`{CALIBRATE}` adds it")
+            plate.lack("the calibrated model", f"`{exhibit.CALIBRATE}` adds it")
         return plate.exhibited([*sentences, _jacobian_samples(run.layers())])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,19 +42,16 @@ _PER_TASK = re.compile(r"^(?P<kind>(?:calibrate:.+:)?(?:analyze|evaluate|explain
 @table("drift", title="Relative drift by task and layer")
 def drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
     """One line per task, one column per layer, one block per variant; a grid per run."""
-    rows = [_drifts(run, options) for run in runs]
-    shown = pd.concat(rows) if rows else pd.DataFrame()
+    rows = {run: _drifts(run, options) for run in runs}
+    shown = pd.concat(rows.values()) if rows else pd.DataFrame()
     how = "`driftlens analyze` with this run's spec measures drift by layer."
     return Table(
-        [
-            _drift_grid(run, drifts, options, several=len(runs) > 1)
-            for run, drifts in zip(runs, rows, strict=True)
-        ],
+        [_drift_grid(run, drifts, options, several=len(runs) > 1) for run, drifts in rows.items()],
         "Relative drift (%) by task and layer: norm of the feature's difference to the task's expert against the "
         "norm of the expert's feature, sums over samples. Layers in forward order; S is the stem, H the head.",
         runs,
         [exhibit.samples(shown) if len(shown) else "", "A dash: not stored, or not measured."],
-        [Gap(run.name, how) for run, drifts in zip(runs, rows, strict=True) if drifts.empty],
+        [Gap(run.name, how) for run, drifts in rows.items() if drifts.empty],
     )
 
 
@@ -69,20 +65,17 @@ def _drifts(run: DriftRun, options: ExhibitOptions) -> pd.DataFrame:
 def _drift_grid(run: DriftRun, rows: pd.DataFrame, options: ExhibitOptions, *, several: bool) -> Grid:
     letters = {"stem": "S", "head": "H"}
     heads = {layer.index: letters.get(layer.role, str(layer.index)) for layer in run.manifest.layers}
-    lines: dict[str, list[Line]] = {}
-    for variant, task in itertools.product(("merged", *shown_variants(run, options)), run.tasks):
-        drifts = rows[(rows["variant"] == variant) & (rows["task"] == task)]
-        cells = {
-            heads[layer]: percent_cell(drift, n=n)
-            for layer, drift, n in zip(drifts["layer"], drifts["drift_rel"], drifts["n"], strict=True)
-        }
-        if cells:
-            line = Line(called(task), cells, "reference", "measured", run.id, variant)
-            lines.setdefault(variant, []).append(line)
-    blocks = [
-        Block(tuple(drifts), f"{title(variant)}{f', {run.name}' if several else ''}")
-        for variant, drifts in lines.items()
-    ]
+    groups, blocks = dict([*rows.groupby(["variant", "task"])]), []
+    for variant in ("merged", *shown_variants(run, options)):
+        lines = []
+        for task in run.tasks:
+            if (variant, task) in groups:
+                drifts = groups[variant, task][["layer", "drift_rel", "n"]].itertuples(index=False)
+                cells = {heads[layer]: percent_cell(drift, n=n) for layer, drift, n in drifts}
+                lines.append(Line(called(task), cells, "reference", "measured", run.id, variant))
+        blocks += (
+            [Block(tuple(lines), f"{title(variant)}{f', {run.name}' if several else ''}")] if lines else []
+        )
     shown = [head for at, head in heads.items() if (rows["layer"] == at).any()]
     return Grid(tuple(Column(head, options.digits) for head in shown), tuple(blocks), first="Task")
 
@@ -123,9 +116,8 @@ def hyper(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
     """One line per calibration of every run, then the paper's by model."""
     measured, printed = [], []
     for run in runs:
-        extra = ", ".join(
-            f"{key} {value}" for key, value in published.merge_spec(run).items() if key != "method"
-        )
+        merge = published.merge_spec(run)
+        extra = ", ".join(f"{key} {value}" for key, value in merge.items() if key != "method")
         for name, info in _calibrations(run, options).items():
             cells = {
                 "Merger": Cell(f"{merger(run)}{f' ({extra})' if extra else ''}"),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
 import pathlib
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 
 import matplotlib
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from driftlens.base.errors import DataError, RunError
@@ -212,35 +212,6 @@ def test_settings_of_the_user_are_left_alone(run: DriftRun) -> None:
     assert dict(matplotlib.rcParams) == before
 
 
-_ELSEWHERE = """
-import hashlib, sys
-
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "torch":
-            raise ImportError("torch is not to be imported")
-
-sys.meta_path.insert(0, NoTorch())
-from driftlens.runs.run import open_run
-from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
-from driftlens_reports.paper.style import encode
-run = open_run(sys.argv[1])
-drawn = {name: entry.draw([run], ExhibitOptions()) for name, entry in exhibits.items() if entry.kind == "figure"}
-print(hashlib.sha256(encode(drawn["intro"].figure, "svg")).hexdigest())
-assert "matplotlib.pyplot" not in sys.modules
-"""
-
-
-@pytest.mark.slow
-def test_another_process_draws_the_same_bytes_without_torch_and_pyplot(run: DriftRun) -> None:
-    answer = subprocess.run(
-        [sys.executable, "-c", _ELSEWHERE, run.path], capture_output=True, text=True, check=False
-    )
-    assert answer.returncode == 0, answer.stderr
-    here = hashlib.sha256(encode(draw("intro", run).figure, "svg")).hexdigest()
-    assert answer.stdout.strip() == here
-
-
 def test_a_truncated_table_is_an_error_with_its_name(tmp_path: pathlib.Path) -> None:
     path = write_full_run(tmp_path / "run")
     table = path / "tables" / "layers.parquet"
@@ -254,3 +225,29 @@ def test_a_truncated_table_is_an_error_with_its_name(tmp_path: pathlib.Path) -> 
 def test_a_figure_needs_a_run(name: str) -> None:
     with pytest.raises(DataError, match="needs a run"):
         draw(name)
+
+
+@pytest.fixture(scope="module")
+def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """A run whose layer table holds no number."""
+    folder = tmp_path_factory.mktemp("unmeasured") / "run"
+    write_full_run(folder, size=Size(2, 8, 4, 3, 50))
+    file = folder / "tables" / "layers.parquet"
+    table = pq.read_table(file)
+    for at, field in enumerate(table.schema):
+        if pa.types.is_floating(field.type):
+            table = table.set_column(at, field, pa.array([math.nan] * table.num_rows, field.type))
+    pq.write_table(table, file)
+    return open_run(folder)
+
+
+@figures
+def test_a_figure_shows_no_number_that_was_not_measured(name: str, unmeasured: DriftRun) -> None:
+    rows = draw(name, unmeasured).data
+    of_layers = rows[rows["quantity"].isin(list(unmeasured.layers().columns))]
+    assert of_layers["value"].isna().all()
+
+
+def test_a_panel_without_any_drift_is_a_note(unmeasured: DriftRun) -> None:
+    missing = draw("intro", unmeasured).missing
+    assert "(b) Drift by layer" in [panel.name for panel in missing]

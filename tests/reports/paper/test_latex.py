@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import re
 import shutil
@@ -11,7 +12,20 @@ import pytest
 
 from driftlens.runs.run import DriftRun
 from driftlens_reports.paper.exhibit import ExhibitOptions, Gap, exhibits
-from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line, escape, prose, to_latex
+from driftlens_reports.paper.grid import (
+    AVERAGE,
+    Block,
+    Cell,
+    Column,
+    Grid,
+    Line,
+    escape,
+    gain,
+    prose,
+    shows_gains,
+    to_latex,
+    with_average,
+)
 from tests.reports.paper.reading import rows_of
 from tests.reports.paper.table_runs import EIGHT, scores_run, table_run
 
@@ -106,3 +120,31 @@ def test_all_tables_compile(hostile: DriftRun, tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
     assert "Overfull" not in done.stdout and "Missing character" not in done.stdout
     assert f"({len(TABLES)} pages" in done.stdout.replace("\n", " ")
+
+
+def line(label: str, score: float, role: str, source: str = "measured", run: str = "r1") -> Line:
+    return Line(label, {"score": Cell(score)}, role, source, run)  # type: ignore[arg-type]
+
+
+PLAIN, OWN = line("merged", 70.04, "plain"), line("w/ featcal", 85.46, "own")
+
+
+def test_gains_never_cross_runs_or_sources() -> None:
+    assert gain(Block((PLAIN, OWN)), OWN, "score") == 85.46 - 70.04
+    for other in (line("w/ x", 80.0, "own", run="r2"), line("w/ FeatCal", 90.0, "own", "paper", "")):
+        assert math.isnan(gain(Block((PLAIN, other)), other, "score"))
+
+
+def test_a_line_has_an_average_only_over_everything_shown() -> None:
+    full = Line("a", {"x": Cell(1.0), "y": Cell(2.0), "z": Cell(9.0)})
+    assert with_average(full, ["x", "y"]).number(AVERAGE) == 1.5
+    assert AVERAGE not in with_average(full, ["x", "missing"]).cells
+    assert AVERAGE not in with_average(Line("b", {"x": Cell(math.nan)}), ["x"]).cells
+    assert AVERAGE not in with_average(full, []).cells
+
+
+def test_a_column_shows_gains_only_where_a_line_has_one() -> None:
+    score = Column("score", 1, has_gain=True)
+    assert shows_gains(Grid((score,), (Block((PLAIN, OWN)),)), score)
+    assert not shows_gains(Grid((score,), (Block((PLAIN, OWN)),)), Column("score"))
+    assert not shows_gains(Grid((score,), (Block((PLAIN,)),)), score)

@@ -124,7 +124,7 @@ def test_obstacles_are_named(open_app: Open, root: Path, run: Path) -> None:
     lock.acquire()
     text = obstacle(opened)
     assert "is being written to by" in text and str(os.getpid()) in text
-    assert f"{START}full is being written to" in said(open_app(root, "repair"))
+    assert f"{START}{run} is being written to" in said(open_app(root, "repair"))
     lock.release()
     live = "the run's live modules are not here; `run.calibrate(...)` in Python takes them"
     assert obstacle(edit(run, "architecture", loader="live")) == live

@@ -211,7 +211,7 @@ class CalibrationWalk(ABC):
     def walked(self) -> Iterator[list[CalibratedLayer]]:
         """Calibrated layers of all lanes; the walk ends behind the last one with chosen sites."""
         with self.passage.store:
-            yield from forward_order(self, self.ground.pool.chain.layers[: self.last])
+            yield from forward_order(self.visit, self.ground.pool.chain.layers[: self.last])
 
     def visit(self, layer: Layer) -> Iterator[list[CalibratedLayer]]:
         """The layer, calibrated, if it is to be."""

@@ -8,8 +8,7 @@ those beyond the store's budget on disk.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,7 +19,7 @@ from driftlens.base.errors import NumericsError
 from driftlens.base.team import Team
 from driftlens.base.variants import expert_of
 from driftlens.engine.site_rows import row_weights
-from driftlens.engine.walk import OnStep, Passage, WaitingBatch, forward_order
+from driftlens.engine.walk import Passage, WaitingBatch
 from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInputs, Site, State
 
 NUM_PASSES = 2
@@ -154,26 +153,6 @@ def row_counts(
     return y.new_ones(y.shape[:-1].numel()) if weights is None else weights
 
 
-@dataclass(frozen=True)
-class _Recording:
-    """Takes an expert through layers, and lets what is at every boundary wait for the way back."""
-
-    passage: Passage
-    task: str
-    first: int
-    start: str
-    on_step: OnStep
-
-    def visit(self, layer: Layer) -> Iterator[None]:
-        expert = self.passage.pool.layer_map(expert_of(self.task), layer, self.task)
-        last = self.passage.pool.chain.layers[-1].index
-        crossing = self.passage.crossing(layer, self.task, tell=partial(self.on_step, last, self.task))
-        for batch in crossing:
-            entered = self.start if layer.index == self.first else _recorded(layer.index - 1)
-            crossing.take(batch, _recorded(layer.index), expert, named="the expert", entered=entered)
-        yield None
-
-
 def _recorded(boundary: int) -> str:
     return f"passed-{boundary}"
 
@@ -213,8 +192,7 @@ class ExpertGradients:
             start: under which name the expert's features wait before the first chosen layer.
         """
         layers = self._pool.chain.layers[min(self._chosen) - 1 :]
-        recording = _Recording(self._passage, task, layers[0].index, start, self._on_step)
-        deque(forward_order(recording, layers[:-1]), maxlen=0)
+        self._record(task, layers, start)
         weighable: dict[Key, Weighable] = {}
         for layer in reversed(layers):
             parameters = self._pool.parameters(expert_of(task), layer)
@@ -247,6 +225,17 @@ class ExpertGradients:
             for number in range(NUM_PASSES):
                 batch.drop(f"back-{number}")
         return weighable
+
+    def _record(self, task: str, layers: Sequence[Layer], start: str) -> None:
+        """Take the expert through the layers, and let what is at every boundary wait for the way back."""
+        on_step = partial(self._on_step, layers[-1].index, task)
+        entered = start
+        for layer in layers[:-1]:
+            expert = self._pool.layer_map(expert_of(task), layer, task)
+            crossing = self._passage.crossing(layer, task, tell=on_step)
+            for batch in crossing:
+                crossing.take(batch, _recorded(layer.index), expert, named="the expert", entered=entered)
+            entered = _recorded(layer.index)
 
     def _back(
         self,

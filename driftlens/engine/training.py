@@ -10,7 +10,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -218,38 +218,29 @@ def frozen_walk(
         batches.append((batch, waiting))
 
     passage.on_read = keep
-    layers, kept = passage.pool.chain.layers[: max(targets)], _Targets(passage, task, targets, of_tokens)
-    deque(forward_order(kept, layers), maxlen=0)
-    maps = maps or [passage.pool.layer_map(MERGED, layer, task) for layer in layers]
-    count = sum(batch.stop - batch.start for batch, _ in batches)
-    return FrozenWalk(task, count, maps, kept.widths, passage.pool, of_tokens, batches)
+    layers, widths = passage.pool.chain.layers[: max(targets)], dict[int, int]()
 
-
-@dataclass(frozen=True)
-class _Targets:
-    """Takes the expert through every layer, and keeps what a training compares with; `widths` by boundary."""
-
-    passage: Passage
-    task: str
-    targets: Sequence[int]
-    of_tokens: bool
-    widths: dict[int, int] = field(default_factory=dict)
-
-    def visit(self, layer: Layer) -> Iterator[None]:
-        layer_map = self.passage.pool.layer_map(expert_of(self.task), layer, self.task)
-        crossing = self.passage.crossing(layer, self.task)
+    def visit(layer: Layer) -> Iterator[None]:
+        layer_map = passage.pool.layer_map(expert_of(task), layer, task)
+        crossing = passage.crossing(layer, task)
         for batch in crossing:
             state = crossing.take(batch, EXPERT, layer_map, named="the expert model")
-            if layer.index == max(self.targets):
+            if layer.index == max(targets):
                 batch.drop(EXPERT)
-            if layer.index in self.targets:
+            if layer.index in targets:
                 features = state[layer.stream]
                 _require_tokens(layer, features)
                 mask = batch.side.mask(layer.stream)
-                kept = features if self.of_tokens else _token_means(features, mask)
-                batch.put(str(layer.index), {layer.stream: kept})
-                self.widths[layer.index] = features.shape[-1]
+                batch.put(
+                    str(layer.index), {layer.stream: features if of_tokens else _token_means(features, mask)}
+                )
+                widths[layer.index] = features.shape[-1]
         yield None
+
+    deque(forward_order(visit, layers), maxlen=0)
+    maps = maps or [passage.pool.layer_map(MERGED, layer, task) for layer in layers]
+    count = sum(batch.stop - batch.start for batch, _ in batches)
+    return FrozenWalk(task, count, maps, widths, passage.pool, of_tokens, batches)
 
 
 def gathered(waiting: Sequence[WaitingBatch], layer: Layer, task: str) -> BoundaryFeatures:
@@ -401,9 +392,33 @@ class LayerTrainer(AttachmentTrainer):
         self, passage: Passage, task: str, course: Callable[[int], Course]
     ) -> Iterator[tuple[int, Attachment]]:
         """See above; each is learnt from features that have passed those before it."""
-        layers = passage.pool.chain.layers
-        wanted = frozenset(self.boundaries(len(layers)))
-        return forward_order(_EachBoundary(self, passage, task, wanted, course), layers[: max(wanted)])
+        pool = passage.pool
+        wanted = frozenset(self.boundaries(len(pool.chain.layers)))
+
+        @torch.no_grad()
+        def take(layer: Layer) -> None:
+            maps = {
+                EXPERT: pool.layer_map(expert_of(task), layer, task),
+                MERGED: pool.layer_map(MERGED, layer, task),
+            }
+            crossing = passage.crossing(layer, task)
+            for batch in crossing:
+                for model, layer_map in maps.items():
+                    crossing.take(batch, model, layer_map, named=f"the {model} model")
+
+        def visit(layer: Layer) -> Iterator[tuple[int, Attachment]]:
+            take(layer)
+            if layer.index in wanted:
+                features = gathered(passage.waiting[task, 0], layer, task)
+                with torch.enable_grad():
+                    attachment = self.train(features, course(layer.index))
+                with torch.no_grad():
+                    for batch in passage.all_waiting:
+                        state = batch.get(MERGED)
+                        batch.put(MERGED, {**state, layer.stream: attachment(state[layer.stream])})
+                yield layer.index, attachment
+
+        return forward_order(visit, pool.chain.layers[: max(wanted)])
 
 
 class JointTrainer(AttachmentTrainer):
@@ -484,38 +499,3 @@ class _Steps:
         done, total = (self.done, self.total) if self.total > 1 else (number, count)
         label = f"{self.label}: step {number} of {count}"
         self.ground.on_step(Step(self.layer, self.task, done, total, label, loss))
-
-
-@dataclass(frozen=True)
-class _EachBoundary:
-    """Takes merged model and expert through every layer; where a map is wanted, it is learnt and put behind."""
-
-    trainer: LayerTrainer
-    passage: Passage
-    task: str
-    wanted: frozenset[int]
-    course: Callable[[int], Course]
-
-    def visit(self, layer: Layer) -> Iterator[tuple[int, Attachment]]:
-        with torch.no_grad():
-            self._take(layer)
-        if layer.index in self.wanted:
-            features = gathered(self.passage.waiting[self.task, 0], layer, self.task)
-            with torch.enable_grad():
-                attachment = self.trainer.train(features, self.course(layer.index))
-            with torch.no_grad():
-                for batch in self.passage.all_waiting:
-                    state = batch.get(MERGED)
-                    batch.put(MERGED, {**state, layer.stream: attachment(state[layer.stream])})
-            yield layer.index, attachment
-
-    def _take(self, layer: Layer) -> None:
-        pool = self.passage.pool
-        maps = {
-            EXPERT: pool.layer_map(expert_of(self.task), layer, self.task),
-            MERGED: pool.layer_map(MERGED, layer, self.task),
-        }
-        crossing = self.passage.crossing(layer, self.task)
-        for batch in crossing:
-            for model, layer_map in maps.items():
-                crossing.take(batch, model, layer_map, named=f"the {model} model")

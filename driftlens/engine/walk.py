@@ -27,7 +27,6 @@ from driftlens.linalg.state import expert_cosine, norm, subtract
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import Layer, Pool, SideInputs, State
 
-T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 
 OnStep = Callable[[int, str], None]
@@ -64,18 +63,13 @@ Parts = Mapping[str, Sequence[Part]]
 """Task -> its samples in parts that don't overlap; every task has as many parts."""
 
 
-class Visitor(Protocol[T_co]):
-    """What is sent every layer, in forward order."""
+def forward_order(visit: Callable[[Layer], Iterator[T]], layers: Sequence[Layer]) -> Iterator[T]:
+    """What a visitor tells of some layers, which are sent to it one after the other.
 
-    def visit(self, layer: Layer) -> Iterator[T_co]:
-        """What there is to tell of a layer; behind the last of it, all that goes on waits at the next boundary."""
-        ...
-
-
-def forward_order(visitor: Visitor[T], layers: Sequence[Layer]) -> Iterator[T]:
-    """What a visitor tells of some layers, one after the other."""
+    Behind the last that it tells of a layer, all that goes on waits at the next boundary.
+    """
     for layer in layers:
-        yield from visitor.visit(layer)
+        yield from visit(layer)
 
 
 @dataclass
@@ -486,35 +480,20 @@ def walk(
     Raises:
         NumericsError: weights or features are NaN or infinite; names the layer, the task and the first sample.
     """
-    variants = list(variants)
-    passage = Passage(
-        pool, {task: [Given(lambda: batches, ids)]}, [pool.expert(task), *variants], is_full=False
-    )
-    return forward_order(_SideBySide(passage, task, variants, reference), pool.chain.layers)
+    expert, is_forth = pool.expert(task), reference == "expert"
+    models = [expert, *variants]
+    passage = Passage(pool, {task: [Given(lambda: batches, ids)]}, models, is_full=False)
 
-
-@dataclass(frozen=True)
-class _SideBySide:
-    """Sees every layer as the expert and the variants have it."""
-
-    passage: Passage
-    task: str
-    variants: Sequence[str]
-    reference: Reference
-
-    def visit(self, layer: Layer) -> Iterator[LayerView]:
-        pool, models = self.passage.pool, self.passage.models
-        expert = models[0]
-        maps = {model: pool.layer_map(model, layer, self.task) for model in models}
+    def visit(layer: Layer) -> Iterator[LayerView]:
+        maps = {model: pool.layer_map(model, layer, task) for model in models}
         pool.expect(models, layer.index + 1)
-        crossing = self.passage.crossing(layer, self.task)
+        crossing = passage.crossing(layer, task)
         for batch in crossing:
             entered = {model: batch.get(model) for model in models}
             left = {expert: crossing.take(batch, expert, maps[expert])}
-            for variant in self.variants:
+            for variant in variants:
                 if variant != expert:
                     left[variant] = crossing.take(batch, variant, maps[variant])
-                is_forth = self.reference == "expert"
                 crossed_layer = maps[variant if is_forth else expert].at(batch.side)
                 # Models agree at boundary 0, so the stem's crossed output is already known.
                 crossed = (
@@ -524,9 +503,9 @@ class _SideBySide:
                 )
                 yield LayerView(
                     layer=layer,
-                    task=self.task,
+                    task=task,
                     variant=variant,
-                    reference=self.reference,
+                    reference=reference,
                     start=batch.start,
                     stop=batch.stop,
                     merged_in=entered[variant],
@@ -540,6 +519,8 @@ class _SideBySide:
             entered.clear()  # before the next batch is taken: both would be alive
         maps.clear()  # before the next layer is read
 
+    return forward_order(visit, pool.chain.layers)
+
 
 def layer_states(
     pool: ModelPool, model: str, batches: Iterable[Batch], *, task: str = ""
@@ -549,22 +530,16 @@ def layer_states(
     Layers are read one at a time while all given batches wait, so hand over as many as memory allows.
     """
     passage = Passage(pool, {task: [Given(lambda: batches)]}, [model], is_full=False)
-    return forward_order(_Alone(passage, task, model), pool.chain.layers)
 
-
-@dataclass(frozen=True)
-class _Alone:
-    passage: Passage
-    task: str
-    model: str
-
-    def visit(self, layer: Layer) -> Iterator[tuple[Layer, list[tuple[int, State, SideInputs]]]]:
-        layer_map = self.passage.pool.layer_map(self.model, layer, self.task)
-        self.passage.pool.expect([self.model], layer.index + 1)
-        crossing = self.passage.crossing(layer, self.task)
+    def visit(layer: Layer) -> Iterator[tuple[Layer, list[tuple[int, State, SideInputs]]]]:
+        layer_map = pool.layer_map(model, layer, task)
+        pool.expect([model], layer.index + 1)
+        crossing = passage.crossing(layer, task)
         for batch in crossing:
-            crossing.take(batch, self.model, layer_map)
-        yield layer, [(batch.start, batch.get(self.model), batch.side) for batch in self.passage.all_waiting]
+            crossing.take(batch, model, layer_map)
+        yield layer, [(batch.start, batch.get(model), batch.side) for batch in passage.all_waiting]
+
+    return forward_order(visit, pool.chain.layers)
 
 
 def forward(

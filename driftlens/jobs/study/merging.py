@@ -302,7 +302,7 @@ def site_moments(
     """
     sets = {task: [at.calibration] for task, at in study.tasks.items() if at.calibration is not None}
     passage = Passage(study.pool, sets, [_WALKER], is_full=False)
-    yield from forward_order(_SiteMoments(passage, norms, merged), study.pool.chain.layers)
+    yield from forward_order(_SiteMoments(passage, norms, merged).visit, study.pool.chain.layers)
 
 
 _WALKER = "walker"

@@ -15,8 +15,7 @@ from driftlens.calibration.interv_merge import Edit, IntervMerge
 from driftlens.calibration.react import Linear
 from driftlens.engine.attached import attachment_tensors, attachments_from
 from driftlens.models.chain import Layer
-from tests.calibration.helpers import TASKS, subject
-from tests.calibration.training import attention_edited, final_features, trained
+from tests.calibration.helpers import TASKS, attention_edited, final_features, subject, trained
 
 ATTENTION = {"hf_clip_vit": "self_attn", "open_clip_vit": "attn", "llama": "self_attn"}
 

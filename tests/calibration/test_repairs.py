@@ -18,8 +18,7 @@ from driftlens.calibration.svc import SVC, stretched
 from driftlens.engine.calibrating import Step
 from driftlens.engine.training import BoundaryFeatures, Course
 from driftlens.models.chain import Layer
-from tests.calibration.helpers import TASKS, subject
-from tests.calibration.training import quiet, trained
+from tests.calibration.helpers import TASKS, quiet, subject, trained
 
 LAYER = Layer(3, "head", "head", {}, lambda parameters, state, side, tap=None: state)
 WIDTH, COUNT = 6, 40

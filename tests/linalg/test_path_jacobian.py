@@ -16,11 +16,11 @@ from driftlens.linalg.state import PathJacobian, State, gauss_legendre, inner, n
 Call = Callable[[State], State]
 
 
-def random(*shape: int, seed: int) -> Tensor:
+def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-WEIGHT, KEYS = random(3, 4, seed=1), random(4, 4, seed=2)
+WEIGHT, KEYS = drawn(3, 4, seed=1), drawn(4, 4, seed=2)
 
 
 def smooth(state: State) -> State:
@@ -41,11 +41,11 @@ def two_streams(state: State) -> State:
 
 
 def pair(call: Call, scale: float = 0.7) -> tuple[State, State]:
-    start: State = {"hidden": random(2, 3, 4, seed=3)}
-    end: State = {"hidden": start["hidden"] + scale * random(2, 3, 4, seed=4)}
+    start: State = {"hidden": drawn(2, 3, 4, seed=3)}
+    end: State = {"hidden": start["hidden"] + scale * drawn(2, 3, 4, seed=4)}
     if call is two_streams:
         for state, seed in ((start, 5), (end, 6)):
-            state["encoded"] = random(2, 3, 4, seed=seed)
+            state["encoded"] = drawn(2, 3, 4, seed=seed)
             state["position"] = torch.tensor([1, 2])
     return start, end
 
@@ -64,7 +64,7 @@ def test_it_carries_the_segment_to_the_difference_of_outputs(operator: PathJacob
 
 def vectors(operator: PathJacobian, count: int) -> State:
     return {
-        name: random(count, *leaf.shape, seed=7)
+        name: drawn(count, *leaf.shape, seed=7)
         for name, leaf in operator.start.items()
         if leaf.is_floating_point()
     }
@@ -73,7 +73,7 @@ def vectors(operator: PathJacobian, count: int) -> State:
 def test_products_from_both_sides_agree(operator: PathJacobian) -> None:
     v = {name: leaf[0] for name, leaf in vectors(operator, 1).items()}
     out = operator.jvp(v)
-    u = {name: random(*leaf.shape, seed=8) for name, leaf in out.items()}
+    u = {name: drawn(*leaf.shape, seed=8) for name, leaf in out.items()}
     torch.testing.assert_close(inner(u, out), inner(operator.vjp(u), v), rtol=1e-10, atol=1e-12)
 
 
@@ -99,7 +99,7 @@ def test_it_equals_the_average_of_dense_jacobians() -> None:
     for t, weight in gauss_legendre(5):
         point = start["hidden"] + t * (end["hidden"] - start["hidden"])
         dense += weight * torch.autograd.functional.jacobian(flat, point.flatten())
-    v = random(1, 3, 4, seed=9)
+    v = drawn(1, 3, 4, seed=9)
     torch.testing.assert_close(
         operator.jvp({"hidden": v})["hidden"].flatten(), dense @ v.flatten(), rtol=1e-12, atol=1e-13
     )
@@ -143,7 +143,7 @@ def test_equal_ends_have_no_relative_error() -> None:
 def test_attention_backend_is_restored_afterwards() -> None:
     before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
     with pytest.raises(RuntimeError, match="planned"):
-        PathJacobian(failing, *pair(smooth), 2).jvp({"hidden": random(2, 3, 4, seed=1)})
+        PathJacobian(failing, *pair(smooth), 2).jvp({"hidden": drawn(2, 3, 4, seed=1)})
     assert (
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),

@@ -29,7 +29,8 @@ from driftlens.models.chain import adapters
 from driftlens.models.families import vit
 from tests.calibration import test_reference as calibration
 from tests.diagnostics.heads import head
-from tests.reference.drift import STEPS, drift_rows
+from tests.identities import test_attribution as attributed
+from tests.identities import test_split as split
 from tests.zoo.cases import CASES, family
 
 Patch = pytest.MonkeyPatch
@@ -40,62 +41,20 @@ OPEN_CLIP = CASES["open_clip_vit"]
 
 
 def agrees_with_the_library() -> None:
-    """closure_error of contract section 2: the walk's drift against that of ordinary forward passes."""
-    models = family(OPEN_CLIP, n=3)
-    inputs = models.batches[0].inputs
-    native = {name: models.pool.library_states(name, inputs) for name in ("merged", "expert:a")}
-    with torch.no_grad():
-        for view in walk.walk(models.pool, "a", ["merged"], models.batches):
-            boundary = view.layer.index - 1
-            ours = view.merged_out["hidden"] - view.expert_out["hidden"]
-            theirs = native["merged"][boundary]["hidden"] - native["expert:a"][boundary]["hidden"]
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    split.test_drift_is_what_the_library_itself_gives(family(OPEN_CLIP, n=3))
 
 
-def jacobian_reproduces_propagation() -> None:
-    models = family(OPEN_CLIP, n=3)
-    settings = attribution.JacobianSettings(nodes=16, max_nodes=16)
-    contributions = attribution.Contributions(settings)
-    with torch.no_grad():
-        for view in walk.walk(models.pool, "a", ["merged"], models.batches):
-            contributions.add(view)
-    for found in contributions.sensitivities.values():
-        assert float(found.error.sum() / found.size.sum()) < 1e-6
-    drift_norm = state.norm(contributions.final_drift)
-    assert float((state.norm(contributions.remainder()) / drift_norm).max()) < 1e-5
+def contributions_sum_to_the_drift() -> None:
+    models = family(OPEN_CLIP, n=3, batch_size=3)
+    attributed.test_contributions_sum_to_the_final_drift_within_the_remainder(models)
 
 
 def prefixes_are_models_of_two_halves() -> None:
-    models = family(OPEN_CLIP, n=3)
-    swaps = attribution.PrefixSwaps()
-    with torch.no_grad():
-        for view in walk.walk(models.pool, "a", ["merged"], models.batches):
-            swaps.add(view)
-        for prefix, found in enumerate(swaps.finals):
-            hidden, side = models.chain.start(models.batches[0].inputs)
-            for layer in models.chain.layers:
-                model = "expert:a" if layer.index <= prefix else "merged"
-                hidden = layer.call(models.pool.parameters(model, layer), hidden, side)
-            torch.testing.assert_close(found["hidden"], hidden["hidden"], rtol=1e-9, atol=1e-11)
+    attributed.test_each_prefix_is_what_a_model_of_two_halves_gives(family(OPEN_CLIP, n=3, batch_size=3))
 
 
 def columns_agree_with_the_slow_reference() -> None:
-    models = family(OPEN_CLIP, n=3)
-    steps = STEPS["open_clip_vit"]
-    rows = drift_rows(
-        steps(models.modules["merged"]), steps(models.modules["expert:a"]), models.batches[0].inputs
-    )
-    with torch.no_grad():
-        for view in walk.walk(models.pool, "a", ["merged"], models.batches):
-            columns = walk.drift_columns(view, "cls")
-            for sample, layers in enumerate(rows):
-                row = layers[view.layer.index - 1]
-                wanted = [row.drift.norm(), row.mismatch.norm(), row.propagation.norm()]
-                found = [columns[name][sample] for name in ("drift_l2", "mismatch_l2", "propagation_l2")]
-                torch.testing.assert_close(torch.stack(found), torch.stack(wanted), rtol=1e-9, atol=1e-11)
-                assert float(columns["state_propagation"][sample]) == pytest.approx(
-                    row.state_propagation, rel=1e-9
-                )
+    split.test_columns_agree_with_a_slow_reference("open_clip_vit", "several_samples")
 
 
 def models_are_left_as_they_were() -> None:
@@ -206,8 +165,8 @@ def crossed_output_is(name: str) -> Callable[[Any], Any]:
 
 def mismatch_and_propagation_swapped(original: Any) -> Any:
     def swapped(view):  # type: ignore[no-untyped-def]
-        split = original(view)
-        return walk.Split(split.drift, split.propagation, split.local_mismatch)
+        parts = original(view)
+        return walk.Split(parts.drift, parts.propagation, parts.local_mismatch)
 
     return swapped
 
@@ -306,7 +265,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
         "layer_off_by_one": layer_off_by_one,
         "swapped_queries_and_keys": VIT("_attention", swapped_queries_and_keys),
     },
-    jacobian_reproduces_propagation: {
+    contributions_sum_to_the_drift: {
         "crossed_output_of_the_wrong_model": ATTRIBUTION("decompose", crossed_output_is("expert_out")),
         "quadrature_on_the_wrong_interval": STATE(
             "gauss_legendre", lambda nodes_of: lambda nodes: [(2 * t - 1, w) for t, w in nodes_of(nodes)]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from driftlens.diagnostics.output import class_rows, output_columns, score_gains
+from driftlens.diagnostics.output import output_columns, score_gains
 from driftlens.models.heads import Head
 from tests.diagnostics.heads import head
 
@@ -141,7 +141,3 @@ def test_a_single_class_has_no_margin() -> None:
 def test_a_segment_through_the_origin_has_no_finite_bound() -> None:
     expert = torch.tensor([[1.0, 0.0, 0, 0, 0, 0, 0]], dtype=torch.float64)
     assert score_gains(head(), expert, -expert).certified.isinf().all()
-
-
-def test_labels_meet_rows_by_name() -> None:
-    assert class_rows(head(classes=3), ["c2", "c0"]).tolist() == [2, 0]

@@ -14,14 +14,13 @@ from driftlens.base.threads import exact_products
 from driftlens.calibration import featcal, residual
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.engine.calibrating import Ground
-from driftlens.engine.problems import SiteReport
 from driftlens.engine.site_selection import coverage, select_sites, tied_sites
 from driftlens.front.keywords import Around, Quietly, keywords
 from driftlens.jobs.analyze.diagnosis import check_closure
 from driftlens.jobs.analyze.live import live_study
 from driftlens.jobs.analyze.modules import Modules
-from driftlens.jobs.calibrate.variants import history_rows
-from driftlens.models.chain import ParameterKey, fused
+from driftlens.jobs.calibrate.variants import Solution, history_rows
+from driftlens.models.chain import fused
 from driftlens.spec.requests import FitRequest, LiveInputs, LiveSettings
 
 
@@ -68,21 +67,13 @@ class Fitting(Calibrator):
 
         self.check(has_base=base is not None)
         # With a tokenizer, answers may be shown.
-        given = Modules(
-            merged,
-            experts,
-            data,
-            base,
-            calibration=None if request.tokenizer is None else data,
-            device=around.device,
-        )
+        shown = None if request.tokenizer is None else data
+        given = Modules(merged, experts, data, base, calibration=shown, device=around.device)
         inputs = {name: getattr(request, name) for name in LiveInputs.model_fields}
         study = live_study(given, LiveSettings(**inputs, n_calibration=request.n))
         chain, reporter = study.pool.chain, Reporter(around.on_progress, around.cancel)
         chosen = select_sites(chain, layers=request.layers, sites=request.sites, update=self.update)
         check_closure(study)
-        updates: dict[ParameterKey, torch.Tensor] = {}
-        reports: list[tuple[int, SiteReport]] = []
         ground = Ground(
             study.pool,
             {task: [at_hand.calibration or at_hand.diagnosis] for task, at_hand in study.tasks.items()},
@@ -91,23 +82,20 @@ class Fitting(Calibrator):
             feature_budget=study.settings.feature_budget,
             on_step=lambda now: reporter.step("calibrate", now.done, now.total, now.label),
         )
-        for layer in self.calibrate(ground):
-            updates |= {(layer.layer, name): value for name, value in layer.updates.items()}
-            reports += [(layer.layer, report) for report in layer.reports]
+        solution = Solution({layer.layer: layer for layer in self.calibrate(ground)})
         reporter.step("calibrate", max(chosen), max(chosen))
-        model = copy.deepcopy(merged).eval()
-        state = model.state_dict()  # references: writing into them keeps ties, devices and dtypes
-        for key, value in fused(chain, updates, study.pool.source("merged")).items():
+        source = study.pool.source("merged")
+        self.model_ = copy.deepcopy(merged).eval()
+        state = self.model_.state_dict()  # references: writing into them keeps ties, devices and dtypes
+        for key, value in fused(chain, solution.updates, source).items():
             state[key].copy_(value)
-        self.model_, self.history_ = model, pd.DataFrame(history_rows("", reports)).drop(columns="name")
-        self.modules_ = tuple(dict.fromkeys(report.site for _, report in reports))
-        self.notices_ = study.notices
-        if (tied := tied_sites(chain)) and request.sites is None:
-            self.notices_ += (
-                f"left as they are, because their weights serve other places too: {', '.join(tied)}",
-            )
-        share, text = coverage(chain, study.pool.source("merged"), chosen, self.update)
-        self.notices_ += (f"only a part is calibrated: {text}",) if share < 1 else ()
+        self.history_ = pd.DataFrame(history_rows("", solution.reports)).drop(columns="name")
+        self.modules_ = tuple(dict.fromkeys(report.site for _, report in solution.reports))
+        tied = ", ".join(tied_sites(chain)) if request.sites is None else ""
+        share, text = coverage(chain, source, chosen, self.update)
+        left = f"left as they are, because their weights serve other places too: {tied}"
+        said = (left, bool(tied)), (f"only a part is calibrated: {text}", share < 1)
+        self.notices_ = (*study.notices, *(notice for notice, holds in said if holds))
         return self
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -97,24 +97,14 @@ def _same(first: str, second: str) -> Finding:
 
 def _equal_pairs(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[tuple[str, str]]:
     """Models with the same weights, each with the first such model; reading ends once all are known to differ."""
-    groups = [list(sources)]
+    pairs = list(combinations(sources, 2))
     for key in chain.parameter_keys():
-        groups = [part for group in groups for part in _split(group, key, sources) if len(part) > 1]
-        if not groups:
+        tensors = {name: sources[name].read(key) for name in {name for pair in pairs for name in pair}}
+        pairs = [pair for pair in pairs if is_equal(*(tensors[name] for name in pair))]
+        if not pairs:
             break
-    return [(group[0], other) for group in groups for other in group[1:]]
-
-
-def _split(group: Sequence[str], key: str, sources: Mapping[str, StateSource]) -> list[list[str]]:
-    parts: list[tuple[Tensor, list[str]]] = []
-    for name in group:
-        tensor = sources[name].read(key)
-        part = next((names for first, names in parts if is_equal(first, tensor)), None)
-        if part is None:
-            parts.append((tensor, [name]))
-        else:
-            part.append(name)
-    return [names for _, names in parts]
+    others = {other for _, other in pairs}
+    return [(first, other) for first, other in pairs if first not in others]
 
 
 def is_equal(first: Tensor, second: Tensor) -> bool:
@@ -187,12 +177,8 @@ def _span(values: Sequence[float] | Tensor) -> str:
 class _Sampled:
     """Inner products of the models' weights, tensor by tensor; where only first rows were read, scaled up to all.
 
-    Attributes:
-        names: of the models in the pool, in the order of rows and columns.
-        grams: the Gram matrices of the tensors, [tensors, models, models], float64.
-        is_matrix: which of the tensors have two axes or more, [tensors].
-        changed: number of tensors in which a model differs from the base, by the model's name.
-        num_tensors: of the checkpoint; a fused one counts once here and has several Gram matrices.
+    `grams` is [tensors, models, models]; `is_matrix` are tensors of two axes or more; `changed` counts, by model, those
+    that differ from the base. A fused tensor counts once in `num_tensors` and has several Gram matrices.
     """
 
     names: tuple[str, ...]
@@ -327,65 +313,67 @@ FEW_READ = 1 << 16
 """Entries read of each tensor of a text tower: fine-tuning changes nearly all of them."""
 
 
+Doubt = Iterator[tuple[str, str]]
+"""What is odd, and what to do about it."""
+
+
 def companions(models: OpenModels) -> list[Finding]:
     """What is odd about what comes with the weights of a spec's models; of text towers a few rows are read."""
-    found: list[Finding] = []
     folders = {name: model_folder(models.origins[name], source) for name, source in models.stored.items()}
-    for name, source in models.stored.items():
-        found += _code(name, folders[name])
-        if models.base is not None and name != "base":
-            found += _left_behind(models, models.base, name, source)
-            found += _adapter(models, folders["base"], name, folders[name])
-            found += _tokenizer(folders["base"] or Path(models.architecture.source), name, folders[name])
-    return found
+    home = folders.get("base") or Path(models.architecture.source)
+
+    def doubts(name: str, source: StateSource, called: str) -> Doubt:
+        if code := foreign_code(json_object(folders[name], "config.json"), needed=False):
+            text = (
+                f"{called} brings code of its own ({code}), which is not run: the library's own model is used"
+            )
+            yield text, "Check that they compute the same."
+        if models.base is None or name == "base":
+            return
+        yield from _left_behind(models, models.base, source, called)
+        if (folder := folders[name]) is not None:
+            yield from _adapter(models, folders["base"], folder, called)
+            differing = [*changed_files(home, folder), *changed_special_tokens(home, folder).values()]
+            if differing := [*differing, *changed_ends(home, folder)]:
+                yield (
+                    f"the tokenizer of {called} differs from the base's: {', '.join(differing)}",
+                    "The base's reads and ends everything; where ids mean other words, features are those of other "
+                    "words.",
+                )
+
+    return [
+        Finding("notice", label(name), text, hint)
+        for name, source in models.stored.items()
+        for text, hint in doubts(name, source, f"the {label(name)}")
+    ]
 
 
-def _code(name: str, folder: Path | None) -> Iterator[Finding]:
-    if code := foreign_code(json_object(folder, "config.json"), needed=False):
-        text = f"the {label(name)} brings code of its own ({code}), which is not run: the library's own model is used"
-        yield Finding("notice", label(name), text, "Check that they compute the same.")
-
-
-def _left_behind(models: OpenModels, base: StateSource, name: str, source: StateSource) -> Iterator[Finding]:
+def _left_behind(models: OpenModels, base: StateSource, source: StateSource, called: str) -> Doubt:
     """What a model changed and no layer reads: it is merged with nothing, and saved folders hold the base's."""
     known = models.architecture
     if known.layout is None:
         return
     wanted, own = (known.layout.beside_tower(model.headers, model.name) for model in (base, source))
     of_heads = {key for model in (base, source) for key in known.classifier_keys(model) or ()}
-    of_heads |= {
-        f"{key.removesuffix('weight')}bias" for key in of_heads
-    }  # every task has its own, and they are told
-    shared = sorted(wanted.keys() & own.keys(), key=lambda key: (base.headers[wanted[key]].nbytes, key))
-    changed = list(
-        islice(
-            (
-                key
-                for key in shared
-                if own[key] not in of_heads and _differs(base, wanted[key], source, own[key])
-            ),
-            2,
-        )
-    )
+    # Every task has its own, and they are told.
+    of_heads |= {f"{key.removesuffix('weight')}bias" for key in of_heads}
+    shared = [key for key in wanted.keys() & own.keys() if own[key] not in of_heads]
+    shared.sort(key=lambda key: (base.headers[wanted[key]].nbytes, key))
+    changed = list(islice((key for key in shared if _differs(base, wanted[key], source, own[key])), 2))
     if not changed:
         return
     differ = f"({', '.join(changed)} differ{'s' * (len(changed) == 1)})"
-    is_text_side = isinstance(known.layout, KeyLayout) or all(key.startswith(TEXT_SIDE) for key in changed)
-    if not is_text_side:
-        yield Finding(
-            "notice",
-            label(name),
-            f"the {label(name)} has more than its layers changed, which is not used: it is measured and merged with "
+    if not isinstance(known.layout, KeyLayout) and not all(key.startswith(TEXT_SIDE) for key in changed):
+        yield (
+            f"{called} has more than its layers changed, which is not used: it is measured and merged with "
             f"nothing, and saved models hold the base's {differ}",
             "Where that decides what the model answers, copy the expert's into the folder that is saved.",
         )
         return
     what = "a logit scale of its own" if changed == ["logit_scale"] else "a fine-tuned text tower"
     heads = "" if known.open_text is None else "heads that are made of prompts are the base's, and "
-    yield Finding(
-        "notice",
-        label(name),
-        f"the {label(name)} has {what}, which is not used: {heads}saved models hold the base's {differ}",
+    yield (
+        f"{called} has {what}, which is not used: {heads}saved models hold the base's {differ}",
         "Where that matters, give heads that its own text tower made in `heads.<task>.file`.",
     )
 
@@ -401,29 +389,20 @@ def _differs(base: StateSource, key: str, source: StateSource, own: str) -> bool
     return not is_equal(base.read(key, rows), source.read(own, rows))
 
 
-def _adapter(
-    models: OpenModels, base_folder: Path | None, name: str, folder: Path | None
-) -> Iterator[Finding]:
-    if folder is None or not is_lora_folder(folder):
+def _adapter(models: OpenModels, base_folder: Path | None, folder: Path, called: str) -> Doubt:
+    if not is_lora_folder(folder):
         return
     (stated, revision), base = named_base(folder), models.origins["base"]
-    places = [
-        base,
-        base_folder,
-        models.architecture.source,
-        json_object(base_folder, "config.json").get("_name_or_path"),
-    ]
-    names = {part for place in places for part in _names(str(place or ""))}
+    named = json_object(base_folder, "config.json").get("_name_or_path")
+    places = [str(place or "") for place in (base, base_folder, models.architecture.source, named)]
     told = ""
-    if stated and names.isdisjoint(_names(stated)):
+    if stated and {part for place in places for part in _names(place)}.isdisjoint(_names(stated)):
         told = f"{stated!r}, and the base is {base!r}"
-    elif revision not in ("", "main") and not any(revision in str(place) for place in places):
+    elif revision not in ("", "main") and not any(revision in place for place in places):
         told = f"revision {revision!r} of {stated!r}, and nothing says which one {base!r} is"
     if told:
-        yield Finding(
-            "notice",
-            label(name),
-            f"the adapters of the {label(name)} were trained on {told}",
+        yield (
+            f"the adapters of {called} were trained on {told}",
             "They mean something on their own base alone: name that, unless these are the same weights.",
         )
 
@@ -436,22 +415,3 @@ def _names(place: str) -> set[str]:
     return {
         name for name in ({path.stem, path.parent.name} if is_file else {path.name}) | set(cached) if name
     }
-
-
-def _tokenizer(base: Path, name: str, folder: Path | None) -> Iterator[Finding]:
-    changed = (
-        []
-        if folder is None
-        else [
-            *changed_files(base, folder),
-            *changed_special_tokens(base, folder).values(),
-            *changed_ends(base, folder),
-        ]
-    )
-    if changed:
-        yield Finding(
-            "notice",
-            label(name),
-            f"the tokenizer of the {label(name)} differs from the base's: {', '.join(changed)}",
-            "The base's reads and ends everything; where ids mean other words, features are those of other words.",
-        )

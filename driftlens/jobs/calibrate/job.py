@@ -36,7 +36,7 @@ from driftlens.jobs.calibrate.plan import (
     plan_calibration,
     untouched_but_moved,
 )
-from driftlens.jobs.calibrate.variants import Solution, record_solution, save_for_others, save_variants
+from driftlens.jobs.calibrate.variants import Solution, save_for_others, save_variants
 from driftlens.jobs.study.card import model_card
 from driftlens.jobs.study.opening import OpenModels
 from driftlens.jobs.study.reopening import (
@@ -296,8 +296,7 @@ class _Work:
 
         def save() -> None:
             info = plan.info(self.scratch.seconds, notices)
-            save_variants(writer, self.opened.models, self.study, plan, solution, info)
-            record_solution(writer, plan, solution, identity, info)
+            save_variants(writer, self.opened.models, self.study, plan, solution, info, identity)
 
         lead(self.team, writer, save)
 

@@ -82,18 +82,40 @@ def history_rows(name: str, reports: Sequence[tuple[int, SiteReport]]) -> list[d
     ]
 
 
-def record_solution(
+@torch.no_grad()
+def save_variants(
     writer: RunWriter,
+    models: OpenModels,
+    study: Study,
     plan: CalibrationPlan,
     solution: Solution,
-    identity: Mapping[str, Any],
     info: CalibrationInfo,
+    identity: Mapping[str, Any],
 ) -> None:
-    """Write the history of every site and `config.yaml`, in which all settings are resolved."""
+    """Write the calibrated model, and its control where there is one, in the base's key names and dtypes.
+
+    Beside them lie the history of every site and `config.yaml`, in which all settings are resolved.
+    """
     import pandas as pd
 
     from driftlens.spec.yaml_text import to_yaml
 
+    pool = study.pool
+    merged = pool.source(plan.kept or "merged")
+    for variant, relative in plan.weights.items():
+        parameters: Mapping[ParameterKey, Tensor] = solution.updates
+        if variant == plan.control:
+            base, reach = pool.source("base"), plan.calibrator.anchor_reach
+            parameters = anchors(pool.chain, merged, base, reach, solution.updates)
+        source = with_parameters(pool.chain, merged, study.like, parameters)
+        with writer.file(relative) as path:
+            save_model(
+                models.architecture, models.own_form, source, path, metadata=weights_metadata(variant, info)
+            )
+
+    if solution.attachments:
+        with writer.file(calibration_attachments(plan.name)) as path:
+            save_state_dict(path, attachment_tensors(solution.attachments))
     if solution.reports:
         writer.append("calibration", pd.DataFrame(history_rows(plan.name, solution.reports)), replace=True)
     config = {
@@ -111,41 +133,13 @@ def record_solution(
         path.write_text(to_yaml(config), encoding="utf-8")
 
 
-@torch.no_grad()
-def save_variants(
-    writer: RunWriter,
-    models: OpenModels,
-    study: Study,
-    plan: CalibrationPlan,
-    solution: Solution,
-    info: CalibrationInfo,
-) -> None:
-    """Write the calibrated model, and its control where there is one, in the base's key names and dtypes."""
-    pool = study.pool
-    merged = pool.source(plan.kept or "merged")
-    for variant, relative in plan.weights.items():
-        parameters: Mapping[ParameterKey, Tensor] = solution.updates
-        if variant == plan.control:
-            base, reach = pool.source("base"), plan.calibrator.anchor_reach
-            parameters = anchors(pool.chain, merged, base, reach, solution.updates)
-        source = with_parameters(pool.chain, merged, study.like, parameters)
-        with writer.file(relative) as path:
-            save_model(
-                models.architecture, models.own_form, source, path, metadata=weights_metadata(variant, info)
-            )
-
-    if solution.attachments:
-        with writer.file(calibration_attachments(plan.name)) as path:
-            save_state_dict(path, attachment_tensors(solution.attachments))
-
-
 def weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:
     """What the header of a variant's weights says of it: all that repeating the calibration takes, but the models."""
     return {
         "variant": variant,
         "calibration_method": info.method,
-        "calibration_parameters": json.dumps(dict(info.settings)),
         "calibration_preset": info.preset,
+        "calibration_parameters": json.dumps(dict(info.settings)),
         "calibration_layers": json.dumps(list(info.layers)),
         "calibration_sites": json.dumps(list(info.sites)),
         "calibration_samples": json.dumps(dict(info.samples)),

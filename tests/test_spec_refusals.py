@@ -234,7 +234,10 @@ def test_a_file_that_is_no_spec_is_refused_with_its_place(tmp_path: Path, text: 
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["missing.yaml", "."], ids=["missing file", "folder"])
+@pytest.mark.parametrize(
+    "name",
+    ["missing.yaml", "."],
+)
 def test_a_spec_that_cannot_be_opened_is_refused_with_a_way_to_begin(tmp_path: Path, name: str) -> None:
     with refusing(SpecError, match="can't be read", hint="driftlens init"):
         load_spec(tmp_path / name)

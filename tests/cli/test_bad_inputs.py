@@ -79,7 +79,8 @@ def test_code_in_a_checkpoint_is_not_run(
 
 
 @pytest.mark.parametrize(
-    "given", [[], ["--set", "data.flowers={kind: python, target: os:getcwd}"]], ids=["spec", "flag"]
+    "given",
+    [[], ["--set", "data.flowers={kind: python, target: os:getcwd}"]],
 )
 def test_code_that_a_spec_names_needs_trust_on_the_command_line(
     bench: Bench, run_cli: Cli, spec_file: pathlib.Path, monkeypatch: pytest.MonkeyPatch, given: list[str]

@@ -213,7 +213,6 @@ def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
         {"parameters": {"lam": 0.1, "update": ["linear"]}, "layers": (2, 3), "attribution": False},
         {"preset": "demo-clip", "sites": ["*.mlp.*"], "samples": 3},
     ],
-    ids=["settings", "preset"],
 )
 def test_the_command_that_is_named_goes_on_whatever_was_asked_for(
     folder: pathlib.Path, run_cli: Cli, changes: dict[str, Any]

@@ -208,7 +208,6 @@ def test_layouts_report_their_steps_as_json_lines(run_cli: Cli, own: pathlib.Pat
         (["--layer", "9"], 2, "no layer 9"),
         (["--max-points", "1"], 2, "max_points"),
     ],
-    ids=["method", "task", "layer", "points"],
 )
 def test_a_layout_that_makes_no_sense_is_refused(
     run_cli: Cli, written: pathlib.Path, flags: list[str], code: int, words: str

@@ -89,7 +89,6 @@ def test_an_error_is_two_lines_and_debug_adds_the_traceback(run_cli: Cli, tmp_pa
         (["analyze", "run.yaml", "--progress", "loud"], "run.yaml"),
         (["init", "--template", "generik", "--out", "-"], "Did you mean 'generic'?"),
     ],
-    ids=["command", "misspelt command", "missing argument", "option", "value", "missing spec", "template"],
 )
 def test_wrong_usage_is_exit_code_two_in_two_lines(
     run_cli: Cli, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
@@ -118,7 +117,10 @@ def test_an_error_nobody_foresaw_is_code_one_and_says_so(
     assert result.code == 1 and result.message == "ZeroDivisionError: by nothing" and "--debug" in result.hint
 
 
-@pytest.mark.parametrize("no_color", ["", "1"], ids=["colour", "NO_COLOR"])
+@pytest.mark.parametrize(
+    "no_color",
+    ["", "1"],
+)
 def test_colour_on_a_terminal_can_be_switched_off(tmp_path: pathlib.Path, no_color: str) -> None:
     reader, terminal = pty.openpty()
     environment = {**os.environ, "NO_COLOR": no_color, "TERM": "xterm"}
@@ -195,7 +197,6 @@ def test_values_of_the_spec_are_overridden(
 @pytest.mark.parametrize(
     ("flags", "environment"),
     [(["--device", "gpu9"], {}), ([], {"DRIFTLENS_DEVICE": "gpu9"}), (["--progress", "loud"], {})],
-    ids=["device", "device variable", "progress"],
 )
 def test_a_value_that_means_nothing_is_wrong_usage(
     run_cli: Cli,

@@ -72,7 +72,6 @@ def test_results_of_checks_are_shown_and_do_not_fail_the_command(
         (["--sections", "layer"], 2, "a report has no section 'layer'; there are verdict,"),
         (["--checks", "absent.yaml"], 2, "absent.yaml"),
     ],
-    ids=["unknown format", "no format", "unknown section", "no such checks"],
 )
 def test_what_makes_no_sense_is_refused(
     arguments: list[str], code: int, message: str, run_cli: Cli, run: pathlib.Path

@@ -68,7 +68,6 @@ def test_one_document_on_stdout_with_every_row_of_the_sweeps_asked_for(
         (("--param", "lam=1", "--seeds", 0), 2, "'--seeds'"),
         ((), 2, "a sweep needs something to vary"),
     ],
-    ids=["unknown", "no values", "words", "no share", "too many samples", "preset", "no seed", "nothing"],
 )
 def test_what_can_not_be_is_refused_in_two_lines_and_leaves_no_trace(
     folder: pathlib.Path, run_cli: Cli, flags: tuple[object, ...], code: int, words: str

@@ -88,7 +88,6 @@ def compared(one: list[CalibratedLayer], many: list[list[CalibratedLayer]], tole
         ("open_clip_vit", ResidualCal(weights="uniform", cv="off")),
         ("open_clip_vit", calibrators["svc"]()),
     ],
-    ids=["featcal", "streams", "residual", "metric", "uniform", "weights-alone"],
 )
 @pytest.mark.parametrize("size", [2, 4])  # 4: one has nothing to do
 def test_several_processes_find_what_one_finds(world: str, calibrator: Calibrator, size: int) -> None:
@@ -146,7 +145,6 @@ def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.Monke
         ("open_clip_vit", ResidualCal(folds=2, mu=0.9, order="block")),
         ("open_clip_vit", ResidualCal(weights="uniform", cv="off")),
     ],
-    ids=["featcal", "streams", "residual", "metric", "uniform"],
 )
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_batches_of_a_task_are_shared_where_tasks_are_too_few(

@@ -94,7 +94,7 @@ LIMITS: dict[str, tuple[str, str]] = {
         f"{guarded.SECONDS:g} seconds of the processor and {1e6 * loading.SECONDS_PER_BYTE:g} more "
         f"a megabyte of its files, {guarded.MOST_MEMORY >> 20} MiB and {loading.MEMORY_PER_BYTE} times its "
         f"files; texts that grow {loading.MOST_GROWTH} times",
-        "models/test_tokenizer_files.py::test_what_would_exhaust_a_machine_is_refused_before_it_is_built",
+        "models/test_texts.py::test_what_would_exhaust_a_machine_is_refused_before_it_is_built",
     ),
     "pickle in a PyTorch file": (
         f"{weight_files.SECONDS:g} seconds of the processor, {guarded.MOST_MEMORY >> 20} MiB and "

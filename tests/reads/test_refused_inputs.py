@@ -27,6 +27,8 @@ from tests.zoo.world import World
 
 __all__ = ["light", "run_cli", "world"]
 
+Cli = Callable[..., Result]
+
 BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
     f"{name}: &{name} [{','.join(['*' + chr(ord(name) - 1)] * 9)}]\n" for name in "bcdefghi"
 )
@@ -65,7 +67,7 @@ def test_paths_that_no_file_can_have_are_refused(world: World, path: str) -> Non
     ids=lambda line: " ".join(line.split()[:3]),
 )
 def test_a_home_folder_of_nobodys_is_refused_before_anything_is_done(
-    run_cli: Callable[..., Result],
+    run_cli: Cli,
     world: World,
     light: Any,
     tmp_path: Path,
@@ -82,7 +84,7 @@ def test_a_home_folder_of_nobodys_is_refused_before_anything_is_done(
 
 
 def test_a_home_folder_is_spelled_out_where_no_shell_has_done_so(
-    run_cli: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert run_cli("init", "--out=~/run.yaml").code == 0
@@ -184,7 +186,7 @@ def test_json_nested_without_end_is_no_json(tmp_path: Path) -> None:
 
 
 def test_a_text_towers_configuration_that_is_not_its_weights_is_refused(
-    run_cli: Callable[..., Result], world: World, tmp_path: Path
+    run_cli: Cli, world: World, tmp_path: Path
 ) -> None:
     spec = world.one_task(heads={world.tasks[0]: {"templates": ["a {}."]}})
     config = json.loads(Path(spec["architecture"]["source"]).read_text())
@@ -196,9 +198,7 @@ def test_a_text_towers_configuration_that_is_not_its_weights_is_refused(
     assert result.code == 4 and "loading state_dict" in result.err, result.err
 
 
-def test_what_files_say_never_steers_the_terminal(
-    run_cli: Callable[..., Result], tmp_path: Path, world: World
-) -> None:
+def test_what_files_say_never_steers_the_terminal(run_cli: Cli, tmp_path: Path, world: World) -> None:
     steering = "\x1b]0;owned\x07\x9b2J\u202e"
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(world.spec() | {steering: 1}))
@@ -251,7 +251,7 @@ def test_a_pipe_is_no_weights(pipe: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["/dev/zero", "/dev/null", "PIPE"])
-def test_devices_and_pipes_are_not_converted(run_cli: Callable[..., Result], pipe: Path, source: str) -> None:
+def test_devices_and_pipes_are_not_converted(run_cli: Cli, pipe: Path, source: str) -> None:
     with within_bounds():
         result = run_cli(
             "convert", source.replace("PIPE", str(pipe)), "--out", pipe.with_name("a.safetensors")
@@ -292,9 +292,7 @@ def test_devices_and_pipes_are_no_data(
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "status.json", "spec.yaml", "tables/layers.parquet"])
-def test_a_pipe_in_a_run_is_refused(
-    run_cli: Callable[..., Result], light: Any, tmp_path: Path, name: str
-) -> None:
+def test_a_pipe_in_a_run_is_refused(run_cli: Cli, light: Any, tmp_path: Path, name: str) -> None:
     run = Path(shutil.copytree(light.path, tmp_path / "run"))
     (run / name).unlink()
     os.mkfifo(run / name)
@@ -302,9 +300,7 @@ def test_a_pipe_in_a_run_is_refused(
     assert ODD in result.err + result.out and result.code in (0 if name == "status.json" else 4, 2), result
 
 
-def test_a_recipe_is_no_pipe_but_what_a_shell_hands_down_is(
-    run_cli: Callable[..., Result], pipe: Path, world: World
-) -> None:
+def test_a_recipe_is_no_pipe_but_what_a_shell_hands_down_is(run_cli: Cli, pipe: Path, world: World) -> None:
     result = run_cli("merge", pipe, "--out", pipe.with_name("out"))
     assert result.code == 2 and ODD in result.err, result.err
     reader, writer = os.pipe()
@@ -318,7 +314,7 @@ def test_a_recipe_is_no_pipe_but_what_a_shell_hands_down_is(
     "line", [("check", "RUN", "--junit", "FOLDER"), ("convert", "/proc/self/mem"), ("show", "x" * 5000)]
 )
 def test_the_file_systems_refusals_are_no_defects(
-    run_cli: Callable[..., Result], light: Any, tmp_path: Path, line: tuple[str, ...]
+    run_cli: Cli, light: Any, tmp_path: Path, line: tuple[str, ...]
 ) -> None:
     (tmp_path / "folder").mkdir()
     stands = {"RUN": light.path, "FOLDER": tmp_path / "folder"}
@@ -332,7 +328,7 @@ def test_the_file_systems_refusals_are_no_defects(
 )
 @pytest.mark.parametrize("line", ["calibrate RUN --name q2 --method svc", "report RUN --format md"])
 def test_a_run_is_not_written_to_through_a_link_that_leads_out_of_it(
-    run_cli: Callable[..., Result], light: Any, tmp_path: Path, place: str, line: str
+    run_cli: Cli, light: Any, tmp_path: Path, place: str, line: str
 ) -> None:
     run, outside = Path(shutil.copytree(light.path, tmp_path / "run")), tmp_path / "elsewhere"
     (run / place).rename(outside) if (run / place).exists() else outside.mkdir()
@@ -345,7 +341,7 @@ def test_a_run_is_not_written_to_through_a_link_that_leads_out_of_it(
 
 
 def test_a_run_that_is_a_link_itself_and_links_that_stay_inside_are_written_to(
-    run_cli: Callable[..., Result], light: Any, tmp_path: Path
+    run_cli: Cli, light: Any, tmp_path: Path
 ) -> None:
     real = Path(shutil.copytree(light.path, tmp_path / "real"))
     (real / "figures").mkdir()

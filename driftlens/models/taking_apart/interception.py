@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,32 +32,29 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     pass to pass (timm's LeViT its biases), as the next pass may have others.
     """
     parts = list(module.modules())
-    training = [part for part in parts if part.training]
     configs = {id(config): config for part in parts if (config := getattr(part, "config", None))}
-    before: list[tuple[Any, str, Any, Any]] = [
-        (config, name, value, plain)
+    changes: list[tuple[Any, str, Any]] = [(part, "training", False) for part in parts if part.training]
+    changes += [
+        (config, name, plain)
         for config in configs.values()
         for name, plain in _PLAIN.items()
-        if (value := getattr(config, name, None)) not in (None, plain)
+        if getattr(config, name, None) not in (None, plain)
     ]
-    before += [
-        (part, name, value, {})
+    changes += [
+        (part, name, {})
         for part in parts
         for name, value in vars(part).items()
         if name.endswith("_cache") and isinstance(value, dict)
     ]
+    before = [getattr(owner, name) for owner, name, _ in changes]
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        for part in training:
-            part.training = False
-        for owner, name, _, plain in before:
-            setattr(owner, name, plain)
+        for owner, name, value in changes:
+            setattr(owner, name, value)
         yield
     finally:
-        for part in training:
-            part.training = True
-        for owner, name, value, _ in before:
+        for (owner, name, _), value in zip(changes, before, strict=True):
             setattr(owner, name, value)
         torch.backends.mha.set_fastpath_enabled(fused)
 
@@ -120,18 +117,25 @@ def run_until(module: nn.Module, run: Callable[[], object], *, past: bool = Fals
 
 
 @contextlib.contextmanager
-def hollow(blocks: Mapping[str, nn.Module], forms: dict[str, Any]) -> Iterator[None]:
+def _running(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """While this is open, modules run these functions in the place of their own forward."""
+    with contextlib.ExitStack() as restored:
+        for module, forward in forwards:
+            own = {"forward": module.__dict__["forward"]} if "forward" in module.__dict__ else {}
+            restored.callback(module.__dict__.update, own)
+            restored.callback(module.__dict__.pop, "forward")
+            module.__dict__["forward"] = forward
+        yield
+
+
+def hollow(blocks: Mapping[str, nn.Module], forms: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """While this is open, blocks that have shapes only take real features, and return zeros in the place of theirs.
 
     These have the shape of the block's features and are dressed as its own: what the blocks behind are given beside
     features is what they would be given, wherever no weight takes part in it. How blocks dress features that keep their
     shape is remembered in `forms`; they are not asked again.
     """
-    with contextlib.ExitStack() as restored:
-        for path, block in blocks.items():
-            restored.callback(_restore_forward, block, block.__dict__.get("forward"))
-            block.__dict__["forward"] = partial(_shell, path, block, forms)
-        yield
+    return _running((block, partial(_shell, path, block, forms)) for path, block in blocks.items())
 
 
 def _shell(path: str, block: nn.Module, forms: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -163,24 +167,14 @@ def _dressed(kind: Any, rest: list[Any] | None, device: torch.device, hidden: Te
     return hidden if rest is None else kind([hidden, *mapped(rest, other)])
 
 
-@contextlib.contextmanager
-def bypassed(blocks: Sequence[nn.Module], frames: Sequence[Frame], hidden: Tensor) -> Iterator[None]:
+def bypassed(
+    blocks: Sequence[nn.Module], frames: Sequence[Frame], hidden: Tensor
+) -> contextlib.AbstractContextManager[None]:
     """Blocks that compute nothing: each returns `hidden`, dressed as it would dress its own features."""
-    with contextlib.ExitStack() as restored:
-        for block, frame in zip(blocks, frames, strict=True):
-            restored.callback(_restore_forward, block, block.__dict__.get("forward"))
-            block.__dict__["forward"] = _constant(frame.output(hidden))
-        yield
-
-
-def _constant(output: Any) -> Callable[..., Any]:
-    return lambda *_args, **_kwargs: output
-
-
-def _restore_forward(block: nn.Module, forward: Any) -> None:
-    del block.__dict__["forward"]
-    if forward is not None:
-        block.__dict__["forward"] = forward
+    outputs = [frame.output(hidden) for frame in frames]
+    return _running(
+        (block, lambda *_, output=output, **__: output) for block, output in zip(blocks, outputs, strict=True)
+    )
 
 
 @dataclass

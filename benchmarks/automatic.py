@@ -40,7 +40,7 @@ def drawn(seed: int, device: torch.device) -> Found:
     import driftlens as dl
     from driftlens.base.progress import Reporter
     from driftlens.calibration.calibrator import calibrators
-    from driftlens.engine.site_selection import select_sites
+    from driftlens.engine.sites import select_sites
     from driftlens.jobs.contest.automatic import BEST
     from driftlens.jobs.study.reopening import Kept, reopened
 

@@ -18,7 +18,7 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.walk import Given
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.sites import select_sites
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.chain import adapters
 from driftlens.models.architecture import weightless

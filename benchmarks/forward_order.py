@@ -16,7 +16,7 @@ from driftlens.base.progress import Reporter
 from driftlens.base.variants import expert_of
 from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.engine.calibrating import Ground
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.sites import select_sites
 from driftlens.jobs.analyze.evaluation import accuracies, final_drift, final_features
 from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.study.reopening import reopened

@@ -18,7 +18,7 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.sources import module_source
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import Given
 from driftlens.models.chain import adapters
 

@@ -16,7 +16,7 @@ from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import Given, drift_columns, walk
 from driftlens.models.architecture import architecture_of, weightless
 from driftlens.models.chain import LayerChain

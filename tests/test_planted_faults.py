@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from driftlens.calibration import solves
+from driftlens.calibration import featcal
 from driftlens.calibration.featcal import FeatCal
 from driftlens.diagnostics import attribution, output, task_vectors
 from driftlens.engine import layer_sums, snapshot, walk
@@ -235,7 +235,7 @@ def expert_path_replaced(original: Any) -> Any:
 
 
 def bias_of_the_merged_weight(patch: Patch) -> None:
-    of, original = solves._Weights.of, solves.solve_bias
+    of, original = featcal._Weights.of, featcal.solve_bias
     outputs = []
 
     def noted(moments, merged, *rest):  # type: ignore[no-untyped-def]
@@ -245,8 +245,8 @@ def bias_of_the_merged_weight(patch: Patch) -> None:
     def late(target, output, *rest, **more):  # type: ignore[no-untyped-def]
         return original(target, outputs[-1], *rest, **more)
 
-    patch.setattr(solves._Weights, "of", noted)
-    patch.setattr(solves, "solve_bias", late)
+    patch.setattr(featcal._Weights, "of", noted)
+    patch.setattr(featcal, "solve_bias", late)
 
 
 def token_weights_for_keys_too(original: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from driftlens.base.errors import DataError, SingularGramError, SpecError
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.calibration.solves import relative_change
+from driftlens.calibration.featcal import relative_change
 from driftlens.engine.problems import SiteReport, SiteUpdate, StepProblem, Stepwise
 from driftlens.linalg.joint_ridge import BIAS_INPUT, Ridges, choose_ridges, solve_joint, total
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from driftlens.base.errors import SpecError
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.calibration.solves import relative_change
+from driftlens.calibration.featcal import relative_change
 from driftlens.engine.problems import SiteReport, SiteUpdate, WeightProblem, Weightwise
 
 

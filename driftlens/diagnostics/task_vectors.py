@@ -11,7 +11,7 @@ from torch import Tensor
 from driftlens.base.diagnostic import diagnostic
 from driftlens.base.variants import expert_of
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.site_selection import GROUPS, parameter_groups
+from driftlens.engine.sites import GROUPS, parameter_groups
 from driftlens.models.chain import Layer, LayerChain, Slot
 from driftlens.runs.schema import PARAMS
 

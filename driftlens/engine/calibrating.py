@@ -36,7 +36,7 @@ from driftlens.engine.problems import (
     WeightProblem,
     Weightwise,
 )
-from driftlens.engine.site_selection import site_path
+from driftlens.engine.sites import site_path
 from driftlens.engine.walk import FeatureStore, Given, Part, Parts, Passage, forward_order
 from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, Parameters, Pool, Site

@@ -20,10 +20,10 @@ from driftlens.engine.problems import (
     Wanted,
     WeightedFold,
 )
-from driftlens.engine.site_rows import SiteRows, require_rule, row_weights, stacked
+from driftlens.engine.sites import SiteRows, require_rule, row_weights, stacked
 from driftlens.linalg.gram import GramPool, GramSum
-from driftlens.linalg.norm_affine import NormMoments
 from driftlens.linalg.output_cross import OutputCross
+from driftlens.linalg.ridge import NormMoments
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
 
 

@@ -14,9 +14,8 @@ from driftlens.base.team import Team
 from driftlens.engine.attached import Attachment
 from driftlens.linalg.gram import GramPool, GramSum, add_scaled
 from driftlens.linalg.joint_ridge import JointMoments
-from driftlens.linalg.norm_affine import NormMoments
 from driftlens.linalg.output_cross import OutputCross
-from driftlens.linalg.ridge import Moments
+from driftlens.linalg.ridge import Moments, NormMoments
 from driftlens.models.chain import Parameters, Site, SiteKind
 
 if TYPE_CHECKING:

@@ -32,8 +32,7 @@ from driftlens.engine.calibrating import (
 )
 from driftlens.engine.layer_sums import LayerSums
 from driftlens.engine.problems import CalibratedLayer, InputSums, Layerwise, Problem
-from driftlens.engine.site_rows import SiteRows, rows_and_output
-from driftlens.engine.site_selection import site_path
+from driftlens.engine.sites import SiteRows, rows_and_output, site_path
 from driftlens.engine.walk import WaitingBatch
 from driftlens.models.chain import Layer, Parameters, SideInputs, State
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from driftlens.base.errors import NumericsError
 from driftlens.base.team import Team
 from driftlens.base.variants import expert_of
-from driftlens.engine.site_rows import row_weights
+from driftlens.engine.sites import row_weights
 from driftlens.engine.walk import Passage, WaitingBatch
 from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInputs, Site, State
 

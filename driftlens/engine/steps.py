@@ -31,8 +31,7 @@ from driftlens.engine.calibrating import (
     solved_by_all,
 )
 from driftlens.engine.problems import CalibratedLayer, SiteReport, StepProblem, Stepwise
-from driftlens.engine.site_rows import ENTERED, added_to, require_rule, rows_and_output, stacked
-from driftlens.engine.site_selection import site_path
+from driftlens.engine.sites import ENTERED, added_to, require_rule, rows_and_output, site_path, stacked
 from driftlens.engine.step_weights import (
     NUM_PASSES,
     ExpertGradients,

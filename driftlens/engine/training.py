@@ -23,7 +23,7 @@ from driftlens.engine.attached import Attachment, attachment_tensors, attachment
 from driftlens.engine.calibrating import Ground, Memory, Step
 from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.engine.problems import CalibratedLayer, Method
-from driftlens.engine.site_rows import added_to
+from driftlens.engine.sites import added_to
 from driftlens.engine.walk import Passage, WaitingBatch, forward_order, on_device
 from driftlens.models.chain import Layer, Slot
 

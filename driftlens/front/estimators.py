@@ -14,7 +14,7 @@ from driftlens.base.threads import exact_products
 from driftlens.calibration import featcal, residual
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.engine.calibrating import Ground
-from driftlens.engine.site_selection import coverage, select_sites, tied_sites
+from driftlens.engine.sites import coverage, select_sites, tied_sites
 from driftlens.front.keywords import Around, Quietly, keywords
 from driftlens.jobs.analyze.diagnosis import check_closure
 from driftlens.jobs.analyze.live import live_study

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from driftlens.base.settings import Bounds
-from driftlens.linalg.partial import solve_in_range
+from driftlens.linalg.cholesky import solve_in_range
 from driftlens.merging.averages import MATRIX, MOST_STEPS, average, stepped
 from driftlens.merging.method import StateDict, merge_methods
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from driftlens.base.settings import Bounds
-from driftlens.linalg.partial import polar, singular_parts, svd_operations
+from driftlens.linalg.cholesky import polar, singular_parts, svd_operations
 from driftlens.merging.averages import StepScaling, stepped
 from driftlens.merging.method import StateDict, merge_methods
 

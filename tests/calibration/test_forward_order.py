@@ -16,7 +16,7 @@ from driftlens.checkpoints.sources import TensorsSource
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import Step
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import Given
 from driftlens.linalg.gram import GramSum
 from tests.calibration.helpers import (

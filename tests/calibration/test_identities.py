@@ -13,7 +13,7 @@ from torch import Tensor
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.sources import TensorsSource
 from driftlens.engine.problems import LinearProblem, NormProblem, Problem, SiteUpdate
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import walk
 from driftlens.linalg.ridge import solve_ridge
 from driftlens.linalg.state import norm, subtract

@@ -15,7 +15,7 @@ from driftlens.base.errors import DataError, NumericsError
 from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.sources import TensorsSource
 from driftlens.data.samples import Batch
-from driftlens.engine.site_rows import added_to
+from driftlens.engine.sites import added_to
 from driftlens.engine.step_weights import ExpertGradients, groups_of
 from driftlens.engine.walk import Given
 from driftlens.linalg.joint_ridge import WIDEST, JointMoments, Ridges, choose_ridges, solve_joint, total

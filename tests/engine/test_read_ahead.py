@@ -17,7 +17,7 @@ from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.sources import TensorsSource, module_source
-from driftlens.engine.read_ahead import ReadAhead
+from driftlens.engine.pool import ReadAhead
 from driftlens.engine.walk import walk
 from tests.calibration.helpers import layers_of, subject, updates_of
 from tests.zoo.cases import CASES, Family, family, perturbed

@@ -12,8 +12,7 @@ from torch import nn
 
 from driftlens.checkpoints.sources import module_source
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.site_rows import added_to
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.sites import added_to, select_sites
 from driftlens.engine.step_weights import groups_of
 from driftlens.models.chain import LayerChain, adapters
 from driftlens.models.families.hf_auto import decoder_chain

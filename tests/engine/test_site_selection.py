@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from driftlens.base.errors import LayerNotFoundError
-from driftlens.engine.site_selection import select_sites, site_groups, site_path
+from driftlens.engine.sites import select_sites, site_groups, site_path
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import adapters
 from tests.refusing import refusing

@@ -7,10 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.diagnostics.adjoint import Step, adjoint_parts, drift_target, loss_target, margin_target
-from driftlens.diagnostics.attribution import Contributions, JacobianSettings, group_mismatches
+from driftlens.diagnostics.attribution import (
+    Contributions,
+    JacobianSettings,
+    Step,
+    adjoint_parts,
+    drift_target,
+    group_mismatches,
+    loss_target,
+    margin_target,
+)
 from driftlens.engine.pool import LayerMap
-from driftlens.engine.site_selection import GROUPS
+from driftlens.engine.sites import GROUPS
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.linalg.state import State, subtract
 from driftlens.models.chain import Layer, Parameters, SideInputs, Site, Slot, Tap

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from driftlens.base.errors import ShapeError
 from driftlens.linalg.gram import GramPool, GramSum, add_scaled
-from driftlens.linalg.norm_affine import NormMoments
 from driftlens.linalg.output_cross import OutputCross
+from driftlens.linalg.ridge import NormMoments
 from tests.linalg.rows import moments_of
 
 CPU = torch.device("cpu")

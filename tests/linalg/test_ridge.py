@@ -13,8 +13,16 @@ from torch import Tensor
 
 from driftlens.base.errors import NumericsError, ShapeError, SingularGramError, SpecError
 from driftlens.linalg.cholesky import factorize, probe, stationarity_error
-from driftlens.linalg.norm_affine import NormMoments, solve_layer_norm, solve_rms_norm
-from driftlens.linalg.ridge import Moments, ridge_factor, solve_bias, solve_ridge, solve_weight
+from driftlens.linalg.ridge import (
+    Moments,
+    NormMoments,
+    ridge_factor,
+    solve_bias,
+    solve_layer_norm,
+    solve_ridge,
+    solve_rms_norm,
+    solve_weight,
+)
 from tests.linalg.rows import moments_of
 
 

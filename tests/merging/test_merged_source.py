@@ -26,7 +26,7 @@ from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.base.registry import Registry
 from driftlens.base.variants import expert_of
 from driftlens.checkpoints.sources import TensorsSource
-from driftlens.engine.site_rows import rows_and_output
+from driftlens.engine.sites import rows_and_output
 from driftlens.jobs.study import merging
 from driftlens.jobs.study.merging import merged_source, site_moments
 from driftlens.merging.method import Reads, merge_called, merge_methods

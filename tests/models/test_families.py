@@ -14,7 +14,7 @@ import driftlens as dl
 from driftlens.base.errors import DriftLensError, IncompatibleModelsError
 from driftlens.checkpoints.sources import module_source
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.site_selection import coverage, select_sites
+from driftlens.engine.sites import coverage, select_sites
 from driftlens.models.chain import pooled
 from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.frames import result

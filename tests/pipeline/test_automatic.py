@@ -22,7 +22,7 @@ from driftlens.calibration.automatic import Scores
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import FeatCal
 from driftlens.data.samples import SampleSet
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.sites import select_sites
 from driftlens.findings.before_after import selection_sentences
 from driftlens.findings.verdict import verdict
 from driftlens.jobs.analyze.evaluation import final_drift

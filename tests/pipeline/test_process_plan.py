@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from driftlens.base.access import Access
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.sites import select_sites
 from driftlens.jobs.preflight import processes, rates
 from driftlens.jobs.preflight.job import checked
 from driftlens.jobs.preflight.jobs import SpecStudy

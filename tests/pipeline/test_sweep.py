@@ -23,7 +23,7 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.data.corruption import corrupt
 from driftlens.data.samples import part_of
 from driftlens.engine.calibrating import Ground
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.sites import select_sites
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.findings.before_after import before_after
 from driftlens.findings.swept import ablation_sheets, rho_control

@@ -13,7 +13,7 @@ from driftlens.base.progress import Reporter
 from driftlens.calibration.calibrator import ClosedFormBase
 from driftlens.calibration.featcal import FeatCal
 from driftlens.engine.problems import LinearProblem, Problem, SiteReport, SiteUpdate
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.sites import select_sites
 from driftlens.jobs.contest.trials import LANE, Fit, HeldOut, Trials
 from driftlens.jobs.study.reopening import reopened
 from driftlens.jobs.study.study import Study

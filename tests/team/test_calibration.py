@@ -19,7 +19,7 @@ from driftlens.calibration.residual import ResidualCal
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import Ground, Step
 from driftlens.engine.problems import CalibratedLayer, WeightedFold
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.sites import select_sites
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.engine.walk import Given
 from driftlens.jobs.preflight.processes import solved_groups

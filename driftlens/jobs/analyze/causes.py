@@ -18,16 +18,19 @@ from torch.func import vjp
 from driftlens.base.progress import Reporter, TaskMeter
 from driftlens.base.variants import expert_of
 from driftlens.data.samples import SampleSet
-from driftlens.diagnostics.adjoint import (
+from driftlens.diagnostics.attribution import (
+    Contributions,
+    LayerSensitivity,
+    PrefixSwaps,
     Step,
     Target,
     adjoint_parts,
     drift_target,
+    group_mismatches,
     loss_target,
     margin_target,
     pulled_back,
 )
-from driftlens.diagnostics.attribution import Contributions, LayerSensitivity, PrefixSwaps, group_mismatches
 from driftlens.diagnostics.drift import share_intervals
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.jobs.study.study import Study

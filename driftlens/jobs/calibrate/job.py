@@ -25,7 +25,7 @@ from driftlens.checkpoints.sources import OnDemand
 from driftlens.engine.attached import attachment_tensors
 from driftlens.engine.calibrating import Ground, Step
 from driftlens.engine.problems import CalibratedLayer, SiteReport
-from driftlens.engine.site_selection import coverage
+from driftlens.engine.sites import coverage
 from driftlens.jobs.analyze.diagnosis import require_closed
 from driftlens.jobs.analyze.evaluation import first_look
 from driftlens.jobs.analyze.job import Phases

@@ -16,7 +16,7 @@ from driftlens.base.variants import calibrated, control_of, expert_of, task_of
 from driftlens.calibration.calibrator import Calibrator, calibrators, over_preset, require_task_id
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.site_selection import select_sites, updated_sites
+from driftlens.engine.sites import select_sites, updated_sites
 from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
 from driftlens.runs.layout import calibration_weights

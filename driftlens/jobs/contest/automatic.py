@@ -25,7 +25,7 @@ from driftlens.base.progress import Reporter
 from driftlens.calibration.automatic import LEVEL, NUM_FOLDS, Decision, Scores, decide, folds_of, search
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.data.samples import SampleSet, part_of
-from driftlens.engine.site_selection import updated_sites
+from driftlens.engine.sites import updated_sites
 from driftlens.jobs.calibrate.plan import Choice as Chooser
 from driftlens.jobs.calibrate.plan import method_called, plain_settings, preset_of
 from driftlens.jobs.contest.contest import KeptScores, Outcome, Scored, contest

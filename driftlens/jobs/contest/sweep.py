@@ -25,7 +25,7 @@ from driftlens.base.team import ALONE
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.data.corruption import CLEAN, corrupt, corrupted, parse, written
 from driftlens.data.samples import SampleSet, part_of, shuffled
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.sites import select_sites
 from driftlens.findings.swept import ABLATION, CONTROL, rho_control, scope, settings_of
 from driftlens.jobs.analyze.evaluation import final_drift, metrics_of, scores_of
 from driftlens.jobs.analyze.job import thumb

@@ -8,7 +8,7 @@ import time
 from driftlens.base.access import Context
 from driftlens.base.errors import RunError
 from driftlens.base.files import PathLike, free_bytes
-from driftlens.engine.site_selection import coverage
+from driftlens.engine.sites import coverage
 from driftlens.jobs.calibrate.job import OpenCalibration, open_calibration, require_terms
 from driftlens.jobs.calibrate.plan import Choice, untouched_but_moved
 from driftlens.jobs.preflight.jobs import rehearsed_calibration

@@ -21,7 +21,7 @@ from driftlens.calibration.calibrator import Calibrator
 from driftlens.data.samples import Batch, few_of
 from driftlens.data.task_data import TaskData
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.site_selection import coverage, select_sites
+from driftlens.engine.sites import coverage, select_sites
 from driftlens.engine.walk import forward, waiting_bytes
 from driftlens.findings.reading import estimate as with_interval
 from driftlens.jobs.analyze.evaluation import scores_of

@@ -14,7 +14,7 @@ import torch
 from driftlens.base.division import balanced, shared
 from driftlens.base.errors import SpecError
 from driftlens.checkpoints.sources import TensorHeader
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.sites import select_sites
 from driftlens.jobs.calibrate.plan import calibrator_of
 from driftlens.jobs.preflight.jobs import SpecStudy, rounds_of
 from driftlens.jobs.preflight.rates import Rates, cores, measured_rates

@@ -24,8 +24,7 @@ from driftlens.checkpoints.sources import StateSource, TensorHeader, TensorsSour
 from driftlens.data.samples import SampleSet
 from driftlens.engine.layer_sums import normalised
 from driftlens.engine.pool import LayerMap
-from driftlens.engine.site_rows import row_weights, rows_and_output
-from driftlens.engine.site_selection import parameter_groups
+from driftlens.engine.sites import parameter_groups, row_weights, rows_and_output
 from driftlens.engine.walk import Passage, forward_order
 from driftlens.jobs.study.card import merge_card
 from driftlens.jobs.study.opening import (

@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
-from driftlens.calibration.solves import relative_change
+from driftlens.calibration.featcal import relative_change
 from driftlens.engine.problems import LinearProblem, Problem, SiteReport, SiteUpdate
 from driftlens.base.settings import Bounds
 

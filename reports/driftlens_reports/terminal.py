@@ -13,6 +13,7 @@ from driftlens.base.intervals import Interval, mean_over_tasks, p_of, wilson
 from driftlens.base.metrics import ACCURACY, METRICS, metric_called, title_of
 from driftlens.base.variants import calibrated, title
 from driftlens.base.words import counted
+from driftlens.findings import reading
 from driftlens.findings.before_after import calibration_sheets, selection_sentences
 from driftlens.findings.checks import CheckReport, self_checks
 from driftlens.findings.compare import Comparison, comparison_table, mean_score_change
@@ -20,22 +21,7 @@ from driftlens.findings.features import DRIFT
 from driftlens.findings.listing import RunSummary
 from driftlens.findings.measures import SCORE, level
 from driftlens.findings.projection import Projection
-from driftlens.findings.reading import (
-    NOT_MEASURED,
-    Kind,
-    error,
-    estimate,
-    is_measured,
-    number,
-    p_value,
-    percent,
-    points,
-    points_interval,
-    printable,
-    setting_text,
-    size,
-    written,
-)
+from driftlens.findings.reading import NOT_MEASURED, Kind, estimate, is_measured, number, printable
 from driftlens.findings.scores import main_metrics
 from driftlens.findings.summary import final_sheet
 from driftlens.findings.swept import ABLATION, CONTROL, ablation_sheets, settings_of
@@ -45,7 +31,6 @@ from driftlens.runs.equality import TOLERANCE, Equality
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import VerifyResult
 from driftlens_reports import facts
-from driftlens_reports.facts import check_sentence, origin_sentence
 
 _SHOWN = 5
 """How many of the differences between two runs are listed."""
@@ -77,9 +62,9 @@ def summary(run: DriftRun, *, verbose: bool = False) -> str:
         parts += [
             _section(final.title, _sheet_lines(final)[1:] if final.rows else []),
             *(_section(*part) for part in _score_sections(run)),
-            _section("Where the final drift comes from", [*map(origin_sentence, facts.origins(run))]),
+            _section("Where the final drift comes from", [*map(facts.origin_sentence, facts.origins(run))]),
             _section("Decisions", facts.decision_sentences(run)),
-            _section("Self-checks", [check_sentence(check) for check in self_checks(run).results]),
+            _section("Self-checks", [facts.check_sentence(check) for check in self_checks(run).results]),
         ]
         parts += [_section("Notices", run.manifest.notices)] if run.manifest.notices else []
     else:
@@ -109,8 +94,10 @@ def listing_text(runs: Sequence[RunSummary]) -> str:
     header = ["folder", "name", "state", "tasks", "variants", "size", "largest final drift of merged"]
     rows = []
     for run in runs:
-        counts = [str(len(run.tasks)), str(len(run.variants)), size(run.bytes)]
-        rows.append([run.path.name, run.name, run.state, *counts, _largest_drift(run)])
+        counts = [str(len(run.tasks)), str(len(run.variants)), reading.size(run.bytes)]
+        worst = max(run.final_drift, key=lambda task: run.final_drift[task], default="")
+        largest = f"{number(run.final_drift[worst])} ({worst})" if worst else NOT_MEASURED
+        rows.append([run.path.name, run.name, run.state, *counts, largest])
     problems = [printable(f"{run.path.name}: {run.problem}") for run in runs if run.problem]
     left = [printable(f"{run.path.name}: {text}") for run in runs for text in run.left]
     return "\n".join([*aligned([header, *rows], num_names=3), *problems, *left])
@@ -153,61 +140,44 @@ def _score_sections(run: DriftRun) -> Iterator[tuple[str, list[str]]]:
 
 
 def _score_lines(rows: pd.DataFrame) -> list[str]:
-    there = dict.fromkeys(rows["variant"])
-    variants = [name for name in ("base", "expert", "merged") if name in there]
-    variants += [name for name in there if name not in variants]
+    order = ("base", "expert", "merged")
+    variants = sorted(
+        rows["variant"].unique(), key=lambda name: order.index(name) if name in order else len(order)
+    )
     metrics = {name: metric_called(name) for name in rows["metric"].unique()}
-    says = [] if [*metrics] == [ACCURACY.name] else [f"{at.title}: {at.described}" for at in metrics.values()]
-    header = ["task", *(["metric"] if says else []), *map(title, variants), "samples"]
-    scores = {
-        (name, task): {
-            variant: Interval(*ends)
-            for variant, ends in zip(
-                own["variant"],
-                own[["value", "ci_low", "ci_high"]].to_numpy(dtype=float, na_value=math.nan).tolist(),
-                strict=True,
-            )
-        }
-        for (task, name), own in rows.groupby(["task", "metric"], sort=False)
-    }
+    is_accuracy = [*metrics] == [ACCURACY.name]
+    scores: dict[tuple[str, str], dict[str, Interval]] = {}
+    for row in rows.astype({"value": float, "ci_low": float, "ci_high": float}).to_dict("records"):
+        by_variant = scores.setdefault((row["metric"], row["task"]), {})
+        by_variant[row["variant"]] = Interval(row["value"], row["ci_low"], row["ci_high"])
     counts = rows.groupby(["metric", "task"], sort=False)["n"].max().fillna(0)
 
-    def line(task: str, name: str, at: Mapping[str, Interval], count: Any) -> list[str]:
-        cells = [estimate(at.get(of, Interval(math.nan)), metrics[name].kind) for of in variants]
-        named = [task, *([metrics[name].title] if says else [])]
+    def line(task: str, name: str, by_variant: Mapping[str, Interval], count: Any) -> list[str]:
+        unknown, named = Interval(math.nan), [task] if is_accuracy else [task, metrics[name].title]
+        cells = [estimate(by_variant.get(of, unknown), metrics[name].kind) for of in variants]
         return [*named, *cells, str(count) if count else ""]
 
-    lines = [line(str(task), name, at, counts[name, task]) for (name, task), at in scores.items()]
+    groups = rows.groupby(["task", "metric"], sort=False).groups
+    lines = [line(task, name, scores[name, task], counts[name, task]) for task, name in groups]
     for name in (name for name, metric in metrics.items() if metric.is_averaged):
-        of_tasks = [at for (own, _), at in scores.items() if own == name]
-        shared = [variant for variant in variants if all(variant in at for at in of_tasks)]
-        means = {variant: mean_over_tasks([at[variant] for at in of_tasks]) for variant in shared}
+        of_tasks = [by_variant for (metric, _), by_variant in scores.items() if metric == name]
+        shared = [variant for variant in variants if all(variant in scored for scored in of_tasks)]
+        means = {variant: mean_over_tasks([scored[variant] for scored in of_tasks]) for variant in shared}
         if len(of_tasks) > 1:
             lines.append(line(f"mean of {len(of_tasks)}", name, means, counts[name].sum()))
-    return [*aligned([header, *lines], num_names=2 if says else 1), *says] if lines else []
-
-
-def _largest_drift(run: RunSummary) -> str:
-    if not run.final_drift:
-        return NOT_MEASURED
-    worst = max(run.final_drift, key=lambda task: run.final_drift[task])
-    return f"{number(run.final_drift[worst])} ({worst})"
+    header = ["task", *([] if is_accuracy else ["metric"]), *map(title, variants), "samples"]
+    says = [] if is_accuracy else [f"{metric.title}: {metric.described}" for metric in metrics.values()]
+    return [*aligned([header, *lines], num_names=1 if is_accuracy else 2), *says] if lines else []
 
 
 def checks_text(report: CheckReport) -> str:
     """One line per check, what went wrong in words, and a count; that no check could be executed is said."""
-    header = ["", "check", "value", "margin", "rows", "samples"]
-    rows = [
-        [
-            *(result.status, result.title, _value(result.value), _value(result.margin), str(result.n)),
-            str(result.samples or ""),
-        ]
-        for result in report.results
-    ]
-    lines = aligned([header, *rows], num_names=2)
-    lines += [
-        f"{result.status}: {result.title}: {result.reason}" for result in report.results if result.reason
-    ]
+    columns: dict[str, tuple[Kind, str]] = {"": ("text", "status"), "check": ("text", "title")}
+    columns |= {name: ("number", name) for name in ("value", "margin")}
+    columns |= {"rows": ("count", "n"), "samples": ("count", "samples")}
+    rows = [{**vars(at), "title": at.title, "samples": at.samples or None} for at in report.results]
+    lines = aligned(Table.from_rows("checks", "", columns, rows).texts(gap=""), num_names=2)
+    lines += [f"{at.status}: {at.title}: {at.reason}" for at in report.results if at.reason]
     counts = [f"{report.count('pass')} passed", f"{report.count('fail')} failed"]
     counts += [f"{report.count(status)} {words}" for status, words in _OTHER_ENDS if report.count(status)]
     if not report.executed:
@@ -247,9 +217,8 @@ def equality_text(compared: Equality, tolerance: float) -> str:
     if compared.bit_equal:
         values, tables = counted(compared.num_values, "value"), counted(len(compared.tables), "table")
         return f"Equal to the last bit: {values} in {tables}."
-    largest = (
-        f"the largest difference of a number is {error(compared.largest)} of its column ({compared.where})"
-    )
+    error = reading.error(compared.largest)
+    largest = f"the largest difference of a number is {error} of its column ({compared.where})"
     if compared.within(tolerance):
         return printable(f"Equal within {tolerance:g}: {largest}.")
     lines = [f"Not equal within {tolerance:g}" + (f": {largest}." if compared.where else ".")]
@@ -261,36 +230,31 @@ def equality_text(compared: Equality, tolerance: float) -> str:
 
 def projections_text(projections: Sequence[Projection]) -> str:
     """How far each layout can be trusted, one line per variant; what a reader must know besides."""
-    where = ["task", "layer", "method", "variant"]
-    header = [*where, "points", "cosine", "L2 drift", "kept neighbours", "trust"]
-    rows = [
-        [
-            *(entry.settings.task, str(entry.settings.layer), entry.method, title(row["variant"])),
-            *(str(row["n_shown"]), number(row["mean_cosine"]), number(row["mean_drift"])),
-            *(percent(row["knn_overlap"]), number(row["trustworthiness"])),
-        ]
-        for entry in projections
-        for row in entry.quality.to_dict("records")
-    ]
-    notes = dict.fromkeys(
-        f"{entry.settings.task}, {entry.settings.method}: {text}"
-        for entry in projections
-        for text in entry.notes
-    )
-    return "\n".join(
-        [*aligned([header, *rows], num_names=len(where)), *map(printable, [*notes, _INDICATIVE])]
-    )
+    names = ("task", "layer", "method", "variant")
+    columns: dict[str, tuple[Kind, str]] = {name: ("text", name) for name in names}
+    columns |= {"points": ("count", "n_shown"), "cosine": ("number", "mean_cosine")}
+    columns |= {"L2 drift": ("number", "mean_drift"), "kept neighbours": ("share", "knn_overlap")}
+    columns["trust"] = ("number", "trustworthiness")
+    rows, notes = [], dict[str, None]()
+    for entry in projections:
+        task, layer = entry.settings.task, str(entry.settings.layer)
+        for row in entry.quality.to_dict("records"):
+            named = {"task": task, "layer": layer, "method": entry.method, "variant": title(row["variant"])}
+            rows.append(row | named)
+        notes |= dict.fromkeys(f"{task}, {entry.settings.method}: {text}" for text in entry.notes)
+    lines = Table.from_rows("projections", "", columns, rows).texts(gap=NOT_MEASURED)
+    return "\n".join([*aligned(lines, num_names=len(names)), *map(printable, [*notes, _INDICATIVE])])
 
 
-def _notes(rows: pd.DataFrame) -> list[str]:
+def _notes(rows: pd.DataFrame) -> Iterator[str]:
     """Where both answered the same samples: how many each side gained, and whether that may be chance."""
-    return [
-        f"{row['task']}: of {row['paired_n']} {row['paired_split']} samples answered by both, {row['gained']} are "
-        f"gained and {row['lost']} lost: {points(row['paired_change'])} points "
-        f"({points_interval(row['paired_ci_low'], row['paired_ci_high'])}), McNemar p {p_value(row['p_value'])}"
-        for row in rows.to_dict("records")
-        if row["paired_n"]
-    ]
+    for row in rows[rows["paired_n"] > 0].to_dict("records"):
+        ends = reading.points_interval(row["paired_ci_low"], row["paired_ci_high"])
+        yield (
+            f"{row['task']}: of {row['paired_n']} {row['paired_split']} samples answered by both, {row['gained']} are "
+            f"gained and {row['lost']} lost: {reading.points(row['paired_change'])} points ({ends}), McNemar p "
+            f"{reading.p_value(row['p_value'])}"
+        )
 
 
 def _mean(rows: pd.DataFrame) -> list[str]:
@@ -298,12 +262,8 @@ def _mean(rows: pd.DataFrame) -> list[str]:
     if len(rows) < 2 or not is_measured(change.low):
         return []
     kind: Kind = "points" if metric_called(rows["metric"].iloc[0]).kind == "share" else "signed"
-    p = p_value(p_of(change))
+    p = reading.p_value(p_of(change))
     return [f"mean change over {counted(len(rows), 'task')}: {estimate(change, kind)}, p {p}"]
-
-
-def _value(value: float) -> str:
-    return "" if math.isnan(value) else number(value)
 
 
 def first_numbers_text(run: DriftRun, name: str) -> str:
@@ -340,7 +300,8 @@ def sweep_text(run: DriftRun, name: str) -> str:
     rows = rows[rows["sweep"] == name]
     varied = [] if name.endswith(CONTROL) else name.rpartition(":")[2].split("+")
     for factor in set(varied) - {*rows}:
-        rows = rows.assign(**{factor: [setting_text(settings_of(row)[factor]) for _, row in rows.iterrows()]})
+        values = [settings_of(row)[factor] for _, row in rows.iterrows()]
+        rows = rows.assign(**{factor: [*map(reading.setting_text, values)]})
     factors = [at for at in dict.fromkeys([*_FACTORS, *varied]) if rows[at].notna().any()]
     swept = _sweep_points(rows, factors)
     swept = swept.sort_values("point" if varied in ([], ["corruption"]) else varied, kind="stable")
@@ -348,15 +309,15 @@ def sweep_text(run: DriftRun, name: str) -> str:
     others = [
         metric for metric in METRICS.values() if metric is not ACCURACY and rows[metric.name].notna().any()
     ]
-    scored = ["accuracy", "95 % interval", "std"] * has_accuracy + [metric.title for metric in others]
-    lines = [[*factors, "L2 drift", "relative", "cosine", "KL", *scored, "s"]]
-    for _, point in swept.iterrows():
-        settings = [at if isinstance(at := point[factor], str) else f"{at:g}" for factor in factors]
-        features = [number(point[column]) for column in ("drift_l2_mean", "drift_rel", "cos_mean", "kl")]
-        ends = f"{written(point['low'], 'share', '')} to {written(point['high'], 'share', '')}"
-        scores = [percent(point["accuracy"]), ends, percent(point["std"])] * has_accuracy
-        scores += [written(point[metric.name], metric.kind) for metric in others]
-        lines.append([*settings, *features, *scores, number(point["seconds"])])
+    columns: dict[str, tuple[Kind, str]] = {factor: ("text", factor) for factor in factors}
+    measured = {"L2 drift": "drift_l2_mean", "relative": "drift_rel", "cosine": "cos_mean", "KL": "kl"}
+    columns |= {head: ("number", column) for head, column in measured.items()}
+    shares = {"accuracy": "accuracy", "95 % low": "low", "95 % high": "high", "std": "std"}
+    columns |= {head: ("share", column) for head, column in shares.items() if has_accuracy}
+    columns |= {metric.title: (metric.kind, metric.name) for metric in others}
+    columns["s"] = ("number", "seconds")
+    swept[factors] = swept[factors].map(lambda value: value if isinstance(value, str) else f"{value:g}")
+    lines = Table.from_rows("sweep", name, columns, swept.to_dict("records")).texts(gap=NOT_MEASURED)
     means = f"{name}: means of {counted(rows['task'].nunique(), 'task')}, {counted(rows['seed'].nunique(), 'seed')}"
     notes = [means, *_sweep_notes(run, rows, has_accuracy=has_accuracy)]
     return "\n".join([*aligned(lines, num_names=0), "", "; ".join(notes)])

@@ -103,22 +103,20 @@ def draw_curves(
     for column, (kind, _) in enumerate(parts):
         if kind.line is not None:
             grid.add_line("y", kind.line, column=column if len(parts) > 1 else None)
-    axes = _layer_axes(run, last, apart=apart)
+    whole = panels.layer_axis(run) | ({"matches": None} if apart else {})
+    axes = {
+        "whole": whole,
+        "body": {**whole, "autorangeoptions": panels.whole(0.5, last - 0.5), "matches": "x"},
+        "head": {
+            "matches": None,
+            "autorangeoptions": panels.whole(last - 0.5, last + 0.5),
+            "tickvals": [last],
+        },
+    }
     shared = {"matches": "y2"}  # norms that compare share a scale, and so do their heads
     y = [{**kind.axis, **(shared if at == "head" and "matches" in kind.axis else {})} for kind, at in parts]
     grid.set_axes(x=[axes[at] for _, at in parts], y=y)
     return grid.figure
-
-
-def _layer_axes(run: DriftRun, last: int, *, apart: bool) -> dict[str, dict[str, Any]]:
-    """Settings of the x axis, by what of the layers a panel has."""
-    whole, alone = panels.layer_axis(run), panels.whole(last - 0.5, last + 0.5)
-    whole |= {"matches": None} if apart else {}
-    return {
-        "whole": whole,
-        "body": {**whole, "autorangeoptions": panels.whole(0.5, last - 0.5), "matches": "x"},
-        "head": {"matches": None, "autorangeoptions": alone, "tickvals": [last]},
-    }
 
 
 def curve(

@@ -154,7 +154,7 @@ def sample_curves(run: DriftRun, task: str, sample_id: str, options: ChartOption
     share = Curves(_SHARE, "share (ratio)", values, "Share of its final drift", line=0.0)
     measured = [kind for kind in (drift, share) if rows[kind.column].notna().any()]
     titles = [kind.name for kind in measured]
-    figure = draw_curves(run, rows, *measured, dark=options.dark, titles=titles, height=190, share_y=False)
+    figure = draw_curves(run, rows, *measured, dark=options.dark, titles=titles, height=190, y_by="panel")
     figure.layout.uirevision = f"{run.id} sample {task} {sample_id}"
     shares = ", and the share of its final drift from each layer" if share in measured else ""
     notes = [f"Drift of this sample alone, in feature units{shares}."]

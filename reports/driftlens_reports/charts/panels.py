@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -179,28 +179,18 @@ def panel_grid(
     dark: bool,
     columns: int = MOST_COLUMNS,
     height: int = 190,
-    share_y: bool = True,
-    by_row: bool = False,
+    y_by: Literal["column", "row", "panel"] = "column",
     legend: Sequence[str] = (),
     below: int = 0,
     widths: Sequence[float] | None = None,
 ) -> Grid:
-    """Empty panels, with one x axis range for all unless columns have titles of their own.
+    """Empty panels, titled with what is escaped already, and with axes that share their ranges.
 
-    Args:
-        titles: one per panel, escaped already.
-        x_title: title of the x axes, below the middle column; or one per column, each with a range of its own.
-        y_titles: one for all panels, which then have one y axis range, or one per column, each with a range of its own.
-        dark: which theme.
-        columns: panels in a row; fewer if there are fewer panels.
-        height: of a panel, in pixels.
-        share_y: False gives every panel a y range of its own.
-        by_row: whether `y_titles` are one per row instead, each with a range of its own.
-        legend: what the legend will say, so that there is room for it above the panels.
-        below: room for more lines below every panel, in pixels.
-        widths: of the columns, against one another; alike if left out.
+    One x title is for all panels, several are one per column, each with a range of its own. One of `y_titles` is for
+    all panels, else they are one per column or row (`y_by`), which has a range of its own, or every panel has. Heights
+    are pixels: `below` is room for lines below every panel, and what the `legend` will say needs room above them.
     """
-
+    by_row, share_y = y_by == "row", y_by != "panel"
     is_common, x_titles = len(y_titles) == 1, [x_title] if isinstance(x_title, str) else x_title
     columns = 1 if is_common and _ONE_COLUMN.get() else min(columns, len(titles))
     rows = -(-len(titles) // columns)

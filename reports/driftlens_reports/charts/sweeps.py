@@ -95,7 +95,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         y_titles=[measure.title for measure in measures],
         columns=len(settings),
         height=_PANEL,
-        by_row=True,
+        y_by="row",
         dark=options.dark,
     )
     curves, tasks = [], picking.chosen_tasks(run, options)
@@ -171,7 +171,7 @@ def draw_samples(run: DriftRun, options: ChartOptions) -> Drawn:
         y_titles=[swept.MEASURES[measure][0] for measure in measures],
         columns=1,
         height=_PANEL,
-        by_row=True,
+        y_by="row",
         dark=options.dark,
     )
     curves = []

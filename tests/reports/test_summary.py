@@ -4,19 +4,27 @@ import dataclasses
 import math
 import pathlib
 import re
+from dataclasses import replace
 
+import pandas as pd
+import pytest
 from rich.cells import cell_len
 from scipy import stats
 
-from driftlens.base.intervals import Interval, mean_over_tasks
+from driftlens.base.errors import Cancelled
+from driftlens.base.intervals import Interval, mean_over_tasks, wilson
 from driftlens.findings.checks import CheckResult
 from driftlens.findings.listing import RunSummary, find_runs
 from driftlens.findings.reading import estimate
 from driftlens.findings.verdict import verdict
-from driftlens.runs.run import DriftRun
+from driftlens.runs.manifest import read_manifest, write_manifest
+from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import VerifyResult
-from driftlens_reports.facts import check_sentence
+from driftlens.runs.writer import RunWriter
+from driftlens_reports.build import Report
+from driftlens_reports.facts import check_sentence, decisions, stamps
 from driftlens_reports.terminal import accuracy_text, listing_text, summary, verification_text
+from tests.records.factory import write_run
 
 
 def lines_of(text: str, title: str) -> list[str]:
@@ -152,3 +160,60 @@ def test_the_verdict_comes_first_and_the_rest_when_asked_for(run: DriftRun) -> N
     assert re.split(r"\s{2,}", header)[:5] == ["task", "base", "expert", "merged", "featcal"]
     assert [row.split()[0] for row in rows[: len(run.tasks)]] == list(run.tasks)
     assert "closure (" not in short and "closure (" in long
+
+
+def test_decisions_add_up() -> None:
+    frame = pd.DataFrame(
+        {
+            "flipped": [True, False, False, False],
+            "certified": [False, True, False, False],
+            "score_drift_l2": [1.0, 1.0, 1.0, 1.0],
+            "score_bound": [2.0, 4.0, 4.0, 8.0],
+        }
+    )
+    (text,) = decisions(frame, "merged")
+    low, high = (100 * end for end in wilson(1, 4))
+    assert f"25.0 % ({low:.1f} to {high:.1f} %) of 4 decisions differ" in text
+    assert (
+        f"25.0 % ({low:.1f} to {high:.1f} %) are certified by their margin, 50.0 % are kept without" in text
+    )
+    assert "25.0 % of its bound (median)" in text
+
+
+def test_certificates_that_were_not_computed_are_left_out(run: DriftRun) -> None:
+    (text,) = decisions(run.outputs(variant="merged"), "merged")
+    assert "certified" not in text and "not measured" not in text
+
+
+DAMAGE = "status.json can't be read: expected an object, got []. Remove it; the results do not depend on it."
+UNFINISHED = "This run is unfinished; what is missing may still come."
+
+
+def test_of_a_finished_run_only_the_damage_is_told(tmp_path: pathlib.Path) -> None:
+    run = open_run(write_run(tmp_path / "run"))
+    (run.path / "status.json").write_text("[]")
+    assert stamps(run) == [DAMAGE]
+    (run.path / "status.json").unlink()
+    assert stamps(run) == []
+
+
+def test_an_unfinished_run_is_told_to_be_unfinished(tmp_path: pathlib.Path) -> None:
+    with (
+        pytest.raises(Cancelled),
+        RunWriter.create(tmp_path / "run", spec_yaml="", spec_digest="", name="run"),
+    ):
+        raise Cancelled("cancelled")
+    run = open_run(tmp_path / "run")
+    assert stamps(run) == ["This run is cancelled; what is missing may still come."]
+    (run.path / "status.json").write_text("[]")
+    assert stamps(run) == [DAMAGE, UNFINISHED]
+    (run.path / "status.json").unlink()
+    assert stamps(run) == [UNFINISHED]
+
+
+def test_a_page_folds_all_warnings_but_the_first_few(tmp_path: pathlib.Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_manifest(folder, replace(read_manifest(folder), warnings=[f"trouble {at}" for at in range(5)]))
+    page = Report(open_run(folder), sections=["verdict"]).files(["html"])["report.html"].decode()
+    shown, folded = page.split('<details class="stamp"><summary>2 more</summary>')
+    assert "trouble 2" in shown and "trouble 3" not in shown and "trouble 4" in folded

@@ -56,6 +56,12 @@ def uncalibrated(folder: pathlib.Path) -> DriftRun:
 
 
 @pytest.fixture(scope="session")
+def bare(folder: pathlib.Path) -> DriftRun:
+    """A run without labels."""
+    return open_run(write_full_run(folder / "bare", has_labels=False))
+
+
+@pytest.fixture(scope="session")
 def crowded(folder: pathlib.Path) -> DriftRun:
     """Several baselines and calibrations."""
     names = ["one", "two", "three"]

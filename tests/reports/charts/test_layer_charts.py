@@ -10,6 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
+from driftlens.base.variants import is_control
 from driftlens.findings.reading import error, number, percent
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts import panels
@@ -17,7 +18,8 @@ from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.contributions import CONTRIBUTED, stacked
 from driftlens_reports.charts.layer_curves import Curves, band, curve, draw_curves
 from driftlens_reports.charts.marks import Brush
-from tests.reports.charts.recording import NUMBER, data_values, drawn_values, finite
+from driftlens_reports.charts.page_curves import left_curves, mean_curves, running_curve
+from tests.reports.charts.recording import NUMBER, axis_titles, data_values, drawn_values, finite, leaves
 
 BY_CURVE = {
     "layer-drift": ["drift_l2_mean", "drift_l2_q10+drift_l2_q90"],
@@ -264,3 +266,152 @@ def test_in_a_narrow_window_panels_stand_below_one_another(full: DriftRun) -> No
     assert len(ends[2]) > 1, "kinds of one task stay beside one another"
     again = charts["layer-drift"].draw(full).figure
     assert again.layout.height == wide.layout.height
+
+
+FOUND = {3: 0.75, 2: 0.5}
+
+
+def test_it_draws_the_merged_models_means_and_what_was_found_so_far(full: DriftRun) -> None:
+    drawn = running_curve(full, "new", FOUND, dark=False)
+    merged, new = drawn.figure.data
+    means = full.layers(variant="merged").groupby("layer")["drift_l2_mean"].mean()
+    assert list(merged.x) == means.index.tolist() and list(merged.y) == means.tolist()
+    assert list(new.x) == [2, 3] and list(new.y) == [0.5, 0.75]
+    rows = drawn.data
+    assert rows["variant"].tolist() == ["merged"] * len(means) + ["calibrated:new"] * 2
+    assert sorted(rows["mean drift"]) == sorted(value for t in drawn.figure.data for value in drawn_values(t))
+
+
+def test_its_words_are_its_numbers(full: DriftRun) -> None:
+    drawn = running_curve(full, "new", FOUND, dark=False)
+    merged = full.layers(variant="merged", layer=3)["drift_l2_mean"].mean()
+    layers = len(full.manifest.layers)
+    assert (
+        f"2 layers of {layers} so far; at block 1 (layer 3 of 6): calibrated {number(0.75)}"
+        in drawn.alt.replace("\u202f", " ")
+    )
+    assert f"merged {number(merged)}." in drawn.alt
+    assert axis_titles(drawn.figure, "y") == ["mean L2 drift (feature units)"]
+    assert "No layer is calibrated yet." in running_curve(full, "new", {}, dark=False).alt
+
+
+def test_its_theme_is_that_of_the_other_charts(full: DriftRun) -> None:
+    light, dark = (leaves(running_curve(full, "new", FOUND, dark=dark).figure) for dark in (False, True))
+    assert light.keys() == dark.keys() and light != dark
+    other = charts["layer-drift"].draw(full, ChartOptions())
+    lines = {trace.legendgroup: trace.line for trace in other.figure.data if trace.showlegend}
+    running = running_curve(full, "featcal", FOUND, dark=False).figure.data
+    for trace in running:
+        assert (trace.line.color, trace.line.dash) == (
+            lines[trace.legendgroup].color,
+            lines[trace.legendgroup].dash,
+        )
+
+
+@pytest.mark.parametrize("name", ["<b>", "$x$ %{y}"])
+def test_a_name_is_shown_and_not_obeyed(full: DriftRun, name: str) -> None:
+    shown = running_curve(full, name, FOUND, dark=False).figure.data[1].name
+    assert "<" not in shown and "$" not in shown and "%" not in shown
+
+
+def test_the_mean_over_tasks_is_thick_each_task_thin_and_the_control_waits(full: DriftRun) -> None:
+    task = full.tasks[0]
+    drawn = mean_curves(full, ChartOptions(tasks=[task]))
+    rows = full.layers()
+    values = rows.pivot_table(index=["variant", "layer"], columns="task", values="drift_l2_mean")
+    thick = {str(trace.legendgroup): trace for trace in drawn.figure.data if trace.showlegend}
+    assert {*thick} == {*full.variants} - {"base"}
+    for variant, trace in thick.items():
+        assert [*trace.y] == pytest.approx(values.loc[variant].mean(axis=1).tolist())
+        waits = is_control(variant)
+        assert (trace.visible == "legendonly", trace.line.dash == "dot") == (waits, waits)
+    thin = [trace for trace in drawn.figure.data if not trace.showlegend and trace.hovertemplate]
+    assert len(thin) == len(full.tasks) * len(thick)
+    for trace in thin:
+        (name,) = (name for name in full.tasks if trace.hovertemplate.startswith(f"{name}, "))
+        assert [*trace.y] == pytest.approx(values.loc[str(trace.legendgroup)][name].tolist())
+        is_chosen = name == task
+        assert (trace.line.width, trace.opacity) == ((1.5, 1.0) if is_chosen else (0.75, 0.45))
+
+
+def test_what_a_repair_leaves_is_a_share_of_the_merged_models_drift(full: DriftRun) -> None:
+    drawn = left_curves(full, "featcal", dark=False)
+    rows = full.layers().pivot_table(index=["layer", "task"], columns="variant", values="drift_l2_mean")
+    shares = (rows["calibrated:featcal"] / rows["merged"]).groupby("layer").mean()
+    (line,) = (t for t in drawn.figure.data if t.showlegend and t.legendgroup == "calibrated:featcal")
+    assert [*line.y] == pytest.approx(shares.tolist())
+    assert (
+        "% of the merged model's" in axis_titles(drawn.figure, "y")[0]
+        and "100 % is as merged" in drawn.notes[0]
+    )
+
+
+SHARES = {"carried share": "final_share", "swapped share": "prefix_share"}
+ONE = ChartOptions(tasks=["mnist"], variants=["merged"])
+
+
+@pytest.fixture(scope="module")
+def sampled(full: DriftRun) -> DriftRun:
+    """The full run with an interval around every share, wider above than below."""
+    run, rows = open_run(full.path), full.layers()
+    for share in SHARES.values():
+        rows[f"{share}_low"] = rows[share] - 0.01 * rows["layer"]
+        rows[f"{share}_high"] = rows[share] + 0.02 * rows["layer"]
+    run._frames["layers"] = rows
+    return run
+
+
+def written(low: float, high: float) -> str:
+    return f"<br>95 % interval: {percent(low)} to {percent(high)}".replace("%", "&#37;")
+
+
+def test_splits_have_whiskers_at_the_ends_of_the_intervals(sampled: DriftRun) -> None:
+    drawn = charts["splits"].draw(sampled, ONE)
+    rows = sampled.layers("mnist", "merged")
+    for name, share in SHARES.items():
+        bars = next(trace for trace in drawn.figure.data if trace.name == name)
+        heights = np.array(bars.y, dtype=float)
+        assert heights + np.array(bars.error_y.array) == pytest.approx(rows[f"{share}_high"].to_numpy())
+        assert heights - np.array(bars.error_y.arrayminus) == pytest.approx(rows[f"{share}_low"].to_numpy())
+        ends = zip(rows[f"{share}_low"], rows[f"{share}_high"], strict=True)
+        assert list(bars.customdata) == [written(*pair) for pair in ends]
+        assert "%{customdata}" in bars.hovertemplate
+        assert drawn.data[f"{name} low"].tolist() == pytest.approx(rows[f"{share}_low"].tolist())
+    assert any("95 % intervals" in note for note in drawn.notes)
+
+
+def test_segments_have_whiskers_at_their_ends_and_the_remainder_has_none(sampled: DriftRun) -> None:
+    segments, remainder = charts["contributions"].draw(sampled, ONE).figure.data[:2]
+    rows = sampled.layers("mnist", "merged")
+    assert list(segments.error_x.array) == pytest.approx((0.02 * rows["layer"]).tolist())
+    assert list(segments.error_x.arrayminus) == pytest.approx((0.01 * rows["layer"]).tolist())
+    ends = zip(rows["final_share_low"], rows["final_share_high"], strict=True)
+    assert [told for _, told in segments.customdata] == [written(*pair) for pair in ends]
+    assert remainder.error_x.array is None and [told for _, told in remainder.customdata] == [""]
+
+
+def test_cells_tell_their_interval_when_hovered(sampled: DriftRun) -> None:
+    cells = charts["contributions-heatmap"].draw(sampled, ONE).figure.data[0]
+    rows = sampled.layers("mnist", "merged")
+    ends = zip(rows["final_share_low"], rows["final_share_high"], strict=True)
+    assert list(cells.hovertext[0]) == [*(written(*pair) for pair in ends), ""], "and the remainder has none"
+    assert "%{hovertext}" in cells.hovertemplate
+
+
+@pytest.mark.parametrize("name", ["splits", "contributions", "contributions-heatmap"])
+def test_a_run_of_an_older_schema_is_drawn_without(name: str, full: DriftRun) -> None:
+    drawn = charts[name].draw(full)
+    assert "interval" not in drawn.figure.to_json() and not any("interval" in note for note in drawn.notes)
+    assert not [column for column in drawn.data if column.endswith((" low", " high"))]
+    for trace in drawn.figure.data:
+        assert trace.type != "bar" or (trace.error_x.array is None and trace.error_y.array is None)
+
+
+@pytest.mark.parametrize("name", ["splits", "contributions"])
+def test_a_share_without_an_interval_is_not_drawn_as_if_it_were_certain(name: str, sampled: DriftRun) -> None:
+    """plotly draws a whisker of no length where one of several is missing."""
+    run, rows = open_run(sampled.path), sampled.layers()
+    rows.loc[(rows["task"] == "mnist") & (rows["layer"] == 3), "final_share_high"] = np.nan
+    run._frames["layers"] = rows
+    carried = charts[name].draw(run, ONE).figure.data[0]
+    assert carried.error_x.array is None and carried.error_y.array is None

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from driftlens.findings.projection import project
+from driftlens.runs.manifest import ModelInfo
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from driftlens.spec.requests import ProjectionRequest
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
-from tests.records.full_run import write_full_run
-from tests.reports.charts.crowd import write_crowd
+from driftlens_reports.charts.marks import thinned, thinned_samples
+from tests.records.full_run import layer_list
 from tests.reports.charts.recording import finite
 
 CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
 CLOUDS = ("scatter", "sample-cosine", "bound")
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
-    return open_run(write_full_run(tmp_path_factory.mktemp("bare") / "run", has_labels=False))
 
 
 @pytest.fixture(scope="module", params=[10_000, pytest.param(100_000, marks=pytest.mark.slow)])
@@ -229,3 +230,100 @@ def test_webgl_draws_only_what_would_be_slow_as_svg(most: int, kind: str, crowd:
 @pytest.mark.parametrize("name", CLOUDS)
 def test_few_points_are_svg(name: str, full: DriftRun) -> None:
     assert all(trace.type == "scatter" for trace in clouds(charts[name].draw(full)))
+
+
+def samples(sizes: list[int]) -> pd.DataFrame:
+    """As many samples of each class as its size says, classes mixed."""
+    labels = [f"class {at}" for at, size in enumerate(sizes) for _ in range(size)]
+    rows = pd.DataFrame({"sample_id": [f"test/{at}" for at in range(len(labels))], "label": labels})
+    return rows.sample(frac=1, random_state=0).reset_index(drop=True)
+
+
+@given(sizes=st.lists(st.integers(1, 80), min_size=1, max_size=6), limit=st.integers(6, 200))
+def test_every_class_keeps_its_share(sizes: list[int], limit: int) -> None:
+    rows = samples(sizes)
+    kept = thinned(rows, limit, ["label"])
+    assert len(kept) == min(limit, len(rows))
+    for label, size in rows["label"].value_counts().items():
+        share = size * len(kept) / len(rows)
+        count = (kept["label"] == label).sum()
+        assert count >= 1, "a rare class is not lost"
+        assert abs(count - share) <= len(sizes), (label, count, share)
+
+
+def test_order_and_neighbours_do_not_decide_which_are_kept() -> None:
+    rows = samples([50, 30])
+    kept = set(thinned(rows, 20, ["label"])["sample_id"])
+    backwards = thinned(rows.iloc[::-1].reset_index(drop=True), 20, ["label"])
+    assert set(backwards["sample_id"]) == kept
+
+
+def test_kept_rows_stay_in_their_order() -> None:
+    rows = samples([50, 30])
+    kept = thinned(rows, 20, ["label"])
+    assert kept.index.is_monotonic_increasing
+
+
+def test_a_sample_stays_in_all_its_panels_or_in_none() -> None:
+    each = samples([400, 100]).assign(task="cars")
+    rows = pd.concat([each.assign(variant=name) for name in ("merged", "calibrated:featcal")])
+    kept, notes = thinned_samples(rows, ChartOptions(max_points=100), 2)
+    assert len(kept) == 100
+    assert (kept.groupby("sample_id").size() == 2).all()
+    assert notes == ("50 of 500 samples shown, of every class alike.",)
+
+
+def test_missing_labels_are_a_class_of_their_own() -> None:
+    rows = samples([40, 40]).assign(task="cars", label=None)
+    kept, _ = thinned_samples(rows, ChartOptions(max_points=10), 1)
+    assert len(kept) == 10
+
+
+@pytest.mark.parametrize(
+    ("limit", "notes"),
+    [(8041, ()), (2000, ("2\u202f000 of 8\u202f041 samples shown, of every class alike.",))],
+    ids=["all shown", "some left out"],
+)
+def test_the_note_counts_what_is_shown(limit: int, notes: tuple[str, ...]) -> None:
+    rows = samples([8000, 41]).assign(task="cars")
+    assert thinned_samples(rows, ChartOptions(max_points=limit), 1)[1] == notes
+
+
+def test_a_hundred_thousand_samples_are_thinned_to_the_limit() -> None:
+    count = 100_000
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 397, count).astype(str)
+    ids = [f"test/{at}" for at in range(count)]
+    rows = pd.DataFrame({"task": "sun397", "sample_id": ids, "label": labels})
+    kept, _ = thinned_samples(rows, ChartOptions(), 1)
+    assert len(kept) == ChartOptions().max_points
+    counts = kept["label"].value_counts()
+    wanted = pd.Series(labels).value_counts() / 5
+    assert (counts - wanted).abs().max() <= 1.5
+
+
+VARIANTS = ("merged", "baseline:featcal-anchor", "calibrated:featcal")
+
+
+def write_crowd(path: pathlib.Path, count: int) -> DriftRun:
+    """One task with `count` samples of 50 classes at the last layer."""
+    rng = np.random.default_rng(0)
+    ids = [f"test/{at}" for at in range(count)]
+    labels = [f"class {at}" for at in rng.integers(0, 50, count)]
+    expert = rng.normal(size=(count, 3)).astype(np.float32)
+    layers = layer_list(1)
+    with RunWriter.create(path, spec_yaml="name: crowd\n", spec_digest="0" * 64, name="crowd") as writer:
+        models = {variant: ModelInfo(f"{at:064x}", 1) for at, variant in enumerate(VARIANTS, start=1)}
+        writer.describe(tasks=["crowd"], variants=list(VARIANTS), layers=layers, models=models)
+        writer.write_sample_ids("crowd", "diagnosis", ids)
+        writer.write_features("crowd", "expert", 3, expert)
+        for at, variant in enumerate(VARIANTS):
+            drift = rng.normal(size=expert.shape).astype(np.float32) / (1 + at)
+            writer.write_features("crowd", variant, 3, expert + drift)
+            key = {"task": "crowd", "variant": variant, "sample_id": ids, "label": labels}
+            size = np.linalg.norm(drift, axis=1).astype(float)
+            cosine = rng.uniform(0.2, 1, count)
+            writer.append("samples", pd.DataFrame({**key, "layer": 3, "drift_l2": size, "cos": cosine}))
+            outputs = {"score_drift_l2": 2 * size, "score_gain": 3.0, "score_gain_certified": 4.0}
+            writer.append("outputs", pd.DataFrame({**key, **outputs}))
+    return open_run(path)

@@ -1,0 +1,321 @@
+"""The JSON format against its schema, and against what this major version promised."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import driftlens_reports
+from driftlens.findings.reading import NO_VALUE
+from driftlens.findings.table import Column, Table
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
+from driftlens_reports.build import Report
+from driftlens_reports.content import ReportContent
+from driftlens_reports.formats.texts import escape, fragments, json_schema, markdown, prose
+from tests.records.full_run import Size, write_full_run
+
+GOLDEN = pathlib.Path(__file__).with_name("report-2.0.json")
+"""Fields of version 2.0: within a major version they only ever grow."""
+
+
+def document(report: Report) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(report.files(["json"])["report.json"])
+    return loaded
+
+
+def shipped_schema() -> dict[str, Any]:
+    """The schema as it is packaged."""
+    path = pathlib.Path(driftlens_reports.__file__).with_name("report.schema.json")
+    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return loaded
+
+
+def fields(schema: dict[str, Any]) -> dict[str, list[str]]:
+    parts = {"ReportContent": schema, **schema["$defs"]}
+    return {name: sorted(part["properties"]) for name, part in sorted(parts.items())}
+
+
+def test_the_shipped_schema_is_that_of_the_model() -> None:
+    assert shipped_schema() == json_schema()
+
+
+def test_fields_are_only_ever_added() -> None:
+    promised: dict[str, list[str]] = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    there = fields(shipped_schema())
+    assert {
+        name: [field for field in kept if field in there[name]] for name, kept in promised.items()
+    } == promised
+
+
+@pytest.mark.parametrize("which", ["full", "bare", "hostile"])
+def test_documents_are_valid(which: str, request: pytest.FixtureRequest) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    run: DriftRun = request.getfixturevalue(which)
+    validator = jsonschema.Draft202012Validator(shipped_schema())
+    jsonschema.Draft202012Validator.check_schema(shipped_schema())
+    assert [error.message for error in validator.iter_errors(document(Report(run, "summary")))] == []
+
+
+def test_the_schema_refuses_what_is_no_report(full: DriftRun) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft202012Validator(shipped_schema())
+    spoilt = document(Report(full, sections=["glossary"]))
+    spoilt["sections"][0]["tables"][0]["columns"][0]["kind"] = "colour"
+    assert not validator.is_valid(spoilt)
+
+
+def test_reading_a_document_gives_the_content_back(standard: Report) -> None:
+    assert ReportContent.model_validate(document(standard)) == standard.content
+
+
+def test_rows_are_as_long_as_their_columns(everything: Report) -> None:
+    def tables(content: ReportContent) -> Iterator[tuple[int, int]]:
+        for table in (*content.tables, *(figure.data for figure in content.figures if figure.data)):
+            yield from ((len(row), len(table.columns)) for row in table.rows)
+
+    found = list(tables(everything.content))
+    assert len(found) > 500 and all(cells == columns for cells, columns in found)
+
+
+def test_what_was_not_measured_is_null(full: DriftRun, standard: Report) -> None:
+    figures = {f["name"]: f for section in document(standard)["sections"] for f in section["figures"]}
+    data = figures["amplification"]["data"]
+    at = {column["name"]: place for place, column in enumerate(data["columns"])}
+    stems = [row for row in data["rows"] if row[at["role"]] == "stem"]
+    assert len(stems) == 9 and all(row[at["amplification"]] is None for row in stems)
+
+
+NAMES = (
+    "<script>alert(1)</script>",
+    "![x](http://evil.test/a.png)",
+    "[click](javascript:alert(1))",
+    "a|b",
+    "**bold** _it_ ~~gone~~ `code`",
+    "$x$ &lt; \\n",
+    "# heading",
+    "1. first",
+    "- item",
+    "+ item",
+    "---",
+    "===",
+    "@octocat and #12 and https://evil.test and www.evil.test",
+)
+
+
+def rendered(text: str) -> tuple[str, set[str]]:
+    """What Markdown makes of a text: what a reader sees, and the kinds of markup in it."""
+    from markdown_it import MarkdownIt
+
+    tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(text)
+    inline = [child for token in tokens for child in token.children or ()]
+    kinds = {token.type for token in tokens} | {child.type for child in inline}
+    return "".join(child.content for child in inline), kinds - {
+        "paragraph_open",
+        "paragraph_close",
+        "inline",
+        "text",
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_markdown_shows_a_name_letter_by_letter(name: str) -> None:
+    seen, kinds = rendered(escape(name))
+    assert seen.replace("\u2060", "") == name
+    assert kinds <= {"text_special"}
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1))
+def test_no_text_becomes_markup_in_markdown(text: str) -> None:
+    seen, kinds = rendered(f"{escape(text)}")
+    assert kinds <= {"text_special"}
+    assert seen.replace("\u2060", "") == text.replace("\u2060", "")
+
+
+def test_mentions_issues_and_addresses_are_broken_up() -> None:
+    text = escape("@octocat #12 https://evil.test www.evil.test")
+    assert not re.search(r"@\w|#\d|://|www\.\w", text)
+
+
+def test_commands_in_sentences_stay_code() -> None:
+    seen, kinds = rendered(prose("needs a_b; `driftlens run <RUN> --x` adds it"))
+    assert seen == "needs a_b; driftlens run <RUN> --x adds it"
+    assert "code_inline" in kinds and "html_inline" not in kinds
+
+
+def test_one_backtick_alone_is_a_letter() -> None:
+    assert rendered(prose("it`s"))[0] == "it`s"
+
+
+@pytest.mark.parametrize("many", [2, 40])
+def test_a_comment_has_30_lines_with_what_failed_first(standard: Report, many: int) -> None:
+    content = standard.content
+    (table,) = [table for part in content.sections for table in part.tables if table.name == "tasks"]
+    *tasks, mean = table.rows
+    rows = (*(tasks[0] for _ in range(many)), mean)
+    (old,) = [table for part in content.sections for table in part.tables if table.name == "self-checks"]
+    checks = old.model_copy(
+        update={
+            "name": "checks",
+            "rows": tuple((f"check {at}", "fail", *old.rows[0][2:]) for at in range(many)),
+        }
+    )
+    section = content.sections[0].model_copy(
+        update={"tables": (table.model_copy(update={"rows": rows}), checks)}
+    )
+    stamps = tuple(f"stamp {at}" for at in range(many))
+    text = markdown(content.model_copy(update={"sections": (section,), "stamps": stamps})).decode()
+    lines = text.splitlines()
+    assert len(lines) <= 30 and (many < 40 or len(lines) == 30) and "![" not in text
+    first = [
+        text.index(part) for part in ("stamp 0", "check 0", content.verdict.sentences[0][:8], "| task |")
+    ]
+    assert first == sorted(first) and "mean of" in lines[-3]
+    assert ("more tasks in the other formats" in text) == (many == 40) == ("- 38 more" in text)
+
+
+def test_spreadsheets_hold_no_formula(tmp_path_factory: pytest.TempPathFactory) -> None:
+    tasks = ["=cmd|' /C calc'!A0", "+1+1", "-2", "@SUM(A1)", "plain"]
+    folder = write_full_run(
+        tmp_path_factory.mktemp("formulas") / "run", name="=1+1", tasks=tasks, size=Size(1, 3, 3, 2, 10)
+    )
+    files = Report(folder, "summary").files(["csv"])
+    for name, data in files.items():
+        for row in csv.reader(io.StringIO(data.decode())):
+            for cell in row:
+                assert not cell.startswith(("=", "+", "@")), name
+                if cell.startswith("-"):
+                    float(cell)
+    rows = csv.DictReader(io.StringIO(files["csv/layers.csv"].decode()))
+    assert {row["task"].removeprefix("'") for row in rows} == set(tasks)
+
+
+def test_latex_runs_no_command_of_a_name(standard: Report) -> None:
+    table = Table(
+        name="x",
+        title="$\\input{/etc/passwd}$",
+        columns=(Column(name="task", kind="text"), Column(name="drift", kind="number")),
+        rows=(("\\write18{rm}", 1.5), ("a_b & 50 % #", None)),
+    )
+    section = standard.content.sections[0].model_copy(update={"tables": (table,)})
+    text = fragments(standard.content.model_copy(update={"sections": (section,)}))["x.tex"].decode()
+    assert "\\input{" not in text.replace("before \\input to", "") and "\\write" not in text
+    assert r"a\_b \& 50 \% \# & -- \\" in text
+
+
+def test_a_gap_reads_the_same_in_every_text(standard: Report) -> None:
+    table = next(figure.data for figure in standard.content.figures if figure.name == "amplification")
+    assert table is not None and table.has_gaps
+    assert any(NO_VALUE in row for row in table.texts())
+
+
+HOSTILE = [r"$\input{/etc/passwd}$", "a_b & 50 % #1", "~^|<b> {open", "[0] * `q`"]
+_PACKAGES = r"\\usepackage(?:\[\w+\])?\{[\w,]+\}"
+SOURCE = "/data/models_of_everyone/" + "a-folder/" * 8 + "weights.safetensors"
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> ReportContent:
+    """A report on names that LaTeX could take for commands, with paths wider than a page."""
+    folder = tmp_path_factory.mktemp("hostile") / "run"
+    write_full_run(folder, name=HOSTILE[0], tasks=HOSTILE, size=Size(2, 8, 4, 3, 50))
+    models = open_run(folder).manifest.models
+    with RunWriter.resume(folder) as writer:
+        writer.describe(
+            models={name: dataclasses.replace(info, source=SOURCE) for name, info in models.items()}
+        )
+    return Report(folder).content
+
+
+def with_table(content: ReportContent, table: Table) -> ReportContent:
+    """The report with this table and no other."""
+    section = content.sections[0].model_copy(update={"tables": (table,)})
+    return content.model_copy(update={"sections": (section,)})
+
+
+def numbers(rows: int) -> Table:
+    """A table of so many rows."""
+    columns = (Column(name="task", kind="text"), Column(name="drift", kind="number"))
+    return Table(
+        name="many", title="Many", columns=columns, rows=tuple((f"t{at}", at / 7) for at in range(rows))
+    )
+
+
+def compiled(texts: dict[str, bytes], folder: pathlib.Path) -> str:
+    """The log of a document that loads what the fragments' own heads ask for, and nothing else."""
+    packages = {line for text in texts.values() for line in re.findall(_PACKAGES, text.decode())}
+    for name, text in texts.items():
+        (folder / name).write_bytes(text)
+    body = "".join(rf"\input{{{name.removesuffix('.tex')}}}\clearpage" for name in texts)
+    document = (
+        rf"\documentclass{{article}}{''.join(sorted(packages))}\begin{{document}}{body}\end{{document}}"
+    )
+    (folder / "all-of-them.tex").write_text(document, encoding="utf-8")
+    command = [
+        "pdflatex",
+        "-no-shell-escape",
+        "-interaction=nonstopmode",
+        "-halt-on-error",
+        "all-of-them.tex",
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
+def test_fragments_compile_with_what_they_ask_for(content: ReportContent, tmp_path: pathlib.Path) -> None:
+    texts = {f"{at}.tex": text for at, text in enumerate(fragments(content).values())}
+    texts["many.tex"] = fragments(with_table(content, numbers(200)))["many.tex"]
+    log = compiled(texts, tmp_path)
+    assert not re.findall(r"Overfull|Missing character|too large|multiply defined", log)
+
+
+def test_a_long_table_goes_on_without_losing_a_row(content: ReportContent) -> None:
+    table = numbers(100)
+    text = fragments(with_table(content, table))["many.tex"].decode()
+    assert re.findall(r"^(t\d+) &", text, re.MULTILINE) == [row[0] for row in table.rows]
+    parts = text.split(r"\begin{table}")[1:]
+    assert len(parts) == 3
+    assert [r"(continued)}" in part for part in parts] == [False, True, True]
+    assert [r"\driftfoot{" in part for part in parts] == [False, False, True]
+    assert len(set(re.findall(r"\\label\{(.*)\}", text))) == 3
+
+
+def test_long_words_go_on_in_the_next_line(content: ReportContent) -> None:
+    text = fragments(content)["models.tex"].decode()
+    alignment = next(line for line in text.splitlines() if line.startswith(r"\begin{tabular}"))
+    assert alignment.endswith(r"p{16em}}")
+    assert SOURCE in text.replace(r"\allowbreak{}", "").replace(r"\_", "_")
+
+
+def test_columns_of_one_unit_have_the_same_digits(content: ReportContent) -> None:
+    columns = (Column(name="measure", kind="text"), *(Column(name=name, kind="number") for name in "ab"))
+    table = Table(
+        name="x", title="X", columns=columns, rows=(("drift", 12.3456, 0.5), ("cosine", 0.25, 0.125))
+    )
+    text = fragments(with_table(content, table))["x.tex"].decode()
+    assert r"drift & 12.3456 & 0.5000 \\" in text
+
+
+def test_a_column_of_words_that_says_nothing_is_left_out(content: ReportContent) -> None:
+    columns = (
+        Column(name="check", kind="text"),
+        Column(name="reason", kind="text"),
+        Column(name="n", kind="count"),
+    )
+    table = Table(name="x", title="X", columns=columns, rows=(("a", "", 1), ("b", None, None)))
+    text = fragments(with_table(content, table))["x.tex"].decode()
+    assert "reason" not in text and r"b & -- \\" in text

@@ -18,7 +18,6 @@ import functools
 import html
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -37,6 +36,7 @@ from driftlens_reports.formats.texts import fragments, json_document, markdown, 
 from driftlens_reports.sections import TITLES, Outline, check_known, outline, section_parts, verdict_of
 
 Checks: TypeAlias = CheckReport | PathLike | Mapping[str, Any]
+Composed: TypeAlias = tuple[ReportContent, Mapping[str, Drawn]]
 
 
 class Report:
@@ -72,10 +72,11 @@ class Report:
     @property
     def content(self) -> ReportContent:
         """Everything the report says, as a pydantic model."""
-        return self._composed.content
+        return self._composed[0]
 
     @functools.cached_property
     def _composed(self) -> Composed:
+        """The content, and by name the drawn charts behind those of its figures that are not missing."""
         return _compose(self.run, self._outline, self._checks)
 
     def _repr_html_(self) -> str:
@@ -88,7 +89,7 @@ class Report:
         chosen = list(formats)
         check_known("format", chosen, _FORMATS)
         return {
-            file: data for name in chosen for file, data in _FORMATS[name](self.run, self._composed).items()
+            file: data for name in chosen for file, data in _FORMATS[name](self.run, *self._composed).items()
         }
 
     def save(self, folder: PathLike, formats: Iterable[str] = ("html", "json", "md")) -> list[pathlib.Path]:
@@ -127,15 +128,7 @@ def formats() -> tuple[str, ...]:
     return tuple(_FORMATS)
 
 
-@dataclass(frozen=True)
-class Composed:
-    """A report's content, and by name the drawn charts behind those of its figures that are not missing."""
-
-    content: ReportContent
-    drawn: Mapping[str, Drawn]
-
-
-def _compose(run: DriftRun, outline: Outline, checks: CheckReport | None = None) -> Composed:
+def _compose(run: DriftRun, outline: Outline, checks: CheckReport | None) -> Composed:
     """The content of a report on `run`, with the results of the user's checks beside the self-checks."""
     figures: dict[str, list[Figure]] = {}
     drawn: dict[str, Drawn] = {}
@@ -160,7 +153,7 @@ def _compose(run: DriftRun, outline: Outline, checks: CheckReport | None = None)
         verdict=judged,
         sections=tuple(sections),
     )
-    return Composed(content, drawn)
+    return content, drawn
 
 
 def _figure(run: DriftRun, chart: Chart) -> tuple[Figure, Drawn | None]:
@@ -180,33 +173,29 @@ def _figure(run: DriftRun, chart: Chart) -> tuple[Figure, Drawn | None]:
 
 def _run_info(run: DriftRun) -> RunInfo:
     manifest = run.manifest
-    return RunInfo(
-        id=run.id,
-        name=run.name,
-        state=current_state(run),
-        created=manifest.created,
-        synthetic=manifest.synthetic,
-        spec_digest=manifest.spec_digest,
-        schema_version=manifest.schema_version,
-        tasks=run.tasks,
-        variants=run.variants,
-    )
-
-
-def _interactive(run: DriftRun, made: Composed) -> bytes:
-    dark = {name: charts[name].render(run, ChartOptions(dark=True)).figure for name in made.drawn}
-    return interactive_page(made.content, made.drawn, dark)
-
-
-_FORMATS: Mapping[str, Callable[[DriftRun, Composed], dict[str, bytes]]] = MappingProxyType(
-    {
-        "html": lambda run, made: {"report.html": _interactive(run, made)},
-        "html-light": lambda run, made: {"report-light.html": light_page(made.content, made.drawn)},
-        "json": lambda run, made: {"report.json": json_document(made.content)},
-        "md": lambda run, made: {"report.md": markdown(made.content)},
-        "csv": lambda run, made: _inside("csv", spreadsheets(run, made.content)),
-        "latex": lambda run, made: _inside("latex", fragments(made.content)),
+    told = {
+        name: getattr(manifest, name) for name in ("created", "synthetic", "spec_digest", "schema_version")
     }
+    state = current_state(run)
+    return RunInfo(id=run.id, name=run.name, state=state, tasks=run.tasks, variants=run.variants, **told)
+
+
+def _interactive(run: DriftRun, content: ReportContent, drawn: Mapping[str, Drawn]) -> bytes:
+    dark = {name: charts[name].render(run, ChartOptions(dark=True)).figure for name in drawn}
+    return interactive_page(content, drawn, dark)
+
+
+_FORMATS: Mapping[str, Callable[[DriftRun, ReportContent, Mapping[str, Drawn]], dict[str, bytes]]] = (
+    MappingProxyType(
+        {
+            "html": lambda run, content, drawn: {"report.html": _interactive(run, content, drawn)},
+            "html-light": lambda run, content, drawn: {"report-light.html": light_page(content, drawn)},
+            "json": lambda run, content, drawn: {"report.json": json_document(content)},
+            "md": lambda run, content, drawn: {"report.md": markdown(content)},
+            "csv": lambda run, content, drawn: _inside("csv", spreadsheets(run, content)),
+            "latex": lambda run, content, drawn: _inside("latex", fragments(content)),
+        }
+    )
 )
 
 

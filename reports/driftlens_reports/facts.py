@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -16,7 +15,6 @@ from driftlens.base.words import counted
 from driftlens.findings.checks import CheckResult
 from driftlens.findings.reading import (
     NOT_MEASURED,
-    Kind,
     error,
     estimate,
     is_measured,
@@ -35,23 +33,38 @@ _SYNTHETIC = (
 )
 
 
-@dataclass(frozen=True)
-class Origins:
-    """The layers, at most three, that weigh most in a variant's drift on a task: by "share", else "mismatch"."""
-
-    task: str
-    variant: str
-    measure: str
-    layers: tuple[tuple[str, Interval], ...]
-
-
-def origins(run: DriftRun) -> list[Origins]:
-    """Where each task's final drift comes from, for the merged model, or the last variant without one."""
+def origin_variant(run: DriftRun) -> str:
+    """The model whose drift is explained: the merged one, or the last variant without; empty where there is none."""
     variants = [variant for variant in run.variants if variant not in ("base", "expert")]
-    if not variants or not run.manifest.layers:
-        return []
-    variant = "merged" if "merged" in variants else variants[-1]
-    return [_origins(run, task, variant) for task in run.tasks]
+    return "merged" if "merged" in variants else "".join(variants[-1:])
+
+
+def origins(run: DriftRun) -> dict[str, str]:
+    """Which layers each task's final drift comes from, at most three; "not measured" is said."""
+    variant = origin_variant(run)
+    return {task: _origin(run, task, variant) for task in run.tasks if variant and run.manifest.layers}
+
+
+def _origin(run: DriftRun, task: str, variant: str) -> str:
+    rows = run.layers(task, variant)
+    shares, others = (
+        rows[rows[column].notna()]
+        .sort_values(column, ascending=False, kind="stable")
+        .head(3)
+        .to_dict("records")
+        for column in ("final_share", "mismatch_l2_mean")
+    )
+    if shares:
+        what, kind = "largest shares of the final drift", "share"
+        amounts = [share_of(row) for row in shares]
+    else:
+        what, kind = "largest local mismatch (mean L2)", "number"
+        amounts = [Interval(float(row["mismatch_l2_mean"]), n=int(row["n"])) for row in others]
+    if not amounts:
+        return f"{task}: {NOT_MEASURED}"
+    names = [run.layer_name(int(row["layer"])) for row in shares or others]
+    layers = [f"{name} {estimate(amount, kind)}" for name, amount in zip(names, amounts, strict=True)]
+    return f"{task}: {what}: {', '.join(layers)}{f'; n = {amounts[0].n}' if amounts[0].n else ''}"
 
 
 def stamps(run: DriftRun) -> list[str]:
@@ -67,34 +80,6 @@ def stamps(run: DriftRun) -> list[str]:
     return said + [f"Warning: {text}" for text in run.manifest.warnings]
 
 
-def _origins(run: DriftRun, task: str, variant: str) -> Origins:
-    rows = run.layers(task, variant)
-    for column, measure in (("final_share", "share"), ("mismatch_l2_mean", "mismatch")):
-        measured = rows[rows[column].notna()].sort_values(column, ascending=False, kind="stable").head(3)
-        if len(measured):
-            layers = tuple(
-                (
-                    run.layer_name(int(row["layer"])),
-                    share_of(row) if measure == "share" else Interval(float(row[column]), n=int(row["n"])),
-                )
-                for row in measured.to_dict("records")
-            )
-            return Origins(task, variant, measure, layers)
-    return Origins(task, variant, "", ())
-
-
-def origin_sentence(origins: Origins) -> str:
-    """Which layers the final drift comes from, or that this was not measured."""
-    if not origins.layers:
-        return f"{origins.task}: {NOT_MEASURED}"
-    is_share = origins.measure == "share"
-    what = "largest shares of the final drift" if is_share else "largest local mismatch (mean L2)"
-    kind: Kind = "share" if is_share else "number"
-    layers = [f"{name} {estimate(amount, kind)}" for name, amount in origins.layers]
-    n = origins.layers[0][1].n
-    return f"{origins.task}: {what}: {', '.join(layers)}{f'; n = {n}' if n else ''}"
-
-
 def check_sentence(check: CheckResult) -> str:
     """How large one self-check's error gets, and where."""
     if not is_measured(check.value):
@@ -103,19 +88,15 @@ def check_sentence(check: CheckResult) -> str:
     return f"{check.metric} ({check.claim}): {verdict}, error at most {error(check.value)} ({check.where})"
 
 
-def decision_sentences(run: DriftRun) -> list[str]:
+def decision_sentences(run: DriftRun) -> Iterator[str]:
     """How many decisions of each variant flip, and how many its margins protect."""
-    return [
-        sentence
-        for variant in run.variants
-        if variant != "base"
-        for sentence in decisions(run.outputs(variant=variant), title(variant))
-    ]
+    for variant in (variant for variant in run.variants if variant != "base"):
+        yield from decisions(run.outputs(variant=variant), title(variant))
 
 
 def decisions(outputs: pd.DataFrame, variant: str) -> Iterator[str]:
     """How many decisions flip, and how many the margins protect; nothing without scores."""
-    if outputs.empty or not outputs["flipped"].notna().any():
+    if not outputs["flipped"].notna().any():
         return
     flipped, certified = (_share(outputs[name]) for name in ("flipped", "certified"))
     text = f"{variant}: {estimate(flipped, 'share')} of {counted(flipped.n, 'decision')} differ from the expert's"
@@ -130,11 +111,8 @@ def decisions(outputs: pd.DataFrame, variant: str) -> Iterator[str]:
 
 def _share(column: pd.Series[Any]) -> Interval:
     """The share of samples of which it is true, with Wilson's interval."""
-    known = column.dropna().astype(bool)
-    if known.empty:
-        return Interval(math.nan)
-    hits = int(known.sum())
-    return Interval(hits / len(known), *wilson(hits, len(known)), len(known))
+    hits, n = int(column.sum()), int(column.count())
+    return Interval(hits / n, *wilson(hits, n), n) if n else Interval(math.nan)
 
 
 def advice(run: DriftRun) -> dict[str, Any]:
@@ -157,18 +135,11 @@ def advice(run: DriftRun) -> dict[str, Any]:
         cos, signs = own["cos"].astype(float), own["sign_agreement"].astype(float)
         # Of the experts' task vectors, in that of the merged one.
         lengths = 1 / own["norm_ratio"].astype(float)
-        conflicts.append(
-            {
-                "layer": int(places[path]) if path in places else None,
-                "path": path,
-                "name": names.get(path, path),
-                "cos": cos.mean(),
-                "orthogonal": lengths.mean() / math.sqrt(lengths.pow(2).sum()),
-                "sign_agreement": signs.mean(),
-                "worst_task": str(own.loc[cos.idxmin(), "task"]),
-                "worst_cos": cos.min(),
-            }
-        )
+        layer = int(places[path]) if path in places else None
+        row = {"layer": layer, "path": path, "name": names.get(path, path), "cos": cos.mean()}
+        row["orthogonal"] = lengths.mean() / math.sqrt(lengths.pow(2).sum())
+        row["sign_agreement"] = signs.mean()
+        conflicts.append(row | {"worst_task": str(own.loc[cos.idxmin(), "task"]), "worst_cos": cos.min()})
     return {
         "run": run.name,
         "tasks": list(run.tasks),

@@ -24,9 +24,7 @@ NAMES = {"kl": "KL to the experts (nat)", "drift_rel": "relative final drift"}
 
 def table_of(ranking: Mapping[str, Any]) -> pd.DataFrame:
     """A row per merge, without the numbers by task."""
-    return pd.DataFrame(
-        [{key: at for key, at in row.items() if key != "by_task"} for row in ranking["merges"]]
-    )
+    return pd.DataFrame(ranking["merges"]).drop(columns="by_task", errors="ignore")
 
 
 def merges_sheet(ranking: Mapping[str, Any]) -> Table:
@@ -108,8 +106,6 @@ def write_merges(ranking: Mapping[str, Any], folder: Path) -> list[Path]:
     drawn = pictures["svg"].decode()
     table = merges_sheet(ranking)
     body, title = f"{drawn[drawn.index('<svg') :]}{table._repr_html_()}", html.escape(printable(table.title))
-    write_text_atomic(
-        places["html"],
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><h1>{title}</h1>{body}</html>',
-    )
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+    write_text_atomic(places["html"], f"{head}<h1>{title}</h1>{body}</html>")
     return list(places.values())

@@ -63,9 +63,8 @@ def shown(
         return Shown(rows, [_excess_sheet(title, runs)])
     if study.vary is not None:
         rows = swept_rows(runs, suite.published, protocol, [*study.vary(suite)])
-        return Shown(
-            rows, [_sheet(title, rows, "95 % over draws where there are several, else over test samples.")]
-        )
+        about = "95 % over draws where there are several, else over test samples."
+        return Shown(rows, [_sheet(title, rows, about)])
     if protocol == "runtime":
         rows = cost_rows(runs, suite.published, names)
         return Shown(rows, [_cost_sheet(title, rows, lacks)])
@@ -81,7 +80,7 @@ def shown(
 
 
 def reproduced_rows(
-    runs: Mapping[str, DriftRun], printed: Printed | None, names: Sequence[str] | None = None
+    runs: Mapping[str, DriftRun], printed: Printed | None, names: Sequence[str]
 ) -> list[dict[str, Any]]:
     """A row per merge, model and task, the mean over tasks under `mean`; base and experts once.
 
@@ -90,7 +89,7 @@ def reproduced_rows(
     """
     rows = []
     for at, (merger, run) in enumerate(runs.items()):
-        for row in arena_rows(run, _made(run, names)):
+        for row in _repairs(run, names):
             model = "expert" if row["model"] == "experts" else row["model"]
             is_shared = model in ("base", "expert")
             if at and is_shared:
@@ -120,7 +119,7 @@ def attached_rows(
         found = run.accuracy()
         found = found[found["metric"].str.startswith(ATTACHED) & found["value"].notna()]
         found = found.drop_duplicates(["variant", "task"])
-        found = found.assign(model=[_model(str(name)) for name in found["variant"]])
+        found = found.assign(model=found["variant"].astype(str).str.removeprefix("calibrated:"))
         kept = found["model"].isin(["base", "merged", "expert", *names])
         best = found[kept].sort_values("value", kind="stable").drop_duplicates(["model", "task"], keep="last")
         for model, own in best.groupby("model", sort=False):
@@ -130,19 +129,12 @@ def attached_rows(
             by_task = {str(at["task"]): at for at in own.to_dict("records")}
             values = [at["value"] for name, at in by_task.items() if canonical(name) in wanted]
             if len(values) == len(wanted):
-                rows.append(
-                    {**row, "task": MEAN, "value": sum(values) / len(values), "low": None, "high": None}
-                )
+                mean = {"task": MEAN, "value": sum(values) / len(values), "low": None, "high": None}
+                rows.append(row | mean)
             for task, at in by_task.items():
                 ends = {"low": plain(at["ci_low"]), "high": plain(at["ci_high"]), "n": plain(at["n"])}
                 rows.append({**row, "task": task, "value": at["value"], **ends})
     return [row | _published(row, printed) for row in rows]
-
-
-def _model(variant: str) -> str:
-    """What rows call a variant."""
-    kind, _, name = variant.partition(":")
-    return name if kind == "calibrated" else kind
 
 
 def swept_rows(
@@ -179,7 +171,7 @@ def cost_rows(
     """A row per merge, repair and cost: value and published in the cost's own unit; errors as for `reproduced_rows`."""
     table, rows = "" if printed is None else printed.protocols.get("runtime", ""), []
     for merger, run in runs.items():
-        for found in arena_rows(run, _made(run, names)):
+        for found in _repairs(run, names):
             for cost, (key, unit) in _COSTS.items() if "seconds" in found else ():
                 value = found[key]
                 row = {"merger": merger, "model": found["model"], "method": found["method"], "cost": cost}
@@ -189,9 +181,9 @@ def cost_rows(
     return rows
 
 
-def _made(run: DriftRun, names: Sequence[str] | None) -> list[str] | None:
-    known = run.manifest.calibrations
-    return None if names is None else [name for name in known if name in names]
+def _repairs(run: DriftRun, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of the run's arena with only those calibrations."""
+    return arena_rows(run, [name for name in run.manifest.calibrations if name in names])
 
 
 def _sheet(title: str, rows: Sequence[Mapping[str, Any]], about: str, lacks: Sequence[str] = ()) -> Table:
@@ -221,10 +213,9 @@ def _excess_sheet(title: str, runs: Mapping[str, DriftRun]) -> Table:
     for merger, run in runs.items():
         for (inputs, layer), own in run.excess().groupby(["inputs", "layer"], sort=False):
             shares = (own["excess"] / own["gain"]).astype(float)
-            lost, worst = float(own["excess"].sum() / own["gain"].sum()), shares.idxmax()
-            table.append(
-                [merger, f"the {inputs}", int(layer), lost, own["site"][worst], float(shares[worst])]
-            )
+            worst = [own["site"][shares.idxmax()], float(shares.max())]
+            lost = float(own["excess"].sum() / own["gain"].sum())
+            table.append([merger, f"the {inputs}", int(layer), lost, *worst])
     said = (
         "J_dep(W_src) - J_dep(W_dep) against what the fit on deployed features gains over the merged weights, linear "
         "modules of a layer together; one draw of calibration samples. Above 100 % the fit is worse than none."
@@ -233,20 +224,16 @@ def _excess_sheet(title: str, runs: Mapping[str, DriftRun]) -> Table:
 
 
 def _cost_sheet(title: str, rows: Sequence[Mapping[str, Any]], lacks: Sequence[str]) -> Table:
-    columns: dict[str, tuple[Kind, str]] = {
-        **{"merge": ("text", "merger"), "model": ("text", "model"), "cost": ("text", "cost")},
-        "measured": ("number", "value"),
-    }
-    columns |= (
-        {"published": ("number", "published")} if any(row["published"] is not None for row in rows) else {}
-    )
+    columns: dict[str, tuple[Kind, str]] = {"merge": ("text", "merger"), "model": ("text", "model")}
+    columns |= {"cost": ("text", "cost"), "measured": ("number", "value")}
+    if any(row["published"] is not None for row in rows):
+        columns["published"] = ("number", "published")
     said = (
         "Of calibrating alone; memory is the process's peak by then, energy that of all programs. Published costs "
         "are those of another machine."
     )
-    return Table.from_rows(
-        "costs", f"{title}: measured and published", columns, rows, " ".join([said, *lacks])
-    )
+    heading = f"{title}: measured and published"
+    return Table.from_rows("costs", heading, columns, rows, " ".join([said, *lacks]))
 
 
 def _published(row: Mapping[str, Any], printed: Printed, column: str | None = None) -> dict[str, Any]:
@@ -265,26 +252,24 @@ def _looked_up(
     """The published number and what is known to be wrong with it: of a column, else of the row's task or mean."""
     merger, method = row["merger"], row["method"]
     own = printed.values.get(merger or "", printed.values.get("", {}))
-    if row["task"] in own.get(row["model"], own.get(method, {})):
-        return own.get(row["model"], own.get(method, {}))[row["task"]], ""
+    by_task = own.get(row["model"], own.get(method, {}))
+    if row["task"] in by_task:
+        return by_task[row["task"]], ""
     if not printed.table:
         return None, ""
     tables = published_tables()
     if printed.table not in tables:
-        raise SpecError(
-            f"published.table: the paper has no table {printed.table!r}; it has {', '.join(tables)}"
-        )
+        known = ", ".join(tables)
+        raise SpecError(f"published.table: the paper has no table {printed.table!r}; it has {known}")
     table, title = tables[printed.table], merger_title(merger) if merger else ""
     wanted = _ROWS.get(method) or {_plain(title if method == "merged" else f"w/ {method}")}
+    named = AVERAGE if wanted_column is None and row["task"] == MEAN else wanted_column
     for line in table.rows:
         if (line.merger, True) == (title, _plain(line.name) in wanted) and printed.model in ("", line.model):
             for column, value in line.values.items():
-                if wanted_column is not None:
-                    is_wanted = column == wanted_column
-                elif row["task"] == MEAN:
-                    is_wanted = column == AVERAGE
-                else:
-                    is_wanted = canonical(column) == canonical(row["task"])
+                is_wanted = canonical(column) == canonical(row["task"])
+                if named is not None:
+                    is_wanted = column == named
                 if is_wanted and not math.isnan(value):
                     return value, " ".join(entry.note for entry in notes_on(table, line, column))
     return None, ""

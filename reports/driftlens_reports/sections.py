@@ -151,7 +151,7 @@ def section_parts(
         return calibration_sentences(run), calibration_tables(run)
     sentences, tables = {
         "setup": (_setup_sentences, _setup_tables),
-        "origins": (lambda run: [f"{facts.origin_sentence(entry)}." for entry in facts.origins(run)], None),
+        "origins": (lambda run: [f"{text}." for text in facts.origins(run).values()], None),
         "cosine": (_cosine_sentences, None),
         "outputs": (facts.decision_sentences, lambda run: [accuracy_table(run)]),
         "glossary": (None, lambda run: [_glossary()]),

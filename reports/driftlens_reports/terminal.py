@@ -62,8 +62,8 @@ def summary(run: DriftRun, *, verbose: bool = False) -> str:
         parts += [
             _section(final.title, _sheet_lines(final)[1:] if final.rows else []),
             *(_section(*part) for part in _score_sections(run)),
-            _section("Where the final drift comes from", [*map(facts.origin_sentence, facts.origins(run))]),
-            _section("Decisions", facts.decision_sentences(run)),
+            _section("Where the final drift comes from", [*facts.origins(run).values()]),
+            _section("Decisions", [*facts.decision_sentences(run)]),
             _section("Self-checks", [facts.check_sentence(check) for check in self_checks(run).results]),
         ]
         parts += [_section("Notices", run.manifest.notices)] if run.manifest.notices else []

@@ -12,7 +12,7 @@ from streamlit.column_config import AreaChartColumn, ImageColumn, NumberColumn, 
 from driftlens.base.variants import title
 from driftlens.base.words import counted
 from driftlens.findings.checks import self_checks
-from driftlens.findings.reading import is_measured, size
+from driftlens.findings.reading import NOT_MEASURED, is_measured, size
 from driftlens.findings.table import Table
 from driftlens.findings.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.run import DriftRun
@@ -38,7 +38,6 @@ from driftlens_app.show import (
 )
 from driftlens_reports import facts
 from driftlens_reports.charts.page_curves import mean_curves
-from driftlens_reports.facts import check_sentence, origin_sentence
 
 PAGE = Page("Overview", icon=":material/dashboard:", order=20)
 _MOST_STAMPS = 3
@@ -147,18 +146,18 @@ def task_rows(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFram
 
 
 def _origins(chosen: Selection) -> None:
-    origins = [entry for entry in facts.origins(chosen.run) if entry.task in chosen.tasks]
-    of = f"{title(origins[0].variant)}'s" if origins else "the"
+    origins = {task: text for task, text in facts.origins(chosen.run).items() if task in chosen.tasks}
+    of = f"{title(facts.origin_variant(chosen.run))}'s" if origins else "the"
     st.subheader(
         plain(f"Where {of} final drift comes from"),
         anchor=False,
         help="The three layers with the largest share of each task's final drift, by attribution.",
     )
     offer_attribution(chosen.run)
-    if not any(entry.layers for entry in origins):
+    if all(text.endswith(NOT_MEASURED) for text in origins.values()):
         note("Neither shares nor local mismatch were measured in this run.")
         return
-    st.markdown("\n".join(f"- {plain(origin_sentence(entry))}" for entry in origins))
+    st.markdown("\n".join(f"- {plain(text)}" for text in origins.values()))
 
 
 def _self_checks(run: DriftRun) -> None:
@@ -173,7 +172,7 @@ def _self_checks(run: DriftRun) -> None:
             icon = (
                 "remove" if not is_measured(check.value) else "check" if check.status == "pass" else "warning"
             )
-            st.markdown(f":material/{icon}: {plain(check_sentence(check))}")
+            st.markdown(f":material/{icon}: {plain(facts.check_sentence(check))}")
 
 
 def _provenance(run: DriftRun) -> None:

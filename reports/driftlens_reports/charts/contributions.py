@@ -72,10 +72,13 @@ def contributions(run: DriftRun, options: ChartOptions) -> Drawn:
         dark=options.dark,
     )
     layers, remainders = rows[rows["role"] != REST], rows[rows["role"] == REST]
-    brush = Brush(run.variants, options.dark)
+    brush, colours = Brush(run.variants, options.dark), theme.palette(options.dark)
+    hatch = {"shape": "x", "fgcolor": colours.ink, "bgcolor": colours.surface, "size": 5, "solidity": 0.4}
     for at, task in enumerate(tasks):
         grid.add(at, _layers(run, layers[layers["task"] == task], variants, options.dark))
-        grid.add(at, _remainders(remainders[remainders["task"] == task], variants, brush))
+        rest = remainders[remainders["task"] == task]
+        segments = _segments(rest, [REST] * len(rest), variants, options.dark)
+        grid.add(at, segments.update(**brush.named(REST, REST), marker_pattern=hatch))
     for end in (0.0, 1.0):
         grid.add_line("x", end)
     titles = [words.shown(variant) for variant in variants]
@@ -115,27 +118,18 @@ def stacked(rows: pd.DataFrame) -> pd.DataFrame:
 def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) -> go.Bar:
     """One segment per layer and variant, coloured by depth."""
     # Colours are worked out here: plotly can't choose readable text on those of a colour axis.
-    colours = [
-        theme.shade(theme.palette(dark).sequential, layer / panels.last_layer(run)) for layer in rows["layer"]
-    ]
+    scale, last = theme.palette(dark).sequential, panels.last_layer(run)
+    colours = [theme.shade(scale, layer / last) for layer in rows["layer"]]
     return _segments(rows, [*map(words.literal, rows["where"])], variants, dark).update(
         error_x=_whiskers(rows, CONTRIBUTED, theme.palette(dark).ink),
         marker_color=colours,
-        insidetextfont_color=[theme.readable(colour) for colour in colours],
+        insidetextfont_color=[*map(theme.readable, colours)],
         text=rows["layer"].astype(str).tolist(),
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
         showlegend=False,
     )
-
-
-def _remainders(rows: pd.DataFrame, variants: list[str], brush: Brush) -> go.Bar:
-    """The hatched bar of each variant."""
-    colours = brush.palette
-    hatch = {"shape": "x", "fgcolor": colours.ink, "bgcolor": colours.surface, "size": 5, "solidity": 0.4}
-    segments = _segments(rows, [REST] * len(rows), variants, brush.dark)
-    return segments.update(**brush.named(REST, REST), marker_pattern=hatch)
 
 
 def _segments(rows: pd.DataFrame, places: list[str], variants: list[str], dark: bool) -> go.Bar:
@@ -157,12 +151,11 @@ def _segments(rows: pd.DataFrame, places: list[str], variants: list[str], dark: 
 
 def _depth(run: DriftRun, dark: bool) -> go.Scatter:
     """Nothing but the colour bar; 0 on it keeps the stem apart from the background."""
-    beside = marks.colour_bar(
-        title={"text": "layer (index)", "side": "right"}, tickvals=panels.layer_axis(run)["tickvals"]
-    )
+    title, ticks = {"text": "layer (index)", "side": "right"}, panels.layer_axis(run)["tickvals"]
     marker = {
         **{"color": [0], "cmin": 0, "cmax": panels.last_layer(run), "showscale": True},
-        **{"colorscale": theme.scale(theme.palette(dark).sequential), "colorbar": beside},
+        "colorscale": theme.scale(theme.palette(dark).sequential),
+        "colorbar": marks.colour_bar(title=title, tickvals=ticks),
     }
     return go.Scatter(x=[None], y=[None], mode="markers", showlegend=False, marker=marker)
 

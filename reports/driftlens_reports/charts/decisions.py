@@ -85,12 +85,9 @@ def _outcomes(run: DriftRun, options: ChartOptions, of: str = "") -> pd.DataFram
     "middle part means decisions survive by luck of direction rather than by small drift. A flip is a disagreement "
     "with the expert, not always a mistake.",
 )
-def margins(run: DriftRun, options: ChartOptions) -> Drawn:
+def margins(run: DriftRun, options: ChartOptions, of: str = "") -> Drawn:
     """Panels of stacked bars that each add up to all samples."""
-    return _shares(run, options, _outcomes(run, options))
-
-
-def _shares(run: DriftRun, options: ChartOptions, rows: pd.DataFrame) -> Drawn:
+    rows = _outcomes(run, options, of)
     tasks = [str(task) for task in rows["task"].unique()]
 
     def bars(part: pd.DataFrame, outcome: str) -> dict[str, Any]:
@@ -112,7 +109,6 @@ def _shares(run: DriftRun, options: ChartOptions, rows: pd.DataFrame) -> Drawn:
     return Drawn(figure, alt, rows, tuple(words.sample_notes(run, rows)))
 
 
-_next_token = partial(_outcomes, of="token_")
 _OF_LANGUAGE = "models with a language-model head"
 
 
@@ -123,7 +119,7 @@ _OF_LANGUAGE = "models with a language-model head"
     rank=50,
     presets=("standard", "calibration"),
     needs=("outputs", ("token_flipped", "token_certified")),
-    rows=_next_token,
+    rows=partial(_outcomes, of="token_"),
     also=_OF_LANGUAGE,
     applies=is_of_language,
     caption="The same over the whole vocabulary: share of diagnosis samples whose likeliest next token is certified to "
@@ -133,7 +129,7 @@ _OF_LANGUAGE = "models with a language-model head"
 )
 def next_token(run: DriftRun, options: ChartOptions) -> Drawn:
     """As `margins`, of all tokens."""
-    return _shares(run, options, _next_token(run, options))
+    return margins(run, options, of="token_")
 
 
 @chart(
@@ -236,21 +232,16 @@ def reliability(confidence: NDArray[np.float64], is_right: NDArray[np.bool_]) ->
 
     Mean confidence and accuracy of an empty bin are null. Each sample, [n], has its largest class probability.
     """
+    edges = np.arange(CONFIDENCE_BINS + 1) / CONFIDENCE_BINS
     at = np.clip(np.ceil(confidence * CONFIDENCE_BINS).astype(int) - 1, 0, CONFIDENCE_BINS - 1)
     count = np.bincount(at, minlength=CONFIDENCE_BINS)
-    right = np.bincount(at, weights=is_right, minlength=CONFIDENCE_BINS)
+    right, surety = (np.bincount(at, weights=of, minlength=CONFIDENCE_BINS) for of in (is_right, confidence))
     whole = np.where(count > 0, count, np.nan)
+    bins = {"from": edges[:-1], "to": edges[1:], "samples": count}
     ends = [wilson(int(k), int(n)) if n else (np.nan, np.nan) for k, n in zip(right, count, strict=True)]
+    low, high = zip(*ends, strict=True)
     return pd.DataFrame(
-        {
-            "from": np.arange(CONFIDENCE_BINS) / CONFIDENCE_BINS,
-            "to": np.arange(1, CONFIDENCE_BINS + 1) / CONFIDENCE_BINS,
-            "samples": count,
-            "confidence": np.bincount(at, weights=confidence, minlength=CONFIDENCE_BINS) / whole,
-            "accuracy": right / whole,
-            "low": [low for low, _ in ends],
-            "high": [high for _, high in ends],
-        }
+        {**bins, "confidence": surety / whole, "accuracy": right / whole, "low": low, "high": high}
     )
 
 
@@ -258,10 +249,6 @@ def expected_calibration_error(bins: pd.DataFrame) -> float:
     """Mean over samples of their bin's distance between accuracy and mean confidence, from rows of `reliability`."""
     distance = (bins["accuracy"] - bins["confidence"]).abs()
     return float((distance * bins["samples"]).sum() / bins["samples"].sum())
-
-
-def _believed(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    return picking.scored_samples(run, options, *_SCORED)
 
 
 def _reliabilities(samples: pd.DataFrame) -> pd.DataFrame:
@@ -285,7 +272,7 @@ def _reliabilities(samples: pd.DataFrame) -> pd.DataFrame:
     rank=50,
     presets=("calibration",),
     needs=("outputs", ("label", "confidence")),
-    rows=_believed,
+    rows=lambda run, options: picking.scored_samples(run, options, *_SCORED),
     also="heads and labelled samples",
     caption="Left, accuracy of predictions on the diagnosis samples of all chosen tasks against their confidence, the "
     "largest class probability, in ten bins with 95 % Wilson intervals; right, how many samples each bin holds.",
@@ -295,7 +282,7 @@ def _reliabilities(samples: pd.DataFrame) -> pd.DataFrame:
 )
 def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
     """A reliability diagram and a histogram, the expert's beside every variant's."""
-    samples = _believed(run, options)
+    samples = picking.scored_samples(run, options, *_SCORED)
     rows = _reliabilities(samples)
     grid = panel_grid(
         ["", ""],
@@ -365,12 +352,6 @@ def _bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     return pd.concat([kept, values], axis=1)
 
 
-def _bounded(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """Those rows with a bound by any estimate."""
-    rows = _bounds(run, options)
-    return rows[rows[_ACTUAL].notna() & rows[list(_ESTIMATES)].notna().any(axis=1)]
-
-
 @chart(
     "bound",
     title="Score drift and its bound",
@@ -378,7 +359,7 @@ def _bounded(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rank=60,
     per_sample=True,
     needs=("outputs", ("score_drift_l2", "score_gain")),
-    rows=_bounded,
+    rows=lambda run, options: _bounds(run, options).dropna(subset=[*_ESTIMATES], how="all"),
     also="heads",
     caption="Norm of the score drift of all diagnosis samples against the gain of the score map times the norm of the "
     "final drift plus the mismatch of the score maps, which is 0 where models share one, on logarithmic axes with the "

@@ -96,12 +96,10 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     for at, task in enumerate(tasks):
         marks.identity_line(grid.figure, low, 1, dark=options.dark, **grid.place(at))
         # Each variant's mean gain beside its symbol, in the corner below the line where few points are.
-        lines = []
-        for variant, gain in means.loc[means["task"] == task, ["variant", "mean gain"]].itertuples(
-            index=False
-        ):
-            glyph = theme.GLYPHS.get(brush.look(variant).symbol, words.shown(variant))
-            lines.append(f"{glyph} {gain:+.3f}")
+        of_task = means[means["task"] == task]
+        symbols = [(brush.look(variant).symbol, variant) for variant in of_task["variant"]]
+        glyphs = [theme.GLYPHS.get(symbol, words.shown(variant)) for symbol, variant in symbols]
+        lines = [f"{glyph} {gain:+.3f}" for glyph, gain in zip(glyphs, of_task["mean gain"], strict=True)]
         axis = str(at + 1) if at else ""
         grid.figure.add_annotation(
             text="<br>".join(lines),
@@ -115,8 +113,8 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
             bgcolor=theme.faded(brush.palette.surface, 0.8),
         )
     reach = [low - 0.03, 1.03]
-    grid.figure.update_xaxes(range=reach, tickformat=theme.TICK_NUMBER)
-    grid.figure.update_yaxes(range=reach, tickformat=theme.TICK_NUMBER)
+    axis = {"range": reach, "tickformat": theme.TICK_NUMBER}
+    grid.set_axes(x=axis, y=axis)
     return Drawn(
         grid.figure,
         alt=f"Mean gain in cosine of the {picking.feature_name(run, options)} over {baseline}: "
@@ -140,17 +138,13 @@ def _changes(run: DriftRun, options: ChartOptions) -> list[tuple[Interval, Findi
 
 def _rows(run: DriftRun, changes: Sequence[tuple[Interval, Finding]]) -> pd.DataFrame:
     """One row per task and variant, gains in score in percentage points."""
-    rows = [
-        (score.task, score.variant, *_numbers(cosine), *_numbers(score.scaled(100)))
-        for cosine, score in changes
-    ]
+    rows = []
+    for cosine, score in changes:
+        gain = score.scaled(100)
+        rows.append((score.task, score.variant, cosine.n, *cosine.ends, gain.n, *gain.ends))
     cosines, scores = ([f"{name}{end}" for end in _ENDS] for name in (_COSINE, _ACCURACY))
     table = pd.DataFrame(rows, columns=["task", "variant", "n", *cosines, "test n", *scores])
     return picking.ordered(table, run.tasks, run.variants)
-
-
-def _numbers(gain: Interval) -> tuple[float, ...]:
-    return gain.n, gain.value, gain.low, gain.high
 
 
 def _no_gains(run: DriftRun, options: ChartOptions) -> str | None:
@@ -209,8 +203,7 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
         figure.add_trace(cloud)
     theme.apply_theme(figure, height=460, dark=options.dark)
     line = {"color": theme.palette(options.dark).quiet, "width": 1}
-    figure.add_hline(0, line=line, layer="below")
-    figure.add_vline(0, line=line, layer="below")
+    figure.add_hline(0, line=line, layer="below").add_vline(0, line=line, layer="below")
     baseline = words.literal(variants.title(options.baseline))
     x_title = f"gain in mean cosine over {baseline} (cosine, -1 to 1)"
     figure.update_xaxes(title_text=x_title, tickformat=theme.TICK_NUMBER)
@@ -316,8 +309,8 @@ def arena(run: DriftRun, options: ChartOptions) -> Drawn:
     ticks = {"tickvals": at, "ticktext": [f"{second:,.10g}" for second in at]}
     figure.update_xaxes(title_text="seconds of calibrating", type="log", **ticks)
     figure.update_yaxes(title_text="mean score over tasks", tickformat=theme.TICK_SHARE)
-    scores = words.joined(
-        [f"{name} {score:.1%}" for name, score in zip(rows["model"], rows["score"], strict=True)]
+    scores = "; ".join(
+        f"{name} {score:.1%}" for name, score in zip(rows["model"], rows["score"], strict=True)
     )
     return Drawn(
         figure,

@@ -308,7 +308,7 @@ def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 def calibration_log(run: DriftRun, options: ChartOptions) -> Drawn:
     """One row of panels per measure and calibration."""
     rows = _rows(run, options).rename(columns=_NAMES)
-    names, sites = list(rows["name"].unique()), list(rows["site in block"].unique())
+    sites = list(rows["site in block"].unique())
     rows = rows.assign(text=[_hover(run, row) for row in rows.to_dict("records")])
     cells, scales = [], []
     for measure, (title, least) in _MEASURES.items():
@@ -321,40 +321,32 @@ def calibration_log(run: DriftRun, options: ChartOptions) -> Drawn:
             table = log.pivot(index="site in block", columns="layer", values=[measure, "text"]).reindex(sites)
             texts, above = table["text"].fillna(""), f"{words.label(str(name))}: {title}"
             cells.append(Cells(above, table[measure], texts, f"{title} ", scale=len(scales) - 1))
-    kept = [
-        name
-        for name in ("name", "layer", "site", "kind", *_NAMES.values(), "objective ratio")
-        if name in rows
-    ]
+    kept = ["name", "layer", "site", "kind", *_NAMES.values(), "objective ratio"]
+    samples = {
+        name: info.samples.values()
+        for name in rows["name"].unique()
+        if (info := run.manifest.calibrations.get(name)) and info.samples
+    }
     return Drawn(
         draw_cells(run, cells, scales, y_title="site (name)", dark=options.dark),
         alt=f"Calibration log. {_in_words(rows)}.",
-        data=rows[kept],
+        data=rows[[name for name in kept if name in rows]],
         notes=(
             f"{words.counted(len(rows), 'site')} calibrated.",
-            *(
-                f"{name}: {words.ranged(info.samples.values(), 'calibration sample')} per task."
-                for name in names
-                if (info := run.manifest.calibrations.get(name)) and info.samples
-            ),
+            *(f"{name}: {words.ranged(of, 'calibration sample')} per task." for name, of in samples.items()),
         ),
     )
 
 
 def _hover(run: DriftRun, row: dict[Any, Any]) -> str:
-    values = [
-        f"{name} {number(float(str(row[name])))}" for name in _NAMES.values() if not pd.isna(row.get(name))
-    ]
-    return "<br>".join([words.literal(f"{run.layer_name(row['layer'])}: {row['site']}"), *values])
+    named = words.literal(f"{run.layer_name(row['layer'])}: {row['site']}")
+    measured = [name for name in _NAMES.values() if not pd.isna(row.get(name))]
+    return "<br>".join([named, *(f"{name} {number(float(str(row[name])))}" for name in measured)])
 
 
 def _in_words(rows: pd.DataFrame) -> str:
-    parts = []
-    for name, part in rows.groupby("name", sort=False):
-        ratio = part["objective ratio"].astype(float)
-        if ratio.notna().any():
-            ends = words.span(
-                part, "objective ratio", lambda row: f"{number(row['objective ratio'])} ({row['site']})"
-            )
-            parts.append(f"{name}: objective after against before from {ends}")
-    return words.joined(parts) or "No objective was measured"
+    parts, ratio = [], "objective ratio"
+    for name, part in rows[rows[ratio].notna()].groupby("name", sort=False):
+        ends = words.span(part, ratio, lambda row: f"{number(row[ratio])} ({row['site']})")
+        parts.append(f"{name}: objective after against before from {ends}")
+    return "; ".join(parts) or "No objective was measured"

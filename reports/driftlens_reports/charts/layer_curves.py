@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -104,14 +104,11 @@ def draw_curves(
         if kind.line is not None:
             grid.add_line("y", kind.line, column=column if len(parts) > 1 else None)
     whole = panels.layer_axis(run) | ({"matches": None} if apart else {})
+    body, head = panels.whole(0.5, last - 0.5), panels.whole(last - 0.5, last + 0.5)
     axes = {
         "whole": whole,
-        "body": {**whole, "autorangeoptions": panels.whole(0.5, last - 0.5), "matches": "x"},
-        "head": {
-            "matches": None,
-            "autorangeoptions": panels.whole(last - 0.5, last + 0.5),
-            "tickvals": [last],
-        },
+        "body": {**whole, "autorangeoptions": body, "matches": "x"},
+        "head": {"matches": None, "autorangeoptions": head, "tickvals": [last]},
     }
     shared = {"matches": "y2"}  # norms that compare share a scale, and so do their heads
     y = [{**kind.axis, **(shared if at == "head" and "matches" in kind.axis else {})} for kind, at in parts]
@@ -265,11 +262,11 @@ def decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = picking.layer_rows(run, options).rename(columns=names)
     norms = panels.value_axis(options)
     axes = [norms, {**norms, "matches": "y"}, _AROUND_ZERO]  # norms in one unit compare
-    kinds = [
-        Curves(name, panels.titled(what, "layers", source), axis, name, is_norm=axis is not _AROUND_ZERO)
-        for (name, (source, what)), axis in zip(_PARTS.items(), axes, strict=True)
-    ]
-    kinds[2] = replace(kinds[2], line=0.0)
+    kinds = []
+    for (name, (source, what)), axis in zip(_PARTS.items(), axes, strict=True):
+        is_norm = axis is not _AROUND_ZERO
+        title, line = panels.titled(what, "layers", source), None if is_norm else 0.0
+        kinds.append(Curves(name, title, axis, name, line=line, is_norm=is_norm))
     figure = draw_curves(run, rows, *kinds, dark=options.dark, apart=options.apart)
     alt = "Local mismatch, propagation and cross term by layer. "
     alt += f"Mismatch: {words.peak_sentence(rows, 'mismatch')} Propagation: {words.peak_sentence(rows, 'propagation')}"
@@ -292,11 +289,15 @@ def decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
 def amplification(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of curves with a line at 1; all panels have one y axis range."""
     names = {"random_gain_mean": "random gain", "jacobian_error": "Jacobian error"}
-    rows = picking.layer_rows(run, options).rename(columns={**names, "jacobian_samples": "jacobian samples"})
+    ends = tuple(f"amplification {end}" for end in ("low", "high"))
+    called = {
+        **names,
+        **{name.replace(" ", "_"): name for name in ends},
+        "jacobian_samples": "jacobian samples",
+    }
+    rows = picking.layer_rows(run, options).rename(columns=called)
     center, spread = rows["amplification"].astype(float), rows["Jacobian error"].astype(float)
     rows = rows.assign(lower=center * (1 - spread), upper=center * (1 + spread))
-    ends = tuple(f"amplification {end}" for end in ("low", "high"))
-    rows = rows.rename(columns={name.replace(" ", "_"): name for name in ends})
     ends = ends if rows[list(ends)].notna().any(axis=None) else ()
     kind = Curves(
         "amplification",
@@ -307,12 +308,9 @@ def amplification(run: DriftRun, options: ChartOptions) -> Drawn:
         beside=("random gain", "mean gain on random directions"),
         line=1.0,
     )
-    largest = spread.max()
-    said = (
-        "Without Jacobians there is no band and no random gain."
-        if pd.isna(largest)
-        else f"Largest Jacobian error {error(float(largest))}, relative to the propagation."
-    )
+    said = "Without Jacobians there is no band and no random gain."
+    if spread.notna().any():
+        said = f"Largest Jacobian error {error(float(spread.max()))}, relative to the propagation."
     figure = draw_curves(run, rows, kind, dark=options.dark)
     columns = ("amplification", *ends, "lower", "upper", *names.values(), "jacobian samples")
     said = f"{_ENDS} {said}" if ends else said

@@ -144,9 +144,8 @@ def sample_curves(run: DriftRun, task: str, sample_id: str, options: ChartOption
     samples = ordered(run.samples(task), [task], chosen_variants(run, options))
     rows = samples[samples["sample_id"] == sample_id]
     if rows.empty:
-        raise DataError(
-            f"task {task!r} has no diagnosis sample {sample_id!r}", hint="Choose one of the table."
-        )
+        said = f"task {task!r} has no diagnosis sample {sample_id!r}"
+        raise DataError(said, hint="Choose one of the table.")
     rows = _placed(run, rows).rename(columns={"drift_l2": _DRIFT, "final_share": _SHARE})
     rows = rows[["task", "variant", "layer", "role", "path", _DRIFT, _SHARE]]
     values = {"tickformat": TICK_NUMBER}
@@ -161,9 +160,8 @@ def sample_curves(run: DriftRun, task: str, sample_id: str, options: ChartOption
     explained = samples.loc[samples["final_share"].notna(), "sample_id"].nunique()
     if not shares and explained:
         of_all = f"{explained} of {counted(samples['sample_id'].nunique(), 'sample')}"
-        notes.append(
-            f"Contributions were measured on {of_all}; metrics.jacobian.samples in the spec raises it."
-        )
+        more = "metrics.jacobian.samples in the spec raises it"
+        notes.append(f"Contributions were measured on {of_all}; {more}.")
     elif not shares:
         command = SAMPLES.filled_by(["final_share"])
         notes.append(f"Contributions were not measured here; `{command}` adds them.")
@@ -189,9 +187,8 @@ def change_curves(comparison: Comparison, *, dark: bool) -> Drawn:
     change = last[_CHANGE].dropna()
     if len(change):
         fewer, mean = int((change < 0).sum()), number(float(change.mean()))
-        said = (
-            f"At the last layer it falls in {fewer} of {len(change)} comparisons; the mean change is {mean}."
-        )
+        compared = f"{fewer} of {len(change)} comparisons"
+        said = f"At the last layer it falls in {compared}; the mean change is {mean}."
     figure = draw_curves(run, rows, kind, dark=dark)
     figure.layout.uirevision = f"{comparison.before.id} {comparison.after.id} {comparison.pairs}"
     return Drawn(

@@ -28,6 +28,7 @@ _UNITS = {"feature": "feature units", "score": "score units", "1": "ratio"}
 """What a reader sees of the schema's units; others stand as they are."""
 _MOST_TICKS = 8
 _ONE_COLUMN: ContextVar[bool] = ContextVar("whether panels stand below one another", default=False)
+ByPanels = Literal["column", "row", "panel"]
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
@@ -145,10 +146,8 @@ class Grid:
         """Settings of the axes of every panel, one for all or one per column; none leaves them."""
         for letter, given in (("x", x), ("y", y)):
             by_column = [given] if isinstance(given, Mapping) else given
-            axes = {
-                _axis(letter, at): by_column[at % len(by_column)] for at in range(self.panels) if by_column
-            }
-            lay_out(self.figure, axes)
+            panels = range(self.panels if by_column else 0)
+            lay_out(self.figure, {_axis(letter, at): by_column[at % len(by_column)] for at in panels})
 
     def add_line(self, letter: str, value: float, *, column: int | None = None) -> None:
         """A thin line at a value of y, or a dotted one of x, in every panel, or in those of one column (from 0)."""
@@ -179,7 +178,7 @@ def panel_grid(
     dark: bool,
     columns: int = MOST_COLUMNS,
     height: int = 190,
-    y_by: Literal["column", "row", "panel"] = "column",
+    y_by: ByPanels = "column",
     legend: Sequence[str] = (),
     below: int = 0,
     widths: Sequence[float] | None = None,
@@ -190,25 +189,47 @@ def panel_grid(
     all panels, else they are one per column or row (`y_by`), which has a range of its own, or every panel has. Heights
     are pixels: `below` is room for lines below every panel, and what the `legend` will say needs room above them.
     """
-    by_row, share_y = y_by == "row", y_by != "panel"
     is_common, x_titles = len(y_titles) == 1, [x_title] if isinstance(x_title, str) else x_title
     columns = 1 if is_common and _ONE_COLUMN.get() else min(columns, len(titles))
     rows = -(-len(titles) // columns)
     columns = -(-len(titles) // rows)  # rows of like length: four panels are two and two
     gap = _GAP + (_TITLE if any(titles) else 0) + below
     inner = rows * height + (rows - 1) * gap
+    is_near = y_by == "row" or (is_common and y_by != "panel")
     figure = make_subplots(
         rows,
         columns,
         subplot_titles=list(titles),
         column_widths=widths,
         vertical_spacing=gap / inner if rows > 1 else 0,
-        horizontal_spacing=(0.05 if (is_common or by_row) and share_y else 0.09) if columns > 1 else 0,
+        horizontal_spacing=(0.05 if is_near else 0.09) if columns > 1 else 0,
     )
+    axes = _grid_axes(len(titles), columns, x_titles, y_titles, y_by)
+    font = {"size": SIZE, "color": palette(dark).ink}
+    theme = theme_layout(dark)
+    # Of one row where the names are not known.
+    wide = sum(_SYMBOL + _LEGEND_LETTER * len(html.unescape(name)) for name in legend)
+    top = 12 + _LEGEND_ROW * max(1, -(-wide // _LEGEND_WIDTH)) + _TITLE
+    settings = {
+        **theme,
+        **axes,
+        "height": inner + top + _BOTTOM + below,
+        "margin": {**theme["margin"], "t": top, "b": theme["margin"]["b"] + below},
+        "annotations": [{**entry.to_plotly_json(), "font": font} for entry in figure.layout.annotations],
+    }
+    lay_out(figure, settings)
+    return Grid(figure, columns, len(titles), dark)
+
+
+def _grid_axes(
+    num_panels: int, columns: int, x_titles: Sequence[str], y_titles: Sequence[str], y_by: ByPanels
+) -> dict[str, Any]:
+    """Settings of all axes of a grid: which share a range, which have numbers and titles."""
+    is_common, by_row, share_y = len(y_titles) == 1, y_by == "row", y_by != "panel"
     axes, apart = {}, len(x_titles)
-    for at in range(rows * columns):
+    for at in range(-(-num_panels // columns) * columns):
         row, column = divmod(at, columns)
-        is_panel, is_lowest = at < len(titles), at + (columns if apart == 1 else apart) >= len(titles)
+        is_panel, is_lowest = at < num_panels, at + (columns if apart == 1 else apart) >= num_panels
         # Once, below the middle: side by side, titles run into each other in a narrow window.
         is_named = is_lowest and (apart > 1 or column == (columns - 1) // 2)
         axes[_axis("x", at)] = {
@@ -226,17 +247,4 @@ def panel_grid(
             "title": None if is_beside else {"text": y_titles[group]},
         }
         axes[_axis("y", at)] = y_axis if is_panel else {"visible": False}
-    font = {"size": SIZE, "color": palette(dark).ink}
-    theme = theme_layout(dark)
-    # Of one row where the names are not known.
-    wide = sum(_SYMBOL + _LEGEND_LETTER * len(html.unescape(name)) for name in legend)
-    top = 12 + _LEGEND_ROW * max(1, -(-wide // _LEGEND_WIDTH)) + _TITLE
-    settings = {
-        **theme,
-        **axes,
-        "height": inner + top + _BOTTOM + below,
-        "margin": {**theme["margin"], "t": top, "b": theme["margin"]["b"] + below},
-        "annotations": [{**entry.to_plotly_json(), "font": font} for entry in figure.layout.annotations],
-    }
-    lay_out(figure, settings)
-    return Grid(figure, columns, len(titles), dark)
+    return axes

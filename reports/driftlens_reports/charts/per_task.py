@@ -72,13 +72,9 @@ def task_figure(
                 "customdata": marks.interval_texts(part, "low", "high", interval, write),
                 "hovertemplate": f"%{{text}}<br>{column} %{{y:{form}}}%{{customdata}}",
             }
-            if as_bars:
-                trace = brush.bars(str(name), tasks, part[column], ends, **hover)
-            else:
-                trace = brush.line(
-                    str(name), tasks, part[column], ends, mode="markers", marker_size=9, **hover
-                )
-            figure.add_trace(trace)
+            hover |= {} if as_bars else {"mode": "markers", "marker_size": 9}
+            draw = brush.bars if as_bars else brush.line
+            figure.add_trace(draw(str(name), tasks, part[column], ends, **hover))
     figure.update_layout(scattermode="group", scattergap=0.4, barmode="group", bargap=0.25, bargroupgap=0.08)
     theme.apply_theme(figure, dark=dark, height=400)
     tasks = [str(task) for task in rows["task"].unique()]
@@ -86,8 +82,7 @@ def task_figure(
     tick, start = (theme.TICK_SHARE, "tozero") if as_bars else (theme.TICK_NUMBER, "normal")
     figure.update_yaxes(title_text=title, tickformat=tick, rangemode=start)
     if AVERAGE in tasks:
-        line = {"color": brush.palette.quiet, "width": 1, "dash": "dot"}
-        figure.add_vline(len(tasks) - 1.5, line=line)
+        figure.add_vline(len(tasks) - 1.5, line={"color": brush.palette.quiet, "width": 1, "dash": "dot"})
     return figure
 
 
@@ -106,11 +101,10 @@ def _scores(run: DriftRun, options: ChartOptions, *, is_averaged: bool = True) -
     """What tasks are judged by, as far as it may stand on one axis, or else every metric that may not."""
     rows, mains = run.accuracy(), main_metrics(run)
     if is_averaged:
-        shown = {(task, metric.name) for task, metric in mains.items() if metric.is_averaged}
+        main = {task: metric.name for task, metric in mains.items() if metric.is_averaged}
+        rows = rows[rows["metric"] == rows["task"].map(main)]
     else:
-        names = {metric.name for metric in METRICS.values() if not metric.is_averaged}
-        shown = {(task, name) for task in run.tasks for name in names}
-    rows = rows.loc[[pair in shown for pair in zip(rows["task"], rows["metric"], strict=True)]]
+        rows = rows[rows["metric"].isin([of.name for of in METRICS.values() if not of.is_averaged])]
     # Base first and expert last: the two ends between which merges lie.
     variants = [*picking.chosen_variants(run, options, base=True), "expert"]
     return picking.ordered(rows, picking.chosen_tasks(run, options), variants)
@@ -172,11 +166,9 @@ def _no_scores(run: DriftRun, options: ChartOptions) -> str | None:
 
 
 def _no_perplexity(run: DriftRun, options: ChartOptions) -> str | None:
-    if len(_scores(run, options, is_averaged=False)):
-        return None
+    asked = "with `data.TASK.metric: [perplexity]` in the spec, `driftlens analyze SPEC --out NEW` adds it."
     return (
-        "no task is scored by perplexity; with `data.TASK.metric: [perplexity]` in the spec, "
-        "`driftlens analyze SPEC --out NEW` adds it."
+        None if len(_scores(run, options, is_averaged=False)) else f"no task is scored by perplexity; {asked}"
     )
 
 
@@ -362,15 +354,12 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     params = _params(run, options)
     index = {layer.path: layer.index for layer in run.manifest.layers}
     by_layer, modules = (params[params["scope"] == scope] for scope in ("layer", "module"))
-    by_layer = (
-        by_layer.assign(layer=by_layer["path"].map(index)).dropna(subset="layer").astype({"layer": int})
-    )
+    by_layer = by_layer.assign(layer=by_layer["path"].map(index)).dropna(subset="layer")
+    by_layer = by_layer.astype({"layer": int})
     layers = _summary(picking.chosen(run, options, by_layer), "layer")
     named = params[params["scope"] == "group"]
-    if len(named):
-        inside = named["path"]
-    else:  # of an older run
-        inside = modules["path"].map({path: group_of(run, path) for path in modules["path"].unique()})
+    is_older = named.empty  # then its groups are not in the table
+    inside = modules["path"].map(partial(group_of, run)) if is_older else named["path"]
     groups = _summary(params.loc[inside.index].assign(**{"module group": inside}), "module group")
     grid = panels.panel_grid(
         ["", ""],
@@ -409,6 +398,6 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
         alt=f"Cosine of task vectors to the experts', mean over {tasks}, lowest to highest layer: {said}.",
         data=pd.concat([layers, groups], ignore_index=True).astype({"layer": "Int64"}),
         notes=(
-            f"Means over {tasks}; whiskers: lowest to highest of them. {_PARTS if len(named) else ''}".strip(),
+            f"Means over {tasks}; whiskers: lowest to highest of them. {'' if is_older else _PARTS}".strip(),
         ),
     )

@@ -122,11 +122,9 @@ def chosen(run: DriftRun, options: ChartOptions, rows: pd.DataFrame) -> pd.DataF
 
 def feature_name(run: DriftRun, options: ChartOptions) -> str:
     """How a sentence calls the options' layer: "final feature", "feature leaving block 1 (layer 3 of 8)"."""
-    return (
-        f"feature leaving {run.layer_name(run.layer_index(options.layer))}"
-        if options.layer != "final"
-        else "final feature"
-    )
+    if options.layer == "final":
+        return "final feature"
+    return f"feature leaving {run.layer_name(run.layer_index(options.layer))}"
 
 
 def scored_samples(run: DriftRun, options: ChartOptions, *columns: str) -> pd.DataFrame:

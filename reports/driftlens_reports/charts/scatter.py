@@ -76,12 +76,13 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     task = shown_task(run, options)
     if not run.manifest.layers:
         return picking.absent("layers", ["drift_l2_mean"])
-    if picking.chosen_variants(run, options) == ["base"]:
+    laid_out = _laid_out(run, options)
+    if not laid_out:
         return "shows the expert and all variants but the base, which the layout leaves out; choose another variant."
     try:
         run.sample_ids(task)
         is_there = options.method == "pca" or _projection(run, options) is not None
-        for variant in ("expert", *_laid_out(run, options)):
+        for variant in ("expert", *laid_out):
             run.features(task, variant, options.layer)
     except DataError as error:
         return f"{error.message}. {error.hint}".strip()
@@ -203,23 +204,19 @@ def _points(
         yield trace
 
 
-def _axis_titles(layout: Projection) -> tuple[str, str]:
+def _axis_titles(layout: Projection) -> list[str]:
     if layout.explained_variance is None:
-        return f"{layout.method} 1 (no unit)", f"{layout.method} 2 (no unit)"
-    first, second = (words.literal(percent(share)) for share in layout.explained_variance)
-    return f"PC 1 ({first} of variance)", f"PC 2 ({second} of variance)"
+        return [f"{layout.method} {at} (no unit)" for at in (1, 2)]
+    shares = [words.literal(percent(share)) for share in layout.explained_variance]
+    return [f"PC {at} ({share} of variance)" for at, share in enumerate(shares, 1)]
 
 
 def _hover(row: dict[str, Any]) -> str:
     lines = [words.literal(str(row["sample_id"]))]
-    if not pd.isna(row["label"]):
-        lines.append(f"class {words.literal(str(row['label']))}")
-    if isinstance(row.get("decision"), str):
-        lines.append(f"decision {row['decision']}")
-    if not pd.isna(row["drift"]):
-        lines.append(f"drift {number(float(row['drift']))}")
-    if isinstance(row.get("text"), str):
-        lines.append(words.label(row["text"], _LONGEST_TEXT))
+    lines += [] if pd.isna(row["label"]) else [f"class {words.literal(str(row['label']))}"]
+    lines += [f"decision {row['decision']}"] if isinstance(row.get("decision"), str) else []
+    lines += [] if pd.isna(row["drift"]) else [f"drift {number(float(row['drift']))}"]
+    lines += [words.label(row["text"], _LONGEST_TEXT)] if isinstance(row.get("text"), str) else []
     return "<br>".join(lines)
 
 
@@ -231,16 +228,13 @@ def _draw_ways(grid: panels.Grid, names: list[str], rows: pd.DataFrame, options:
     starts = rows[rows["variant"] == "expert"].set_index("sample_id").loc[ids]
     for at, variant in enumerate(names[1:] if ids else [], start=1):
         ends = rows[rows["variant"] == variant].set_index("sample_id").loc[ids]
+        pairs = {letter: zip(starts[letter], ends[letter], strict=True) for letter in "xy"}
         places = {
-            letter: [
-                value for pair in zip(starts[letter], ends[letter], strict=True) for value in (*pair, None)
-            ]
-            for letter in "xy"
+            letter: [at for pair in both for at in (*pair, None)][:-1] for letter, both in pairs.items()
         }
         ink = theme.palette(options.dark).ink
         ways = go.Scatter(
-            x=places["x"][:-1],
-            y=places["y"][:-1],
+            **places,
             mode="lines+markers",
             line={"color": ink, "width": 1},
             marker={
@@ -266,25 +260,22 @@ def _notes(run: DriftRun, options: ChartOptions, task: str, layout: Projection) 
     if "base" in picking.chosen_variants(run, options):
         notes.append("The layout is that of all variants but the base: the base has no panel.")
     if options.classes is not None:
-        notes.append(
-            f"Only samples of the classes {', '.join(options.classes)}; the layout is that of all samples."
-        )
+        named = ", ".join(options.classes)
+        notes.append(f"Only samples of the classes {named}; the layout is that of all samples.")
     count = layout.frame["label"].nunique()
     if options.colour == "class" and count == 0:
         notes.append("The samples have no labels, so that classes have no colours.")
     if options.colour == "class" and count > _MOST_NAMED:
         classes = words.counted(count, "class", "classes")
         notes.append(f"{classes}, told apart by colour and symbol; hovering names them.")
-    notes += [f"{text}." for text in layout.notes]
-    return [*notes, _INDICATIVE, *words.overlap_notes(run)]
+    return [*notes, *(f"{text}." for text in layout.notes), _INDICATIVE, *words.overlap_notes(run)]
 
 
 def _class_marks(labels: pd.Series[Any], every: pd.Series[Any], *, dark: bool) -> dict[str, Any]:
     """Colour and symbol of each point by its class, the same in every panel of all points; without one it is quiet."""
     looks, unknown = _looks(every, dark), (theme.palette(dark).quiet, "circle")
-    pairs = [unknown if pd.isna(name) else looks[name] for name in labels]
-    colours, symbols = ([pair[at] for pair in pairs] for at in (0, 1))
-    return {"color": colours, "symbol": symbols, "opacity": 0.8}
+    colours, symbols = zip(*(looks.get(name, unknown) for name in labels), strict=True)
+    return {"color": [*colours], "symbol": [*symbols], "opacity": 0.8}
 
 
 def _flips(run: DriftRun, task: str, options: ChartOptions) -> pd.DataFrame:
@@ -327,22 +318,14 @@ def _looks(every: pd.Series[Any], dark: bool) -> dict[Any, tuple[str, str]]:
 
 def _add_drift_bar(figure: go.Figure, drifts: pd.Series[Any], *, dark: bool) -> None:
     """Give `figure` one colour scale of drift for all panels, from zero to the largest one, and its bar above them."""
-    bar = {
-        "title": {"text": panels.titled("drift", "samples", "drift_l2"), "side": "bottom"},
-        "tickformat": theme.TICK_NUMBER,
-        "thickness": 10,
-        "outlinewidth": 0,
-        # Above the panels, for beside them it takes their room in a narrow window; and there in pixels of the figure,
-        # for in the panels' units it pushes them onto the lines below them.
-        **{"orientation": "h", "x": 0.5, "xpad": 0, "yref": "container", "y": 1, "yanchor": "top"},
-    }
+    title = {"text": panels.titled("drift", "samples", "drift_l2"), "side": "bottom"}
+    # Above the panels, for beside them it takes their room in a narrow window; and there in pixels of the figure, for
+    # in the panels' units it pushes them onto the lines below them.
+    place = {"orientation": "h", "x": 0.5, "xpad": 0, "yref": "container", "y": 1, "yanchor": "top"}
+    bar = {"title": title, "tickformat": theme.TICK_NUMBER, "thickness": 10, "outlinewidth": 0, **place}
     # The first colours are nearly the background's: points would vanish.
-    axis = {
-        "cmin": 0,
-        "cmax": float(drifts.max()) or 1.0,
-        "colorscale": theme.scale(theme.palette(dark).sequential[2:]),
-        "colorbar": bar,
-    }
+    colours = theme.scale(theme.palette(dark).sequential[2:])
+    axis = {"cmin": 0, "cmax": float(drifts.max()) or 1.0, "colorscale": colours, "colorbar": bar}
     layout = figure.layout
     figure.update_layout(coloraxis=axis, height=layout.height + _BAR, margin_t=layout.margin.t + _BAR)
 
@@ -351,12 +334,8 @@ def _write_below(grid: panels.Grid, at: int, x_title: str, quality: pd.DataFrame
     """Write the axis title and a variant's numbers below panel `at`; the expert has none but trustworthiness."""
     row = quality[quality["variant"] == variant].iloc[0]
     # A line is no wider than a panel in a telephone's window.
-    lines = [f"trust {number(row['trustworthiness'])}"]
-    if variant != "expert":
-        lines = [
-            f"cosine {number(row['mean_cosine'])}, drift {number(row['mean_drift'])}",
-            f"neighbours {number(row['knn_overlap'])}",
-            *lines,
-        ]
+    lines = [f"cosine {number(row['mean_cosine'])}, drift {number(row['mean_drift'])}"]
+    lines = [] if variant == "expert" else [*lines, f"neighbours {number(row['knn_overlap'])}"]
+    lines.append(f"trust {number(row['trustworthiness'])}")
     axis = next(iter(grid.figure.select_xaxes(**grid.place(at))))
     axis.title.text = "<br>".join([x_title, *lines])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -33,24 +32,23 @@ _PANEL = 200
 """Pixels: height of a panel."""
 
 
-@dataclass(frozen=True)
-class _Measure:
+class _Measure(NamedTuple):
     column: str
     title: str
-    number: str
-    tick: str
+    number: str = theme.NUMBER
+    tick: str = theme.TICK_NUMBER
 
 
 def _measures(rows: pd.DataFrame, options: ChartOptions) -> list[_Measure]:
     """The measures that have numbers: drift, accuracy and other scores."""
     column = "drift_rel" if options.relative else "drift_l2_mean"
     what = "final drift / expert norm" if options.relative else "mean final drift"
-    drift = _Measure(column, panels.titled(what, "sweeps", column), theme.NUMBER, theme.TICK_NUMBER)
-    share, other = (theme.SHARE, theme.TICK_SHARE), (theme.NUMBER, theme.TICK_NUMBER)
+    drift = _Measure(column, panels.titled(what, "sweeps", column))
     scores = [
-        _Measure(of.name, of.title + unit, *forms)
+        _Measure(of.name, f"{of.title} (% of test samples)", theme.SHARE, theme.TICK_SHARE)
+        if of.kind == "share"
+        else _Measure(of.name, of.title)
         for of in METRICS.values()
-        for unit, forms in [(" (% of test samples)", share) if of.kind == "share" else ("", other)]
     ]
     return [measure for measure in (drift, *scores) if rows[measure.column].notna().any()]
 
@@ -116,7 +114,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         words.span(sweep, "mean", lambda row, at=str(name): f"{number(row['mean'])} at {at} {row[at]:g}")
         for name, sweep in means.groupby("sweep", sort=False)
     ]
-    alt = f"Sweeps of {', '.join(settings)}; {first.title}, {main}: {words.joined(said)}."
+    alt = f"Sweeps of {', '.join(settings)}; {first.title}, {main}: {'; '.join(said)}."
     return Drawn(grid.figure, alt, data, tuple(_notes(run, rows)))
 
 
@@ -256,18 +254,14 @@ def _calibrations(
 
 def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> go.Scatter:
     """One trace with a line per task, apart by gaps: a trace each would be slow where tasks are many."""
-    x: list[float | None] = []
-    y: list[float | None] = []
-    text: list[str] = []
+    places: list[tuple[Any, Any, str]] = []
     for task, curve in points.groupby("task", sort=False):
-        x += [*curve[setting].tolist(), None]
-        y += [*marks.gapped(curve["mean"]), None]
-        text += [words.literal(str(task))] * (len(curve) + 1)
+        name = words.literal(str(task))
+        values = zip(curve[setting].tolist(), marks.gapped(curve["mean"]), strict=True)
+        places += [*((x, y, name) for x, y in values), (None, None, name)]
+    x, y, text = ([*column] for column in zip(*places[:-1], strict=True)) if places else ([], [], [])
     return go.Scatter(
-        x=x[:-1],
-        y=y[:-1],
-        text=text[:-1],
-        connectgaps=False,
+        **{"x": x, "y": y, "text": text, "connectgaps": False},
         hovertemplate=f"%{{text}}<br>{setting} %{{x:{theme.NUMBER}}}: %{{y:{measure.number}}}<extra></extra>",
     )
 

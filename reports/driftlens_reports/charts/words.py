@@ -73,14 +73,9 @@ def task_titles(tasks: Iterable[str], names: Sequence[str]) -> list[str]:
     return [f"{label(task, LONGEST_OF_TWO)}: {name}" for task in tasks for name in names]
 
 
-def joined(parts: Sequence[str]) -> str:
-    """`a; b; c`, for parts that have commas of their own, as names of controls do."""
-    return "; ".join(parts)
-
-
 def by_variant(texts: Iterable[tuple[object, str]]) -> str:
     """A text for each variant behind what a reader calls it: "merged 0.6120; featcal 0.8010"."""
-    return joined([f"{title(str(variant))} {text}" for variant, text in texts])
+    return "; ".join(f"{title(str(variant))} {text}" for variant, text in texts)
 
 
 def span(rows: pd.DataFrame, column: str, tell: Tell, ends: Ends = "both") -> str:

@@ -10,6 +10,7 @@ import pathlib
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from driftlens.findings.reading import written
@@ -101,13 +102,11 @@ def _data_tables(content: ReportContent) -> dict[str, Table]:
 
 def _fitting(content: ReportContent, cells: int) -> set[str]:
     """The figures whose numbers fit into so many cells, the smallest tables first."""
-    left, shown = cells, set()
     sizes = {name: len(table.rows) * len(table.columns) for name, table in _data_tables(content).items()}
-    for name, size in sorted(sizes.items(), key=lambda entry: entry[1]):
-        if size <= left:
-            left -= size
-            shown.add(name)
-    return shown
+    in_order = sorted(sizes, key=lambda name: sizes[name])
+    return {
+        name for name, end in zip(in_order, accumulate(map(sizes.get, in_order)), strict=True) if end <= cells
+    }
 
 
 def _render(
@@ -178,12 +177,9 @@ def _anchor(name: str) -> str:
 def _looks(table: Table) -> list[str]:
     """Style classes of each column that is shown; empty for numbers."""
     _, *texts = table.texts()
-    longest = [max(map(len, column), default=0) for column in zip(*texts, strict=True)]
-    columns = [*table.shown()]
-    return [
-        ("text long" if letters > _LONG else "text") if shown.kind == "text" else ""
-        for shown, letters in zip(columns, longest or [0] * len(columns), strict=True)
-    ]
+    is_long = [any(len(row[at]) > _LONG for row in texts) for at, _ in enumerate(table.shown())]
+    looks = ["text long" if long else "text" for long in is_long]
+    return [look if shown.kind == "text" else "" for look, shown in zip(looks, table.shown(), strict=True)]
 
 
 def _twins() -> dict[str, str]:
@@ -199,10 +195,8 @@ def inline_svg(chart: go.Figure, name: str, alt: str) -> str:
     """The chart as one `svg` element of class `drawing`, which says `alt`; ids inside it begin with `name`."""
     figure = _static(chart)
     figure.patch.set_visible(False)  # the page is behind it, light or dark
-    root = ElementTree.fromstring(encode(figure, "svg", PAGE))
-    drawn = _cleaned(root, name)
-    for size in ("width", "height"):
-        drawn.attrib.pop(size, None)
+    drawn = _cleaned(ElementTree.fromstring(encode(figure, "svg", PAGE)), name)
+    del drawn.attrib["width"], drawn.attrib["height"]
     drawn.attrib |= {"class": "drawing", "role": "img", "aria-label": alt}
     return ElementTree.tostring(drawn, encoding="unicode")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,28 +50,24 @@ def spreadsheets(run: DriftRun, content: ReportContent) -> dict[str, bytes]:
     `NAME.csv` has the rows, `NAME.units.csv` the unit of every column. Text that a spreadsheet would take for a
     formula is marked as text.
     """
+    every: list[tuple[str, pd.DataFrame, pd.DataFrame]] = []
+    for name in schema.TABLES:
+        if content.raw or name not in _BY_SAMPLE:
+            about = [(column.name, column.unit, column.meaning) for column in run.columns(name)]
+            # A run's tables are its methods.
+            every.append(
+                (name, getattr(run, name)(), pd.DataFrame(about, columns=["column", "unit", "meaning"]))
+            )
+    for table in (*content.tables, *(figure.data for figure in content.figures if figure.data is not None)):
+        prefix = "" if table.name.startswith("figure-") else "report-"
+        units = pd.DataFrame([(of.name, of.unit) for of in table.columns], columns=["column", "unit"])
+        every.append((f"{prefix}{table.name}", table.frame(), units))
     files: dict[str, bytes] = {}
-    for name, rows, units in (*_run_tables(run, content.raw), *_report_tables(content)):
+    for name, rows, units in every:
         if len(rows):
             files[f"{layout.escape(name)}.csv"] = csv_text(rows).encode()
             files[f"{layout.escape(name)}.units.csv"] = csv_text(units).encode()
     return files
-
-
-def _run_tables(run: DriftRun, raw: bool) -> Iterator[tuple[str, pd.DataFrame, pd.DataFrame]]:
-    for name in schema.TABLES:
-        if raw or name not in _BY_SAMPLE:
-            units = [(column.name, column.unit, column.meaning) for column in run.columns(name)]
-            rows: pd.DataFrame = getattr(run, name)()  # a run's tables are its methods
-            yield name, rows, pd.DataFrame(units, columns=["column", "unit", "meaning"])
-
-
-def _report_tables(content: ReportContent) -> Iterator[tuple[str, pd.DataFrame, pd.DataFrame]]:
-    figures = [figure.data for figure in content.figures if figure.data is not None]
-    for table in (*content.tables, *figures):
-        prefix = "" if table.name.startswith("figure-") else "report-"
-        units = [(column.name, column.unit) for column in table.columns]
-        yield f"{prefix}{table.name}", table.frame(), pd.DataFrame(units, columns=["column", "unit"])
 
 
 MOST_LINES = 30
@@ -170,10 +166,11 @@ def fragments(content: ReportContent) -> dict[str, bytes]:
 
 def _fragment(content: ReportContent, table: Table) -> str:
     notes = [f"Run {content.run.name} ({content.run.id}).", table.notes(), *content.stamps]
-    parts = _parts(_grid(table))
-    below = {len(parts): [note for note in notes if note]}
+    parts, about = _parts(_grid(table)), [note for note in notes if note]
     return "".join(
-        to_latex([part], table.name, f"{table.title}.", notes=below.get(at, ()), part=at, splits=False)
+        to_latex(
+            [part], table.name, f"{table.title}.", notes=about * (at == len(parts)), part=at, splits=False
+        )
         for at, part in enumerate(parts, start=1)
     )
 
@@ -239,15 +236,10 @@ def _digits(table: Table, column: Column) -> int | None:
     """Decimals of a column, the same for all of one unit; None for words and errors, which have their own."""
     if column.kind != "number":
         return {"count": 0, "share": 1, "points": 1}.get(column.kind)
-    decimals = []
-    for at, other in enumerate(table.columns):
-        if (other.kind, other.unit) == ("number", column.unit):
-            largest = max(
-                (abs(cell) for row in table.rows if isinstance(cell := row[at], (int, float))), default=0.0
-            )
-            above = math.floor(math.log10(largest)) if largest else 0
-            decimals.append(min(max(_SIGNIFICANT - 1 - above, 0), _MOST_DIGITS))
-    return max(decimals)
+    alike = [at for at, of in enumerate(table.columns) if (of.kind, of.unit) == ("number", column.unit)]
+    values = [[abs(row[at]) for row in table.rows if isinstance(row[at], (int, float))] for at in alike]
+    tops = [math.floor(math.log10(max(of))) if max(of, default=0.0) else 0 for of in values]
+    return max(min(max(_SIGNIFICANT - 1 - above, 0), _MOST_DIGITS) for above in tops)
 
 
 def _value(cell: Cell, column: Column) -> float | str:

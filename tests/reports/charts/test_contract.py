@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -137,25 +135,3 @@ def test_an_unknown_name_is_an_error_that_names_those_there_are(name: str, kind:
     options = ChartOptions(tasks=["moon"]) if kind == "task" else ChartOptions(variants=["calibrated:moon"])
     with pytest.raises(DriftLensError, match=r"moon.*it has .*(cars|merged)"):
         charts[name].draw(full, options)
-
-
-WITHOUT_TORCH = """
-import sys
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "torch":
-            raise ImportError("a chart imports torch")
-sys.meta_path.insert(0, NoTorch())
-from driftlens.runs.run import open_run
-from driftlens_reports.charts.chart import ChartOptions, charts
-run = open_run(sys.argv[1])
-drawn = [charts[name].draw(run) for name in charts if charts[name].missing(run, ChartOptions()) is None]
-assert len(drawn) >= 11, len(drawn)
-"""
-
-
-@pytest.mark.slow
-def test_no_chart_needs_torch(full: DriftRun) -> None:
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(full.path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ from driftlens.runs import layout, schema, tables
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens_reports.build import Report, formats
-from tests.records.full_run import VARIANTS, Size, write_full_run
+from tests.records.full_run import Size, write_full_run
 from tests.reports.conftest import HOSTILE, SMALL
 from tests.reports.formats.reading import Page, markdown_tables
 
@@ -216,8 +216,3 @@ def test_a_damaged_table_is_an_error_that_names_it(harm: str, tmp_path: pathlib.
     with pytest.raises(RunError, match=re.escape(str(path))):
         Report(folder).save(tmp_path / "out", formats())
     assert not (tmp_path / "out").exists()
-
-
-def test_variants_of_the_full_run_are_all_told_apart(full: DriftRun) -> None:
-    assert full.variants == VARIANTS
-    assert len(expected(full)) == len(full.tasks) * len(VARIANTS)

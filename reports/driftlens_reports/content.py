@@ -1,7 +1,4 @@
-"""What a report says, whatever format it is written in: sections of sentences, tables and figures, built once per run.
-
-The JSON format is this model itself; its schema ships as `report.schema.json`.
-"""
+"""What a report says, whatever format it is written in; the JSON format is this model itself."""
 
 from __future__ import annotations
 

@@ -118,8 +118,7 @@ def _share(column: pd.Series[Any]) -> Interval:
 def advice(run: DriftRun) -> dict[str, Any]:
     """The merged model's layers as plain values: shares of the final drift, the largest first, and conflicts.
 
-    `conflicts` are mean cosines of the merged task vector to the experts', those first that are lowest beside
-    `orthogonal`: what a sum of task vectors of these lengths has at right angles.
+    A conflict is a mean cosine of task vectors beside `orthogonal`, that of a sum of such lengths at right angles.
     """
     if "merged" not in run.variants:
         raise DataError(f"{run.name} has no merged model to give advice on")

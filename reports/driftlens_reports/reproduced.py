@@ -82,11 +82,7 @@ def shown(
 def reproduced_rows(
     runs: Mapping[str, DriftRun], printed: Printed | None, names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """A row per merge, model and task, the mean over tasks under `mean`; base and experts once.
-
-    Values, 95 % ends over test samples and published numbers are fractions; `inside` says whether a published one lies
-    in the interval after rounding to the printed digit.
-    """
+    """A row per merge, model and task, the mean over tasks under `mean`, in fractions; base and experts once."""
     rows = []
     for at, (merger, run) in enumerate(runs.items()):
         for row in _repairs(run, names):
@@ -140,10 +136,7 @@ def attached_rows(
 def swept_rows(
     runs: Mapping[str, DriftRun], printed: Printed | None, protocol: str, factors: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """A row per merge, method and point of a protocol's sweeps: means over tasks, then over draws.
-
-    The 95 % ends are over draws, or over test samples where there is one draw.
-    """
+    """A row per merge, method and point of a protocol's sweeps; ends over draws, of one draw over test samples."""
     table, rows = "" if printed is None else printed.protocols.get(protocol, ""), []
     for merger, run in runs.items():
         every = with_scores(run, run.sweeps())

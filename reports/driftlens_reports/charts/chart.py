@@ -1,7 +1,4 @@
-"""What a chart is: a function from a saved run to a plotly figure, the words that belong to it, and where it stands.
-
-Reports, the dashboard's pages and the tests ask `charts` for what there is; none of them keeps a list of its own.
-"""
+"""What a chart is: a function from a saved run to a figure, the words that belong to it, and where it stands."""
 
 from __future__ import annotations
 

@@ -98,10 +98,7 @@ def contributions(run: DriftRun, options: ChartOptions) -> Drawn:
 
 
 def stacked(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows with a share, and where their segments start: positive ones go right from zero, negative ones left.
-
-    The remainder is a row of its own behind the head, with role `remainder` and no layer.
-    """
+    """Rows with a share, and where their segments start; the remainder is a row of its own, without a layer."""
     stacks = []
     for _, layers in rows.groupby(["task", "variant"], sort=False):
         heads = layers[layers["remainder_share"].notna()]

@@ -228,10 +228,7 @@ def _histogram(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def reliability(confidence: NDArray[np.float64], is_right: NDArray[np.bool_]) -> pd.DataFrame:
-    """One row per tenth of confidence, (0, 0.1] to (0.9, 1]: samples, mean confidence, accuracy and its 95 % interval.
-
-    Mean confidence and accuracy of an empty bin are null. Each sample, [n], has its largest class probability.
-    """
+    """One row per tenth of confidence, (0, 0.1] to (0.9, 1], from each sample's, [n]; an empty bin has no accuracy."""
     edges = np.arange(CONFIDENCE_BINS + 1) / CONFIDENCE_BINS
     at = np.clip(np.ceil(confidence * CONFIDENCE_BINS).astype(int) - 1, 0, CONFIDENCE_BINS - 1)
     count = np.bincount(at, minlength=CONFIDENCE_BINS)

@@ -37,11 +37,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Cells:
-    """One panel: `values` has a row of cells per name and a column per layer, NaN shows the theme's gap colour.
-
-    `texts` and `more` are what hovering tells before and behind the value, and `what` that is, where the title of its
-    scale (the `scale`-th of the figure) is not enough.
-    """
+    """One panel: a row of cells per name, a column per layer, what hovering tells before and behind each value."""
 
     title: str
     values: pd.DataFrame

@@ -158,10 +158,7 @@ def literal_column(names: pd.Series[Any]) -> pd.Series[Any]:
 def thinned_samples(
     rows: pd.DataFrame, options: ChartOptions, panels: int
 ) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """The rows of as many samples as the options allow points in `panels`, and a note where some are left out.
-
-    A sample stays or goes in all its rows, so that variants stay matched; every class of every task keeps one share.
-    """
+    """The rows of as many samples as the options allow points in `panels`, a sample in all its rows or in none."""
     key = ["task", "sample_id"]
     samples = rows[[*key, "label"]].drop_duplicates(key)
     kept = thinned(samples, max(1, options.max_points // max(1, panels)), ["task", "label"])
@@ -176,7 +173,7 @@ def thinned_samples(
 def thinned(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
     """At most `limit` of the rows, in their order: as many of each stratum as its size asks for, rare ones included.
 
-    Strata are the values of the columns `by`. Which rows stay depends on their sample ids alone, not on order or day.
+    Which rows stay depends on their sample ids alone, not on order or day.
     """
     if len(rows) <= limit:
         return rows
@@ -210,10 +207,7 @@ Array = NDArray[np.float64]
 
 
 def places(names: Sequence[str], crosses: pd.DataFrame) -> list[str]:
-    """Where beside its point each name stands, as plotly calls it.
-
-    `crosses` has x, x_low, x_high, y, y_low, y_high of every point, those of the names first; ends may be missing.
-    """
+    """Where beside its point each name stands, as plotly calls it; `crosses` has x, y and their ends, names first."""
     x, y = _scaled(crosses, "x"), _scaled(crosses, "y")
     spots = np.stack([x[:, 0] - 0.012, x[:, 0] + 0.012, y[:, 0] - 0.018, y[:, 0] + 0.018], axis=1)
     across = np.stack([x[:, 1], x[:, 2], y[:, 0], y[:, 0]], axis=1)

@@ -71,18 +71,12 @@ def layer_axis(run: DriftRun, beyond: str = "") -> dict[str, Any]:
 
 
 def whole(low: float, high: float) -> dict[str, Any]:
-    """Settings by which an axis runs from `low` to `high` until a reader zooms.
-
-    A fixed range would do, but plotly then gives up on the other axis where panels share both.
-    """
+    """An axis from `low` to `high` until a reader zooms; a fixed range makes plotly give up on the other axis."""
     return {"include": [low, high], "clipmin": low, "clipmax": high}
 
 
 def room_beside(names: Sequence[str]) -> dict[str, int]:
-    """Margins, in pixels, for a y axis with these names on the left and a colour bar on the right.
-
-    Plotly widens a margin that is too narrow, but then draws the whole figure again.
-    """
+    """Margins for names on the left and a colour bar on the right: plotly widens a narrow one, but draws all again."""
     longest = max((len(html.unescape(name)) for name in names), default=0)
     return {"l": _TITLE_AND_TICKS + _LETTER * longest, "r": _COLOUR_BAR}
 

@@ -24,10 +24,9 @@ AVERAGE = "mean of tasks"
 def with_average(
     rows: pd.DataFrame, column: str, tasks: Sequence[str], *, has_intervals: bool = False
 ) -> pd.DataFrame:
-    """The rows, and one more per variant of several tasks: the mean over tasks, every task weighing the same.
+    """The rows, and one more per variant of several tasks: the mean, with its own interval over samples.
 
-    Null where a task has no number: a mean of the others would look better or worse than it is. Where `low` and `high`
-    are ends of 95 % intervals, the mean has its own, over samples: the tasks are the ones that were chosen.
+    Null where a task has no number: a mean of the others would look better or worse than it is.
     """
     if len(tasks) < 2:
         return rows
@@ -54,10 +53,7 @@ def task_figure(
     as_bars: bool = False,
     dark: bool,
 ) -> go.Figure:
-    """A figure of the rows (task, variant, value): tasks along the axis, variants side by side.
-
-    `low` and `high` become whiskers, called `interval`. Shares are bars from zero, other values points.
-    """
+    """Tasks along the axis, variants side by side with whiskers: shares as bars from zero, other values as points."""
     figure, brush = go.Figure(), Brush(run.variants, dark)
     write, form = (percent, theme.SHARE) if as_bars else (number, theme.NUMBER)
     for name, of_variant in rows.groupby("variant", sort=False):

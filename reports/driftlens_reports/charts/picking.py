@@ -60,10 +60,7 @@ def chosen_tasks(run: DriftRun, options: ChartOptions) -> list[str]:
 
 
 def chosen_variants(run: DriftRun, options: ChartOptions, *, base: bool = False) -> list[str]:
-    """The variants that the options name, in the order of the run; all unless they name some, the `base` only if asked.
-
-    The anchor-only control of a calibrated variant always comes along.
-    """
+    """The chosen variants in the order of the run, with their anchor-only controls; the `base` only if asked."""
     everything = [name for name in run.variants if name != "expert"]
     if options.variants is None:
         return [name for name in everything if base or name != "base"]

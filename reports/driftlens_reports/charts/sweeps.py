@@ -282,8 +282,7 @@ def _notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
 def over_seeds(rows: pd.DataFrame, setting: str, measure: str, tasks: int = 1) -> pd.DataFrame:
     """What rows of a sweep reached at every value of a setting: over tasks for each seed first, then over seeds.
 
-    `std over seeds` is that of a sample, ends are 95 % ones (Student's t), `n_test` the fewest test samples. A seed
-    that lacks one of the `tasks` is left out, as its mean would be over others; with none left, numbers are null.
+    A seed that lacks one of the `tasks` is left out, as its mean would be over others.
     """
     by_seed = rows.astype({measure: float}).groupby([setting, "seed"])
     is_whole = by_seed[measure].count() == tasks

@@ -48,10 +48,7 @@ def title(variant: str) -> str:
 
 @functools.lru_cache(maxsize=4096)  # the same few names stand behind every point
 def literal(text: str) -> str:
-    """`text` as plotly shows it character by character: no markup, no formula, no hover placeholder.
-
-    An entity plotly shows as what it stands for.
-    """
+    """`text` as plotly shows it character by character: no markup, formula, hover placeholder or entity."""
     return html.escape(printable(text), quote=False).replace("$", "&#36;").replace("%", "&#37;")
 
 

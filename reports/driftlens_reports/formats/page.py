@@ -80,10 +80,7 @@ def _other(light: Any, dark: Any) -> Any:
 
 
 def light_page(content: ReportContent, drawn: Mapping[str, Drawn]) -> bytes:
-    """The report as one HTML file with drawings in it, without a script.
-
-    A page that would be too large for a mail leaves out data tables first, then its largest drawings.
-    """
+    """The page without a script; too large for a mail, it drops data tables first, then its largest drawings."""
     drawings = {name: inline_svg(entry.figure, _anchor(name), entry.alt) for name, entry in drawn.items()}
     page = b""
     for cells in _BUDGETS:

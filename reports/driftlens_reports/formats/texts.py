@@ -1,8 +1,4 @@
-"""The formats that are text: JSON, CSV, Markdown and LaTeX.
-
-JSON is the content itself; CSV has every digit; Markdown is a comment on a pull request, in GitHub's flavour, of at
-most 30 lines without pictures; LaTeX a fragment per table, to \\input, with booktabs rules, a caption and a label.
-"""
+"""The formats that are text: JSON, CSV, Markdown as a comment on a pull request, and LaTeX fragments to \\input."""
 
 from __future__ import annotations
 
@@ -45,11 +41,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def spreadsheets(run: DriftRun, content: ReportContent) -> dict[str, bytes]:
-    """Files by name: the run's own tables, the report's, and the numbers behind its figures.
-
-    `NAME.csv` has the rows, `NAME.units.csv` the unit of every column. Text that a spreadsheet would take for a
-    formula is marked as text.
-    """
+    """Files by name: `NAME.csv` of the run's tables, the report's, and those behind its figures; `NAME.units.csv`."""
     every: list[tuple[str, pd.DataFrame, pd.DataFrame]] = []
     for name in schema.TABLES:
         if content.raw or name not in _BY_SAMPLE:

@@ -151,7 +151,7 @@ def _depth(run: DriftRun, dark: bool) -> go.Scatter:
     title, ticks = {"text": "layer (index)", "side": "right"}, panels.layer_axis(run)["tickvals"]
     marker = {
         **{"color": [0], "cmin": 0, "cmax": panels.last_layer(run), "showscale": True},
-        "colorscale": theme.scale(theme.palette(dark).sequential),
+        "colorscale": theme.palette(dark).sequential,
         "colorbar": marks.colour_bar(title=title, tickvals=ticks),
     }
     return go.Scatter(x=[None], y=[None], mode="markers", showlegend=False, marker=marker)
@@ -203,10 +203,8 @@ def splits(run: DriftRun, options: ChartOptions) -> Drawn:
     notes, remainder = [_INTERVALS] if len(columns) > 2 else [], rows["remainder_share"].astype(float)
     if remainder.notna().any():
         row = rows.loc[remainder.abs().idxmax()]
-        share = percent(float(row["remainder_share"]))
-        notes.append(
-            f"Largest remainder: {share} ({words.called(row['task'])}, {words.title(row['variant'])})."
-        )
+        where = f"{words.called(row['task'])}, {words.title(row['variant'])}"
+        notes.append(f"Largest remainder: {percent(float(row['remainder_share']))} ({where}).")
     rows, alt = rows.rename(columns={"remainder_share": REST}), "Two splits of the final drift by layer. "
     alt += f"Carried: {carried} Swapped: {swapped}"
     return of_layers(run, grid.figure, rows, *columns, REST, alt=alt, notes=notes)

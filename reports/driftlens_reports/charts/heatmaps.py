@@ -31,7 +31,7 @@ class Scale:
     low: float
     high: float
     colours: Sequence[str]
-    write: Callable[[float], str] = words.short
+    write: Callable[[float], str] = number
     hover: str = theme.TICK_NUMBER
 
 
@@ -97,7 +97,7 @@ def draw_cells(
         beside = marks.colour_bar(title={"text": shades.title, "side": "right"}, tickformat=shades.hover)
         if len(scales) > 1:
             beside |= {"title": None, "len": 0.92 / len(scales), "y": 1 - (at + 0.5) / len(scales)}
-        ends = {"cmin": shades.low, "cmax": shades.high, "colorscale": theme.scale(shades.colours)}
+        ends = {"cmin": shades.low, "cmax": shades.high, "colorscale": shades.colours}
         figure.update_layout({f"coloraxis{at + 1 if at else ''}": {**ends, "colorbar": beside}})
     return figure
 

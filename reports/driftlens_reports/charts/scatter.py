@@ -324,7 +324,7 @@ def _add_drift_bar(figure: go.Figure, drifts: pd.Series[Any], *, dark: bool) -> 
     place = {"orientation": "h", "x": 0.5, "xpad": 0, "yref": "container", "y": 1, "yanchor": "top"}
     bar = {"title": title, "tickformat": theme.TICK_NUMBER, "thickness": 10, "outlinewidth": 0, **place}
     # The first colours are nearly the background's: points would vanish.
-    colours = theme.scale(theme.palette(dark).sequential[2:])
+    colours = theme.palette(dark).sequential[2:]
     axis = {"cmin": 0, "cmax": float(drifts.max()) or 1.0, "colorscale": colours, "colorbar": bar}
     layout = figure.layout
     figure.update_layout(coloraxis=axis, height=layout.height + _BAR, margin_t=layout.margin.t + _BAR)

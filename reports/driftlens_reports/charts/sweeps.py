@@ -206,27 +206,19 @@ def _traces(
     is_main = points["task"] == main_task(points)
     bold, thin = points[is_main], points[~is_main]
     bars = {"array": bold["std over seeds"].fillna(0).tolist(), "color": main, "thickness": 1.2, "width": 3}
-    looks = {
-        "tasks": {"name": "each task", "mode": "lines", "line": {"color": colours.quiet, "width": 1}},
-        "mean": {
-            "name": words.label(main_task(points)),
-            "mode": "lines+markers",
-            "line": {"color": main, "width": 2},
-            "marker": {"color": main, "symbol": "diamond", "size": 7},
-            "error_y": bars if bold["std over seeds"].notna().any() else None,
-        },
-        "default": {
-            "name": "default",
-            "mode": "markers",
-            "marker": {"symbol": "circle-open", "size": 16, "color": colours.ink, "line": {"width": 1.5}},
-        },
-    }
-    shown = {"tasks": thin, "mean": bold, "default": bold[bold["is default"]]}
+    bars = bars if bold["std over seeds"].notna().any() else None
+    ring = {"symbol": "circle-open", "size": 16, "color": colours.ink, "line": {"width": 1.5}}
+    diamond = {"color": main, "symbol": "diamond", "size": 7}
+    quiet, loud = {"color": colours.quiet, "width": 1}, {"color": main, "width": 2}
+    joined = {"mode": "lines+markers", "line": loud, "marker": diamond, "error_y": bars}
+    looks = (
+        ("tasks", "each task", thin, {"mode": "lines", "line": quiet, "opacity": 0.6}),
+        ("mean", words.label(main_task(points)), bold, joined),
+        ("default", "default", bold[bold["is default"]], {"mode": "markers", "marker": ring}),
+    )
     return [
-        _line(shown[group], setting, measure).update(
-            legendgroup=group, showlegend=legend, opacity=0.6 if group == "tasks" else None, **settings
-        )
-        for group, settings in looks.items()
+        _line(shown, setting, measure).update(name=name, legendgroup=group, showlegend=legend, **settings)
+        for group, name, shown, settings in looks
         if group != "tasks" or len(thin)
     ]
 

@@ -121,11 +121,6 @@ def look(variants: Sequence[str], variant: str, *, dark: bool) -> Look:
     return Look(*(marks[at % len(marks)] for marks in (palette(dark).roles[part], *_MARKS[part])))
 
 
-def scale(colours: Sequence[str]) -> list[tuple[float, str]]:
-    """`colours`, evenly spaced, as plotly wants a continuous scale."""
-    return [(at / (len(colours) - 1), colour) for at, colour in enumerate(colours)]
-
-
 def shade(colours: Sequence[str], share: float) -> str:
     """The colour at `share`, 0 the first and 1 the last, of a continuous scale of `colours`."""
     at = min(max(share, 0.0), 1.0) * (len(colours) - 1)

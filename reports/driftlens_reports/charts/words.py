@@ -94,11 +94,6 @@ def worst_tasks(rows: pd.DataFrame, column: str, write: Callable[[float], str]) 
     return spans(rows, column, lambda row: f"{write(row[column])} ({row['task']})", "high")
 
 
-def short(value: float) -> str:
-    """Three digits, for cells: "0.0123", "1.20", "12.3", "1234"."""
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
-
-
 def spaced(count: int) -> str:
     """A count with its thousands set apart: "8 041"."""
     return f"{count:,}".replace(",", "\u202f")

@@ -13,8 +13,8 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.panels import layer_axis, layer_title, titled
 from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, lacking, layer_rows
-from driftlens_reports.charts.theme import DARK, LIGHT, Palette, look, readable, scale, shade
-from driftlens_reports.charts.words import counted, label, literal, ranged, short
+from driftlens_reports.charts.theme import DARK, LIGHT, Palette, look, readable, shade
+from driftlens_reports.charts.words import counted, label, literal, ranged
 from tests.reports.charts.recording import XYZ, Array, contrast, linear
 
 CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
@@ -127,13 +127,6 @@ def test_counts_read_as_words() -> None:
     assert counted(1, "task") == "1 task" and counted(8041, "sample") == "8\u202f041 samples"
     assert ranged([24, 16, 24], "sample") == "16 to 24 samples" and ranged([1, 1], "sample") == "1 sample"
     assert ranged([], "sample") == "an unknown number of samples"
-    assert [short(value) for value in (0.01234, 1.2, 100.0, 123.4, 1234.5)] == [
-        "0.0123",
-        "1.20",
-        "100",
-        "123",
-        "1234",
-    ]
 
 
 themes = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
@@ -236,4 +229,3 @@ def test_a_shade_lies_between_its_neighbours() -> None:
         *("#000000", "#102030", "#204060"),
         *("#FFFFFF", "#FFFFFF"),
     ]
-    assert scale(colours) == [(0, "#000000"), (0.5, "#204060"), (1, "#FFFFFF")]

@@ -8,7 +8,7 @@ import pandas as pd
 from pydantic import BeforeValidator, Field
 
 from driftlens.findings.reading import Kind
-from driftlens.findings.table import UNITS, Column, Part, Table
+from driftlens.findings.table import Part, Table
 from driftlens.runs.tables import plain
 
 VERSION = "2.2"
@@ -163,12 +163,9 @@ class ReportContent(Part):
 
 def frame_table(name: str, title: str, frame: pd.DataFrame) -> Table:
     """Every row of a frame as a table, with the kind of each column read off its type."""
-    columns = tuple(
-        Column(name=str(head), kind=_kind(frame[head]), unit=UNITS.get(str(head), ""))
-        for head in frame.columns
-    )
-    values = [[plain(value) for value in frame[head].tolist()] for head in frame.columns]
-    return Table(name=name, title=title, columns=columns, rows=tuple(zip(*values, strict=True)))
+    kinds = {str(head): _kind(frame[head]) for head in frame.columns}
+    columns = (frame[head].tolist() for head in frame.columns)
+    return Table.of(name, title, kinds, [*zip(*columns, strict=True)])
 
 
 def _kind(values: pd.Series[Any]) -> Kind:

@@ -156,9 +156,8 @@ def next_token_divergence(run: DriftRun, options: ChartOptions) -> Drawn:
     worst = words.worst_tasks(rows, column, number)
     figure = task_figure(run, rows, column, title, interval=said, dark=options.dark)
     alt = f"Mean divergence of the next token in nats, worst task of each variant: {worst}."
-    return Drawn(
-        figure, alt, rows, (f"Whiskers: {said}.", *words.table_notes(run, samples, over_tasks=False))
-    )
+    notes = (f"Whiskers: {said}.", *words.table_notes(run, samples, over_tasks=False))
+    return Drawn(figure, alt, rows, notes)
 
 
 def _decided(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
@@ -187,27 +186,22 @@ def flips(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _histogram(samples)
 
     def bars(part: pd.DataFrame, outcome: str) -> dict[str, Any]:
-        counts = zip(part["from"], part["to"], part[_FLIPPED], part[_FLIPPED] + part[_KEPT], strict=True)
-        return {
-            "x": part["middle"].tolist(),
-            "y": part[outcome].tolist(),
-            "width": (part["to"] - part["from"]).tolist(),
-            "text": [
-                f"margin {number(low)} to {number(high)}<br>"
-                f"{flipped} of {words.counted(count, 'sample')} flipped"
-                for low, high, flipped, count in counts
-            ],
-            "textposition": "none",
-            "hovertemplate": f"%{{text}}<extra>{outcome}</extra>",
-        }
+        texts = [
+            f"margin {number(row['from'])} to {number(row['to'])}<br>{row[_FLIPPED]} of "
+            f"{words.counted(row[_FLIPPED] + row[_KEPT], 'sample')} flipped"
+            for row in part.to_dict("records")
+        ]
+        hover = {"text": texts, "textposition": "none", "hovertemplate": f"%{{text}}<extra>{outcome}</extra>"}
+        width = (part["to"] - part["from"]).tolist()
+        return {"x": part["middle"].tolist(), "y": part[outcome].tolist(), "width": width, **hover}
 
     titles = ("expert's margin (score units)", "samples (count)")
     figure = _stacks(rows, (_FLIPPED, _KEPT), bars, titles, 220, dark=options.dark)
     figure.update_layout(bargap=0)
     figure.update_xaxes(tickformat=theme.TICK_NUMBER)
     figure.update_yaxes(tickformat=theme.TICK_NUMBER, rangemode="tozero")
-    shares = rows.drop_duplicates("variant")
-    said = words.by_variant(zip(shares["variant"], shares[_SHARE].map(percent), strict=True))
+    shares = rows.groupby("variant", sort=False)[_SHARE].first().map(percent)
+    said = words.by_variant(shares.items())
     alt = f"Share of the expert's decisions that flip: {said}."
     return Drawn(figure, alt, rows, tuple(words.table_notes(run, samples)))
 
@@ -218,10 +212,8 @@ def _histogram(samples: pd.DataFrame) -> pd.DataFrame:
     edges = np.linspace(0, top, _BINS + 1)
     bins = []
     for variant, part in samples.groupby("variant", sort=False):
-        counts = {
-            outcome: np.histogram(part.loc[part["flipped"] == flips, "margin"], edges)[0]
-            for outcome, flips in ((_KEPT, False), (_FLIPPED, True))
-        }
+        outcomes = {_KEPT: ~part["flipped"], _FLIPPED: part["flipped"]}
+        counts = {name: np.histogram(part.loc[of, "margin"], edges)[0] for name, of in outcomes.items()}
         ends = {"from": edges[:-1], "to": edges[1:], "middle": (edges[:-1] + edges[1:]) / 2}
         bins.append(pd.DataFrame({"variant": variant, **ends, **counts, _SHARE: part["flipped"].mean()}))
     return pd.concat(bins, ignore_index=True)
@@ -314,8 +306,8 @@ def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
     share = {"range": [-0.02, 1.02], "tickformat": theme.TICK_SHARE}
     grid.set_axes(x=[share, {**share, "dtick": 0.2, "showgrid": False}], y=[share, {"rangemode": "tozero"}])
     grid.figure.update_layout(barmode="group", bargap=0.15, bargroupgap=0)
-    errors = rows.drop_duplicates("variant")
-    errors_said = words.by_variant(zip(errors["variant"], errors[_ERROR].map(number), strict=True))
+    errors = rows.groupby("variant", sort=False)[_ERROR].first().map(number)
+    errors_said = words.by_variant(errors.items())
     return Drawn(
         grid.figure,
         alt=f"Reliability diagram. Expected calibration error: {errors_said}.",
@@ -400,8 +392,7 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
     for at in range(len(_ESTIMATES)):
         marks.identity_line(grid.figure, *reach, dark=options.dark, **grid.place(at))
     axis = {"type": "log", "tickformat": theme.TICK_NUMBER, "minor": {"ticks": "outside"}}
-    grid.figure.update_xaxes(**axis)
-    grid.figure.update_yaxes(**axis)
+    grid.set_axes(x=axis, y=axis)
     lost = sum(int((~_drawable(drawn, estimate)).sum()) for estimate in _ESTIMATES)
     said = "without a place on logarithmic axes: no drift, or no finite bound."
     left_out = [f"{words.counted(lost, 'point')} {said}"] if lost else []

@@ -90,7 +90,9 @@ def averages_in_words(rows: pd.DataFrame, column: str, *, has_intervals: bool = 
     return words.by_variant(zip(last["variant"], texts, strict=True))
 
 
-_ENDS = {"ci_low": "low", "ci_high": "high"}
+def _named(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    names = {"value": column, "ci_low": "low", "ci_high": "high"}
+    return rows[["task", "variant", "n", "seed", *names]].rename(columns=names)
 
 
 def _scores(run: DriftRun, options: ChartOptions, *, is_averaged: bool = True) -> pd.DataFrame:
@@ -129,8 +131,7 @@ def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
     by_task = ", ".join(
         f"{task}: {named[name]}" for task, name in rows.drop_duplicates("task")[["task", "metric"]].to_numpy()
     )
-    rows = rows[["task", "variant", "n", "seed", "value", *_ENDS]].rename(columns={"value": column, **_ENDS})
-    rows = with_average(rows, column, tasks, has_intervals=True)
+    rows = with_average(_named(rows, column), column, tasks, has_intervals=True)
     is_wilson = all(metric.kind == "share" for metric in metrics.values())
     said = "95 % Wilson interval" if is_wilson else "95 % interval"
     title = f"{of} ({'% of test samples' if is_wilson else 'times 100'})"
@@ -182,9 +183,7 @@ def _no_perplexity(run: DriftRun, options: ChartOptions) -> str | None:
 def perplexity(run: DriftRun, options: ChartOptions) -> Drawn:
     """Perplexity per task and variant with its interval."""
     rows = _scores(run, options, is_averaged=False)
-    rows = rows[["task", "variant", "n", "seed", "value", *_ENDS]].rename(
-        columns={"value": "perplexity", **_ENDS}
-    )
+    rows = _named(rows, "perplexity")
     said = "95 % interval by drawing samples again"
     spans = words.spans(rows, "perplexity", lambda row: f"{number(row['perplexity'])} ({row['task']})")
     title = "perplexity (at least 1, lower is better)"
@@ -263,10 +262,9 @@ _VECTORS = {
 }
 
 
-def _backbones(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+def _params(run: DriftRun, options: ChartOptions, *, scopes: Sequence[str]) -> pd.DataFrame:
     rows = run.params()
-    rows = rows[rows["scope"] == "backbone"]
-    return picking.chosen(run, options, rows)
+    return picking.chosen(run, options, rows[rows["scope"].isin(scopes)])
 
 
 @chart(
@@ -276,7 +274,7 @@ def _backbones(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rank=10,
     presets=("standard", "calibration"),
     needs=("params", ("cos",)),
-    rows=_backbones,
+    rows=partial(_params, scopes=["backbone"]),
     caption="Cosine of each variant's task vector to the same task's expert's over all parameters of the backbone at "
     "once, one number per task and variant without samples, and the mean over tasks at the end.",
     hint="A task vector is a model's weights minus the base's. Read it beside the feature cosine: features can come "
@@ -286,7 +284,7 @@ def _backbones(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 def backbone_alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     """Whole-backbone cosine per task and variant, and the mean over tasks."""
     tasks, column = picking.chosen_tasks(run, options), _VECTORS["cos"]
-    rows = _backbones(run, options)[["task", "variant", *_VECTORS]].rename(columns=_VECTORS)
+    rows = _params(run, options, scopes=["backbone"])[["task", "variant", *_VECTORS]].rename(columns=_VECTORS)
     rows = with_average(rows, column, tasks)
     title = "cosine of task vectors (1: same direction)"
     return Drawn(
@@ -303,7 +301,7 @@ _PARTS = (
     "Groups: q, k, v and o of attention (qkv: in one module), gate, up and down of the feed-forward part; a cosine is "
     "over all parameters of a group at once."
 )
-_VALUE = "mean cosine of task vectors"
+_VALUE, _SCOPES = "mean cosine of task vectors", ("layer", "module", "group")
 
 
 def group_of(run: DriftRun, path: str) -> str:
@@ -319,12 +317,6 @@ def block_of(run: DriftRun, path: str) -> str:
     return next((block for block in blocks if path.startswith(f"{block}.")), "")
 
 
-def _params(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    rows = run.params()
-    rows = rows[rows["scope"].isin(["layer", "module", "group"]) & rows["cos"].notna()]
-    return picking.chosen(run, options, rows)
-
-
 def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     """Mean, lowest and highest cosine of each variant at each value of `by`."""
     groups = rows.groupby(["variant", by], sort=False)["cos"]
@@ -338,7 +330,7 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     section="parameters",
     rank=20,
     needs=("params", ("cos",)),
-    rows=_params,
+    rows=partial(_params, scopes=_SCOPES),
     caption="Mean cosine of each variant's task vector to the same task's expert's, left by layer and right by "
     "group of modules, with whiskers from the lowest to the highest task; no samples are involved.",
     hint="A task vector is a model's weights minus the base's. Low layers or modules are where the merge left the "
@@ -347,7 +339,7 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
 )
 def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     """Two panels on one axis of cosines."""
-    params = _params(run, options)
+    params = _params(run, options, scopes=_SCOPES).dropna(subset="cos")
     index = {layer.path: layer.index for layer in run.manifest.layers}
     by_layer, modules = (params[params["scope"] == scope] for scope in ("layer", "module"))
     by_layer = by_layer.assign(layer=by_layer["path"].map(index)).dropna(subset="layer")
@@ -382,10 +374,8 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
                 hovertemplate=f"{'layer ' if is_layer else ''}%{{x}}<br>mean cosine %{{y:{theme.NUMBER}}}<br>%{{text}}",
             )
             grid.add(place, points)
-    grid.set_axes(
-        x=[panels.layer_axis(run), {"type": "category", "showgrid": False}],
-        y={"tickformat": theme.TICK_NUMBER},
-    )
+    x = [panels.layer_axis(run), {"type": "category", "showgrid": False}]
+    grid.set_axes(x=x, y={"tickformat": theme.TICK_NUMBER})
     grid.figure.update_layout(scattermode="group", scattergap=0.4)
     tasks = words.counted(params["task"].nunique(), "task")
     said = words.spans(layers, _VALUE, lambda row: f"{number(row[_VALUE])} ({run.layer_name(row['layer'])})")
@@ -394,6 +384,6 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
         alt=f"Cosine of task vectors to the experts', mean over {tasks}, lowest to highest layer: {said}.",
         data=pd.concat([layers, groups], ignore_index=True).astype({"layer": "Int64"}),
         notes=(
-            f"Means over {tasks}; whiskers: lowest to highest of them. {'' if is_older else _PARTS}".strip(),
+            f"Means over {tasks}; whiskers: lowest to highest of them.{'' if is_older else f' {_PARTS}'}",
         ),
     )

@@ -25,6 +25,7 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.jobs.analyze.causes import attribution_of
 from driftlens.jobs.analyze.diagnosis import diagnosis_of, walked
 from driftlens.jobs.analyze.evaluation import scores_of
+from driftlens.jobs.study import reopening
 from driftlens.jobs.study.merging import merge_of, save_merge
 from driftlens.jobs.study.opening import OpenModels, calibration_settings, open_study
 from driftlens.jobs.study.reopening import (
@@ -32,11 +33,6 @@ from driftlens.jobs.study.reopening import (
     Phase,
     deterministic_algorithms,
     lead,
-    reopened,
-    require_analyzed,
-    require_same_models,
-    require_same_samples,
-    require_spec,
     run_phases,
     writing,
 )
@@ -115,7 +111,7 @@ def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Re
             hint=f"Resume with `driftlens analyze {folder / 'spec.yaml'} --out {folder} --resume`, "
             "or choose another --out.",
         )
-    require_same_models(manifest, study, reporter)
+    reopening.require_same_models(manifest, study, reporter)
 
 
 def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, reporter: Reporter) -> None:
@@ -135,12 +131,12 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
 def explain(path: PathLike, context: Context = Context()) -> DriftRun:
     """Trace the drift of every variant of a run back to layers where that was left out, by defaults if need be."""
     folder = Path(path)
-    require_analyzed(folder)
+    reopening.require_analyzed(folder)
     # Before the lock: a refusal must not turn a finished run into a failed one.
-    study, _ = reopened(folder, context, with_jacobian=True)
+    study, _ = reopening.reopened(folder, context, with_jacobian=True)
     manifest = read_manifest(folder)
-    context.access.team.once(lambda: require_same_samples(manifest, study))
-    context.access.team.once(lambda: require_same_models(manifest, study, context.reporter()))
+    context.access.team.once(lambda: reopening.require_same_samples(manifest, study))
+    context.access.team.once(lambda: reopening.require_same_models(manifest, study, context.reporter()))
     with writing(context.access.team, partial(RunWriter.resume, folder)) as writer:
         reporter = context.reporter(writer.progress)
         made = {calibrated(name): name for name in manifest.calibrations}
@@ -158,13 +154,13 @@ def explain(path: PathLike, context: Context = Context()) -> DriftRun:
 
 def evaluate(path: PathLike, context: Context = Context(), *, again: bool = False) -> DriftRun:
     """Measure the accuracy of every variant of a run that has not been measured yet, or of all."""
-    require_analyzed(Path(path))
+    reopening.require_analyzed(Path(path))
     if again:  # before the lock: a refusal must not turn a finished run into a failed one
-        require_spec(Path(path), read_manifest(Path(path)))
+        reopening.require_spec(Path(path), read_manifest(Path(path)))
     with writing(context.access.team, partial(RunWriter.resume, path)) as writer:
         wanted = [task for task in writer.manifest.tasks if again or not writer.done(f"evaluate:{task}")]
         if wanted:
-            study, _ = reopened(path, context)
+            study, _ = reopening.reopened(path, context)
             reporter = context.reporter(writer.progress)
             with deterministic_algorithms(study.settings.deterministic):
                 measured = Phases(writer, study, reporter).measuring((*study.variants, "expert"))

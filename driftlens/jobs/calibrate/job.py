@@ -37,22 +37,16 @@ from driftlens.jobs.calibrate.plan import (
     untouched_but_moved,
 )
 from driftlens.jobs.calibrate.variants import Solution, save_for_others, save_variants
+from driftlens.jobs.study import reopening
 from driftlens.jobs.study.card import model_card
 from driftlens.jobs.study.opening import OpenModels
 from driftlens.jobs.study.reopening import (
     Begun,
     Kept,
     Phase,
-    add_calibration,
     deterministic_algorithms,
     lead,
-    reopened,
-    require_analyzed,
-    require_same_models,
-    require_same_samples,
-    require_spec,
     run_phases,
-    suitable_threads,
     writing,
 )
 from driftlens.jobs.study.study import Study
@@ -94,8 +88,8 @@ def calibrate(
         require_target(opened.models.architecture, request.save_weights)
     if choose is not None:
         choose.outlook(plan.calibrator, plan.counts, has_base=study.has_base)
-    study.team.once(lambda: require_same_samples(opened.manifest, study))
-    study.team.once(lambda: require_same_models(opened.manifest, study, context.reporter()))
+    study.team.once(lambda: reopening.require_same_samples(opened.manifest, study))
+    study.team.once(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
     resumed = functools.partial(RunWriter.resume, folder)
     with writing(study.team, resumed) as writer, deterministic_algorithms(study.settings.deterministic):
         # Somebody may have been faster while the models were being opened.
@@ -141,13 +135,15 @@ def open_calibration(
     folder: pathlib.Path, request: CalibrationRequest, context: Context = Context()
 ) -> OpenCalibration:
     """The run's models and samples with a request's plan; nothing is written."""
-    require_analyzed(folder)
+    reopening.require_analyzed(folder)
     run = open_run(folder)
     if context.live is None:
-        require_spec(folder, run.manifest)
+        reopening.require_spec(folder, run.manifest)
     # Nothing can be built on drift that is not that of ordinary forward passes.
     require_closed(run.layers(variant="merged").to_dict("records"), run.manifest.dtype)
-    study, models = reopened(folder, context, num_calibration=request.samples, with_calibrations=False)
+    study, models = reopening.reopened(
+        folder, context, num_calibration=request.samples, with_calibrations=False
+    )
     spec = load_spec(folder / layout.SPEC) if context.live is None else None
     plan = plan_calibration(request, run, spec, study)
     asked = request.changed(resume=False, replace=False).words()
@@ -250,7 +246,7 @@ class _Work:
         notices = self.team.once(lambda: _notices(plan, self.study, self.opened.manifest))
         self.writer.begin_variants(plan.variants)
         run_phases(self.writer, [Phase(plan.phase, lambda: self._save(identity, notices), self.study)])
-        add_calibration(
+        reopening.add_calibration(
             self.study, self.opened.models, self.writer.folder, plan.name, plan.method, plan.control
         )
         look = Phase(f"{plan.phase}:look", lambda: self._look(on_first), self.study, leads=self.team)
@@ -268,7 +264,7 @@ class _Work:
         start = plan.identity(self.opened.manifest, self.study) | {"automatic": True} | begins
         self.team.once(lambda: scratch.go_on(start, asked=plan.asked))
         begun = self.team.once(lambda: scratch.begun)
-        with writer.phase(phase), suitable_threads(writer, phase, self.study):
+        with writer.phase(phase), reopening.suitable_threads(writer, phase, self.study):
             self.plan = plan.chosen(choose, self.study, self.reporter, begun, scratch.tried)
         if not begun["selection"]:
             identity = self.plan.identity(self.opened.manifest, self.study)
@@ -313,7 +309,7 @@ class _Work:
         control = writer.manifest.calibrations[plan.name].control
         variants = [control, plan.variant] if control else [plan.variant]
         if plan.variant not in study.pool:
-            add_calibration(study, self.opened.models, folder, plan.name, plan.method, control)
+            reopening.add_calibration(study, self.opened.models, folder, plan.name, plan.method, control)
         run_phases(writer, self.phases.completing(variants))
 
         def describe() -> None:

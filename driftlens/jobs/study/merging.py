@@ -26,16 +26,9 @@ from driftlens.engine.layer_sums import normalised
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.sites import parameter_groups, row_weights, rows_and_output
 from driftlens.engine.walk import Passage, forward_order
+from driftlens.jobs.study import opening
 from driftlens.jobs.study.card import merge_card
-from driftlens.jobs.study.opening import (
-    OpenModels,
-    dtype_notices,
-    head_files,
-    head_notices,
-    open_models,
-    open_pool,
-    open_study,
-)
+from driftlens.jobs.study.opening import OpenModels
 from driftlens.jobs.study.study import Study
 from driftlens.jobs.study.suspicion import companions
 from driftlens.linalg.gram import GramSum
@@ -406,12 +399,12 @@ def save_merge(
     metadata = {f"merge_{name}": value for name, value in (record | {"parameters": settings}).items()}
 
     def card(usage: str) -> str:
-        notices = [*known.notices, *head_notices(models), *dtype_notices(models)]
+        notices = [*known.notices, *opening.head_notices(models), *opening.dtype_notices(models)]
         notices += [finding.text for finding in companions(models)]
         described = {"loader": known.loader, "source": known.source}
         return merge_card(record, described, models.origins, notices, usage)
 
-    heads = head_files(models)
+    heads = opening.head_files(models)
     save_model(known, models.own_form, source, path, metadata=metadata, card=card, heads=heads)
 
 
@@ -433,9 +426,9 @@ def merge_experts(
     """Open what the method reads of a spec, merge, and write the result in the format of the base."""
     merge, study = merge_of(spec, method, parameters), None
     if merge.method.runs_models:
-        study, models = open_study(spec, access=context.access)
+        study, models = opening.open_study(spec, access=context.access)
     else:
-        models = open_models(spec, context.access)
-        open_pool(spec, models, device="cpu")  # compares keys and shapes
+        models = opening.open_models(spec, context.access)
+        opening.open_pool(spec, models, device="cpu")  # compares keys and shapes
     save_merge(models, merge, path, study, context.reporter())
     return [doubt.text for doubt in companions(models)]

@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import pathlib
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests.packaging import HERE, floors, project
+HERE = pathlib.Path(__file__).parent
+
+
+def floors(project: dict[str, Any]) -> dict[str, Version]:
+    """The lowest version that each dependency may have, of those that state one."""
+    found = {}
+    for text in project["project"]["dependencies"]:
+        wanted = Requirement(text)
+        lowest = [Version(at.version) for at in wanted.specifier if at.operator in (">=", "==", "~=")]
+        if lowest:
+            found[canonicalize_name(wanted.name)] = max(lowest)
+    return found
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((HERE.parent / "pyproject.toml").read_text())
+
 
 ADVISORIES: list[dict[str, str]] = tomllib.loads((HERE / "advisories.toml").read_text())["advisory"]
 
@@ -51,3 +75,30 @@ def test_what_is_avoided_is_avoided_in_code() -> None:
     texts = [path.read_text(encoding="utf-8") for path in product]
     advice = re.compile(r"x = torch\.(jit\.)?load\(")  # for whoever trusts a file
     assert len(texts) > 100 and not [text for text in texts if "torch.load(" in advice.sub("", text)]
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_the_bill_of_materials_is_valid_and_names_every_dependency_as_installed(
+    tmp_path: pathlib.Path,
+) -> None:
+    pytest.importorskip("cyclonedx_py", reason="the extra sbom is not installed")
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    for name in ("Makefile", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    subprocess.run(
+        ["make", "sbom", f"PYTHON={sys.executable}"], cwd=tmp_path, check=True, capture_output=True
+    )
+    text = (tmp_path / "build/sbom.json").read_text()
+    found = json.loads(text)
+    assert JsonStrictValidator(SchemaVersion.from_version(found["specVersion"])).validate_str(text) is None
+    listed = {canonicalize_name(part["name"]): part["version"] for part in found["components"]}
+    wanted = floors(project())
+    assert len(wanted) > 20 and found["metadata"]["component"]["name"] == "driftlens"
+    assert {name: listed.get(name) for name in wanted} == {
+        name: importlib.metadata.version(name) for name in wanted
+    }

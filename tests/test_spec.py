@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,13 @@ from hypothesis import strategies as st
 
 from driftlens.base.errors import SpecError
 from driftlens.data.sources import data_sources
+from driftlens.models.architecture import loaders
 from driftlens.spec import RunSpec, json_schema, load_spec
 from driftlens.spec.data import ImageFolderData
 from driftlens.spec.sections import FileHead, TextHead
+from driftlens.spec.templates import template_names, template_text
 from driftlens.spec.yaml_text import from_yaml, line_of, to_yaml
+from tests.refusing import refusing
 from tests.specs import minimal
 
 # What a complete spec means.
@@ -336,3 +340,38 @@ def test_the_line_of_a_problem_is_that_of_the_last_key_that_is_there(path: str, 
 )
 def test_text_that_is_no_spec_has_no_lines(text: str) -> None:
     assert line_of(text, "c.d") is None
+
+
+OPTION = re.compile(r"^(\s*)#(?=[a-z])", flags=re.MULTILINE)
+
+
+def test_there_is_a_template_for_every_family() -> None:
+    assert template_names() == ["bert", "clip-ta", "flan-t5", "generic", "llama", "vit"]
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_a_template_loads_as_it_stands(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(template_text(name), encoding="utf-8")
+    spec = load_spec(file)
+    assert spec.architecture.loader in loaders, "what is offered can be run"
+    assert set(spec.data.tasks) == set(spec.experts), "every task has data"
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_a_template_loads_with_every_option_switched_on(name: str, tmp_path: Path) -> None:
+    text, count = OPTION.subn(r"\1", template_text(name))
+    assert count >= 2
+    file = tmp_path / "run.yaml"
+    file.write_text(text, encoding="utf-8")
+    # `merged` and `merge` are alternatives, so the option replaces the other.
+    spec = load_spec(file, ["merged=null"])
+    assert spec.merge is not None
+    assert spec.compute == load_spec(file, ["merged=null", "compute={}"]).compute, (
+        "the values shown are the defaults"
+    )
+
+
+def test_an_unknown_template_is_refused_with_the_nearest_name() -> None:
+    with refusing(SpecError, match="there are bert, clip-ta, flan-t5", hint="'clip-ta'"):
+        template_text("clip-tb")

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
+import shlex
 from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from driftlens.calibration.featcal import FeatCal
+from driftlens.findings.before_after import selection_sentences
+from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.preflight import calibrating, rehearsal
+from driftlens.jobs.study.card import calibration_command, escaped, model_card
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
+from driftlens_reports.build import Report
+from driftlens_reports.terminal import before_after_text
 from tests.cli.conftest import Cli
-from tests.pipeline.calibrating import NAME, VARIANT, copied, files_of, same_rows
+from tests.pipeline.calibrating import NAME, VARIANT, copied, files_of, request, same_rows
+from tests.pipeline.roomy import roomy_run, spoil_merged
 from tests.zoo.world import TASKS, World, clip, write_spec
 
 QUIET = ("--progress", "none")
@@ -192,3 +202,123 @@ def test_a_dry_run_estimates_and_writes_nothing(
 def test_a_locked_run_is_refused(folder: pathlib.Path, run_cli: Cli) -> None:
     with RunWriter.resume(folder):
         assert run_cli("calibrate", folder, "--name", NAME, *QUIET).code == 5
+
+
+WEIGHTS = f"calibrations/{NAME}/weights.safetensors"
+
+
+@pytest.fixture(scope="module")
+def run(light: DriftRun, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    asked = request(
+        parameters={"lam": 0.2, "alpha": 0.4, "update": ["linear", "norm"], "solve_dtype": "float32"},
+        sites=["*.mlp.*", "*.ln_?"],
+        layers=[2, 4],
+        samples=3,
+    )
+    return calibrate(copied(light, tmp_path_factory.mktemp("runs") / "run"), asked)
+
+
+def test_the_command_on_the_card_makes_the_same_weights(
+    run: DriftRun, light: DriftRun, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    card = (run.path / f"calibrations/{NAME}/README.md").read_text(encoding="utf-8")
+    (line,) = (line for line in card.splitlines() if line.startswith("    driftlens calibrate RUN "))
+    again = copied(light, tmp_path / "again")
+    arguments = [str(again) if word == "RUN" else word for word in shlex.split(line)[1:]]
+    assert run_cli(*arguments, "--progress", "none").code == 0
+    found, expected = load_file(again / WEIGHTS), load_file(run.path / WEIGHTS)
+    assert all((found[key] == expected[key]).all() for key in expected)
+
+
+def test_card_and_header_name_sites_layers_seed_and_samples(run: DriftRun) -> None:
+    info = run.manifest.calibrations[NAME]
+    with safe_open(run.path / WEIGHTS, "pt") as file:
+        header = file.metadata()
+    assert (
+        json.loads(header["calibration_sites"]) == ["*.mlp.*", "*.ln_?"]
+        and header["calibration_preset"] == ""
+    )
+    assert (
+        json.loads(header["calibration_layers"]) == [2, 4]
+        and json.loads(header["calibration_seed"]) == info.seed
+    )
+    assert json.loads(header["calibration_samples"]) == dict(info.samples)
+    assert json.loads(header["calibration_sample_digests"]) == dict(info.sample_digests)
+    card = model_card(run, NAME)
+    assert "featcal on layers 2, 4" in card and "| Preset | none |" in card
+    assert r"| Sites | \*.mlp.\*, \*.ln\_? (8 modules) |" in card
+
+
+def test_what_an_older_run_did_not_record_is_not_made_up(run: DriftRun) -> None:
+    older = dataclasses.replace(run.manifest.calibrations[NAME], seed=None)
+    assert calibration_command(NAME, older) == ""
+
+
+def test_every_setting_is_spelled_as_the_flag_reads_it(run: DriftRun) -> None:
+    info = dataclasses.replace(run.manifest.calibrations[NAME], settings=FeatCal(eps=1e-9).get_params())
+    words = shlex.split(calibration_command(NAME, info))
+    settings = (
+        "lam=0.05",
+        "eps=1e-09",
+        'update=["linear", "bias", "norm"]',
+        'anchor="merged"',
+        "last_block_tokens=null",
+    )
+    assert {f"--set={setting}" for setting in settings} < set(words)
+    assert "--sites=*.mlp.*,*.ln_?" in words
+
+
+@pytest.mark.slow
+def test_the_settings_chosen_are_those_calibrated_with(
+    world: World, tmp_path: pathlib.Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_merged(monkeypatch)
+    folder = roomy_run(world, tmp_path).path
+    flags = ("--name", NAME, "--method", "featcal", "--auto", "--lam", 50, "--rho", 4, "--layers", "2")
+    rehearsed = run_cli("calibrate", folder, *flags, "--dry-run")
+    assert rehearsed.code == 0 and "candidates" in rehearsed.out and "estimate: about" in rehearsed.out
+    found = json.loads(run_cli("calibrate", folder, *flags, "--json", *QUIET).out)
+    assert found["automatic"]
+    assert set(open_run(folder).calibration(NAME)["lam"]) == {found["settings"]["lam"]}
+    assert found["selection"]["chosen"] == found["settings"] and found["selection"]["candidates"]
+    assert {"lam": 50.0, "rho": 4.0, "alpha": 0.3}.items() <= found["selection"]["start"].items()
+    sentence, numbers = selection_sentences(open_run(folder), NAME)
+    assert "featcal with lam 50.0, rho 4.0 " in numbers and "the base 1000 (" in numbers
+    shown = before_after_text(open_run(folder), NAME)
+    assert sentence in shown and numbers in shown
+    card = (folder / f"calibrations/{NAME}/README.md").read_text(encoding="utf-8")
+    assert escaped(sentence) in card
+    sections = Report(open_run(folder), "calibration").content.sections
+    assert f"{NAME}: {sentence}" in [text for section in sections for text in section.sentences]
+
+
+@pytest.mark.slow
+def test_a_merged_model_that_nothing_is_clearly_better_than_is_kept_and_said(
+    world: World, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    folder = roomy_run(world, tmp_path).path
+    result = run_cli("calibrate", folder, "--name", NAME, "--auto", "--layers", "2", *QUIET)
+    assert result.code == 0 and "this is the merged model as it is" in result.out
+    sentence, *_ = selection_sentences(open_run(folder), NAME)
+    assert "the merged model was kept as it is" in sentence and sentence in result.out
+    compared = open_run(folder).manifest.calibrations[NAME].selection["compared"]
+    assert [entry["name"] for entry in compared if entry.get("method") == "residual"] == [
+        "residual",
+        "residual mu=0.9",
+    ]
+    assert Report(open_run(folder), "calibration").content.sections
+    again = json.loads(run_cli("show", folder, "--json").out)
+    assert again["variants"][-1] == f"calibrated:{NAME}"
+
+
+@pytest.mark.slow
+def test_the_terminal_names_the_preset_that_the_search_began_with(
+    world: World, tmp_path: pathlib.Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_merged(monkeypatch)
+    folder = roomy_run(world, tmp_path).path
+    flags = ("--name", NAME, "--method", "featcal", "--auto", "--layers", "2")
+    result = run_cli("calibrate", folder, *flags, *QUIET)
+    sentence, _ = selection_sentences(open_run(folder), NAME)
+    assert "paper-clip" in sentence and sentence in result.out
+    assert open_run(folder).manifest.calibrations[NAME].selection["preset"] == "paper-clip"

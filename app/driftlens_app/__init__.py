@@ -2,6 +2,7 @@
 
 `main.py` is the script that Streamlit runs, `server.py` serves it, `launch.py` says how. Everything a page shows comes
 from a run's tables (`driftlens.runs`), its charts (`driftlens_reports.charts`) and its texts (`driftlens_reports`).
+What a module of this package is for stands in its first line.
 
 **Adding a page means adding one file** to `views/`, for example `views/theory.py`:
 
@@ -25,16 +26,4 @@ is the shell's too, and so are errors: raise `DriftLensError`, and the page says
 docstrings here say what is refused, not which errors are passed on. `with shown_errors():` keeps one part's error from
 taking the rest along. A job that a page starts needs a function in `jobs/requests.py` and no more. Which charts a page
 shows, charts say themselves: `show_part` asks their registry. A file without `PAGE` is a part of another page.
-
-| module | what |
-|---|---|
-| `selection` | the run and what the reader chose of it: `selection()` |
-| `show` | `show_part`, `show_chart`, `show_table`, `show_data`: charts and tables, with their data, in one format |
-| | `plain`: a name from a run or spec, safe inside Markdown |
-| | `shown_errors`: what happened and what to do, in place |
-| `runs` | the runs under the allowed root, by id, cached |
-| `settings` | that root, whether jobs may be started, and whether a path stays under the root once links are followed |
-| `jobs` | start, watch and cancel the command line; what it does is on disk |
-| `live` | a job on a page: offered, redrawn by itself while it runs, and how it ended |
-| `calibration` | the form of a calibration, made of the settings that calibrators declare |
 """

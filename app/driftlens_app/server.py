@@ -25,12 +25,6 @@ from driftlens_app import views
 from driftlens_app.launch import in_url
 
 _FIRST = "runs"
-_MOVED = {
-    **dict.fromkeys(("layer_drift", "attribution"), "layers"),
-    **dict.fromkeys(("features", "output"), "samples"),
-    **{"calibrate": "repair", "compare": "repair?repair=Compare", "alignment": "theory"},
-}
-"""Addresses of pages that were, and those that show now what they showed."""
 _NO_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>No such page - DriftLens</title>
 <meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">
 <main style="font: 16px/1.6 sans-serif; max-width: 32em; margin: 4em auto; padding: 0 1em"><h1>No such page</h1>
@@ -59,12 +53,6 @@ async def _page(_request: Request) -> HTMLResponse:
     return HTMLResponse(
         document.replace("<head>", f"<head>{_BASE}", 1), headers={"Cache-Control": "no-cache"}
     )
-
-
-async def _moved(request: Request) -> RedirectResponse:
-    """The page that took the place of the one that was here, with the same run and choices."""
-    path, _, query = _MOVED[request.url.path.strip("/")].partition("?")
-    return RedirectResponse(f"./{path}?{'&'.join(filter(None, (query, request.url.query)))}".rstrip("?"))
 
 
 async def _no_page(request: Request) -> HTMLResponse:
@@ -117,7 +105,6 @@ app = st.App(
     routes=[
         Route(f"/{_FIRST}", _to_first_page),
         *(Route(f"/{name}", _page) for name in _pages if name != _FIRST),
-        *(Route(f"/{name}", _moved) for name in _MOVED),
         Route("/{name:elsewhere}", _no_page),
     ],
     lifespan=_reading_ahead,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from streamlit.testing.v1 import AppTest
 
 from driftlens.runs.run import open_run
 from driftlens.spec.requests import CalibrationRequest
 from driftlens_app.jobs import Job, start, watch
-from driftlens_app.jobs.record import write_job
+from driftlens_app.jobs.processes import log_text
+from driftlens_app.jobs.record import Kind, job_of, write_job
 from driftlens_app.jobs.requests import calibrate_request
 from driftlens_app.pages import pages
+from tests.app.conftest import until
 
 OF_A_RUN = [
     path.removeprefix("views/").removesuffix(".py") for path, page in pages().items() if page.needs_run
@@ -37,6 +40,30 @@ def state(run: Path) -> str:
     view = watch(run)
     assert view is not None
     return view.state
+
+
+def newest(run: Path) -> Job:
+    """The run's newest job."""
+    job = job_of(run)
+    assert job is not None
+    return job
+
+
+def called(run: Path) -> list[str]:
+    """The arguments that a page has started the command with."""
+    until(lambda: state(run) in ("running", "failed", "done"), "it has begun")
+    return log_text(newest(run).log).splitlines()[0].split()[2:]
+
+
+def record_job(folder: Path, run: Path, kind: Kind = "calibrate", **values: Any) -> Job:
+    """A job that has failed and left no more than its record in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log, name = folder / f"{kind}-1.log", run.name if kind == "analyze" else "featcal"
+    job = Job(
+        kind, name, run, log, 4_000_000, 1.0, "elsewhere", "2026-01-02T03:04:05.678Z", **{"code": 1, **values}
+    )
+    write_job(job)
+    return job
 
 
 def step(run: Path, number: int) -> None:
@@ -69,12 +96,6 @@ PROBLEMS = "run.yaml: 2 problems\n  a0: unknown key; allowed here: base\n  data.
 
 def failed(root: Path, name: str, said: str = f"error: {PROBLEMS}\nhint: Correct *them*.\n") -> Job:
     """An analysis that ended at once."""
-    folder = root / ".driftlens" / name
-    folder.mkdir(parents=True)
-    log = folder / "analyze-1.log"
-    log.write_text(said)
-    job = Job(
-        "analyze", name, root / name, log, 4_000_000, 1.0, "elsewhere", "2026-01-02T03:04:05.000Z", code=2
-    )
-    write_job(job)
+    job = record_job(root / ".driftlens" / name, root / name, "analyze", code=2)
+    job.log.write_text(said)
     return job

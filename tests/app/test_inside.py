@@ -15,16 +15,15 @@ from driftlens.spec.requests import CalibrationRequest
 from driftlens_app import runs, samples, settings
 from driftlens_app.jobs import processes, start, watch
 from driftlens_app.jobs.processes import log_text
-from driftlens_app.jobs.record import Job, job_of, jobs_beside, write_job
+from driftlens_app.jobs.record import job_of, jobs_beside
 from driftlens_app.jobs.requests import analyze_request, calibrate_request
 from driftlens_app.runs import listed_runs, opened
 from driftlens_app.settings import Settings, is_inside, require_links_inside
 from tests.app.conftest import Open, opened_drawers
-from tests.app.pages import errors, said
+from tests.app.pages import errors, record_job, said
 from tests.records.full_run import write_full_run
 
 SECRET = "root:x:0:0:not to be shown"
-STARTED = "2026-01-02T03:04:05.678Z"
 
 
 @pytest.fixture
@@ -34,15 +33,6 @@ def outside(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "secret.log").write_text(f"{SECRET}\n")
     return folder
-
-
-def record(folder: Path, run: Path, kind: str = "calibrate") -> Job:
-    """A job that has failed and left no more than its record in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / f"{kind}-1.log"
-    job = Job(kind, "featcal", run, log, 4_000_000, 1.0, "elsewhere", STARTED, code=1)  # type: ignore[arg-type]
-    write_job(job)
-    return job
 
 
 def replaced_by_link(path: Path, outside: Path) -> None:
@@ -55,7 +45,7 @@ def replaced_by_link(path: Path, outside: Path) -> None:
 def test_a_log_that_is_a_link_is_not_printed(
     open_app: Open, root: Path, run: Path, outside: Path, read_only: bool
 ) -> None:
-    job = record(run / "logs", run)
+    job = record_job(run / "logs", run)
     job.log.symlink_to(outside / "secret.log")
     app = open_app(root, "repair", read_only=read_only)
     assert SECRET not in said(app) + errors(app)
@@ -64,7 +54,7 @@ def test_a_log_that_is_a_link_is_not_printed(
 
 
 def test_a_mark_of_cancelling_that_is_a_link_out_of_the_folder_says_nothing(run: Path, outside: Path) -> None:
-    job = record(run / "logs", run)
+    job = record_job(run / "logs", run)
     job.log.with_suffix(".cancelled").symlink_to(outside / "secret.log")
     found = job_of(run)
     assert found is not None and found.cancelled == ""
@@ -73,7 +63,7 @@ def test_a_mark_of_cancelling_that_is_a_link_out_of_the_folder_says_nothing(run:
 def test_a_log_that_becomes_a_link_while_the_page_is_open_is_not_printed(
     open_app: Open, root: Path, run: Path, outside: Path
 ) -> None:
-    job = record(run / "logs", run)
+    job = record_job(run / "logs", run)
     job.log.write_text("its own words\n")
     app = open_app(root, "repair")
     (log,) = opened_drawers(app, "Log")
@@ -125,7 +115,7 @@ def test_links_that_stay_inside_are_followed(open_app: Open, root: Path, run: Pa
         shutil.move(run / entry, root / "store" / name)
         (run / entry).symlink_to(Path("..") / "store" / name)
     (root / "store" / "words.log").write_text("its own words\n")
-    job = record(run / "logs", run)
+    job = record_job(run / "logs", run)
     job.log.symlink_to(root / "store" / "words.log")
     (run / "again").symlink_to(run)  # in a circle
     assert [(listed.name, listed.problem) for listed in listed_runs(Settings(root))] == [("a *full* run", "")]
@@ -180,14 +170,14 @@ def test_a_folder_that_cannot_be_searched_is_not_taken_for_one_without_links(
 
 @pytest.mark.parametrize("entry", ["logs", "logs/calibrate-job.json"])
 def test_a_job_record_behind_a_link_counts_as_none(run: Path, outside: Path, entry: str) -> None:
-    record(run / "logs", run)
+    record_job(run / "logs", run)
     assert job_of(run) is not None
     replaced_by_link(run / entry, outside)
     assert job_of(run) is None and watch(run) is None
 
 
 def test_records_beside_the_runs_are_not_read_through_a_link(root: Path, outside: Path) -> None:
-    record(root / ".driftlens" / "new", root / "new", "analyze")
+    record_job(root / ".driftlens" / "new", root / "new", "analyze")
     assert len(jobs_beside(root)) == 1
     replaced_by_link(root / ".driftlens", outside)
     assert jobs_beside(root) == []
@@ -229,7 +219,7 @@ def test_pictures_are_not_read_through_a_link(root: Path, run: Path, outside: Pa
 
 
 def test_only_a_name_that_jobs_give_their_logs_is_taken_from_a_record(run: Path) -> None:
-    record(run / "logs", run)
+    record_job(run / "logs", run)
     (run / "logs" / "private.txt").write_text(SECRET)
     file = run / "logs" / "calibrate-job.json"
     for name in ("private.txt", "../../spec.yaml", "..", "", "a\0b.log"):

@@ -11,10 +11,10 @@ import pytest
 from driftlens.runs.status import Status, write_status
 from driftlens.spec.requests import CalibrationRequest
 from driftlens_app.calibration import recorded
-from driftlens_app.jobs import Job, processes, watch
-from driftlens_app.jobs.record import job_of, write_job
+from driftlens_app.jobs import processes, watch
+from driftlens_app.jobs.record import job_of
 from tests.app.conftest import Open
-from tests.app.pages import errors
+from tests.app.pages import errors, record_job
 
 WANTED = CalibrationRequest(
     name="mine", samples=16, parameters={"lam": 0.5, "alpha": 0.25, "update": ("linear",)}
@@ -30,24 +30,8 @@ def as_json(settings: CalibrationRequest) -> dict[str, Any]:
 def record(root: Path) -> Path:
     """The record of a calibration that has failed."""
     run = root / "full"
-    (run / "logs").mkdir(exist_ok=True)
-    log = run / "logs" / "calibrate-1.log"
-    log.write_text("error: no\n")
-    settings = as_json(WANTED)
-    write_job(
-        Job(
-            "calibrate",
-            "mine",
-            run,
-            log,
-            4_000_000,
-            1.0,
-            "here",
-            "2026-01-02T03:04:05.678Z",
-            settings,
-            code=4,
-        )
-    )
+    job = record_job(run / "logs", run, settings=as_json(WANTED), code=4)
+    job.log.write_text("error: no\n")
     return run / "logs" / "calibrate-job.json"
 
 

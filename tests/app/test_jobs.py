@@ -25,7 +25,7 @@ from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.requests import analyze_request, calibrate_request, demo_request, project_request
 from driftlens_app.settings import Settings
 from tests.app.conftest import until
-from tests.app.pages import begin, finish, state, step
+from tests.app.pages import begin, finish, newest, state, step
 
 pytestmark = pytest.mark.usefixtures("worker")
 
@@ -224,8 +224,7 @@ def test_settings_survive_for_the_form(run: Path) -> None:
         name="refused", parameters={"lam": 0.5, "update": ("linear", "norm")}, samples=16
     )
     start(calibrate_request(open_run(run), wanted))
-    job = job_of(run)
-    assert job is not None
+    job = newest(run)
     assert recorded(job.settings) == wanted
     until(lambda: state(run) == "failed", "it is refused")
 

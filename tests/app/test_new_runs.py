@@ -25,7 +25,7 @@ from driftlens_app.jobs.requests import MOST_BYTES, analyze_request, compare_req
 from driftlens_app.settings import Settings
 from driftlens_app.views.new_run import proposed_name
 from tests.app.conftest import Open, opened_drawers, until
-from tests.app.pages import PROBLEMS, errors, failed, is_disabled, press, said, state
+from tests.app.pages import PROBLEMS, errors, failed, is_disabled, newest, press, said, state
 
 pytestmark = pytest.mark.usefixtures("worker")
 
@@ -188,8 +188,7 @@ def choose(app: AppTest, *merges: str) -> AppTest:
 def told(root: Path, name: str) -> str:
     """What the command line was called with for the folder."""
     until(lambda: state(root / name) == "running", "it runs")
-    job = job_of(root / name)
-    assert job is not None
+    job = newest(root / name)
     return job.log.read_text()
 
 
@@ -202,8 +201,7 @@ def test_several_merges_are_compared_by_a_job_and_shown(open_app: Open, root: Pa
     assert "Comparison of merges mine" in said(app.run()).replace("\\", "") and "Compared merges" not in said(
         app
     )
-    job = job_of(root / "mine-merges")
-    assert job is not None
+    job = newest(root / "mine-merges")
     kill(job)
     assert "is gone without a word" in errors(app.run())
     ends = {f"{key}{end}": 0.5 for key in ("kl", "drift_rel", "behind") for end in ("", "_low", "_high")}

@@ -12,10 +12,9 @@ from streamlit.testing.v1 import AppTest
 
 from driftlens_app import calibration
 from driftlens_app.jobs import processes
-from driftlens_app.jobs.processes import log_text
 from driftlens_app.jobs.record import job_of
-from tests.app.conftest import Open, catalogue, until
-from tests.app.pages import errors, press, said, state
+from tests.app.conftest import Open, catalogue
+from tests.app.pages import called, errors, press, said
 from tests.contracts.one_file.toys import CLOSED, TRAINED
 
 OF_EVERY_KIND = '''
@@ -80,14 +79,6 @@ def opened(open_app: Open, root: Path, method: str) -> AppTest:
     return app.run()
 
 
-def called(run: Path) -> list[str]:
-    """The arguments that the page has started the command with."""
-    until(lambda: state(run) in ("running", "failed", "done"), "it has begun")
-    job = job_of(run)
-    assert job is not None
-    return log_text(job.log).splitlines()[0].split()
-
-
 @pytest.mark.slow
 def test_the_settings_of_toys_are_fields_whose_values_reach_the_command(
     toys: None, open_app: Open, root: Path
@@ -112,7 +103,7 @@ def test_the_settings_of_toys_are_fields_whose_values_reach_the_command(
     app.text_input(key="toy-kinds.steps").set_value("4, 5")
     press(app, "Toy of kinds calibrate")
     arguments = called(root / "full")
-    assert arguments[4:6] == ["--name=toy-kinds", "--method=toy-kinds"]
+    assert arguments[2:4] == ["--name=toy-kinds", "--method=toy-kinds"]
     given = re.findall(r"--set=(\w+)=(.*?)(?= --)", " ".join(arguments))
     assert dict(given) == {
         "rounds": "5",

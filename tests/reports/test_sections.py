@@ -23,7 +23,7 @@ from tests.records.full_run import write_full_run
 from tests.records.spoiling import spoil
 from tests.reports.charts.recording import with_rows
 from tests.reports.conftest import SMALL
-from tests.reports.paper.figure_runs import figure_run
+from tests.reports.paper.saved_runs import figure_run
 
 ORDER = [
     *("verdict", "setup", "layers", "decomposition", "origins", "cosine", "parameters"),

@@ -220,17 +220,12 @@ def backbone(run: DriftRun) -> str:
 
 def merger(run: DriftRun) -> str:
     """What the merge is called, as the paper writes it; "Merged" where weights were given."""
-    return merger_title(str(merge_spec(run).get("method", "merged")))
+    return merger_title(str(spec_section(run, "merge").get("method", "merged")))
 
 
 def merger_title(method: str) -> str:
     """What the paper calls a merge method."""
     return str(_contents()["mergers"].get(method, method.replace("_", " ").title()))
-
-
-def merge_spec(run: DriftRun) -> Mapping[str, Any]:
-    """The section `merge` of the run's resolved spec; empty where there is none."""
-    return spec_section(run, "merge")
 
 
 def spec_section(run: DriftRun, name: str) -> Mapping[str, Any]:

@@ -116,7 +116,7 @@ def hyper(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
     """One line per calibration of every run, then the paper's by model."""
     measured, printed = [], []
     for run in runs:
-        merge = published.merge_spec(run)
+        merge = published.spec_section(run, "merge")
         extra = ", ".join(f"{key} {value}" for key, value in merge.items() if key != "method")
         for name, info in _calibrations(run, options).items():
             cells = {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PathCollection, QuadMesh
 from matplotlib.figure import Figure
@@ -15,6 +17,7 @@ from matplotlib.patches import Polygon, Rectangle
 from matplotlib.text import Text
 from numpy.typing import NDArray
 
+from driftlens.cli import main
 from driftlens.runs.run import DriftRun
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
 from driftlens_reports.paper.marks import GUIDE
@@ -99,3 +102,24 @@ def texts(figure: Figure) -> list[Text]:
 def words(figure: Figure) -> str:
     """All words of the figure, with line breaks as spaces."""
     return " ".join(" ".join(text.get_text() for text in texts(figure)).split())
+
+
+def code_of(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as leaving:
+        main([str(argument) for argument in arguments])
+    return int(leaving.value.code or 0)
+
+
+def rows_of(latex: str) -> list[list[str]]:
+    """The cells of each line, read back as a reader would: without commands, with the letters they stand for."""
+    plain = {r"\%": "%", r"\_": "_", r"\#": "#", r"\$": "$", "$-$": "-", r"\{": "{", r"\}": "}"}
+    found = []
+    for line in latex.splitlines():
+        if not line.endswith(r"\\"):
+            continue
+        text = re.sub(r"\\driftgain\{[^}]*\}|\\textsuperscript\{\\dag\}|\\driftown|\\quad|\\\\$", "", line)
+        text = re.sub(r"\\(?:textbf|emph|multicolumn\{\d+\}\{\w\})\{((?:[^{}]|\\[{}])*)\}", r"\1", text)
+        for letters, meant in plain.items():
+            text = text.replace(letters, meant)
+        found.append([cell.strip() for cell in re.split(r"(?<!\\)&", text)])
+    return found

@@ -16,8 +16,8 @@ from driftlens.base.errors import DataError, SpecError
 from driftlens.runs.run import DriftRun
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
 from driftlens_reports.paper.export import FORMATS, draw, export
-from tests.reports.paper.reading import code_of
-from tests.reports.paper.table_runs import table_run
+from tests.reports.paper.drawn import code_of
+from tests.reports.paper.saved_runs import table_run
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from driftlens_reports.paper.style import FORMATS, WIDTHS, encode
 from tests.quick import few
 from tests.records.full_run import Size, write_full_run
 from tests.reports.paper.drawn import all_numbers, draw, lines, scattered, shows, texts, words
-from tests.reports.paper.figure_runs import HOSTILE, figure_run
+from tests.reports.paper.saved_runs import HOSTILE, figure_run
 
 FIGURES = [name for name, entry in exhibits.items() if entry.kind == "figure"]
 PROMISED = {

@@ -21,7 +21,7 @@ from driftlens_reports.paper.features import MOST
 from driftlens_reports.paper.published import published_tables
 from tests.records.full_run import VARIANTS, Size, write_full_run
 from tests.reports.paper.drawn import bars, draw, line_points, lines, segments, words
-from tests.reports.paper.figure_runs import POINTS, figure_run
+from tests.reports.paper.saved_runs import POINTS, figure_run
 
 CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
 

@@ -26,8 +26,8 @@ from driftlens_reports.paper.grid import (
     to_latex,
     with_average,
 )
-from tests.reports.paper.reading import rows_of
-from tests.reports.paper.table_runs import EIGHT, scores_run, table_run
+from tests.reports.paper.drawn import rows_of
+from tests.reports.paper.saved_runs import EIGHT, scores_run, table_run
 
 HOSTILE = (
     r"\input{/etc/passwd}",

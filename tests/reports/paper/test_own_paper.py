@@ -22,10 +22,9 @@ from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line, to_lat
 from driftlens_reports.paper.style import WIDTHS
 from tests.quick import few
 from tests.records.full_run import VARIANTS, Size
+from tests.reports.paper.drawn import code_of, line_points, lines, segments, texts, words
 from tests.reports.paper.drawn import draw as drawn
-from tests.reports.paper.drawn import line_points, lines, segments, texts, words
-from tests.reports.paper.figure_runs import figure_run
-from tests.reports.paper.reading import code_of
+from tests.reports.paper.saved_runs import figure_run
 
 NAMES = {"mnist": "Digits_0 & 50 %", "merged": "Ours", "featcal": "Cal^1", "residual": "Rest"}
 TABLES = [name for name, entry in exhibits.items() if entry.kind == "table"]

@@ -17,8 +17,8 @@ from driftlens_reports.paper.grid import AVERAGE
 from driftlens_reports.paper.published import published_tables
 from tests.quick import few
 from tests.records.full_run import VARIANTS, write_full_run
-from tests.reports.paper.reading import rows_of
-from tests.reports.paper.table_runs import EIGHT, GIB, SMALL, scores_run, table_run
+from tests.reports.paper.drawn import rows_of
+from tests.reports.paper.saved_runs import EIGHT, GIB, SMALL, scores_run, table_run
 
 TABLES = [name for name, entry in exhibits.items() if entry.kind == "table"]
 MAIN = published_tables()["tab:clip-vit-b32-results"]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +27,8 @@ from driftlens_reports.paper.marks import GUIDE
 from driftlens_reports.paper.style import sheet, venue_of
 
 Array = NDArray[np.float64]
+PAGE = r"""\documentclass[10pt]{article}\usepackage{booktabs}\usepackage[table]{xcolor}%s
+\begin{document}%s\end{document}"""
 
 
 @functools.cache
@@ -123,3 +128,14 @@ def rows_of(latex: str) -> list[list[str]]:
             text = text.replace(letters, meant)
         found.append([cell.strip() for cell in re.split(r"(?<!\\)&", text)])
     return found
+
+
+def typeset(folder: pathlib.Path, packages: str, body: str, page: str = PAGE) -> str:
+    """What pdfLaTeX says of it."""
+    if shutil.which("pdflatex") is None:
+        pytest.skip("pdflatex is not installed")
+    (folder / "all.tex").write_text(page % (packages, body), encoding="utf-8")
+    command = ["pdflatex", "-no-shell-escape", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout

@@ -22,7 +22,7 @@ from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line, to_lat
 from driftlens_reports.paper.style import WIDTHS
 from tests.quick import few
 from tests.records.full_run import VARIANTS, Size
-from tests.reports.paper.drawn import code_of, line_points, lines, segments, texts, words
+from tests.reports.paper.drawn import PAGE, code_of, line_points, lines, segments, texts, typeset, words
 from tests.reports.paper.drawn import draw as drawn
 from tests.reports.paper.saved_runs import figure_run
 
@@ -144,8 +144,6 @@ def test_notes_that_would_be_longer_than_the_table_stand_in_comments() -> None:
     assert "Third." in below.partition(r"\end{table}")[0] and f"\n% {notes[1]}\n" in below
 
 
-PAGE = r"""\documentclass[10pt]{article}\usepackage{booktabs}\usepackage[table]{xcolor}%s
-\begin{document}%s\end{document}"""
 SIZES = PAGE.replace(
     r"\begin",
     r"""\newcommand{\driftfit}[1]{\setbox0\hbox{#1}\typeout{DRIFT fit \the\dimexpr\ht0+\dp0\relax}\box0}
@@ -159,24 +157,13 @@ NEURIPS = r"\usepackage[textwidth=5.5in]{geometry}"
 ZOOM = 3
 
 
-def typeset(folder: pathlib.Path, packages: str, body: str, page: str = SIZES) -> str:
-    """What pdfLaTeX says of it."""
-    if shutil.which("pdflatex") is None:
-        pytest.skip("pdflatex is not installed")
-    (folder / "all.tex").write_text(page % (packages, body), encoding="utf-8")
-    command = ["pdflatex", "-no-shell-escape", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace")
-    assert done.returncode == 0, done.stdout[-3000:]
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_no_note_is_longer_than_its_table(run: DriftRun, tmp_path: pathlib.Path) -> None:
     """Measured as LaTeX sets it: in an ICML column, and in both for tables that take both."""
     shown = [
         drawn(name, run, paper=paper).latex or "" for name, paper in itertools.product(TABLES, (False, True))
     ]
-    said = typeset(tmp_path, ICML, r"\clearpage ".join(shown))
+    said = typeset(tmp_path, ICML, r"\clearpage ".join(shown), SIZES)
     heights: list[dict[str, float]] = []
     for kind, height in (line.split()[1:] for line in said.splitlines() if line.startswith("DRIFT ")):
         if kind == "fit" and (not heights or "foot" in heights[-1]):
@@ -196,7 +183,7 @@ def test_no_table_is_set_below_7_pt_nor_wider_than_the_page(
     shown = [
         drawn(name, run, paper=paper).latex or "" for name, paper in itertools.product(TABLES, (False, True))
     ]
-    assert "Overfull" not in typeset(tmp_path, venue, r"\clearpage ".join(shown), PAGE)
+    assert "Overfull" not in typeset(tmp_path, venue, r"\clearpage ".join(shown))
     command = ["pdftohtml", "-xml", "-i", "-zoom", str(ZOOM), "all.pdf", "all.xml"]
     subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
     found = (tmp_path / "all.xml").read_text(encoding="utf-8", errors="replace")

@@ -284,6 +284,16 @@ def needed_config(source: str, file: str, expected: str, *, offline: bool, hint:
     raise SpecError(f"{source} has no {file}{' in the local cache' if offline else ''}", hint=hint)
 
 
+def with_floats(config: Any) -> Any:
+    """A configuration with infinite numbers, which transformers 5 writes as {"__float__": "Infinity"}, as numbers."""
+    if isinstance(config, Mapping):
+        tag = config.get("__float__")
+        if len(config) == 1 and tag in ("Infinity", "-Infinity", "NaN"):
+            return float(tag)
+        return {key: with_floats(value) for key, value in config.items()}
+    return [with_floats(value) for value in config] if isinstance(config, list) else config
+
+
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """The JSON object in a file."""
     try:

@@ -139,7 +139,10 @@ class LoraSource:
             rank = down_shape[0]
             if not 0 < rank == up_shape[1] == ranks[module]:
                 reason = f"{module!r} has rank {rank} in the weights and {ranks[module]:g} in {_CONFIG}"
-                raise _refusal(self._folder, reason)
+                entry = f'"rank_pattern": {{"{module.rpartition(".")[2]}": {rank}}}'
+                raise _refusal(
+                    self._folder, reason, f"Put the entry that it lost back into {_CONFIG}: {entry}."
+                )
             shape = up_shape[0], down_shape[1]
             key = self._weight_key(f"{module}.weight", shape[::-1] if self._is_transposed else shape)
             if key in updates:

@@ -64,17 +64,40 @@ def open_file(path: pathlib.Path) -> StateSource:
 
 
 def _open_shards(index: pathlib.Path) -> StateSource:
-    """Shards listed by an index file, as one source; the headers of all are read at once."""
+    """Shards listed by an index file, as one source; the headers of all are read at once.
+
+    Tensors that the index alone knows are left out: whoever needs one misses it, and nobody else should.
+    """
     shards = _weight_map(index)
     sources = {shard: _open_shard(index, shard) for shard in sorted(set(shards.values()))}
-    for key, shard in shards.items():
-        if key not in sources[shard].headers:
-            raise CheckpointError(
-                f"{index} says that {key!r} is in {shard}, but it is not",
-                hint="Shards and index are of different models; download or save the folder again.",
-                key=key,
+    there = {key: (sources[shard], key) for key, shard in shards.items() if key in sources[shard].headers}
+    if 2 * len(there) < len(shards):
+        missing = next(key for key in shards if key not in there)
+        raise CheckpointError(
+            f"{index} says that {missing!r} is in {shards[missing]}, but it is not",
+            hint="Shards and index are of different models; download or save the folder again.",
+        )
+    return Composed(str(index.parent), there)
+
+
+def folder_notices(source: StateSource) -> list[str]:
+    """What is odd about the files of a folder of weights: tensors of the index alone, files that nobody reads."""
+    place = pathlib.Path(source.name)
+    folder = place.parent if place.name in WEIGHT_FILES else place
+    notices = []
+    for name in WEIGHT_FILES:
+        index = f"{name}.index.json"
+        if (folder / name).is_file() and (folder / index).is_file():
+            notices.append(
+                f"{folder} holds {name} and {index}; {name} is read, as the library does, no shard"
             )
-    return Composed(str(index.parent), {key: (sources[shard], key) for key, shard in shards.items()})
+    ghosts = [key for key in shards_of(source) if key not in source.headers]
+    if ghosts:
+        more = f" and {len(ghosts) - 1} more" if len(ghosts) > 1 else ""
+        notices.append(
+            f"{folder}: its index names {ghosts[0]!r}{more}, which no file holds and nothing reads"
+        )
+    return notices
 
 
 def _open_shard(index: pathlib.Path, shard: str) -> StateSource:

@@ -145,11 +145,15 @@ class Architecture:
 
 @dataclass(frozen=True)
 class ArchitectureRequest:
-    """What a loader is asked for: a source as it reads it, and the path of the list of blocks where that is named."""
+    """What a loader is asked for: a source as it reads it, and the path of the list of blocks where that is named.
+
+    `untied` asks for a head of its own where a language model's is its embeddings; loaders of others don't heed it.
+    """
 
     source: str
     blocks: str | None = None
     access: Access = Access()
+    untied: bool = False
 
 
 loaders: Registry[Callable[[ArchitectureRequest], Architecture]] = Registry(
@@ -162,7 +166,7 @@ PYTHON = "python:"
 
 
 def load_architecture(
-    loader: str, source: str, *, blocks: str | None = None, access: Access = Access()
+    loader: str, source: str, *, blocks: str | None = None, access: Access = Access(), untied: bool = False
 ) -> Architecture:
     """The architecture that `source` describes; where a family has an adapter, no weights are read for it.
 
@@ -172,8 +176,9 @@ def load_architecture(
             model_config.json. OpenAI's weights need a quickgelu name: `ViT-B-32-quickgelu`.
         blocks: path of the list of blocks, for loaders that read any model.
         access: what may be used.
+        untied: whether a language model gets a head of its own where the source has its embeddings for one.
     """
-    request = ArchitectureRequest(source, blocks, access)
+    request = ArchitectureRequest(source, blocks, access, untied)
     if loader.startswith(PYTHON) and loader not in loaders:
         return _from_python(loader, request)
     with running(source):  # a configuration may hold anything

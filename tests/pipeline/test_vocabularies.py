@@ -140,7 +140,7 @@ def test_a_head_apart_where_the_base_has_none_or_the_reverse_is_refused_when_mod
     weights, head = load_file(file), "lm_head.weight"
     if head in weights:
         save_file({key: value for key, value in weights.items() if key != head}, file)
-        told = "lacks 'lm_head.weight': its head is its embeddings"
+        told = "lacks 'lm_head.weight', and no configuration beside it says"
     else:
         save_file({**weights, head: weights["shared.weight"].clone()}, file)  # as older versions wrote them
         opened(spec)

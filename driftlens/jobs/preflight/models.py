@@ -11,7 +11,7 @@ from driftlens.base.access import Access
 from driftlens.base.errors import DriftLensError, IncompatibleModelsError
 from driftlens.base.files import expanded
 from driftlens.checkpoints.alignment import KeyLayout
-from driftlens.checkpoints.loading import read_json
+from driftlens.checkpoints.loading import read_json, with_floats
 from driftlens.checkpoints.lora import is_lora_folder
 from driftlens.checkpoints.refusals import running
 from driftlens.checkpoints.sources import StateSource
@@ -48,6 +48,8 @@ def check_models(spec: RunSpec, architecture: Architecture, checks: Preflight, a
         return source
 
     models = open_models(spec, access, architecture=architecture, attempt=attempt)
+    for text in models.notices:
+        checks.notice("models", text)
     for text in dtype_notices(models):
         checks.notice("dtypes", text)
     return models
@@ -159,7 +161,9 @@ def _hf_any(architecture: Architecture, folder: pathlib.Path) -> Iterator[Statem
     if not isinstance(used, dict) or kind not in CONFIG_MAPPING or kind != used.get("model_type"):
         return
     with running(str(folder)):
-        ours, theirs = (CONFIG_MAPPING[kind].from_dict(dict(given)).to_dict() for given in (used, config))
+        ours, theirs = (
+            CONFIG_MAPPING[kind].from_dict(with_floats(given)).to_dict() for given in (used, config)
+        )
     for section in ("", "vision_config", "text_config"):
         mine, own = (given.get(section, {}) if section else given for given in (ours, theirs))
         for key in _HF_COMPUTED:

@@ -100,7 +100,9 @@ def extrapolated(what: str, measured: Sequence[Measured], extent: Extent) -> flo
     least: dict[Extent, float] = {}
     for at in measured:
         least[at.extent] = min(at.amount, least.get(at.extent, math.inf))
-    terms = _varying(what, [*least])
+    terms = dict(_varying(what, [*least]))
+    # Of what nobody had any, nothing is known: where no test sample has a target, none is scored.
+    terms = {name: product for name, product in terms.items() if any(map(product, least))}
     rows = np.array([[product(at) for product in terms.values()] for at in least])
     amounts = np.array([max(amount, _SHORTEST) for amount in least.values()])
     scale = rows.max(axis=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from driftlens.base.access import Access, resolve_device
-from driftlens.base.errors import CheckpointError, DataError, SpecError
+from driftlens.base.errors import CheckpointError, DataError, DriftLensError, SpecError
 from driftlens.base.files import expanded
 from driftlens.base.layers import select_layers
 from driftlens.base.metrics import METRICS
@@ -20,7 +21,7 @@ from driftlens.base.variants import baseline, expert_of, task_of
 from driftlens.calibration.calibrator import calibrators, over_preset, require_task_id
 from driftlens.checkpoints.loading import fetched, library_folder, open_checkpoint
 from driftlens.checkpoints.lora import is_lora_folder
-from driftlens.checkpoints.sources import StateSource
+from driftlens.checkpoints.sources import Composed, StateSource
 from driftlens.data.samples import SampleSet, unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data, plain_form, require_same_classes
 from driftlens.diagnostics.attribution import JacobianSettings
@@ -43,9 +44,11 @@ from driftlens.models.heads import (
 )
 from driftlens.models.language.generation import generate
 from driftlens.models.language.vocabularies import (
-    require_head,
+    HEAD,
+    own_head,
     require_same_tokenizer,
     vocabulary_keys,
+    with_head,
     with_rows,
 )
 from driftlens.models.own_heads import OwnHead
@@ -130,15 +133,31 @@ def open_models(
                 require_same_tokenizer(home, folder)
             fitted, told = with_rows(aligned, rows, sources.get("base"), align=align)
             notices.extend(filter(None, [told]))
-            if known.lm is not None:
-                require_head(fitted, stored[name], known.lm.key)
-            return fitted
+            if known.lm is None:
+                return fitted
+            table = next(key for key in rows if key != known.lm.key or len(rows) == 1)
+            headed, text = with_head(fitted, stored[name], folder, known.lm.key, table)
+            notices.extend(filter(None, [text]))
+            return headed
 
         if (source := attempt(name, opened)) is not None:
             sources[name] = source
     sound = {name: stored[name] for name in sources}
     places = {name: origins[name] for name in sources}
-    return OpenModels(known, sound, sources, places, notices=tuple(notices))
+    return OpenModels(known, sound, sources, places, _with_a_head(known, sound, sources), tuple(notices))
+
+
+def _with_a_head(
+    known: Architecture, stored: Mapping[str, StateSource], sources: Mapping[str, StateSource]
+) -> StateSource | None:
+    """The form of saved models where the base's head is its embeddings, and the merged one's is not; None elsewhere."""
+    base = stored.get("base")
+    if base is None or known.layout is None or known.lm is None or known.lm.key != HEAD:
+        return None
+    key = known.layout.wrapper(base.headers, base.name) + HEAD
+    if key in base.headers:
+        return None
+    return Composed(base.name, {name: (base, name) for name in base.headers} | {key: (sources["base"], HEAD)})
 
 
 def known_places(place: str, known: Architecture, access: Access) -> tuple[str | None, str]:
@@ -161,9 +180,22 @@ def model_folder(origin: str, source: StateSource) -> pathlib.Path | None:
 
 
 def open_architecture(spec: RunSpec, access: Access) -> Architecture:
-    """The architecture of a spec."""
+    """The architecture of a spec; of a language model with a head apart where any of its models has one of its own."""
     entry = spec.architecture
-    return load_architecture(entry.loader, entry.source or "", blocks=entry.blocks, access=access)
+    load = functools.partial(
+        load_architecture, entry.loader, entry.source or "", blocks=entry.blocks, access=access
+    )
+    known = load()
+    if known.loader != "hf-decoder" or known.lm is None or known.lm.key == HEAD:
+        return known
+    for place in origins_of(spec).values():
+        with contextlib.suppress(
+            DriftLensError
+        ):  # what is wrong with a model, whoever opens all of them says
+            stored = open_checkpoint(known_places(place, known, access)[1], offline=access.offline)
+            if own_head(stored, known.align(stored, fallback=None), known.lm.key) is not None:
+                return load(untied=True)
+    return known
 
 
 def origins_of(spec: RunSpec) -> dict[str, str]:

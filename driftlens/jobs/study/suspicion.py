@@ -18,6 +18,7 @@ from driftlens.checkpoints.alignment import TEXT_SIDE, KeyLayout
 from driftlens.checkpoints.lora import is_lora_folder, named_base
 from driftlens.checkpoints.refusals import foreign_code
 from driftlens.checkpoints.sources import StateSource, check_finite
+from driftlens.checkpoints.weight_files import folder_notices
 from driftlens.jobs.study.opening import OpenModels, model_folder
 from driftlens.models.chain import LayerChain, Slot
 from driftlens.models.language.vocabularies import (
@@ -328,6 +329,7 @@ def companions(models: OpenModels) -> list[Finding]:
                 f"{called} brings code of its own ({code}), which is not run: the library's own model is used"
             )
             yield text, "Check that they compute the same."
+        yield from ((text, "Take out what is not the model's.") for text in folder_notices(source))
         if models.base is None or name == "base":
             return
         yield from _left_behind(models, models.base, source, called)

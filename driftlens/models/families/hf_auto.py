@@ -17,7 +17,7 @@ from torch import nn
 
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.alignment import Spellings
-from driftlens.checkpoints.loading import TOKENIZERS, needed_config
+from driftlens.checkpoints.loading import TOKENIZERS, needed_config, with_floats
 from driftlens.checkpoints.refusals import (
     LIVE,
     MODEL_TYPES,
@@ -246,7 +246,7 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
         raise wrong_family(stated, source, "one without a mixture of experts")
     if kind not in CONFIG_MAPPING:
         raise wrong_family(stated, source, f"one that transformers {transformers.__version__} has")
-    config = CONFIG_MAPPING[kind].from_dict(dict(stated))
+    config = CONFIG_MAPPING[kind].from_dict(with_floats(stated))
     named = stated.get("architectures") or [""]
     if "WithTeacher" in named[0]:
         raise IncompatibleModelsError(
@@ -360,7 +360,9 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
 
     source, offline = request.source, request.access.offline
     stated = read_plain_config(request, "hf-decoder")
-    config = CONFIG_MAPPING[stated["model_type"]].from_dict(dict(stated))
+    if request.untied:
+        stated = stated | {"tie_word_embeddings": False}
+    config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     skeleton = weightless(partial(built, model_class, config), source)
     preprocess = hf_text_preprocess(source, config, offline, "decoder")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.base.files import from_json, plain_file
-from driftlens.checkpoints.sources import StateSource, TensorHeader
+from driftlens.checkpoints.loading import with_floats
+from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader
 from driftlens.models.language.texts import MEANING, plain_part
 
 _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
@@ -97,27 +98,62 @@ def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
     return rows
 
 
-def require_head(source: StateSource, stored: StateSource, key: str) -> None:
-    """Refuse a language model that keeps its head apart from its embeddings where the base doesn't, or the reverse.
+def own_head(stored: StateSource, source: StateSource, key: str) -> str | None:
+    """The key of a head that a language model has beside its embeddings and that is no copy of them; None without one.
 
-    `source` is the model under the skeleton's key names, `stored` under its own; `key` is where the base has its head.
+    `stored` is the model under its own key names, `source` under the skeleton's, `key` the embeddings there.
     """
-    if key not in source.headers:
+    head = next((name for name in stored.headers if f".{name}".endswith(f".{HEAD}")), None)
+    if head is None or key not in source.headers:
+        return None
+    size = min(stored.headers[head].shape[0], source.headers[key].shape[0])
+    pieces = ((start, min(start + _ROWS, size)) for start in range(0, size, _ROWS))
+    is_copy = all(torch.equal(stored.read(head, rows), source.read(key, rows)) for rows in pieces)
+    return None if is_copy else head
+
+
+def with_head(
+    source: StateSource, stored: StateSource, folder: pathlib.Path | None, key: str, table: str
+) -> tuple[StateSource, str]:
+    """A language model whose head lies under `key`, and what was done for that; as it is where nothing was.
+
+    Args:
+        source: the model under the skeleton's key names.
+        stored: the same under its own.
+        folder: with its configuration, which may say that its head is its embeddings.
+        key: of the head that the architecture has, which may be its embeddings.
+        table: of the embeddings.
+
+    Raises:
+        IncompatibleModelsError: it has a head of its own where the architecture has none apart, or lacks one.
+    """
+    if key in source.headers:
+        head = None if key.endswith(HEAD) else own_head(stored, source, key)
+        if head is None:
+            return source, ""
         raise IncompatibleModelsError(
-            f"{stored.name} lacks {key!r}: its head is its embeddings, and the base's is not",
-            hint="Load it with transformers, set tie_word_embeddings to False, copy the embeddings into its lm_head, "
-            "and save it again.",
+            f"{stored.name} has a head of its own ({head!r}), and the base's is its embeddings",
+            hint="Merge it with a base whose head is apart too: tie_word_embeddings false in all of them.",
         )
-    stored_head = next((name for name in stored.headers if f".{name}".endswith(f".{HEAD}")), None)
-    if key.endswith(HEAD) or stored_head is None:
-        return
-    for start in range(0, source.headers[key].shape[0], _ROWS):
-        rows = start, min(start + _ROWS, source.headers[key].shape[0], stored.headers[stored_head].shape[0])
-        if not torch.equal(stored.read(stored_head, rows), source.read(key, rows)):
-            raise IncompatibleModelsError(
-                f"{stored.name} has a head of its own ({stored_head!r}), and the base's is its embeddings",
-                hint="Merge it with a base whose head is apart too: tie_word_embeddings false in all of them.",
-            )
+    if not _ties(folder):
+        raise IncompatibleModelsError(
+            f"{stored.name} lacks {key!r}, and no configuration beside it says that its head is its embeddings",
+            hint="Save it again with its head; or give its folder, whose config.json says tie_word_embeddings: true.",
+        )
+    places = {name: (source, name) for name in source.headers} | {key: (source, table)}
+    text = f"{stored.name}: its head is its embeddings, and others have one apart; a copy of them is its head"
+    return Composed(source.name, places), text
+
+
+def _ties(folder: pathlib.Path | None) -> bool:
+    """Whether the configuration in a folder says, as its library reads it, that the head is the embeddings."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    stated = json_object(folder, "config.json")
+    if stated.get("model_type") not in CONFIG_MAPPING:
+        return False
+    config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
+    return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
 
 
 def with_rows(

@@ -6,7 +6,6 @@ Norms and cosines are of pooled vectors; amplification and growth are of the ful
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -18,32 +17,40 @@ from driftlens.engine.walk import drift_columns
 from driftlens.linalg.cka import linear_cka
 from driftlens.runs.schema import LAYERS, SAMPLES
 
-Values = Mapping[str, NDArray[np.float64]]
-
 QUANTILES = (10, 25, 75, 90)
 
 
-def sample_values(columns: Values) -> dict[str, NDArray[np.float64]]:
+_AS_SEEN = ("drift_l2", "cos", "mismatch_l2", "propagation_l2")
+_OF_LAYERS = (
+    *(name for name in LAYERS.names if name.startswith(("drift_", "amplification"))),
+    *("cos_mean", "cos_std", "mismatch_l2_mean", "propagation_l2_mean", "cross_term", "residual_l2_mean"),
+    *("gain_excess_mean", "mismatch_ratio_mean", "growth_holds"),
+)
+
+
+@diagnostic(
+    "sample_drift",
+    table="samples",
+    columns=SAMPLES.only(*_AS_SEEN, "amplification"),
+    needs="view",
+    option="",
+    per_view=drift_columns,
+)
+def sample_values(seen: Seen) -> dict[str, NDArray[np.float64]]:
     """The columns of the sample table; a ratio over zero is NaN."""
-    return {
-        "drift_l2": columns["drift_l2"],
-        "cos": columns["cos"],
-        "mismatch_l2": columns["mismatch_l2"],
-        "propagation_l2": columns["propagation_l2"],
-        "amplification": _ratio(columns["state_propagation"], columns["state_in"]),
-    }
+    columns = seen.columns
+    amplification = _ratio(columns["state_propagation"], columns["state_in"])
+    return {name: columns[name] for name in _AS_SEEN} | {"amplification": amplification}
 
 
-def layer_values(columns: Values, base: Values | None) -> dict[str, float]:
+@diagnostic("drift", columns=LAYERS.only(*_OF_LAYERS), needs="view", option="", per_view=drift_columns)
+def layer_values(seen: Seen) -> dict[str, float]:
     """The columns of the layer table that follow from drift alone.
 
     Means, deviations (divided by n) and quantiles are over samples; ratios are ratios of sums over samples. What has
     no value is NaN: ratios over zero, and growth where no drift comes in or the layer is not residual.
-
-    Args:
-        columns: all samples of one task, variant and layer.
-        base: the same of the base model, or None without one.
     """
+    columns, base = seen.columns, seen.base
     drift = columns["drift_l2"]
     gain_excess = _ratio(columns["state_propagation"], columns["state_in"]) - 1
     mismatch_ratio = _ratio(columns["state_mismatch"], columns["state_in"])
@@ -102,30 +109,6 @@ def share_intervals(parts: NDArray[np.float64], whole: NDArray[np.float64]) -> N
 def _drawn_again(n: int) -> NDArray[np.int64]:
     """How often each of n samples is drawn, [RESAMPLES, n]."""
     return np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
-
-
-_OF_DRIFT = (
-    *(name for name in LAYERS.names if name.startswith(("drift_", "amplification"))),
-    *("cos_mean", "cos_std", "mismatch_l2_mean", "propagation_l2_mean", "cross_term", "residual_l2_mean"),
-    *("gain_excess_mean", "mismatch_ratio_mean", "growth_holds"),
-)
-
-
-@diagnostic("drift", columns=LAYERS.only(*_OF_DRIFT), needs="view", option="", per_view=drift_columns)
-def _of_layer(seen: Seen) -> dict[str, float]:
-    return layer_values(seen.columns, seen.base)
-
-
-@diagnostic(
-    "sample_drift",
-    table="samples",
-    columns=SAMPLES.only("drift_l2", "cos", "mismatch_l2", "propagation_l2", "amplification"),
-    needs="view",
-    option="",
-    per_view=drift_columns,
-)
-def _of_samples(seen: Seen) -> dict[str, NDArray[np.float64]]:
-    return sample_values(seen.columns)
 
 
 def _ratio(over: NDArray[np.float64], under: NDArray[np.float64]) -> NDArray[np.float64]:

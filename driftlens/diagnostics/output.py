@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,11 +81,12 @@ def output_columns(
         "score_map_mismatch": mismatch,
         "margin": _margin(expert_scores),
         **decisions(expert_scores, scores),
-        "confidence": _largest_probability(log_p),
-        "confidence_expert": _largest_probability(expert_log_p),
-        "softmax_integral_error": _largest_error(
-            softmax_change(expert_scores, drift), log_p.exp() - expert_log_p.exp()
-        ),
+        # Rounding may leave the logarithm of a certain class a hair above 0; no probability exceeds 1.
+        "confidence": log_p.amax(dim=1).exp().clamp_max(1.0),
+        "confidence_expert": expert_log_p.amax(dim=1).exp().clamp_max(1.0),
+        "softmax_integral_error": (softmax_change(expert_scores, drift) - (log_p.exp() - expert_log_p.exp()))
+        .abs()
+        .amax(dim=1),
     }
     if labels is not None:
         rows = labels.to(scores.device)
@@ -137,23 +137,13 @@ def next_token(seen: Seen) -> dict[str, Any]:
     if not isinstance(seen.head, LmHead) or not isinstance(seen.expert_head, LmHead):
         return {}
     heads = [replace(head, classes=(), tokens=None) for head in (seen.expert_head, seen.head)]
-    parts = list(_in_parts(heads, torch.from_numpy(seen.expert), torch.from_numpy(seen.variant)))
-    return {f"token_{name}": torch.cat([part[name] for part in parts]).numpy() for name in parts[0]}
-
-
-def _in_parts(heads: list[LmHead], expert: Tensor, variant: Tensor) -> Iterator[dict[str, Tensor]]:
     rows = max(1, _SCORES // max(head.num_tokens for head in heads))
-    for features in zip(torch.split(expert, rows), torch.split(variant, rows), strict=True):
-        yield decisions(*(head.scores(part.double()) for head, part in zip(heads, features, strict=True)))
-
-
-def _largest_error(found: Tensor, exact: Tensor) -> Tensor:
-    return (found - exact).abs().amax(dim=1)
-
-
-def _largest_probability(log_probabilities: Tensor) -> Tensor:
-    # Rounding may leave the logarithm of a certain class a hair above 0; no probability exceeds 1.
-    return log_probabilities.amax(dim=1).exp().clamp_max(1.0)
+    features = (torch.split(torch.from_numpy(part), rows) for part in (seen.expert, seen.variant))
+    parts = [
+        decisions(*(head.scores(part.double()) for head, part in zip(heads, of_models, strict=True)))
+        for of_models in zip(*features, strict=True)
+    ]
+    return {f"token_{name}": torch.cat([part[name] for part in parts]).numpy() for name in parts[0]}
 
 
 def _margin(scores: Tensor) -> Tensor:

@@ -164,13 +164,17 @@ def _batches_of(part: Part, first: int, behind: int) -> Part:
     return Given(lambda: itertools.islice(part.batches(), first, behind), part.ids)
 
 
+@dataclass(frozen=True)
 class Branch:
     """Lanes that still have the merged model's features in common: which parts of the samples each may read."""
 
-    def __init__(self, name: str, lanes: Mapping[int, frozenset[int]]) -> None:
-        self.name = name
-        self.lanes = lanes
-        self.parts = frozenset[int]().union(*lanes.values())
+    name: str
+    lanes: Mapping[int, frozenset[int]]
+
+    @property
+    def parts(self) -> frozenset[int]:
+        """Those that any of them may read."""
+        return frozenset[int]().union(*self.lanes.values())
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.nn.functional as F
@@ -148,6 +148,7 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+@dataclass(eq=False)
 class LinearSums:
     """Sums over rows of one group of sites: one Gram matrix, and the outputs wanted from every site, stacked.
 
@@ -155,26 +156,15 @@ class LinearSums:
     `kept` holds sums of inputs that sites of other layers read, too, by task; None for a layer's own.
     """
 
-    def __init__(
-        self,
-        sites: Sequence[Site],
-        *,
-        wanted: Wanted,
-        fold: WeightedFold,
-        dtype: torch.dtype,
-        objectives: bool,
-        grams: GramPool,
-        kept: dict[Hashable, InputSums] | None = None,
-    ) -> None:
-        self.sites = tuple(sites)
-        self.wanted = wanted
-        self._fold = fold
-        self._dtype = dtype
-        self._objectives = objectives
-        self._task: TaskMoments | None = None
-        self._grams = grams
-        self._gram: GramSum | None = None  # of the task at hand; its memory serves task after task
-        self._kept = kept
+    sites: Sequence[Site]
+    wanted: Wanted
+    fold: WeightedFold
+    dtype: torch.dtype
+    objectives: bool
+    grams: GramPool
+    kept: dict[Hashable, InputSums] | None = None
+    _task: TaskMoments | None = field(default=None, init=False)
+    _gram: GramSum | None = field(default=None, init=False)  # its memory serves task after task
 
     def add(
         self,
@@ -204,26 +194,26 @@ class LinearSums:
                 _stacked_bias(expert, self.sites),
                 alpha=self.wanted.expert_share,
                 num_rows=num_rows,
-                dtype=self._dtype,
-                energies=self._objectives,
+                dtype=self.dtype,
+                energies=self.objectives,
             )
             key = task, self.sites[0].stream, self.wanted
-            known = self._kept.get(key) if self._kept is not None else None
+            known = self.kept.get(key) if self.kept is not None else None
             inputs = known or self._inputs(rows)
-            if self._kept is not None:
-                self._kept[key] = inputs
+            if self.kept is not None:
+                self.kept[key] = inputs
             self._task = TaskMoments(inputs, cross, weight.shape, is_known=known is not None)
         self._task.add(rows, expert_rows, expert_outputs, weights)
 
     def _inputs(self, rows: Tensor) -> InputSums:
         """Sums at zero: in memory of their own where they are kept, else in what serves task after task."""
         k, device = rows.shape[1], rows.device
-        if self._kept is not None:
-            gram = GramSum(k, self._dtype, device)
+        if self.kept is not None:
+            gram = GramSum(k, self.dtype, device)
         else:
-            gram = self._gram = self._gram or self._grams.lend(k, self._dtype, device)
+            gram = self._gram = self._gram or self.grams.lend(k, self.dtype, device)
             gram.clear()
-        zeros = torch.zeros(k, dtype=self._dtype, device=device)
+        zeros = torch.zeros(k, dtype=self.dtype, device=device)
         return InputSums(gram, zeros, zeros.new_zeros(()))
 
     def end_task(self, expert: Parameters) -> None:
@@ -231,7 +221,7 @@ class LinearSums:
         assert self._task is not None
         biases = {site.name: expert.get(f"{site.name}.bias") for site in self.sites}
         self._task.biases = {name: bias for name, bias in biases.items() if bias is not None}
-        self._fold.add(self._task)
+        self.fold.add(self._task)
         self._task = None
 
     def task_tensors(self) -> list[Tensor]:
@@ -252,15 +242,15 @@ class LinearSums:
         """Add up the sums of all processes for one of them; `places` are those of this one's tasks among all."""
         if team.size == 1:
             return
-        if not hasattr(self._fold, "join"):
+        if not hasattr(self.fold, "join"):
             raise SpecError(
-                f"{type(self._fold).__name__} can't add up what several processes have summed up: it has no `join`",
+                f"{type(self.fold).__name__} can't add up what several processes have summed up: it has no `join`",
                 hint="Calibrate in one process.",
             )
-        like = merged[f"{self.sites[0].name}.weight"].new_zeros((), dtype=self._dtype)
+        like = merged[f"{self.sites[0].name}.weight"].new_zeros((), dtype=self.dtype)
         widths = {site.name: len(merged[f"{site.name}.weight"]) for site in self.sites}
         biases = {name: width for name, width in widths.items() if f"{name}.bias" in merged}
-        self._fold.join(team, to, self._shape(merged), like, biases, self._objectives)
+        self.fold.join(team, to, self._shape(merged), like, biases, self.objectives)
 
     def _shape(self, merged: Parameters) -> tuple[int, int]:
         weights = [merged[f"{site.name}.weight"] for site in self.sites]
@@ -269,9 +259,9 @@ class LinearSums:
     def problem(self, merged: Parameters, base: Parameters | None) -> LinearProblem:
         """What is to be solved; `merged` and `base` are the whole layer's parameters."""
         return LinearProblem(
-            sites=self.sites,
-            moments=self._fold.moments(),
-            expert_bias=self._fold.mean_bias(),
+            sites=tuple(self.sites),
+            moments=self.fold.moments(),
+            expert_bias=self.fold.mean_bias(),
             merged=_of_sites(merged, self.sites),
             base=None if base is None else _of_sites(base, self.sites),
         )
@@ -283,39 +273,36 @@ def _stacked_bias(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
     return torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)])
 
 
+@dataclass(eq=False)
 class NormSums:
     """Sums over normalised rows of the merged model; the wanted output is the expert's affine map of the same rows.
 
     Tokens count by `rule`, and `fold` takes a task's moments into those of the tasks before.
     """
 
-    def __init__(
-        self,
-        site: Site,
-        *,
-        rule: str,
-        fold: Callable[[NormMoments | None, NormMoments], NormMoments],
-        dtype: torch.dtype,
-    ) -> None:
-        self.site = site
-        self.sites = (site,)
-        self.rule = rule
-        self._fold = fold
-        self._dtype = dtype
-        self._task: tuple[Tensor, Tensor, Tensor] | None = None
-        self._tasks: list[NormMoments] = []
+    site: Site
+    rule: str
+    fold: Callable[[NormMoments | None, NormMoments], NormMoments]
+    dtype: torch.dtype
+    _task: tuple[Tensor, Tensor, Tensor] | None = field(default=None, init=False)
+    _tasks: list[NormMoments] = field(default_factory=list, init=False)
+
+    @property
+    def sites(self) -> Sequence[Site]:
+        """The norm alone."""
+        return (self.site,)
 
     def add(self, rows: Tensor, weights: Tensor | None) -> None:
         """Add one batch of the task at hand: what the merged model feeds the norm [T, k], and how much rows count."""
         unit = normalised(self.site, rows)
         if weights is None:
-            count = torch.tensor(len(rows), dtype=self._dtype, device=rows.device)
+            count = torch.tensor(len(rows), dtype=self.dtype, device=rows.device)
             sums = unit.sum(dim=0), unit.square().sum(dim=0), count
         else:
             weighted = unit * weights[:, None]
             sums = weighted.sum(dim=0), (weighted * unit).sum(dim=0), weights.sum()
         # Converted copies of whole batches would take longer than the sums; those of batches are kept in `dtype`.
-        first, second, count = (part.to(self._dtype) for part in sums)
+        first, second, count = (part.to(self.dtype) for part in sums)
         if self._task is not None:
             first, second, count = first + self._task[0], second + self._task[1], count + self._task[2]
         self._task = first, second, count
@@ -328,9 +315,9 @@ class NormSums:
         moments = NormMoments.of_affine(
             mean=first / count,
             second=second / count,
-            scale=expert[f"{self.site.name}.weight"].to(self._dtype),
-            shift=None if shift is None else shift.to(self._dtype),
-            weight_sum=torch.ones((), dtype=self._dtype, device=first.device),
+            scale=expert[f"{self.site.name}.weight"].to(self.dtype),
+            shift=None if shift is None else shift.to(self.dtype),
+            weight_sum=torch.ones((), dtype=self.dtype, device=first.device),
         )
         self._tasks.append(moments)
         self._task = None
@@ -353,8 +340,8 @@ class NormSums:
         if team.size == 1:
             return
         # Moments of a task below each other: averages by coordinate, and the weight.
-        weight, names = merged[f"{self.site.name}.weight"], [field.name for field in fields(NormMoments)]
-        table = weight.new_zeros(num_tasks, len(names), len(weight), dtype=self._dtype)
+        weight, names = merged[f"{self.site.name}.weight"], [each.name for each in fields(NormMoments)]
+        table = weight.new_zeros(num_tasks, len(names), len(weight), dtype=self.dtype)
         for place, moments in zip(places, self._tasks, strict=True):
             table[place] = torch.stack([value.expand(table.shape[-1]) for value in vars(moments).values()])
         team.sum([table], to=to)
@@ -365,7 +352,7 @@ class NormSums:
         """What is to be solved; `merged` and `base` are the whole layer's parameters."""
         total: NormMoments | None = None
         for moments in self._tasks:
-            total = self._fold(total, moments)
+            total = self.fold(total, moments)
         assert total is not None
         parameters = _of_sites(merged, self.sites), None if base is None else _of_sites(base, self.sites)
         return NormProblem(self.site, total, *parameters)

@@ -104,8 +104,17 @@ def select_sites(
             is_left_out = sites is None and path in tied
             if is_left_out or not _is_updated(site, update) or not _is_meant(layer, site, path, sites):
                 continue
-            _require_one_input(site, path)
-            _require_one_place(path, tied)
+            if site.runs > 1:
+                raise IncompatibleModelsError(
+                    f"{path} runs {site.runs} times in one pass, so it has no one input to calibrate on",
+                    hint="Leave it out with a pattern of sites.",
+                )
+            if path in tied:
+                raise IncompatibleModelsError(
+                    f"{path} shares its weight with {', '.join(tied[path][:3])}, so it can't be calibrated for one "
+                    "place alone",
+                    hint="Leave it out with a pattern of sites, or give each place a weight of its own.",
+                )
             chosen[layer.index] = (*chosen.get(layer.index, ()), site.name)
     if not chosen:
         raise LayerNotFoundError(
@@ -200,14 +209,6 @@ def _percent(share: float) -> str:
     return "under 0.1 %" if text == "0.0 %" and share else text
 
 
-def _require_one_place(path: str, tied: Mapping[str, tuple[str, ...]]) -> None:
-    if path in tied:
-        raise IncompatibleModelsError(
-            f"{path} shares its weight with {', '.join(tied[path][:3])}, so it can't be calibrated for one place alone",
-            hint="Leave it out with a pattern of sites, or give each place a weight of its own.",
-        )
-
-
 def _require_match(pattern: str, paths: Sequence[str], groups: Sequence[str]) -> None:
     if not any(fnmatchcase(path, pattern) for path in paths):
         near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
@@ -215,14 +216,6 @@ def _require_match(pattern: str, paths: Sequence[str], groups: Sequence[str]) ->
             f"no site matches {pattern!r}; the nearest are {', '.join(near)}",
             hint=f"Use patterns on module paths such as `*.mlp.*`, or one of {', '.join(groups)}.",
             nearest=near,
-        )
-
-
-def _require_one_input(site: Site, path: str) -> None:
-    if site.runs > 1:
-        raise IncompatibleModelsError(
-            f"{path} runs {site.runs} times in one pass, so it has no one input to calibrate on",
-            hint="Leave it out with a pattern of sites.",
         )
 
 

@@ -97,7 +97,7 @@ class SnapshotWalk(CalibrationWalk):
                 key: sums(lane.calibrator, kept=self.kept.setdefault((branch.name, key, others), {}))
                 for key, lane in wanted.items()
             }
-        summed = partial(self._sum_up_all, layer, merged, needs_output=not is_last)
+        summed = partial(self._sum_up, layer, merged, needs_output=not is_last)
         self.team.together(partial(self.team.final, summed) if self.divided else summed)
         solved = self._solve(layer, merged)
         self.grams.take_back()
@@ -106,10 +106,6 @@ class SnapshotWalk(CalibrationWalk):
             CalibratedLayer(layer.index, updates, reports, drift, seconds)
             for (updates, reports), seconds in zip(solved, self.seconds, strict=True)
         ]
-
-    def _sum_up_all(self, layer: Layer, merged: Parameters, *, needs_output: bool) -> None:
-        for task in self.parts:
-            self._sum_up(layer, merged, task, needs_output=needs_output)
 
     def _advance(self, layer: Layer, merged: Parameters, solved: Sequence[Solved]) -> dict[str, float]:
         """As `advance`, but lanes that are fed another model's features walk on through the merged model."""
@@ -126,8 +122,12 @@ class SnapshotWalk(CalibrationWalk):
         is_deployed = all(lane.calibrator.inputs == "deployed" for lane in self.calibrations)
         super().pass_through(layer, done if is_deployed else {})
 
-    def _sum_up(self, layer: Layer, merged: Parameters, task: str, *, needs_output: bool) -> None:
-        """Take the task's expert through the layer, and add what its sites see to the sums of every branch."""
+    def _sum_up(self, layer: Layer, merged: Parameters, *, needs_output: bool) -> None:
+        """Take the experts through the layer, and add what their sites see to the sums of every branch."""
+        for task in self.parts:
+            self._sum_up_task(layer, merged, task, needs_output=needs_output)
+
+    def _sum_up_task(self, layer: Layer, merged: Parameters, task: str, *, needs_output: bool) -> None:
         expert = self.expert(layer, task)
         every = [sums for by_key in self.sums.values() for sums in by_key.values()]
         inputs = {site for sums in every for site in sums.expert_inputs}
@@ -225,14 +225,9 @@ class SnapshotWalk(CalibrationWalk):
                     solved[index] = solve_layer(
                         self.pool,
                         layer,
-                        left if wanted_again else _taken_out(left),
+                        # What a solved problem holds makes room for the next one.
+                        left if wanted_again else (left.pop(0) for _ in range(len(left))),
                         lane.calibrator.solve,
                         stored_as=self.ground.base or "merged",
                     )
         return [solved[index] for index in range(len(self.lanes))]
-
-
-def _taken_out(items: list[Problem]) -> Iterator[Problem]:
-    """One after the other, none of which is kept: what a solved problem holds makes room for the next one."""
-    while items:
-        yield items.pop(0)

@@ -19,7 +19,7 @@ from driftlens.base.errors import NumericsError
 from driftlens.base.team import Team
 from driftlens.base.variants import expert_of
 from driftlens.engine.sites import row_weights
-from driftlens.engine.walk import Passage, WaitingBatch
+from driftlens.engine.walk import OnStep, Passage, WaitingBatch
 from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInputs, Site, State
 
 NUM_PASSES = 2
@@ -157,6 +157,7 @@ def _recorded(boundary: int) -> str:
     return f"passed-{boundary}"
 
 
+@dataclass(frozen=True)
 class ExpertGradients:
     """Token weights of one task at every chosen group, by backward passes of its expert.
 
@@ -165,21 +166,11 @@ class ExpertGradients:
     still go forward.
     """
 
-    def __init__(
-        self,
-        passage: Passage,
-        pooling: Pool,
-        chosen: Mapping[int, Sequence[Group]],
-        *,
-        metric: bool,
-        on_step: Callable[[int, str], None],
-    ) -> None:
-        self._passage = passage
-        self._pool = passage.pool
-        self._pooling = pooling
-        self._chosen = chosen
-        self._metric = metric
-        self._on_step = on_step
+    passage: Passage
+    pooling: Pool
+    chosen: Mapping[int, Sequence[Group]]
+    metric: bool
+    on_step: OnStep
 
     def weigh(
         self, task: str, draws: Callable[[WaitingBatch], Callable[[int], Tensor]], start: str
@@ -191,26 +182,26 @@ class ExpertGradients:
             draws: batch -> width of the final feature -> the random directions, [passes, n, width].
             start: under which name the expert's features wait before the first chosen layer.
         """
-        layers = self._pool.chain.layers[min(self._chosen) - 1 :]
+        layers = self.passage.pool.chain.layers[min(self.chosen) - 1 :]
         self._record(task, layers, start)
         weighable: dict[Key, Weighable] = {}
         for layer in reversed(layers):
-            parameters = self._pool.parameters(expert_of(task), layer)
+            parameters = self.passage.pool.parameters(expert_of(task), layer)
             entered = start if layer is layers[0] else _recorded(layer.index - 1)
-            groups = self._chosen.get(layer.index, ())
+            groups = self.chosen.get(layer.index, ())
             counts: list[list[Tensor]] = [[] for _ in groups]
             energies: list[list[Tensor]] = [[] for _ in groups]
             metrics = [torch.zeros(()) for _ in groups]
-            for batch in self._passage.batches(layer, task, tell=partial(self._on_step, layer.index, task)):
+            for batch in self.passage.batches(layer, task, tell=partial(self.on_step, layer.index, task)):
                 seen = self._back(layer, parameters, batch, entered, draws(batch))
                 for at, group in enumerate(groups):
                     y, gradients = seen[at]
                     state = batch.get(entered)
-                    count = row_counts(self._pool.chain, layer, group.sites[0], y, state, batch.side)
+                    count = row_counts(self.passage.pool.chain, layer, group.sites[0], y, state, batch.side)
                     counts[at].append(count)
                     rows = [g.reshape(-1, g.shape[-1]) for g in gradients]
                     energies[at].append(sum((g.square().sum(1) for g in rows), count * 0) / len(rows))
-                    for g in rows if self._metric else ():
+                    for g in rows if self.metric else ():
                         metrics[at] = metrics[at].to(g) + (g * count[:, None]).mT @ g
                 if entered != start:
                     batch.drop(entered)
@@ -221,18 +212,18 @@ class ExpertGradients:
                         hint="In a half-precision dtype, try compute.dtype: float32; or set weights to uniform.",
                     )
                 weighable[layer.index, at] = Weighable(counts[at], energies[at], metrics[at])
-        for batch in self._passage.waiting[task, 0]:
+        for batch in self.passage.waiting[task, 0]:
             for number in range(NUM_PASSES):
                 batch.drop(f"back-{number}")
         return weighable
 
     def _record(self, task: str, layers: Sequence[Layer], start: str) -> None:
         """Take the expert through the layers, and let what is at every boundary wait for the way back."""
-        on_step = partial(self._on_step, layers[-1].index, task)
+        on_step = partial(self.on_step, layers[-1].index, task)
         entered = start
         for layer in layers[:-1]:
-            expert = self._pool.layer_map(expert_of(task), layer, task)
-            crossing = self._passage.crossing(layer, task, tell=on_step)
+            expert = self.passage.pool.layer_map(expert_of(task), layer, task)
+            crossing = self.passage.crossing(layer, task, tell=on_step)
             for batch in crossing:
                 crossing.take(batch, _recorded(layer.index), expert, named="the expert", entered=entered)
             entered = _recorded(layer.index)
@@ -246,7 +237,7 @@ class ExpertGradients:
         draw: Callable[[int], Tensor],
     ) -> list[tuple[Tensor, list[Tensor]]]:
         """Output and gradients of every group; the gradients at the boundary before take the place of those behind."""
-        groups = self._chosen.get(layer.index, ())
+        groups = self.chosen.get(layer.index, ())
         wanted = {site.name for group in groups for site in group.sites}
         outputs: dict[str, Tensor] = {}
 
@@ -260,7 +251,7 @@ class ExpertGradients:
             }
             out = layer.call(parameters, state, batch.side, tap if wanted else None)
             if layer.role == "head":
-                f = torch.nn.functional.normalize(layer.vectors(out, batch.side, self._pooling), dim=-1)
+                f = torch.nn.functional.normalize(layer.vectors(out, batch.side, self.pooling), dim=-1)
                 heads = [[(f * v.to(f)).sum()] for v in draw(f.shape[-1])]
                 arriving: list[list[Tensor | None]] = [[None]] * NUM_PASSES
             else:

@@ -197,15 +197,15 @@ class Crossing:
         return left
 
 
+@dataclass
 class FiniteWatch:
     """Remembers the streams of one task and layer as one number per sample, and looks at them all at once."""
 
-    def __init__(self, layer: Layer, task: str, ids: Sequence[str] = ()) -> None:
-        self._layer = layer
-        self._task = task
-        self._ids = ids
-        self._first = 0
-        self._totals: dict[str, list[Tensor]] = {}
+    layer: Layer
+    task: str
+    ids: Sequence[str] = ()
+    _first: int = field(default=0, init=False)
+    _totals: dict[str, list[Tensor]] = field(default_factory=dict, init=False)
 
     def see(self, model: str, stream: Tensor, start: int = 0) -> None:
         """Remember the next batch of a model's features, [n, ...]; `start` is its first sample's position."""
@@ -220,30 +220,30 @@ class FiniteWatch:
             bad = (~torch.isfinite(torch.cat(totals))).nonzero()
             if len(bad):
                 row = self._first + int(bad[0])
-                sample = self._ids[row] if row < len(self._ids) else str(row)
+                sample = self.ids[row] if row < len(self.ids) else str(row)
                 raise NumericsError(
-                    f"features of {model} are NaN or infinite after layer {self._layer.index} "
-                    f"({self._layer.path}), task {self._task!r}, first in sample {sample!r}",
+                    f"features of {model} are NaN or infinite after layer {self.layer.index} "
+                    f"({self.layer.path}), task {self.task!r}, first in sample {sample!r}",
                     hint="Look at that input and at the layer's weights; "
                     "in a half-precision dtype, try compute.dtype: float32.",
-                    layer=self._layer.index,
-                    task=self._task,
+                    layer=self.layer.index,
+                    task=self.task,
                     sample=sample,
                 )
 
 
+@dataclass
 class FeatureStore:
     """Counts the bytes of states that are in memory, and keeps the others in files of one folder.
 
     As a context it takes its files away again at the end, and the folder if it made it; without a folder, all stay.
     """
 
-    def __init__(self, budget: int = 0, folder: Path | None = None) -> None:
-        self._budget = budget
-        self._folder = folder
-        self._held = 0
-        self._files: set[Path] = set()
-        self._made_folder = False
+    budget: int = 0
+    folder: Path | None = None
+    _held: int = field(default=0, init=False)
+    _files: set[Path] = field(default_factory=set, init=False)
+    _made_folder: bool = field(default=False, init=False)
 
     def __enter__(self) -> FeatureStore:
         return self
@@ -251,13 +251,13 @@ class FeatureStore:
     def __exit__(self, *_: object) -> None:
         for file in self._files:
             file.unlink(missing_ok=True)
-        if self._made_folder and self._folder is not None:
+        if self._made_folder and self.folder is not None:
             with contextlib.suppress(OSError):  # somebody else's files may lie there too
-                self._folder.rmdir()
+                self.folder.rmdir()
 
     def fits(self, nbytes: int) -> bool:
         """Whether that much more may stay in memory."""
-        return self._folder is None or self._held + nbytes <= self._budget
+        return self.folder is None or self._held + nbytes <= self.budget
 
     def hold(self, nbytes: int) -> None:
         """Count bytes that stay in memory; negative ones are let go."""
@@ -268,12 +268,12 @@ class FeatureStore:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        assert self._folder is not None
-        file = self._folder / f"{name}.safetensors"
+        assert self.folder is not None
+        file = self.folder / f"{name}.safetensors"
         try:
-            if not self._folder.exists():
+            if not self.folder.exists():
                 # Not its parents: a run that was removed meanwhile must not come back.
-                self._folder.mkdir(exist_ok=True)
+                self.folder.mkdir(exist_ok=True)
                 self._made_folder = True
             # A new file, not new content: tensors that were read from the old one may still look into it.
             file.unlink(missing_ok=True)
@@ -281,7 +281,7 @@ class FeatureStore:
             save_file({key: value.contiguous().cpu() for key, value in state.items()}, file)
         except (OSError, SafetensorError) as error:
             raise RunError(
-                f"waiting features can't be written to {self._folder}: {error}",
+                f"waiting features can't be written to {self.folder}: {error}",
                 hint="Make room there, or raise compute.feature_budget.",
             ) from error
         return file
@@ -293,20 +293,20 @@ class _OnDisk:
     devices: dict[str, torch.device]
 
 
+@dataclass(eq=False)
 class WaitingBatch:
     """One batch of one task at one boundary: a state per model, wherever it lies.
 
     `side` is what every layer needs beside the state, the same for every model; files are called by `name`.
     """
 
-    def __init__(self, store: FeatureStore, name: str, side: SideInputs, start: int, stop: int) -> None:
-        self.side = side
-        self.start = start
-        self.stop = stop
-        self._store = store
-        self._name = name
-        self._states: dict[str, State | _OnDisk] = {}
-        self._held: dict[str, int] = {}
+    store: FeatureStore
+    name: str
+    side: SideInputs
+    start: int
+    stop: int
+    _states: dict[str, State | _OnDisk] = field(default_factory=dict, init=False)
+    _held: dict[str, int] = field(default_factory=dict, init=False)
 
     def lend(self, model: str, state: State) -> None:
         """Give the model a state that is used at once and never waits, so that no budget counts it."""
@@ -315,15 +315,15 @@ class WaitingBatch:
     def put(self, model: str, state: State) -> None:
         """Let `state` take the place of the model's state at the boundary before."""
         before, nbytes = self._states.get(model), sum(leaf.nbytes for leaf in state.values())
-        self._store.hold(-self._held.pop(model, 0))
-        if self._store.fits(nbytes):
-            self._store.hold(nbytes)
+        self.store.hold(-self._held.pop(model, 0))
+        if self.store.fits(nbytes):
+            self.store.hold(nbytes)
             self._held[model] = nbytes
             self._states[model] = state
             if isinstance(before, _OnDisk):
                 before.file.unlink(missing_ok=True)
         else:
-            file = self._store.write(f"{self._name}-{model}", state)
+            file = self.store.write(f"{self.name}-{model}", state)
             self._states[model] = _OnDisk(file, {key: value.device for key, value in state.items()})
 
     def drop(self, model: str) -> None:

@@ -234,19 +234,6 @@ def test_of_equally_simple_candidates_the_lowest_score_is_taken_and_of_others_th
     assert decide(scores, [["one", "other"]]).name == "one"
 
 
-def test_nothing_is_chosen_that_something_simpler_is_clearly_better_than() -> None:
-    """The start is better than the merged model, but its spread hides it; what was found is clearly worse than it."""
-    noise = {task: 5 * values for task, values in NOISE.items()}
-    start = Scores({task: -0.3 + values - values.mean() for task, values in noise.items()})
-    scores = {
-        "merged": merged(0.0),
-        "start": start,
-        "found": Scores({task: values + 0.01 for task, values in start.by_task.items()}),
-    }
-    assert not decide(scores).over_merged["start"].is_clear
-    assert start.compared_with(scores["found"], among=2).is_clear and decide(scores).name == "merged"
-
-
 def test_what_is_chosen_is_never_worse_than_anything_beyond_its_interval() -> None:
     """The merged model and the preset among them; scores of any spread, shared noise, and ways that can't be solved."""
     rng = np.random.default_rng(17)

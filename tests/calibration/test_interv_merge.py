@@ -78,11 +78,6 @@ def test_it_is_what_plain_modules_learn_behind_the_librarys_own_attention(name: 
             torch.testing.assert_close(own, theirs.detach(), rtol=1e-6, atol=1e-9)
 
 
-def test_biases_start_as_those_of_a_linear_module_do() -> None:
-    drawn = uniform(1, 4000, torch.Generator().manual_seed(0), 50)
-    assert float(drawn.abs().max()) == pytest.approx(50**-0.5, rel=0.01)
-
-
 @pytest.mark.parametrize("name", ATTENTION)
 def test_the_librarys_own_forward_with_edits_hooked_in_is_the_chains(name: str) -> None:
     models = subject(name, n=3)

@@ -1,22 +1,78 @@
-"""The pool refuses models that don't belong together, finds broken weights, and streams the library's forward."""
+"""Models side by side: raw inputs on their way to them, what is read when, ahead or not, and what is refused."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
+from collections import UserDict
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import BatchEncoding, BatchFeature, ViTConfig, ViTModel
 
 from driftlens.base.errors import IncompatibleModelsError, NumericsError
-from driftlens.checkpoints.sources import TensorsSource
-from driftlens.engine.pool import LayerMap, ModelPool, streamed_weights
-from driftlens.engine.walk import forward, waiting_bytes, walk
+from driftlens.calibration.calibrator import Calibrator
+from driftlens.calibration.featcal import FeatCal
+from driftlens.calibration.residual import ResidualCal
+from driftlens.checkpoints.sources import TensorsSource, module_source
+from driftlens.engine.pool import LayerMap, ModelPool, ReadAhead, streamed_weights
+from driftlens.engine.walk import capture, forward, input_bytes, on_device, waiting_bytes, walk
+from tests.calibration.helpers import layers_of, subject, updates_of
 from tests.refusing import refusing
-from tests.zoo.cases import CASES, Family, family
+from tests.zoo.cases import CASES, Family, family, perturbed
+
+CPU = torch.device("cpu")
+HOLDERS = [dict, UserDict, MappingProxyType, BatchEncoding, BatchFeature]
+
+
+def batch() -> dict[str, Any]:
+    return {"pixel_values": torch.ones(2, 3, dtype=torch.float64), "position_ids": torch.arange(2)}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_floating_entries_of_every_mapping_are_cast(holder: Any) -> None:
+    found = on_device(holder(batch()), CPU, torch.float16)
+    assert type(found) is dict and list(found) == ["pixel_values", "position_ids"]
+    assert found["pixel_values"].dtype == torch.float16 and found["position_ids"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_so_are_those_of_mappings_inside_others(holder: Any) -> None:
+    found: Any = on_device(({"inner": holder(batch())}, [holder(batch())]), CPU, torch.float16)
+    assert type(found) is tuple and type(found[1]) is tuple
+    for inner in (found[0]["inner"], found[1][0]):
+        assert inner["pixel_values"].dtype == torch.float16 and inner["position_ids"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_they_weigh_what_their_tensors_weigh(holder: Any) -> None:
+    assert input_bytes(holder(batch())) == 2 * 3 * 8 + 2 * 8
+    assert input_bytes([holder({"inner": holder(batch())}), "text", None]) == 64
+
+
+def test_all_else_is_handed_on() -> None:
+    texts, thing = ["one", "two"], object()
+    assert on_device(texts, CPU, torch.float16) == ("one", "two")
+    assert on_device(thing, CPU, torch.float16) is thing
+    assert on_device({"flag": True, "none": None}, CPU, torch.float16) == {"flag": True, "none": None}
+    assert on_device({}, CPU, torch.float16) == {} and input_bytes({}) == 0
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_model_sees_one_and_the_same_in_all(holder: Any) -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    model = ViTModel(ViTConfig(image_size=16, patch_size=8, **sizes)).eval()
+    pixels = torch.rand(3, 3, 16, 16, dtype=torch.float64)
+    plain = [vectors for _, vectors in capture(model, [pixels.float()])]
+    held = [vectors for _, vectors in capture(model, [holder({"pixel_values": pixels})])]
+    assert all(map(torch.equal, held, plain)) and len(held) == len(plain) > 2
+
 
 CASE = CASES["open_clip_vit"]
 
@@ -197,3 +253,105 @@ def test_plain_forward_equals_the_module(models: Family) -> None:
         ):
             assert start == batch.start
             torch.testing.assert_close(found, models.modules["merged"](batch.inputs), rtol=1e-10, atol=1e-12)
+
+
+class Stream:
+    """In the place of a stream: knows for which others it has waited."""
+
+    def __init__(self, *_: Any) -> None:
+        self.waited: list[object] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.waited.append(other)
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """The stream on which everything is computed."""
+    one = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: one)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
+    recorded.clear()
+    return one
+
+
+recorded: list[tuple[Tensor, object]] = []
+
+
+class Counted(ReadAhead):
+    """Knows what was asked for, and whether it was on its way."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.asked: list[tuple[Any, bool]] = []
+
+    def take(self, key: Any) -> dict[str, Tensor] | None:
+        found = super().take(key)
+        self.asked.append((key, found is not None))
+        return found
+
+
+def drifts(models: Family) -> list[Tensor]:
+    views = walk(models.pool, "a", ["merged"], models.batches)
+    return [view.merged_out[view.layer.stream] - view.expert_out[view.layer.stream] for view in views]
+
+
+def test_a_walk_reads_the_next_layer_while_one_is_computed(current: Stream) -> None:
+    plain, ahead = (family(CASES["open_clip_vit"]) for _ in range(2))
+    reader = ahead.pool._ahead = Counted()
+    for found, expected in zip(drifts(ahead), drifts(plain), strict=True):
+        assert torch.equal(found, expected)
+    assert [was_coming for (_, layer), was_coming in reader.asked] == [
+        layer > 1 for (_, layer), _ in reader.asked
+    ]
+    assert {key for key, _ in reader.asked} == {
+        (model, layer.index) for model in ("merged", "expert:a") for layer in ahead.chain.layers
+    }
+    assert not reader._coming  # and nothing is read that nobody asks for
+    assert current.waited == [reader._stream] * sum(coming for _, coming in reader.asked)
+    assert recorded and all(stream is current for _, stream in recorded)
+
+
+@pytest.mark.parametrize(
+    "calibrator", [FeatCal(), ResidualCal(weights="uniform")], ids=["featcal", "residual"]
+)
+def test_a_calibration_reads_the_next_expert_while_one_is_computed(
+    current: Stream, calibrator: Calibrator
+) -> None:
+    plain, ahead = subject("open_clip_vit"), subject("open_clip_vit")
+    reader = ahead.pool._ahead = Counted()
+    found, expected = (updates_of(layers_of(models, calibrator)) for models in (ahead, plain))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    first_reads: dict[Any, bool] = {}
+    for key, was_coming in reader.asked:
+        first_reads.setdefault(key, was_coming)
+    experts = [key for key in first_reads if key[0].startswith("expert:")]
+    assert [first_reads[key] for key in experts] == [False] + [True] * (len(experts) - 1)
+    assert not reader._coming
+
+
+def test_what_is_wrong_with_weights_read_ahead_is_said_when_they_are_asked_for(current: Stream) -> None:
+    models = family(CASES["open_clip_vit"])
+    state = dict(models.modules["expert:a"].state_dict())
+    key = models.chain.layers[2].parameters[next(iter(models.chain.layers[2].parameters))].key
+    state[key] = state[key].clone().fill_(float("nan"))
+    models.pool.add("expert:a", TensorsSource("a.safetensors", state))
+    models.pool._ahead = Counted()
+    with pytest.raises(NumericsError, match=r"a\.safetensors.*" + key):
+        drifts(models)
+
+
+def test_a_model_in_the_place_of_another_is_not_the_one_read_ahead(current: Stream) -> None:
+    models = family(CASES["open_clip_vit"])
+    models.pool._ahead = Counted()
+    layer = models.chain.layers[1]
+    models.pool.expect(["merged"], layer.index)
+    before = models.pool._read("merged", layer)
+    other = perturbed(models.modules["merged"], seed=9)
+    models.pool.add("merged", module_source(other, "other"))
+    found, wanted = models.pool.parameters("merged", layer), models.pool._read("merged", layer)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert not any(torch.equal(before[name], wanted[name]) for name in wanted)

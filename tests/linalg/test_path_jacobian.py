@@ -175,18 +175,3 @@ def test_small_states_take_all_nodes_in_one_pass_and_large_ones_one_each(
     operator = PathJacobian(counted, *pair(smooth), nodes=5)
     operator.jvps(vectors(operator, 2))
     assert len(seen) == calls
-
-
-def test_the_limit_counts_the_vectors_of_all_nodes(
-    operator: PathJacobian, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At the limit the nodes go together, one byte below they don't; products are the same to rounding."""
-    both = vectors(operator, 2)
-    size = operator.nodes * sum(leaf.nbytes for leaf in both.values())
-    found = []
-    for limit in (size, size - 1):
-        monkeypatch.setattr(state, "TOGETHER", limit)
-        found.append((operator.jvps(both), operator.closure()))
-    for name, leaf in found[0][0].items():
-        torch.testing.assert_close(leaf, found[1][0][name], rtol=1e-12, atol=1e-14)
-    assert max(float(closure) for _, closure in found) <= 1e-12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -224,6 +224,28 @@ def _digest(sample: Any) -> str:
     for part in _contents(sample):
         digest.update(part)
     return digest.hexdigest()
+
+
+def samples_at(
+    task: str,
+    split: Split,
+    view: SplitView,
+    drawn: Sequence[int],
+    labels: tuple[str, ...] | None,
+    preprocess: Callable[[list[Any]], Any],
+    batch_size: int,
+) -> SampleSet:
+    """The samples at some positions of a view."""
+
+    def read(position: int) -> Any:
+        return view.read(drawn[position])
+
+    def load(positions: Sequence[int]) -> Any:
+        return preprocess([read(position) for position in positions])
+
+    ids, digest = tuple(view.ids[position] for position in drawn), partial(data_digest, view.ids, view.read)
+    samples = SampleSet(task, split, ids, labels, load, batch_size, source=digest)
+    return replace(samples, picture=read, preprocess=preprocess) if view.holds == "image" else samples
 
 
 def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError
 from driftlens.data.rows import as_texts
-from driftlens.data.samples import COUNT_KEYS, SampleSet, data_digest, draw
+from driftlens.data.samples import COUNT_KEYS, SampleSet, draw, samples_at
 from driftlens.data.sources import Picture, Split, SplitView, data_sources
 from driftlens.models.language.texts import TextReader
 
@@ -176,15 +175,7 @@ def sample_set(
     if labels is not None and class_names is not None:
         require_same_classes(labels, class_names, where=where, all_of_head=False)
 
-    def read(position: int) -> Any:
-        return view.read(drawn[position])
-
-    def load(positions: Sequence[int]) -> Any:
-        return preprocess([read(position) for position in positions])
-
-    ids, digest = tuple(view.ids[position] for position in drawn), partial(data_digest, view.ids, view.read)
-    samples = SampleSet(task, split, ids, labels, load, batch_size, source=digest)
-    return replace(samples, picture=read, preprocess=preprocess) if view.holds == "image" else samples
+    return samples_at(task, split, view, drawn, labels, preprocess, batch_size)
 
 
 def _labels(view: SplitView, drawn: Sequence[int], where: str) -> tuple[str, ...] | None:

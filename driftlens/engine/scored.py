@@ -48,15 +48,13 @@ class Asked:
         """Of the classes, [n, classes], for some of the samples; `weights` are as stored, by their keys."""
         inputs = on_device(self._samples.load(rows), self._pool.device, self._pool.dtype)
         state, side = self._pool.chain.start(inputs)
+        held = _Held(weights)
         for layer in self._pool.chain.layers:
             parameters = {
-                name: slot.own(
-                    weights[slot.key] if slot.rows is None else weights[slot.key][slice(*slot.rows)]
-                )
-                for name, slot in layer.parameters.items()
+                name: slot.own(held.read(slot.key, slot.rows)) for name, slot in layer.parameters.items()
             }
             state = layer.call(parameters, state, side)
-        head = self._head.of(_Held(weights)) if isinstance(self._head, LmHead) else self._head
+        head = self._head.of(held) if isinstance(self._head, LmHead) else self._head
         return torch.log_softmax(head.scores(layer.vectors(state, side, self._pooling)), dim=-1)
 
 

@@ -138,8 +138,8 @@ def weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:
     return {
         "variant": variant,
         "calibration_method": info.method,
-        "calibration_preset": info.preset,
         "calibration_parameters": json.dumps(dict(info.settings)),
+        "calibration_preset": info.preset,
         "calibration_layers": json.dumps(list(info.layers)),
         "calibration_sites": json.dumps(list(info.sites)),
         "calibration_samples": json.dumps(dict(info.samples)),

@@ -26,16 +26,8 @@ from driftlens.merging.method import merge_methods
 from driftlens.models.architecture import load_architecture
 from driftlens.models.heads import LinearHead, stated_classes
 from driftlens.spec import load_spec
+from tests.zoo import saved_families
 from tests.zoo.cases import with_seed
-from tests.zoo.saved_families import (
-    FAMILIES,
-    SIZE,
-    Family,
-    bert,
-    save,
-    spelling_tokenizer,
-    trained,
-)
 from tests.zoo.suite import spec_of_folders
 
 TASKS = {"beasts": ("cat", "dog", "newt"), "sizes": ("big", "small")}
@@ -51,7 +43,7 @@ def logits(model: Any, pixels: Tensor) -> Tensor:
 class Suite:
     """Base and experts on disk and in memory, with images whose labels the experts mostly get right."""
 
-    family: Family
+    family: saved_families.Family
     folder: pathlib.Path
     experts: dict[str, Any]
     pixels: dict[str, Tensor]
@@ -67,14 +59,14 @@ class Suite:
 
 
 def suite(name: str, folder: pathlib.Path) -> Suite:
-    family = FAMILIES[name]
+    family = saved_families.FAMILIES[name]
     folder.mkdir(parents=True)
-    save(family, trained(family, 5, 0), folder / "base")
+    saved_families.save(family, saved_families.trained(family, 5, 0), folder / "base")
     experts, pixels, labels, data = {}, {}, {}, {}
     for seed, (task, names) in enumerate(TASKS.items(), start=1):
-        experts[task] = trained(family, len(names), seed)
+        experts[task] = saved_families.trained(family, len(names), seed)
         named = names if seed == 1 else ()  # the other one's names come from its data
-        save(family, experts[task], folder / task, named)
+        saved_families.save(family, experts[task], folder / task, named)
         images = np.random.default_rng(seed).integers(
             0, 256, (24, family.size, family.size, 3), dtype=np.uint8
         )
@@ -106,14 +98,14 @@ def suite(name: str, folder: pathlib.Path) -> Suite:
 
 def marked(name: str) -> Any:
     """The family as a parameter, with its row of the table in `docs/`: one at once, the others where time is."""
-    loader = FAMILIES[name].loader
+    loader = saved_families.FAMILIES[name].loader
     called = f"{name} (transformers)" if loader.startswith("hf") else f"{name.removeprefix('timm ')} (timm)"
     marks = [pytest.mark.family(called), pytest.mark.shows(files=loader)]
     return pytest.param(name, marks=marks if name == "ViT" else [*marks, pytest.mark.slow])
 
 
 @pytest.mark.shows("drift", "sites", "reloads", heads="classifier of each expert")
-@pytest.mark.parametrize("name", [marked(name) for name in FAMILIES])
+@pytest.mark.parametrize("name", [marked(name) for name in saved_families.FAMILIES])
 def test_a_classifier_is_measured_with_its_own_heads_calibrated_and_reloaded(
     name: str, tmp_path: pathlib.Path
 ) -> None:
@@ -213,7 +205,7 @@ def test_adapters_bring_the_classifier_that_was_trained_beside_them(tmp_path: pa
     from peft import LoraConfig, get_peft_model
 
     made = suite("ViT", tmp_path / "suite")
-    base = trained(FAMILIES["ViT"], 5, 0)
+    base = saved_families.trained(saved_families.FAMILIES["ViT"], 5, 0)
     base.classifier = nn.Linear(16, 2)
     wanted = LoraConfig(r=2, target_modules=["q_proj", "fc1"], modules_to_save=["classifier"])
     model = get_peft_model(base, wanted)
@@ -255,8 +247,8 @@ def test_an_expert_that_computes_otherwise_is_a_problem(tmp_path: pathlib.Path) 
 @pytest.mark.parametrize("form", ["memory", "core", "wrapped"])
 def test_checkpoints_under_other_spellings_are_the_same_model(form: str, tmp_path: pathlib.Path) -> None:
     """As transformers holds it in memory, the core without its classifier, and with a wrapper's prefix."""
-    model = trained(FAMILIES["ViT"], 3, 1)
-    save(FAMILIES["ViT"], model, tmp_path / "model")
+    model = saved_families.trained(saved_families.FAMILIES["ViT"], 3, 1)
+    saved_families.save(saved_families.FAMILIES["ViT"], model, tmp_path / "model")
     state = dict(model.state_dict())
     if form == "core":
         state = transformers.ViTModel(model.config).state_dict() | model.vit.state_dict()
@@ -320,9 +312,9 @@ def test_a_function_of_the_users_loads_when_it_is_trusted(
 
 
 def test_the_first_names_of_layer_norms_are_understood(tmp_path: pathlib.Path) -> None:
-    model = with_seed(lambda: bert(3))()
+    model = with_seed(lambda: saved_families.bert(3))()
     model.save_pretrained(tmp_path)
-    spelling_tokenizer().save_pretrained(tmp_path)
+    saved_families.spelling_tokenizer().save_pretrained(tmp_path)
     state = open_state(tmp_path / "model.safetensors")
     found = load_architecture("hf-auto", str(tmp_path))
     renamed = {
@@ -337,7 +329,7 @@ def test_the_first_names_of_layer_norms_are_understood(tmp_path: pathlib.Path) -
 
 
 def test_pixels_are_prepared_by_the_family_only_where_no_file_says_how(tmp_path: pathlib.Path) -> None:
-    FAMILIES["ConvNeXt"].build(3).save_pretrained(tmp_path)
+    saved_families.FAMILIES["ConvNeXt"].build(3).save_pretrained(tmp_path)
     found = load_architecture("hf-auto", str(tmp_path), blocks="convnext.encoder.stages")
     assert "no preprocessor_config.json" in found.notices[0]
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Nothing"}')
@@ -348,8 +340,8 @@ def test_pixels_are_prepared_by_the_family_only_where_no_file_says_how(tmp_path:
 def test_a_timm_folder_says_what_its_classes_and_pixels_are_and_loads_no_other_file(
     tmp_path: pathlib.Path,
 ) -> None:
-    family = FAMILIES["timm ViT"]
-    save(family, trained(family, 3, 0), tmp_path / "model")
+    family = saved_families.FAMILIES["timm ViT"]
+    saved_families.save(family, saved_families.trained(family, 3, 0), tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     stated = json.loads(file.read_text())
     flat = {**stated, **stated.pop("pretrained_cfg"), "label_names": ["x", "y", "z"], "mean": [0.1, 0.2, 0.3]}
@@ -357,7 +349,7 @@ def test_a_timm_folder_says_what_its_classes_and_pixels_are_and_loads_no_other_f
     file.write_text(json.dumps(flat))
     found = load_architecture("timm", str(tmp_path / "model"))
     assert found.preprocess is not None and found.preprocess.settings["mean"] == [0.1, 0.2, 0.3]
-    assert tuple(found.preprocess.settings["input_size"]) == (3, SIZE, SIZE)
+    assert tuple(found.preprocess.settings["input_size"]) == (3, saved_families.SIZE, saved_families.SIZE)
     assert stated_classes(str(tmp_path / "model" / "model.safetensors")) == ("x", "y", "z")
     flat["model_args"] = {**flat["model_args"], "checkpoint_path": "/tmp/x.pt"}
     file.write_text(json.dumps(flat))

@@ -13,16 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import driftlens as dl
+from driftlens.base import errors
 from driftlens.base.access import Context
-from driftlens.base.errors import (
-    CheckpointError,
-    DataError,
-    DriftLensError,
-    LayerNotFoundError,
-    RunError,
-    SingularGramError,
-    SpecError,
-)
 from driftlens.base.progress import ProgressEvent
 from driftlens.findings.listing import find_runs
 from driftlens.jobs.analyze.job import analyze, evaluate
@@ -114,7 +106,7 @@ def test_resuming_with_other_settings_is_refused_and_starting_afresh_is_not(
         (request(layers=[2, 3]), r"sites\.4"),
         (request(samples=2), "samples"),
     ):
-        with pytest.raises(SpecError, match=f"another {words}"):
+        with pytest.raises(errors.SpecError, match=f"another {words}"):
             calibrate(folder, changed.changed(resume=True))
     fresh = calibrate(folder, request())
     same_rows(fresh, whole)
@@ -128,7 +120,7 @@ def test_settings_are_not_chosen_for_what_was_begun_with_others(
     calibrate_until(folder, in_layer(3))
     before = files_of(folder)
     monkeypatch.setattr(Trials, "outcomes", lambda *_, **__: pytest.fail("a search began"))
-    with pytest.raises(SpecError, match=r"another (automatic: false, now true|settings\.update)"):
+    with pytest.raises(errors.SpecError, match=r"another (automatic: false, now true|settings\.update)"):
         calibrate(folder, request(parameters=parameters, resume=True), choose=HELD_OUT)
     assert files_of(folder) == before
 
@@ -147,7 +139,7 @@ def test_a_finished_calibration_is_resumed_only_as_the_very_same(
     whole: DriftRun, changed: CalibrationRequest, choose: Any
 ) -> None:
     before = files_of(whole.path)
-    with pytest.raises(SpecError, match="finished, with other settings"):
+    with pytest.raises(errors.SpecError, match="finished, with other settings"):
         calibrate(whole.path, changed.changed(resume=True), choose=choose)
     assert files_of(whole.path) == before
 
@@ -158,9 +150,9 @@ def test_a_name_is_given_once_unless_it_is_to_be_replaced(
 ) -> None:
     calibrate(folder, request(parameters={"lam": 2.0}))
     before = files_of(folder)
-    with pytest.raises(SpecError, match="has a calibration 'featcal' already"):
+    with pytest.raises(errors.SpecError, match="has a calibration 'featcal' already"):
         calibrate(folder, request())
-    with pytest.raises(SpecError, match="finished, with other settings"):
+    with pytest.raises(errors.SpecError, match="finished, with other settings"):
         calibrate(folder, request(resume=True))
     assert files_of(folder) == before, "a refusal should leave no trace"
     replaced = calibrate(folder, request(replace=True))
@@ -182,7 +174,7 @@ def test_what_has_the_name_stays_until_its_successor_is_solved_for(
 ) -> None:
     calibrate(folder, request())
     if end == "failed":
-        with pytest.raises(SingularGramError):
+        with pytest.raises(errors.SingularGramError):
             calibrate(folder, request(parameters={"lam": 0.0}, samples=1, replace=True))
     else:
         calibrate_until(folder, in_layer(3), replace=True)
@@ -234,29 +226,29 @@ def test_a_run_calibrates_itself_with_a_calibrator(folder: pathlib.Path, whole: 
         "params",
         "evaluate",
     }
-    with pytest.raises(SpecError, match="no registered calibrator"):
+    with pytest.raises(errors.SpecError, match="no registered calibrator"):
         dl.open_run(folder).calibrate(object(), name="other")
 
 
 @pytest.mark.parametrize(
     ("asked", "error", "words"),
     [
-        ({"parameters": {"lam": -1.0}}, SpecError, "lam"),
-        ({"parameters": {"lam": float("nan")}}, SpecError, "lam"),
-        ({"parameters": {"alpha": 1.5}}, SpecError, "alpha"),
-        ({"parameters": {"alfa": 0.5}}, SpecError, "Did you mean 'alpha'"),
-        ({"method": "featcall"}, SpecError, "Did you mean 'featcal'"),
-        ({"preset": "paper-klip"}, SpecError, "Did you mean 'paper-clip'"),
-        ({"layers": ["*.resblock.*"]}, LayerNotFoundError, "resblocks"),
-        ({"sites": ["*.mlp.c_fo"]}, LayerNotFoundError, "c_fc"),
-        ({"layers": [99]}, LayerNotFoundError, "no layer 99"),
-        ({"samples": 7}, DataError, "holds 6"),
+        ({"parameters": {"lam": -1.0}}, errors.SpecError, "lam"),
+        ({"parameters": {"lam": float("nan")}}, errors.SpecError, "lam"),
+        ({"parameters": {"alpha": 1.5}}, errors.SpecError, "alpha"),
+        ({"parameters": {"alfa": 0.5}}, errors.SpecError, "Did you mean 'alpha'"),
+        ({"method": "featcall"}, errors.SpecError, "Did you mean 'featcal'"),
+        ({"preset": "paper-klip"}, errors.SpecError, "Did you mean 'paper-clip'"),
+        ({"layers": ["*.resblock.*"]}, errors.LayerNotFoundError, "resblocks"),
+        ({"sites": ["*.mlp.c_fo"]}, errors.LayerNotFoundError, "c_fc"),
+        ({"layers": [99]}, errors.LayerNotFoundError, "no layer 99"),
+        ({"samples": 7}, errors.DataError, "holds 6"),
     ],
     ids=["lam below 0", "lam not a number", "alpha above 1", "unknown parameter", "unknown method", "unknown preset",
          "layer pattern", "site pattern", "layer number", "too many samples"],
 )  # fmt: skip
 def test_what_can_not_be_is_refused_before_anything_is_touched(
-    folder: pathlib.Path, asked: dict[str, Any], error: type[DriftLensError], words: str
+    folder: pathlib.Path, asked: dict[str, Any], error: type[errors.DriftLensError], words: str
 ) -> None:
     before = files_of(folder)
     with pytest.raises(error, match=words):
@@ -266,7 +258,7 @@ def test_what_can_not_be_is_refused_before_anything_is_touched(
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a:b", ".hidden", "a b"])
 def test_a_name_is_one_plain_word(name: str) -> None:
-    with pytest.raises(SpecError, match="can't be the name"):
+    with pytest.raises(errors.SpecError, match="can't be the name"):
         request(name)
 
 
@@ -276,7 +268,7 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_computed(
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine.txt").write_text("mine")
     before = files_of(folder)
-    with pytest.raises(RunError, match="exists already"):
+    with pytest.raises(errors.RunError, match="exists already"):
         calibrate(folder, request(save_weights=tmp_path / "taken"))
     assert files_of(folder) == before
 
@@ -293,9 +285,11 @@ def test_a_checkpoint_that_changed_since_the_run_is_named(tmp_path: pathlib.Path
     before = files_of(tmp_path / "run")
     who = name if name == "base" else f"expert:{name}"
     for resume in (False, True):
-        with pytest.raises(CheckpointError, match=f"^{who} is not the model that the run was made with"):
+        with pytest.raises(
+            errors.CheckpointError, match=f"^{who} is not the model that the run was made with"
+        ):
             calibrate(tmp_path / "run", request(resume=resume))
-    with pytest.raises(CheckpointError, match=f"^{who} is not the model"):
+    with pytest.raises(errors.CheckpointError, match=f"^{who} is not the model"):
         analyze(spec, AnalysisRequest(out=tmp_path / "run", resume=True))
     assert files_of(tmp_path / "run") == before
 
@@ -310,7 +304,7 @@ def test_data_that_changed_since_the_run_is_refused(
     np.savez(shorter, **cut)
     (folder / "spec.yaml").write_text(text.replace(str(world.data(TASKS[1])), str(shorter)), encoding="utf-8")
     with pytest.raises(
-        DataError, match=f"test samples of task {TASKS[1]} are not those of the run|diagnosis samples"
+        errors.DataError, match=f"test samples of task {TASKS[1]} are not those of the run|diagnosis samples"
     ):
         calibrate(folder, request())
 
@@ -324,7 +318,7 @@ def test_a_run_that_is_unfinished_is_refused(world: World, tmp_path: pathlib.Pat
 
     with pytest.raises(dl.errors.Cancelled):
         dl.analyze(world.spec(), out=tmp_path / "run", progress="none", on_progress=stop, cancel=token)
-    with pytest.raises(RunError, match="unfinished"):
+    with pytest.raises(errors.RunError, match="unfinished"):
         calibrate(tmp_path / "run", request())
 
 
@@ -334,9 +328,9 @@ def test_live_modules_can_not_be_added_to_and_say_so(tmp_path: pathlib.Path) -> 
     modules = {"merged": perturbed(base, 1), "experts": {"task": perturbed(base, 2)}}
     dl.analyze(**modules, data=data, blocks="blocks", out=tmp_path / "run", progress="none")
     before = files_of(tmp_path / "run")
-    with pytest.raises(SpecError, match="made from live modules"):
+    with pytest.raises(errors.SpecError, match="made from live modules"):
         calibrate(tmp_path / "run", request())
-    with pytest.raises(SpecError, match="made from live modules"):
+    with pytest.raises(errors.SpecError, match="made from live modules"):
         evaluate(tmp_path / "run", again=True)
     assert files_of(tmp_path / "run") == before
 
@@ -348,6 +342,6 @@ def test_a_baseline_called_like_the_control_is_in_the_way(world: World, tmp_path
         heads=None,
     )
     dl.analyze(spec, out=tmp_path / "run", progress="none")
-    with pytest.raises(SpecError, match="is a baseline of the run"):
+    with pytest.raises(errors.SpecError, match="is a baseline of the run"):
         calibrate(tmp_path / "run", request("x"))
     assert CONTROL not in calibrate(tmp_path / "run", request("y", parameters={"rho": 1})).variants

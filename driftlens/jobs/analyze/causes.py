@@ -18,19 +18,7 @@ from torch.func import vjp
 from driftlens.base.progress import Reporter, TaskMeter
 from driftlens.base.variants import expert_of
 from driftlens.data.samples import SampleSet
-from driftlens.diagnostics.attribution import (
-    Contributions,
-    LayerSensitivity,
-    PrefixSwaps,
-    Step,
-    Target,
-    adjoint_parts,
-    drift_target,
-    group_mismatches,
-    loss_target,
-    margin_target,
-    pulled_back,
-)
+from driftlens.diagnostics import attribution
 from driftlens.diagnostics.drift import share_intervals
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.jobs.study.study import Study
@@ -109,7 +97,7 @@ class _Followed:
     """What one batch [n] says: |e_L|^2, and by layer [L, n] contributions and prefix swaps, where asked for."""
 
     energy: Tensor
-    sensitivities: dict[int, LayerSensitivity]
+    sensitivities: dict[int, attribution.LayerSensitivity]
     shares: Tensor | None
     prefix_shares: Tensor | None
 
@@ -126,8 +114,10 @@ def _followed(
     units = dict.fromkeys(study.tasks, num_layers * len(variants))
     meter, part, found = TaskMeter(reporter, "explain", units, task), samples.positions(first, last), []
     for number, variant in enumerate(variants):
-        followed: dict[int, Contributions] = defaultdict(lambda: Contributions(settings))
-        swapped: dict[int, PrefixSwaps] = defaultdict(PrefixSwaps)
+        followed: dict[int, attribution.Contributions] = defaultdict(
+            lambda: attribution.Contributions(settings)
+        )
+        swapped: dict[int, attribution.PrefixSwaps] = defaultdict(attribution.PrefixSwaps)
         batches = samples.batches(part.start, part.stop)
         for view in walk(study.pool, task, [variant], batches, ids=samples.ids):
             layer = view.layer.index
@@ -188,7 +178,7 @@ def _fill(
         layers[index] |= {f"{column}_low": low[index - 1], f"{column}_high": high[index - 1]}
 
 
-def _sensitivity_columns(parts: list[LayerSensitivity]) -> dict[str, float | int]:
+def _sensitivity_columns(parts: list[attribution.LayerSensitivity]) -> dict[str, float | int]:
     error, size = (_joined([getattr(part, name) for part in parts]) for name in ("error", "size"))
     columns: dict[str, float | int] = {
         "jacobian_error": float(error.sum() / size.sum()) if size.sum() > 0 else np.nan,
@@ -218,7 +208,7 @@ def adjoint_columns(
     for seen, steps in _taken_back(study, task, variant, nodes):
         last = seen[-1]
         for name, target in _targets(study, samples, last).items():
-            parts = adjoint_parts(steps, {last.layer.stream: target.covector})
+            parts = attribution.adjoint_parts(steps, {last.layer.stream: target.covector})
             ids = list(samples.ids[last.start : last.stop])
             remainder = target.change - parts.sum(dim=0)
             for view, part in zip(seen, parts, strict=True):
@@ -238,11 +228,14 @@ def group_rows(study: Study, task: str, variant: str, nodes: Mapping[int, int]) 
     for seen, steps in _taken_back(study, task, variant, nodes):
         last = seen[-1]
         drift = {last.layer.stream: decompose(last).drift[last.layer.stream]}
-        for view, (step, pulled) in zip(reversed(seen), pulled_back(steps, drift), strict=True):
+        for view, (step, pulled) in zip(reversed(seen), attribution.pulled_back(steps, drift), strict=True):
             if view.layer.index not in study.settings.stored_layers:
                 continue
             expert, merged = (study.pool.layer_map(at, view.layer, task) for at in (expert_of(task), variant))
-            parts, whole = group_mismatches(expert, merged, view.expert_in, view.side), step.local_mismatch
+            parts, whole = (
+                attribution.group_mismatches(expert, merged, view.expert_in, view.side),
+                step.local_mismatch,
+            )
             rest = {name: leaf - sum(part[name] for part in parts.values()) for name, leaf in whole.items()}
             common = norm(rest), inner(whole, whole), inner(drift, drift), norm(whole)
             for group, part in parts.items():
@@ -255,7 +248,7 @@ def group_rows(study: Study, task: str, variant: str, nodes: Mapping[int, int]) 
 
 def _taken_back(
     study: Study, task: str, variant: str, nodes: Mapping[int, int]
-) -> Iterator[tuple[list[LayerView], list[Step]]]:
+) -> Iterator[tuple[list[LayerView], list[attribution.Step]]]:
     """Batch by batch of the first samples, all layers in forward order: as the walk saw them, and as steps."""
     settings = study.settings.jacobian
     assert settings is not None
@@ -270,7 +263,7 @@ def _taken_back(
 
     for seen in views.values():
         steps = [
-            Step(
+            attribution.Step(
                 call=partial(call, view),
                 expert_in=view.expert_in,
                 merged_in=view.merged_in,
@@ -286,19 +279,21 @@ def _forgotten(state: State) -> State:
     raise AssertionError("the layer's parameters are read again")
 
 
-def _targets(study: Study, samples: SampleSet, last: LayerView) -> dict[str, Target]:
+def _targets(study: Study, samples: SampleSet, last: LayerView) -> dict[str, attribution.Target]:
     pooling = study.settings.pool
     stream = last.layer.stream
     expert, variant = last.expert_out[stream], last.merged_out[stream]
-    targets = {"final_drift": drift_target(expert, variant)}
+    targets = {"final_drift": attribution.drift_target(expert, variant)}
     head = study.head(last.task, last.variant)
     if head is None:
         return targets
     # Scores are of pooled features. Pooling is linear, so a covector behind it is pulled back exactly, from anywhere.
     before, pull, *_ = vjp(lambda state: pooled(state, pooling, last.side.mask(stream)), expert)
     after = pooled(variant, pooling, last.side.mask(stream))
-    scored = {"margin": margin_target(head, before, after)}
+    scored = {"margin": attribution.margin_target(head, before, after)}
     if samples.labels is not None:
         labels = class_rows(head, samples.labels[last.start : last.stop]).to(expert.device)
-        scored["loss"] = loss_target(head, before, after, labels)
-    return targets | {name: Target(pull(of.covector)[0], of.change) for name, of in scored.items()}
+        scored["loss"] = attribution.loss_target(head, before, after, labels)
+    return targets | {
+        name: attribution.Target(pull(of.covector)[0], of.change) for name, of in scored.items()
+    }

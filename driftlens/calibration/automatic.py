@@ -62,15 +62,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How one model's held-out scores compare with another's.
+    """How one model's held-out scores compare with another's: by how much its mean is lower, and whether that is clear.
 
-    Attributes:
-        advantage: by how much its mean is lower.
-        standard_error: of the advantage; infinite where one of them can't be solved for.
-        freedom: degrees of freedom of that error.
-        low: lower end of the advantage's interval, after the correction for several comparisons.
-        high: upper end.
-        is_clear: whether it is lower by more than chance explains.
+    The error is infinite where one of them can't be solved for; `low` and `high` are the ends of the advantage's
+    interval after the correction for several comparisons.
     """
 
     advantage: float
@@ -83,14 +78,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Decision:
-    """Which of several models to use.
+    """Which of several models to use: `name` is the simplest that no other is clearly better than.
 
-    Attributes:
-        name: of the simplest that no other is clearly better than.
-        over_merged: every other model against the merged one, in their order.
-        among: how many comparisons share the error that is allowed.
-        base_stands: whether there is a base whose mean is as low as the decision's, or which was decided for.
-        best: of all but the merged model, the one with the lowest mean; empty without any.
+    `over_merged` compares every other with the merged one, `among` so many share the error that is allowed. The base
+    stands where its mean is as low as the decision's. `best` has the lowest mean of all but the merged one, if any.
     """
 
     name: str

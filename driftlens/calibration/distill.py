@@ -23,11 +23,6 @@ class Distill(Calibrator, Descent, WeightTrainer):
     calibration samples alone, for a fixed number of steps. A step's batch holds samples of all tasks, mixed; every task
     counts alike, whatever the size of its features: its loss is divided by the mean |feature| of its expert in that
     batch. Of texts, features are compared token by token. Nobody has published settings; these are not searched for.
-
-    Args:
-        steps: of Adam, a batch each.
-        batch: samples a step, of all tasks together.
-        lr: length of a step.
     """
 
     title = "Distillation"

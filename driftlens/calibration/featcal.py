@@ -321,14 +321,6 @@ class FeatCal(ClosedFormBase):
 class Norms(FeatCal):
     """What norms alone repair: Eq. 59 of FeatCal, weights and biases staying as merged; the reference for methods that
     change more.
-
-    Args:
-        lam: as for `FeatCal`, like all others.
-        rho: of the anchor.
-        alpha: of the target.
-        eps: least Gram norm.
-        anchor: `merged` or `none`.
-        solve_dtype: of sums and solves.
     """
 
     title = "Norms only"

@@ -21,13 +21,8 @@ from driftlens.engine.training import Course, FrozenWalk, JointTrainer
 class Edit:
     """h + W2' ((W1 h + b1) - (W2 h + b2)) of the output of one site, before it is added to the stream.
 
-    Attributes:
-        source: W1, [r, d].
-        source_bias: b1, [r].
-        project: W2, [r, d].
-        project_bias: b2, [r].
-        first: whether h is the first token alone, the class token; else it is every token.
-        site: whose output it is.
+    W1 and W2 are `source` and `project`, [r, d], with their biases [r]. With `first`, h is the first token alone, the
+    class token; else it is every token.
     """
 
     source: Tensor
@@ -82,12 +77,6 @@ class IntervMerge(Descent, Trained, JointTrainer):
     alone, for a fixed number of steps, by back-propagation through the merged model; the authors train on test images.
     Models without a class token have no published way: there every token is edited, and the final features of all
     tokens are compared. Attention's output is that of the first module which is added to what entered the block.
-
-    Args:
-        rank: r, of each edit; 1 as published for Task Arithmetic.
-        steps: of Adam, a batch each.
-        batch: samples a step.
-        lr: length of a step.
     """
 
     title = "IntervMerge"

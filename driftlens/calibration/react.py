@@ -38,9 +38,6 @@ class ReACT(Trained, LayerTrainer):
     The ridge pulls towards doing nothing, so that few samples do little harm, and is relative to the Gram matrix as
     that of FeatCal. The published method also blends the W of several tasks by a user's preference; here every task
     has its own.
-
-    Args:
-        lam: ridge, for a Gram matrix of Frobenius norm 1.
     """
 
     title = "ReACT"

@@ -18,13 +18,7 @@ from driftlens.engine.training import BoundaryFeatures, Course, FrozenWalk, Join
 
 @dataclass(frozen=True)
 class LowRank:
-    """f - U relu(D f), token by token; with `normalize`, of features brought to unit norm.
-
-    Attributes:
-        down: D, [r, d].
-        up: U, [d, r].
-        normalize: whether f is f / |f|, in what is subtracted from, too.
-    """
+    """f - U relu(D f) with D [r, d] and U [d, r], token by token; with `normalize`, f is brought to |f| = 1 first."""
 
     down: Tensor
     up: Tensor
@@ -70,13 +64,6 @@ class Surgery(LowRankTrained, LayerTrainer):
 
     Trained on calibration samples alone, for a fixed number of steps; the authors train on test images. Of texts, f is
     what the score map reads, token by token, for which nobody has published another way.
-
-    Args:
-        rank: r, of the correction.
-        steps: of Adam, a batch each.
-        batch: samples a step.
-        lr: length of a step.
-        normalize: whether f is brought to unit norm first, as FusionBench does; the authors don't.
     """
 
     title = "Surgery"
@@ -119,13 +106,6 @@ class ProbSurgery(LowRankTrained, LayerTrainer):
 
     KL is from N(0, I), summed over entries, as a mean over rows. Where it is used, z is mu. Trained on calibration
     samples alone for a fixed number of steps; the authors report the best of 50 rounds by test accuracy.
-
-    Args:
-        rank: of h.
-        weight: w, of the KL divergence.
-        steps: of Adam, a batch each.
-        batch: samples a step.
-        lr: length of a step.
     """
 
     title = "ProbSurgery"
@@ -182,12 +162,6 @@ class SurgeryV2(LowRankTrained, JointTrainer):
 
     Trained on calibration samples alone, for a fixed number of steps, by back-propagation through the merged model;
     the authors train on test images, and use rank 4 for ViT-L/14.
-
-    Args:
-        rank: of each correction.
-        steps: of Adam, a batch each.
-        batch: samples a step.
-        lr: length of a step.
     """
 
     title = "SurgeryV2"

@@ -20,10 +20,8 @@ class SVC(Calibrator, Weightwise):
     """W_0 + U diag(gamma S) V' with U S V' = W_merged - W_0, in float64, of linear modules; no sample is read.
 
     gamma_r = N / sum_i max(alpha, s_r^i), where s_r^i is how long the merged change is in direction u_r against what
-    the change of expert i has in the same direction: <s_r v_r, u_r' dW_i> / |u_r' dW_i|^2.
-
-    Args:
-        alpha: least s_r^i, so that no direction is stretched more than 1 / alpha times.
+    the change of expert i has in the same direction: <s_r v_r, u_r' dW_i> / |u_r' dW_i|^2. So no direction is stretched
+    more than 1 / alpha times.
     """
 
     title = "SVC"

@@ -63,14 +63,10 @@ class Target:
 
 @diagnostic("adjoint", table="adjoint", columns=ADJOINT.columns[len(ADJOINT.key) :], needs="jacobian")
 def adjoint_parts(steps: Sequence[Step], covector: State) -> Tensor:
-    """<A_{l+1}' ... A_L' u, m_l> for every layer l and sample, [L, n].
+    """<A_{l+1}' ... A_L' u, m_l> for every layer l in forward order and sample, [L, n]; u is at the last boundary.
 
     By Prop. 2 (Eq. 5) they sum to <u, e_L>, up to the quadrature error of the Jacobians.
     Source: FeatCal (arXiv:2605.13030), Eq. 5, read from the left.
-
-    Args:
-        steps: all layers in forward order.
-        covector: u at the last boundary.
     """
     return torch.stack([inner(step.local_mismatch, u) for step, u in pulled_back(steps, covector)][::-1])
 
@@ -92,15 +88,10 @@ def drift_target(expert: Tensor, variant: Tensor) -> Target:
 
 
 def loss_target(head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor) -> Target:
-    """The cross-entropy of the variant minus that of the expert, in nats (Eq. 41).
+    """The cross-entropy of the variant minus that of the expert, in nats (Eq. 41); features [n, d], true rows [n].
 
-    u = (averaged Jacobian of the score map)' (averaged gradient of the loss), both on their segments.
-
-    Args:
-        head: the variant's score map for the task; what another map of the expert's changes is no drift.
-        expert: final features, [n, d].
-        variant: final features, [n, d].
-        labels: row of the true class, [n].
+    u = (averaged Jacobian of the score map)' (averaged gradient of the loss), both on their segments. `head` is the
+    variant's score map for the task; what another map of the expert's changes is no drift.
     """
     start, end = head.scores(expert), head.scores(variant)
     wanted = torch.zeros_like(start).scatter_(1, labels[:, None], 1.0)
@@ -335,13 +326,8 @@ def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: Si
 
     On the expert's features, groups change from the expert's parameters to the variant's one after the other, in the
     order of `GROUPS` and in its reverse. What the output changes by as g does telescopes to m in either order; m_g is
-    the mean of both: of what two groups make together, each gets half. Of two groups that is Shapley's value.
-
-    Args:
-        expert: the layer of the task's expert.
-        variant: the same layer of the variant; what is attached behind it is a group of its own.
-        state: the expert's features before it.
-        side: of their batch.
+    the mean of both: of what two groups make together, each gets half. Of two groups that is Shapley's value. What is
+    attached behind the layer is a group of its own; `state` are the expert's features before it.
     """
     of, has_more = parameter_groups(variant.layer), variant.attachment is not None
     order = [group for group in GROUPS if group in of.values()] + ["attached"] * has_more

@@ -83,18 +83,11 @@ def layer_values(seen: Seen) -> dict[str, float]:
 
 
 def share_intervals(parts: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Ends of the 95 % interval of sum(parts) / sum(whole), by drawing samples again; NaN with a single sample.
+    """Ends of the 95 % interval of sum(parts) / sum(whole), [2, rows], of parts [rows, n] and whole [n], at least 0.
 
     Numerator and denominator are drawn together, `RESAMPLES` times with replacement, the same for all rows and at every
     call; the ends are the 2.5 and 97.5 % quantiles of the ratios (percentile bootstrap). Draws whose denominator is 0
-    have no ratio and are left out.
-
-    Args:
-        parts: [rows, n].
-        whole: [n], at least 0.
-
-    Returns:
-        [2, rows].
+    have no ratio and are left out; NaN with a single sample.
     """
     rows, n = parts.shape
     if n < 2 or not whole.sum() > 0:

@@ -173,13 +173,10 @@ class ScoreGains:
 
 
 def score_gains(head: ScoreMap, start: Tensor, end: Tensor) -> ScoreGains:
-    """Gains of `head.scores` on the segments from `start` to `end`.
+    """Gains of `head.scores` on the segments from the expert's features [n, d] to the variant's, float64 advised.
 
-    Args:
-        head: the score map; of one whose gain is bounded exactly nothing is sampled (of a linear map all but the last
-            are one number per direction).
-        start: expert features, [n, d], float64 advised.
-        end: variant features, [n, d].
+    Where the gain is bounded exactly nothing is sampled (of a linear map all but the last are one number per
+    direction).
     """
     drift = end - start
     length = torch.linalg.vector_norm(drift, dim=1)

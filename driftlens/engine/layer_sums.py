@@ -176,16 +176,11 @@ class LinearSums:
         num_rows: int,
         task: str,
     ) -> None:
-        """Add one batch of the task at hand.
+        """Add one batch of the task at hand, which has about `num_rows` in all.
 
-        Args:
-            rows: what the merged model feeds the sites, [T, k].
-            expert_rows: what the expert feeds them, [T, k].
-            expert_outputs: what each site of the expert makes of that, [T, o].
-            weights: how much each row counts, [T]; None counts each 1.
-            expert: its parameters.
-            num_rows: about how many rows all batches of the task have together.
-            task: its name.
+        `rows` are what the merged model feeds the sites, [T, k], `expert_rows` what the expert feeds them,
+        `expert_outputs` what each site of the expert makes of that, [T, o]; each row counts as `weights` say, [T], None
+        counts each 1.
         """
         if self._task is None:
             weight = stacked(expert, self.sites)

@@ -138,9 +138,8 @@ class SiteUpdate:
 class Wanted:
     """Which moments of a linear site a calibrator wants.
 
-    Attributes:
-        expert_share: a in the wanted output W_i (a x_expert + (1 - a) x_merged) (FeatCal, Eq. 10, alpha).
-        token_weights: the adapter's rule by which tokens count; `uniform` counts all alike. Masked tokens never count.
+    `expert_share` is a in the wanted output W_i (a x_expert + (1 - a) x_merged) (FeatCal, Eq. 10, alpha);
+    `token_weights` the adapter's rule by which tokens count, `uniform` counts all alike. Masked tokens never count.
     """
 
     expert_share: float
@@ -158,13 +157,9 @@ class InputSums(NamedTuple):
 class TaskMoments:
     """Sums over the rows of one task: the unit that calibrators fold.
 
-    Attributes:
-        gram: of what the merged model feeds the sites, [k, k].
-        rows: sum of these inputs, [k].
-        weight_sum: how much all rows count together.
-        cross: of the wanted outputs with the inputs.
-        shape: [O, k] of the stacked weights.
-        biases: the expert's, by site.
+    `gram` [k, k] and `rows` [k] are of what the merged model feeds the sites, `cross` of the wanted outputs with that,
+    `weight_sum` says how much all rows count together; `shape` is [O, k] of the stacked weights, and `biases` are the
+    expert's, by site.
     """
 
     def __init__(
@@ -202,9 +197,7 @@ class TaskMoments:
 class WeightedFold:
     """Moments of linear sites: sums over tasks, each divided by its rows' weight and multiplied by its task weight.
 
-    Args:
-        grams: where the sum of Gram matrices comes from.
-        task_weight: how much a task counts, from the Frobenius norm of its mean Gram matrix.
+    `task_weight` says how much a task counts, from the Frobenius norm of its mean Gram matrix.
     """
 
     def __init__(self, grams: GramPool, task_weight: Callable[[Tensor], Tensor]) -> None:

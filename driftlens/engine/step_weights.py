@@ -175,12 +175,9 @@ class ExpertGradients:
     def weigh(
         self, task: str, draws: Callable[[WaitingBatch], Callable[[int], Tensor]], start: str
     ) -> dict[Key, Weighable]:
-        """What token weights are made of.
+        """What token weights are made of; the expert's features wait under the name `start` before the first layer.
 
-        Args:
-            task: whose expert.
-            draws: batch -> width of the final feature -> the random directions, [passes, n, width].
-            start: under which name the expert's features wait before the first chosen layer.
+        `draws` gives of a batch and the width of the final feature the random directions, [passes, n, width].
         """
         layers = self.passage.pool.chain.layers[min(self.chosen) - 1 :]
         self._record(task, layers, start)

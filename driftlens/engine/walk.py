@@ -180,15 +180,10 @@ class Crossing:
         entered: str = "",
         keeps: bool = True,
     ) -> State:
-        """What leaves the layer, which waits in the place of what entered it.
+        """What leaves the layer, `through` that of the model, which waits in the place of what entered it.
 
-        Args:
-            batch: the one at hand.
-            model: under whose name it waits.
-            through: the layer, of that model.
-            named: what messages call the model.
-            entered: under whose name waits what enters the layer, where it is another.
-            keeps: whether it goes on; else what entered waits still.
+        Messages call the model `named`; what enters waits under the name `entered`, where that is another. Unless it
+        `keeps`, what entered waits still.
         """
         left = through(batch.get(entered or model), batch.side)
         self.watch.see(named or model, left[self.layer.stream], batch.start)

@@ -173,18 +173,11 @@ class JointSolution(NamedTuple):
 def solve_joint(
     moments: JointMoments, ridges: Ridges, *, tasks: Sequence[tuple[Tensor, JointMoments]] = ()
 ) -> JointSolution:
-    """D of the whole, with the ridges and the share given.
+    """D of the whole, with the ridges and the share given; `moments` are of all folds.
 
-    Args:
-        moments: of all folds.
-        ridges: how much each part is held back.
-        tasks: the output metric S_i of every task and its moments, which add up to those of all folds: then it is
-            sum_i S_i D A_i + l D = sum_i S_i C_i that is solved, by a few preconditioned conjugate-gradient steps from
-            the solution without metric.
-
-    Raises:
-        NumericsError: the moments hold NaN or infinite entries.
-        SingularGramError: a system is singular to working precision.
+    `tasks` has the output metric S_i of every task and its moments, which add up to those of all folds: then it is
+    sum_i S_i D A_i + l D = sum_i S_i C_i that is solved, by a few preconditioned conjugate-gradient steps from the
+    solution without metric.
     """
     require_finite(moments)
     solution_sum, factors = torch.zeros_like(moments.local), dict[float, Factor]()

@@ -143,13 +143,10 @@ def solve_bias(
 
 @dataclass(frozen=True)
 class RidgeSolution:
-    """The weight that minimises weight_sum * E |W x - y|^2 + lam * |W - anchor|_F^2.
+    """The weight [o, k] that minimises weight_sum * E |W x - y|^2 + lam * |W - anchor|_F^2.
 
-    Attributes:
-        weight: the minimiser, [o, k].
-        factor: of the matrix that was inverted, weight_sum * E[x x'] + lam * I.
-        objective: at `weight`, by output, [o]; outputs don't interact, so sums over some are those sites' objectives.
-            None where the moments lack the energy of y.
+    `factor` is of the matrix that was inverted, weight_sum * E[x x'] + lam * I. The objective is by output, [o]:
+    outputs don't interact, so sums over some are those sites'; None where the moments lack the energy of y.
     """
 
     weight: Tensor

@@ -195,16 +195,9 @@ def _add(total: State, part: State, weight: float) -> None:
 
 
 def softmax_change(scores: Tensor, change: Tensor) -> Tensor:
-    """p(z + d) - p(z) as the integral of (diag p - p p') d along the line.
+    """p(z + d) - p(z) as the integral of (diag p - p p') d along the line, [n, classes], up to quadrature error.
 
     Source: FeatCal (arXiv:2605.13030), appendix on the output-drift bridge, softmax probability bridge.
-
-    Args:
-        scores: z, [n, classes].
-        change: d, [n, classes].
-
-    Returns:
-        [n, classes], equal to the difference of the two softmaxes up to quadrature error.
     """
     total = torch.zeros_like(scores)
     for t, weight in composite_nodes(change):
@@ -214,17 +207,9 @@ def softmax_change(scores: Tensor, change: Tensor) -> Tensor:
 
 
 def cross_entropy_change(scores: Tensor, change: Tensor, labels: Tensor) -> Tensor:
-    """CE(y, z + d) - CE(y, z) as the integral of (p - one_hot(y))' d along the line.
+    """CE(y, z + d) - CE(y, z) in nats, [n], as the integral of (p - one_hot(y))' d along the line; y are labels, [n].
 
     Source: FeatCal (arXiv:2605.13030), Eq. 41 with the cross-entropy as loss.
-
-    Args:
-        scores: z, [n, classes].
-        change: d, [n, classes].
-        labels: y, [n].
-
-    Returns:
-        [n] in nats, equal to the difference of the two cross-entropies up to quadrature error.
     """
     wanted = change.gather(1, labels[:, None])[:, 0]
     total = torch.zeros_like(wanted)

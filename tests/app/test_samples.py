@@ -24,7 +24,7 @@ from driftlens_reports.charts.page_curves import sample_curves
 from driftlens_reports.charts.picking import scored_samples
 from tests.app.conftest import Open
 from tests.app.pages import errors, said
-from tests.records.full_run import Size, write_full_run
+from tests.records.full_run import Size, write_full_run, write_run
 
 
 def test_samples_are_listed_by_falling_drift_under_a_heading_that_names_the_task(
@@ -180,9 +180,7 @@ def test_flipped_decisions_are_those_that_differ_from_the_experts(root: Path) ->
 
 def test_without_class_scores_the_output_page_says_what_gives_them(open_app: Open, tmp_path: Path) -> None:
     write_full_run(tmp_path / "full", has_labels=False)
-    from tests.records.factory import write_run
-
-    write_run(tmp_path / "bare", has_labels=False, name="bare")
+    write_run(tmp_path / "bare", has_labels=False, has_heads=False, name="bare")
     app = open_app(tmp_path, "samples", part="Decisions", run=open_run(tmp_path / "bare").id)
     assert not app.error and "names a head" in said(app)
 

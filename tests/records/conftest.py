@@ -8,8 +8,7 @@ import shutil
 import pytest
 
 from driftlens.runs.run import DriftRun, open_run
-from tests.records.factory import write_run
-from tests.records.full_run import write_full_run
+from tests.records.full_run import write_full_run, write_run
 from tests.records.judged import SIZE
 
 

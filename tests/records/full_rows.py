@@ -86,10 +86,12 @@ class Samples:
         return {"sample_id": self.ids, "label": labels}
 
 
-def layer_row(at: Boundary, share: float | None, rng: np.random.Generator) -> dict[str, object]:
+def layer_row(at: Boundary, share: float | None, rng: np.random.Generator | None) -> dict[str, object]:
     """The row of the layers table; `share` is the layer's share of the final drift among all layers'."""
     row = {**at.key, "role": at.layer.role, "path": at.layer.path, "n": len(at.drift), "reference": "expert"}
-    row |= _sizes(at) | _growth(at, rng)
+    row |= _sizes(at)
+    if rng is not None:
+        row |= {"closure_error": 1e-7 * at.layer.index} | _growth(at, rng)
     if share is not None:
         row["final_share"] = (1 - REMAINDER) * share
         row["prefix_share"] = share
@@ -220,7 +222,6 @@ def _sizes(at: Boundary) -> dict[str, object]:
         "mismatch_l2_mean": norm(at.mismatch).mean(),
         "propagation_l2_mean": norm(at.propagation).mean(),
         "cross_term": 2 * (at.mismatch * at.propagation).sum() / (at.drift**2).sum(),
-        "closure_error": 1e-7 * at.layer.index,
     }
 
 

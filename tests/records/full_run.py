@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -35,7 +36,7 @@ from driftlens.runs.writer import RunWriter
 from tests.records import full_rows
 from tests.records.full_rows import REMAINDER, SITES, Array, Boundary, Samples
 
-__all__ = ["REMAINDER", "SITES", "STRENGTH", "VARIANTS", "Size", "layer_list", "write_full_run"]
+__all__ = ["REMAINDER", "SITES", "STRENGTH", "VARIANTS", "Size", "layer_list", "write_full_run", "write_run"]
 
 VARIANTS = ("base", "merged", "baseline:featcal-anchor", "calibrated:featcal")
 STRENGTH = {"base": 1.3, "merged": 1.0, "baseline:featcal-anchor": 0.9, "calibrated:featcal": 0.45}
@@ -68,24 +69,42 @@ def write_full_run(
     class_names: Sequence[str] | None = None,
     size: Size | None = None,
     has_labels: bool = True,
+    has_heads: bool = True,
     synthetic: bool = False,
     seed: int = 0,
     origin: str = "drawn",
 ) -> pathlib.Path:
-    """Write a finished run; without labels there are no labels, accuracies and losses.
+    """Write a finished run; without labels there are no accuracies and losses, without heads no outputs and shares.
 
     Most tests want the same few runs: each is computed once per process, then copied under an id and a time of its own.
     `origin` tells data of equal sample ids apart; empty as in runs that were written before it was recorded.
     """
     names = tuple(class_names) if class_names else None
     computed = _computed(
-        name, tuple(tasks), tuple(variants), names, size or Size(), has_labels, synthetic, seed, origin
+        name,
+        tuple(tasks),
+        tuple(variants),
+        names,
+        size or Size(),
+        (has_labels, has_heads),
+        synthetic,
+        seed,
+        origin,
     )
     shutil.copytree(computed, path)
     manifest = read_manifest(path)
     own = f"{manifest.id.rpartition('-')[0]}-{secrets.token_hex(4)}"
     write_manifest(path, dataclasses.replace(manifest, id=own, created=utc_now()))
     return path
+
+
+def write_run(
+    path: pathlib.Path, *, name: str = "small run", tasks: Sequence[str] = ("cars", "mnist"), **options: Any
+) -> pathlib.Path:
+    """Write a small finished run of two tasks, of base and merged model, with six samples of each."""
+    size = Size(blocks=2, samples=6, width=5)
+    options = {"variants": ("base", "merged"), "class_names": ("one", "two", "three")} | options
+    return write_full_run(path, name=name, tasks=tasks, size=size, **options)
 
 
 @functools.cache
@@ -102,13 +121,13 @@ def _computed(
     variants: tuple[str, ...],
     class_names: tuple[str, ...] | None,
     size: Size,
-    has_labels: bool,
+    known: tuple[bool, bool],
     synthetic: bool,
     seed: int,
     origin: str,
 ) -> pathlib.Path:
     path = pathlib.Path(tempfile.mkdtemp(dir=_folder())) / "run"
-    made = _Made(variants, size, class_names, has_labels, seed, origin)
+    made = _Made(variants, size, class_names, known, seed, origin)
     with RunWriter.create(path, spec_yaml=f"name: {name!r}\n", spec_digest="0" * 64, name=name) as writer:
         writer.describe(
             tasks=tasks,
@@ -141,11 +160,12 @@ class _Made:
         variants: Sequence[str],
         size: Size,
         class_names: Sequence[str] | None,
-        has_labels: bool,
+        known: tuple[bool, bool],
         seed: int,
         origin: str,
     ) -> None:
         self._origin = origin
+        has_labels, self._has_heads = known
         self.layers = layer_list(size.blocks)
         self.classes = list(class_names or [f"class {at}" for at in range(size.classes)])
         self.calibrations = [v.partition(":")[2] for v in variants if v.startswith("calibrated:")]
@@ -182,9 +202,10 @@ class _Made:
         hardness = rng.uniform(0.5, 1.5)
         final = self._walk(writer, task, centres, hardness)
         heads = full_rows.unit(centres)
-        for variant in self._variants:
+        for variant in self._variants if self._has_heads else ():
             scored = (final[variant], final["expert"], heads, self._samples)
             self.rows["outputs"].append(full_rows.output_rows(task, variant, *scored))
+        for variant in self._variants:
             if variant != "base":
                 self.rows["params"].append(full_rows.params_rows(task, variant, self.layers, rng))
         if self._samples.has_labels:
@@ -212,9 +233,9 @@ class _Made:
         return final
 
     def _add_layer(self, at: Boundary) -> None:
-        share = None if at.variant == "base" else self._share(at.layer)
+        share = self._share(at.layer) if at.variant != "base" and self._has_heads else None
         cka = 1 - 0.05 * at.layer.index * STRENGTH.get(at.variant, 0.7)
-        row = full_rows.layer_row(at, share, self._rng) | {"cka": cka}
+        row = full_rows.layer_row(at, share, self._rng if self._has_heads else None) | {"cka": cka}
         self.rows["layers"].append(pd.DataFrame([row]))
         self.rows["samples"].append(full_rows.sample_rows(at, share, self._samples))
         if share is not None:

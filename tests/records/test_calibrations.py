@@ -15,7 +15,7 @@ from driftlens.runs.manifest import CalibrationInfo, ModelInfo, read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens.runs.writer import RunWriter
-from tests.records.factory import write_run
+from tests.records.full_run import write_run
 from tests.records.stopping import stopping
 
 NAME, VARIANT, CONTROL = "featcal", "calibrated:featcal", "baseline:featcal-anchor"

@@ -11,7 +11,7 @@ from driftlens.runs.keeping import LONGEST_NAME, rename, set_aside
 from driftlens.runs.run import open_run
 from driftlens.runs.status import RunLock
 from driftlens.runs.verify import verify
-from tests.records.factory import write_run
+from tests.records.full_run import write_run
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from driftlens.base.progress import ProgressEvent
 from driftlens.runs.status import RunLock
 from driftlens.runs.writer import RunWriter, attach
 from tests.quick import few
-from tests.records.factory import write_run
+from tests.records.full_run import write_run
 from tests.records.stopping import accuracy_of, contents
 
 Work = Callable[[RunWriter], Any]

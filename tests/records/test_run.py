@@ -18,7 +18,7 @@ from driftlens.findings.listing import find_runs
 from driftlens.findings.reading import percent
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import CALIBRATION, SAMPLES
-from tests.records.factory import write_run
+from tests.records.full_run import write_run
 
 
 def edit_manifest(folder: pathlib.Path, **entries: object) -> None:
@@ -75,8 +75,8 @@ def test_a_value_is_the_cell_of_the_table(run: DriftRun) -> None:
 
 
 def test_what_was_not_measured_is_nan(run: DriftRun) -> None:
-    assert np.isnan(run.value("jacobian_error", task="cars"))
-    assert np.isnan(run.value("nodes", task="cars"))
+    assert np.isnan(run.value("jacobian_error", task="cars", layer=1))
+    assert np.isnan(run.value("nodes", task="cars", layer=1))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_asking_for_what_is_not_there_names_what_is(
 def test_tables_never_computed_are_empty_with_all_columns(own: pathlib.Path) -> None:
     assert tuple(open_run(own).calibration().columns) == CALIBRATION.names
     assert open_run(own).calibration().empty
-    unlabelled = open_run(write_run(own.parent / "unlabelled", has_labels=False))
+    unlabelled = open_run(write_run(own.parent / "unlabelled", has_labels=False, has_heads=False))
     assert unlabelled.accuracy().empty and unlabelled.outputs("cars").empty
 
 
@@ -268,7 +268,7 @@ def test_a_listing_keeps_unreadable_runs_with_their_reason(tmp_path: pathlib.Pat
     (tmp_path / "photos").mkdir()
     (tmp_path / "notes.txt").write_text("")
     good, spoilt = find_runs(tmp_path)
-    assert (good.name, good.state, good.problem) == ("factory run", "done", "")
+    assert (good.name, good.state, good.problem) == ("small run", "done", "")
     assert good.final_drift == {"cars": open_run(tmp_path / "good").value("drift_l2_mean", task="cars")}
     assert good.bytes == sum(file.bytes for file in open_run(good.path).manifest.files.values()) > 0
     assert (spoilt.name, spoilt.state) == ("spoilt", "unreadable")
@@ -289,7 +289,7 @@ def test_a_run_opens_where_torch_does_not_import(saved: pathlib.Path) -> None:
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(saved)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
-    assert shown[:7] == ["16", "96", "24", "2", "6", "1", "(6, 5) True"]
+    assert shown[:7] == ["16", "96", "24", "26", "6", "1", "(6, 5) True"]
 
 
 def test_sample_rows_keep_the_declared_order_of_columns(run: DriftRun) -> None:

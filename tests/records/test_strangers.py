@@ -11,7 +11,7 @@ from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
 from driftlens_reports.sections import verdict_of
 from driftlens_reports.terminal import sheet_text, summary
-from tests.records.factory import write_run
+from tests.records.full_run import write_run
 from tests.records.strangers import NUM, RUNS, SHARES, stranger
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "questions.md").read_text(encoding="utf-8")

@@ -32,8 +32,7 @@ from tests.records.drawn_runs import (
     run_of,
     tables,
 )
-from tests.records.factory import write_run
-from tests.records.full_run import Size, write_full_run
+from tests.records.full_run import Size, write_full_run, write_run
 from tests.records.judged import at
 from tests.records.scored_run import write_scored_run
 

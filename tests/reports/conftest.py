@@ -6,8 +6,7 @@ import pytest
 
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.build import Report
-from tests.records.factory import write_run
-from tests.records.full_run import Size, write_full_run
+from tests.records.full_run import Size, write_full_run, write_run
 
 SMALL = Size(blocks=2, samples=8, width=4, classes=3, tests=50)
 HOSTILE = "<script>alert('drift')</script>"
@@ -31,7 +30,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
 def bare(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
     """A run without labels: no accuracy, no shares, no self-checks."""
     folder = tmp_path_factory.mktemp("runs")
-    return open_run(write_run(folder / "run", has_labels=False))
+    return open_run(write_run(folder / "run", has_labels=False, has_heads=False))
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from driftlens.runs.tables import conform
 from driftlens_reports.facts import advice, advice_text
 from driftlens_reports.terminal import checks_text, comparison_text
 from tests.records.drawn_runs import CAL, SHARES, Right, interval, run_of, tables
-from tests.records.factory import write_run
+from tests.records.full_run import write_run
 
 SIGNED = r"[+-]\d+\.\d"
 FEW = 8

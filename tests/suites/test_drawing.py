@@ -17,7 +17,7 @@ from driftlens.suites.drawing import (
     placed,
     tasks,
 )
-from driftlens.suites.tasks import photos
+from driftlens.suites.tasks import views
 from driftlens.suites.tasks.characters import handwriting
 
 
@@ -67,28 +67,28 @@ def test_handwriting_of_the_test_split_was_never_trained_on():
         assert train and test and not train & test
 
 
-@pytest.mark.parametrize("name", photos.SCENES)
+@pytest.mark.parametrize("name", views.SCENES)
 def test_photograph_boxes_lie_inside_and_hold_the_smallest_patch(name: str):
-    scene = photos.SCENES[name]
-    width, height = photos.photograph(scene.photograph).size
+    scene = views.SCENES[name]
+    width, height = views.photograph(scene.photograph).size
     for left, top, right, bottom in (*scene.train, *scene.test):
         assert 0 <= left < right <= width and 0 <= top < bottom <= height
-        assert min(right - left, bottom - top) >= photos.SMALLEST
+        assert min(right - left, bottom - top) >= views.SMALLEST
 
 
 def test_train_and_test_boxes_of_a_photograph_are_a_margin_apart():
-    scenes = photos.SCENES.values()
+    scenes = views.SCENES.values()
     for one, other in itertools.product(scenes, scenes):
         if one.photograph != other.photograph:
             continue
         for a, b in itertools.product(one.train, other.test):
             gap = max(b[0] - a[2], a[0] - b[2], b[1] - a[3], a[1] - b[3])
-            assert gap >= photos.MARGIN, (a, b)
+            assert gap >= views.MARGIN, (a, b)
 
 
 def test_windows_reach_every_edge_of_their_box_and_stay_inside():
     box, rng = (10, 20, 40, 60), np.random.default_rng(0)
-    left, top, right, bottom = np.array([photos.window(rng, box) for _ in range(400)]).T
+    left, top, right, bottom = np.array([views.window(rng, box) for _ in range(400)]).T
     assert (left.min(), top.min(), right.max(), bottom.max()) == box
     assert np.array_equal(right - left, bottom - top)
 

@@ -151,7 +151,7 @@ def reproduce(
     name, found, folder = load_suite(suite)
     mergers = protocol_called(protocol).of(found)
     if dry_run:
-        from driftlens.jobs.preflight.reproducing import plan, plan_text
+        from driftlens.jobs.preflight.calibrating import plan, plan_text
 
         specs = {merger: found.run_spec(name, merger, folder) for merger in mergers}
         planned = plan(found, specs, protocol, access=job.access)

@@ -109,9 +109,9 @@ def doctor(
     found = environment()
     if measure:
         from driftlens.base.access import resolve_device
-        from driftlens.jobs.preflight import rates
+        from driftlens.jobs.preflight import processes
 
-        found |= rates.measure(
+        found |= processes.measure(
             resolve_device(device or "auto"), lambda text: note(f"measuring {text}")
         ).lines()
     if as_json:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from driftlens.base.files import write_json_atomic
-from driftlens.suites.cache import DRAWN, Suite, save
+from driftlens.suites.cache import DRAWN, Recipe, Suite, save, stream
 from driftlens.suites.drawing import PURPOSES, Purpose, tasks
-from driftlens.suites.recipe import Recipe, stream
 from driftlens.suites.training import (
     Pictures,
+    Worker,
     accuracy,
     build_clip,
     class_embeddings,
@@ -22,7 +22,6 @@ from driftlens.suites.training import (
     train_base,
     train_expert,
 )
-from driftlens.suites.workers import Worker
 
 CONFIG, BASE = "open_clip_config.json", "base.safetensors"
 

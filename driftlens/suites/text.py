@@ -16,11 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.suites.cache import DRAWN, Suite
+from driftlens.suites.cache import DRAWN, Suite, TextRecipe, stream
 from driftlens.suites.drawing import PURPOSES
-from driftlens.suites.recipe import TextRecipe, stream
-from driftlens.suites.training import train
-from driftlens.suites.workers import Worker
+from driftlens.suites.training import Worker, train
 from driftlens.suites.writing import WrittenTask, texts
 
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -6,9 +6,11 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 from safetensors.torch import save_file
 from torch import Tensor
 
+from driftlens.jobs.preflight import jobs, rehearsal
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.study.suspicion import Finding
@@ -19,6 +21,18 @@ from tests.zoo.world import Weights, World
 
 def check(spec: Mapping[str, Any], *, estimate: bool = False, **options: Any) -> Preflight:
     return preflight(load_spec(spec), PreflightRequest(**options), estimate=estimate)
+
+
+def rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all estimates of a test rest on one rehearsal, in which each short study runs once."""
+    rehearsed, known = jobs.rehearsed, list[Any]()
+
+    def once(*given: Any, **how: Any) -> Any:
+        known.extend([] if known else [rehearsed(*given, **how)])
+        return known[0]
+
+    monkeypatch.setattr(rehearsal, "_PATIENCE", 1e-9)
+    monkeypatch.setattr(jobs, "rehearsed", once)
 
 
 def found(result: Preflight, level: str, subject: str) -> Finding:

@@ -38,6 +38,7 @@ from driftlens.models.heads import Head
 from driftlens.runs.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml
 from tests.pipeline.calibrating import NAME, copied, request
+from tests.pipeline.checking import rehearsed_once
 from tests.pipeline.roomy import COUNT, roomy_run, spoil_merged
 from tests.zoo.world import CLASSES, TASKS, World, write_images
 
@@ -505,7 +506,10 @@ def test_candidates_keep_every_other_setting(study: Study, monkeypatch: pytest.M
     assert found.update == ("linear",) and found.eps == 1e-6
 
 
-def test_a_rehearsal_names_the_candidates_and_does_the_choice(roomy: DriftRun) -> None:
+def test_a_rehearsal_names_the_candidates_and_does_the_choice(
+    roomy: DriftRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsed_once(monkeypatch)
     plain, found = (rehearse(roomy.path, request(layers=[2]), choose=choose) for choose in (None, BEST))
     said = {finding.subject: finding.text for finding in found.findings}
     titles = said["candidates"].split("; ")

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 import torch
 
-from driftlens.jobs.contest.excess import measure_excess, quadratic
+from driftlens.jobs.contest.arena import measure_excess, quadratic
 from driftlens.linalg.ridge import solve_weight
 from driftlens.runs.run import DriftRun
 from driftlens.suites.reproduce import PROTOCOLS, Suite

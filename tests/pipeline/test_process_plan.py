@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from driftlens.base.access import Access
 from driftlens.engine.sites import select_sites
-from driftlens.jobs.preflight import processes, rates
+from driftlens.jobs.preflight import processes
 from driftlens.jobs.preflight.job import checked
 from driftlens.jobs.preflight.jobs import SpecStudy
 from driftlens.jobs.preflight.processes import (
@@ -30,7 +30,9 @@ from tests.pipeline.checking import check
 from tests.zoo.tokenizers import word_tokenizer
 from tests.zoo.world import DEPTH, World
 
-KNOWN = rates.Rates(device="cpu", cores=4, threads=4, one=0.4, crowded=0.8, wire=1e9, latency=1e-3, start=5.0)
+KNOWN = processes.Rates(
+    device="cpu", cores=4, threads=4, one=0.4, crowded=0.8, wire=1e9, latency=1e-3, start=5.0
+)
 EXTENTS = [Extent(1, 72, 2), Extent(2, 16, 2), Extent(4, 72, 2), Extent(2, 8, 1)]
 
 

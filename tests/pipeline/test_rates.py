@@ -10,10 +10,10 @@ import pathlib
 import pytest
 import torch
 
-from driftlens.jobs.preflight import rates
+from driftlens.jobs.preflight import processes
 
 CPU = torch.device("cpu")
-KNOWN = rates.Rates(device="cpu", cores=4, threads=4, one=0.4, crowded=0.7)
+KNOWN = processes.Rates(device="cpu", cores=4, threads=4, one=0.4, crowded=0.7)
 
 
 def test_processes_on_one_machine_share_its_cores_and_its_memory() -> None:
@@ -26,18 +26,18 @@ def test_processes_on_one_machine_share_its_cores_and_its_memory() -> None:
 @pytest.fixture
 def kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     file = tmp_path / "cache" / "rates-cpu.json"
-    monkeypatch.setattr(rates, "rates_file", lambda device: file)
+    monkeypatch.setattr(processes, "rates_file", lambda device: file)
     return file
 
 
 @pytest.mark.slow
 def test_what_was_measured_is_found_again(kept: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "_WIDTH", 64)
-    monkeypatch.setattr(rates, "_SECONDS", 0.02)
-    assert rates.measured_rates(CPU) is None
+    monkeypatch.setattr(processes, "_WIDTH", 64)
+    monkeypatch.setattr(processes, "_SECONDS", 0.02)
+    assert processes.measured_rates(CPU) is None
     told: list[str] = []
-    found = rates.measure(CPU, told.append)
-    assert told == ["processes"] and rates.measured_rates(CPU) == found
+    found = processes.measure(CPU, told.append)
+    assert told == ["processes"] and processes.measured_rates(CPU) == found
     numbers = [found.one, found.crowded, found.wire, found.latency, found.start]
     assert all(math.isfinite(number) and number > 0 for number in numbers)
     assert found.crowded <= 1 < found.start
@@ -55,10 +55,10 @@ def test_what_was_measured_is_found_again(kept: pathlib.Path, monkeypatch: pytes
     ids=["no JSON", "a list", "another machine", "a word", "a number missing"],
 )
 def test_a_file_that_tells_nothing_of_this_machine_is_passed_over(kept: pathlib.Path, spoil) -> None:
-    mine = dataclasses.replace(KNOWN, cores=rates.cores())
+    mine = dataclasses.replace(KNOWN, cores=processes.cores())
     kept.parent.mkdir()
     older = {**dataclasses.asdict(mine), "reads": 1e9, "work": {"blocks": {"64": 1e9}}}
     kept.write_text(json.dumps(older))
-    assert rates.measured_rates(CPU) == mine
+    assert processes.measured_rates(CPU) == mine
     kept.write_text(spoil(dataclasses.asdict(mine)))
-    assert rates.measured_rates(CPU) is None
+    assert processes.measured_rates(CPU) is None

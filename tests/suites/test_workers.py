@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from driftlens.base.errors import Cancelled, RunError
-from driftlens.suites.workers import NUM_WORKERS, Worker, work_together
+from driftlens.suites.training import NUM_WORKERS, Worker, work_together
 
 
 @pytest.fixture(autouse=True)

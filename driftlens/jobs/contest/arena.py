@@ -1,23 +1,36 @@
-"""The arena: several repairs of one run, each calibrated, measured and kept under a name of its own."""
+"""Several repairs of one run: the arena, a suite's protocols, and what fits on other features lose."""
 
 from __future__ import annotations
 
-import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled
 from driftlens.base.files import PathLike
 from driftlens.calibration.calibrator import calibrators
+from driftlens.calibration.featcal import FeatCal
+from driftlens.engine.problems import LinearProblem, Problem, SiteUpdate
+from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.jobs.analyze.job import analyze
-from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.calibrate.job import calibrate, open_calibration
 from driftlens.jobs.contest.contest import Candidate, Outcome, candidates, contest, one_by_one, require_any
-from driftlens.jobs.contest.excess import measure_excess
 from driftlens.jobs.contest.sweep import sweep
+from driftlens.jobs.contest.trials import Trials
+from driftlens.jobs.study.reopening import (
+    deterministic_algorithms,
+    require_same_models,
+    require_same_samples,
+    suitable_threads,
+)
 from driftlens.runs import layout
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import RunWriter
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest, CalibrationRequest, SweepRequest
 from driftlens.suites.reproduce import Protocol, Suite, protocol_called
@@ -48,7 +61,7 @@ def compete(
     it stopped. Given is why those that could not be made could not, by name.
     """
     loader = str(open_run(run).manifest.architecture.get("loader"))
-    spec = pathlib.Path(run) / layout.SPEC
+    spec = Path(run) / layout.SPEC
     section = load_spec(spec).calibration if spec.is_file() else None  # runs of live modules have none
 
     def attempt(entrant: Candidate) -> Outcome[None]:
@@ -122,3 +135,102 @@ def sweep_of(study: Protocol, suite: Suite) -> SweepRequest:
         ablate=study.ablate,
         resume=True,
     )
+
+
+PHASE = "excess"
+INPUTS = ("deployed", "merged", "expert")
+"""Whose features a layer is fitted on; the first is what it will be fed."""
+
+
+def quadratic(gram: Tensor, shift: float, change: Tensor) -> float:
+    """tr(change (gram + shift I) change') of a change of weights [o, k]."""
+    return float(((change @ gram) * change).sum() + shift * change.square().sum())
+
+
+class _Heard(FeatCal):
+    """FeatCal whose solves are listened to; lanes are solved in their order, the deployed one first.
+
+    They share `deployed`, the objective and its minimum by the sites of the layer at hand, and its `rows` so far.
+    """
+
+    deployed: dict[str, tuple[Tensor, float, Tensor, float]]
+    rows: list[dict[str, Any]]
+
+    def solve(self, problem: Problem) -> list[SiteUpdate]:
+        updates = super().solve(problem)
+        if not isinstance(problem, LinearProblem) or "linear" not in self.update:
+            return updates
+        for site, update in zip(problem.sites, updates, strict=True):
+            name = f"{site.name}.weight"
+            weight = update.parameters[name]
+            if self.inputs == INPUTS[0]:
+                gram = problem.moments.weight_sum * problem.moments.gram
+                gain = quadratic(gram, self.pull, problem.merged[name].to(weight) - weight)
+                self.deployed[site.name] = gram, self.pull, weight, gain
+                continue
+            gram, pull, best, gain = self.deployed[site.name]
+            excess = quadratic(gram, pull, weight - best)
+            self.rows.append({"inputs": self.inputs, "site": site.name, "excess": excess, "gain": gain})
+        return updates
+
+
+def measure_excess(
+    path: PathLike,
+    settings: Mapping[str, Any],
+    context: Context = Context(),
+    *,
+    resume: bool = False,
+) -> DriftRun:
+    """The run with its table `excess`: FeatCal fitted on deployed, merged and expert features, side by side.
+
+    What a layer's fit loses when it is made on other features than those that the calibrated model will feed it, by the
+    proposition on source and deployed objectives of FeatCal (arXiv:2605.13030, appendix on forward order): of the
+    ridge objectives J_dep and J_src of one linear site, whose minimisers are W_dep and W_src, the excess
+
+        J_dep(W_src) - J_dep(W_dep) = tr((W_src - W_dep) H_dep (W_src - W_dep)'),  H_dep = omega G_dep + lam I,
+
+    which is exact, as J_dep is a quadratic with its minimum at W_dep.
+    """
+    import pandas as pd
+
+    folder = Path(path)
+    if resume and len(open_run(folder).excess()):
+        return open_run(folder)
+    request = CalibrationRequest(name=PHASE, method="featcal", parameters=dict(settings))
+    opened = open_calibration(folder, request, context)
+    plan, study = opened.plan, opened.study
+    require_same_samples(opened.manifest, study)
+    require_same_models(opened.manifest, study, context.reporter())
+    lanes, rows, last = [], list[dict[str, Any]](), max(plan.sites)
+    deployed, heard = dict[str, tuple[Tensor, float, Tensor, float]](), list[dict[str, Any]]()
+    for inputs in INPUTS:
+        calibrator = _Heard(**plan.calibrator.get_params() | {"inputs": inputs})
+        calibrator.check(has_base=study.has_base)
+        calibrator.deployed, calibrator.rows = deployed, heard
+        lanes.append(Lane(calibrator))
+    with RunWriter.resume(folder) as writer:
+        reporter = context.reporter(writer.progress)
+        (folder / layout.SCRATCH).mkdir(exist_ok=True)
+        with (
+            deterministic_algorithms(study.settings.deterministic),
+            writer.phase(PHASE),
+            suitable_threads(writer, PHASE, study),
+            torch.no_grad(),
+        ):
+            trials = Trials(
+                study,
+                plan.samples,
+                {},
+                lambda _: plan.sites,
+                reporter,
+                PHASE,
+                folder / layout.SCRATCH / PHASE,
+            )
+            ground = trials.ground({task: [samples] for task, samples in plan.samples.items()}, plan.sites)
+            for layers in calibrate_side_by_side(ground, lanes):
+                known = {"layer": layers[0].layer, "seed": study.seed, "n": min(plan.counts.values())}
+                rows += [{**known, **row} for row in heard]
+                heard.clear()
+            writer.append("excess", pd.DataFrame(rows), replace=True)
+        reporter.step(PHASE, last, last)
+    return open_run(folder)

@@ -215,7 +215,7 @@ class Trials:
             {task: [samples] for task, samples in self._samples_of(fit).items()},
             time.perf_counter(),
         )
-        for layer in fit.calibrator.calibrate(self._ground(parts, sites)):
+        for layer in fit.calibrator.calibrate(self.ground(parts, sites)):
             updates |= {(layer.layer, name): value for name, value in layer.updates.items()}
             attached |= {(task, layer.layer): each for task, each in layer.attachments.items()}
         seconds, source = time.perf_counter() - started, pool.source("merged")
@@ -224,7 +224,9 @@ class Trials:
         pool.add(LANE, source, attached)
         return seconds
 
-    def _ground(self, parts: Parts, sites: Sites) -> Ground:
+    def ground(self, parts: Parts, sites: Sites) -> Ground:
+        """What a walk over these parts of samples is done on."""
+
         def step(now: Step) -> None:
             metrics = {} if now.loss is None else {"loss": now.loss}
             self.reporter.step(self.phase, now.done, now.total, now.label, **metrics)
@@ -260,7 +262,7 @@ class Trials:
             def step(now: Step, done: int = done) -> None:
                 self.reporter.step(self.phase, done + now.done, total, now.label)
 
-            ground = replace(self._ground(self._sample_parts, sites), on_step=step)
+            ground = replace(self.ground(self._sample_parts, sites), on_step=step)
             for layers in calibrate_side_by_side(ground, lanes):
                 for index, layer in enumerate(layers):
                     updates[index] |= {(layer.layer, name): value for name, value in layer.updates.items()}

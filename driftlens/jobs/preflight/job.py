@@ -17,7 +17,7 @@ from driftlens.base.intervals import Interval
 from driftlens.base.layers import select_layers
 from driftlens.base.metrics import Metric, metric_called
 from driftlens.base.progress import Reporter
-from driftlens.calibration.calibrator import Calibrator
+from driftlens.checkpoints.sources import StateSource
 from driftlens.data.samples import Batch, few_of
 from driftlens.data.task_data import TaskData
 from driftlens.engine.pool import ModelPool
@@ -26,8 +26,7 @@ from driftlens.engine.walk import forward, waiting_bytes
 from driftlens.findings.reading import estimate as with_interval
 from driftlens.jobs.analyze.evaluation import scores_of
 from driftlens.jobs.calibrate.plan import calibrator_of
-from driftlens.jobs.preflight.jobs import SpecStudy
-from driftlens.jobs.preflight.merge_cost import merge_text, model_runs
+from driftlens.jobs.preflight.jobs import SpecStudy, merge_text, model_runs
 from driftlens.jobs.preflight.models import check_models
 from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.preflight.processes import plan_processes
@@ -97,7 +96,18 @@ def checked(spec: RunSpec, access: Access) -> tuple[Preflight, SpecStudy | None]
         checks.findings += suspicions(models.architecture.chain, models.sources)
         checks.findings += companions(models)
     _check_merge(spec, models, pool, data, checks)
-    _check_calibration(spec, models, checks)
+    if spec.calibration is not None:
+        settings = checks.attempt("calibration", lambda: opening.calibration_settings(spec))
+        if settings is not None:
+            listed = ", ".join(f"{name} {value}" for name, value in settings.items())
+            checks.ok("calibration", f"{spec.calibration.method}: {listed}")
+    # A calibration that is refused says of no sites what it solves for; one by default may.
+    if (
+        models is not None
+        and models.sources
+        and not any(at.subject == "calibration" for at in checks.problems)
+    ):
+        _check_sites(spec, models.architecture.chain, next(iter(models.sources.values())), checks)
     checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
     if models is None or checks.problems:
         return checks, None
@@ -195,41 +205,23 @@ def _waiting(entry: MergeMethod, pool: ModelPool, data: Mapping[str, TaskData]) 
     return 2 * samples * waiting_bytes(pool, pool.names[0], one)
 
 
-def _check_calibration(spec: RunSpec, models: opening.OpenModels | None, checks: Preflight) -> None:
-    if spec.calibration is not None:
-        found = checks.attempt("calibration", lambda: opening.calibration_settings(spec))
-        if found is None:
-            return
-        settings = ", ".join(f"{name} {value}" for name, value in found.items())
-        checks.ok("calibration", f"{spec.calibration.method}: {settings}")
-    if models is not None and models.sources:
-        _check_sites(spec, models, checks)
-
-
-def _check_sites(spec: RunSpec, models: opening.OpenModels, checks: Preflight) -> None:
+def _check_sites(spec: RunSpec, chain: LayerChain, weights: StateSource, checks: Preflight) -> None:
     """File which share of the parameters a calibration would solve for: that of the spec, or one by default."""
-    chain, patterns = models.architecture.chain, None if spec.calibration is None else spec.calibration.sites
     try:
-        calibrator, sites = _solved_sites(spec, chain)
+        calibrator = calibrator_of(CalibrationRequest(name="preflight"), spec.calibration)
+        if not calibrator.takes_sites:  # it trains something
+            return
+        patterns = None if spec.calibration is None else spec.calibration.sites
+        sites = select_sites(chain, sites=patterns, update=calibrator.update)
     except DriftLensError as error:
         if spec.calibration is not None:
             checks.problem("sites", error)
         else:  # an analysis can do without
             checks.notice("sites", error.message, error.hint)
         return
-    if sites:
-        share, text = coverage(chain, next(iter(models.sources.values())), sites, calibrator.update)
-        file = checks.ok if share == 1 or patterns is not None else checks.notice
-        file("sites", text)
-
-
-def _solved_sites(spec: RunSpec, chain: LayerChain) -> tuple[Calibrator, Mapping[int, tuple[str, ...]]]:
-    """What a calibration by the spec, or by default, solves for; no sites where its method trains something."""
-    calibrator = calibrator_of(CalibrationRequest(name="preflight"), spec.calibration)
-    if not calibrator.takes_sites:
-        return calibrator, {}
-    patterns = None if spec.calibration is None else spec.calibration.sites
-    return calibrator, select_sites(chain, sites=patterns, update=calibrator.update)
+    share, text = coverage(chain, weights, sites, calibrator.update)
+    file = checks.ok if share == 1 or patterns is not None else checks.notice
+    file("sites", text)
 
 
 def _check_data(

@@ -30,7 +30,7 @@ from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.merging.applying import FEW
 from tests.models.writing import write_mergekit
-from tests.pipeline.checking import check, found
+from tests.pipeline.checking import check, found, rehearsed_once
 from tests.zoo.suite import CLASSES, PAIRS, Suite, spec_of_folders
 from tests.zoo.towers import under_transformers_names
 from tests.zoo.world import LOADERS, SCALING, SIZE, TASKS, Form, World, tower
@@ -249,8 +249,10 @@ def test_both_libraries_forms_of_one_model_are_merged_to_one_network(
 
 
 def test_preflight_plans_what_methods_cost_and_refuses_one_without_scores(
-    world: World, tmp_path: pathlib.Path
+    world: World, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rehearsed_once(monkeypatch)
+
     def text(name: str, **settings: Any) -> str:
         return found(check(world.spec(merge={"method": name, **settings})), "ok", "merge").text
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from benchmarks.timing import seconds_of
 from driftlens.spec import load_spec
-from driftlens.suites.cache import Recipe, Schedule
 from driftlens.suites.embedded import embedded_suite
+from driftlens.suites.recipe import Recipe, Schedule
 
 CORES = 2
 WANTED = 2.5

@@ -316,7 +316,14 @@ def _spec(suite: _Suite, heads: Mapping[str, _Head]) -> str:
         "merge": {"method": "task_arithmetic", "scaling": 0.3},
         "experts": {task: {"weights": f"{escape(task)}.safetensors"} for task in suite.experts},
         **({"heads": entries} if entries else {}),
-        "data": {task: {"kind": "imagefolder", **_splits(task)} for task in suite.experts},
+        "data": {
+            task: {
+                "kind": "imagefolder",
+                "calibration": f"data/{escape(task)}/train",
+                "test": f"data/{escape(task)}/test",
+            }
+            for task in suite.experts
+        },
         "calibration": {"preset": "paper-clip"},
     }
     return f"{_HEADER}{to_yaml(spec)}{_on_the_hub(suite)}"
@@ -326,13 +333,6 @@ _HEADER = """# Made by `driftlens convert`. Put the paths of the images under `d
 #   driftlens validate run.yaml
 #   driftlens analyze run.yaml --out runs/converted
 """
-
-
-def _splits(task: str) -> dict[str, str]:
-    return {
-        split: f"data/{escape(task)}/{folder}"
-        for split, folder in (("calibration", "train"), ("test", "test"))
-    }
 
 
 def _on_the_hub(suite: _Suite) -> str:

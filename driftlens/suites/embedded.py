@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from driftlens.base.files import write_json_atomic
-from driftlens.suites.cache import DRAWN, Recipe, Suite, save, stream
+from driftlens.suites.cache import DRAWN, Suite, save
 from driftlens.suites.drawing import PURPOSES, Purpose, tasks
+from driftlens.suites.recipe import Recipe, stream
 from driftlens.suites.training import (
     Pictures,
     Worker,

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.suites.cache import DRAWN, Suite, TextRecipe, stream
+from driftlens.suites.cache import DRAWN, Suite
 from driftlens.suites.drawing import PURPOSES
+from driftlens.suites.recipe import TextRecipe, stream
 from driftlens.suites.training import Worker, train
 from driftlens.suites.writing import WrittenTask, texts
 

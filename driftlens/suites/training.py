@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from driftlens.base.errors import RunError
-from driftlens.suites.cache import Recipe, Schedule
 from driftlens.suites.drawing import DrawnTask, Pixels
+from driftlens.suites.recipe import Recipe, Schedule
 
 NUM_WORKERS = 2
 

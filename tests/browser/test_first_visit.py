@@ -12,8 +12,9 @@ from playwright.sync_api import expect
 
 from driftlens.findings.verdict import verdict
 from driftlens.runs.run import open_run
-from driftlens.suites.cache import RECORD, Recipe
+from driftlens.suites.cache import RECORD
 from driftlens.suites.embedded import embedded_suite
+from driftlens.suites.recipe import Recipe
 from tests.browser.reading import settled
 from tests.browser.server import serving
 from tests.suites.conftest import TINY

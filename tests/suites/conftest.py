@@ -6,8 +6,9 @@ import pathlib
 
 import pytest
 
-from driftlens.suites.cache import Recipe, Schedule, Suite, TextRecipe
+from driftlens.suites.cache import Suite
 from driftlens.suites.embedded import embedded_suite
+from driftlens.suites.recipe import Recipe, Schedule, TextRecipe
 
 BRIEF = Schedule(steps=3, batch=16, matrix_rate=0.02, rate=2e-3)
 TINY = Recipe(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from driftlens.suites.cache import Schedule
+from driftlens.suites.recipe import Schedule
 from driftlens.suites.training import LARGEST_GRADIENT, Descent, Muon, orthogonalized
 
 

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from driftlens.base.errors import Cancelled, SpecError
 from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.suites import cache as caches
-from driftlens.suites.cache import RECORD, AnyRecipe, Schedule, Suite
+from driftlens.suites.cache import RECORD, Suite
 from driftlens.suites.embedded import BASE, CONFIG, embedded_suite
+from driftlens.suites.recipe import AnyRecipe, Schedule
 from driftlens.suites.training import accuracy, build_clip, class_embeddings, tokenizer
 from tests.suites.conftest import TINY, TINY_TEXT
 

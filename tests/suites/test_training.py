@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from driftlens.suites.cache import Schedule
 from driftlens.suites.drawing import tasks
+from driftlens.suites.recipe import Schedule
 from driftlens.suites.training import (
     SHIFT,
     Captions,

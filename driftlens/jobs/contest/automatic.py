@@ -67,12 +67,10 @@ def choose_settings(
     known = {"start": start, **_declared(start, others=others, has_base=study.has_base)}
     with temporary_folder() as folder:
         fits = CrossFits(study, sites, kept, _OneBar(reporter), folder / "features")
-        choosing = _Choosing(fits, start, varies, known)
-        choosing.search()
-        decision = choosing.decide()
+        decision, scores, failures = _decided(fits, start, varies, known)
         fits.bar.finish()
     chosen = known.get(decision.name, start)
-    record = _record(decision, choosing.scores, choosing.failures, known) | {
+    record = _record(decision, scores, failures, known) | {
         "score": fits.judge.score,
         "start": plain_settings(start),
         "chosen": None if decision.name in _PLAIN else plain_settings(chosen),
@@ -85,59 +83,46 @@ def choose_settings(
     return chosen, record
 
 
-class _Choosing:
-    """One choice on its way: who contends, what is ahead, and what they score."""
+def _decided(
+    fits: CrossFits, start: Calibrator, varies: Sequence[str], known: dict[str, Calibrator]
+) -> tuple[Decision, dict[str, Scores], dict[str, str]]:
+    """The decision, what candidates score from the simplest on, and by name why some can't be calibrated with.
 
-    def __init__(
-        self, fits: CrossFits, start: Calibrator, varies: Sequence[str], known: dict[str, Calibrator]
-    ) -> None:
-        self._fits, self._start, self._varies, self.known = fits, start, varies, known
-        self._has_base = fits.study.has_base
-        self._contenders = {name: dict.fromkeys(FOLDS, at) for name, at in known.items()}
-        self._effort, self._each = _search_effort(start, varies, self._has_base), NUM_FOLDS - 1
-        # All in calibrations: what is sure to be tried, and what only if what was found wins.
-        self._ahead = {name: self._each * at.effort for name, at in known.items()}
-        self._perhaps = self._each * (self._effort - start.effort) * bool(varies)
-        self.scores: dict[str, Scores] = {}
-        self.failures: dict[str, str] = {}
-
-    def search(self) -> None:
-        """Find settings without each fold; they contend where any search found others than the start."""
-        expect, found = self._fits.bar.expect, dict[int, Calibrator]()
-        for fold in FOLDS if self._varies else ():
-            searches = self._effort * sum(_NEW[fold:])
-            expect(searches + sum(self._ahead.values()) + self._each + _EXPECTED * self._perhaps)
-            found[fold] = self._fits.searched(self._start, self._varies, fold)
-        if {*found.values()} - {self._start}:
-            self._contenders["found"], self._ahead["found"] = found, self._each * self._start.effort
-
-    def decide(self) -> Decision:
-        """Score all candidates, and search anew on all folds where what was found wins."""
-        fits, is_open = self._fits, "found" in self._contenders
-        given = {name: fits.as_it_is(name) for name in _PLAIN if name == "merged" or self._has_base}
-        # What was found comes early: whether it may win decides what is left to do.
-        for name in sorted(self._contenders, key=lambda name: name not in ("start", "found")):
-            fits.bar.expect(sum(self._ahead.values()) + is_open * _EXPECTED * self._perhaps)
-            try:
-                given[name] = fits.scores(self._contenders[name])
-            except (DataError, NumericsError, SpecError) as error:
-                if name == "start":
-                    raise
-                self.failures[name] = error.message
-            self.scores = {at: given[at] for at in (*_PLAIN, *self._contenders) if at in given}
-            decision = decide(self.scores, _alike(self.known))
-            del self._ahead[name]
-            is_open = "found" in self._ahead or decision.name == "found"
-        if decision.name == "found":
-            fits.bar.expect(self._perhaps)
-            self.known["found"] = fits.searched(self._start, self._varies)
-        return decision
-
-
-def _alike(known: Mapping[str, Calibrator]) -> list[list[str]]:
-    """Names of candidates that are equally simple: those of one calibrator besides the start."""
-    kinds = {type(at) for name, at in known.items() if name != "start"}
-    return [[name for name in known if type(known[name]) is kind] for kind in kinds]
+    `known` gains `found` where that is decided for: it is searched for anew on all folds then.
+    """
+    has_base, each = fits.study.has_base, NUM_FOLDS - 1
+    effort = _search_effort(start, varies, has_base)
+    contenders = {name: dict.fromkeys(FOLDS, at) for name, at in known.items()}
+    # All in calibrations: what is sure to be tried, and what only if what was found wins.
+    ahead = {name: each * at.effort for name, at in known.items()}
+    perhaps = each * (effort - start.effort) * bool(varies)
+    found, failures = dict[int, Calibrator](), dict[str, str]()
+    for fold in FOLDS if varies else ():
+        fits.bar.expect(effort * sum(_NEW[fold:]) + sum(ahead.values()) + each + _EXPECTED * perhaps)
+        found[fold] = fits.searched(start, varies, fold)
+    is_open = bool({*found.values()} - {start})
+    if is_open:
+        contenders["found"], ahead["found"] = found, each * start.effort
+    given = {name: fits.as_it_is(name) for name in _PLAIN if name == "merged" or has_base}
+    # What was found comes early: whether it may win decides what is left to do.
+    for name in sorted(contenders, key=lambda name: name not in ("start", "found")):
+        fits.bar.expect(sum(ahead.values()) + is_open * _EXPECTED * perhaps)
+        try:
+            given[name] = fits.scores(contenders[name])
+        except (DataError, NumericsError, SpecError) as error:
+            if name == "start":
+                raise
+            failures[name] = error.message
+        scores = {at: given[at] for at in (*_PLAIN, *contenders) if at in given}
+        # Equally simple are those of one calibrator besides the start.
+        kinds = {type(at) for name, at in known.items() if name != "start"}
+        decision = decide(scores, [[name for name in known if type(known[name]) is kind] for kind in kinds])
+        del ahead[name]
+        is_open = "found" in ahead or decision.name == "found"
+    if decision.name == "found":
+        fits.bar.expect(perhaps)
+        known["found"] = fits.searched(start, varies)
+    return decision, scores, failures
 
 
 class _OneBar(Reporter):

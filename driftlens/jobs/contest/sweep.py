@@ -26,7 +26,7 @@ from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.data.corruption import CLEAN, corrupt, corrupted, parse, written
 from driftlens.data.samples import SampleSet, part_of, shuffled
 from driftlens.engine.sites import select_sites
-from driftlens.findings.swept import ABLATION, CONTROL, rho_control, scope, settings_of
+from driftlens.findings.swept import ABLATION, CONTROL, rho_control, scope, settings_of, sweep_named
 from driftlens.jobs.analyze.evaluation import final_drift, metrics_of, scores_of
 from driftlens.jobs.analyze.job import thumb
 from driftlens.jobs.calibrate.job import OpenCalibration, open_calibration
@@ -46,7 +46,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import SWEEPS
 from driftlens.runs.writer import RunWriter
 from driftlens.spec import load_spec
-from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest, SweepRequest
+from driftlens.spec.requests import CalibrationRequest, SweepRequest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,10 +95,6 @@ class Setting:
         found = self.values | dict(values)
         count, corruption = int(found.pop("n")), found.pop("corruption")
         return Setting.of(self.method, found, count, corruption)
-
-    def named(self, varied: str) -> str:
-        """What a sweep around it is called: other methods than the default one stand in front."""
-        return varied if self.method == DEFAULT_METHOD else f"{self.method}:{varied}"
 
     def stored(self, row: Mapping[Any, Any]) -> Setting:
         """The setting of a row of the sweep table, around this one."""
@@ -447,16 +443,16 @@ def _settings_of(
         for names in groups:
             combinations = itertools.product(*(values[name] for name in names))
             found = (start.changed(dict(zip(names, chosen, strict=True))) for chosen in combinations)
-            sweeps[start.named("+".join(names))] = list(dict.fromkeys(found))
+            sweeps[sweep_named("+".join(names), start.method)] = list(dict.fromkeys(found))
         ablations = calibrators[start.method].ablations if request.ablate else ()
         if ablations:
-            sweeps[start.named(ABLATION)] = [start, *map(start.changed, ablations)]
+            sweeps[sweep_named(ABLATION, start.method)] = [start, *map(start.changed, ablations)]
         elif request.ablate:
             raise SpecError(f"{start.method} declares no ablations", hint="Name what to vary with --param.")
     if request.control:
         called = ":".join(filter(None, [scope(open_run(folder), request.control), CONTROL]))
         unpulled = around[0].calibrator.at_merged()
-        sweeps[around[0].named(called)] = [
+        sweeps[sweep_named(called, around[0].method)] = [
             around[0].changed({} if unpulled is None else unpulled.get_params())
         ]
     return sweeps

@@ -44,6 +44,7 @@ from driftlens.jobs.study.study import Study, TaskSamples
 from driftlens.runs import layout
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import SWEEPS
+from driftlens.runs.standing import is_live
 from driftlens.runs.writer import RunWriter
 from driftlens.spec import load_spec
 from driftlens.spec.requests import CalibrationRequest, SweepRequest
@@ -136,8 +137,6 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
     team.once(lambda: reopening.require_same_samples(opened.manifest, opened.study))
     seeds = range(opened.study.seed, opened.study.seed + request.seeds)
     samples, tasks = _samples_by_seed(opened, seeds, context.access)
-    if context.live is not None:
-        samples[opened.study.seed] = {task: _as_drawn(at, opened) for task, at in opened.plan.samples.items()}
     corruptions = tuple(dict.fromkeys(setting.corruption for setting in settings))
     for at in samples[opened.study.seed].values():
         for name in corruptions:
@@ -293,12 +292,16 @@ class _Visits:
         self, drawn: Mapping[str, SampleSet], seed: int, settings: Sequence[Setting]
     ) -> Iterator[tuple[Setting, Outcome[Rows]]]:
         """Settings tried on calibration samples that were drawn with one seed."""
-        together: dict[tuple[str, ...], list[Setting]] = {}
+        groups: dict[tuple[str, ...] | Setting, list[Setting]] = {}
         for setting in settings:
-            if kind := setting.walks_with:
-                together.setdefault(kind, []).append(setting)
-        for group in (*([at] for at in settings if not at.walks_with), *together.values()):
-            trials, fits = self._trials(drawn, seed, group)
+            groups.setdefault(setting.walks_with or setting, []).append(setting)
+        for kind, group in sorted(groups.items(), key=lambda entry: isinstance(entry[0], tuple)):
+            samples = {task: corrupted(at, group[0].corruption, seed) for task, at in drawn.items()}
+            cuts = sorted({at.n for at in (*group, *self.settings) if at in group or at.walks_with == kind})
+            parts = [range(low, high) for low, high in itertools.pairwise([0, *cuts])]
+            by_task = dict.fromkeys(samples, parts)
+            trials = Trials(self.study, samples, by_task, self._sites, self.reporter, PHASE, self.spill, seed)
+            fits = {Fit(at.calibrator, frozenset(range(cuts.index(at.n) + 1))): at for at in group}
             for fit, outcome in trials.outcomes([*fits], lambda _: self._held_out.of(LANE)):
                 yield fits[fit], outcome
 
@@ -306,19 +309,6 @@ class _Visits:
     def _held_out(self) -> HeldOut[dict[str, Any]]:
         measure = functools.partial(_measured, self.study, accuracy=self.request.accuracy)
         return HeldOut(self.study, {task: at.diagnosis for task, at in self.study.tasks.items()}, measure)
-
-    def _trials(
-        self, drawn: Mapping[str, SampleSet], seed: int, group: Sequence[Setting]
-    ) -> tuple[Trials, dict[Fit, Setting]]:
-        """Where settings are tried that walk together, or one that walks alone, and the fit of each."""
-        first = group[0]
-        samples = {task: corrupted(at, first.corruption, seed) for task, at in drawn.items()}
-        others = [at for at in self.settings if first.walks_with and at.walks_with == first.walks_with]
-        cuts = sorted({at.n for at in others or group})
-        positions = [range(low, high) for low, high in itertools.pairwise([0, *cuts])]
-        parts = dict.fromkeys(samples, positions)
-        trials = Trials(self.study, samples, parts, self._sites, self.reporter, PHASE, self.spill, seed)
-        return trials, {Fit(at.calibrator, frozenset(range(cuts.index(at.n) + 1))): at for at in group}
 
     def _sites(self, update: Collection[str]) -> Mapping[int, Sequence[str]]:
         layers = self.plan.layers if self.request.control else None
@@ -486,7 +476,10 @@ def _samples_by_seed(
     among them where a task's splits draw from the same place.
     """
     first, architecture = opened.plan.samples, opened.models.architecture
-    found, tasks, sources = {seeds[0]: dict(first)}, dict(opened.study.tasks), {}
+    drawn_first = {
+        task: _as_drawn(at, opened) if is_live(opened.manifest) else at for task, at in first.items()
+    }
+    found, tasks, sources = {seeds[0]: drawn_first}, dict(opened.study.tasks), {}
     for seed in seeds[1:]:
         spec = load_spec(opened.folder / layout.SPEC)
         drawn = reopening.redrawn(spec, {task: len(samples) for task, samples in first.items()}, seed)

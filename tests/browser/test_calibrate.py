@@ -16,7 +16,7 @@ from driftlens.findings.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import drawn, open_drawer, settled
 from tests.browser.server import serving
-from tests.pipeline.roomy import roomy_run
+from tests.pipeline.calibrating import roomy_run
 from tests.records.full_run import write_full_run
 from tests.zoo.world import World
 

@@ -25,8 +25,7 @@ from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from tests.cli.conftest import Cli
 from tests.cli.worker import COMMAND
-from tests.pipeline.calibrating import NAME, calibrate_until, copied, files_of, same_rows
-from tests.pipeline.roomy import roomy_run
+from tests.pipeline.calibrating import NAME, calibrate_until, copied, files_of, roomy_run, same_rows
 from tests.zoo.world import TASKS, World
 
 

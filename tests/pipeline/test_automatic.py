@@ -37,9 +37,8 @@ from driftlens.jobs.study.study import Study, TaskSamples
 from driftlens.models.heads import Head
 from driftlens.runs.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml
-from tests.pipeline.calibrating import NAME, copied, request
+from tests.pipeline.calibrating import COUNT, NAME, copied, request, roomy_run, spoil_merged
 from tests.pipeline.checking import rehearsed_once
-from tests.pipeline.roomy import COUNT, roomy_run, spoil_merged
 from tests.zoo.world import CLASSES, TASKS, World, write_images
 
 

@@ -14,10 +14,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.suites.reproduce import _SUITES, PROTOCOLS, Suite, filling, load_suite, suite_names
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
 from driftlens_reports.reproduced import Shown, shown
-from tests.pipeline.fixtures import world
 from tests.zoo.world import TASKS, World
-
-__all__ = ["world"]
 
 Ran = Callable[[str], tuple[dict[str, DriftRun], Shown]]
 SLOW = {"main", "features", "ablations", "samples", "sensitivity"}

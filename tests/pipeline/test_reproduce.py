@@ -27,12 +27,9 @@ from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
 from driftlens_reports.paper.published import published_tables
 from driftlens_reports.reproduced import _looked_up
 from tests.models.writing import train
-from tests.pipeline.fixtures import world
 from tests.zoo.cases import perturbed
 from tests.zoo.suite import CLASSES, PAIRS, Suite
 from tests.zoo.world import TASKS, World
-
-__all__ = ["world"]
 
 
 @pytest.mark.parametrize("name", suite_names())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from driftlens.base.errors import Cancelled, RunError
+from driftlens.base.errors import RunError
 from driftlens.suites.training import NUM_WORKERS, Worker, work_together
 
 
@@ -58,11 +58,6 @@ def die_or_wait(worker: Worker) -> None:
     worker.meet()
 
 
-def tell_for_ever(worker: Worker) -> None:
-    while True:
-        worker.tell(bytes(1 << 20))
-
-
 @pytest.mark.slow
 def test_jobs_are_divided_and_training_together_equals_training_alone_on_all_data():
     weight = torch.tensor([1.0, -2.0], requires_grad=True)
@@ -102,12 +97,3 @@ def test_ends_are_told_apart_without_exit_codes():
     with pytest.raises(RunError, match="ended unexpectedly"):
         together(die_or_wait)
     assert len(together(divide_then_descend, [3, 1, 2])) == 3 + NUM_WORKERS
-
-
-@pytest.mark.slow  # so does a suite that is cancelled while it is drawn
-def test_what_the_listener_raises_stops_the_work():
-    def cancel(*_: object) -> None:
-        raise Cancelled("cancelled")
-
-    with pytest.raises(Cancelled):
-        work_together(tell_for_ever, (), cancel, num_values=8)

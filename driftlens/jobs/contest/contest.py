@@ -63,13 +63,7 @@ def candidates(
 
 @dataclass(frozen=True)
 class Outcome(Generic[Known]):
-    """What became of one candidate.
-
-    Attributes:
-        value: what was measured of it; None where it failed.
-        seconds: that it took to make it.
-        error: why it can't be made.
-    """
+    """What became of one candidate: what was measured of it, in how many seconds it was made, or why it can't be."""
 
     value: Known | None = None
     seconds: float = 0.0

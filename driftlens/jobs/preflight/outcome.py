@@ -19,10 +19,7 @@ T = TypeVar("T")
 class Preflight:
     """All checks of one spec or calibration, each of which becomes a finding instead of stopping at the first error.
 
-    Attributes:
-        findings: in the order of the checks.
-        cost: about what the work will take; None where problems kept it from being estimated, or nobody asked.
-        processes: what each of several will take, where somebody asked.
+    There is no `cost` where problems kept it from being estimated, or nobody asked.
     """
 
     findings: list[Finding] = field(default_factory=list)

@@ -66,14 +66,7 @@ all else that a job does is done once for each layer."""
 
 @dataclass(frozen=True)
 class Extent:
-    """How much there is to do.
-
-    Attributes:
-        blocks: that the chain has between stem and head.
-        samples: of all tasks at hand.
-        tasks: at hand.
-        rounds: how often something that is trained goes through a batch.
-    """
+    """How much there is to do: blocks between stem and head, samples of all tasks, tasks, and rounds of training."""
 
     blocks: float
     samples: float
@@ -177,18 +170,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What short studies took, and what the whole one comes to.
+    """What short studies took, by phase, in bytes of the run directory and in memory, and what the whole comes to.
 
-    Attributes:
-        study: the whole one.
-        seconds: of every phase.
-        stored: bytes in the run directory but for models.
-        resident: largest resident memory of a short study.
-        models: bytes of the models that the job writes.
-        opening: seconds until it can begin.
-        blocks: of the chain, as far as the job walks where it calibrates.
-        rounds: of what is trained.
-        passes: of samples through one model, beside the other phases.
+    Beside that: bytes of the models that the job writes, seconds until it can begin, the `blocks` that a calibration
+    walks, the rounds of what is trained, and the passes of samples through one model.
     """
 
     study: Study

@@ -23,14 +23,10 @@ from driftlens.models.chain import Layer, LayerChain, State
 
 @dataclass(frozen=True)
 class Size:
-    """What is left of a study.
+    """What is left of a study: at most so many blocks of each kind, and so many samples of every task.
 
-    Attributes:
-        blocks: how many blocks of each kind, at most.
-        samples: of every task, at most. The tasks are copies of one, so that they differ in these numbers alone.
-        batch: samples in a batch.
-        followed: samples of each whose drift is traced back to layers, at most.
-        rounds: of what is trained.
+    The tasks are copies of one, so that they differ in these numbers alone. Of each, `followed` samples at most have
+    their drift traced back to layers.
     """
 
     blocks: int

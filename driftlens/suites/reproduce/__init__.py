@@ -53,18 +53,12 @@ CORRUPTIONS = (
 
 @dataclass(frozen=True)
 class Protocol:
-    """One study.
+    """One study: which merges of a suite it runs, what it varies there, and which exhibits of `export` that fills.
 
-    Attributes:
-        about: what it runs, in a few words.
-        exhibits: of `driftlens export` that its runs fill.
-        mergers: the merges that it runs, of those that a suite has; its first one if it has none; empty for all.
-        vary: the suite -> what is swept, by setting; None makes a calibration of every repair.
-        methods: repairs that are swept; empty for all of the suite.
-        seeds: draws of the calibration samples.
-        ablate: whether every method is taken apart.
-        traces: whether drift is traced back to layers.
-        is_excess: whether what is measured is the excess of FeatCal's fits on other features than the deployed ones.
+    Of `mergers` the suite's first one is run if it has none of them, and all where they are empty. `vary` says what is
+    swept, by setting; without it every repair, or every one of `methods`, becomes a calibration. `seeds` are draws of
+    the calibration samples; `ablate` takes every method apart, and `traces` drift back to layers. `is_excess` measures
+    what FeatCal's fits on other features than the deployed ones lose.
     """
 
     about: str

@@ -23,7 +23,7 @@ from driftlens.jobs.preflight.rehearsal import (
     features_bytes,
     shares_of,
 )
-from driftlens.jobs.preflight.shortened import ShortPool, Size, kept_layers, shortened
+from driftlens.jobs.preflight.shortened import Size, kept_layers, shortened
 from driftlens.jobs.study.opening import open_study
 from driftlens.runs.writer import RunWriter
 from driftlens.spec import load_spec
@@ -212,14 +212,3 @@ def test_disk_agrees_with_a_run(world: World, tmp_path: pathlib.Path) -> None:
     run = analyze(spec, AnalysisRequest(out=tmp_path / "run"))
     used = sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file())
     assert used / 2 < cost.disk_bytes < 2 * used
-
-
-def test_models_cut_short_run_as_they_are(world: World) -> None:
-    study, models = open_study(load_spec(world.spec()))
-    short = ShortPool.of(study.pool, models.architecture, ["base"], blocks=1)
-    assert short.names == ("base",) and [layer.role for layer in short.chain.layers] == [
-        "stem",
-        "block",
-        "head",
-    ]
-    assert {*short.source("base").headers} == {*short.chain.parameter_keys()}

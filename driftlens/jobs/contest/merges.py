@@ -350,14 +350,13 @@ def _measures(scores: Scored) -> dict[str, Any]:
     """Means over tasks with their intervals, and those by task."""
     row: dict[str, Any] = {}
     for measure in MEASURES:
-        by_task = {task: _interval(of[measure]) for task, of in scores.items() if measure in of}
+        values = {task: of[measure] for task, of in scores.items() if measure in of}
+        by_task = {
+            task: mean_interval(float(of.mean()), float(of.std()), len(of)) for task, of in values.items()
+        }
         row |= _ends(measure, mean_over_tasks([*by_task.values()]))
         row.setdefault("by_task", {})[measure] = {task: _ends("value", at) for task, at in by_task.items()}
     return row
-
-
-def _interval(values: NDArray[np.float64]) -> Interval:
-    return mean_interval(float(values.mean()), float(values.std()), len(values))
 
 
 def _ends(name: str, found: Interval) -> dict[str, float | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from driftlens.base.access import Access
@@ -144,11 +144,7 @@ def _hf(architecture: Architecture, folder: pathlib.Path) -> Iterator[Statement]
     if pixels and architecture.preprocess is not None:
         processor = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
         default = processor().to_dict()
-        for key in _HF_PIXELS:
-            stated, used = (
-                given.get(key, default[key]) for given in (pixels, architecture.preprocess.settings)
-            )
-            yield (file, key, _edges(stated), _edges(used))
+        yield from _pixels(file, _HF_PIXELS, default | pixels, default | architecture.preprocess.settings)
 
 
 def _hf_any(architecture: Architecture, folder: pathlib.Path) -> Iterator[Statement]:
@@ -169,10 +165,9 @@ def _hf_any(architecture: Architecture, folder: pathlib.Path) -> Iterator[Statem
         for key in _HF_COMPUTED:
             if key in mine or key in own:
                 yield ("config.json", key, own.get(key), mine.get(key))
-    pixels, known = _file(folder, "preprocessor_config.json"), architecture.preprocess
-    for key in _HF_PIXELS:
-        if known is not None and key in pixels and key in known.settings:
-            yield ("preprocessor_config.json", key, _edges(pixels[key]), _edges(known.settings[key]))
+    if architecture.preprocess is not None:
+        file = "preprocessor_config.json"
+        yield from _pixels(file, _HF_PIXELS, _file(folder, file), architecture.preprocess.settings)
 
 
 def _open_clip(architecture: Architecture, folder: pathlib.Path) -> Iterator[Statement]:
@@ -186,9 +181,15 @@ def _open_clip(architecture: Architecture, folder: pathlib.Path) -> Iterator[Sta
                 yield (CONFIG_FILE, key, [size] * 2, settings[key])
     pixels = config.get("preprocess_cfg")
     if isinstance(pixels, dict) and architecture.preprocess is not None:
-        for key in _OPEN_CLIP_PIXELS:
-            if key in pixels:
-                yield (CONFIG_FILE, key, pixels[key], architecture.preprocess.settings[key])
+        yield from _pixels(CONFIG_FILE, _OPEN_CLIP_PIXELS, pixels, architecture.preprocess.settings)
+
+
+def _pixels(
+    file: str, keys: Sequence[str], stated: Mapping[str, Any], used: Mapping[str, Any]
+) -> Iterator[Statement]:
+    for key in keys:
+        if key in stated and key in used:
+            yield (file, key, _edges(stated[key]), _edges(used[key]))
 
 
 _READERS: Mapping[str, Callable[[Architecture, pathlib.Path], Iterator[Statement]]] = {

@@ -242,48 +242,40 @@ def plan_processes(
     known = measured_rates(device)
     rates = known or Rates(str(device), cores(), torch.get_num_threads())
     here = torch.cuda.device_count() if device.type == "cuda" else rates.cores
-    crew = _Crew(number, min(number, per_machine or max(1, here)), rates)
-    shares = {"analyze": crew.share(analysis, solves=False)}
+    together = min(number, per_machine or max(1, here))
+    shares = {"analyze": _share(analysis, number, together, rates, solves=False)}
     request = CalibrationRequest(name="preflight", attribution=False)
     calibrator = calibrator_of(request, opened.spec.calibration)
     if all(task.calibration for task in opened.study.tasks.values()) and not rounds_of(calibrator):
-        shares["calibrate"] = crew.share(opened.calibration(request), solves=True)
-    return Processes(number, crew.per_machine, known is not None, shares)
+        shares["calibrate"] = _share(opened.calibration(request), number, together, rates, solves=True)
+    return Processes(number, together, known is not None, shares)
 
 
-@dataclass(frozen=True)
-class _Crew:
-    """Processes, how many of them share a machine, and what they take from each other."""
-
-    number: int
-    per_machine: int
-    rates: Rates
-
-    def share(self, whole: Rehearsed, *, solves: bool) -> Share:
-        """The busiest process's, of a job rehearsed by one."""
-        study = whole.study
-        batches = {
-            task: math.ceil(len(at.diagnosis) / at.diagnosis.batch_size) for task, at in study.tasks.items()
-        }
-        part, tasks = _busiest(batches, self.number)
-        every = [dataclasses.astuple(share) for share in shares_of(study).values()]
-        even = TaskShare(*np.mean(every, axis=0)) * (part * len(every) / tasks)
-        seconds = whole.seconds_of({f"{task}": even for task in range(tasks)})
-        # Of tables and features it sends about what its part of the run directory holds of them.
-        rows = 0 if self.number == 1 else int(part * (whole.cost.disk_bytes - whole.models))
-        wire, sending = 0, 0.0
-        if solves:
-            sites = select_sites(study.pool.chain)
-            groups = solved_groups(study.pool.chain, study.pool.source(study.pool.names[0]).headers, sites)
-            # Solving is what is left of the walk that calibrates without a sample.
-            alone = whole.phase_seconds("calibrate", {"": TaskShare(0, 0, 0)})
-            seconds -= alone * (1 - solve_share(groups, self.number))
-            wire, received, messages = wire_bytes(groups, batches, self.number)
-            if self.number > 1:
-                sending = max(wire, received) / (self.rates.wire or _WIRE) + messages * self.rates.latency
-        start = self.rates.start * max(1.0, self.per_machine / self.rates.cores)  # one core imports for one
-        seconds = whole.opening + start + sending + seconds / self.rates.pace(self.per_machine)
-        return Share(seconds, whole.resident + features_bytes(study, part), wire + rows)
+def _share(whole: Rehearsed, number: int, per_machine: int, rates: Rates, *, solves: bool) -> Share:
+    """The busiest process's, of a job rehearsed by one."""
+    study = whole.study
+    batches = {
+        task: math.ceil(len(at.diagnosis) / at.diagnosis.batch_size) for task, at in study.tasks.items()
+    }
+    part, tasks = _busiest(batches, number)
+    every = [dataclasses.astuple(share) for share in shares_of(study).values()]
+    even = TaskShare(*np.mean(every, axis=0)) * (part * len(every) / tasks)
+    seconds = whole.seconds_of({f"{task}": even for task in range(tasks)})
+    # Of tables and features it sends about what its part of the run directory holds of them.
+    rows = 0 if number == 1 else int(part * (whole.cost.disk_bytes - whole.models))
+    wire, sending = 0, 0.0
+    if solves:
+        sites = select_sites(study.pool.chain)
+        groups = solved_groups(study.pool.chain, study.pool.source(study.pool.names[0]).headers, sites)
+        # Solving is what is left of the walk that calibrates without a sample.
+        alone = whole.phase_seconds("calibrate", {"": TaskShare(0, 0, 0)})
+        seconds -= alone * (1 - solve_share(groups, number))
+        wire, received, messages = wire_bytes(groups, batches, number)
+        if number > 1:
+            sending = max(wire, received) / (rates.wire or _WIRE) + messages * rates.latency
+    start = rates.start * max(1.0, per_machine / rates.cores)  # one core imports for one
+    seconds = whole.opening + start + sending + seconds / rates.pace(per_machine)
+    return Share(seconds, whole.resident + features_bytes(study, part), wire + rows)
 
 
 def _busiest(batches: Mapping[str, int], number: int) -> tuple[float, int]:

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from driftlens.findings.listing import find_runs
-from driftlens.jobs.contest.trials import Trials
+from driftlens.jobs.contest.contest import Trials
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from tests.cli.conftest import Cli

@@ -16,7 +16,7 @@ from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled
 from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.contest.trials import HeldOut
+from driftlens.jobs.contest.contest import HeldOut
 from driftlens.runs.run import DriftRun
 from driftlens.spec.requests import CalibrationRequest
 from tests.zoo.world import CLASSES, World, write_images

@@ -27,9 +27,9 @@ from driftlens.findings.before_after import selection_sentences
 from driftlens.findings.verdict import verdict
 from driftlens.jobs.analyze.evaluation import final_drift
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.contest import trials
+from driftlens.jobs.contest import contest
 from driftlens.jobs.contest.automatic import BEST, FOLDS, choose_settings
-from driftlens.jobs.contest.trials import LANE, Fit, HeldOut, Judge, Trials, divergences, drift_scores
+from driftlens.jobs.contest.contest import LANE, Fit, HeldOut, Judge, Trials, divergences, drift_scores
 from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.study.card import escaped
 from driftlens.jobs.study.reopening import Kept, reopened
@@ -165,7 +165,7 @@ def test_all_samples_are_held_out_once_and_none_is_scored_that_was_fitted_to(
 ) -> None:
     scored: list[tuple[frozenset[str], frozenset[str]]] = []
     experts: list[str] = []
-    read = trials.final_features
+    read = contest.final_features
 
     def watch(at: Any, ids: frozenset[str], found: dict[str, Any]) -> dict[str, Any]:
         scored[-1] = ids, scored[-1][1]
@@ -179,7 +179,7 @@ def test_all_samples_are_held_out_once_and_none_is_scored_that_was_fitted_to(
         return read(pool, model, task, samples, pooling)
 
     watch_fits(monkeypatch, watch)
-    monkeypatch.setattr(trials, "final_features", spied_read)
+    monkeypatch.setattr(contest, "final_features", spied_read)
     # Ids of different tasks look alike (`train/3`); with one task they can be told apart.
     task = TASKS[0]
     at = study.tasks[task].calibration

@@ -20,7 +20,7 @@ from driftlens.findings.listing import find_runs
 from driftlens.jobs.analyze.job import analyze, evaluate
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest.automatic import HELD_OUT
-from driftlens.jobs.contest.trials import Trials
+from driftlens.jobs.contest.contest import Trials
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import read_status
 from driftlens.runs.verify import verify

@@ -29,8 +29,8 @@ from driftlens.findings.before_after import before_after
 from driftlens.findings.swept import ablation_sheets, rho_control
 from driftlens.jobs.calibrate import plan
 from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.contest.contest import LANE, Fit, Trials
 from driftlens.jobs.contest.sweep import control, sweep
-from driftlens.jobs.contest.trials import LANE, Fit, Trials
 from driftlens.jobs.study.reopening import reopened
 from driftlens.jobs.study.study import Study
 from driftlens.runs.run import DriftRun, open_run

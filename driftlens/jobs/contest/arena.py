@@ -19,9 +19,16 @@ from driftlens.engine.problems import LinearProblem, Problem, SiteUpdate
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.calibrate.job import calibrate, open_calibration
-from driftlens.jobs.contest.contest import Candidate, Outcome, candidates, contest, one_by_one, require_any
+from driftlens.jobs.contest.contest import (
+    Candidate,
+    Outcome,
+    Trials,
+    candidates,
+    contest,
+    one_by_one,
+    require_any,
+)
 from driftlens.jobs.contest.sweep import sweep
-from driftlens.jobs.contest.trials import Trials
 from driftlens.jobs.study.reopening import (
     deterministic_algorithms,
     require_same_models,

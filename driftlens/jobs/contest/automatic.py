@@ -28,8 +28,17 @@ from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.sites import updated_sites
 from driftlens.jobs.calibrate.plan import Choice as Chooser
 from driftlens.jobs.calibrate.plan import method_called, plain_settings, preset_of
-from driftlens.jobs.contest.contest import KeptScores, Outcome, Scored, contest
-from driftlens.jobs.contest.trials import LANE, Fit, HeldOut, Judge, Trials
+from driftlens.jobs.contest.contest import (
+    LANE,
+    Fit,
+    HeldOut,
+    Judge,
+    KeptScores,
+    Outcome,
+    Scored,
+    Trials,
+    contest,
+)
 from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
 from driftlens.spec.requests import CalibrationRequest

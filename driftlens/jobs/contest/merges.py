@@ -29,16 +29,19 @@ from driftlens.checkpoints.sources import StateSource
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.jobs.calibrate.variants import anchors, with_parameters
 from driftlens.jobs.contest.contest import (
+    LANE,
     Candidate,
+    HeldOut,
+    Judge,
     KeptScores,
     Outcome,
     Scored,
     candidates,
     contest,
+    drift_scores,
     one_by_one,
     require_any,
 )
-from driftlens.jobs.contest.trials import LANE, HeldOut, Judge, drift_scores
 from driftlens.jobs.study.merging import merged_source, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_study
 from driftlens.jobs.study.reopening import Begun, Kept, reopened

@@ -35,8 +35,7 @@ from driftlens.jobs.calibrate.plan import (
     calibrator_of,
     method_called,
 )
-from driftlens.jobs.contest.contest import Outcome, contest
-from driftlens.jobs.contest.trials import LANE, Fit, HeldOut, Judge, Trials
+from driftlens.jobs.contest.contest import LANE, Fit, HeldOut, Judge, Outcome, Trials, contest
 from driftlens.jobs.study import reopening
 from driftlens.jobs.study.opening import open_data, with_own_answers
 from driftlens.jobs.study.reopening import deterministic_algorithms, suitable_threads, writing

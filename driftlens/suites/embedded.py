@@ -10,19 +10,10 @@ import numpy as np
 import torch
 
 from driftlens.base.files import write_json_atomic
+from driftlens.suites import training
 from driftlens.suites.cache import DRAWN, Suite, save
 from driftlens.suites.drawing import PURPOSES, Purpose, tasks
 from driftlens.suites.recipe import Recipe, stream
-from driftlens.suites.training import (
-    Pictures,
-    Worker,
-    accuracy,
-    build_clip,
-    class_embeddings,
-    tokenizer,
-    train_base,
-    train_expert,
-)
 
 CONFIG, BASE = "open_clip_config.json", "base.safetensors"
 
@@ -48,10 +39,10 @@ class ImageSuite(Suite):
     @staticmethod
     def untrained(recipe: Recipe, seed: int = 0) -> Any:
         """As of a `Suite`."""
-        return build_clip(recipe.model_config(), seed)
+        return training.build_clip(recipe.model_config(), seed)
 
     @staticmethod
-    def work(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
+    def work(worker: training.Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
         """As of a `Suite`."""
         counts = {"base": recipe.num_base, "train": recipe.num_train, "test": recipe.num_test}
         for name, purpose in worker.jobs(list(itertools.product(tasks, PURPOSES))):
@@ -68,18 +59,20 @@ class ImageSuite(Suite):
 embedded_suite = ImageSuite.made
 
 
-def _drawn(folder: pathlib.Path, name: str, purpose: Purpose) -> Pictures:
+def _drawn(folder: pathlib.Path, name: str, purpose: Purpose) -> training.Pictures:
     with np.load(folder / DRAWN / f"{name}-{purpose}.npz") as file:
-        return Pictures(tasks[name], **file)
+        return training.Pictures(tasks[name], **file)
 
 
-def _train_base(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
+def _train_base(worker: training.Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
     """Train the base together with the others; all end with the same weights, and the first one saves them."""
     from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 
-    clip = build_clip(recipe.model_config(), stream(seed, "weights"))
+    clip = training.build_clip(recipe.model_config(), stream(seed, "weights"))
     pictures = [_drawn(folder, name, "base") for name in tasks]
-    train_base(clip, tokenizer(recipe.context_length), pictures, recipe, stream(seed, "base"), worker)
+    training.train_base(
+        clip, training.tokenizer(recipe.context_length), pictures, recipe, stream(seed, "base"), worker
+    )
     if worker.rank == 0:
         preprocess = {"mean": list(OPENAI_DATASET_MEAN), "std": list(OPENAI_DATASET_STD)}
         config = {"model_cfg": recipe.model_config(), "preprocess_cfg": preprocess}
@@ -88,7 +81,9 @@ def _train_base(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int)
         worker.tell("", "logit_scale", 0, clip.logit_scale.exp().item())
 
 
-def _train_expert(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int, name: str) -> None:
+def _train_expert(
+    worker: training.Worker, folder: pathlib.Path, recipe: Recipe, seed: int, name: str
+) -> None:
     """Train and save one expert, and save the pictures of its task; tell accuracies of base and expert."""
     from safetensors.torch import load_file
 
@@ -101,12 +96,12 @@ def _train_expert(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: in
         y_test=test.labels,
         class_names=np.array(train.task.class_names),
     )
-    clip = build_clip(recipe.model_config(), 0)
+    clip = training.build_clip(recipe.model_config(), 0)
     clip.load_state_dict(load_file(folder / BASE))
     clip.eval()
-    embeddings = class_embeddings(clip, tokenizer(recipe.context_length), train.task)
-    of_base = accuracy(clip.visual, test.pixels(), torch.from_numpy(test.labels), embeddings)
-    train_expert(
+    embeddings = training.class_embeddings(clip, training.tokenizer(recipe.context_length), train.task)
+    of_base = training.accuracy(clip.visual, test.pixels(), torch.from_numpy(test.labels), embeddings)
+    training.train_expert(
         clip.visual,
         train,
         clip.logit_scale.exp().item() * embeddings,
@@ -116,5 +111,5 @@ def _train_expert(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: in
     )
     tower = {f"visual.{key}": tensor for key, tensor in clip.visual.state_dict().items()}
     save(tower, folder / ImageSuite.expert.format(name))
-    of_expert = accuracy(clip.visual, test.pixels(), torch.from_numpy(test.labels), embeddings)
+    of_expert = training.accuracy(clip.visual, test.pixels(), torch.from_numpy(test.labels), embeddings)
     worker.tell("", name, 0, {"base": of_base, "expert": of_expert})

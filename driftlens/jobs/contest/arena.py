@@ -29,12 +29,7 @@ from driftlens.jobs.contest.contest import (
     require_any,
 )
 from driftlens.jobs.contest.sweep import sweep
-from driftlens.jobs.study.reopening import (
-    deterministic_algorithms,
-    require_same_models,
-    require_same_samples,
-    suitable_threads,
-)
+from driftlens.jobs.study import reopening
 from driftlens.runs import layout
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
@@ -206,8 +201,8 @@ def measure_excess(
     request = CalibrationRequest(name=PHASE, method="featcal", parameters=dict(settings))
     opened = open_calibration(folder, request, context)
     plan, study = opened.plan, opened.study
-    require_same_samples(opened.manifest, study)
-    require_same_models(opened.manifest, study, context.reporter())
+    reopening.require_same_samples(opened.manifest, study)
+    reopening.require_same_models(opened.manifest, study, context.reporter())
     lanes, rows, last = [], list[dict[str, Any]](), max(plan.sites)
     deployed, heard = dict[str, tuple[Tensor, float, Tensor, float]](), list[dict[str, Any]]()
     for inputs in INPUTS:
@@ -219,9 +214,9 @@ def measure_excess(
         reporter = context.reporter(writer.progress)
         (folder / layout.SCRATCH).mkdir(exist_ok=True)
         with (
-            deterministic_algorithms(study.settings.deterministic),
+            reopening.deterministic_algorithms(study.settings.deterministic),
             writer.phase(PHASE),
-            suitable_threads(writer, PHASE, study),
+            reopening.suitable_threads(writer, PHASE, study),
             torch.no_grad(),
         ):
             trials = Trials(

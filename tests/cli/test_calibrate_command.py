@@ -23,8 +23,16 @@ from driftlens.runs.writer import RunWriter
 from driftlens_reports.build import Report
 from driftlens_reports.terminal import before_after_text
 from tests.cli.conftest import Cli
-from tests.pipeline.calibrating import NAME, VARIANT, copied, files_of, request, same_rows
-from tests.pipeline.roomy import roomy_run, spoil_merged
+from tests.pipeline.calibrating import (
+    NAME,
+    VARIANT,
+    copied,
+    files_of,
+    request,
+    roomy_run,
+    same_rows,
+    spoil_merged,
+)
 from tests.zoo.world import TASKS, World, clip, write_spec
 
 QUIET = ("--progress", "none")

@@ -334,28 +334,27 @@ def _progress(job: Job, status: Status | None) -> ProgressEvent | None:
     """From the run's status, or before there is one, from the log: a demo trains models before its run begins."""
     if status is not None and status.phase:
         return ProgressEvent(status.phase, status.done, status.total, status.label, status.seconds)
-    return last_progress(job.log)
-
-
-def log_text(log: Path) -> str:
-    """The end of the log without its progress lines, for reading; empty where there is none yet."""
-    return "\n".join(_said(line) for line in _lines(log) if _event_in(line) is None)
-
-
-def last_progress(log: Path) -> ProgressEvent | None:
-    """The newest progress event in the log, or None."""
-    found = [event for line in _lines(log) if (event := _event_in(line)) is not None]
+    found = [event for _, event in _lines(job.log) if event.get("event") == "progress"]
     try:
         return _EVENT.validate_python({**found[-1], "metrics": {}}) if found else None
     except ValueError:
         return None
 
 
+def log_text(log: Path) -> str:
+    """The end of the log without its progress lines, for reading; empty where there is none yet."""
+    said = ((line, event) for line, event in _lines(log) if event.get("event") != "progress")
+    # Beside progress as JSON, remarks are JSON too.
+    return "\n".join(
+        str(event.get("message", "")) if event.get("event") == "log" else line for line, event in said
+    )
+
+
 def running_drift(job: Job) -> dict[int, float]:
     """Mean drift at the boundary behind each layer that the job has calibrated, by layer index."""
     found: dict[int, float] = {}
-    for event in map(_object, _lines(job.run / EVENTS, _EVENT_BYTES)):
-        if event is None or str(event.get("time", "")) < job.started:
+    for _, event in _lines(job.run / EVENTS, _EVENT_BYTES):
+        if str(event.get("time", "")) < job.started:
             continue  # half a line, left for the next look, or an earlier job's
         numbers = event.get("metrics", event)
         layer, drift = numbers.get("layer"), numbers.get("drift_l2_mean")
@@ -364,26 +363,11 @@ def running_drift(job: Job) -> dict[int, float]:
     return dict(sorted(found.items()))
 
 
-def _said(line: str) -> str:
-    """What a line says to a person; beside progress as JSON, remarks are JSON too."""
-    remark = _object(line) if line.startswith('{"event": "log"') else None
-    return line if remark is None else str(remark.get("message", ""))
+def _lines(file: Path, most: int = _TAIL_BYTES) -> list[tuple[str, dict[str, Any]]]:
+    """The lines that begin in the last bytes of a file, each with the object that it is, empty where it is none.
 
-
-def _event_in(line: str) -> dict[str, Any] | None:
-    return _object(line) if line.startswith('{"event": "progress"') else None
-
-
-def _object(line: str) -> dict[str, Any] | None:
-    try:
-        event = from_json(line)
-    except ValueError:  # half a line: the job is writing it
-        return None
-    return event if isinstance(event, dict) else None
-
-
-def _lines(file: Path, most: int = _TAIL_BYTES) -> list[str]:
-    """The lines that begin in the last bytes of a file; none where it can't be read, or leaves the root."""
+    None where the file can't be read, or leaves the root.
+    """
     if not is_file_inside(file):
         return []
     try:
@@ -393,4 +377,12 @@ def _lines(file: Path, most: int = _TAIL_BYTES) -> list[str]:
             lines = opened.read().decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    return lines if size <= most else lines[1:]
+    return [(line, _object(line)) for line in (lines if size <= most else lines[1:])]
+
+
+def _object(line: str) -> dict[str, Any]:
+    try:
+        event = from_json(line) if line.startswith("{") else None
+    except ValueError:  # half a line: the job is writing it
+        event = None
+    return event if isinstance(event, dict) else {}

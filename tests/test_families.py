@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from tests.families import FILE, SHOWN, is_whole, shown, table
+from tests.families import FILE, SHOWN, is_whole, table
 
 
 def test_the_table_in_docs_is_what_the_tests_show(request: pytest.FixtureRequest) -> None:
@@ -26,30 +23,3 @@ def rows(text: str) -> dict[str, list[set[str]]]:
     """The words of each family's cells."""
     lines = (line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| "))
     return {family: [set(cell.split(", ")) - {"–"} for cell in cells] for family, *cells in lines}
-
-
-def item(*marks: Any) -> Any:
-    return SimpleNamespace(
-        nodeid="tests/models/test_a.py::test_b[c]",
-        iter_markers=lambda name: (each.mark for each in marks if each.name == name),
-    )
-
-
-def test_a_cell_holds_the_words_of_all_tests_with_both_marks() -> None:
-    mark = pytest.mark
-    found = shown(
-        [
-            item(mark.family("ViT"), mark.shows("drift", files="hf-vit")),
-            item(mark.family("ViT", "BERT"), mark.shows(files="hf-auto"), mark.shows("files", "live")),
-            item(mark.family("GPT-2")),
-            item(mark.shows("reloads")),
-            item(mark.family("ViT"), mark.shows("heads"), mark.skip),
-        ]
-    )
-    tests = "models/test_a.py"
-    assert [line.split(" | ") for line in table(found).splitlines()[-2:]] == [
-        ["| BERT", "hf-auto", "yes", "–", "–", "–", "–", "–", f"{tests} |"],
-        ["| ViT", "hf-auto, hf-vit", "yes", "–", "yes", "–", "–", "–", f"{tests} |"],
-    ]
-    with pytest.raises(pytest.UsageError, match="drifts"):
-        shown([item(mark.family("ViT"), mark.shows("drifts"))])

@@ -15,7 +15,6 @@ from driftlens.base.errors import Cancelled
 from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import owner_of
-from driftlens.runs.writer import RunWriter
 from tests.cli.conftest import Cli
 from tests.cli.worker import COMMAND, analyzing
 from tests.zoo.world import TASKS, World, write_spec
@@ -171,12 +170,3 @@ def test_a_folder_with_something_in_it_is_left_alone(
     refused = run_cli("analyze", spec, "--out", tmp_path / "mine")
     assert refused.code == 2 and "not empty" in refused.message and "--force" in refused.hint
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
-
-
-def test_a_run_in_progress_holds_its_lock_in_this_process_too(
-    spec: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
-) -> None:
-    out = tmp_path / "run"
-    with RunWriter.create(out, spec_yaml="", spec_digest="", name="held"):
-        refused = run_cli("evaluate", out)
-        assert refused.code == 5 and f"process {os.getpid()}" in refused.message

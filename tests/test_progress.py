@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 
 import pytest
 
@@ -25,64 +24,40 @@ class Terminal(io.StringIO):
         return True
 
 
-def walk(sink: Callable[[ProgressEvent], None], clock: Clock, seconds: float, total: int = 100) -> None:
-    """One phase of `total` even steps that takes `seconds`."""
-    began = clock.now
-    for done in range(total + 1):
-        clock.now = began + seconds * done / total
-        sink(ProgressEvent("analyze", done, total, f"layer {done}", clock.now - began))
-
-
-def plain(seconds: float) -> list[str]:
+def plain(*events: tuple[float, ProgressEvent], ends: float | None = None) -> list[str]:
+    """The lines of some events, each at its time."""
     clock, stream = Clock(), io.StringIO()
     with sink_for("auto", stream, clock) as sink:
-        walk(sink, clock, seconds)
+        for clock.now, event in events:
+            sink(event)
+        clock.now = clock.now if ends is None else ends
+    assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue(), "redrawn, or steered"
     return stream.getvalue().splitlines()
 
 
-def test_a_short_phase_is_one_line() -> None:
-    assert plain(8.0) == ["analyze: done in 8.0 s"]
+def walk(seconds: float) -> list[tuple[float, ProgressEvent]]:
+    """One phase of a hundred even steps."""
+    times = [(done, seconds * done / 100) for done in range(101)]
+    return [(time, ProgressEvent("analyze", done, 100, f"layer {done}", time)) for done, time in times]
 
 
 def test_a_long_phase_adds_a_line_every_ten_seconds_with_the_time_left() -> None:
-    lines = plain(50.0)
+    assert plain(*walk(8.0)) == ["analyze: done in 8.0 s"]
+    lines = plain(*walk(50.0))
     assert lines[0] == "analyze: 20 of 100, layer 20; 10 s so far, about 40 s left"
-    assert [line.split(",")[0] for line in lines[:-1]] == [
-        f"analyze: {done} of 100" for done in (20, 40, 60, 80)
-    ]
-    assert lines[-1] == "analyze: done in 50 s"
-
-
-def test_plain_lines_are_never_redrawn() -> None:
-    clock, stream = Clock(), io.StringIO()
-    with sink_for("auto", stream, clock) as sink:
-        walk(sink, clock, 100.0)
-    assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
+    counts = [f"analyze: {done} of 100" for done in (20, 40, 60, 80)]
+    assert [line.split(",")[0] for line in lines[:-1]] == counts and lines[-1] == "analyze: done in 50 s"
 
 
 def test_a_name_does_not_steer_the_terminal() -> None:
-    clock, stream = Clock(), io.StringIO()
-    with sink_for("auto", stream, clock) as sink:
-        for clock.now in (0.0, 20.0):
-            sink(ProgressEvent("layout", 1, 3, "task \x1b[31mred", clock.now))
-    assert "\ufffd[31mred" in stream.getvalue() and "\x1b" not in stream.getvalue()
+    events = [(now, ProgressEvent("layout", 1, 3, "task \x1b[31mred", now)) for now in (0.0, 20.0)]
+    assert "\ufffd[31mred" in plain(*events)[0]
 
 
 def test_every_phase_is_finished_once_even_without_a_last_event() -> None:
-    clock, stream = Clock(), io.StringIO()
-    with sink_for("auto", stream, clock) as sink:
-        sink(ProgressEvent("load", 0, None))
-        clock.now = 3.0
-        sink(ProgressEvent("walk", 0, 2))
-        sink(ProgressEvent("walk", 2, 2))
-        sink(ProgressEvent("walk", 2, 2))
-        sink(ProgressEvent("score", 0, None))
-        clock.now = 5.0
-    assert stream.getvalue().splitlines() == [
-        "load: done in 3.0 s",
-        "walk: done in 0.0 s",
-        "score: done in 2.0 s",
-    ]
+    counted = [(3.0, ProgressEvent("walk", done, 2)) for done in (0, 2, 2)]
+    events = [(0.0, ProgressEvent("load", 0, None)), *counted, (3.0, ProgressEvent("score", 0, None))]
+    assert plain(*events, ends=5.0) == ["load: done in 3.0 s", "walk: done in 0.0 s", "score: done in 2.0 s"]
 
 
 def test_an_interrupted_phase_is_not_called_done() -> None:

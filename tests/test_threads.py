@@ -46,11 +46,6 @@ class Machine:
         return self.now
 
 
-def chosen(seconds: Mapping[int, list[float]]) -> int:
-    machine = Machine(seconds)
-    return fewest_threads(machine.work, sorted(seconds), machine.clock)
-
-
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
@@ -60,6 +55,10 @@ def chosen(seconds: Mapping[int, list[float]]) -> int:
         ({1: [1.35e-3], 2: [1e-3]}, 2),
         ({1: [1e-3], 2: [9e-3]}, 1),
         ({1: [8e-3], 2: [4.4e-3], 4: [2.4e-3], 8: [2e-3]}, 4),
+        # Two threads halve the time of nine calls in ten; the tenth waits for a thread that isn't running.
+        ({1: [1e-3], 2: [*[0.5e-3] * 9, 8e-3]}, 1),
+        # A hiccup of 4 ms in some fifty calls with one thread is no gain of the others.
+        ({1: [*[1e-3] * 50, 5e-3], 2: [1e-3]}, 1),
         # All but one thread are kept waiting by a neighbour: half of the machine is still faster than one thread.
         ({1: [8e-3], 2: [4e-3], 4: [2e-3], 5: [9e-3]}, 4),
     ],
@@ -67,17 +66,8 @@ def chosen(seconds: Mapping[int, list[float]]) -> int:
 def test_the_fewest_threads_are_taken_that_are_nearly_as_fast_as_the_fastest(
     seconds: Mapping[int, list[float]], expected: int
 ):
-    assert chosen(seconds) == expected
-
-
-def test_waiting_counts_also_where_most_calls_are_fast():
-    """Two threads halve the time of nine calls in ten; the tenth waits for a thread that isn't running."""
-    assert chosen({1: [1e-3], 2: [*[0.5e-3] * 9, 8e-3]}) == 1
-
-
-def test_one_slow_moment_of_one_thread_does_not_decide():
-    """A hiccup of 4 ms in some fifty calls with one thread is no gain of the others."""
-    assert chosen({1: [*[1e-3] * 50, 5e-3], 2: [1e-3]}) == 1
+    machine = Machine(seconds)
+    assert fewest_threads(machine.work, sorted(seconds), machine.clock) == expected
 
 
 def test_a_machine_that_stands_still_between_two_calls_is_no_division_by_zero():
@@ -156,9 +146,6 @@ def test_a_number_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(SpecError, match=VARIABLE), settled_threads(34, 16, phase="analyze:cars"):
         pass
-
-
-def test_no_threads_at_all_are_refused():
     with pytest.raises(SpecError, match="from 1 upwards"), using_threads(0):
         pass
 

@@ -26,8 +26,6 @@ class ProgressEvent:
     """How far one phase has come.
 
     Attributes:
-        phase: what is being done, for example "analyze".
-        done: units finished.
         total: units in all, or None when unknown.
         label: what is at hand, for example "task cars, layer 7 of 14".
         seconds: time since the phase began.

@@ -58,11 +58,7 @@ class Registry(Mapping[str, T], Generic[T]):
     """Names to entries. Adding an entry means adding one file to `package`; no second file is edited.
 
     Where one of the files can't be imported, every lookup says so: a list without its entries would pass for whole.
-
-    Args:
-        kind: what an entry is called in messages, for example "merge method".
-        package: dotted name of the package whose modules register themselves.
-        group: entry point group under which other distributions add entries; none can where it is empty.
+    Other distributions add entries under the entry point `group`, if there is one; `kind` is what messages say.
     """
 
     def __init__(self, kind: str, package: str, group: str = "") -> None:

@@ -44,7 +44,11 @@ _TYPES: Mapping[str, tuple[type, str]] = {
     "boolean": (bool, "true or false"),
     "string": (str, "text that is not empty"),
 }
-_BOUNDS = {"minimum": "ge", "exclusiveMinimum": "gt", "maximum": "le"}
+_BOUNDS = {
+    "minimum": ("ge", "at least"),
+    "exclusiveMinimum": ("gt", "more than"),
+    "maximum": ("le", "at most"),
+}
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, str_min_length=1)
 
 
@@ -152,7 +156,7 @@ def _type_of(schema: Schema) -> Any:
         return Annotated[entries, Field(min_length=least), BeforeValidator(_as_tuple)]
     if choices := choices_of(schema):
         return Annotated[Literal[choices], BeforeValidator(functools.partial(_chosen, choices))]
-    bounds = {_BOUNDS[key]: value for key, value in schema.items() if key in _BOUNDS}
+    bounds = {_BOUNDS[key][0]: value for key, value in schema.items() if key in _BOUNDS}
     plain: Any = Annotated[_TYPES[schema["type"]][0], Field(**bounds)]
     return Annotated[plain, AfterValidator(_on_a_machine)] if schema["type"] == "integer" else plain
 
@@ -191,13 +195,8 @@ def expected(schema: Schema) -> str:
     entry, is_list = entry_of(schema)
     choices = choices_of(entry)
     words = f"one of {', '.join(map(str, choices))}" if choices else _TYPES[entry["type"]][1]
-    lows = [
-        f"{word} {entry[key]:g}"
-        for key, word in (("minimum", "at least"), ("exclusiveMinimum", "more than"))
-        if key in entry
-    ]
-    highs = [f"at most {entry['maximum']:g}"] if "maximum" in entry else []
-    words = " ".join([words, *[" and ".join(lows + highs)] * bool(lows or highs)])
+    bounds = [f"{said} {entry[key]:g}" for key, (_, said) in _BOUNDS.items() if key in entry]
+    words = f"{words} {' and '.join(bounds)}" if bounds else words
     words = f"a list, each entry {words}" if is_list else words
     return f"{words}, or nothing" if "anyOf" in schema else words
 

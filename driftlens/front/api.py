@@ -84,19 +84,12 @@ class Run(DriftRun):
             calibrator: its settings; of a registered class.
             request: name and all else.
             around: progress, device, ...
-            modules: for a run of live modules that was opened anew, what `analyze` was given: `base`, `merged`,
-                `experts`, `data`, `heads`; for one that `analyze` just returned, what is to stand in for it. Settings
-                are those of the run; other ones, and other weights, samples, labels or heads, are refused.
+            modules: for a run of live modules that was opened anew, what `analyze` was given; for one that `analyze`
+                just returned, what is to stand in for it. Other settings, weights, samples, labels or heads are refused.
             data: for a run of live modules, samples per task to calibrate on, labels ignored; the calibration says so
                 where they are those that the run was analyzed on, as they are if left out.
             on_first: called with a sentence on drift and accuracy of a few samples, once the layers are solved.
             on_measured: called with the run when drift and accuracy are there.
-
-        Raises:
-            SpecError: the calibrator's class is not registered, or something is missing or unknown.
-            CheckpointError: a model is not the one that the run was made with.
-            DataError: samples are not those that the run was made with.
-            DriftLensError: see the tree in `driftlens.base.errors`.
         """
         from driftlens.jobs.calibrate.plan import method_called
 

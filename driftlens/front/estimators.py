@@ -46,9 +46,7 @@ class Fitting(Calibrator):
         request: FitRequest,
         around: Around,
     ) -> Self:
-        """The estimator itself, after calibrating a copy of a live merged module; no module is modified.
-
-        No file is read or written.
+        """The estimator itself, after calibrating a copy of a live merged module; nothing is modified, read or written.
 
         Args:
             merged: the merged model.
@@ -61,7 +59,6 @@ class Fitting(Calibrator):
         Raises:
             SpecError: a setting that can't be, or tasks of `experts` and `data` differ.
             NumericsError: the drift is not that of ordinary forward passes; nothing is solved then.
-            DriftLensError: see the tree in `driftlens.base.errors`.
         """
         import pandas as pd
 

@@ -49,11 +49,8 @@ class Option:
     Attributes:
         name: the option, such as `--set`; `--no-...` of what is on unless it is given.
         parameter: its name in environment variables, where that isn't the field's.
-        metavar: what stands for the value in its help.
         unset: what its help says of leaving it out, where that isn't the default.
         read: words of the command line, a list of them where it is repeatable -> the value.
-        is_list: whether an option whose words are read may be repeated.
-        is_given: whether there is such an option at all.
     """
 
     name: str = ""
@@ -83,11 +80,7 @@ def unspoken(default: Any) -> Any:
 
 
 class Request(Part, title="calibrate"):
-    """What one command is asked to do.
-
-    Attributes:
-        short: settings of methods with flags and keywords of their own, and what these do; `parameters` takes them up.
-    """
+    """What one command is asked to do; `short`: settings with flags of their own, which `parameters` takes up."""
 
     short: ClassVar[Mapping[str, str]] = {}
 

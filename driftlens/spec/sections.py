@@ -141,9 +141,7 @@ class Calibration(_Method):
 class Layers(Part):
     """Which blocks are stored and shown (all are walked), and how a layer's features become one vector.
 
-    Attributes:
-        select: `blocks` for all, a pattern on module paths, or a list of patterns and layer numbers.
-        pool: `cls`, `mean`, `last`, or `all` for the whole state; null takes what suits the kind of model.
+    `select`: `blocks`, a pattern on module paths, or a list of patterns and layer numbers; `pool` suits the model if null.
     """
 
     select: Selection = "blocks"

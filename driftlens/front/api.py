@@ -85,7 +85,7 @@ class Run(DriftRun):
             request: name and all else.
             around: progress, device, ...
             modules: for a run of live modules that was opened anew, what `analyze` was given; for one that `analyze`
-                just returned, what is to stand in for it. Other settings, weights, samples, labels or heads are refused.
+                just returned, what stands in for it. Other settings, weights, samples, labels or heads are refused.
             data: for a run of live modules, samples per task to calibrate on, labels ignored; the calibration says so
                 where they are those that the run was analyzed on, as they are if left out.
             on_first: called with a sentence on drift and accuracy of a few samples, once the layers are solved.

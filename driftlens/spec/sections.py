@@ -141,7 +141,7 @@ class Calibration(_Method):
 class Layers(Part):
     """Which blocks are stored and shown (all are walked), and how a layer's features become one vector.
 
-    `select`: `blocks`, a pattern on module paths, or a list of patterns and layer numbers; `pool` suits the model if null.
+    `select`: `blocks`, a pattern on module paths, or a list of patterns and layer numbers; `pool` suits the model.
     """
 
     select: Selection = "blocks"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import pathlib
 from collections.abc import Iterator
+from pathlib import Path
 
 # The tensors of these tests are tiny: handing them to several threads takes longer than computing them, and processes
 # that the tests start must round like this one.
@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 MOST_WORKERS = 8
 """Every worker imports all libraries and takes a gigabyte of memory before it computes anything."""
 
-REAL = pathlib.Path(__file__).resolve().parents[2] / "shared" / "real"
+REAL = Path(__file__).resolve().parents[2] / "shared" / "real"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -86,7 +86,7 @@ def rounding(device: torch.device) -> float:
 
 
 @pytest.fixture(scope="session")
-def common(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def common(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that all processes of these tests share; who makes something in it takes a lock."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "common"
@@ -95,7 +95,7 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def real() -> pathlib.Path:
+def real() -> Path:
     """The folder of real images and checkpoints, where it exists."""
     if not REAL.is_dir():
         pytest.skip("the folder of real checkpoints is not on this machine")

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import pathlib
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +30,7 @@ OPEN_CLIP = pytest.mark.family("CLIP ViT (open_clip)")
 TRANSFORMERS_CLIP = pytest.mark.family("CLIP ViT (transformers)")
 STACK = pytest.mark.family("any module with a list of blocks")
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "docs" / "families.md"
 
 COLUMNS = {

@@ -7,14 +7,14 @@
 
 from __future__ import annotations
 
-import pathlib
 import sys
+from pathlib import Path
 
 from driftlens.base.settings import settings_of
 from driftlens.merging.method import READS, MergeMethod, merge_methods
 from driftlens.spec.mergekit import METHODS
 
-FILE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "mergers.md"
+FILE = Path(__file__).resolve().parents[1] / "docs" / "mergers.md"
 EXPERTS, SAMPLES, CLASSES, WIDTH = 8, 64, 10, 768
 
 HEAD = f"""# Merge methods

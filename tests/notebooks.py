@@ -11,19 +11,19 @@ import base64
 import io
 import json
 import os
-import pathlib
 import re
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
-FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "notebooks"
+FOLDER = Path(__file__).parent.parent / "docs" / "notebooks"
 ORDER = ("first-run", "own-modules", "mergers-and-repairs", "paper-figures")
 WIDEST = 1100
 _MACHINE = re.compile(r"/[^\s'\"]*/(driftlens-demo|exhibits)")
 
 
-def executed(name: str, place: pathlib.Path, timeout: int = 600) -> dict[str, Any]:
+def executed(name: str, place: Path, timeout: int = 600) -> dict[str, Any]:
     """A notebook with its outputs, executed with `place` as the working directory.
 
     Raises:
@@ -77,7 +77,7 @@ def main(*names: str) -> None:
     with tempfile.TemporaryDirectory() as place:
         for name in ORDER:
             if name in names or not names or name == ORDER[0]:
-                notebook = tidied(executed(name, pathlib.Path(place)))
+                notebook = tidied(executed(name, Path(place)))
                 text = json.dumps(notebook, indent=1, ensure_ascii=False)
                 (FOLDER / f"{name}.ipynb").write_text(f"{text}\n", encoding="utf-8")
                 print(name)

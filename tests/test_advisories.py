@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import pathlib
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-HERE = pathlib.Path(__file__).parent
+HERE = Path(__file__).parent
 
 
 def floors(project: dict[str, Any]) -> dict[str, Version]:
@@ -77,12 +77,12 @@ def test_what_is_avoided_is_avoided_in_code() -> None:
     assert len(texts) > 100 and not [text for text in texts if "torch.load(" in advice.sub("", text)]
 
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
 def test_the_bill_of_materials_is_valid_and_names_every_dependency_as_installed(
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
 ) -> None:
     pytest.importorskip("cyclonedx_py", reason="the extra sbom is not installed")
     from cyclonedx.schema import SchemaVersion

@@ -6,8 +6,8 @@ import errno
 import hashlib
 import json
 import os
-import pathlib
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -22,12 +22,12 @@ from driftlens.base.files import (
 )
 
 
-def contents(folder: pathlib.Path) -> dict[str, str]:
+def contents(folder: Path) -> dict[str, str]:
     """Every file under a folder, hidden ones too."""
     return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_nothing_is_seen_until_the_file_is_whole(tmp_path: pathlib.Path) -> None:
+def test_nothing_is_seen_until_the_file_is_whole(tmp_path: Path) -> None:
     target = tmp_path / "new" / "a.npy"
     with atomic_path(target) as written:
         assert written.name == "a.npy" and not written.exists()
@@ -38,7 +38,7 @@ def test_nothing_is_seen_until_the_file_is_whole(tmp_path: pathlib.Path) -> None
 
 
 @pytest.mark.parametrize("error", [ValueError(), KeyboardInterrupt(), OSError(errno.EACCES, "no")])
-def test_a_failed_write_leaves_the_old_file_alone(error: BaseException, tmp_path: pathlib.Path) -> None:
+def test_a_failed_write_leaves_the_old_file_alone(error: BaseException, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old")
     with pytest.raises(type(error)), atomic_path(tmp_path / "a") as written:
         written.write_text("half")
@@ -46,7 +46,7 @@ def test_a_failed_write_leaves_the_old_file_alone(error: BaseException, tmp_path
     assert contents(tmp_path) == {"a": "old"}
 
 
-def test_files_are_as_readable_as_any_other(tmp_path: pathlib.Path) -> None:
+def test_files_are_as_readable_as_any_other(tmp_path: Path) -> None:
     """Temporary files are private to their owner; what comes of them must not be."""
     (tmp_path / "plain").write_text("")
     write_text_atomic(tmp_path / "atomic", "")
@@ -58,7 +58,7 @@ def test_files_are_as_readable_as_any_other(tmp_path: pathlib.Path) -> None:
         assert modes[0] == modes[1]
 
 
-def test_a_folder_appears_at_once(tmp_path: pathlib.Path) -> None:
+def test_a_folder_appears_at_once(tmp_path: Path) -> None:
     with atomic_folder(tmp_path / "run") as folder:
         (folder / "tables").mkdir()
         (folder / "tables" / "a").write_text("1")
@@ -66,7 +66,7 @@ def test_a_folder_appears_at_once(tmp_path: pathlib.Path) -> None:
     assert contents(tmp_path) == {"run/tables/a": "1"}
 
 
-def test_an_empty_folder_may_be_filled_and_a_full_one_only_replaced(tmp_path: pathlib.Path) -> None:
+def test_an_empty_folder_may_be_filled_and_a_full_one_only_replaced(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with atomic_folder(tmp_path / "run") as folder:
         (folder / "a").write_text("1")
@@ -77,9 +77,7 @@ def test_an_empty_folder_may_be_filled_and_a_full_one_only_replaced(tmp_path: pa
     assert contents(tmp_path) == {"run/b": "2"}
 
 
-def test_a_failed_replacement_keeps_the_old_folder(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_replacement_keeps_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "a").write_text("old")
     with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "run", replace=True) as folder:
@@ -87,15 +85,15 @@ def test_a_failed_replacement_keeps_the_old_folder(
         raise KeyboardInterrupt
     assert contents(tmp_path) == {"run/a": "old"}
 
-    rename = pathlib.Path.rename
+    rename = Path.rename
 
-    def fail_once(path: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    def fail_once(path: Path, target: Path) -> Path:
         if path.name == "run" and target == tmp_path / "run" and path != target:
-            monkeypatch.setattr(pathlib.Path, "rename", rename)
+            monkeypatch.setattr(Path, "rename", rename)
             raise OSError(errno.EIO, "input/output error")
         return rename(path, target)
 
-    monkeypatch.setattr(pathlib.Path, "rename", fail_once)
+    monkeypatch.setattr(Path, "rename", fail_once)
     with (
         pytest.raises(OSError, match="input/output"),
         atomic_folder(tmp_path / "run", replace=True) as folder,
@@ -104,7 +102,7 @@ def test_a_failed_replacement_keeps_the_old_folder(
     assert contents(tmp_path) == {"run/a": "old"}
 
 
-def test_a_file_is_never_replaced_by_a_folder(tmp_path: pathlib.Path) -> None:
+def test_a_file_is_never_replaced_by_a_folder(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(RunError, match="exists already"), atomic_folder(tmp_path / "run", replace=True):
         pass
@@ -112,7 +110,7 @@ def test_a_file_is_never_replaced_by_a_folder(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_full_disk_says_what_is_free_and_what_is_needed(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -129,18 +127,18 @@ def test_a_full_disk_says_what_is_free_and_what_is_needed(
     assert refusal.value.hint.startswith("0 bytes of the 1,234 bytes needed are free there.")
 
 
-def test_a_place_that_is_no_folder_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_place_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="can't write"):
         write_text_atomic(tmp_path / "file" / "a", "")
 
 
-def test_text_keeps_its_line_ends_and_letters(tmp_path: pathlib.Path) -> None:
+def test_text_keeps_its_line_ends_and_letters(tmp_path: Path) -> None:
     write_text_atomic(tmp_path / "a", "drift → 0\n\r\n")
     assert (tmp_path / "a").read_bytes() == "drift → 0\n\r\n".encode()
 
 
-def test_json_is_readable_and_knows_no_nan(tmp_path: pathlib.Path) -> None:
+def test_json_is_readable_and_knows_no_nan(tmp_path: Path) -> None:
     write_json_atomic(tmp_path / "a.json", {"b": [1, None], "a": "é"})
     assert json.loads((tmp_path / "a.json").read_text()) == {"b": [1, None], "a": "é"}
     assert (tmp_path / "a.json").read_text().splitlines()[1].strip().startswith('"b"')
@@ -149,13 +147,13 @@ def test_json_is_readable_and_knows_no_nan(tmp_path: pathlib.Path) -> None:
     assert json.loads((tmp_path / "a.json").read_text())["a"] == "é"
 
 
-def test_the_digest_is_that_of_the_bytes(tmp_path: pathlib.Path) -> None:
+def test_the_digest_is_that_of_the_bytes(tmp_path: Path) -> None:
     data = bytes(range(256)) * 9000
     (tmp_path / "a").write_bytes(data)
     assert sha256_of(tmp_path / "a") == hashlib.sha256(data).hexdigest()
 
 
-def test_free_space_is_known_before_the_folder_is_made(tmp_path: pathlib.Path) -> None:
+def test_free_space_is_known_before_the_folder_is_made(tmp_path: Path) -> None:
     import shutil
 
     free = free_bytes(tmp_path / "not" / "yet" / "made")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import pathlib
 import re
+from pathlib import Path
 
 import pytest
 
@@ -33,13 +33,13 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_no_test_module_imports_from_another() -> None:
-    tests = pathlib.Path(__file__).parent
+    tests = Path(__file__).parent
     between = re.compile(r"^\s*(?:from|import) tests\.(?:\w+\.)*test_\w+", re.MULTILINE)
     assert not [path for path in tests.rglob("*.py") if between.search(path.read_text(encoding="utf-8"))]
 
 
 def test_the_page_on_architecture_and_the_contracts_know_every_room() -> None:
-    root = pathlib.Path(__file__).parent.parent
+    root = Path(__file__).parent.parent
     rooms = {path.parent.name for path in (root / "driftlens").glob("*/__init__.py")} - {"records"}
     page = (root / "docs" / "architecture.md").read_text(encoding="utf-8")
     told = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page.split("## To change")[0], re.MULTILINE)

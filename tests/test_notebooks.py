@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.notebooks import FOLDER, ORDER, executed
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("notebooks")
 
 
@@ -32,7 +32,7 @@ def test_a_notebook_is_kept_with_what_came_out_of_it(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_notebooks_run(place: pathlib.Path) -> None:
+def test_the_notebooks_run(place: Path) -> None:
     """In one test, as the first makes the run that the others open."""
     pytest.importorskip("nbclient", reason="executes notebooks: pip install 'driftlens[docs]'")
     for name in ORDER:

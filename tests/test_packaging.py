@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
 import tarfile
 import venv
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +19,7 @@ from tests.zoo.world import World, write_spec
 
 __all__ = ["world"]
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = Path(__file__).parents[1]
 PACKAGES = {"driftlens": ".", "driftlens_reports": "reports", "driftlens_app": "app"}
 BUILD = """
 import sys
@@ -55,7 +55,7 @@ def tracked() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathlib.Path]:
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The sdist and the wheel of a clone in which somebody has worked."""
     clone, out = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("built")
     for name in [*tracked(), *LEFTOVERS]:
@@ -73,7 +73,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathl
     return sdist, wheel
 
 
-def test_a_wheel_holds_the_packages_files_and_no_other(built: tuple[pathlib.Path, pathlib.Path]) -> None:
+def test_a_wheel_holds_the_packages_files_and_no_other(built: tuple[Path, Path]) -> None:
     names = set(zipfile.ZipFile(built[1]).namelist())
     information = {name for name in names if name.split("/")[0].endswith(".dist-info")}
     wanted = {
@@ -87,9 +87,7 @@ def test_a_wheel_holds_the_packages_files_and_no_other(built: tuple[pathlib.Path
     assert parts == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
 
 
-def test_an_sdist_holds_what_builds_that_wheel(
-    built: tuple[pathlib.Path, pathlib.Path], tmp_path: pathlib.Path
-) -> None:
+def test_an_sdist_holds_what_builds_that_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
     sdist, wheel = built
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
@@ -108,16 +106,14 @@ def test_an_sdist_holds_what_builds_that_wheel(
 
 
 @pytest.mark.slow
-def test_the_wheel_alone_is_enough(
-    built: tuple[pathlib.Path, pathlib.Path], world: World, tmp_path: pathlib.Path
-) -> None:
+def test_the_wheel_alone_is_enough(built: tuple[Path, Path], world: World, tmp_path: Path) -> None:
     """In an environment of its own, which borrows what driftlens needs, and from a folder that is not the clone."""
     home, elsewhere = tmp_path / "environment", tmp_path / "elsewhere"
     elsewhere.mkdir()
     venv.create(home, with_pip=False)
     python = home / "bin" / "python"
     [packages] = home.glob("lib/python*/site-packages")
-    borrowed = [path for path in sys.path if pathlib.Path(path).name in ("site-packages", "dist-packages")]
+    borrowed = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (packages / "borrowed.pth").write_text("\n".join(borrowed))
     pip = [sys.executable, "-m", "pip", "--python", str(python)]
     install = [*pip, "install", "--quiet", "--no-deps", "--no-index", str(built[1])]

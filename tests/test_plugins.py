@@ -6,11 +6,11 @@ import configparser
 import importlib.util
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from tests.zoo.world import World, write_spec
 
 __all__ = ["spec_file", "world"]
 
-EXAMPLE = pathlib.Path(__file__).resolve().parents[1] / "examples" / "driftlens-example"
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "driftlens-example"
 
 LISTS = """
 import json, sys
@@ -42,7 +42,7 @@ main(["methods", "--json"])
 """
 
 
-def python(site: pathlib.Path, *arguments: object) -> str:
+def python(site: Path, *arguments: object) -> str:
     """What a fresh interpreter prints that also looks for packages in `site`."""
     paths = filter(None, [str(site), os.environ.get("PYTHONPATH")])
     command = [sys.executable, *map(str, arguments)]
@@ -50,7 +50,7 @@ def python(site: pathlib.Path, *arguments: object) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
 
 
-def laid_out(site: pathlib.Path) -> pathlib.Path:
+def laid_out(site: Path) -> Path:
     """The example as an installer leaves it: its modules, and beside them its entry points."""
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     about = site / "driftlens_example-0.1.0.dist-info"
@@ -65,7 +65,7 @@ def laid_out(site: pathlib.Path) -> pathlib.Path:
 
 
 @pytest.mark.slow
-def test_the_example_is_found_in_the_lists_of_reports_pages_and_methods(tmp_path: pathlib.Path) -> None:
+def test_the_example_is_found_in_the_lists_of_reports_pages_and_methods(tmp_path: Path) -> None:
     said = python(laid_out(tmp_path / "site"), "-c", LISTS, write_full_run(tmp_path / "run"))
     drawn, _, listed = said.partition("\n")
     page, shown, needs_torch = json.loads(drawn)
@@ -77,9 +77,7 @@ def test_the_example_is_found_in_the_lists_of_reports_pages_and_methods(tmp_path
 
 
 @pytest.mark.slow
-def test_installed_by_pip_it_merges_what_a_spec_says(
-    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_installed_by_pip_it_merges_what_a_spec_says(world: World, spec_file: Path, tmp_path: Path) -> None:
     for name in ("pip", "setuptools"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name}, which installs the example, is not here itself")

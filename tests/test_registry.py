@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import pathlib
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +18,7 @@ ENTRY = "from {package} import registry\nregistry.register('{name}')({value!r})\
 
 
 @pytest.fixture
-def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """A package of one file per entry, called differently in every test: modules stay imported."""
     name = "rooms_of_" + re.sub(r"\W", "_", request.node.name)
     folder = tmp_path / name
@@ -55,7 +55,7 @@ LOOKUPS: dict[str, Callable[[Registry[int]], object]] = {
 @pytest.mark.parametrize("again", LOOKUPS)
 @pytest.mark.parametrize("first", LOOKUPS)
 def test_a_file_that_fails_to_import_is_named_by_every_lookup(
-    package: str, first: str, again: str, tmp_path: pathlib.Path
+    package: str, first: str, again: str, tmp_path: Path
 ) -> None:
     """The files before it in the alphabet have registered theirs by then."""
     (tmp_path / package / "middle.py").write_text("import nowhere_to_be_found\n")
@@ -65,7 +65,7 @@ def test_a_file_that_fails_to_import_is_named_by_every_lookup(
             LOOKUPS[lookup](found)
 
 
-def installed(folder: pathlib.Path, group: str, entry: str, source: str) -> str:
+def installed(folder: Path, group: str, entry: str, source: str) -> str:
     """Lay a distribution of one module into `folder` as an installer does, and name the module."""
     module = f"outside_{group}_{entry}"
     about = folder / f"{module}-1.2.dist-info"
@@ -77,7 +77,7 @@ def installed(folder: pathlib.Path, group: str, entry: str, source: str) -> str:
 
 
 def test_what_is_installed_elsewhere_is_found_but_not_what_lies_in_the_current_folder(
-    package: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`python -m` looks for modules in the current folder first, whoever filled it."""
     for folder, entry in (("site", "beta"), ("here", "gamma")):
@@ -105,7 +105,7 @@ SPOILT: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize(("source", "words"), SPOILT.values(), ids=SPOILT)
 def test_what_is_installed_and_does_not_register_itself_is_named_by_every_lookup(
-    package: str, source: str, words: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    package: str, source: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = installed(tmp_path / "site", package, "beta", source.format(package=package))
     monkeypatch.syspath_prepend(str(tmp_path / "site"))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import pathlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +35,7 @@ SAID = [
         samples=3,
         layers=[2, "*.mlp"],
         sites=["q", "*.k"],
-        save_weights=pathlib.Path("out"),
+        save_weights=Path("out"),
         resume=True,
         attribution=False,
     ),

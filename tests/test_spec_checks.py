@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ checks:
 """
 
 
-def test_the_example_means_what_it_says(tmp_path: pathlib.Path) -> None:
+def test_the_example_means_what_it_says(tmp_path: Path) -> None:
     file = tmp_path / "checks.yaml"
     file.write_text(EXAMPLE)
     first, second, third = load_checks(file)
@@ -135,13 +135,13 @@ def test_what_makes_no_sense_is_refused(entry: dict[str, Any], message: str, hin
         ("checks:\n- !!python/object/apply:os.system [ls]", "line 2"),
     ],
 )
-def test_a_file_that_is_none_is_refused(tmp_path: pathlib.Path, text: str, message: str) -> None:
+def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "checks.yaml"
     file.write_text(text)
     with refusing(SpecError, message, "checks.yaml"):
         load_checks(file)
 
 
-def test_a_missing_file_is_named(tmp_path: pathlib.Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="the checks can't be read"):
         load_checks(tmp_path / "nosuch.yaml")

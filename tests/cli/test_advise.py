@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_no_layer_is_said_to_stand_out_whose_interval_overlaps(finished: DriftRu
 
 
 def test_a_layer_that_was_moved_too_far_is_scaled_back(
-    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+    world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:
     """One expert, merged whole but for a layer that was moved half as far again: the search goes towards the expert."""
     from safetensors.torch import save_file

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
-import pathlib
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,13 @@ class Bench:
     """A tiny spec that a case spoils, in a folder of its own."""
 
     world: World
-    folder: pathlib.Path
+    folder: Path
     spec: Spec = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.spec = self.world.one_task(metrics={"jacobian": False})
 
-    def expert(self, path: pathlib.Path) -> str:
+    def expert(self, path: Path) -> str:
         """Make `path` the expert; returns its name."""
         self.spec["experts"] = {TASK: {"weights": str(path)}}
         return path.name
@@ -50,7 +50,7 @@ class Bench:
         )
         return self.expert(path)
 
-    def images(self) -> pathlib.Path:
+    def images(self) -> Path:
         """Image folders in the place of the arrays, two images per class; returns the test split's folder."""
         for split in ("train", "test"):
             for name in CLASSES[TASK]:
@@ -67,7 +67,7 @@ class Bench:
         self.spec["data"] = {"defaults": {"n": 4, "n_diagnosis": 4, "batch_size": 3}, TASK: entry}
         return self.folder / "test"
 
-    def arrays(self, classes: tuple[str, ...] = CLASSES[TASK], **counts: int) -> pathlib.Path:
+    def arrays(self, classes: tuple[str, ...] = CLASSES[TASK], **counts: int) -> Path:
         """An `.npz` file of one's own in the place of the world's."""
         file = self.folder / "images.npz"
         write_images(file, classes, **counts)
@@ -160,11 +160,11 @@ CASES: dict[Callable[[Bench], list[str]], int] = {
 
 
 @pytest.fixture
-def bench(world: World, tmp_path: pathlib.Path) -> Bench:
+def bench(world: World, tmp_path: Path) -> Bench:
     return Bench(world, tmp_path)
 
 
-def leftovers(out: pathlib.Path) -> list[pathlib.Path]:
+def leftovers(out: Path) -> list[Path]:
     """Scratch folders and locks that should be gone."""
     return [path for path in out.rglob("*") if path.name.startswith(".partial-") or path.name == "run.lock"]
 
@@ -173,7 +173,7 @@ def leftovers(out: pathlib.Path) -> list[pathlib.Path]:
     ("spoil", "code"), CASES.items(), ids=[spoil.__name__.replace("_", " ") for spoil in CASES]
 )
 def test_bad_input_is_named_and_leaves_nothing_behind(
-    bench: Bench, run_cli: Cli, spec_file: pathlib.Path, spoil: Callable[[Bench], list[str]], code: int
+    bench: Bench, run_cli: Cli, spec_file: Path, spoil: Callable[[Bench], list[str]], code: int
 ) -> None:
     if spoil is no_gpu and torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -194,17 +194,15 @@ def test_bad_input_is_named_and_leaves_nothing_behind(
 class _Trap:
     """An object whose unpickling would leave a trace."""
 
-    def __init__(self, trace: pathlib.Path) -> None:
+    def __init__(self, trace: Path) -> None:
         self.trace = trace
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return pathlib.Path.touch, (self.trace,)
+        return Path.touch, (self.trace,)
 
 
 @pytest.mark.parametrize("suffix", ["pt", "bin", "pkl"])
-def test_code_in_a_checkpoint_is_not_run(
-    bench: Bench, run_cli: Cli, spec_file: pathlib.Path, suffix: str
-) -> None:
+def test_code_in_a_checkpoint_is_not_run(bench: Bench, run_cli: Cli, spec_file: Path, suffix: str) -> None:
     trace, path = bench.folder / "trace", bench.folder / f"trap.{suffix}"
     torch.save({"weight": _Trap(trace)}, path)
     pickle.loads(pickle.dumps(_Trap(trace)))
@@ -222,7 +220,7 @@ def test_code_in_a_checkpoint_is_not_run(
     [[], ["--set", "data.flowers={kind: python, target: os:getcwd}"]],
 )
 def test_code_that_a_spec_names_needs_trust_on_the_command_line(
-    bench: Bench, run_cli: Cli, spec_file: pathlib.Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
+    bench: Bench, run_cli: Cli, spec_file: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
 ) -> None:
     monkeypatch.setenv("DRIFTLENS_ANALYZE_TRUST", "1")
     if not given:
@@ -231,9 +229,7 @@ def test_code_that_a_spec_names_needs_trust_on_the_command_line(
     assert result.code == 2 and "--trust-code" in result.err
 
 
-def test_a_run_of_a_newer_schema_is_refused_by_name(
-    finished: DriftRun, run_cli: Cli, tmp_path: pathlib.Path
-) -> None:
+def test_a_run_of_a_newer_schema_is_refused_by_name(finished: DriftRun, run_cli: Cli, tmp_path: Path) -> None:
     manifest = json.loads((finished.path / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"schema_version": "9.0"}))
     result = run_cli("show", tmp_path)
@@ -243,17 +239,17 @@ def test_a_run_of_a_newer_schema_is_refused_by_name(
 
 @pytest.mark.parametrize("after", ["models/merged.safetensors", "tables/samples.parquet", "features/"])
 def test_a_full_disk_fails_the_run_and_what_was_finished_stays(
-    bench: Bench, run_cli: Cli, spec_file: pathlib.Path, monkeypatch: pytest.MonkeyPatch, after: str
+    bench: Bench, run_cli: Cli, spec_file: Path, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
     out = bench.folder / "run"
-    replace = pathlib.Path.replace
+    replace = Path.replace
 
-    def full(self: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-        if after in pathlib.Path(target).as_posix():
+    def full(self: Path, target: Path) -> Path:
+        if after in Path(target).as_posix():
             raise OSError(errno.ENOSPC, "No space left on device", str(target))
         return replace(self, target)
 
-    monkeypatch.setattr(pathlib.Path, "replace", full)
+    monkeypatch.setattr(Path, "replace", full)
     arguments = ("analyze", write_spec(spec_file, bench.spec), "--out", out, "--progress", "none")
     result = run_cli(*arguments)
     assert result.code == 4, result.err
@@ -303,7 +299,7 @@ def strange_names(bench: Bench) -> None:
     ids=lambda change: change.__name__.replace("_", " "),
 )
 def test_unusual_input_is_no_error(
-    bench: Bench, run_cli: Cli, spec_file: pathlib.Path, change: Callable[[Bench], None]
+    bench: Bench, run_cli: Cli, spec_file: Path, change: Callable[[Bench], None]
 ) -> None:
     bench.spec["metrics"] = {"jacobian": {"samples": 2}, "cka": True}
     change(bench)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +47,7 @@ def outside(name: str) -> list[tuple[str, object]]:
 class Merging:
     """One method on the world's two experts, one of which a case spoils."""
 
-    def __init__(self, name: str, world: World, folder: pathlib.Path, run_cli: Cli) -> None:
+    def __init__(self, name: str, world: World, folder: Path, run_cli: Cli) -> None:
         self.name, self.world, self.folder, self.run_cli = name, world, folder, run_cli
         self.few = FEW.get(name, {})
 
@@ -80,7 +80,7 @@ class Merging:
 
 
 @pytest.fixture(params=list(merge_methods))
-def merging(request: pytest.FixtureRequest, world: World, tmp_path: pathlib.Path, run_cli: Cli) -> Merging:
+def merging(request: pytest.FixtureRequest, world: World, tmp_path: Path, run_cli: Cli) -> Merging:
     return Merging(request.param, world, tmp_path, run_cli)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,13 +38,11 @@ QUIET = ("--progress", "none")
 
 
 @pytest.fixture
-def folder(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
+def folder(light: DriftRun, tmp_path: Path) -> Path:
     return copied(light, tmp_path / "run")
 
 
-def test_the_table_shows_before_control_after_and_expert(
-    folder: pathlib.Path, run_cli: Cli, tmp_path: pathlib.Path
-) -> None:
+def test_the_table_shows_before_control_after_and_expert(folder: Path, run_cli: Cli, tmp_path: Path) -> None:
     target = tmp_path / "model"
     result = run_cli(
         *("calibrate", folder, "--name", NAME, "--preset", "paper-clip"),
@@ -73,7 +71,7 @@ def test_the_table_shows_before_control_after_and_expert(
     assert "create_model_from_pretrained" in card.text
 
 
-def test_json_holds_the_same_numbers(folder: pathlib.Path, run_cli: Cli) -> None:
+def test_json_holds_the_same_numbers(folder: Path, run_cli: Cli) -> None:
     result = run_cli(
         "calibrate", folder, "--name", NAME, "--rho", 1, "--set", "update=[linear]", "--json", *QUIET
     )
@@ -117,7 +115,7 @@ def test_json_holds_the_same_numbers(folder: pathlib.Path, run_cli: Cli) -> None
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )
 def test_wrong_settings_are_refused_in_two_lines_and_leave_no_trace(
-    folder: pathlib.Path, run_cli: Cli, flags: tuple[object, ...], code: int, words: str
+    folder: Path, run_cli: Cli, flags: tuple[object, ...], code: int, words: str
 ) -> None:
     before = files_of(folder)
     refused = run_cli("calibrate", folder, "--name", NAME, *flags, *QUIET)
@@ -127,7 +125,7 @@ def test_wrong_settings_are_refused_in_two_lines_and_leave_no_trace(
 
 @pytest.mark.slow
 def test_one_task_and_a_site_that_never_varies_are_calibrated_and_singular_systems_are_named(
-    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+    world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:
     """What queries, keys and values of the second block read is 0 in every model."""
     silent = {}
@@ -163,14 +161,14 @@ def test_one_task_and_a_site_that_never_varies_are_calibrated_and_singular_syste
     assert run_cli("verify", folder).code == 0
 
 
-def test_a_name_is_wanted_and_a_run_too(folder: pathlib.Path, run_cli: Cli, tmp_path: pathlib.Path) -> None:
+def test_a_name_is_wanted_and_a_run_too(folder: Path, run_cli: Cli, tmp_path: Path) -> None:
     assert run_cli("calibrate", folder).code == 2
     assert run_cli("calibrate", tmp_path / "nothing", "--name", NAME).code == 4
     assert run_cli("calibrate", folder, "--name", "a/b").code == 2
 
 
 def test_a_dry_run_estimates_and_writes_nothing(
-    folder: pathlib.Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
+    folder: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is estimated of the calibration alone stands for that with its control, too."""
     before, walks, known = files_of(folder), [], []
@@ -198,7 +196,7 @@ def test_a_dry_run_estimates_and_writes_nothing(
     assert files_of(folder) == before
 
 
-def test_a_locked_run_is_refused(folder: pathlib.Path, run_cli: Cli) -> None:
+def test_a_locked_run_is_refused(folder: Path, run_cli: Cli) -> None:
     with RunWriter.resume(folder):
         assert run_cli("calibrate", folder, "--name", NAME, *QUIET).code == 5
 
@@ -218,7 +216,7 @@ def run(light: DriftRun, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
 
 
 def test_the_command_on_the_card_makes_the_same_weights(
-    run: DriftRun, light: DriftRun, tmp_path: pathlib.Path, run_cli: Cli
+    run: DriftRun, light: DriftRun, tmp_path: Path, run_cli: Cli
 ) -> None:
     card = (run.path / f"calibrations/{NAME}/README.md").read_text(encoding="utf-8")
     (line,) = (line for line in card.splitlines() if line.startswith("    driftlens calibrate RUN "))
@@ -255,7 +253,7 @@ def test_what_an_older_run_did_not_record_is_not_made_up(run: DriftRun) -> None:
 
 @pytest.mark.slow
 def test_the_settings_chosen_are_those_calibrated_with(
-    world: World, tmp_path: pathlib.Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil_merged(monkeypatch)
     folder = roomy_run(world, tmp_path).path

@@ -6,13 +6,13 @@ What one that was killed goes on to is, file by file, what it would have been, w
 from __future__ import annotations
 
 import json
-import pathlib
 import shlex
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ from tests.zoo.world import TASKS, World
 
 
 @pytest.fixture
-def folder(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
+def folder(light: DriftRun, tmp_path: Path) -> Path:
     return copied(light, tmp_path / "run")
 
 
@@ -49,9 +49,7 @@ def middle_of(phase: str) -> Callable[[Event], bool]:
 
 
 @contextmanager
-def calibrating(
-    folder: pathlib.Path, stops: Callable[[Event], bool], *flags: str
-) -> Iterator[subprocess.Popen[str]]:
+def calibrating(folder: Path, stops: Callable[[Event], bool], *flags: str) -> Iterator[subprocess.Popen[str]]:
     """A process that calibrates, frozen (SIGSTOP) where an event says so; killed at the end of the block."""
     command = [*COMMAND, "calibrate", str(folder), "--name", NAME, *flags, "--progress", "jsonl"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -69,7 +67,7 @@ def calibrating(
 @PHASES
 @pytest.mark.parametrize("sent", SIGNALS)
 def test_a_stopped_calibration_leaves_the_run_done_and_every_file_listed(
-    folder: pathlib.Path, light: DriftRun, run_cli: Cli, sent: signal.Signals, phase: str
+    folder: Path, light: DriftRun, run_cli: Cli, sent: signal.Signals, phase: str
 ) -> None:
     with calibrating(folder, middle_of(phase)) as process:
         process.send_signal(sent)
@@ -104,9 +102,7 @@ def test_a_stopped_calibration_leaves_the_run_done_and_every_file_listed(
 
 @pytest.mark.slow
 @PHASES
-def test_a_run_that_is_removed_ends_its_calibration_and_stays_removed(
-    folder: pathlib.Path, phase: str
-) -> None:
+def test_a_run_that_is_removed_ends_its_calibration_and_stays_removed(folder: Path, phase: str) -> None:
     with calibrating(folder, middle_of(phase)) as process:
         shutil.rmtree(folder)
         process.send_signal(signal.SIGCONT)
@@ -132,7 +128,7 @@ def in_gradients(event: Event) -> bool:
 
 @pytest.mark.slow
 def test_a_calibration_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
-    world: World, tmp_path: pathlib.Path, run_cli: Cli
+    world: World, tmp_path: Path, run_cli: Cli
 ) -> None:
     """In the experts' gradients, in the middle of layers, and while its drift is measured."""
     moments = [in_gradients, of_a_layer(3, kept=2), of_a_layer(3, kept=None), middle_of("analyze")]
@@ -160,7 +156,7 @@ def test_a_calibration_that_is_killed_again_and_again_ends_as_if_it_had_not_been
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
-    world: World, tmp_path: pathlib.Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
+    world: World, tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
 ) -> None:
     """By a signal to this process, or by one that no process hears."""
     run = roomy_run(World(world.folder, TASKS[:1]), tmp_path, heads=None)
@@ -214,7 +210,7 @@ def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
     ],
 )
 def test_the_command_that_is_named_goes_on_whatever_was_asked_for(
-    folder: pathlib.Path, run_cli: Cli, changes: dict[str, Any]
+    folder: Path, run_cli: Cli, changes: dict[str, Any]
 ) -> None:
     calibrate_until(folder, lambda event: event.phase == "calibrate" and "layer 3" in event.label, **changes)
     (left,) = find_runs(folder)[0].left

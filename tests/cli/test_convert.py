@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import pathlib
 import pickle
 import shutil
 import sys
 import types
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ class ClassificationHead(torch.nn.Linear):
     def forward(self, features):
         return super().forward(F.normalize(features, dim=-1) if self.normalize else features)
 """
-FORMS: dict[str, Callable[[object, pathlib.Path], None]] = {
+FORMS: dict[str, Callable[[object, Path], None]] = {
     "flowers": lambda model, path: path.write_bytes(pickle.dumps(model)) and None,
     "shapes": lambda model, path: save_old(model, path),
     "MNIST": lambda model, path: torch.save(model, path),
@@ -63,7 +63,7 @@ FORMS: dict[str, Callable[[object, pathlib.Path], None]] = {
 Encoders = dict[str, nn.Module]
 
 
-def save_old(model: object, path: pathlib.Path) -> None:
+def save_old(model: object, path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it looks for the source of the classes, to keep it too
         torch.save(model, path, _use_new_zipfile_serialization=False)
@@ -74,7 +74,7 @@ def rows(count: int, seed: int = 0) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, Encoders]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Encoders]:
     """A suite's folder, its experts in the three forms there are, and the encoders; the code is gone afterwards."""
     code = types.ModuleType("src.modeling")
     exec(SOURCE, vars(code))
@@ -97,13 +97,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, Encode
 
 
 @pytest.fixture
-def suite(made: tuple[pathlib.Path, Encoders], tmp_path: pathlib.Path) -> tuple[pathlib.Path, Encoders]:
+def suite(made: tuple[Path, Encoders], tmp_path: Path) -> tuple[Path, Encoders]:
     """A copy of it for a test to change."""
     return shutil.copytree(made[0], tmp_path / made[0].name), made[1]
 
 
 def test_a_suite_becomes_a_folder_that_its_original_library_and_validate_accept(
-    suite: tuple[pathlib.Path, Encoders], run_cli: Cli, tmp_path: pathlib.Path
+    suite: tuple[Path, Encoders], run_cli: Cli, tmp_path: Path
 ) -> None:
     folder, encoders = suite
     before, out = set(sys.modules), tmp_path / "ViT-tiny-safetensors"
@@ -157,7 +157,7 @@ def test_a_suite_becomes_a_folder_that_its_original_library_and_validate_accept(
 
 @pytest.mark.parametrize("trap", ["base", "expert", "head"])
 def test_a_hostile_file_in_a_suite_leaves_neither_trace_nor_half_a_folder(
-    suite: tuple[pathlib.Path, Encoders], run_cli: Cli, tmp_path: pathlib.Path, trap: str
+    suite: tuple[Path, Encoders], run_cli: Cli, tmp_path: Path, trap: str
 ) -> None:
     folder, _ = suite
     files = {"base": "zeroshot.pt", "expert": "shapes/finetuned.pt", "head": "head_shapes.pt"}
@@ -170,12 +170,12 @@ def test_a_hostile_file_in_a_suite_leaves_neither_trace_nor_half_a_folder(
     assert sorted(tmp_path.rglob("*")) == before, "no canary, no folder, no scratch"
 
 
-def change_head(folder: pathlib.Path, weight: Tensor, bias: Tensor) -> None:
+def change_head(folder: Path, weight: Tensor, bias: Tensor) -> None:
     torch.save({"weight": weight, "bias": bias}, folder / "head_shapes.pt")
 
 
 def test_a_head_that_is_no_zero_shot_head_stays_a_linear_classifier(
-    suite: tuple[pathlib.Path, Encoders], run_cli: Cli, tmp_path: pathlib.Path
+    suite: tuple[Path, Encoders], run_cli: Cli, tmp_path: Path
 ) -> None:
     folder, _ = suite
     weight, bias = rows(3) * torch.tensor([[1.0], [2.0], [3.0]]), torch.ones(3)
@@ -196,12 +196,12 @@ def test_a_head_that_is_no_zero_shot_head_stays_a_linear_classifier(
         torch.testing.assert_close(head.scores(features), F.linear(features, *changed))
 
 
-def missing_base(folder: pathlib.Path) -> list[str]:
+def missing_base(folder: Path) -> list[str]:
     (folder / "zeroshot.pt").unlink()
     return ["no zeroshot.pt", "Expected zeroshot.pt"]
 
 
-def a_level_too_high(folder: pathlib.Path) -> list[str]:
+def a_level_too_high(folder: Path) -> list[str]:
     inner = folder / "ViT-B-32"
     inner.mkdir()
     for entry in [entry for entry in folder.iterdir() if entry != inner]:
@@ -209,29 +209,29 @@ def a_level_too_high(folder: pathlib.Path) -> list[str]:
     return ["no task-vector suite", str(inner)]
 
 
-def a_name_that_is_taken(folder: pathlib.Path) -> list[str]:
+def a_name_that_is_taken(folder: Path) -> list[str]:
     (folder / "shapes").rename(folder / "base")
     return ["the name 'base' is taken", "Rename"]
 
 
-def no_tower(folder: pathlib.Path) -> list[str]:
+def no_tower(folder: Path) -> list[str]:
     torch.save({"weight": torch.zeros(2)}, folder / "zeroshot.pt")
     return ["zeroshot.pt", "class_embedding"]
 
 
-def a_truncated_expert(folder: pathlib.Path) -> list[str]:
+def a_truncated_expert(folder: Path) -> list[str]:
     path = folder / "MNIST" / "finetuned.pt"
     path.write_bytes(path.read_bytes()[:-200])
     return [str(path), "Copy or download it again"]
 
 
-def no_matrix(folder: pathlib.Path) -> list[str]:
+def no_matrix(folder: Path) -> list[str]:
     torch.save({"weight": torch.zeros(2)}, folder / "head_shapes.pt")
     return ["head_shapes.pt", "no matrix"]
 
 
-def a_weight_of_other_axes(key: str) -> Callable[[pathlib.Path], list[str]]:
-    def spoil(folder: pathlib.Path) -> list[str]:
+def a_weight_of_other_axes(key: str) -> Callable[[Path], list[str]]:
+    def spoil(folder: Path) -> list[str]:
         state = scrambled(lambda: open_clip.CLIP(**MODEL)).state_dict()
         torch.save(state | {key: torch.ones(3)}, folder / "zeroshot.pt")
         return ["zeroshot.pt", f"{key!r} of shape [3]"]
@@ -239,8 +239,8 @@ def a_weight_of_other_axes(key: str) -> Callable[[pathlib.Path], list[str]]:
     return spoil
 
 
-def an_odd_head(weight: Tensor, bias: Tensor) -> Callable[[pathlib.Path], list[str]]:
-    def spoil(folder: pathlib.Path) -> list[str]:
+def an_odd_head(weight: Tensor, bias: Tensor) -> Callable[[Path], list[str]]:
+    def spoil(folder: Path) -> list[str]:
         change_head(folder, weight, bias)
         return ["head_shapes.pt is no head", str(list(weight.shape))]
 
@@ -277,10 +277,10 @@ ODD = {
     ],
 )
 def test_what_is_no_suite_is_refused_and_nothing_is_written(
-    suite: tuple[pathlib.Path, Encoders],
+    suite: tuple[Path, Encoders],
     run_cli: Cli,
-    tmp_path: pathlib.Path,
-    spoil: Callable[[pathlib.Path], list[str]],
+    tmp_path: Path,
+    spoil: Callable[[Path], list[str]],
 ) -> None:
     words = spoil(suite[0])
     result = run_cli("convert", suite[0], "--out", tmp_path / "out")
@@ -290,7 +290,7 @@ def test_what_is_no_suite_is_refused_and_nothing_is_written(
 
 
 def test_a_normalisation_that_is_not_plain_numbers_is_left_out_with_a_notice(
-    suite: tuple[pathlib.Path, Encoders], run_cli: Cli, tmp_path: pathlib.Path
+    suite: tuple[Path, Encoders], run_cli: Cli, tmp_path: Path
 ) -> None:
     clip = scrambled(lambda: open_clip.CLIP(**MODEL))
     for name, mean in {"numpy": list(np.float64(MEAN)), "nan": [math.nan, *MEAN[1:]]}.items():
@@ -302,7 +302,7 @@ def test_a_normalisation_that_is_not_plain_numbers_is_left_out_with_a_notice(
 
 
 def test_suites_of_validation_splits_and_whole_models_convert_too(
-    suite: tuple[pathlib.Path, Encoders], run_cli: Cli, tmp_path: pathlib.Path
+    suite: tuple[Path, Encoders], run_cli: Cli, tmp_path: Path
 ) -> None:
     """Bases beside their experts, state dicts, `TASKVal` folders, text towers that were kept."""
     folder = tmp_path / "whole"
@@ -329,7 +329,7 @@ def test_suites_of_validation_splits_and_whole_models_convert_too(
 
 
 def test_one_file_becomes_one_file_and_nothing_is_overwritten(
-    suite: tuple[pathlib.Path, Encoders], run_cli: Cli, tmp_path: pathlib.Path
+    suite: tuple[Path, Encoders], run_cli: Cli, tmp_path: Path
 ) -> None:
     folder, encoders = suite
     file = folder / "flowers" / "finetuned.pt"
@@ -352,7 +352,7 @@ def test_one_file_becomes_one_file_and_nothing_is_overwritten(
 
 
 def test_the_folder_above_is_written_beside_itself(
-    suite: tuple[pathlib.Path, Encoders], run_cli: Cli, monkeypatch: pytest.MonkeyPatch
+    suite: tuple[Path, Encoders], run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = suite
     monkeypatch.chdir(folder / "flowers")
@@ -363,7 +363,7 @@ def test_the_folder_above_is_written_beside_itself(
 
 
 def test_a_damaged_archive_is_not_sent_to_the_command_that_refuses_it(
-    suite: tuple[pathlib.Path, Encoders], run_cli: Cli
+    suite: tuple[Path, Encoders], run_cli: Cli
 ) -> None:
     path = suite[0] / "head_flowers.pt"
     content = path.read_bytes()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +19,7 @@ from tests.zoo.world import TASKS, World, write_spec
 
 
 def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
-    world: World, tmp_path: pathlib.Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     suite = SimpleNamespace(spec=lambda: world.spec(metrics={"jacobian": False}))
     monkeypatch.setattr("driftlens.suites.embedded.embedded_suite", lambda **_: suite)
@@ -38,7 +38,7 @@ def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
 
 @pytest.mark.slow
 def test_the_demo_runs_on_the_text_suite(
-    common: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
+    common: Path, tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = text_suite(cache=common / "suites", recipe=TINY_TEXT)
     monkeypatch.setattr("driftlens.suites.text.text_suite", lambda **_: text)
@@ -57,7 +57,7 @@ def test_the_demo_runs_on_the_text_suite(
 
 
 def test_attribution_is_left_out_and_added_later(
-    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+    world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:
     spec, out = write_spec(spec_file, world.one_task(metrics={"jacobian": {"samples": 2}})), tmp_path / "run"
     assert run_cli("analyze", spec, "--out", out, "--no-attribution", "--progress", "none").code == 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import shutil
 import signal
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -37,14 +37,14 @@ def states(run: DriftRun) -> dict[str, str]:
 
 
 @pytest.fixture
-def spec(world: World, finished: DriftRun, spec_file: pathlib.Path) -> pathlib.Path:
+def spec(world: World, finished: DriftRun, spec_file: Path) -> Path:
     """The spec behind `finished`."""
     return write_spec(spec_file, world.spec(metrics={"jacobian": {"samples": 2}, "cka": True}))
 
 
 @pytest.mark.slow
 def test_a_killed_run_is_resumed_to_the_very_same_tables(
-    spec: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli, finished: DriftRun
+    spec: Path, tmp_path: Path, run_cli: Cli, finished: DriftRun
 ) -> None:
     out = tmp_path / "run"
     with analyzing(spec, out) as process:
@@ -76,7 +76,7 @@ def test_a_killed_run_is_resumed_to_the_very_same_tables(
 
 @pytest.mark.slow
 def test_a_second_writer_is_refused_and_ctrl_c_cancels(
-    spec: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli, finished: DriftRun
+    spec: Path, tmp_path: Path, run_cli: Cli, finished: DriftRun
 ) -> None:
     out = tmp_path / "run"
     with analyzing(spec, out) as process:
@@ -98,7 +98,7 @@ def test_a_second_writer_is_refused_and_ctrl_c_cancels(
 
 
 @pytest.mark.slow
-def test_a_terminal_that_is_closed_cancels(spec: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_terminal_that_is_closed_cancels(spec: Path, tmp_path: Path) -> None:
     """Its SIGHUP is heard, and what can't be written there any more is no further error."""
     pty = pytest.importorskip("pty")
     out = tmp_path / "run"
@@ -117,7 +117,7 @@ def test_a_terminal_that_is_closed_cancels(spec: pathlib.Path, tmp_path: pathlib
 
 
 def test_evaluate_does_what_is_missing_and_only_then_again_what_is_there(
-    world: World, spec: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli, finished: DriftRun
+    world: World, spec: Path, tmp_path: Path, run_cli: Cli, finished: DriftRun
 ) -> None:
     token, out = CancelToken(), tmp_path / "run"
 
@@ -147,9 +147,7 @@ def test_evaluate_does_what_is_missing_and_only_then_again_what_is_there(
 @pytest.mark.parametrize(
     "file", ["tables/layers.parquet", f"features/{TASKS[0]}/merged/005.npy", "manifest.json", "spec.yaml"]
 )
-def test_verify_finds_a_flipped_byte(
-    finished: DriftRun, tmp_path: pathlib.Path, run_cli: Cli, file: str
-) -> None:
+def test_verify_finds_a_flipped_byte(finished: DriftRun, tmp_path: Path, run_cli: Cli, file: str) -> None:
     copy = shutil.copytree(finished.path, tmp_path / "copy")
     assert run_cli("verify", copy).code == 0
     path = copy / file
@@ -163,7 +161,7 @@ def test_verify_finds_a_flipped_byte(
 
 
 def test_a_folder_with_something_in_it_is_left_alone(
-    spec: pathlib.Path, finished: DriftRun, tmp_path: pathlib.Path, run_cli: Cli
+    spec: Path, finished: DriftRun, tmp_path: Path, run_cli: Cli
 ) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("mine")

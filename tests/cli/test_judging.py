@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import re
 import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -27,18 +27,18 @@ SIZE = Size(blocks=1, samples=8, width=5, tests=200)
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_full_run(tmp_path_factory.mktemp("judging") / "run", tasks=("cars", "dtd"), size=SIZE)
 
 
 @pytest.fixture
-def own(written: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
-    return pathlib.Path(shutil.copytree(written, tmp_path / "own"))
+def own(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "own"))
 
 
 @pytest.fixture
-def checks(tmp_path: pathlib.Path) -> Callable[..., pathlib.Path]:
-    def write(*entries: str) -> pathlib.Path:
+def checks(tmp_path: Path) -> Callable[..., Path]:
+    def write(*entries: str) -> Path:
         file = tmp_path / "checks.yaml"
         file.write_text("checks:\n" + "".join(f"  - {{{entry}}}\n" for entry in entries))
         return file
@@ -47,7 +47,7 @@ def checks(tmp_path: pathlib.Path) -> Callable[..., pathlib.Path]:
 
 
 def test_a_failed_check_is_exit_code_three_with_its_number(
-    run_cli: Cli, written: pathlib.Path, checks: Callable[..., pathlib.Path], tmp_path: pathlib.Path
+    run_cli: Cli, written: Path, checks: Callable[..., Path], tmp_path: Path
 ) -> None:
     file = checks("metric: cos_mean, agg: max, lte: 0.5, name: low", "metric: drift_rel, per: task, gte: 0")
     junit = tmp_path / "deep" / "out.xml"
@@ -62,9 +62,7 @@ def test_a_failed_check_is_exit_code_three_with_its_number(
     assert ElementTree.parse(junit).getroot().get("failures") == "1"
 
 
-def test_results_as_json_are_one_document(
-    run_cli: Cli, written: pathlib.Path, checks: Callable[..., pathlib.Path]
-) -> None:
+def test_results_as_json_are_one_document(run_cli: Cli, written: Path, checks: Callable[..., Path]) -> None:
     file = checks("metric: cos_mean, per: task, gte: -1", "metric: cos_mean, where: {layer: 99}, gte: 0")
     result = run_cli("check", written, "--tests", file, "--json")
     document = json.loads(result.out)
@@ -74,23 +72,19 @@ def test_results_as_json_are_one_document(
     assert document["results"][2]["value"] is None and "no layer 99" in document["results"][2]["reason"]
 
 
-def test_that_nothing_was_checked_is_said(
-    run_cli: Cli, written: pathlib.Path, checks: Callable[..., pathlib.Path]
-) -> None:
+def test_that_nothing_was_checked_is_said(run_cli: Cli, written: Path, checks: Callable[..., Path]) -> None:
     file = checks("metric: cos_mean, where: {variant: 'calibrated:x'}, gte: 0")
     result = run_cli("check", written, "--tests", file)
     assert result.code == 0
     assert result.out.splitlines()[-1].endswith("1 skipped, no check was executed, so nothing is known")
 
 
-def test_a_warning_is_said_and_passes(
-    run_cli: Cli, written: pathlib.Path, checks: Callable[..., pathlib.Path]
-) -> None:
+def test_a_warning_is_said_and_passes(run_cli: Cli, written: Path, checks: Callable[..., Path]) -> None:
     result = run_cli("check", written, "--tests", checks("metric: cos_mean, gte: 2, severity: warn"))
     assert result.code == 0 and result.out.splitlines()[-1] == "0 passed, 0 failed, 1 warned"
 
 
-def test_without_a_file_the_self_checks_run(run_cli: Cli, written: pathlib.Path) -> None:
+def test_without_a_file_the_self_checks_run(run_cli: Cli, written: Path) -> None:
     result = run_cli("check", written, "--json")
     found = {entry["metric"]: entry for entry in json.loads(result.out)["results"]}
     assert found["closure"]["value"] == open_run(written).layers()["closure_error"].max()
@@ -98,13 +92,13 @@ def test_without_a_file_the_self_checks_run(run_cli: Cli, written: pathlib.Path)
 
 
 def test_a_check_that_makes_no_sense_is_wrong_usage(
-    run_cli: Cli, written: pathlib.Path, checks: Callable[..., pathlib.Path]
+    run_cli: Cli, written: Path, checks: Callable[..., Path]
 ) -> None:
     result = run_cli("check", written, "--tests", checks("metric: cos_maen, gte: 0"))
     assert result.code == 2 and "cos_maen" in result.message and "cos_mean" in result.hint
 
 
-def test_two_variants_are_compared_task_by_task(run_cli: Cli, written: pathlib.Path) -> None:
+def test_two_variants_are_compared_task_by_task(run_cli: Cli, written: Path) -> None:
     result = run_cli("compare", written)
     rows = compare(written).tasks.set_index("task")
     assert result.code == 0 and "merged -> featcal" in result.out
@@ -115,25 +109,21 @@ def test_two_variants_are_compared_task_by_task(run_cli: Cli, written: pathlib.P
     assert "rescaling" not in result.out and "diagnosis samples answered by both" in result.out
 
 
-def test_equal_runs_are_said_to_be_equal_and_no_more(run_cli: Cli, written: pathlib.Path) -> None:
+def test_equal_runs_are_said_to_be_equal_and_no_more(run_cli: Cli, written: Path) -> None:
     said = run_cli("compare", written, written).out.strip().split("\n\n")
     assert len(said) == 2 and said[1].startswith("Equal to the last bit: ")
     other = run_cli("compare", written, written, "--before", "base", "--after", "merged").out.split("\n\n")
     assert other[1] == said[1] and other[2].splitlines()[1].startswith("mean change over 2 tasks: ")
 
 
-def test_compared_runs_as_json_hold_every_layer(
-    run_cli: Cli, written: pathlib.Path, own: pathlib.Path
-) -> None:
+def test_compared_runs_as_json_hold_every_layer(run_cli: Cli, written: Path, own: Path) -> None:
     document = json.loads(run_cli("compare", written, own, "--json").out)
     assert document["equality"]["bit_equal"] is True and document["mismatches"] == []
     assert len(document["layers"]) == 2 * 4 * 3 and len(document["pairs"]) == 4
     assert all(row["drift_change"] == 0 for row in document["layers"])
 
 
-def test_a_tolerance_is_demanded_with_exit_code_three(
-    run_cli: Cli, written: pathlib.Path, own: pathlib.Path
-) -> None:
+def test_a_tolerance_is_demanded_with_exit_code_three(run_cli: Cli, written: Path, own: Path) -> None:
     assert run_cli("compare", written, own, "--tolerance", 0).code == 0
     value = pq.read_table(own / "tables" / "samples.parquet")["cos"][0].as_py()
     spoil(own, "samples", 0, "cos", value - 1e-4)
@@ -146,9 +136,7 @@ def test_a_tolerance_is_demanded_with_exit_code_three(
     assert alone.code == 2 and "second" in alone.message
 
 
-def test_other_samples_are_refused_unless_allowed(
-    run_cli: Cli, written: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_other_samples_are_refused_unless_allowed(run_cli: Cli, written: Path, tmp_path: Path) -> None:
     other = write_full_run(
         tmp_path / "b", tasks=("cars", "dtd"), size=Size(blocks=1, samples=6, width=5, tests=200)
     )
@@ -158,7 +146,7 @@ def test_other_samples_are_refused_unless_allowed(
     assert allowed.code == 0 and "Not the same in both: diagnosis samples of cars, dtd" in allowed.out
 
 
-def test_names_that_would_steer_the_terminal_are_made_harmless(run_cli: Cli, tmp_path: pathlib.Path) -> None:
+def test_names_that_would_steer_the_terminal_are_made_harmless(run_cli: Cli, tmp_path: Path) -> None:
     task = "\x1b[31mred"
     path = write_full_run(tmp_path / "run", tasks=(task,), size=SIZE)
     for command in (["check", path], ["compare", path], ["project", path]):
@@ -167,7 +155,7 @@ def test_names_that_would_steer_the_terminal_are_made_harmless(run_cli: Cli, tmp
         assert command[0] == "check" or "[31mred" in result.out
 
 
-def test_layouts_are_kept_and_their_quality_is_shown(run_cli: Cli, own: pathlib.Path) -> None:
+def test_layouts_are_kept_and_their_quality_is_shown(run_cli: Cli, own: Path) -> None:
     result = run_cli("project", own, "--task", "cars", "--method", "pca,tsne", "--layer", 2)
     assert result.code == 0
     assert [line.split(" in ")[0] for line in result.err.splitlines()] == [
@@ -183,7 +171,7 @@ def test_layouts_are_kept_and_their_quality_is_shown(run_cli: Cli, own: pathlib.
     assert result.out.splitlines()[-1].startswith("Distances on the plane are indicative only")
 
 
-def test_layouts_as_json_name_their_files(run_cli: Cli, own: pathlib.Path) -> None:
+def test_layouts_as_json_name_their_files(run_cli: Cli, own: Path) -> None:
     result = run_cli("project", own, "--json", "--seed", 3, "-q")
     documents = json.loads(result.out)
     assert [entry["task"] for entry in documents] == ["cars", "dtd"] and result.err == ""
@@ -192,7 +180,7 @@ def test_layouts_as_json_name_their_files(run_cli: Cli, own: pathlib.Path) -> No
         assert (entry["layer"], entry["seed"], entry["used"]) == (3, 3, "pca")
 
 
-def test_layouts_report_their_steps_as_json_lines(run_cli: Cli, own: pathlib.Path) -> None:
+def test_layouts_report_their_steps_as_json_lines(run_cli: Cli, own: Path) -> None:
     command = ["project", own, "--task", "cars", "--method", "pca", "--progress", "jsonl"]
     first, again = (run_cli(*command).err.splitlines()[1:] for _ in range(2))
     steps = ["pca of cars: reading features", "pca of cars: laying out", "pca of cars: comparing neighbours"]
@@ -214,18 +202,18 @@ def test_layouts_report_their_steps_as_json_lines(run_cli: Cli, own: pathlib.Pat
     ],
 )
 def test_a_layout_that_makes_no_sense_is_refused(
-    run_cli: Cli, written: pathlib.Path, flags: list[str], code: int, words: str
+    run_cli: Cli, written: Path, flags: list[str], code: int, words: str
 ) -> None:
     result = run_cli("project", written, *flags)
     assert result.code == code and words in result.message and result.out == ""
 
 
 @pytest.fixture
-def run(tmp_path: pathlib.Path) -> pathlib.Path:
+def run(tmp_path: Path) -> Path:
     return write_full_run(tmp_path / "run", tasks=("cars",), size=Size(1, 3, 3, 2, 10))
 
 
-def test_without_a_folder_the_report_lands_in_the_run(run_cli: Cli, run: pathlib.Path) -> None:
+def test_without_a_folder_the_report_lands_in_the_run(run_cli: Cli, run: Path) -> None:
     result = run_cli("report", run, "--format", "html-light,md", "--sections", "summary")
     assert result.code == 0
     names = ["report-light.html", "report.md"]
@@ -234,30 +222,28 @@ def test_without_a_folder_the_report_lands_in_the_run(run_cli: Cli, run: pathlib
     assert verify(run).ok
 
 
-def test_with_a_folder_the_run_is_left_alone(run_cli: Cli, run: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_with_a_folder_the_run_is_left_alone(run_cli: Cli, run: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     result = run_cli("report", run, "--format", "json, latex", "--out", tmp_path / "out", "--json")
-    paths = [pathlib.Path(path) for path in json.loads(result.out)]
+    paths = [Path(path) for path in json.loads(result.out)]
     assert paths[0] == tmp_path / "out" / "report.json" and all(path.is_file() for path in paths)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_many_files_of_one_kind_are_one_line(run_cli: Cli, run: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_many_files_of_one_kind_are_one_line(run_cli: Cli, run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = run_cli("report", run, "--format", "csv", "--out", out, "--sections", "glossary")
     assert result.out == f"wrote {len(list((out / 'csv').iterdir()))} files in {out / 'csv'}\n"
 
 
-def test_named_sections_are_those_of_the_report(
-    run_cli: Cli, run: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_named_sections_are_those_of_the_report(run_cli: Cli, run: Path, tmp_path: Path) -> None:
     run_cli("report", run, "--format", "json", "--out", tmp_path, "--sections", "checks,verdict")
     content = json.loads((tmp_path / "report.json").read_text())
     assert [section["name"] for section in content["sections"]] == ["verdict", "checks"]
 
 
 def test_results_of_checks_are_shown_and_do_not_fail_the_command(
-    run_cli: Cli, run: pathlib.Path, tmp_path: pathlib.Path
+    run_cli: Cli, run: Path, tmp_path: Path
 ) -> None:
     checks = tmp_path / "checks.yaml"
     checks.write_text("checks:\n  - {metric: cos_mean, gte: 2, name: impossible}\n")
@@ -278,7 +264,7 @@ def test_results_of_checks_are_shown_and_do_not_fail_the_command(
     ],
 )
 def test_what_makes_no_sense_is_refused(
-    arguments: list[str], code: int, message: str, run_cli: Cli, run: pathlib.Path
+    arguments: list[str], code: int, message: str, run_cli: Cli, run: Path
 ) -> None:
     result = run_cli("report", run, *arguments)
     assert result.code == code
@@ -286,15 +272,13 @@ def test_what_makes_no_sense_is_refused(
     assert not (run / "reports").exists()
 
 
-def test_a_folder_that_is_no_run_is_exit_code_four(run_cli: Cli, tmp_path: pathlib.Path) -> None:
+def test_a_folder_that_is_no_run_is_exit_code_four(run_cli: Cli, tmp_path: Path) -> None:
     result = run_cli("report", tmp_path)
     assert result.code == 4 and "is not a run" in result.message
 
 
 @pytest.mark.slow
-def test_a_notebooks_backend_that_is_not_here_is_no_obstacle(
-    run: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_notebooks_backend_that_is_not_here_is_no_obstacle(run: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "driftlens", "report", str(run), "--format", "html-light"]
     environment = {**os.environ, "MPLBACKEND": "no_such_backend"}
     done = subprocess.run(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import pathlib
 import pty
 import signal
 import subprocess
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,13 +32,13 @@ COMMANDS = (
 
 
 @pytest.fixture
-def quick(world: World, spec_file: pathlib.Path) -> pathlib.Path:
+def quick(world: World, spec_file: Path) -> Path:
     """A spec that is analyzed in a moment."""
     return write_spec(spec_file, world.one_task(metrics={"jacobian": False}, heads=None))
 
 
 def test_stdout_carries_the_result_and_stderr_plain_progress(
-    run_cli: Cli, quick: pathlib.Path, tmp_path: pathlib.Path
+    run_cli: Cli, quick: Path, tmp_path: Path
 ) -> None:
     done = run_cli("analyze", quick, "--out", tmp_path / "run", "--json")
     result = json.loads(done.out)
@@ -51,9 +51,7 @@ def test_stdout_carries_the_result_and_stderr_plain_progress(
     assert [line.split(":")[0] for line in finished] == ["merge", "analyze", "params"]
 
 
-def test_progress_as_json_is_one_object_per_line(
-    run_cli: Cli, quick: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_progress_as_json_is_one_object_per_line(run_cli: Cli, quick: Path, tmp_path: Path) -> None:
     result = run_cli("analyze", quick, "--out", tmp_path / "run", "--progress", "jsonl")
     events = [json.loads(line) for line in result.err.splitlines()]
     assert {event["phase"] for event in events} >= {"analyze", "params"}
@@ -63,7 +61,7 @@ def test_progress_as_json_is_one_object_per_line(
 
 @pytest.mark.parametrize(("flag", "place"), [("-q", "before"), ("--quiet", "behind")])
 def test_quiet_says_nothing_but_the_result(
-    run_cli: Cli, quick: pathlib.Path, tmp_path: pathlib.Path, flag: str, place: str
+    run_cli: Cli, quick: Path, tmp_path: Path, flag: str, place: str
 ) -> None:
     command = ["analyze", quick, "--out", tmp_path / "run", "--json"]
     result = run_cli(flag, *command) if place == "before" else run_cli(*command, flag)
@@ -71,7 +69,7 @@ def test_quiet_says_nothing_but_the_result(
     assert json.loads(result.out)["name"] == "tiny open_clip"
 
 
-def test_an_error_is_two_lines_and_debug_adds_the_traceback(run_cli: Cli, tmp_path: pathlib.Path) -> None:
+def test_an_error_is_two_lines_and_debug_adds_the_traceback(run_cli: Cli, tmp_path: Path) -> None:
     plain = run_cli("show", tmp_path)
     assert plain.code == 4 and plain.out == ""
     assert [line.split(": ")[0] for line in plain.err.splitlines()] == ["error", "hint"]
@@ -93,7 +91,7 @@ def test_an_error_is_two_lines_and_debug_adds_the_traceback(run_cli: Cli, tmp_pa
     ],
 )
 def test_wrong_usage_is_exit_code_two_in_two_lines(
-    run_cli: Cli, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+    run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = run_cli(*arguments)
@@ -123,7 +121,7 @@ def test_an_error_nobody_foresaw_is_code_one_and_says_so(
     "no_color",
     ["", "1"],
 )
-def test_colour_on_a_terminal_can_be_switched_off(tmp_path: pathlib.Path, no_color: str) -> None:
+def test_colour_on_a_terminal_can_be_switched_off(tmp_path: Path, no_color: str) -> None:
     reader, terminal = pty.openpty()
     environment = {**os.environ, "NO_COLOR": no_color, "TERM": "xterm"}
     process = subprocess.run([*COMMAND, "show", str(tmp_path)], stderr=terminal, env=environment, check=False)
@@ -164,8 +162,8 @@ def test_help_names_every_option_with_its_default(
 )
 def test_values_of_the_spec_are_overridden(
     run_cli: Cli,
-    quick: pathlib.Path,
-    tmp_path: pathlib.Path,
+    quick: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     flags: list[str],
     variable: dict[str, str],
@@ -190,8 +188,8 @@ def test_values_of_the_spec_are_overridden(
 )
 def test_a_value_that_means_nothing_is_wrong_usage(
     run_cli: Cli,
-    quick: pathlib.Path,
-    tmp_path: pathlib.Path,
+    quick: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     flags: list[str],
     environment: dict[str, str],
@@ -205,7 +203,7 @@ def test_a_value_that_means_nothing_is_wrong_usage(
 
 @pytest.mark.parametrize("template", template_names())
 def test_init_writes_a_spec_that_can_be_read_and_overwrites_none(
-    run_cli: Cli, spec_file: pathlib.Path, template: str
+    run_cli: Cli, spec_file: Path, template: str
 ) -> None:
     assert run_cli("init", "--template", template, "--out", spec_file).code == 0
     assert load_spec(spec_file).tasks
@@ -234,7 +232,7 @@ def test_a_run_is_shown_listed_and_verified(run_cli: Cli, finished: DriftRun) ->
     assert verified["ok"] is True and verified["checked"] > 10 and verified["changed"] == []
 
 
-def test_a_folder_without_runs_says_how_to_make_one(run_cli: Cli, tmp_path: pathlib.Path) -> None:
+def test_a_folder_without_runs_says_how_to_make_one(run_cli: Cli, tmp_path: Path) -> None:
     assert run_cli("ls", tmp_path / "nope").code == 4
     result = run_cli("ls", tmp_path)
     assert result.code == 0 and "driftlens demo" in result.out
@@ -251,7 +249,7 @@ def test_doctor_reports_versions_as_json(run_cli: Cli) -> None:
 
 
 def test_doctor_lists_what_is_installed_from_elsewhere_and_what_of_it_is_broken(
-    run_cli: Cli, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     about = tmp_path / "toys-1.2.dist-info"
     about.mkdir()
@@ -277,7 +275,7 @@ def test_accuracy_is_printed_by_evaluate(run_cli: Cli, finished: DriftRun) -> No
 
 
 def test_an_interrupt_waits_until_the_library_at_hand_is_imported(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that swallows it, as some do, is whole afterwards, and the interrupt comes."""
     (tmp_path / "swallowing.py").write_text(
@@ -305,7 +303,7 @@ JOBS = {
 
 
 @pytest.fixture
-def spec(world: Any, spec_file: pathlib.Path) -> pathlib.Path:
+def spec(world: Any, spec_file: Path) -> Path:
     from driftlens.spec import load_spec
 
     spec_file.write_text(load_spec(world.spec()).dump())
@@ -314,7 +312,7 @@ def spec(world: Any, spec_file: pathlib.Path) -> pathlib.Path:
 
 @pytest.mark.parametrize("command", JOBS)
 def test_the_option_decides_before_the_variable(
-    command: str, spec: pathlib.Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
+    command: str, spec: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, arguments = JOBS[command]
     found: list[int] = []

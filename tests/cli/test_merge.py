@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import html
 import json
-import pathlib
 import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def test_a_merged_state_dict_is_one_that_open_clip_loads(
-    world: World, finished: DriftRun, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+    world: World, finished: DriftRun, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:
     file = tmp_path / "merged.safetensors"
     assert run_cli("merge", write_spec(spec_file, world.spec()), *METHOD, "--out", file).code == 0
@@ -50,7 +50,7 @@ def test_a_merged_state_dict_is_one_that_open_clip_loads(
 
 
 def test_the_file_says_with_which_parameters_it_was_merged_defaults_included(
-    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+    world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:
     file = tmp_path / "merged.safetensors"
     spec = write_spec(spec_file, world.spec())
@@ -61,7 +61,7 @@ def test_the_file_says_with_which_parameters_it_was_merged_defaults_included(
 
 
 def test_a_merged_folder_is_one_that_open_clip_loads(
-    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+    world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:
     """An expert's own text tower is not merged, and the card says so."""
     import open_clip
@@ -85,8 +85,8 @@ def test_a_merged_folder_is_one_that_open_clip_loads(
 
 def test_a_merged_folder_is_one_that_transformers_loads(
     world: World,
-    spec_file: pathlib.Path,
-    tmp_path: pathlib.Path,
+    spec_file: Path,
+    tmp_path: Path,
     run_cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -116,7 +116,7 @@ def test_a_merged_folder_is_one_that_transformers_loads(
 
 
 def test_an_average_needs_no_base_and_holds_the_image_tower_alone(
-    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+    world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:
     file = tmp_path / "average.safetensors"
     spec = world.spec(base=None, merge={"method": "average"})
@@ -128,7 +128,7 @@ def test_an_average_needs_no_base_and_holds_the_image_tower_alone(
 
 
 def test_a_merge_that_can_not_be_leaves_no_file(
-    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+    world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:
     spec, file = (
         write_spec(spec_file, world.spec(merge={"method": "average"}, base=None)),
@@ -145,7 +145,7 @@ def test_a_merge_that_can_not_be_leaves_no_file(
 
 
 def test_merges_are_compared_without_labels_and_failures_are_rows(
-    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+    world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:
     """Numbers are those of the experts' and the merge's own forwards, taken here from open_clip itself."""
     values, out = world.spec(), tmp_path / "compared"
@@ -184,7 +184,7 @@ def test_merges_are_compared_without_labels_and_failures_are_rows(
 
 
 def test_a_comparison_is_refused_where_its_folder_is_taken_before_anything_is_opened(
-    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+    world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:
     folder, file = tmp_path / "taken", tmp_path / "file"
     folder.mkdir()
@@ -204,7 +204,7 @@ def test_a_comparison_is_refused_where_its_folder_is_taken_before_anything_is_op
     "label", ["expert of shapes", "base on shapes", "average on shapes", "ties on shapes"]
 )
 def test_a_comparison_stops_between_tasks_and_what_it_kept_is_whole(
-    label: str, world: World, tmp_path: pathlib.Path
+    label: str, world: World, tmp_path: Path
 ) -> None:
     token, said = CancelToken(), list[str]()
 
@@ -244,9 +244,7 @@ def test_a_comparison_stops_between_tasks_and_what_it_kept_is_whole(
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_a_comparison_and_leaves_nothing(
-    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_ctrl_c_stops_a_comparison_and_leaves_nothing(world: World, spec_file: Path, tmp_path: Path) -> None:
     """In a process of its own, in the middle of a merge that would take minutes."""
     spec, out = write_spec(spec_file, world.spec()), tmp_path / "out"
     asked = ["--compare", "average,wudi:steps=100000", "--keep", "--out", str(out)]
@@ -290,7 +288,7 @@ def spoiled(state: dict[str, Tensor], fault: str) -> dict[str, Tensor]:
     ],
 )
 def test_bad_input_of_a_comparison_is_one_paragraph_and_nothing_is_written(
-    fault: str, asked: str, code: int, words: str, world: World, tmp_path: pathlib.Path, run_cli: Cli
+    fault: str, asked: str, code: int, words: str, world: World, tmp_path: Path, run_cli: Cli
 ) -> None:
     values, own, out = world.spec(), tmp_path / "own.safetensors", tmp_path / "out"
     save_file(spoiled(world.state("shapes" if fault == "twins" else "flowers"), fault), own)
@@ -308,7 +306,7 @@ def test_bad_input_of_a_comparison_is_one_paragraph_and_nothing_is_written(
 
 
 def test_what_reads_samples_is_judged_on_others(
-    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+    world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:
     """RegMean gets three quarters of the samples; with too few to hold any out, nothing is compared or left behind."""
     values, out = world.spec(), tmp_path / "compared"
@@ -338,7 +336,7 @@ def test_what_reads_samples_is_judged_on_others(
     ],
 )
 def test_what_can_not_be_compared_is_refused_before_anything_is_opened(
-    arguments: tuple[str, ...], world: World, spec_file: pathlib.Path, run_cli: Cli
+    arguments: tuple[str, ...], world: World, spec_file: Path, run_cli: Cli
 ) -> None:
     spec = write_spec(spec_file, world.spec())
     assert run_cli("merge", spec, *arguments).code == 2

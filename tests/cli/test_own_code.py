@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,7 @@ def pictures() -> np.ndarray[Any, Any]:
 
 
 @pytest.fixture
-def own(tmp_path: pathlib.Path) -> dict[str, Any]:
+def own(tmp_path: Path) -> dict[str, Any]:
     """A spec of two experts of such a net; loader and data are left to the test."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "own_net.py").write_text(NET)
@@ -124,7 +124,7 @@ def own(tmp_path: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def is_right(run: DriftRun, own: dict[str, Any], calibrated: pathlib.Path) -> None:
+def is_right(run: DriftRun, own: dict[str, Any], calibrated: Path) -> None:
     """The run's tables are those of the net by itself, with the weights that were saved too."""
     assert run.layers()["closure_error"].max() < 1e-4
     head = load_file(own["heads"]["one"]["linear"])["weight"]
@@ -143,7 +143,7 @@ def is_right(run: DriftRun, own: dict[str, Any], calibrated: pathlib.Path) -> No
 
 
 def test_a_trusted_function_loads_what_is_analyzed_and_calibrated(
-    own: dict[str, Any], run_cli: Cli, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    own: dict[str, Any], run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     own["architecture"] = {"loader": "python:own_net:load", "source": "any"}
@@ -164,7 +164,7 @@ def test_a_trusted_function_loads_what_is_analyzed_and_calibrated(
 
 @pytest.mark.slow
 def test_a_loader_and_a_kind_of_data_come_from_an_installed_package(
-    own: dict[str, Any], tmp_path: pathlib.Path
+    own: dict[str, Any], tmp_path: Path
 ) -> None:
     site = tmp_path / "site"
     (site / "toy_plugin.py").write_text(PLUGIN)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,19 +63,17 @@ def recipe(folders: Folders, method: str, **more: Any) -> dict[str, Any]:
     return made | more
 
 
-def written(made: dict[str, Any], folder: pathlib.Path) -> pathlib.Path:
+def written(made: dict[str, Any], folder: Path) -> Path:
     file = folder / "recipe.yml"
     file.write_text(yaml.safe_dump(made))
     return file
 
 
 def weights(folder: object) -> dict[str, Tensor]:
-    return load_file(pathlib.Path(str(folder)) / "model.safetensors")
+    return load_file(Path(str(folder)) / "model.safetensors")
 
 
-def test_lists_go_over_layers_and_filters_over_names(
-    folders: Folders, tmp_path: pathlib.Path, run_cli: Cli
-) -> None:
+def test_lists_go_over_layers_and_filters_over_names(folders: Folders, tmp_path: Path, run_cli: Cli) -> None:
     made = recipe(folders, "task_arithmetic", parameters={"lambda": 0.5})
     done = run_cli("merge", written(made, tmp_path), "--out", tmp_path / "out")
     assert done.code == 0, done.err
@@ -121,7 +119,7 @@ def in_slices(folders: Folders, method: str) -> dict[str, Any]:
     }
 
 
-def test_slices_have_settings_of_their_own(folders: Folders, tmp_path: pathlib.Path, run_cli: Cli) -> None:
+def test_slices_have_settings_of_their_own(folders: Folders, tmp_path: Path, run_cli: Cli) -> None:
     done = run_cli("merge", written(in_slices(folders, "dare_linear"), tmp_path), "--out", tmp_path / "out")
     assert done.code == 0, done.err
     base, one, two = (weights(folders[name]) for name in MODELS)
@@ -172,9 +170,7 @@ def is_drawn_by_the_law(method: str, folders: Folders, merged: dict[str, Tensor]
 
 
 @pytest.mark.parametrize("method", DROPPED)
-def test_random_masks_follow_the_law(
-    method: str, folders: Folders, tmp_path: pathlib.Path, run_cli: Cli
-) -> None:
+def test_random_masks_follow_the_law(method: str, folders: Folders, tmp_path: Path, run_cli: Cli) -> None:
     file = written(dropped(folders, method), tmp_path)
     for name in ("out", "again"):
         done = run_cli("merge", file, "--out", tmp_path / name)
@@ -185,7 +181,7 @@ def test_random_masks_follow_the_law(
 
 
 def test_dtypes_say_what_is_computed_in_and_what_is_written(
-    folders: Folders, tmp_path: pathlib.Path, run_cli: Cli
+    folders: Folders, tmp_path: Path, run_cli: Cli
 ) -> None:
     base, one, two = (weights(folders[name]) for name in MODELS)
     cases = {("float32", None): torch.float32, ("bfloat16", None): torch.bfloat16}
@@ -238,7 +234,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def stored(family: str, dtype: str, root: pathlib.Path) -> Folders:
+def stored(family: str, dtype: str, root: Path) -> Folders:
     """The three models of a family, as this dtype stores them."""
     made = {}
     for seed, name in enumerate(MODELS):
@@ -260,7 +256,7 @@ for file, out in json.load(sys.stdin):
 """
 
 
-def mergekit(recipes: Mapping[str, dict[str, Any]], folder: pathlib.Path) -> dict[str, pathlib.Path]:
+def mergekit(recipes: Mapping[str, dict[str, Any]], folder: Path) -> dict[str, Path]:
     """What mergekit makes of recipes, with one thread: the order of a sum is part of its rounding."""
     assert MERGEKIT is not None
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -270,7 +266,7 @@ def mergekit(recipes: Mapping[str, dict[str, Any]], folder: pathlib.Path) -> dic
         (folder / f"{number}").mkdir(parents=True)
         outs[case] = folder / f"{number}" / "out"
         pairs.append([str(written(made, folder / f"{number}")), str(outs[case])])
-    command = [str(pathlib.Path(MERGEKIT).with_name("python")), "-c", ALL_AT_ONCE]
+    command = [str(Path(MERGEKIT).with_name("python")), "-c", ALL_AT_ONCE]
     subprocess.run(command, check=True, env=alone, capture_output=True, input=json.dumps(pairs).encode())
     return outs
 
@@ -287,7 +283,7 @@ def units_apart(a: Tensor, b: Tensor) -> int:
 
 
 STORED = [*((family, "bfloat16") for family in FAMILIES), (FAMILIES[0], "float16"), (FAMILIES[0], "float32")]
-Made = tuple[Folders, dict[str, dict[str, Any]], dict[str, pathlib.Path]]
+Made = tuple[Folders, dict[str, dict[str, Any]], dict[str, Path]]
 
 
 @pytest.fixture(scope="module", params=STORED, ids=lambda param: " in ".join(param))
@@ -309,7 +305,7 @@ def made_there(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.mark.slow
 @pytest.mark.skipif(MERGEKIT is None, reason="mergekit-yaml is not on PATH, nor named by DRIFTLENS_MERGEKIT")
-def test_what_mergekit_makes_is_made(made_there: Made, tmp_path: pathlib.Path, run_cli: Cli) -> None:
+def test_what_mergekit_makes_is_made(made_there: Made, tmp_path: Path, run_cli: Cli) -> None:
     """Bit for bit in float32, to one unit in the last place in half precision."""
     folders, recipes, outs = made_there
     base = weights(folders["base"])
@@ -330,7 +326,7 @@ def test_what_mergekit_makes_is_made(made_there: Made, tmp_path: pathlib.Path, r
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_adapters_are_added_to_the_model_before_the_plus(
-    folders: Folders, tmp_path: pathlib.Path, run_cli: Cli
+    folders: Folders, tmp_path: Path, run_cli: Cli
 ) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -361,7 +357,7 @@ def with_more_rows(folder: str, rows: int) -> None:
 
 @pytest.mark.parametrize("asked", [{"tokenizer_source": "union"}, {"tokenizer": {"source": "base"}}], ids=str)
 def test_a_tokenizer_is_followed_where_all_have_one_and_rows_of_no_token_stay(
-    asked: dict[str, Any], folders: Folders, tmp_path: pathlib.Path, run_cli: Cli
+    asked: dict[str, Any], folders: Folders, tmp_path: Path, run_cli: Cli
 ) -> None:
     for name in MODELS:
         shutil.copytree(folders[name], tmp_path / name)
@@ -378,7 +374,7 @@ def test_a_tokenizer_is_followed_where_all_have_one_and_rows_of_no_token_stay(
 
 
 def test_a_chat_template_is_that_of_most_models_or_the_one_that_is_written(
-    folders: Folders, tmp_path: pathlib.Path, run_cli: Cli
+    folders: Folders, tmp_path: Path, run_cli: Cli
 ) -> None:
     for name, template in zip(MODELS, ("{{ 1 }}", "{{ 2 }}", "{{ 2 }}"), strict=True):
         shutil.copytree(folders[name], tmp_path / name)
@@ -392,9 +388,7 @@ def test_a_chat_template_is_that_of_most_models_or_the_one_that_is_written(
         assert AutoTokenizer.from_pretrained(out).chat_template == wanted
 
 
-def test_layers_of_different_models_follow_each_other(
-    folders: Folders, tmp_path: pathlib.Path, run_cli: Cli
-) -> None:
+def test_layers_of_different_models_follow_each_other(folders: Folders, tmp_path: Path, run_cli: Cli) -> None:
     spans = (("one", [0, 1]), ("two", [1, 3]))
     slices = [{"sources": [{"model": folders[name], "layer_range": span}]} for name, span in spans]
     made = {
@@ -411,7 +405,7 @@ def test_layers_of_different_models_follow_each_other(
 
 
 def test_what_mergekit_passes_over_is_passed_over_and_said(
-    folders: Folders, tmp_path: pathlib.Path, run_cli: Cli
+    folders: Folders, tmp_path: Path, run_cli: Cli
 ) -> None:
     made = recipe(folders, "linear", normalize=False, parameters={"embed_slerp": True})
     done = run_cli("merge", written(made, tmp_path), "--out", tmp_path / "out")
@@ -448,7 +442,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("fault", REFUSED)
 def test_what_a_recipe_may_not_ask_is_refused_by_name(
-    fault: str, folders: Folders, tmp_path: pathlib.Path, run_cli: Cli
+    fault: str, folders: Folders, tmp_path: Path, run_cli: Cli
 ) -> None:
     more, message = REFUSED[fault]
     made = recipe(folders, "ties", **more)

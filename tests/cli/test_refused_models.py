@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +37,7 @@ FAMILIES: dict[str, tuple[str, str | dict[str, Any], str, str]] = {
 }
 
 
-def spec_of(loader: str, source: str, weights: pathlib.Path, data: pathlib.Path) -> dict[str, Any]:
+def spec_of(loader: str, source: str, weights: Path, data: Path) -> dict[str, Any]:
     entry = {"weights": str(weights)}
     return {
         "version": 1,
@@ -52,7 +52,7 @@ def spec_of(loader: str, source: str, weights: pathlib.Path, data: pathlib.Path)
 @pytest.mark.parametrize("command", ["analyze", "merge", "validate"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_that_no_loader_takes_is_refused_with_its_route_and_no_weights_opened(
-    name: str, command: str, run_cli: Cli, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    name: str, command: str, run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a model weighs, this takes as long as a small one: opening its files would be an error here."""
     loader, source, what, way = FAMILIES[name]
@@ -83,7 +83,7 @@ def test_a_family_that_no_loader_takes_is_refused_with_its_route_and_no_weights_
 
 
 def test_an_expert_of_another_family_is_told_by_its_keys_and_none_is_read(
-    run_cli: Cli, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = hf_folder(tmp_path / "base")
     state = hf_tower().state_dict()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
+from pathlib import Path
 
 import pytest
 
@@ -15,11 +15,11 @@ QUIET = ("--progress", "none")
 
 
 @pytest.fixture
-def folder(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
+def folder(light: DriftRun, tmp_path: Path) -> Path:
     return copied(light, tmp_path / "run")
 
 
-def test_the_table_holds_means_over_tasks_and_seeds(folder: pathlib.Path, run_cli: Cli) -> None:
+def test_the_table_holds_means_over_tasks_and_seeds(folder: Path, run_cli: Cli) -> None:
     shown = run_cli("sweep", folder, "--param", "n=4,2", "--seeds", 2, *QUIET)
     assert shown.code == 0
     rows = open_run(folder).sweeps()
@@ -42,9 +42,7 @@ def test_the_table_holds_means_over_tasks_and_seeds(folder: pathlib.Path, run_cl
     assert shown.code == 0 and "anchor" not in shown.out
 
 
-def test_one_document_on_stdout_with_every_row_of_the_sweeps_asked_for(
-    folder: pathlib.Path, run_cli: Cli
-) -> None:
+def test_one_document_on_stdout_with_every_row_of_the_sweeps_asked_for(folder: Path, run_cli: Cli) -> None:
     assert run_cli("sweep", folder, "--param", "rho=1", "--no-accuracy", *QUIET).code == 0
     flags = ("--param", "lam=0.1", "--param", "lam=0.2", "--param", "alpha=0,1", "--grid", "--no-accuracy")
     found = json.loads(run_cli("sweep", folder, *flags, "--json", *QUIET).out)
@@ -66,7 +64,7 @@ def test_one_document_on_stdout_with_every_row_of_the_sweeps_asked_for(
     ],
 )
 def test_what_can_not_be_is_refused_in_two_lines_and_leaves_no_trace(
-    folder: pathlib.Path, run_cli: Cli, flags: tuple[object, ...], code: int, words: str
+    folder: Path, run_cli: Cli, flags: tuple[object, ...], code: int, words: str
 ) -> None:
     before = files_of(folder)
     refused = run_cli("sweep", folder, *flags, *QUIET)

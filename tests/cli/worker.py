@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 COMMAND = (sys.executable, "-m", "driftlens")
 
 
 @contextmanager
-def analyzing(spec: pathlib.Path, out: pathlib.Path) -> Iterator[subprocess.Popen[str]]:
+def analyzing(spec: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that analyzes, frozen (SIGSTOP) in the middle of the second task; killed at the end of the block."""
     with started("analyze", str(spec), "--out", str(out)) as process:
         _freeze_in_second_task(process)

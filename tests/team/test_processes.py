@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -103,7 +103,7 @@ def test_processes_without_a_meeting_place_are_told_so(
     assert "MASTER_ADDR" in capfd.readouterr().err
 
 
-def test_a_launcher_that_only_sets_variables_is_enough(light: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_a_launcher_that_only_sets_variables_is_enough(light: DriftRun, tmp_path: Path) -> None:
     folder = copied(light, tmp_path / "run")
     jobs = started(2, "evaluate", str(folder), "--again", "--json")
     first, second = (job.communicate(timeout=SECONDS) for job in jobs)
@@ -128,7 +128,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module")
-def spec(three: World, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def spec(three: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("spec") / "run.yaml"
     # More samples than are followed in one batch, so that processes share a task's batches of either kind.
     given = three.spec(metrics={"jacobian": {"samples": BATCH + 1}, "cka": True, "adjoint": True})
@@ -139,7 +139,7 @@ def spec(three: World, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path
 
 
 @pytest.fixture(scope="module")
-def alone(spec: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+def alone(spec: Path, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
     """The run in one process."""
     return dl.analyze(spec, out=tmp_path_factory.mktemp("alone") / "run", progress="none")
 
@@ -156,7 +156,7 @@ def same_tables(found: DriftRun, wanted: DriftRun, tolerance: float) -> None:
         )
 
 
-def same_weights(found: pathlib.Path, wanted: pathlib.Path, tolerance: float = 1e-6) -> None:
+def same_weights(found: Path, wanted: Path, tolerance: float = 1e-6) -> None:
     ours, theirs = load_file(found), load_file(wanted)
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
@@ -164,9 +164,7 @@ def same_weights(found: pathlib.Path, wanted: pathlib.Path, tolerance: float = 1
 
 
 @pytest.mark.slow
-def test_a_run_of_two_processes_is_that_of_one(
-    spec: pathlib.Path, alone: DriftRun, tmp_path: pathlib.Path
-) -> None:
+def test_a_run_of_two_processes_is_that_of_one(spec: Path, alone: DriftRun, tmp_path: Path) -> None:
     one, two = copied(alone, tmp_path / "one"), tmp_path / "two"
     job = torchrun(2, "analyze", str(spec), "--out", str(two))
     assert job.returncode == 0, job.stderr
@@ -194,7 +192,7 @@ def test_a_run_of_two_processes_is_that_of_one(
     assert found.manifest.phases.keys() == wanted.manifest.phases.keys()
 
 
-def files(folder: pathlib.Path) -> set[str]:
+def files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -203,7 +201,7 @@ def files(folder: pathlib.Path) -> set[str]:
 
 @pytest.mark.slow
 def test_a_killed_process_ends_the_job_and_another_number_of_them_resumes(
-    alone: DriftRun, tmp_path: pathlib.Path
+    alone: DriftRun, tmp_path: Path
 ) -> None:
     one, many = copied(alone, tmp_path / "one"), copied(alone, tmp_path / "many")
     arguments = ["--name", "featcal", "--no-attribution"]
@@ -233,7 +231,7 @@ def test_a_killed_process_ends_the_job_and_another_number_of_them_resumes(
     ],
 )
 def test_an_error_of_any_process_is_said_once_with_its_exit_code(
-    fault: str, message: str, code: int, light: DriftRun, tmp_path: pathlib.Path
+    fault: str, message: str, code: int, light: DriftRun, tmp_path: Path
 ) -> None:
     folder = copied(light, tmp_path / "run")
     job = torchrun(2, "evaluate", str(folder), "--again", module="tests.team.worker", fault=fault)
@@ -246,9 +244,7 @@ def test_an_error_of_any_process_is_said_once_with_its_exit_code(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_job_that_is_stopped_twice_ends_by_one_voice(
-    rank: int, light: DriftRun, tmp_path: pathlib.Path
-) -> None:
+def test_a_job_that_is_stopped_twice_ends_by_one_voice(rank: int, light: DriftRun, tmp_path: Path) -> None:
     folder = copied(light, tmp_path / "run")
     given = ("calibrate", str(folder), "--name", "mine", "--no-attribution", "--progress", "none")
     jobs = started(2, *given, module="tests.team.worker", fault=f"stopped:{rank}")
@@ -261,9 +257,7 @@ def test_a_job_that_is_stopped_twice_ends_by_one_voice(
 
 
 @pytest.mark.slow
-def test_whoever_is_left_tells_that_the_first_process_is_gone(
-    light: DriftRun, tmp_path: pathlib.Path
-) -> None:
+def test_whoever_is_left_tells_that_the_first_process_is_gone(light: DriftRun, tmp_path: Path) -> None:
     folder = copied(light, tmp_path / "run")
     given = ("calibrate", str(folder), "--name", "mine", "--no-attribution", "--progress", "none")
     jobs = started(2, *given, module="tests.team.worker", fault="killed:0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -148,6 +149,8 @@ def merge(
         )
         if "merge_method" in given:
             recipe = recipe_of(given)
+            if request.out_dtype is not None:
+                recipe = dataclasses.replace(recipe, out_dtype=request.out_dtype)
             from driftlens.jobs.study.recipe import merge_recipe
 
             for text in merge_recipe(recipe, out, job.access):
@@ -181,7 +184,7 @@ def merge(
     assert method is not None
     resolved = load_spec(spec)
     with job.context() as context:
-        notices = merge_experts(resolved, method, request.parameters, out, context)
+        notices = merge_experts(resolved, method, request.parameters, out, context, request.out_dtype)
     for text in notices:
         note(f"notice: {text}")
     _note_memory()

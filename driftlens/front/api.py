@@ -316,7 +316,9 @@ def merge(spec: SpecLike, request: MergeRequest, around: Around) -> Path:
     if request.method is None or request.out is None:
         raise SpecError("a merge needs method= and out=", hint="`driftlens methods` lists the methods.")
     with around.context() as context:
-        merge_experts(load_spec(spec), request.method, request.parameters, request.out, context)
+        merge_experts(
+            load_spec(spec), request.method, request.parameters, request.out, context, request.out_dtype
+        )
     return request.out
 
 

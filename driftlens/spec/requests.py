@@ -297,11 +297,16 @@ class ArenaRequest(Request, title="arena"):
     attribution: Flag = _attribution()
 
 
+OutDtype = Literal["float32", "float16", "bfloat16"]
+"""Number types that models are saved in."""
+
+
 class MergeRequest(Request, title="merge"):
     """A merge of a spec's experts."""
 
     method: Text | None = asked("A merge method; one that is not there gets the list.")
     out: Path | None = asked(_MERGED_TO)
+    out_dtype: OutDtype | None = asked("What is saved in: float32, float16 or bfloat16; else the base's own.")
     parameters: dict[str, Any] = _parameters("A parameter of the method; repeatable.")
 
 

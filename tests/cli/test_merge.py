@@ -49,6 +49,23 @@ def test_a_merged_state_dict_is_one_that_open_clip_loads(
     assert all(torch.equal(saved[name], of_run[name]) for name in saved)
 
 
+def test_without_a_method_the_specs_own_merge_is_made_and_saved_in_the_dtype_that_is_asked_for(
+    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    file, spec = tmp_path / "merged.safetensors", write_spec(spec_file, world.spec())
+    result = run_cli("merge", spec, "--out", file, "--out-dtype", "float16")
+    assert result.code == 0, result.err
+    saved = load_file(file)
+    assert {tensor.dtype for tensor in saved.values() if tensor.is_floating_point()} == {torch.float16}
+    same(
+        {name: saved[name] for name in merged_weights(world)},
+        {k: v.half() for k, v in merged_weights(world).items()},
+    )
+    given = world.spec(merge=None, merged={"weights": str(file)})
+    refused = run_cli("merge", write_spec(spec_file, given), "--out", tmp_path / "out")
+    assert refused.code == 2 and "--method" in refused.err and not (tmp_path / "out").exists()
+
+
 def test_the_file_says_with_which_parameters_it_was_merged_defaults_included(
     world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:

@@ -422,13 +422,15 @@ def merge_experts(
     parameters: Mapping[str, object],
     path: PathLike,
     context: Context = Context(),
+    out_dtype: str | None = None,
 ) -> list[str]:
-    """Open what the method reads of a spec, merge, and write the result in the format of the base."""
+    """Open what the method reads of a spec, merge, and write the result in the format of the base, or in a dtype."""
     merge, study = merge_of(spec, method, parameters), None
     if merge.method.runs_models:
         study, models = opening.open_study(spec, access=context.access)
     else:
         models = opening.open_models(spec, context.access)
         opening.open_pool(spec, models, device="cpu")  # compares keys and shapes
+    models = models if out_dtype is None else opening.all_in(models, out_dtype)
     save_merge(models, merge, path, study, context.reporter())
     return [doubt.text for doubt in companions(models)]

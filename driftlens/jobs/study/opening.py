@@ -20,8 +20,8 @@ from driftlens.base.settings import resolve
 from driftlens.base.variants import baseline, expert_of, task_of
 from driftlens.calibration.calibrator import calibrators, over_preset, require_task_id
 from driftlens.checkpoints.loading import fetched, library_folder, open_checkpoint
-from driftlens.checkpoints.lora import is_lora_folder
-from driftlens.checkpoints.sources import Composed, StateSource
+from driftlens.checkpoints.lora import LoraSource, is_lora_folder
+from driftlens.checkpoints.sources import Composed, InDtypes, StateSource
 from driftlens.data.samples import SampleSet, unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data, plain_form, require_same_classes
 from driftlens.diagnostics.attribution import JacobianSettings
@@ -549,10 +549,32 @@ def own_heads(models: OpenModels) -> dict[str, StateSource]:
     return {task: head for task, head in found.items() if head is not None}
 
 
+def saved_in(models: OpenModels, dtypes: Mapping[str, torch.dtype]) -> OpenModels:
+    """The models with a form of their own, in which saved models have these dtypes by the form's own keys."""
+    known, folder = models.architecture, models.architecture.folder
+    configs: dict[str, Any] = {} if folder is None else dict(folder.configs)
+    config = configs.get("config.json")
+    if len({*dtypes.values()}) == 1 and isinstance(config, Mapping) and "model_type" in config:
+        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+        name = str(next(iter(dtypes.values()))).removeprefix("torch.")
+        configs["config.json"] = {**config, **dict.fromkeys(keys, name)}
+    if folder is not None:
+        known = replace(known, folder=replace(folder, configs=configs))
+    return replace(models, architecture=known, form=InDtypes(models.own_form, dtypes))
+
+
+def all_in(models: OpenModels, name: str) -> OpenModels:
+    """The same, all numbers with a point in the dtype of this name."""
+    floats = (key for key, header in models.own_form.headers.items() if header.dtype.is_floating_point)
+    return saved_in(models, dict.fromkeys(floats, getattr(torch, name)))
+
+
 def dtype_notices(models: OpenModels) -> list[str]:
     """That the checkpoints are stored in different dtypes, if they are."""
     found: dict[str, list[str]] = {}
     for name, source in models.sources.items():
+        if isinstance(models.stored[name], LoraSource):
+            continue  # it is the base's, with sums that are not rounded
         keys = models.architecture.chain.parameter_keys()
         for dtype in {str(source.headers[key].dtype).removeprefix("torch.") for key in keys}:
             found.setdefault(dtype, []).append(name)

@@ -19,7 +19,7 @@ from driftlens.base.threads import computing_with
 from driftlens.checkpoints.loading import library_folder
 from driftlens.checkpoints.sources import InDtypes, StateSource, TensorHeader, check_finite
 from driftlens.jobs.study.merging import save_merge
-from driftlens.jobs.study.opening import OpenModels, open_models, open_pool
+from driftlens.jobs.study.opening import OpenModels, open_models, open_pool, saved_in
 from driftlens.jobs.study.suspicion import companions
 from driftlens.merging.mergekit import KERNELS, Group
 from driftlens.merging.method import Merge, MergeMethod, merge_methods
@@ -153,6 +153,9 @@ def _opened(recipe: Recipe, access: Access) -> tuple[OpenModels, dict[str, State
     open_pool(spec, models, device="cpu")  # compares keys and shapes
     by_name = {base: models.sources["base"]}
     by_name |= {name: models.sources[f"expert:{task}"] for task, name in tasks.items()}
+    # mergekit merges adapters into their model before it merges models, in that model's dtypes.
+    whole = {key: header.dtype for key, header in by_name[base].headers.items()}
+    by_name = {name: InDtypes(source, whole) if "+" in name else source for name, source in by_name.items()}
     return models, {name: by_name[name] for name in names}
 
 
@@ -169,14 +172,10 @@ def _written_as(
     models: OpenModels, recipe: Recipe, merged: StateSource, by_name: Mapping[str, StateSource]
 ) -> OpenModels:
     """The models with a form of their own: the dtypes, tokenizer and chat template that the recipe has saved."""
+    models = saved_in(models, _by_stored_key(models, merged))
     known, folder = models.architecture, models.architecture.folder
     assert folder is not None  # that of decoders
-    dtypes = {header.dtype for header in merged.headers.values() if header.dtype.is_floating_point}
     configs: dict[str, Any] = dict(folder.configs)
-    if len(dtypes) == 1:
-        config = configs["config.json"]
-        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-        configs["config.json"] = config | dict.fromkeys(keys, str(*dtypes).removeprefix("torch."))
     home, source = library_folder(known.source), recipe.tokenizer
     if source not in (None, "base", "union"):
         home = library_folder(str(source))
@@ -190,13 +189,12 @@ def _written_as(
         configs["tokenizer_config.json"] = {
             key: value for key, value in stated.items() if key != "chat_template"
         }
-    form = InDtypes(models.own_form, _by_stored_key(models, merged))
     architecture = replace(
         known,
         source=known.source if home is None else str(home),
         folder=replace(folder, configs=configs, texts=texts),
     )
-    return replace(models, architecture=architecture, form=form)
+    return replace(models, architecture=architecture)
 
 
 def _by_stored_key(models: OpenModels, merged: StateSource) -> dict[str, torch.dtype]:

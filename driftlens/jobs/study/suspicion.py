@@ -15,7 +15,7 @@ from torch import Tensor
 from driftlens.base.errors import DriftLensError, NumericsError
 from driftlens.base.variants import part_of, task_of
 from driftlens.checkpoints.alignment import TEXT_SIDE, KeyLayout
-from driftlens.checkpoints.lora import is_lora_folder, named_base
+from driftlens.checkpoints.lora import LoraSource, is_lora_folder, named_base
 from driftlens.checkpoints.refusals import foreign_code
 from driftlens.checkpoints.sources import StateSource, check_finite
 from driftlens.checkpoints.weight_files import folder_notices
@@ -330,6 +330,7 @@ def companions(models: OpenModels) -> list[Finding]:
         yield from _left_behind(models, models.base, source, called)
         if (folder := folders[name]) is not None:
             yield from _adapter(models, folders["base"], folder, called)
+            yield from _lost(source, called)
             differing = [
                 *vocabularies.changed_files(home, folder),
                 *vocabularies.changed_special_tokens(home, folder).values(),
@@ -405,6 +406,21 @@ def _adapter(models: OpenModels, base_folder: Path | None, folder: Path, called:
             f"the adapters of {called} were trained on {told}",
             "They mean something on their own base alone: name that, unless these are the same weights.",
         )
+
+
+MUCH_LOST = 0.01
+"""Share of a change, lost to a dtype, from which on it is said."""
+
+
+def _lost(source: StateSource, called: str) -> Doubt:
+    """What of an adapter's change is smaller than a step of the dtype that its base is stored in."""
+    if not isinstance(source, LoraSource) or (share := source.lost_share()) < MUCH_LOST:
+        return
+    yield (
+        f"{share:.1%} of what the adapters of {called} change is smaller than a step of the base's number type, and "
+        "would be lost if they were merged into it; here they are measured and merged unrounded, in float32",
+        "A folder in the base's number type rounds what is saved; with --out-dtype float32 it keeps all.",
+    )
 
 
 def _names(place: str) -> set[str]:

@@ -50,7 +50,7 @@ def test_a_merged_state_dict_is_one_that_open_clip_loads(
 
 
 def test_without_a_method_the_specs_own_merge_is_made_and_saved_in_the_dtype_that_is_asked_for(
-    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+    world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:
     file, spec = tmp_path / "merged.safetensors", write_spec(spec_file, world.spec())
     result = run_cli("merge", spec, "--out", file, "--out-dtype", "float16")

@@ -75,7 +75,7 @@ def draw_merges(ranking: Mapping[str, Any], *, dark: bool = False) -> Drawn:
             y=[words.literal(name) for name in rows["merge"]],
             mode="markers",
             marker={"color": look.colour, "symbol": look.symbol, "size": 8},
-            error_x=marks.whiskers(rows[measure].astype(float), *ends, look.colour, thickness=1, width=3),
+            error_x=marks.whiskers(rows[measure].astype(float), *ends, look.colour),
             showlegend=False,
             row=1,
             col=column,

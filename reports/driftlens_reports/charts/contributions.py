@@ -43,9 +43,7 @@ def _whiskers(rows: pd.DataFrame, column: str, colour: str) -> dict[str, Any] | 
     column, *ends = with_ends(rows, column)
     if not ends or rows[[column, *ends]].isna().any(axis=None):
         return None
-    return marks.whiskers(
-        rows[column].astype(float), *(rows[end] for end in ends), colour, thickness=1, width=2
-    )
+    return marks.whiskers(rows[column].astype(float), *(rows[end] for end in ends), colour, width=2)
 
 
 @chart(
@@ -79,8 +77,7 @@ def contributions(run: DriftRun, options: ChartOptions) -> Drawn:
         rest = remainders[remainders["task"] == task]
         segments = _segments(rest, [REST] * len(rest), variants, options.dark)
         grid.add(at, segments.update(**brush.named(REST, REST), marker_pattern=hatch))
-    for end in (0.0, 1.0):
-        grid.add_line("x", end)
+    grid.add_lines("x", 0.0, 1.0)
     titles = [words.shown(variant) for variant in variants]
     rows_of_bars = {"autorangeoptions": {"include": [-0.5, len(variants) - 0.5]}, "autorange": "reversed"}
     grid.set_axes(
@@ -193,9 +190,8 @@ def splits(run: DriftRun, options: ChartOptions) -> Drawn:
     for column, name in names.items():
         entry = {"name": name, "legendgroup": column, "offsetgroup": column}
         grid.add(0, go.Bar(x=[None], y=[None], marker=_fill(quiet, column, options.dark), **entry))
-    grid.add_line("y", 0.0)
-    for border in panels.borders(rows):
-        grid.add_line("x", border)
+    grid.add_lines("y", 0.0)
+    grid.add_lines("x", *panels.borders(rows))
     grid.set_axes(x=panels.layer_axis(run), y={"tickformat": theme.TICK_SHARE})
     grid.figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0)
     carried, swapped = (words.peak_share(rows, column) for column in names)
@@ -302,7 +298,7 @@ def adjoint(run: DriftRun, options: ChartOptions) -> Drawn:
                 hovertemplate=f"%{{text}}<br>%{{y:{theme.NUMBER}}}<extra></extra>",
             )
             grid.add(at, points)
-    grid.add_line("y", 0)
+    grid.add_lines("y", 0)
     grid.set_axes(x=panels.layer_axis(run, "rest"), y={"tickformat": theme.TICK_NUMBER})
     grid.figure.update_layout(bargap=0.25, showlegend=False)
     counts = words.ranged(rows.loc[rows["place"] != REST, "n"], "diagnosis sample")

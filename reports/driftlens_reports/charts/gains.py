@@ -192,7 +192,7 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
             part[_COSINE],
             part[_ACCURACY],
             up,
-            error_x=marks.whiskers(part[_COSINE], *across, colour, thickness=1, width=3),
+            error_x=marks.whiskers(part[_COSINE], *across, colour),
             marker_size=9,
             mode="markers+text" if variant == labelled else "markers",
             text=[words.label(str(task)) for task in part["task"]],

@@ -81,8 +81,7 @@ def draw_cells(
             hovertemplate=f"%{{text}}<br>{panel.what}%{{z:{scales[panel.scale].hover}}}{more}<extra></extra>",
         )
         grid.add(at, coloured, _numbers(coloured, scales[panel.scale]))
-    for border in panels.borders(run.layers()):
-        grid.add_line("x", border)
+    grid.add_lines("x", *panels.borders(run.layers()))
     shown_names = [words.label(name) for name in names]
     ticks = {"tickvals": list(range(len(names))), "ticktext": shown_names, "showgrid": False}
     first_on_top = {"range": [len(names) - 0.5, -0.5]}

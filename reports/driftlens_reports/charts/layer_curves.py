@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 
 from driftlens.findings.reading import error
 from driftlens.runs.run import DriftRun
-from driftlens_reports.charts import marks, panels, picking, theme, words
+from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Brush
 
@@ -52,14 +52,19 @@ class Curves:
         if rows.empty:
             return
         rows = panels.parted(rows)
+        task, variant, layers = rows["task"].iloc[0], str(rows["variant"].iloc[0]), rows["layer"]
         if self.band:
             yield band(rows, *self.band, brush, opacity=opacity)
         ends = (rows[self.error[0]], rows[self.error[1]]) if self.error else None
-        yield curve(rows, self.column, brush, what=self.what or self.column, number=self.number, ends=ends)
+        hover = {"text": [words.literal(f"{task}, {where}") for where in rows["where"]]}
+        told = f"%{{text}}<br>{self.what or self.column} %{{y:{self.number}}}"
+        yield brush.line(variant, layers, rows[self.column], ends, hovertemplate=told, **hover)
         if self.beside:
-            style = brush.look(str(rows["variant"].iloc[0]))
+            column, what = self.beside
+            style, told = brush.look(variant), f"%{{text}}<br>{what} %{{y:{theme.NUMBER}}}"
             marker = {"color": style.colour, "symbol": f"{style.symbol}-open", "size": 7}
-            yield curve(rows, self.beside[0], brush, what=self.beside[1], mode="markers", marker=marker)
+            hover |= {"mode": "markers", "marker": marker}
+            yield brush.line(variant, layers, rows[column], hovertemplate=told, **hover)
 
 
 def draw_curves(
@@ -98,11 +103,10 @@ def draw_curves(
         for column, (kind, at) in enumerate(parts):
             kept = line if at == "whole" else line[(line["layer"] == last) == (at == "head")]
             grid.add(tasks.index(task) * len(parts) + column, *kind.traces(kept, brush, opacity=opacity))
-    for border in panels.borders(rows):
-        grid.add_line("x", border)
+    grid.add_lines("x", *panels.borders(rows))
     for column, (kind, _) in enumerate(parts):
         if kind.line is not None:
-            grid.add_line("y", kind.line, column=column if len(parts) > 1 else None)
+            grid.add_lines("y", kind.line, column=column if len(parts) > 1 else None)
     whole = panels.layer_axis(run) | ({"matches": None} if apart else {})
     body, head = panels.whole(0.5, last - 0.5), panels.whole(last - 0.5, last + 0.5)
     axes = {
@@ -114,23 +118,6 @@ def draw_curves(
     y = [{**kind.axis, **(shared if at == "head" and "matches" in kind.axis else {})} for kind, at in parts]
     grid.set_axes(x=[axes[at] for _, at in parts], y=y)
     return grid.figure
-
-
-def curve(
-    rows: pd.DataFrame,
-    column: str,
-    brush: Brush,
-    *,
-    what: str,
-    number: str = theme.NUMBER,
-    ends: marks.Ends | None = None,
-    **changes: Any,
-) -> go.Scatter:
-    """One variant's values by layer on one task; NaN makes a gap, `what` a value is stands in the hover text."""
-    places = [words.literal(f"{rows['task'].iloc[0]}, {where}") for where in rows["where"]]
-    hover = {"text": places, "hovertemplate": f"%{{text}}<br>{what} %{{y:{number}}}"}
-    variant = str(rows["variant"].iloc[0])
-    return brush.line(variant, rows["layer"], rows[column], ends, **hover, **changes)
 
 
 def band(rows: pd.DataFrame, low: str, high: str, brush: Brush, *, opacity: float) -> go.Scatter:

@@ -60,7 +60,7 @@ class Brush:
             **{"x": list(x), "y": gapped(values), "mode": "lines+markers", "connectgaps": False},
             line={"color": style.colour, "dash": style.dash, "width": 2},
             marker={"color": style.colour, "symbol": style.symbol, "size": 6},
-            error_y=whiskers(values, *ends, style.colour, thickness=1, width=3) if ends else None,
+            error_y=whiskers(values, *ends, style.colour) if ends else None,
             **self.named(variant),
         )
         return trace.update(**changes)
@@ -71,7 +71,7 @@ class Brush:
         """A variant's values as bars in its colour, with the hatch that tells it from others without colour."""
         values, look = y.astype(float), {"marker": hatched(self.look(variant)), "textposition": "none"}
         if ends is not None:
-            look["error_y"] = whiskers(values, *ends, self.palette.ink, thickness=1, width=3)
+            look["error_y"] = whiskers(values, *ends, self.palette.ink)
         return go.Bar(x=list(x), y=gapped(values), **look, **self.named(variant)).update(**changes)
 
     def cloud(
@@ -102,11 +102,11 @@ def gapped(values: Iterable[Any]) -> list[Any]:
 
 
 def whiskers(
-    values: pd.Series[Any], low: pd.Series[Any], high: pd.Series[Any], colour: str, **look: Any
+    values: pd.Series[Any], low: pd.Series[Any], high: pd.Series[Any], colour: str, *, width: int = 3
 ) -> dict[str, Any]:
     """Whiskers from `low` to `high` around the values; none where an end is missing: no length claims certainty."""
     up, down = high.astype(float) - values, values - low.astype(float)
-    return {"array": gapped(up), "arrayminus": gapped(down), "color": colour, **look}
+    return {"array": gapped(up), "arrayminus": gapped(down), "color": colour, "thickness": 1, "width": width}
 
 
 def interval_texts(

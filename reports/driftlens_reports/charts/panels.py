@@ -143,8 +143,8 @@ class Grid:
             panels = range(self.panels if by_column else 0)
             lay_out(self.figure, {_axis(letter, at): by_column[at % len(by_column)] for at in panels})
 
-    def add_line(self, letter: str, value: float, *, column: int | None = None) -> None:
-        """A thin line at a value of y, or a dotted one of x, in every panel, or in those of one column (from 0)."""
+    def add_lines(self, letter: str, *values: float, column: int | None = None) -> None:
+        """Thin lines at values of y, or dotted ones of x, in every panel, or in those of one column (from 0)."""
         colours, is_level = palette(self.dark), letter == "y"
         line = {"color": colours.quiet} if is_level else {"color": colours.ink, "dash": "dot"}
         across = "x" if is_level else "y"
@@ -154,6 +154,7 @@ class Grid:
                 **{f"{letter}ref": _axis(letter, at, ""), f"{letter}0": value, f"{letter}1": value},
                 **{f"{across}ref": f"{_axis(across, at, '')} domain", f"{across}0": 0, f"{across}1": 1},
             }
+            for value in values
             for at in range(self.panels)
             if column in (None, at % self.columns)
         ]

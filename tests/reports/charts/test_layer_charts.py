@@ -16,7 +16,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts import panels
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.contributions import CONTRIBUTED, stacked
-from driftlens_reports.charts.layer_curves import Curves, band, curve, draw_curves
+from driftlens_reports.charts.layer_curves import Curves, band, draw_curves
 from driftlens_reports.charts.marks import Brush
 from driftlens_reports.charts.page_curves import left_curves, mean_curves, running_curve
 from tests.reports.charts.recording import NUMBER, axis_titles, data_values, drawn_values, finite, leaves
@@ -192,7 +192,7 @@ BRUSH = Brush(["merged"], dark=False)
 
 def test_a_null_is_a_gap() -> None:
     rows = rows_of(mean=[1.0, math.nan, 3.0])
-    trace = curve(rows, "mean", BRUSH, what="drift")
+    [trace] = Curves("mean", "drift").traces(rows, BRUSH, opacity=0.1)
     assert list(trace.y) == [1.0, None, 3.0] and trace.connectgaps is False
 
 

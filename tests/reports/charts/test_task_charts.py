@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -13,13 +16,14 @@ import pytest
 from driftlens.base.intervals import Interval, mean_over_tasks, unpaired_difference
 from driftlens.findings.frame import paired_by_task, pairing
 from driftlens.findings.measures import SCORE, change
+from driftlens.runs.manifest import LayerInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.gains import NO_RIVAL, _ticks
 from driftlens_reports.charts.marks import places
-from driftlens_reports.charts.per_task import AVERAGE
-from tests.records.full_run import Size, write_full_run
-from tests.reports.charts.recording import finite
+from driftlens_reports.charts.per_task import AVERAGE, OUTSIDE, group_of
+from tests.records.full_run import SITES, Size, write_full_run
+from tests.reports.charts.recording import finite, with_rows
 
 CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
 
@@ -195,3 +199,238 @@ def test_without_labels_accuracy_charts_name_the_command(tmp_path: pathlib.Path)
     bare = open_run(write_full_run(tmp_path / "run", has_labels=False, tasks=["cars"]))
     for name in ("accuracy", "gains"):
         assert "`driftlens evaluate RUN`" in str(charts[name].missing(bare, ChartOptions()))
+
+
+DEFAULTS = {"lam": 0.05, "rho": 2.0, "alpha": 0.3, "n": 64}
+
+
+def sweep_rows(
+    sweep: str, values: list[float], seeds: int = 3, tasks: tuple[str, ...] = ("cars", "dtd")
+) -> pd.DataFrame:
+    rng = np.random.default_rng(len(sweep))
+    rows = [
+        {
+            **{"sweep": sweep, "point": point, "seed": seed, "task": task, "n_test": 100},
+            **DEFAULTS,
+            **{sweep: value, "drift_l2_mean": rng.uniform(1, 2), "accuracy": rng.uniform(0.5, 0.9)},
+        }
+        for point, value in enumerate(values)
+        for seed in range(seeds)
+        for task in tasks
+    ]
+    return pd.DataFrame(rows)
+
+
+@pytest.fixture
+def swept(full: DriftRun) -> DriftRun:
+    rows = [sweep_rows("lam", [0.005, 0.05, 0.5, 5]), sweep_rows("alpha", [0, 0.3, 1])]
+    return with_rows(full, "sweeps", pd.concat(rows))
+
+
+def test_alignment_is_the_mean_over_tasks_with_its_extremes(full: DriftRun) -> None:
+    data = charts["alignment"].draw(full).data
+    params = full.params(variant=CALIBRATED)
+    for layer in full.manifest.layers:
+        cosines = params.loc[(params["scope"] == "layer") & (params["path"] == layer.path), "cos"]
+        row = data[(data["variant"] == CALIBRATED) & (data["layer"] == layer.index)].iloc[0]
+        found = [row["mean cosine of task vectors"], row["lowest"], row["highest"]]
+        assert found == pytest.approx([cosines.mean(), cosines.min(), cosines.max()])
+
+
+def test_modules_of_all_blocks_that_play_one_part_are_one_group(full: DriftRun) -> None:
+    drawn = charts["alignment"].draw(full)
+    params = full.params(variant="merged")
+    modules = params[params["scope"] == "module"]
+    right = next(
+        trace for trace in drawn.figure.data if trace.legendgroup == "merged" and not trace.showlegend
+    )
+    assert list(right.x) == list(SITES)
+    for site, value in zip(right.x, right.y, strict=True):
+        assert value == pytest.approx(modules.loc[modules["path"].str.endswith(site), "cos"].mean())
+
+
+def test_groups_of_modules_are_drawn_as_the_run_measured_them(full: DriftRun) -> None:
+    params = full.params()
+    modules = params[params["scope"] == "backbone"]
+    groups = pd.concat([modules.assign(scope="group", path=name) for name in ("q", "norms")])
+    drawn = charts["alignment"].draw(with_rows(full, "params", pd.concat([params, groups])))
+    right = next(
+        trace for trace in drawn.figure.data if trace.legendgroup == "merged" and not trace.showlegend
+    )
+    assert list(right.x) == ["q", "norms"]
+    mean = modules.loc[modules["variant"] == "merged", "cos"].mean()
+    assert list(right.y) == pytest.approx([mean, mean])
+
+
+def test_block_one_does_not_hold_the_modules_of_block_ten() -> None:
+    layers = (
+        LayerInfo(1, "stem", "conv1"),
+        LayerInfo(2, "block", "blocks.1"),
+        LayerInfo(3, "block", "blocks.10"),
+    )
+    run = cast(DriftRun, SimpleNamespace(manifest=SimpleNamespace(layers=layers)))
+    assert group_of(run, "blocks.10.mlp.fc") == group_of(run, "blocks.1.mlp.fc") == "mlp.fc"
+    assert group_of(run, "conv1") == group_of(run, "blocks.100.mlp.fc") == OUTSIDE
+
+
+def test_adjoint_bars_and_dots_are_means_over_samples(full: DriftRun) -> None:
+    drawn = charts["adjoint"].draw(full)
+    rows = full.adjoint(variant=CALIBRATED)
+    bars = [trace for trace in drawn.figure.data if trace.type == "bar"][-2:]
+    for target, bar in zip(("loss", "margin"), bars, strict=True):
+        own = rows[rows["target"] == target]
+        means = [
+            np.mean(
+                [own[(own["task"] == task) & (own["layer"] == layer)]["part"].mean() for task in full.tasks]
+            )
+            for layer in range(1, 7)
+        ]
+        rest = np.mean([own[own["task"] == task]["remainder"].mean() for task in full.tasks])
+        assert list(bar.y) == pytest.approx([*means, rest])
+        assert list(bar.x) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_module_groups_are_means_over_tasks_and_sum_to_the_layer(full: DriftRun) -> None:
+    drawn = charts["group-contributions"].draw(full)
+    cells = drawn.data[drawn.data["variant"] == CALIBRATED].groupby("layer")["share of final drift"].sum()
+    layers = full.layers(variant=CALIBRATED).groupby("layer")["final_share"].mean()
+    assert cells.tolist() == pytest.approx(layers.tolist())
+    [cell] = drawn.data.query("variant == @CALIBRATED and `module group` == 'o' and layer == 3")[
+        "share of final drift"
+    ]
+    rows = full.group_contributions(variant=CALIBRATED).query("group == 'o' and layer == 3")
+    assert cell == pytest.approx(rows["final_share"].mean()) and cell < 0
+    assert drawn.figure.layout.yaxis.title.text == "module group (name)"
+
+
+def test_adjoint_parts_and_remainder_add_up_to_the_change(full: DriftRun) -> None:
+    data = charts["adjoint"].draw(full).data
+    sums = data[data["task"] == "cars"].groupby(["variant", "target"])["mean part"].sum()
+    for (variant, target), total in sums.items():
+        rows = full.adjoint("cars", variant)
+        assert total == pytest.approx(rows.loc[rows["target"] == target, "change"].mean())
+
+
+def test_without_a_loss_adjoint_shows_the_margin_alone(full: DriftRun) -> None:
+    rows = full.adjoint()
+    drawn = charts["adjoint"].draw(with_rows(full, "adjoint", rows[rows["target"] == "margin"]))
+    assert set(drawn.data["target"]) == {"margin"}
+    assert "score units of margin" in drawn.alt
+
+
+def test_the_calibration_log_has_each_sites_ratio_and_change_in_its_cell(full: DriftRun) -> None:
+    drawn = charts["calibration-log"].draw(full)
+    ratios, changes = (trace for trace in drawn.figure.data if trace.type == "heatmap")
+    log = full.calibration("featcal").set_index(["layer", "site"])
+    for down, site in enumerate(SITES):
+        for across, layer in enumerate(ratios.x):
+            path = next(info.path for info in full.manifest.layers if info.index == layer)
+            row = log.loc[(layer, f"{path}.{site}")]
+            assert ratios.z[down][across] == pytest.approx(row["objective_after"] / row["objective_before"])
+            assert changes.z[down][across] == pytest.approx(row["weight_change"])
+
+
+def test_an_objective_that_was_zero_has_no_ratio(full: DriftRun) -> None:
+    rows = full.calibration()
+    rows.loc[0, "objective_before"] = 0.0
+    drawn = charts["calibration-log"].draw(with_rows(full, "calibration", rows))
+    assert math.isnan(drawn.figure.data[0].z[0][0]) and drawn.data["objective ratio"].isna().sum() == 1
+
+
+def test_no_calibration_means_no_log(uncalibrated: DriftRun) -> None:
+    reason = charts["calibration-log"].missing(uncalibrated, ChartOptions())
+    assert reason is not None and "`driftlens calibrate RUN --name NAME`" in reason
+
+
+def test_sweeps_average_tasks_first_and_then_seeds(swept: DriftRun) -> None:
+    drawn = charts["sweeps"].draw(swept)
+    rows = swept.sweeps()
+    bold = [trace for trace in drawn.figure.data if trace.legendgroup == "mean"]
+    panels = [(measure, sweep) for measure in ("drift_l2_mean", "accuracy") for sweep in ("lam", "alpha")]
+    for (measure, sweep), trace in zip(panels, bold, strict=True):
+        own = rows[rows["sweep"] == sweep]
+        for value, mean, spread in zip(trace.x, trace.y, trace.error_y.array, strict=True):
+            by_seed = [
+                own[(own[sweep] == value) & (own["seed"] == seed)][measure].mean() for seed in range(3)
+            ]
+            assert mean == pytest.approx(np.mean(by_seed))
+            assert spread == pytest.approx(np.std(by_seed, ddof=1))
+
+
+def test_thin_lines_are_the_tasks_apart_by_gaps(swept: DriftRun) -> None:
+    drawn = charts["sweeps"].draw(swept)
+    thin = next(trace for trace in drawn.figure.data if trace.legendgroup == "tasks")
+    assert [value is None for value in thin.y] == [False] * 4 + [True] + [False] * 4
+    rows = swept.sweeps()
+    cars = rows[(rows["sweep"] == "lam") & (rows["task"] == "cars")].groupby("lam")["drift_l2_mean"].mean()
+    assert list(thin.y[:4]) == pytest.approx(cars.tolist())
+
+
+def test_the_calibrations_of_the_run_stand_among_the_points(swept: DriftRun) -> None:
+    stars = [at for at in charts["sweeps"].draw(swept).figure.data if at.legendgroup == "calibrations"]
+    info, tasks = swept.manifest.calibrations["featcal"], list(swept.tasks)
+    values = [info.settings["lam"], info.settings["alpha"]]
+    assert [list(at.x) for at in stars] == [[value] for value in values * 2]
+    final = swept.layers(variant="calibrated:featcal", layer="final")["drift_l2_mean"].mean()
+    rows = swept.accuracy()
+    scored = rows[(rows["variant"] == "calibrated:featcal") & (rows["metric"] == "accuracy")]
+    right = scored.set_index("task")["value"].reindex(tasks).mean(skipna=False)
+    for at, wanted in zip(stars, [final, final, right, right], strict=True):
+        assert list(at.y) == pytest.approx([wanted], nan_ok=True) and list(at.text) == ["featcal"]
+
+
+def test_the_ring_marks_the_value_that_other_sweeps_keep(swept: DriftRun) -> None:
+    rings = [trace for trace in charts["sweeps"].draw(swept).figure.data if trace.legendgroup == "default"]
+    assert [list(ring.x) for ring in rings] == [[0.05], [0.3], [0.05], [0.3]]
+
+
+def test_one_seed_has_no_whiskers_and_the_notes_say_so(full: DriftRun) -> None:
+    run = with_rows(full, "sweeps", sweep_rows("rho", [1, 2], seeds=1))
+    drawn = charts["sweeps"].draw(run)
+    assert "With one seed there is no spread to show." in drawn.notes
+    assert all(trace.error_y.array is None for trace in drawn.figure.data)
+
+
+def test_a_sweep_of_several_settings_is_named_and_not_drawn(full: DriftRun) -> None:
+    several = sweep_rows("lam", [0.1]).assign(sweep="lam+rho", rho=1.5)
+    run = with_rows(full, "sweeps", pd.concat([sweep_rows("alpha", [0, 1]), several]))
+    drawn = charts["sweeps"].draw(run)
+    assert set(drawn.data["sweep"]) == {"alpha"}
+    assert "Not drawn here: lam+rho." in drawn.notes
+    reason = charts["sweeps"].missing(with_rows(full, "sweeps", several), ChartOptions())
+    assert reason is not None and "`driftlens sweep RUN --param" in reason
+
+
+def test_without_accuracy_sweeps_show_drift_alone(full: DriftRun) -> None:
+    rows = sweep_rows("n", [8, 64, 512]).assign(accuracy=np.nan)
+    drawn = charts["sweeps"].draw(with_rows(full, "sweeps", rows))
+    assert set(drawn.data["measure"]) == {"drift_l2_mean"}
+    assert all(axis.type == "log" for axis in drawn.figure.select_xaxes())
+
+
+def test_a_task_without_a_number_spoils_the_mean_but_not_the_other_task(full: DriftRun) -> None:
+    rows = sweep_rows("alpha", [0, 1])
+    rows.loc[(rows["task"] == "dtd") & (rows["alpha"] == 1), "drift_l2_mean"] = np.nan
+    data = charts["sweeps"].draw(with_rows(full, "sweeps", rows)).data
+    drift = data[data["measure"] == "drift_l2_mean"].set_index(["task", "alpha"])["mean"]
+    assert math.isnan(drift[("mean of tasks", 1)]) and math.isnan(drift[("dtd", 1)])
+    assert finite([drift[("mean of tasks", 0)], drift[("cars", 1)]])
+
+
+def test_methods_stand_in_one_picture_beside_the_runs_own_models(full: DriftRun) -> None:
+    rows = sweep_rows("n", [8, 64], tasks=tuple(full.tasks))
+    other = rows.assign(sweep="residual:n", method="residual", accuracy=rows["accuracy"] + 0.05)
+    assert "--method featcal,residual" in str(
+        charts["samples"].missing(with_rows(full, "sweeps", rows), ChartOptions())
+    )
+    drawn = charts["samples"].draw(with_rows(full, "sweeps", pd.concat([rows, other])))
+    data = drawn.data.set_index(["measure", "method", "n"]).sort_index()
+    for method, gain in (("featcal", 0.0), ("residual", 0.05)):
+        by_seed = rows[rows["n"] == 8].groupby("seed")["accuracy"].mean() + gain
+        found = data.loc[("accuracy", method, 8)]
+        assert (found["value"], found["draws"]) == (pytest.approx(by_seed.mean()), 3)
+        reach = 4.3026527 * by_seed.std() / 3**0.5  # Student's t with two degrees of freedom
+        assert found["high"] - found["value"] == pytest.approx(reach)
+    merged = next(trace for trace in drawn.figure.data if trace.name == "merged")
+    level = full.accuracy(variant="merged")["value"].mean()
+    assert list(merged.y) == pytest.approx([level, level])

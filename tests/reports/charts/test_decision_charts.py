@@ -14,7 +14,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.decisions import expected_calibration_error, reliability
 from tests.records.full_run import Size, write_full_run
-from tests.reports.charts.recording import finite
+from tests.reports.charts.recording import finite, with_rows
 
 CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
 OUTCOMES = ("certified", "kept without certificate", "flipped")
@@ -29,12 +29,9 @@ def one_class(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
         class_names=["car", "never seen"],
         size=Size(samples=40),
     )
-    run = open_run(path)
-    outputs = run.outputs()
-    run._frames["outputs"] = outputs.assign(
-        margin=np.nan, certified=False, flipped=False, expert_pred="car", pred="car", label="car"
-    )
-    return run
+    run, cars = open_run(path), dict.fromkeys(("expert_pred", "pred", "label"), "car")
+    rows = run.outputs().assign(margin=np.nan, certified=False, flipped=False, **cars)
+    return with_rows(run, "outputs", rows)
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +111,10 @@ def test_one_class_has_no_margins_but_keeps_every_decision(one_class: DriftRun) 
 
 @pytest.mark.parametrize("name", ["margins", "flips", "confidence", "bound"])
 def test_a_sample_without_scores_is_left_out_of_every_share(name: str, wild: DriftRun) -> None:
-    spoiled = open_run(wild.path)
-    rows = spoiled.outputs()
+    rows = wild.outputs()
     columns = ["flipped", "certified", "margin", "confidence", "score_drift_l2"]
     rows.loc[rows["sample_id"] == "test/0", columns] = None
-    spoiled._frames["outputs"] = rows
-    notes = " ".join(charts[name].draw(spoiled).notes)
+    notes = " ".join(charts[name].draw(with_rows(wild, "outputs", rows)).notes)
     assert "119 diagnosis samples per task" in notes
 
 

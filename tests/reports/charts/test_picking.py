@@ -9,13 +9,13 @@ import pytest
 
 from driftlens.base.errors import DataError
 from driftlens.base.variants import Part
-from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.panels import layer_axis, layer_title, titled
 from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, lacking, layer_rows
 from driftlens_reports.charts.theme import DARK, LIGHT, Palette, look, readable, shade
 from driftlens_reports.charts.words import counted, label, literal, ranged
-from tests.reports.charts.recording import XYZ, Array, contrast, linear
+from tests.reports.charts.recording import XYZ, Array, contrast, linear, with_rows
 
 CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
 
@@ -96,11 +96,12 @@ def test_attribution_that_was_left_out_is_added_to_the_run_itself(
     shares: str, explained: str, chosen: list[str] | None, said: str, full: DriftRun
 ) -> None:
     """`driftlens explain` passes over variants that have rows with Jacobians, whatever was left out of these."""
-    run, rows = open_run(full.path), full.layers()
+    rows = full.layers()
     rows["final_share"] = rows["final_share"].where(rows["variant"].isin(shares.split()))
     rows["jacobian_samples"] = rows["n"].where(rows["variant"].isin(explained.split()))
-    run._frames["layers"] = rows
-    reason = lacking(run, ChartOptions(variants=chosen), "layers", ["final_share"])
+    reason = lacking(
+        with_rows(full, "layers", rows), ChartOptions(variants=chosen), "layers", ["final_share"]
+    )
     assert str(reason or "").endswith(said) and bool(reason) == bool(said)
 
 

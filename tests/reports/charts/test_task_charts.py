@@ -133,8 +133,7 @@ def test_gains_are_differences_of_the_tables(full: DriftRun) -> None:
 
 
 def test_gains_are_called_by_the_metric_that_tasks_are_judged_by(full: DriftRun) -> None:
-    asked = open_run(full.path)
-    asked._frames["accuracy"] = asked.accuracy().assign(metric="exact_match")
+    asked = with_rows(full, "accuracy", full.accuracy().assign(metric="exact_match"))
     drawn = charts["gains"].draw(asked)
     assert drawn.figure.layout.yaxis.title.text.startswith("gain in exact match over")
     assert "accuracy" not in drawn.alt and set(drawn.data["metric"]) == {"exact_match"}

@@ -144,11 +144,14 @@ def _compose(run: DriftRun, outline: Outline, checks: CheckReport | None) -> Com
         shown = tuple(table for table in tables if table.rows)
         parts = {"sentences": tuple(sentences), "tables": shown, "figures": tuple(figures[name])}
         sections.append(Section(name=name, title=TITLES[name], **parts))
+    told = {"id": run.id, "name": run.name, "state": current_state(run)}
+    for name in ("created", "synthetic", "spec_digest", "schema_version"):
+        told[name] = getattr(run.manifest, name)
     content = ReportContent(
         driftlens=driftlens.__version__,
         preset=outline.preset,
         raw=outline.raw,
-        run=_run_info(run),
+        run=RunInfo(**told, tasks=run.tasks, variants=run.variants),
         stamps=(*facts.stamps(run), *overlap_notes(run)),
         verdict=judged,
         sections=tuple(sections),
@@ -169,15 +172,6 @@ def _figure(run: DriftRun, chart: Chart) -> tuple[Figure, Drawn | None]:
         data=frame_table(f"figure-{chart.name}", chart.title, drawn.data) if drawn else None,
     )
     return figure, drawn
-
-
-def _run_info(run: DriftRun) -> RunInfo:
-    manifest = run.manifest
-    told = {
-        name: getattr(manifest, name) for name in ("created", "synthetic", "spec_digest", "schema_version")
-    }
-    state = current_state(run)
-    return RunInfo(id=run.id, name=run.name, state=state, tasks=run.tasks, variants=run.variants, **told)
 
 
 def _interactive(run: DriftRun, content: ReportContent, drawn: Mapping[str, Drawn]) -> bytes:

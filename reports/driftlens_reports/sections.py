@@ -15,7 +15,7 @@ from driftlens.base.variants import control_of, part_of, title
 from driftlens.base.words import counted
 from driftlens.findings.arena import arena_sheet
 from driftlens.findings.before_after import calibration_sheets, selection_sentences
-from driftlens.findings.checks import CheckReport, self_checks
+from driftlens.findings.checks import CheckReport, Status, self_checks
 from driftlens.findings.features import COSINE, RELATIVE
 from driftlens.findings.frame import change_in_words
 from driftlens.findings.measures import common, level, mean, mean_change
@@ -352,6 +352,7 @@ def verdict_of(run: DriftRun) -> Verdict:
     drifts = {task: level(run, RELATIVE, task, found.after or found.merged) for task in run.tasks}
     drifts = {task: drift for task, drift in drifts.items() if drift.is_measured}
     furthest = max(drifts, key=lambda task: drifts[task].value, default=None)
+    ends: dict[str, Status] = {"passed": "pass", "warned": "warn", "failed": "fail", "skipped": "skip"}
     return Verdict(
         measure=found.measure.title,
         tasks=found.tasks,
@@ -366,14 +367,9 @@ def verdict_of(run: DriftRun) -> Verdict:
         changes=tuple(_changes(run, compared)),
         worst_task=furthest,
         worst_drift=drifts[furthest].value if furthest else None,
-        self_checks=_outcome_of(self_checks(run)),
+        self_checks=Outcome(**{name: self_checks(run).count(status) for name, status in ends.items()}),
         sentences=tuple(shareable(run, text) for text in found.sentences),
     )
-
-
-def _outcome_of(report: CheckReport) -> Outcome:
-    ends = {"passed": "pass", "warned": "warn", "failed": "fail", "skipped": "skip"}
-    return Outcome(**{name: report.count(status) for name, status in ends.items()})
 
 
 def _means_table(verdict: Verdict) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -136,17 +135,6 @@ def _changes(run: DriftRun, options: ChartOptions) -> list[tuple[Interval, Findi
     return both
 
 
-def _rows(run: DriftRun, changes: Sequence[tuple[Interval, Finding]]) -> pd.DataFrame:
-    """One row per task and variant, gains in score in percentage points."""
-    rows = []
-    for cosine, score in changes:
-        gain = score.scaled(100)
-        rows.append((score.task, score.variant, cosine.n, *cosine.ends, gain.n, *gain.ends))
-    cosines, scores = ([f"{name}{end}" for end in _ENDS] for name in (_COSINE, _ACCURACY))
-    table = pd.DataFrame(rows, columns=["task", "variant", "n", *cosines, "test n", *scores])
-    return picking.ordered(table, run.tasks, run.variants)
-
-
 def _no_gains(run: DriftRun, options: ChartOptions) -> str | None:
     lacking = _no_pairs(run, options)
     if lacking is None and not _changes(run, options):
@@ -171,8 +159,13 @@ def _no_gains(run: DriftRun, options: ChartOptions) -> str | None:
 )
 def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     """One cloud of labelled points per variant, with lines at no gain."""
-    changes = _changes(run, options)
-    rows, scores = _rows(run, changes), [score for _, score in changes]
+    changes, rows = _changes(run, options), []
+    for cosine, score in changes:
+        points = score.scaled(100)
+        rows.append((score.task, score.variant, cosine.n, *cosine.ends, points.n, *points.ends))
+    cosines, scores = ([f"{name}{end}" for end in _ENDS] for name in (_COSINE, _ACCURACY))
+    table = pd.DataFrame(rows, columns=["task", "variant", "n", *cosines, "test n", *scores])
+    rows, scores = picking.ordered(table, run.tasks, run.variants), [score for _, score in changes]
     metrics = main_metrics(run)
     of = title_of(metrics[task] for task in rows["task"])
     figure = go.Figure()

@@ -163,11 +163,9 @@ def heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
     column = "relative drift" if options.relative else "mean drift"
     what = "drift / expert norm" if options.relative else "mean L2 drift"
     rows = picking.layer_rows(run, options).rename(columns={source: column})
-    highest = rows[column].astype(float).max()
-    highest = highest if highest > 0 else 1.0
-    shades = Scale(
-        panels.titled(what, "layers", source), 0.0, highest, theme.palette(options.dark).sequential
-    )
+    highest, colours = rows[column].astype(float).max(), theme.palette(options.dark).sequential
+    top = highest if highest > 0 else 1.0
+    shades = Scale(panels.titled(what, "layers", source), 0.0, top, colours)
     figure = _task_cells(run, rows, column, shades, dark=options.dark)
     alt = f"Heatmap of the {column} by task and layer. {words.peak_sentence(rows, column)}"
     return of_layers(run, figure, rows, column, alt=alt, notes=words.gap_notes(run, rows, column))
@@ -219,15 +217,9 @@ def contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
 
 
 def _shares(values: pd.DataFrame, dark: bool) -> Scale:
-    highest = values.astype(float).abs().max().max()
-    return Scale(
-        title="share of final drift (%)",
-        low=-highest,
-        high=highest,
-        colours=theme.palette(dark).diverging,
-        write=lambda value: f"{round(value, 2) + 0.0:.0%}",
-        hover=theme.SHARE,
-    )
+    highest, colours = values.astype(float).abs().max().max(), theme.palette(dark).diverging
+    title, write = "share of final drift (%)", lambda value: f"{round(value, 2) + 0.0:.0%}"
+    return Scale(title, -highest, highest, colours, write, theme.SHARE)
 
 
 @chart(

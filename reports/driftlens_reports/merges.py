@@ -16,7 +16,7 @@ from driftlens.base.words import counted
 from driftlens.findings.reading import Kind, printable
 from driftlens.findings.table import Table, with_ends
 from driftlens.runs.layout import COMPARISON
-from driftlens_reports.charts import marks, theme, words
+from driftlens_reports.charts import theme, words
 from driftlens_reports.charts.chart import Drawn
 
 NAMES = {"kl": "KL to the experts (nat)", "drift_rel": "relative final drift"}
@@ -75,7 +75,7 @@ def draw_merges(ranking: Mapping[str, Any], *, dark: bool = False) -> Drawn:
             y=[words.literal(name) for name in rows["merge"]],
             mode="markers",
             marker={"color": look.colour, "symbol": look.symbol, "size": 8},
-            error_x=marks.whiskers(rows[measure].astype(float), *ends, look.colour),
+            error_x=theme.whiskers(rows[measure].astype(float), *ends, look.colour),
             showlegend=False,
             row=1,
             col=column,

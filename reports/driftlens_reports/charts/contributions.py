@@ -11,10 +11,9 @@ import plotly.graph_objects as go
 
 from driftlens.findings.reading import number, percent
 from driftlens.runs.run import DriftRun
-from driftlens_reports.charts import marks, panels, picking, theme, words
+from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.layer_curves import of_layers
-from driftlens_reports.charts.marks import Brush
 
 CONTRIBUTED, REST = "share of final drift", "remainder"
 _CARRIED, _SWAPPED = "carried share", "swapped share"
@@ -43,7 +42,7 @@ def _whiskers(rows: pd.DataFrame, column: str, colour: str) -> dict[str, Any] | 
     column, *ends = with_ends(rows, column)
     if not ends or rows[[column, *ends]].isna().any(axis=None):
         return None
-    return marks.whiskers(rows[column].astype(float), *(rows[end] for end in ends), colour, width=2)
+    return theme.whiskers(rows[column].astype(float), *(rows[end] for end in ends), colour, width=2)
 
 
 @chart(
@@ -70,7 +69,7 @@ def contributions(run: DriftRun, options: ChartOptions) -> Drawn:
         dark=options.dark,
     )
     layers, remainders = rows[rows["role"] != REST], rows[rows["role"] == REST]
-    brush, colours = Brush(run.variants, options.dark), theme.palette(options.dark)
+    brush, colours = theme.Brush(run.variants, options.dark), theme.palette(options.dark)
     hatch = {"shape": "x", "fgcolor": colours.ink, "bgcolor": colours.surface, "size": 5, "solidity": 0.4}
     for at, task in enumerate(tasks):
         grid.add(at, _layers(run, layers[layers["task"] == task], variants, options.dark))
@@ -128,7 +127,7 @@ def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) 
 
 def _segments(rows: pd.DataFrame, places: list[str], variants: list[str], dark: bool) -> go.Bar:
     pairs = zip(rows["task"], rows["variant"], strict=True)
-    texts = marks.interval_texts(rows, f"{CONTRIBUTED} low", f"{CONTRIBUTED} high")
+    texts = theme.interval_texts(rows, f"{CONTRIBUTED} low", f"{CONTRIBUTED} high")
     return go.Bar(
         orientation="h",
         x=rows[CONTRIBUTED].astype(float).tolist(),
@@ -149,7 +148,7 @@ def _depth(run: DriftRun, dark: bool) -> go.Scatter:
     marker = {
         **{"color": [0], "cmin": 0, "cmax": panels.last_layer(run), "showscale": True},
         "colorscale": theme.palette(dark).sequential,
-        "colorbar": marks.colour_bar(title=title, tickvals=ticks),
+        "colorbar": theme.colour_bar(title=title, tickvals=ticks),
     }
     return go.Scatter(x=[None], y=[None], mode="markers", showlegend=False, marker=marker)
 
@@ -180,7 +179,7 @@ def splits(run: DriftRun, options: ChartOptions) -> Drawn:
         dark=options.dark,
     )
     names = {_CARRIED: "carried by Jacobians", _SWAPPED: "swapping prefixes"}
-    brush = Brush(run.variants, options.dark)
+    brush = theme.Brush(run.variants, options.dark)
     for (task, variant), part in rows.groupby(["task", "variant"], sort=False):
         style = brush.look(variant)
         at = tasks.index(task) * len(variants) + variants.index(variant)
@@ -210,7 +209,7 @@ def _bars(rows: pd.DataFrame, column: str, colour: str, dark: bool) -> go.Bar:
     task, variant = words.literal(str(rows["task"].iloc[0])), words.shown(rows["variant"].iloc[0])
     return go.Bar(
         x=rows["layer"].tolist(),
-        y=marks.gapped(rows[column].astype(float)),
+        y=theme.gapped(rows[column].astype(float)),
         error_y=_whiskers(rows, column, theme.palette(dark).ink),
         name=column,
         marker=_fill(colour, column, dark),
@@ -219,7 +218,7 @@ def _bars(rows: pd.DataFrame, column: str, colour: str, dark: bool) -> go.Bar:
         offsetgroup=column,
         text=[f"{task}, {place}" for place in map(words.literal, rows["where"])],
         textposition="none",
-        customdata=marks.interval_texts(rows, f"{column} low", f"{column} high"),
+        customdata=theme.interval_texts(rows, f"{column} low", f"{column} high"),
         hovertemplate=f"%{{text}}<br>{column} %{{y:{theme.SHARE}}}%{{customdata}}<extra>{variant}</extra>",
     )
 
@@ -274,7 +273,7 @@ def adjoint(run: DriftRun, options: ChartOptions) -> Drawn:
         columns=len(targets),
         dark=options.dark,
     )
-    brush = Brush(run.variants, options.dark)
+    brush = theme.Brush(run.variants, options.dark)
     dots = {"color": brush.palette.ink, "symbol": "circle-open", "size": 5}
     for at, (variant, target) in enumerate(product(names, targets)):
         mean, tasks = (

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from driftlens.base.intervals import wilson
 from driftlens.findings.reading import number, percent
 from driftlens.runs.run import DriftRun
-from driftlens_reports.charts import marks, picking, theme, words
+from driftlens_reports.charts import picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart, is_of_language
-from driftlens_reports.charts.marks import Brush
 from driftlens_reports.charts.panels import panel_grid
 from driftlens_reports.charts.per_task import spread, task_figure
 
@@ -48,7 +47,7 @@ def _stacks(
         height=height,
         dark=dark,
     )
-    brush = Brush(names, dark)
+    brush = theme.Brush(names, dark)
     colours = brush.palette
     for at, variant in enumerate(names):
         for outcome in outcomes:
@@ -103,7 +102,7 @@ def margins(run: DriftRun, options: ChartOptions, of: str = "") -> Drawn:
     figure = _stacks(rows, outcomes, bars, titles, height, dark=options.dark)
     figure.update_layout(bargap=0.3, legend_traceorder="normal")
     figure.update_xaxes(range=[0, 1], tickformat=theme.TICK_SHARE)
-    figure.update_yaxes(**marks.category_axis(tasks), autorange="reversed")
+    figure.update_yaxes(**theme.category_axis(tasks), autorange="reversed")
     said = words.worst_tasks(rows, _FLIPPED, percent)
     alt = f"Share of the expert's decisions that flip, worst task of each variant: {said}."
     return Drawn(figure, alt, rows, tuple(words.sample_notes(run, rows)))
@@ -282,11 +281,11 @@ def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
         height=330,
         dark=options.dark,
     )
-    brush = Brush(run.variants, options.dark)
+    brush = theme.Brush(run.variants, options.dark)
     for name, bins in rows.groupby("variant", sort=False):
         curve = brush.line(
             str(name),
-            marks.gapped(bins["confidence"]),
+            theme.gapped(bins["confidence"]),
             bins["accuracy"],
             (bins["low"], bins["high"]),
             marker_size=7,
@@ -302,7 +301,7 @@ def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
         )
         grid.add(0, curve)
         grid.add(1, counts)
-    marks.identity_line(grid.figure, 0, 1, dark=options.dark, **grid.place(0))
+    theme.identity_line(grid.figure, 0, 1, dark=options.dark, **grid.place(0))
     share = {"range": [-0.02, 1.02], "tickformat": theme.TICK_SHARE}
     grid.set_axes(x=[share, {**share, "dtick": 0.2, "showgrid": False}], y=[share, {"rangemode": "tozero"}])
     grid.figure.update_layout(barmode="group", bargap=0.15, bargroupgap=0)
@@ -362,7 +361,7 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _bounds(run, options)
     share = rows[_ACTUAL] / rows["certified"].where(rows["certified"] > 0)
     rows = rows.assign(**{_USE: share.groupby(rows["variant"], sort=False).transform("median")})
-    drawn, thinned = marks.thinned_samples(rows, options, len(_ESTIMATES) * rows["variant"].nunique())
+    drawn, thinned = picking.thinned_samples(rows, options, len(_ESTIMATES) * rows["variant"].nunique())
     grid = panel_grid(
         [title for _, title in _ESTIMATES.values()],
         x_title="bound (score units, log)",
@@ -372,8 +371,8 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
         dark=options.dark,
     )
     names = list(drawn["variant"].unique())
-    brush = Brush(run.variants, options.dark)
-    texts = (marks.literal_column(drawn["task"]) + ", " + marks.literal_column(drawn["sample_id"])).to_numpy()
+    brush = theme.Brush(run.variants, options.dark)
+    texts = (theme.literal_column(drawn["task"]) + ", " + theme.literal_column(drawn["sample_id"])).to_numpy()
     for at, estimate in enumerate(_ESTIMATES):
         for variant in names:
             is_shown = ((drawn["variant"] == variant) & _drawable(drawn, estimate)).to_numpy()
@@ -390,7 +389,7 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
     values = values[np.isfinite(values) & (values > 0)]
     reach = (float(values.min()), float(values.max())) if len(values) else (1.0, 10.0)
     for at in range(len(_ESTIMATES)):
-        marks.identity_line(grid.figure, *reach, dark=options.dark, **grid.place(at))
+        theme.identity_line(grid.figure, *reach, dark=options.dark, **grid.place(at))
     axis = {"type": "log", "tickformat": theme.TICK_NUMBER, "minor": {"ticks": "outside"}}
     grid.set_axes(x=axis, y=axis)
     lost = sum(int((~_drawable(drawn, estimate)).sum()) for estimate in _ESTIMATES)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from numpy.typing import NDArray
 
 from driftlens.base import variants
 from driftlens.base.intervals import Interval
@@ -17,9 +20,8 @@ from driftlens.findings.frame import Finding, paired_by_task, pairing
 from driftlens.findings.measures import SCORE, change
 from driftlens.findings.scores import main_metrics
 from driftlens.runs.run import DriftRun
-from driftlens_reports.charts import marks, panels, picking, theme, words
+from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Brush
 
 NO_RIVAL = "needs a variant besides the baseline; `driftlens calibrate RUN --name NAME` adds one."
 _COSINE, _ACCURACY = "cosine gain", "accuracy gain (points)"
@@ -70,7 +72,7 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _paired(run, options)
     gains = rows.assign(**{"mean gain": rows["cosine"] - rows["baseline cosine"]})
     means = gains.groupby(["task", "variant"], sort=False)["mean gain"].mean().reset_index()
-    drawn, thinned = marks.thinned_samples(rows, options, rows["variant"].nunique())
+    drawn, thinned = picking.thinned_samples(rows, options, rows["variant"].nunique())
     tasks = list(rows["task"].unique())
     baseline = variants.title(options.baseline)
     grid = panels.panel_grid(
@@ -79,21 +81,21 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
         y_titles=["cosine, others (1: as the expert)"],
         dark=options.dark,
     )
-    brush = Brush(run.variants, options.dark)
+    brush = theme.Brush(run.variants, options.dark)
     for (task, variant), part in drawn.groupby(["task", "variant"], sort=False):
         trace = brush.cloud(
             str(variant),
             part["baseline cosine"],
             part["cosine"],
             total=len(drawn),
-            text=marks.literal_column(part["sample_id"]).to_numpy(),
+            text=theme.literal_column(part["sample_id"]).to_numpy(),
             hovertemplate=f"%{{text}}<br>{words.literal(baseline)} %{{x:{theme.NUMBER}}}, "
             f"{words.shown(str(variant))} %{{y:{theme.NUMBER}}}",
         )
         grid.add(tasks.index(task), trace)
     low = min(0.0, float(rows[["baseline cosine", "cosine"]].min().min()))
     for at, task in enumerate(tasks):
-        marks.identity_line(grid.figure, low, 1, dark=options.dark, **grid.place(at))
+        theme.identity_line(grid.figure, low, 1, dark=options.dark, **grid.place(at))
         # Each variant's mean gain beside its symbol, in the corner below the line where few points are.
         of_task = means[means["task"] == task]
         symbols = [(brush.look(variant).symbol, variant) for variant in of_task["variant"]]
@@ -107,7 +109,7 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
             **{"x": 0.98, "y": 0.03, "xanchor": "right", "yanchor": "bottom"},
             align="right",
             showarrow=False,
-            font=marks.ink(dark=options.dark),
+            font=theme.ink(dark=options.dark),
             # Points may lie below it all the same.
             bgcolor=theme.faded(brush.palette.surface, 0.8),
         )
@@ -175,8 +177,8 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     is_labelled = rows["variant"] == labelled
     at = {f"{axis}{end.replace(' ', '_')}": f"{name}{end}" for axis, name in _AXES for end in _ENDS}
     crosses = pd.concat([rows[is_labelled], rows[~is_labelled]])[[*at.values()]].set_axis([*at], axis=1)
-    beside = marks.places([words.label(str(task)) for task in rows["task"][is_labelled]], crosses)
-    brush = Brush(run.variants, options.dark)
+    beside = places([words.label(str(task)) for task in rows["task"][is_labelled]], crosses)
+    brush = theme.Brush(run.variants, options.dark)
     for variant, part in rows.groupby("variant", sort=False):
         across, up = ((part[f"{name} low"], part[f"{name} high"]) for name in (_COSINE, _ACCURACY))
         colour = brush.look(str(variant)).colour
@@ -185,12 +187,12 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
             part[_COSINE],
             part[_ACCURACY],
             up,
-            error_x=marks.whiskers(part[_COSINE], *across, colour),
+            error_x=theme.whiskers(part[_COSINE], *across, colour),
             marker_size=9,
             mode="markers+text" if variant == labelled else "markers",
             text=[words.label(str(task)) for task in part["task"]],
             textposition=beside if variant == labelled else None,
-            textfont=marks.ink(dark=options.dark),
+            textfont=theme.ink(dark=options.dark),
             hovertemplate="%{text}<br>cosine %{x:+.3f}, score %{y:+.1f} points",
         )
         figure.add_trace(cloud)
@@ -238,7 +240,7 @@ def _beside(made: pd.DataFrame) -> list[str]:
     ends |= {"y": made["score"], "y_low": made["low"], "y_high": made["high"]}
     crosses = pd.DataFrame(ends, dtype=float)
     crosses = crosses - crosses.min()[["x"] * 3 + ["y_low"] * 3].fillna(crosses["y"].min()).to_numpy()
-    return marks.places([words.label(str(name)) for name in made["model"]], crosses)
+    return places([words.label(str(name)) for name in made["model"]], crosses)
 
 
 def _ticks(seconds: pd.Series[float]) -> list[float]:
@@ -270,7 +272,7 @@ def arena(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _repairs(run)
     is_made = rows["method"].notna()
     made = rows[is_made]
-    figure, brush = go.Figure(), Brush(run.variants, options.dark)
+    figure, brush = go.Figure(), theme.Brush(run.variants, options.dark)
     for (at, row), beside in zip(made.iterrows(), _beside(made), strict=True):
         of = made.loc[[at]]
         point = brush.line(
@@ -282,7 +284,7 @@ def arena(run: DriftRun, options: ChartOptions) -> Drawn:
             mode="markers+text",
             text=[words.label(str(row["model"]))],
             textposition=beside,
-            textfont=marks.ink(dark=options.dark),
+            textfont=theme.ink(dark=options.dark),
             showlegend=False,
             hovertemplate="%{text}<br>%{y:.1%}, %{x:.3g} s",
         )
@@ -295,7 +297,7 @@ def arena(run: DriftRun, options: ChartOptions) -> Drawn:
             row["score"],
             line={"color": brush.look(part).colour, "width": 1, "dash": "dot"},
             annotation_text=words.label(str(row["model"])),
-            annotation_font=marks.ink(dark=options.dark),
+            annotation_font=theme.ink(dark=options.dark),
             annotation_position="top right",
         )
     at = _ticks(made["seconds"])
@@ -311,3 +313,84 @@ def arena(run: DriftRun, options: ChartOptions) -> Drawn:
         data=rows,
         notes=(f"{int(rows['n'].max())} test samples; one draw of calibration samples.",),
     )
+
+
+_LETTERS = ((0.027, 0.06), (0.009, 0.04))
+"""Width of a letter and height of a name in parts of a panel: of half a page on paper, and of a screen."""
+_PLACES = {
+    "top right": (1, 1),
+    "top left": (0, 1),
+    "bottom right": (1, 0),
+    "bottom left": (0, 0),
+    "middle right": (1, 0.5),
+    "middle left": (0, 0.5),
+    "top center": (0.5, 1),
+    "bottom center": (0.5, 0),
+}
+"""As plotly calls them, with where the name lies: from left to right, and from below to above its point."""
+_GAP, _NEAR, _HAIR = 0.012, 0.04, 0.004
+"""From a point to its name; nearer than this to another point a name reads as that one's; a line's breadth."""
+_ROUNDS = 5
+
+Array = NDArray[np.float64]
+
+
+def places(names: Sequence[str], crosses: pd.DataFrame) -> list[str]:
+    """Where beside its point each name stands, as plotly calls it; `crosses` has x, y and their ends, names first."""
+    x, y = _scaled(crosses, "x"), _scaled(crosses, "y")
+    spots = np.stack([x[:, 0] - 0.012, x[:, 0] + 0.012, y[:, 0] - 0.018, y[:, 0] + 0.018], axis=1)
+    across = np.stack([x[:, 1], x[:, 2], y[:, 0], y[:, 0]], axis=1)
+    up = np.stack([x[:, 0], x[:, 0], y[:, 1], y[:, 2]], axis=1)
+    count, ways = len(names), len(_PLACES)
+    alone, mutual = np.zeros((count, ways)), np.zeros((count, ways, count, ways))
+    others = ~np.eye(count, len(x), dtype=bool)[:, None]
+    for letter, tall in _LETTERS:
+        boxes = _boxes(np.array([letter * len(name) for name in names]), tall, x[:count, 0], y[:count, 0])
+        beyond = np.maximum(np.maximum(-boxes, boxes - 1), 0).sum(-1)
+        reach = [
+            np.maximum(np.maximum(boxes[..., [at]] - to, to - boxes[..., [at + 1]]), 0)
+            for at, to in ((0, x[:, 0]), (2, y[:, 0]))
+        ]
+        astray = np.maximum(_NEAR - np.hypot(*reach), 0)
+        area = tall * letter * np.array([max(1, len(name)) for name in names])[:, None]
+        alone += (
+            10 * beyond + (60 * astray * others).sum(-1) + (_shared(boxes, spots) * others).sum(-1) * 4 / area
+        )
+        alone += 7 * (_shared(boxes, across) + _shared(boxes, up)).sum(-1) / area
+        mutual += 4 * _shared(boxes, boxes.reshape(-1, 4)).reshape(mutual.shape) / area[..., None, None]
+    mutual[np.arange(count), :, np.arange(count)] = 0
+    mutual += mutual.transpose(2, 3, 0, 1)
+    tries = []
+    for start in range(ways):
+        chosen = np.full(count, start)
+        for at in [*range(count)] * _ROUNDS:
+            chosen[at] = (alone[at] + mutual[at][:, np.arange(count), chosen].sum(-1)).argmin()
+        total = alone[np.arange(count), chosen].sum()
+        total += mutual[np.arange(count)[:, None], chosen[:, None], np.arange(count), chosen].sum() / 2
+        tries.append((total, [[*_PLACES][at] for at in chosen]))
+    return min(tries)[1]
+
+
+def _boxes(wide: Array, tall: float, x: Array, y: Array) -> Array:
+    """Left, right, low and high end of every name at each of the places."""
+    across, up = np.array([*_PLACES.values()]).T
+    left = x[:, None] + _GAP * (2 * across - 1) - wide[:, None] * (1 - across)
+    low = y[:, None] + _GAP * (2 * up - 1) - tall * (1 - up)
+    return np.stack([left, left + wide[:, None], low, low + tall], axis=-1)
+
+
+def _shared(boxes: Array, others: Array) -> Array:
+    """The area that each box shares with each of the others, lines being a hair broad."""
+    each, low, high = boxes[..., None, :], others[:, ::2] - _HAIR / 2, others[:, 1::2] + _HAIR / 2
+    common = np.minimum(each[..., 1::2], high) - np.maximum(each[..., ::2], low)
+    shared: Array = np.maximum(common, 0).prod(-1)
+    return shared
+
+
+def _scaled(crosses: pd.DataFrame, axis: str) -> Array:
+    """Value, low and high end on one axis, as they lie from 0 to 1 on a panel that has all of them and 0."""
+    values = crosses[[axis, f"{axis}_low", f"{axis}_high"]].to_numpy(dtype=float)
+    values = np.where(np.isnan(values), values[:, :1], values)
+    low, high = min(0.0, values.min()), max(0.0, values.max())
+    scaled: Array = 0.05 + 0.9 * (values - low) / ((high - low) or 1.0)
+    return scaled

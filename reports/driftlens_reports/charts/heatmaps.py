@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from driftlens.base.variants import calibrated
 from driftlens.findings.reading import number
 from driftlens.runs.run import DriftRun
-from driftlens_reports.charts import marks, panels, picking, theme, words
+from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.contributions import CONTRIBUTED, REST, share_rows, with_ends
 from driftlens_reports.charts.layer_curves import of_layers
@@ -93,7 +93,7 @@ def draw_cells(
     figure.update_layout(**written, plot_bgcolor=theme.palette(dark).gap, margin=room)
     for at, shades in enumerate(scales):
         # Of several scales, each is named above its panels.
-        beside = marks.colour_bar(title={"text": shades.title, "side": "right"}, tickformat=shades.hover)
+        beside = theme.colour_bar(title={"text": shades.title, "side": "right"}, tickformat=shades.hover)
         if len(scales) > 1:
             beside |= {"title": None, "len": 0.92 / len(scales), "y": 1 - (at + 0.5) / len(scales)}
         ends = {"cmin": shades.low, "cmax": shades.high, "colorscale": shades.colours}
@@ -133,7 +133,7 @@ def _task_cells(
     if beyond:
         places[layers[-1] + 1] = beyond
     texts = pd.DataFrame([[f"{words.literal(task)}, {place}" for place in places.values()] for task in tasks])
-    said = marks.interval_texts(rows, f"{column} low", f"{column} high")
+    said = theme.interval_texts(rows, f"{column} low", f"{column} high")
     for variant, part in rows.assign(interval=said).groupby("variant", sort=False):
         table = part.pivot(index="task", columns="layer", values=[column, "interval"]).reindex(tasks)
         values = table[column].reindex(columns=list(places))

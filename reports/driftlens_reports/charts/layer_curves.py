@@ -15,7 +15,6 @@ from driftlens.findings.reading import error
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Brush
 
 _AROUND_ZERO = {"tickformat": theme.TICK_NUMBER, "autorangeoptions": {"include": [0.0]}}
 _WHOLE, _APART = ("whole",), ("body", "head")
@@ -47,7 +46,7 @@ class Curves:
     line: float | None = None
     is_norm: bool = False
 
-    def traces(self, rows: pd.DataFrame, brush: Brush, *, opacity: float) -> Iterator[go.Scatter]:
+    def traces(self, rows: pd.DataFrame, brush: theme.Brush, *, opacity: float) -> Iterator[go.Scatter]:
         """What is drawn of one variant on one task; its legend entry shows and hides all of it."""
         if rows.empty:
             return
@@ -98,7 +97,7 @@ def draw_curves(
         dark=dark,
     )
     opacity = min(0.14, 0.5 / max(1, len(shown)))  # the more bands lie over one another, the less
-    brush = Brush(variants or run.variants, dark)
+    brush = theme.Brush(variants or run.variants, dark)
     for (task, _), line in rows.groupby(["task", "variant"], sort=False):
         for column, (kind, at) in enumerate(parts):
             kept = line if at == "whole" else line[(line["layer"] == last) == (at == "head")]
@@ -120,7 +119,7 @@ def draw_curves(
     return grid.figure
 
 
-def band(rows: pd.DataFrame, low: str, high: str, brush: Brush, *, opacity: float) -> go.Scatter:
+def band(rows: pd.DataFrame, low: str, high: str, brush: theme.Brush, *, opacity: float) -> go.Scatter:
     """The area between two columns; it stops where either has no number, and hides with its curve."""
     variant = str(rows["variant"].iloc[0])
     x: list[float | None] = []

@@ -17,10 +17,9 @@ from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import LAYERS, SAMPLES
 from driftlens_reports.charts.chart import ChartOptions, Drawn
 from driftlens_reports.charts.layer_curves import Curves, draw_curves
-from driftlens_reports.charts.marks import Brush
 from driftlens_reports.charts.panels import titled, value_axis
 from driftlens_reports.charts.picking import chosen_variants, layer_rows, named_layers, ordered
-from driftlens_reports.charts.theme import SHARE, TICK_NUMBER, TICK_SHARE, palette
+from driftlens_reports.charts.theme import SHARE, TICK_NUMBER, TICK_SHARE, Brush, palette
 from driftlens_reports.charts.words import by_variant, counted, final_sentence, label, literal, shown
 
 _MEAN, _DRIFT, _LEFT = "mean drift", "drift", "drift left"

@@ -14,9 +14,8 @@ from driftlens.base.metrics import ACCURACY, METRICS, metric_called, title_of
 from driftlens.findings.reading import estimate, number, percent
 from driftlens.findings.scores import main_metrics
 from driftlens.runs.run import DriftRun
-from driftlens_reports.charts import marks, panels, picking, theme, words
+from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart, is_of_language
-from driftlens_reports.charts.marks import Brush
 
 AVERAGE = "mean of tasks"
 
@@ -54,7 +53,7 @@ def task_figure(
     dark: bool,
 ) -> go.Figure:
     """Tasks along the axis, variants side by side with whiskers: shares as bars from zero, other values as points."""
-    figure, brush = go.Figure(), Brush(run.variants, dark)
+    figure, brush = go.Figure(), theme.Brush(run.variants, dark)
     write, form = (percent, theme.SHARE) if as_bars else (number, theme.NUMBER)
     for name, of_variant in rows.groupby("variant", sort=False):
         # Apart by whether they have whiskers: plotly draws a missing one as one of no length.
@@ -65,7 +64,7 @@ def task_figure(
             hover: dict[str, Any] = {
                 "offsetgroup": str(name),
                 "text": tasks,
-                "customdata": marks.interval_texts(part, "low", "high", interval, write),
+                "customdata": theme.interval_texts(part, "low", "high", interval, write),
                 "hovertemplate": f"%{{text}}<br>{column} %{{y:{form}}}%{{customdata}}",
             }
             hover |= {} if as_bars else {"mode": "markers", "marker_size": 9}
@@ -74,7 +73,7 @@ def task_figure(
     figure.update_layout(scattermode="group", scattergap=0.4, barmode="group", bargap=0.25, bargroupgap=0.08)
     theme.apply_theme(figure, dark=dark, height=400)
     tasks = [str(task) for task in rows["task"].unique()]
-    figure.update_xaxes(title_text="task (name)", **marks.category_axis(tasks))
+    figure.update_xaxes(title_text="task (name)", **theme.category_axis(tasks))
     tick, start = (theme.TICK_SHARE, "tozero") if as_bars else (theme.TICK_NUMBER, "normal")
     figure.update_yaxes(title_text=title, tickformat=tick, rangemode=start)
     if AVERAGE in tasks:
@@ -357,7 +356,7 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
         height=310,
         dark=options.dark,
     )
-    brush = Brush(run.variants, options.dark)
+    brush = theme.Brush(run.variants, options.dark)
     for variant in map(str, params["variant"].unique()):
         for place, (rows, by) in enumerate([(layers, "layer"), (groups, "module group")]):
             part, is_layer = rows[rows["variant"] == variant], by == "layer"

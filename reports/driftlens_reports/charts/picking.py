@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 
 from driftlens.base.errors import DataError, did_you_mean
 from driftlens.base.variants import control_of, part_of
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import ANALYZE, TABLES
+from driftlens_reports.charts.words import counted, spaced
 
 
 @dataclass(frozen=True)
@@ -178,3 +180,34 @@ def _chosen(kind: str, named: Sequence[str] | None, there: Sequence[str]) -> lis
     if not named:
         raise DataError(f"no {kind} is chosen; the run has {', '.join(there)}")
     return [name for name in there if name in named]
+
+
+def thinned_samples(
+    rows: pd.DataFrame, options: ChartOptions, panels: int
+) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """The rows of as many samples as the options allow points in `panels`, a sample in all its rows or in none."""
+    key = ["task", "sample_id"]
+    samples = rows[[*key, "label"]].drop_duplicates(key)
+    kept = thinned(samples, max(1, options.max_points // max(1, panels)), ["task", "label"])
+    if len(kept) == len(samples):
+        return rows, ()
+    there, wanted = (pd.MultiIndex.from_frame(table[key]) for table in (rows, kept))
+    few = spaced(len(kept))
+    note = f"{few} of {counted(len(samples), 'sample')} shown, of every class alike."
+    return rows[there.isin(wanted)].reset_index(drop=True), (note,)
+
+
+def thinned(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
+    """At most `limit` of the rows, in their order: as many of each stratum as its size asks for, rare ones included.
+
+    Which rows stay depends on their sample ids alone, not on order or day.
+    """
+    if len(rows) <= limit:
+        return rows
+    ids = rows["sample_id"].to_numpy(dtype=object)
+    drawn = pd.DataFrame({"order": pd.util.hash_array(ids, categorize=False)}, index=rows.index)
+    strata = drawn.groupby([rows[column].astype(str) for column in by])["order"]
+    # Row r of a stratum of s comes up at r / s: the first of each stratum first, then all in step.
+    turn = (strata.rank(method="first") - 1) / strata.transform("size")
+    kept = np.sort(np.argsort(turn.to_numpy(), kind="stable")[:limit])
+    return rows.iloc[kept]

@@ -15,9 +15,8 @@ from driftlens.findings.projection import Projection, project, stored_projection
 from driftlens.findings.reading import number, percent
 from driftlens.runs.run import DriftRun
 from driftlens.spec.requests import ProjectionRequest
-from driftlens_reports.charts import marks, panels, picking, theme, words
+from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Brush
 
 _MOST_COLUMNS = 2
 """Panels in a row: more would be too narrow for their words in a telephone's window."""
@@ -117,7 +116,7 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
         options, unscored = replace(options, colour="role"), [_UNSCORED]
     names = ["expert", *_laid_out(run, options)]
     rows = _samples(run, task, layout.frame[layout.frame["variant"].isin(names)], flips, options)
-    drawn, thinned = marks.thinned_samples(rows, options, len(names))
+    drawn, thinned = picking.thinned_samples(rows, options, len(names))
     x_title, y_title = _axis_titles(layout)
     groups = _groups(drawn, options)
     grid = panels.panel_grid(
@@ -130,7 +129,7 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
         below=_BELOW,
         dark=options.dark,
     )
-    brush = Brush(run.variants, options.dark)
+    brush = theme.Brush(run.variants, options.dark)
     for at, variant in enumerate(names):
         grid.add(at, *_points(drawn, variant, brush, groups, options))
         _write_below(grid, at, x_title, layout.quality, variant)
@@ -173,7 +172,7 @@ def _samples(
 
 
 def _points(
-    drawn: pd.DataFrame, variant: str, brush: Brush, groups: Mapping[str, Any], options: ChartOptions
+    drawn: pd.DataFrame, variant: str, brush: theme.Brush, groups: Mapping[str, Any], options: ChartOptions
 ) -> Iterator[go.Scatter]:
     """A variant's points of no group, then those of each."""
     part = drawn[drawn["variant"] == variant]

@@ -16,9 +16,8 @@ from driftlens.findings import swept
 from driftlens.findings.reading import number
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import SWEEPS
-from driftlens_reports.charts import marks, panels, picking, theme, words
+from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Brush
 from driftlens_reports.charts.per_task import AVERAGE
 
 _SETTINGS = {
@@ -173,7 +172,7 @@ def draw_samples(run: DriftRun, options: ChartOptions) -> Drawn:
         dark=options.dark,
     )
     curves = []
-    made, models = (Brush(names, options.dark) for names in ([*map(calibrated, methods)], run.variants))
+    made, models = (theme.Brush(names, options.dark) for names in ([*map(calibrated, methods)], run.variants))
     for at, measure in enumerate(measures):
         lines = []
         for name, part in rows.groupby("method", sort=False):
@@ -249,7 +248,7 @@ def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> go.Scatter:
     places: list[tuple[Any, Any, str]] = []
     for task, curve in points.groupby("task", sort=False):
         name = words.literal(str(task))
-        values = zip(curve[setting].tolist(), marks.gapped(curve["mean"]), strict=True)
+        values = zip(curve[setting].tolist(), theme.gapped(curve["mean"]), strict=True)
         places += [*((x, y, name) for x, y in values), (None, None, name)]
     x, y, text = ([*column] for column in zip(*places[:-1], strict=True)) if places else ([], [], [])
     return go.Scatter(

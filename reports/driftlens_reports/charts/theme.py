@@ -1,17 +1,21 @@
-"""How every chart looks: colours by role in light and dark, marks that tell variants apart without colour, a layout.
+"""How every chart looks: colours by role in light and dark, a layout, and the marks that tell variants apart.
 
 Role colours are of the Okabe-Ito family: apart under simulated deuteranopia and protanopia, 3:1 from their background.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import pandas as pd
 import plotly.graph_objects as go
 
 from driftlens.base.variants import Part, part_of
+from driftlens.findings.reading import percent
+from driftlens_reports.charts.words import label, literal, shown
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 SIZE, SMALL = 13, 11
@@ -211,3 +215,141 @@ def theme_layout(dark: bool) -> dict[str, Any]:
         },
         "hovermode": "closest",
     }
+
+
+Ends = tuple["pd.Series[Any]", "pd.Series[Any]"]
+"""The low and high ends of intervals, a row each."""
+
+MOST_SVG = 5000
+"""Points that a browser still draws and moves smoothly as SVG; a figure of more draws them with WebGL.
+
+Without a graphics processor a browser takes a quarter of a second and more to make ready for WebGL, as long as for
+these as SVG; and a page may hold few figures that use it.
+"""
+
+
+@dataclass(frozen=True)
+class Brush:
+    """Draws the variants of a run in one figure: each in its own look, and named in the legend once."""
+
+    variants: Sequence[str]
+    dark: bool
+    _in_legend: set[str] = field(default_factory=set, init=False)
+
+    @property
+    def palette(self) -> Palette:
+        """The theme's colours."""
+        return palette(self.dark)
+
+    def look(self, variant: str) -> Look:
+        """How a variant is drawn."""
+        return look(self.variants, variant, dark=self.dark)
+
+    def named(self, group: str, name: str = "") -> dict[str, Any]:
+        """Settings of a trace that the legend names once per group, by default a variant, and hides with it."""
+        is_first = group not in self._in_legend
+        self._in_legend.add(group)
+        return {"name": name or shown(group), "legendgroup": group, "showlegend": is_first}
+
+    def line(
+        self, variant: str, x: Iterable[Any], y: pd.Series[Any], ends: Ends | None = None, **changes: Any
+    ) -> go.Scatter:
+        """A variant's values, joined by a line that breaks at a gap, with whiskers from `ends` if given."""
+        style, values = self.look(variant), y.astype(float)
+        trace = go.Scatter(
+            **{"x": list(x), "y": gapped(values), "mode": "lines+markers", "connectgaps": False},
+            line={"color": style.colour, "dash": style.dash, "width": 2},
+            marker={"color": style.colour, "symbol": style.symbol, "size": 6},
+            error_y=whiskers(values, *ends, style.colour) if ends else None,
+            **self.named(variant),
+        )
+        return trace.update(**changes)
+
+    def bars(
+        self, variant: str, x: Iterable[Any], y: pd.Series[Any], ends: Ends | None = None, **changes: Any
+    ) -> go.Bar:
+        """A variant's values as bars in its colour, with the hatch that tells it from others without colour."""
+        values, look = y.astype(float), {"marker": hatched(self.look(variant)), "textposition": "none"}
+        if ends is not None:
+            look["error_y"] = whiskers(values, *ends, self.palette.ink)
+        return go.Bar(x=list(x), y=gapped(values), **look, **self.named(variant)).update(**changes)
+
+    def cloud(
+        self, variant: str, x: pd.Series[Any], y: pd.Series[Any], *, total: int, **settings: Any
+    ) -> go.Scatter | go.Scattergl:
+        """A variant's samples as points; `total` in the whole figure decides what draws them."""
+        draw, style = go.Scatter if total <= MOST_SVG else go.Scattergl, self.look(variant)
+        marker = {
+            "color": style.colour,
+            "symbol": style.symbol,
+            "size": 5,
+            "opacity": 0.7,
+            "line": {"width": 0},
+        }
+        places = {"x": x.to_numpy(dtype=float), "y": y.to_numpy(dtype=float)}
+        return draw(**places, mode="markers", marker=marker, **self.named(variant)).update(**settings)
+
+
+def identity_line(figure: go.Figure, low: float, high: float, *, dark: bool, **place: Any) -> None:
+    """A thin line from (low, low) to (high, high): where both axes show the same."""
+    line = {"color": palette(dark).quiet, "width": 1, "dash": "dot"}
+    figure.add_shape(type="line", x0=low, y0=low, x1=high, y1=high, line=line, layer="below", **place)
+
+
+def gapped(values: Iterable[Any]) -> list[Any]:
+    """The values with None for what was not measured: a line breaks there, and a bar is left out."""
+    return [None if pd.isna(value) else value for value in values]
+
+
+def whiskers(
+    values: pd.Series[Any], low: pd.Series[Any], high: pd.Series[Any], colour: str, *, width: int = 3
+) -> dict[str, Any]:
+    """Whiskers from `low` to `high` around the values; none where an end is missing: no length claims certainty."""
+    up, down = high.astype(float) - values, values - low.astype(float)
+    return {"array": gapped(up), "arrayminus": gapped(down), "color": colour, "thickness": 1, "width": width}
+
+
+def interval_texts(
+    rows: pd.DataFrame,
+    low: str,
+    high: str,
+    said: str = "95 % interval",
+    write: Callable[[float], str] = percent,
+) -> list[str]:
+    """A line of hover text with both ends for each row; empty where they are not measured."""
+    ends = rows.reindex(columns=[low, high]).astype(float).to_numpy().tolist()
+    return [
+        "" if math.isnan(start + end) else f"<br>{literal(f'{said}: {write(start)} to {write(end)}')}"
+        for start, end in ends
+    ]
+
+
+def hatched(style: Look, *, size: int = 6) -> dict[str, Any]:
+    """How a variant's bars are filled: its colour, and the hatch that tells it from others without colour."""
+    pattern = {"shape": style.hatch, "fillmode": "overlay", "size": size, "solidity": 0.25}
+    return {"color": style.colour, "pattern": pattern}
+
+
+def colour_bar(**settings: Any) -> dict[str, Any]:
+    """A bar that says what colours stand for, beside the panels."""
+    return {"thickness": 14, "outlinewidth": 0, **settings}
+
+
+def category_axis(names: Sequence[str]) -> dict[str, Any]:
+    """Settings of an axis of names, in their order, long ones cut."""
+    shown = [literal(name) for name in names]
+    return {
+        **{"type": "category", "categoryorder": "array", "categoryarray": shown},
+        **{"tickvals": shown, "ticktext": [label(name) for name in names], "showgrid": False},
+    }
+
+
+def ink(*, dark: bool, size: int = SMALL) -> dict[str, Any]:
+    """The font of words inside a figure."""
+    return {"size": size, "color": palette(dark).ink}
+
+
+def literal_column(names: pd.Series[Any]) -> pd.Series[Any]:
+    """Every name of a column as plotly shows it character by character; each is made safe once."""
+    safe = {name: literal(str(name)) for name in names.unique()}
+    return names.map(safe).astype(object)

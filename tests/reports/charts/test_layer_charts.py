@@ -17,8 +17,8 @@ from driftlens_reports.charts import panels
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.contributions import CONTRIBUTED, stacked
 from driftlens_reports.charts.layer_curves import Curves, band, draw_curves
-from driftlens_reports.charts.marks import Brush
 from driftlens_reports.charts.page_curves import left_curves, mean_curves, running_curve
+from driftlens_reports.charts.theme import Brush
 from tests.reports.charts.recording import axis_titles, data_values, drawn_values, finite, leaves, with_rows
 
 BY_CURVE = {

@@ -19,8 +19,7 @@ from driftlens.findings.measures import SCORE, change
 from driftlens.runs.manifest import LayerInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.charts.gains import NO_RIVAL, _ticks
-from driftlens_reports.charts.marks import places
+from driftlens_reports.charts.gains import NO_RIVAL, _ticks, places
 from driftlens_reports.charts.per_task import AVERAGE, OUTSIDE, group_of
 from tests.records.full_run import SITES, Size, write_full_run
 from tests.reports.charts.recording import finite, with_rows

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from driftlens.base.intervals import wilson
 from driftlens.findings.reading import number, percent
 from driftlens.runs.run import DriftRun
-from driftlens_reports.charts import picking, theme, words
+from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart, is_of_language
-from driftlens_reports.charts.panels import panel_grid
 from driftlens_reports.charts.per_task import spread, task_figure
 
 _BINS, CONFIDENCE_BINS = 20, 10
@@ -39,7 +38,7 @@ def _stacks(
 ) -> go.Figure:
     """A panel of stacked bars per variant of the rows, of which `bars` are the settings for an outcome."""
     names = list(rows["variant"].unique())
-    grid = panel_grid(
+    grid = panels.panel_grid(
         [words.shown(variant) for variant in names],
         x_title=titles[0],
         y_titles=titles[1:],
@@ -272,7 +271,7 @@ def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
     """A reliability diagram and a histogram, the expert's beside every variant's."""
     samples = picking.scored_samples(run, options, *_SCORED)
     rows = _reliabilities(samples)
-    grid = panel_grid(
+    grid = panels.panel_grid(
         ["", ""],
         x_title=["mean confidence in the bin (%)", "confidence (%)"],
         y_titles=["accuracy in the bin (%)", "samples (count)"],
@@ -362,7 +361,7 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
     share = rows[_ACTUAL] / rows["certified"].where(rows["certified"] > 0)
     rows = rows.assign(**{_USE: share.groupby(rows["variant"], sort=False).transform("median")})
     drawn, thinned = picking.thinned_samples(rows, options, len(_ESTIMATES) * rows["variant"].nunique())
-    grid = panel_grid(
+    grid = panels.panel_grid(
         [title for _, title in _ESTIMATES.values()],
         x_title="bound (score units, log)",
         y_titles=["norm of the score drift (score units, log)"],

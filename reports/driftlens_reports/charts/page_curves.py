@@ -15,12 +15,9 @@ from driftlens.findings.compare import Comparison
 from driftlens.findings.reading import number, percent
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import LAYERS, SAMPLES
+from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn
 from driftlens_reports.charts.layer_curves import Curves, draw_curves
-from driftlens_reports.charts.panels import titled, value_axis
-from driftlens_reports.charts.picking import chosen_variants, layer_rows, named_layers, ordered
-from driftlens_reports.charts.theme import SHARE, TICK_NUMBER, TICK_SHARE, Brush, palette
-from driftlens_reports.charts.words import by_variant, counted, final_sentence, label, literal, shown
 
 _MEAN, _DRIFT, _LEFT = "mean drift", "drift", "drift left"
 _SHARE, _CHANGE = "share of final drift", "change of mean drift"
@@ -29,30 +26,30 @@ _SHARE, _CHANGE = "share of final drift", "change of mean drift"
 def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
     """Mean drift over tasks by layer, a line per variant, a thin one for each task; controls wait in the legend."""
     column = "drift_rel" if options.relative else "drift_l2_mean"
-    rows = layer_rows(run, replace(options, tasks=None))
+    rows = picking.layer_rows(run, replace(options, tasks=None))
     if not rows[column].notna().any():
         raise DataError("no drift was measured in this run", hint=f"`{LAYERS.filled_by([column])}` adds it.")
     what = "drift / expert norm" if options.relative else "mean L2 drift"
-    kind = Curves(_MEAN, titled(what, "layers", column), value_axis(options))
+    kind = Curves(_MEAN, panels.titled(what, "layers", column), panels.value_axis(options))
     figure, means = _over_tasks(run, rows, column, kind, options)
     figure.layout.uirevision = f"{run.id} mean {options.relative}"
-    alt = f"{what[0].upper()}{what[1:]} by layer, mean over tasks. {final_sentence(means, _MEAN)}"
-    note = f"Thick: mean over {counted(len(run.tasks), 'task')}; thin: each task."
+    alt = f"{what[0].upper()}{what[1:]} by layer, mean over tasks. {words.final_sentence(means, _MEAN)}"
+    note = f"Thick: mean over {words.counted(len(run.tasks), 'task')}; thin: each task."
     return Drawn(figure, alt, means[["variant", "layer", "role", "path", _MEAN]], (note,))
 
 
 def left_curves(run: DriftRun, name: str, *, dark: bool) -> Drawn:
     """What a calibration leaves of the merged model's drift, by layer: a thick line over tasks, a thin one for each."""
     options = ChartOptions(variants=compared_variants(run, name)[:-1], dark=dark)
-    rows, drift = layer_rows(run, options), "drift_l2_mean"
+    rows, drift = picking.layer_rows(run, options), "drift_l2_mean"
     before = rows[rows["variant"] == "merged"].set_index(["task", "layer"])[drift].astype(float)
     there = pd.MultiIndex.from_frame(rows[["task", "layer"]])
     before = before.where(before > 0).reindex(there).to_numpy()
     rows = rows.assign(**{_LEFT: rows[drift].astype(float) / before})[rows["variant"] != "merged"]
     if not rows[_LEFT].notna().any():
         raise DataError(f"no drift of {name!r} was measured beside the merged model's")
-    axis = {"tickformat": TICK_SHARE, "rangemode": "tozero", "autorangeoptions": {"include": [1.0]}}
-    kind = Curves(_LEFT, f"{_LEFT} (% of the merged model's)", axis, number=SHARE, line=1.0)
+    axis = {"tickformat": theme.TICK_SHARE, "rangemode": "tozero", "autorangeoptions": {"include": [1.0]}}
+    kind = Curves(_LEFT, f"{_LEFT} (% of the merged model's)", axis, number=theme.SHARE, line=1.0)
     figure, means = _over_tasks(run, rows, _LEFT, kind, options)
     figure.layout.uirevision = f"{run.id} left {name}"
     at = means[(means["variant"] == calibrated(name)) & means[_LEFT].notna()].tail(1)
@@ -72,16 +69,17 @@ def _over_tasks(
     by_task = rows.pivot_table(index=["variant", "layer"], columns="task", values=column, sort=False)
     # Of other tasks, it would jump.
     means = by_task.mean(axis=1, skipna=False).rename(kind.column).reset_index()
-    means = ordered(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
+    means = picking.ordered(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
     means = _placed(run, means)
     figure = draw_curves(run, means, kind, dark=options.dark, titles=[""])
-    grey, num_means = palette(options.dark).quiet, len(figure.data)
+    grey, num_means = theme.palette(options.dark).quiet, len(figure.data)
     for trace in figure.data:
         if is_control(str(trace.legendgroup)):
             trace.update(visible="legendonly", line={"color": grey, "dash": "dot", "width": 1}, mode="lines")
-    brush = Brush(run.variants, options.dark)
+    brush = theme.Brush(run.variants, options.dark)
     for (task, variant), part in rows.groupby(["task", "variant"], sort=False):
         is_chosen = task in (options.tasks or ())
+        named = f"{words.label(str(task))}, {words.shown(str(variant))}"
         thin = brush.line(
             str(variant),
             part["layer"],
@@ -91,8 +89,8 @@ def _over_tasks(
             opacity=1.0 if is_chosen else 0.45,
             showlegend=False,
             visible="legendonly" if is_control(str(variant)) else True,
-            text=[*map(literal, part["where"])],
-            hovertemplate=f"{label(str(task))}, {shown(str(variant))}: %{{y:{kind.number}}}, %{{text}}<extra></extra>",
+            text=[*map(words.literal, part["where"])],
+            hovertemplate=f"{named}: %{{y:{kind.number}}}, %{{text}}<extra></extra>",
         )
         figure.add_trace(thin)
     figure.data = (*figure.data[num_means:], *figure.data[:num_means])  # thin lines below
@@ -108,8 +106,8 @@ def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark
     rows = pd.concat([line.rename_axis("layer").rename(_MEAN) for line in lines.values()], keys=lines)
     rows = _placed(run, rows.rename_axis(["variant", "layer"]).reset_index())
     rows = rows.fillna({"role": "layer", "path": ""}).assign(task="mean over tasks")
-    title = titled("mean L2 drift", "layers", "drift_l2_mean")
-    kind = Curves(_MEAN, title, {"tickformat": TICK_NUMBER, "rangemode": "tozero"})
+    title = panels.titled("mean L2 drift", "layers", "drift_l2_mean")
+    kind = Curves(_MEAN, title, {"tickformat": theme.TICK_NUMBER, "rangemode": "tozero"})
     # Already its look of later: shades and marks follow from the variants that come before it.
     known = list(dict.fromkeys([*run.variants, *rows["variant"]]))
     figure = draw_curves(run, rows, kind, dark=dark, variants=known, titles=[""])
@@ -118,7 +116,7 @@ def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark
     if drifts:
         layer = max(drifts)
         before = f", merged {number(float(merged[layer]))}" if layer in merged else ""
-        done = f"{counted(len(drifts), 'layer')} of {len(run.manifest.layers)}"
+        done = f"{words.counted(len(drifts), 'layer')} of {len(run.manifest.layers)}"
         said = f"{done} so far; at {run.layer_name(layer)}: calibrated {number(drifts[layer])}{before}."
     return Drawn(
         figure,
@@ -135,19 +133,19 @@ def _placed(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with each layer's role, path and name."""
     columns = {"layer": "index", "role": "role", "path": "path"}
     layers = {name: [getattr(entry, of) for entry in run.manifest.layers] for name, of in columns.items()}
-    return named_layers(run, rows.merge(pd.DataFrame(layers), on="layer", how="left"))
+    return picking.named_layers(run, rows.merge(pd.DataFrame(layers), on="layer", how="left"))
 
 
 def sample_curves(run: DriftRun, task: str, sample_id: str, options: ChartOptions) -> Drawn:
     """Drift of one sample by layer, and beside it the layers' shares of its final drift, one line per variant."""
-    samples = ordered(run.samples(task), [task], chosen_variants(run, options))
+    samples = picking.ordered(run.samples(task), [task], picking.chosen_variants(run, options))
     rows = samples[samples["sample_id"] == sample_id]
     if rows.empty:
         said = f"task {task!r} has no diagnosis sample {sample_id!r}"
         raise DataError(said, hint="Choose one of the table.")
     rows = _placed(run, rows).rename(columns={"drift_l2": _DRIFT, "final_share": _SHARE})
     rows = rows[["task", "variant", "layer", "role", "path", _DRIFT, _SHARE]]
-    values = {"tickformat": TICK_NUMBER}
+    values = {"tickformat": theme.TICK_NUMBER}
     drift = Curves(_DRIFT, "L2 drift (feature units)", {**values, "rangemode": "tozero"}, "Drift by layer")
     share = Curves(_SHARE, "share (ratio)", values, "Share of its final drift", line=0.0)
     measured = [kind for kind in (drift, share) if rows[kind.column].notna().any()]
@@ -158,14 +156,14 @@ def sample_curves(run: DriftRun, task: str, sample_id: str, options: ChartOption
     notes = [f"Drift of this sample alone, in feature units{shares}."]
     explained = samples.loc[samples["final_share"].notna(), "sample_id"].nunique()
     if not shares and explained:
-        of_all = f"{explained} of {counted(samples['sample_id'].nunique(), 'sample')}"
+        of_all = f"{explained} of {words.counted(samples['sample_id'].nunique(), 'sample')}"
         more = "metrics.jacobian.samples in the spec raises it"
         notes.append(f"Contributions were measured on {of_all}; {more}.")
     elif not shares:
         command = SAMPLES.filled_by(["final_share"])
         notes.append(f"Contributions were not measured here; `{command}` adds them.")
     last = rows[rows["layer"] == rows["layer"].max()]
-    said = by_variant(zip(last["variant"], last[_DRIFT].map(number), strict=True))
+    said = words.by_variant(zip(last["variant"], last[_DRIFT].map(number), strict=True))
     return Drawn(
         figure,
         alt=f"Drift of the sample {sample_id} by layer. At the last one: {said}.",
@@ -181,7 +179,7 @@ def change_curves(comparison: Comparison, *, dark: bool) -> Drawn:
     rows = comparison.layers.rename(columns={"after": "variant", "drift_change": _CHANGE})
     roles = {entry.index: entry.role for entry in run.manifest.layers}
     rows = rows.assign(role=rows["layer"].map(roles))
-    kind = Curves(_CHANGE, "change of L2 drift (feature units)", {"tickformat": TICK_NUMBER}, line=0.0)
+    kind = Curves(_CHANGE, "change of L2 drift (feature units)", {"tickformat": theme.TICK_NUMBER}, line=0.0)
     said, last = "Nothing was measured at the last layer.", rows[rows["layer"] == rows["layer"].max()]
     change = last[_CHANGE].dropna()
     if len(change):

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
+import numpy as np
 import pytest
 
 from driftlens.base.errors import DataError, DriftLensError
-from driftlens.base.variants import control_of
+from driftlens.base.variants import Part, control_of
 from driftlens.findings.reading import error, number, percent
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES
 from driftlens_reports.charts.chart import SECTIONS, ChartOptions, Drawn, charts, parts_of
+from driftlens_reports.charts.panels import layer_axis, layer_title, titled
+from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, lacking, layer_rows
+from driftlens_reports.charts.theme import DARK, LIGHT, Palette, look, readable, shade
+from driftlens_reports.charts.words import counted, label, literal, ranged
 from driftlens_reports.sections import PRESETS, TITLES
-from tests.reports.charts.recording import NUMBER, axis_titles, data_values, leaves, shown_texts
+from tests.reports.charts.recording import (
+    NUMBER,
+    XYZ,
+    Array,
+    axis_titles,
+    contrast,
+    data_values,
+    leaves,
+    linear,
+    shown_texts,
+    with_rows,
+)
 
 every_chart = pytest.mark.parametrize("name", list(charts))
 
@@ -136,3 +153,218 @@ def test_an_unknown_name_is_an_error_that_names_those_there_are(name: str, kind:
     options = ChartOptions(tasks=["moon"]) if kind == "task" else ChartOptions(variants=["calibrated:moon"])
     with pytest.raises(DriftLensError, match=r"moon.*it has .*(cars|merged)"):
         charts[name].draw(full, options)
+
+
+CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
+
+
+def test_all_tasks_and_all_variants_but_the_base_are_drawn(full: DriftRun) -> None:
+    assert chosen_tasks(full, ChartOptions()) == ["cars", "mnist", "dtd"]
+    variants = ["merged", "baseline:featcal-anchor", "calibrated:featcal"]
+    assert chosen_variants(full, ChartOptions()) == variants
+    assert chosen_variants(full, ChartOptions(), base=True) == ["base", *variants]
+
+
+def test_names_come_in_the_order_of_the_run_and_once(full: DriftRun) -> None:
+    options = ChartOptions(tasks=["dtd", "cars", "dtd"], variants=["merged", "base"])
+    assert chosen_tasks(full, options) == ["cars", "dtd"]
+    assert chosen_variants(full, options) == ["base", "merged"]
+
+
+def test_a_calibration_brings_its_own_control_and_no_other(crowded: DriftRun) -> None:
+    chosen = chosen_variants(crowded, ChartOptions(variants=["calibrated:two"]))
+    assert chosen == ["baseline:two-anchor", "calibrated:two"]
+
+
+@pytest.mark.parametrize("tasks", [["car"], []], ids=["unknown", "none"])
+def test_an_unknown_or_empty_choice_names_those_there_are(tasks: list[str], full: DriftRun) -> None:
+    with pytest.raises(DataError, match="has cars, mnist, dtd") as caught:
+        chosen_tasks(full, ChartOptions(tasks=tasks))
+    assert caught.value.hint == ("Did you mean 'cars'?" if tasks else "")
+
+
+def test_rows_come_by_task_variant_and_layer(full: DriftRun) -> None:
+    rows = layer_rows(full, ChartOptions(tasks=["mnist", "cars"], variants=["calibrated:featcal", "merged"]))
+    places = list(zip(rows["task"], rows["variant"], rows["layer"], strict=True))
+    variants = ["merged", "baseline:featcal-anchor", "calibrated:featcal"]
+    assert places == [(t, v, at) for t in ("cars", "mnist") for v in variants for at in range(1, 7)]
+
+
+def test_what_is_missing_is_looked_for_among_the_chosen_alone(full: DriftRun) -> None:
+    assert lacking(full, ChartOptions(), "layers", ["final_share"]) is None
+    assert lacking(full, ChartOptions(tasks=["cars"]), "accuracy", ["value", "ci_low"]) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("contributions", "contributions-heatmap", "splits", "adjoint", "alignment", "backbone-alignment"),
+        "group-contributions",
+    ],
+)
+def test_what_other_variants_have_is_not_measured_again(name: str, full: DriftRun) -> None:
+    reason = charts[name].missing(full, ChartOptions(variants=["base"]))
+    assert reason is not None and "not measured for base; choose another variant" in reason
+    assert "driftlens analyze" not in reason
+    assert charts[name].missing(full, ChartOptions(variants=["base", "merged"])) is None
+
+
+def test_the_sentence_names_every_column_without_numbers_and_the_command_that_fills_them(
+    request: pytest.FixtureRequest,
+) -> None:
+    run = request.getfixturevalue("unmeasured")
+    assert lacking(run, ChartOptions(), "layers", ["drift_rel", "n", "cka"]) == (
+        "needs columns drift_rel, cka of table layers; "
+        "`driftlens analyze RUN/spec.yaml --out NEW --set metrics.cka=true` adds them."
+    )
+
+
+@pytest.mark.parametrize(
+    ("shares", "explained", "chosen", "said"),
+    [
+        ("", "", None, "needs column final_share of table layers; `driftlens explain RUN` adds it."),
+        ("merged", "merged", [CALIBRATED], "`driftlens explain RUN` adds it."),
+        ("merged", "merged", ["merged"], ""),
+        ("merged", "merged", ["base"], "not measured for base; choose another variant."),
+        ("", f"merged {CONTROL} {CALIBRATED}", None, "--set metrics.contributions=true` adds it."),
+    ],
+    ids=["all left out", "one left out", "of others", "of the base", "a part switched off"],
+)
+def test_attribution_that_was_left_out_is_added_to_the_run_itself(
+    shares: str, explained: str, chosen: list[str] | None, said: str, full: DriftRun
+) -> None:
+    """`driftlens explain` passes over variants that have rows with Jacobians, whatever was left out of these."""
+    rows = full.layers()
+    rows["final_share"] = rows["final_share"].where(rows["variant"].isin(shares.split()))
+    rows["jacobian_samples"] = rows["n"].where(rows["variant"].isin(explained.split()))
+    reason = lacking(
+        with_rows(full, "layers", rows), ChartOptions(variants=chosen), "layers", ["final_share"]
+    )
+    assert str(reason or "").endswith(said) and bool(reason) == bool(said)
+
+
+def test_the_layer_axis_always_labels_stem_and_head(full: DriftRun) -> None:
+    axis = layer_axis(full)
+    assert axis["tickvals"] == [1, 2, 3, 4, 5, 6]
+    assert axis["autorangeoptions"]["clipmin"] == 0.5 and axis["autorangeoptions"]["clipmax"] == 6.5
+    assert layer_title(full) == "layer (index: 1 stem, 6 head)"
+
+
+def test_units_are_the_schemas() -> None:
+    assert titled("drift", "layers", "drift_l2_mean") == "drift (feature units)"
+    assert titled("loss", "outputs", "ce") == "loss (nat)"
+    assert titled("share", "layers", "cka") == "share (ratio)"
+
+
+def test_names_are_shown_character_by_character() -> None:
+    assert literal("<b>&amp;</b>") == "&lt;b&gt;&amp;amp;&lt;/b&gt;"
+    assert literal("$x$ %{y}\n") == "&#36;x&#36; &#37;{y}\ufffd"
+    assert label("a" * 40) == "a" * 25 + "…" and label("<" * 40, 9).count("&lt;") == 8
+
+
+def test_counts_read_as_words() -> None:
+    assert counted(1, "task") == "1 task" and counted(8041, "sample") == "8\u202f041 samples"
+    assert ranged([24, 16, 24], "sample") == "16 to 24 samples" and ranged([1, 1], "sample") == "1 sample"
+    assert ranged([], "sample") == "an unknown number of samples"
+
+
+themes = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+PARTS: tuple[Part, ...] = ("base", "expert", "merged", "calibrated", "baseline")
+
+# Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
+SIGHTS = {
+    "full colour": np.eye(3),
+    "protanopia": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "deuteranopia": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+}
+
+
+def lab(rgb: Array) -> Array:
+    x, y, z = np.cbrt(np.maximum(XYZ @ rgb / np.array([0.95047, 1, 1.08883]), 0.008856))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def lightness(colour: str) -> float:
+    return float(lab(linear(colour))[0])
+
+
+@themes
+def test_marks_and_text_stand_out_from_the_background(theme: Palette) -> None:
+    for part, shades in theme.roles.items():
+        for colour in shades:
+            assert contrast(colour, theme.surface) >= 3, (part, colour)
+    assert contrast(theme.ink, theme.surface) >= 4.5 and contrast(theme.quiet, theme.surface) >= 4.5
+
+
+@themes
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_roles_differ_to_every_sight(theme: Palette, sight: str) -> None:
+    seen = {part: lab(np.clip(SIGHTS[sight] @ linear(theme.roles[part][0]), 0, 1)) for part in PARTS}
+    for one, other in itertools.combinations(PARTS, 2):
+        assert np.linalg.norm(seen[one] - seen[other]) >= 20, (one, other)
+
+
+@themes
+def test_roles_differ_without_colour(theme: Palette) -> None:
+    """Where greys come close, and everywhere else too, symbol, dash and hatch differ."""
+    looks = [
+        look([], f"{part}:x" if part in ("calibrated", "baseline") else part, dark=theme is DARK)
+        for part in PARTS
+    ]
+    for marks in ("symbol", "dash", "hatch"):
+        assert len({getattr(entry, marks) for entry in looks}) == len(PARTS)
+
+
+@pytest.mark.parametrize("part", ["calibrated", "baseline"])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_several_variants_of_a_part_stay_distinct(part: str, dark: bool) -> None:
+    variants = ["merged", *(f"{part}:{at}" for at in range(12))]
+    looks = {variant: look(variants, variant, dark=dark) for variant in variants}
+    assert len(set(looks.values())) == len(variants)
+    first, second, third = (looks[f"{part}:{at}"] for at in range(3))
+    assert len({first.colour, second.colour, third.colour}) == 3
+    assert len({first.symbol, second.symbol, third.symbol}) == 3
+
+
+def test_a_variant_looks_alike_whichever_others_are_shown() -> None:
+    variants = ["merged", "calibrated:a", "calibrated:b"]
+    light, dark = (look(variants, "calibrated:b", dark=dark) for dark in (False, True))
+    assert light.colour != dark.colour and (light.symbol, light.dash) == (dark.symbol, dark.dash)
+    assert light != look(variants, "calibrated:a", dark=False)
+
+
+@themes
+def test_the_sequential_scale_reads_in_grey(theme: Palette) -> None:
+    steps = np.diff([lightness(shade(theme.sequential, at)) for at in np.linspace(0, 1, 41)])
+    assert (steps < 0).all() or (steps > 0).all()
+    assert contrast(theme.sequential[0], theme.surface) < contrast(theme.sequential[-1], theme.surface)
+
+
+@themes
+def test_the_diverging_scale_reads_in_grey_on_both_sides(theme: Palette) -> None:
+    values = [lightness(shade(theme.diverging, at)) for at in np.linspace(0, 1, 41)]
+    away = 1 if theme is DARK else -1
+    assert (np.diff(values[20:]) * away > 0).all() and (np.diff(values[:21]) * away < 0).all()
+    assert values[-1] - values[0] >= 10, "the negative end is darker"
+    middle = linear(shade(theme.diverging, 0.5))
+    assert np.ptp(middle) < 0.03, "zero has no hue"
+
+
+@themes
+def test_numbers_on_colours_can_be_read(theme: Palette) -> None:
+    for colours in (theme.sequential, theme.diverging):
+        for at in np.linspace(0, 1, 101):
+            colour = shade(colours, at)
+            assert contrast(readable(colour), colour) >= 4.5, colour
+
+
+def test_a_shade_lies_between_its_neighbours() -> None:
+    colours = ("#000000", "#204060", "#FFFFFF")
+    assert [shade(colours, at) for at in (0, 0.25, 0.5, 1, 2)] == [
+        *("#000000", "#102030", "#204060"),
+        *("#FFFFFF", "#FFFFFF"),
+    ]

@@ -150,7 +150,7 @@ def next_token_divergence(run: DriftRun, options: ChartOptions) -> Drawn:
     means = samples.groupby(["task", "variant"], sort=False)["token_kl"].agg(["mean", "size"]).reset_index()
     ends = spread(samples, "token_kl")
     rows = means.merge(ends, on=["task", "variant"]).rename(columns={"mean": column, "size": "n"})
-    title, said = "mean KL divergence of the next token (nat)", "10 % to 90 % quantiles over samples"
+    title, said = "mean KL divergence of the next token (nat)", picking.SPREADS["q10-q90"]
     worst = words.worst_tasks(rows, column, number)
     figure = task_figure(run, rows, column, title, interval=said, dark=options.dark)
     alt = f"Mean divergence of the next token in nats, worst task of each variant: {worst}."

@@ -155,9 +155,9 @@ def of_layers(
 
 
 _BANDS = {
-    "q10-q90": ("10 % quantile", "90 % quantile", "Band: 10 % to 90 % quantiles over samples."),
-    "q25-q75": ("25 % quantile", "75 % quantile", "Band: 25 % to 75 % quantiles over samples."),
-    "std": ("mean - std", "mean + std", "Band: one standard deviation over samples around the mean."),
+    "q10-q90": ("10 % quantile", "90 % quantile"),
+    "q25-q75": ("25 % quantile", "75 % quantile"),
+    "std": ("mean - std", "mean + std"),
 }
 _DRIFTS = {
     **{"drift_l2_mean": "mean drift", "drift_rel": "relative drift"},
@@ -185,11 +185,11 @@ def layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     ends = {"mean - std": rows["mean drift"] - spread, "mean + std": rows["mean drift"] + spread}
     rows = rows.assign(**ends)
     source, what = "drift_l2_mean", "mean L2 drift"
-    low, high, said = _BANDS.get(options.band, ("", "", ""))
+    band = _BANDS.get(options.band)
+    said = f"Band: {picking.SPREADS[options.band]}." if band else ""
     if options.relative:
         source, what = "drift_rel", "drift / expert norm"
-        low, high, said = "", "", "Relative drift is one ratio of sums over the samples; it has no band."
-    band = (low, high) if low else None
+        band, said = None, "Relative drift is one ratio of sums over the samples; it has no band."
     title, axis = panels.titled(what, "layers", source), panels.value_axis(options)
     kind = Curves(_DRIFTS[source], title, axis, band=band, is_norm=not options.relative)
     figure = draw_curves(run, rows, kind, dark=options.dark, apart=options.apart)

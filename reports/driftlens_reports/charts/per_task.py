@@ -195,11 +195,6 @@ def perplexity(run: DriftRun, options: ChartOptions) -> Drawn:
 
 
 _QUANTILES = {"q10-q90": (0.1, 0.9), "q25-q75": (0.25, 0.75)}
-_SPREADS = {
-    "q10-q90": "10 % to 90 % quantiles over samples",
-    "q25-q75": "25 % to 75 % quantiles over samples",
-    "std": "one standard deviation over samples around the mean",
-}
 
 
 def spread(samples: pd.DataFrame, column: str, band: str = "q10-q90") -> pd.DataFrame:
@@ -234,7 +229,7 @@ def task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     bands = spread(picking.rows_at(run, options, "samples"), "cos", options.band)
     rows = means.merge(bands, on=["task", "variant"], how="left")
     rows = with_average(rows.rename(columns={"cos_mean": "mean cosine"}), "mean cosine", tasks)
-    said = _SPREADS.get(options.band, "")
+    said = picking.SPREADS.get(options.band, "")
     title = "mean cosine to the expert (1: same direction)"
     return Drawn(
         task_figure(run, rows, "mean cosine", title, interval=said, dark=options.dark),

@@ -56,6 +56,14 @@ class ChartOptions:
     dark: bool = False
 
 
+SPREADS = {
+    "q10-q90": "10 % to 90 % quantiles over samples",
+    "q25-q75": "25 % to 75 % quantiles over samples",
+    "std": "one standard deviation over samples around the mean",
+}
+"""What bands and whiskers are, by `ChartOptions.band`."""
+
+
 def chosen_tasks(run: DriftRun, options: ChartOptions) -> list[str]:
     """The tasks that the options name, in the order of the run; DataError says which there are where one is not."""
     return _chosen("task", options.tasks, run.tasks)

@@ -19,7 +19,6 @@ LONGEST, LONGEST_OF_TWO = 26, 14
 """Characters of a name that a figure shows, alone or beside another one; hover texts show all of it."""
 
 Tell = Callable[["pd.Series[Any]"], str]
-"""Writes a row."""
 Ends = Literal["low", "high", "both"]
 
 _NAMES: ContextVar[Mapping[str, str]] = ContextVar("display names of tasks and variants")

@@ -40,16 +40,7 @@ TITLE = "Final feature against each task's expert"
 
 
 class Page(HTMLParser):
-    """An HTML report.
-
-    Attributes:
-        tags: every element with its attributes.
-        text: what a reader sees, without style sheets and scripts.
-        tables: rows of the cells' texts, by the table's id.
-        exact: the unrounded numbers of a table in reading order, by its id.
-        scripts: texts of script elements, with their attributes.
-        style: text of the style sheet.
-    """
+    """An HTML report: elements, seen text, cells and unrounded numbers by the table's id, scripts, style sheet."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from driftlens.base import variants
 from driftlens.base.intervals import Interval
 from driftlens.base.metrics import title_of
-from driftlens.base.variants import calibrated, part_of
 from driftlens.findings.arena import arena_rows
 from driftlens.findings.features import drift_changes
 from driftlens.findings.frame import Finding, paired_by_task, pairing
@@ -173,7 +172,7 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     figure = go.Figure()
     names = [str(name) for name in rows["variant"].unique()]
     # Its points carry the names of tasks.
-    labelled = ([name for name in names if part_of(name) == "calibrated"] or names)[-1]
+    labelled = ([name for name in names if variants.part_of(name) == "calibrated"] or names)[-1]
     is_labelled = rows["variant"] == labelled
     at = {f"{axis}{end.replace(' ', '_')}": f"{name}{end}" for axis, name in _AXES for end in _ENDS}
     crosses = pd.concat([rows[is_labelled], rows[~is_labelled]])[[*at.values()]].set_axis([*at], axis=1)
@@ -276,7 +275,7 @@ def arena(run: DriftRun, options: ChartOptions) -> Drawn:
     for (at, row), beside in zip(made.iterrows(), _beside(made), strict=True):
         of = made.loc[[at]]
         point = brush.line(
-            calibrated(str(row["model"])),
+            variants.calibrated(str(row["model"])),
             of["seconds"],
             of["score"],
             (of["low"], of["high"]),

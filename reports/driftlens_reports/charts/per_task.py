@@ -81,11 +81,11 @@ def task_figure(
     return figure
 
 
-def averages_in_words(rows: pd.DataFrame, column: str, *, has_intervals: bool = False) -> str:
+def averages_in_words(rows: pd.DataFrame, column: str) -> str:
     """Each variant's mean over tasks, or its value on the only task: "merged 0.6120; featcal 0.8010"."""
     last = rows[rows["task"] == (AVERAGE if (rows["task"] == AVERAGE).any() else rows["task"].iloc[0])]
-    means = last[[column, *(["low", "high"] if has_intervals else [])]].astype(float).to_numpy().tolist()
-    texts = [estimate(Interval(*row), "number") for row in means]
+    means = last[[name for name in (column, "low", "high") if name in last]].astype(float).to_numpy()
+    texts = [estimate(Interval(*row), "number") for row in means.tolist()]
     return words.by_variant(zip(last["variant"], texts, strict=True))
 
 
@@ -107,6 +107,18 @@ def _scores(run: DriftRun, options: ChartOptions, *, is_averaged: bool = True) -
     return picking.ordered(rows, picking.chosen_tasks(run, options), variants)
 
 
+def _unmeasured(run: DriftRun) -> list[str]:
+    """Which scores were left out, and why."""
+    return [f"{text}." for text in run.manifest.notices if " not measured: " in text]
+
+
+def _no_scores(run: DriftRun, options: ChartOptions) -> str | None:
+    if len(_scores(run, options)):
+        return None
+    lacking = picking.lacking(run, options, "accuracy", ["value"]) or picking.absent("accuracy", ["value"])
+    return " ".join(_unmeasured(run)) or lacking
+
+
 @chart(
     "accuracy",
     title="Accuracy, or another score, by task",
@@ -114,7 +126,7 @@ def _scores(run: DriftRun, options: ChartOptions, *, is_averaged: bool = True) -
     rank=10,
     presets=("standard", "calibration"),
     needs=("accuracy", ("value",)),
-    lacks=lambda run, options: _no_scores(run, options),
+    lacks=_no_scores,
     caption="Accuracy on the test samples of every task, or the other score between -1 and 1 that the task is judged "
     "by, with 95 % intervals, from base to expert, and the mean over tasks at the end.",
     hint="Where intervals overlap widely there may be no difference. The anchor-only control is the "
@@ -126,10 +138,8 @@ def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
     metrics = {name: metric_called(name) for name in rows["metric"].unique()}
     of, column = title_of(metrics.values()), "accuracy" if [*metrics] == [ACCURACY.name] else "score"
     tasks = [str(task) for task in rows["task"].unique()]
-    named = {name: metric.title for name, metric in metrics.items()}
-    by_task = ", ".join(
-        f"{task}: {named[name]}" for task, name in rows.drop_duplicates("task")[["task", "metric"]].to_numpy()
-    )
+    judged = rows.drop_duplicates("task")[["task", "metric"]].to_numpy()
+    by_task = ", ".join(f"{task}: {metrics[name].title}" for task, name in judged)
     rows = with_average(_named(rows, column), column, tasks, has_intervals=True)
     is_wilson = all(metric.kind == "share" for metric in metrics.values())
     said = "95 % Wilson interval" if is_wilson else "95 % interval"
@@ -137,7 +147,7 @@ def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
     return Drawn(
         task_figure(run, rows, column, title, interval=said, as_bars=True, dark=options.dark),
         alt=f"{of[:1].upper()}{of[1:]} over {words.counted(len(tasks), 'task')}: "
-        f"{averages_in_words(rows, column, has_intervals=True)}.",
+        f"{averages_in_words(rows, column)}.",
         data=rows,
         notes=(
             f"{words.ranged(rows['n'], 'test sample')} per task.",
@@ -147,18 +157,6 @@ def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
             *(f"{metric.title}: {metric.described}" for metric in metrics.values() if metric != ACCURACY),
         ),
     )
-
-
-def _unmeasured(run: DriftRun) -> list[str]:
-    """Which scores were left out, and why."""
-    return [f"{text}." for text in run.manifest.notices if " not measured: " in text]
-
-
-def _no_scores(run: DriftRun, options: ChartOptions) -> str | None:
-    if len(_scores(run, options)):
-        return None
-    lacking = picking.lacking(run, options, "accuracy", ["value"]) or picking.absent("accuracy", ["value"])
-    return " ".join(_unmeasured(run)) or lacking
 
 
 def _no_perplexity(run: DriftRun, options: ChartOptions) -> str | None:
@@ -235,7 +233,7 @@ def task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
         task_figure(run, rows, "mean cosine", title, interval=said, dark=options.dark),
         alt=f"Mean cosine of the {picking.feature_name(run, options)} to the expert's over "
         f"{words.counted(len(tasks), 'task')}: "
-        f"{averages_in_words(_cosines(at_layer, tasks), 'cos_mean', has_intervals=True)}.",
+        f"{averages_in_words(_cosines(at_layer, tasks), 'cos_mean')}.",
         data=rows,
         notes=(*words.sample_notes(run, rows), *([f"Whiskers: {said}."] if said else [])),
     )

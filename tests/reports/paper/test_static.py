@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.panels import panel_grid
-from driftlens_reports.charts.theme import LIGHT, apply_theme, scale
+from driftlens_reports.charts.theme import LIGHT, apply_theme
 from driftlens_reports.paper.marks import number, plain
 from driftlens_reports.paper.static import MOST_PANELS, draw_static
 from driftlens_reports.paper.style import PAGE, PAGE_WIDTH, sheet
@@ -89,7 +89,7 @@ def test_bars_stand_side_by_side_or_on_one_another(flat: bool) -> None:
 
 def test_cells_have_their_numbers_and_gaps_stay_empty() -> None:
     values = [[0.0, math.nan], [0.5, 1.0]]
-    shades = {"cmin": 0, "cmax": 1, "colorscale": scale(LIGHT.sequential)}
+    shades = {"cmin": 0, "cmax": 1, "colorscale": list(LIGHT.sequential)}
     figure = drawn(themed(go.Heatmap(z=values, x=[1, 2], y=[0, 1], coloraxis="coloraxis"), coloraxis=shades))
     (cells,) = images(figure.axes[0])
     np.testing.assert_array_equal(cells, values)
@@ -113,7 +113,7 @@ def test_the_numbers_of_cells_are_left_out_where_rows_are_as_narrow_as_their_let
         cells = go.Heatmap(z=values, x=[1, 2], y=[*range(rows)], coloraxis="coloraxis")
         said = {"text": ["0.500"] * rows, "textposition": "inside"}
         numbers = go.Bar(x=[1] * rows, base=0.5, y=[*range(rows)], width=1, orientation="h", **said)
-        shades = {"cmin": 0, "cmax": 1, "colorscale": scale(LIGHT.sequential)}
+        shades = {"cmin": 0, "cmax": 1, "colorscale": list(LIGHT.sequential)}
         axes = drawn(themed(cells, numbers, coloraxis=shades, height=260)).axes[0]
         return {text.get_visible() for text in axes.texts if text.get_text() == "0.500"}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import math
 import time
 from collections import defaultdict
@@ -248,6 +249,7 @@ class ShortRun:
 def short_run(study: Study, models: OpenModels, size: Size, job: Job, before: Job | None = None) -> ShortRun:
     """Do a job once on a study cut to a size; arguments and errors as for `rehearsed`."""
     started, short = time.perf_counter(), shortened(study, models, size)
+    log, level = logging.getLogger("driftlens"), logging.getLogger("driftlens").level
     diagnosed = sum(len(task.diagnosis) for task in short.study.tasks.values())
     text = f"name: {study.name}\n"
     with (
@@ -258,7 +260,11 @@ def short_run(study: Study, models: OpenModels, size: Size, job: Job, before: Jo
             before(short, writer)
         earlier, there = {*writer.manifest.phases}, _stored_bytes(writer.folder)
         _restart_peak()
-        job(short, writer)
+        log.setLevel(logging.WARNING)  # a rehearsal tells nobody how it computes
+        try:
+            job(short, writer)
+        finally:
+            log.setLevel(level)
         return ShortRun(
             [
                 _kind_and_measured(short, name, phase.seconds)

@@ -75,20 +75,17 @@ def compared(one: list[CalibratedLayer], many: list[list[CalibratedLayer]], tole
                 )
 
 
-@pytest.mark.parametrize(
-    ("world", "calibrator"),
-    [
-        ("open_clip_vit", FeatCal()),
-        (
-            "t5",
-            FeatCal(update=["linear", "bias"]),
-        ),  # keys and values of one stream in many layers
-        ("open_clip_vit", ResidualCal(folds=2)),
-        ("open_clip_vit", ResidualCal(folds=2, mu=0.9, order="block")),
-        ("open_clip_vit", ResidualCal(weights="uniform", cv="off")),
-        ("open_clip_vit", calibrators["svc"]()),
-    ],
-)
+DIVIDED: dict[str, tuple[str, Calibrator]] = {
+    "featcal": ("open_clip_vit", FeatCal()),
+    "streams": ("t5", FeatCal(update=["linear", "bias"])),  # keys and values of one stream in many layers
+    "residual": ("open_clip_vit", ResidualCal(folds=2)),
+    "metric": ("open_clip_vit", ResidualCal(folds=2, mu=0.9, order="block")),
+    "uniform": ("open_clip_vit", ResidualCal(weights="uniform", cv="off")),
+}
+ALONE = {**DIVIDED, "weights alone": ("open_clip_vit", calibrators["svc"]())}
+
+
+@pytest.mark.parametrize(("world", "calibrator"), ALONE.values(), ids=ALONE)
 @pytest.mark.parametrize("size", [2, 4])  # 4: one has nothing to do
 def test_several_processes_find_what_one_finds(world: str, calibrator: Calibrator, size: int) -> None:
     case = WORLDS[world].case
@@ -136,16 +133,7 @@ def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.Monke
     assert sent["sum"] == counted + sum(group.width + 1 + 3 * sum(group.outs) for group in groups)
 
 
-@pytest.mark.parametrize(
-    ("world", "calibrator"),
-    [
-        ("open_clip_vit", FeatCal()),
-        ("t5", FeatCal()),
-        ("open_clip_vit", ResidualCal(folds=2)),
-        ("open_clip_vit", ResidualCal(folds=2, mu=0.9, order="block")),
-        ("open_clip_vit", ResidualCal(weights="uniform", cv="off")),
-    ],
-)
+@pytest.mark.parametrize(("world", "calibrator"), DIVIDED.values(), ids=DIVIDED)
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_batches_of_a_task_are_shared_where_tasks_are_too_few(
     world: str, calibrator: Calibrator, size: int
@@ -153,11 +141,7 @@ def test_batches_of_a_task_are_shared_where_tasks_are_too_few(
     case = WORLDS[world].case
     pools = [pool_of(case, models(case)) for _ in range(size)]
     generator = torch.Generator().manual_seed(3)
-    counts = {
-        "a": 2,
-        "b": 5,
-        "c": 9,
-    }  # in batches of two: most of it is one task's, and last ones are smaller
+    counts = {"a": 2, "b": 5, "c": 9}  # in batches of two: most is one task's, and last ones are smaller
     given = {
         task: [
             Batch(at, min(at + 2, count), case.inputs(generator, min(2, count - at)))

@@ -127,9 +127,7 @@ def wall_cards(run: DriftRun, task: str, ids: Sequence[str], options: ChartOptio
     texts, rows = texts_of(run, task), run.outputs(task)
     names = [name for name in chosen_variants(run, options) if part_of(name) != "baseline"]
     lone = [part_of(name) for name in names]
-    who = {
-        name: part_of(name) if lone.count(part_of(name)) == 1 else title(name) for name in ("expert", *names)
-    }
+    who = {name: part_of(name) if lone.count(part_of(name)) == 1 else title(name) for name in names}
     rows = rows[rows["variant"].isin(names)]
     by_sample = {sample: part.set_index("variant") for sample, part in rows.groupby("sample_id")}
     cards = []

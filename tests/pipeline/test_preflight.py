@@ -19,7 +19,9 @@ from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.preflight.rehearsal import Cost
 from driftlens.jobs.study.suspicion import Finding
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
-from tests.zoo.world import MODEL, World, write_spec
+from tests.zoo.world import MODEL, Weights, World, write_spec
+
+EXPERT = "expert of flowers"
 
 
 @pytest.mark.parametrize("form", ["open_clip", "hf"])
@@ -87,10 +89,6 @@ def test_all_problems_are_found_in_one_go(world: World, tmp_path: pathlib.Path) 
     assert result.text().endswith("\n6 problems")
 
 
-def test_problems_of_the_spec_alone_exit_as_the_spec_would(world: World) -> None:
-    assert check(world.spec(layers={"select": [99]})).exit_code == 2
-
-
 def test_a_broken_base_hides_no_other_problem(world: World, tmp_path: pathlib.Path) -> None:
     spec = with_expert(world, {"weights": str(tmp_path / "x.safetensors")})
     result = check({**spec, "base": {"weights": str(tmp_path / "y.safetensors")}})
@@ -143,6 +141,7 @@ def test_unexpected_errors_are_not_swallowed(world: World, monkeypatch: pytest.M
 
 def test_json_is_plain_and_complete(world: World) -> None:
     result = check(world.spec(layers={"select": [99]}))
+    assert result.exit_code == 2, "as the spec alone would exit"
     document = json.loads(json.dumps(result.as_dict(), allow_nan=False))
     assert document["ready"] is False
     assert document["exit_code"] == 2
@@ -170,38 +169,38 @@ def test_text_is_aligned_and_puts_hints_below() -> None:
     ]
 
 
-def test_a_missing_key_and_another_width_are_named(world: World, tmp_path: pathlib.Path) -> None:
-    weights = world.state("flowers")
-    weights.pop("visual.ln_post.bias")
-    result = check(with_expert(world, saved(weights, tmp_path / "x.safetensors")))
-    assert "lacks 'ln_post.bias'" in found(result, "problem", "expert of flowers").text
-    weights = world.state("flowers")
-    weights["visual.ln_post.bias"] = torch.zeros(24)
-    result = check(with_expert(world, saved(weights, tmp_path / "y.safetensors")))
-    assert "[24]" in found(result, "problem", "expert of flowers").text
-    assert "[16]" in found(result, "problem", "expert of flowers").text
+def without(weights: Weights, name: str) -> Weights:
+    return {key: value for key, value in weights.items() if key != name}
 
 
-def test_two_towers_in_one_file_are_refused(world: World, tmp_path: pathlib.Path) -> None:
-    weights = world.state("flowers")
-    weights |= {f"ema.{name}": value.clone() for name, value in weights.items()}
-    result = check(with_expert(world, saved(weights, tmp_path / "x.safetensors")))
-    assert "2 keys" in found(result, "problem", "expert of flowers").text
+def with_nan(weights: Weights) -> Weights:
+    broken = weights["visual.transformer.resblocks.1.mlp.c_fc.weight"].clone()
+    broken[0, 3] = math.nan
+    return {**weights, "visual.transformer.resblocks.1.mlp.c_fc.weight": broken}
 
 
-def test_mixed_dtypes_are_a_notice(world: World, tmp_path: pathlib.Path) -> None:
-    half = saved(visual(world.state("flowers"), Tensor.half), tmp_path / "x.safetensors")
-    text = found(check(with_expert(world, half)), "notice", "dtypes").text
-    assert "float16: expert:flowers" in text
-    assert "float32: base" in text
-
-
-def test_nan_is_a_problem_and_leaves_the_other_checks_alone(world: World, tmp_path: pathlib.Path) -> None:
-    weights = world.state("flowers")
-    weights["visual.transformer.resblocks.1.mlp.c_fc.weight"][0, 3] = math.nan
-    result = check(with_expert(world, saved(weights, tmp_path / "x.safetensors")))
-    assert "resblocks.1.mlp.c_fc.weight" in found(result, "problem", "expert of flowers").text
-    assert found(result, "ok", "shared base")
+@pytest.mark.parametrize(
+    ("change", "level", "subject", "words"),
+    [
+        (lambda at: without(at, "visual.ln_post.bias"), "problem", EXPERT, ["lacks 'ln_post.bias'"]),
+        (lambda at: {**at, "visual.ln_post.bias": torch.zeros(24)}, "problem", EXPERT, ["[24]", "[16]"]),
+        (lambda at: at | {f"ema.{key}": of.clone() for key, of in at.items()}, "problem", EXPERT, ["2 keys"]),
+        (with_nan, "problem", EXPERT, ["resblocks.1.mlp.c_fc.weight"]),
+        (
+            lambda at: visual(at, Tensor.half),
+            "notice",
+            "dtypes",
+            ["float16: expert:flowers", "float32: base"],
+        ),
+    ],
+    ids=["a missing key", "another width", "two towers", "NaN", "half precision"],
+)
+def test_what_is_odd_about_weights_is_named(
+    world: World, tmp_path: pathlib.Path, change: Any, level: str, subject: str, words: list[str]
+) -> None:
+    result = check(with_expert(world, saved(change(world.state("flowers")), tmp_path / "x.safetensors")))
+    assert all(word in found(result, level, subject).text for word in words)
+    assert change is not with_nan or found(result, "ok", "shared base"), "other checks go on"
 
 
 @pytest.mark.parametrize(
@@ -284,13 +283,6 @@ def test_embeddings_of_another_width(world: World, tmp_path: pathlib.Path) -> No
     assert "no accuracy" in found(result, "ok", "head of shapes").text
 
 
-def test_class_names_that_the_data_does_not_have(world: World) -> None:
-    head = {**world.head("flowers"), "classes": ["lily", "rose", "daisy"]}
-    problem = found(check(world.spec(heads={"flowers": head})), "problem", "data of flowers")
-    assert "daisy" in problem.text
-    assert "tulip" in problem.text
-
-
 def test_prompts_without_a_text_tower_and_without_a_base(world: World) -> None:
     head = {"templates": ["a photo of a {}."]}
     assert check(world.spec(heads={"flowers": head})).exit_code == 0
@@ -302,12 +294,12 @@ def test_prompts_without_a_text_tower_and_without_a_base(world: World) -> None:
     assert "no base" in found(check(alone), "problem", "head of flowers").text
 
 
-def test_more_samples_asked_than_there_are(world: World) -> None:
-    spec = world.spec()
-    problem = found(
-        check({**spec, "data": {**spec["data"], "defaults": {"n": 4000}}}), "problem", "data of shapes"
-    )
-    assert "4000" in problem.text
+def test_a_spec_that_asks_for_what_the_data_has_not(world: World) -> None:
+    spec, head = world.spec(), {**world.head("flowers"), "classes": ["lily", "rose", "daisy"]}
+    problem = found(check(world.spec(heads={"flowers": head})), "problem", "data of flowers")
+    assert "daisy" in problem.text and "tulip" in problem.text
+    result = check({**spec, "data": {**spec["data"], "defaults": {"n": 4000}}})
+    assert "4000" in found(result, "problem", "data of shapes").text
 
 
 def test_unequal_counts_and_shared_samples_are_notices(world: World) -> None:

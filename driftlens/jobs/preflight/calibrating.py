@@ -58,15 +58,19 @@ def rehearse(
         outlook = checks.attempt("auto", lambda: look(*given, has_base=opened.study.has_base))
         if outlook is not None:
             checks.ok("candidates", "; ".join(outlook[0]))
-    repeats = request.control and plan.calibrator.anchor_reach != 1
-    if repeats:
-        checks.ok("rho 1", "the same calibration is solved for once more")
+    unpulled = plan.calibrator.at_merged() if request.control and plan.calibrator.anchor_reach != 1 else None
+    if unpulled is not None:
+        before = plan.calibrator.get_params()
+        changed = [
+            f"{name} {value}" for name, value in unpulled.get_params().items() if value != before[name]
+        ]
+        checks.ok(", ".join(changed), "the same calibration is solved for once more")
     if checks.problems or not estimate:
         return checks
     opening = time.perf_counter() - started
     checks.estimate(
         lambda: rehearsed_calibration(
-            opened, choose, attribution=request.attribution, control=repeats, opening=opening
+            opened, choose, attribution=request.attribution, control=unpulled is not None, opening=opening
         )
     )
     if checks.cost is None:

@@ -62,7 +62,7 @@ LIMITS: dict[str, tuple[str, str]] = {
     "draws of a sweep": (f"{sweep.MOST_DRAWS:,}", "reads/test_promises.py::test_draws_without_end"),
     "steps of a merge": (
         f"{averages.MOST_STEPS:,} of a descent, {spherical.MOST_STEPS:,} of `karcher`",
-        "merging/test_sparse_methods.py::test_settings_out_of_range_are_refused",
+        "merging/test_methods.py::test_settings_out_of_range_are_refused",
     ),
     "points of a projection": (
         f"{MOST_POINTS:,}",

@@ -43,7 +43,13 @@ def test_another_process_writes_the_same_bytes(run: DriftRun, tmp_path: pathlib.
     export([run], tmp_path / "here", names=names)
     script = f"""
         import sys
-        sys.modules["torch"] = None  # exhibits are drawn without it
+
+        class NoTorch:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] == "torch":
+                    raise ImportError("exhibits are drawn without torch")
+
+        sys.meta_path.insert(0, NoTorch())
         from driftlens.runs.run import open_run
         from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
         from driftlens_reports.paper.export import export

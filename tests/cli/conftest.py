@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from driftlens.cli import main
+from driftlens.runs.run import DriftRun
+from tests.pipeline.calibrating import copied
 from tests.pipeline.fixtures import finished, light, spec_file, world
 
 __all__ = ["Cli", "Result", "finished", "light", "run_cli", "spec_file", "world"]
@@ -32,6 +35,12 @@ class Result:
 
 
 Cli = Callable[..., Result]
+
+
+@pytest.fixture
+def folder(light: DriftRun, tmp_path: Path) -> Path:
+    """A finished run for a test to add to."""
+    return copied(light, tmp_path / "run")
 
 
 @pytest.fixture

@@ -37,11 +37,6 @@ from tests.zoo.world import TASKS, World, clip, write_spec
 QUIET = ("--progress", "none")
 
 
-@pytest.fixture
-def folder(light: DriftRun, tmp_path: Path) -> Path:
-    return copied(light, tmp_path / "run")
-
-
 def test_the_table_shows_before_control_after_and_expert(folder: Path, run_cli: Cli, tmp_path: Path) -> None:
     target = tmp_path / "model"
     result = run_cli(

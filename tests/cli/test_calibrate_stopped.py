@@ -5,13 +5,12 @@ What one that was killed goes on to is, file by file, what it would have been, w
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,48 +23,26 @@ from driftlens.jobs.contest.contest import Trials
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from tests.cli.conftest import Cli
-from tests.cli.worker import COMMAND
+from tests.cli.worker import Event, frozen
 from tests.pipeline.calibrating import NAME, calibrate_until, copied, files_of, roomy_run, same_rows
 from tests.zoo.world import TASKS, World
 
-
-@pytest.fixture
-def folder(light: DriftRun, tmp_path: Path) -> Path:
-    return copied(light, tmp_path / "run")
-
-
-PHASES = pytest.mark.parametrize("phase", ["calibrate", pytest.param("analyze", marks=pytest.mark.slow)])
-SIGNALS = [
-    pytest.param(signal.SIGINT, id="ctrl-c", marks=pytest.mark.slow),
-    pytest.param(signal.SIGKILL, id="kill", marks=pytest.mark.slow),
-]
-
-
-Event = dict[str, Any]
+PHASES = pytest.mark.parametrize("phase", ["calibrate", "analyze"])
 
 
 def middle_of(phase: str) -> Callable[[Event], bool]:
     return lambda event: event["phase"] == phase and event["done"] >= 2
 
 
-@contextmanager
-def calibrating(folder: Path, stops: Callable[[Event], bool], *flags: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that calibrates, frozen (SIGSTOP) where an event says so; killed at the end of the block."""
-    command = [*COMMAND, "calibrate", str(folder), "--name", NAME, *flags, "--progress", "jsonl"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            for line in process.stderr:
-                if stops(json.loads(line)):
-                    process.send_signal(signal.SIGSTOP)
-                    break
-            yield process
-        finally:
-            process.kill()
+def calibrating(
+    folder: Path, stops: Callable[[Event], bool], *flags: str
+) -> AbstractContextManager[subprocess.Popen[str]]:
+    return frozen(stops, "calibrate", str(folder), "--name", NAME, *flags)
 
 
+@pytest.mark.slow
 @PHASES
-@pytest.mark.parametrize("sent", SIGNALS)
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_calibration_leaves_the_run_done_and_every_file_listed(
     folder: Path, light: DriftRun, run_cli: Cli, sent: signal.Signals, phase: str
 ) -> None:

@@ -7,16 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.run import open_run
 from tests.cli.conftest import Cli
-from tests.pipeline.calibrating import copied, files_of
+from tests.pipeline.calibrating import files_of
 
 QUIET = ("--progress", "none")
-
-
-@pytest.fixture
-def folder(light: DriftRun, tmp_path: Path) -> Path:
-    return copied(light, tmp_path / "run")
 
 
 def test_the_table_holds_means_over_tasks_and_seeds(folder: Path, run_cli: Cli) -> None:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
+Event = dict[str, Any]
 COMMAND = (sys.executable, "-m", "driftlens")
-
-
-@contextmanager
-def analyzing(spec: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that analyzes, frozen (SIGSTOP) in the middle of the second task; killed at the end of the block."""
-    with started("analyze", str(spec), "--out", str(out)) as process:
-        _freeze_in_second_task(process)
-        yield process
 
 
 @contextmanager
@@ -33,11 +26,19 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def _freeze_in_second_task(process: subprocess.Popen[str]) -> None:
-    assert process.stderr is not None
-    for line in process.stderr:
-        event = json.loads(line)
-        if event["phase"] == "analyze" and event["done"] > event["total"] / 2:
-            os.kill(process.pid, signal.SIGSTOP)
-            return
-    raise AssertionError("the process ended before its second task")
+@contextmanager
+def frozen(stops: Callable[[Event], bool], *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The same, stopped by SIGSTOP where an event says so."""
+    with started(*arguments) as process:
+        assert process.stderr is not None
+        assert any(stops(json.loads(line)) for line in process.stderr), "the process ended before that"
+        process.send_signal(signal.SIGSTOP)
+        yield process
+
+
+def analyzing(spec: Path, out: Path) -> AbstractContextManager[subprocess.Popen[str]]:
+    """A process that analyzes, frozen in the middle of the second task."""
+    return frozen(
+        lambda event: event["phase"] == "analyze" and event["done"] > event["total"] / 2,
+        *("analyze", str(spec), "--out", str(out)),
+    )

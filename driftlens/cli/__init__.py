@@ -101,7 +101,8 @@ def run(arguments: list[str]) -> int:
         hint = "Check the path, and that you may read and write there."
         return _report(f"{place}{error.strerror or error}", hint, RunError.exit_code)
     except Exception as error:
-        return _unexpected(error)
+        hint = "This is a defect of DriftLens. Run it again with --debug and report the traceback."
+        return _report(f"{type(error).__name__}: {error}", hint, 1)
     except BaseException as error:
         # What libraries in Rust raise where a file makes them break down.
         if type(error).__name__ != "PanicException":
@@ -167,8 +168,3 @@ def _shortened(text: str) -> str:
     if len(lines) > MOST_LINES:
         shown.append(f"... and {len(lines) - MOST_LINES:,} lines more")
     return "\n".join(shown)
-
-
-def _unexpected(error: Exception) -> int:
-    hint = "This is a defect of DriftLens. Run it again with --debug and report the traceback."
-    return _report(f"{type(error).__name__}: {error}", hint, 1)

@@ -106,7 +106,7 @@ def arena(run: RunFolder, request: ArenaRequest, job: Job, as_json: JsonFlag = F
     Each becomes a calibration of the run under its own name, with published settings where there are some. Those that
     are there are left as they are; an interrupted one goes on where it stopped.
     """
-    from driftlens.findings.arena import arena_rows, arena_sheet
+    from driftlens.findings.before_after import arena_rows, arena_sheet
     from driftlens.jobs.contest.arena import compete, entrants
     from driftlens.runs.run import open_run
     from driftlens_reports.terminal import sheet_text

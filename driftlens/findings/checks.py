@@ -24,9 +24,8 @@ from driftlens.base.intervals import Interval
 from driftlens.base.metrics import metric_called
 from driftlens.base.variants import calibrated
 from driftlens.findings.checks_file import Check, Relation, load_checks
-from driftlens.findings.features import drift_changes
+from driftlens.findings.measures import changed_score, drift_changes, score_of
 from driftlens.findings.reading import Kind, number
-from driftlens.findings.scores import changed_score, score_of
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
@@ -210,9 +209,14 @@ def _judge_group(
         f"wanted {relation} {_exact(check.bounds[relation])}"
     )
     status: Status = "pass" if holds else "warn" if check.severity == "warn" else "fail"
-    said = (place, "" if holds else reason, float(low), float(high), 0 if pd.isna(samples) else int(samples))
-    bound = (relation, check.bounds[relation], margin)
-    return CheckResult(check.title, check.metric, group, status, value, *bound, len(values), *said)
+    result = CheckResult(
+        *(check.title, check.metric, group, status, value, relation, check.bounds[relation], margin),
+        n=len(values),
+        where=place,
+        reason="" if holds else reason,
+    )
+    count = 0 if pd.isna(samples) else int(samples)
+    return replace(result, ci_low=float(low), ci_high=float(high), samples=count)
 
 
 def _exact(value: float) -> str:
@@ -396,8 +400,8 @@ def _self_check(
         reason = (
             "" if status == "pass" else f"{number(largest, _DIGITS)} at {where}, wanted <= {_exact(limit)}"
         )
-    bound = ("<=", limit, limit - largest)
-    return CheckResult(f"{name}: {claim}", name, {}, status, largest, *bound, len(errors), where, reason)
+    title, margin, n = f"{name}: {claim}", limit - largest, len(errors)
+    return CheckResult(title, name, {}, status, largest, "<=", limit, margin, n, where, reason)
 
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -14,11 +14,21 @@ from driftlens.base.files import PathLike
 from driftlens.base.intervals import Interval, MeanChange, Paired, mean_over_tasks
 from driftlens.base.metrics import ACCURACY, metric_called, title_of
 from driftlens.base.variants import expert_of, part_of
-from driftlens.findings.features import COSINE, DRIFT, DRIFT_CHANGE, drift_changes, same_samples
 from driftlens.findings.frame import Finding, pairing
-from driftlens.findings.measures import FLIPS, changes_between, level
+from driftlens.findings.measures import (
+    COSINE,
+    DRIFT,
+    DRIFT_CHANGE,
+    FLIPS,
+    changed_score,
+    changes_between,
+    drift_changes,
+    level,
+    main_metrics,
+    same_samples,
+    score_of,
+)
 from driftlens.findings.reading import Kind
-from driftlens.findings.scores import changed_score, main_metrics, score_of
 from driftlens.findings.table import Table, with_ends
 from driftlens.runs.run import DriftRun, open_run
 
@@ -201,9 +211,10 @@ def _task_row(first: DriftRun, second: DriftRun, task: str, pair: tuple[str, str
     drift, relative = (changes.get(about.role) for about in (DRIFT, DRIFT_CHANGE))
     row |= _ends(MeanChange(drift, relative, is_paired=bool(drift.paired)) if drift and relative else None)
     metric = main_metrics(first).get(task, ACCURACY)
-    start, end = (score_of(run, task, variant, metric) for run, variant in sides)
-    row |= {"metric": metric.name, "n_test_before": start.n, "n_test_after": end.n}
-    return row | _score_columns(changed_score(first, second, task, pair, metric), start.value, end.value)
+    scores = [score_of(run, task, variant, metric) for run, variant in sides]
+    row |= {"metric": metric.name, "n_test_before": scores[0].n, "n_test_after": scores[1].n}
+    change = changed_score(first, second, task, pair, metric)
+    return row | _score_columns(change, *(score.value for score in scores))
 
 
 def _ends(change: MeanChange | None) -> dict[str, Any]:

@@ -11,9 +11,7 @@ from typing import Any
 from driftlens.base.errors import DriftLensError, RunError
 from driftlens.base.files import PathLike
 from driftlens.base.variants import part_of
-from driftlens.findings.features import DRIFT, RELATIVE
-from driftlens.findings.measures import SCORE, level
-from driftlens.findings.scores import main_metrics
+from driftlens.findings.measures import DRIFT, RELATIVE, SCORE, level, main_metrics
 from driftlens.runs.layout import LOCK, MANIFEST, STATUS
 from driftlens.runs.manifest import Manifest
 from driftlens.runs.run import DriftRun, open_run

@@ -13,10 +13,9 @@ from driftlens.base.intervals import Interval, over_draws, wilson
 from driftlens.base.metrics import ACCURACY, METRICS
 from driftlens.base.variants import calibrated, title
 from driftlens.base.words import counted
-from driftlens.findings.features import COSINE, DRIFT, RELATIVE
 from driftlens.findings.frame import Finding, finding
+from driftlens.findings.measures import COSINE, DRIFT, RELATIVE, main_metrics, measure_of
 from driftlens.findings.reading import Kind, setting_text
-from driftlens.findings.scores import main_metrics, measure_of
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain

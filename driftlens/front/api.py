@@ -103,7 +103,7 @@ class Run(DriftRun):
 
     def summary(self) -> Table:
         """Every task in a row, as a table: scores and drift of all models; `frame()` has its numbers, unrounded."""
-        from driftlens.findings.summary import summary_sheet
+        from driftlens.findings.verdict import summary_sheet
 
         return summary_sheet(self)
 
@@ -393,7 +393,7 @@ def arena(run: PathLike | DriftRun, request: ArenaRequest, around: Around) -> Ta
 
     Keywords are the fields of `ArenaRequest` and of `Around`; what each gains and costs shows itself as a table.
     """
-    from driftlens.findings.arena import arena_sheet
+    from driftlens.findings.before_after import arena_sheet
     from driftlens.jobs.contest.arena import compete, entrants
 
     wanted, folder = entrants(request.methods), _folder(run)

@@ -32,17 +32,7 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
 
     They stand in the accuracy table under the names that the harness gives, `harness:acc` for example, of the tasks
     that it names; intervals are of the standard errors it states. The manifest keeps the file's digest. Attached again,
-    a task's results take the place of the earlier ones.
-
-    Args:
-        run: the run directory.
-        variant: what the harness has measured: a variant of the run, or `expert:TASK`.
-        results: the JSON file that `lm_eval --output_path` wrote.
-
-    Raises:
-        RunError: there is no run, or its analysis is unfinished.
-        RunLockedError: another process is writing to it.
-        DataError: the run has no such variant, or the file is no results of the harness.
+    a task's results take the place of the earlier ones. `variant` is what the harness has measured, `expert:TASK` too.
     """
     folder, file = pathlib.Path(run), pathlib.Path(results)
     manifest = read_manifest(folder)
@@ -55,13 +45,13 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
     if not is_analyzed(manifest):
         raise RunError(f"{folder} is unfinished", hint="`driftlens analyze ... --resume` goes on with it.")
     content = _content(file)
-    found = _document(content, file)
-    rows = [{"variant": variant, **row} for row in _rows(found, file)]
-    settings = _part(found, "config")
+    document = _document(content, file)
+    rows = [{"variant": variant, **row} for row in _rows(document, file)]
+    settings = _part(document, "config")
     about = {
         **{"variant": variant, "file": file.name, "sha256": hashlib.sha256(content).hexdigest()},
         "tool": "lm-evaluation-harness",
-        **{"version": found.get("lm_eval_version"), "date": found.get("date")},
+        **{"version": document.get("lm_eval_version"), "date": document.get("date")},
         **{name: settings.get(name) for name in ("model", "model_args", "limit")},
         **{"tasks": list(dict.fromkeys(row["task"] for row in rows)), "attached": utc_now()},
     }

@@ -29,11 +29,9 @@ class Equality:
 
     Attributes:
         tables: those that were compared; a table that neither run has rows of is none of them.
-        num_values: how many values were compared.
-        bit_equal: whether every value of every row is the same, to the last bit.
         largest: the largest difference of a number, against the largest magnitude of its column; against 1 where
             that is smaller and the column holds pure numbers or nats, such as cosines, errors and losses.
-        where: the column and row it is found at; empty where all numbers are equal.
+        where: the column and row it is found at.
         unequal: what no tolerance covers: rows only one run has, values only one has, texts and counts that differ.
     """
 

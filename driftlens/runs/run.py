@@ -103,11 +103,7 @@ class DriftRun:
 
     @property
     def status(self) -> Status | None:
-        """Where the run stands now, or None when it does not say.
-
-        Raises:
-            RunError: status.json is damaged.
-        """
+        """Where the run stands now, or None when it does not say; a RunError where status.json is damaged."""
         return read_status(self.path)
 
     def layers(
@@ -161,12 +157,7 @@ class DriftRun:
         return self._rows(schema.SCORES, task=task, variant=variant)
 
     def calibration(self, name: str | None = None) -> pd.DataFrame:
-        """Rows of the calibration log, one per calibrated site.
-
-        Raises:
-            DataError: the run has no calibration called `name`; those it has are named.
-            RunError: the table can't be read.
-        """
+        """Rows of the calibration log, one per calibrated site, of all or of the calibration `name`; as `layers`."""
         return self._rows(schema.CALIBRATION, name=name)
 
     def calibration_info(self, name: str) -> CalibrationInfo:
@@ -187,13 +178,7 @@ class DriftRun:
         return self._rows(schema.RESOURCES)
 
     def value(self, column: str, *, task: str, variant: str = "merged", layer: int | str = "final") -> float:
-        """One number of the layer table; NaN where it was not measured.
-
-        Raises:
-            DataError: no such column, task or variant, or no such row.
-            LayerNotFoundError: no such layer.
-            RunError: the table can't be read.
-        """
+        """One number of the layer table; NaN where it was not measured. Errors as for `layers`, also without a row."""
         numbers = [entry.name for entry in schema.LAYERS.columns if entry.dtype in ("int", "float")]
         if column not in numbers:
             raise DataError(
@@ -210,12 +195,8 @@ class DriftRun:
     def features(self, task: str, variant: str, layer: int | str) -> NDArray[np.floating[Any]]:
         """Features [n, d] of one task, variant ("expert" for the task's own) and layer, memory-mapped.
 
-        Rows are the samples of `sample_ids(task, "diagnosis")`; float16, or float32 where that overflows.
-
-        Raises:
-            DataError: no such task or variant, or its features of this layer are not stored.
-            LayerNotFoundError: no such layer.
-            RunError: the file is missing or damaged.
+        Rows are the samples of `sample_ids(task, "diagnosis")`; float16, or float32 where that overflows. Errors as for
+        `layers`, a DataError where these features are not stored.
         """
         self._check("task", task)
         self._check("variant", variant)
@@ -233,19 +214,11 @@ class DriftRun:
         return array
 
     def thumbs(self, task: str) -> NDArray[np.uint8] | None:
-        """Pictures [n, side, side, 3] of a task's first diagnosis samples, in their order; None where there are none.
-
-        Raises:
-            RunError: the file is damaged.
-        """
+        """Pictures [n, side, side, 3] of a task's first diagnosis samples, in order; None where there are none."""
         return self._pictures(layout.thumbs_file(task)).get("pictures")
 
     def corruptions(self) -> dict[str, NDArray[np.uint8]]:
-        """One calibration picture [side, side, 3] by corruption, `none` first; empty until a sweep has varied it.
-
-        Raises:
-            RunError: the file is damaged.
-        """
+        """One calibration picture [side, side, 3] by corruption, `none` first; empty until a sweep has varied it."""
         return self._pictures(layout.CORRUPTIONS)
 
     def _pictures(self, relative: str) -> dict[str, NDArray[np.uint8]]:
@@ -264,11 +237,7 @@ class DriftRun:
         return found
 
     def texts(self, task: str) -> dict[str, str]:
-        """What a task's first diagnosis samples ask, by sample id; empty where they are no texts.
-
-        Raises:
-            RunError: the file is damaged.
-        """
+        """What a task's first diagnosis samples ask, by sample id; empty where they are no texts."""
         path = self.path / layout.texts_file(task)
         if not path.is_file():
             return {}
@@ -281,11 +250,7 @@ class DriftRun:
             ) from error
 
     def sample_ids(self, task: str, split: str = "diagnosis") -> tuple[str, ...]:
-        """Ids of a task's samples in a split (calibration, diagnosis or test), in the order of the rows.
-
-        Raises:
-            DataError: no such task, or no samples of this split are recorded for it.
-        """
+        """Ids of a task's samples in a split (calibration, diagnosis or test), in the order of the rows."""
         self._check("task", task)
         splits = [name for name, tasks in self.manifest.sample_ids.items() if task in tasks]
         if split not in splits:
@@ -296,11 +261,7 @@ class DriftRun:
         return tuple(self.manifest.sample_ids[split][task])
 
     def layer_index(self, layer: int | str) -> int:
-        """Index of the layer that `layer` names: an index, "final" for the last one, or a module path.
-
-        Raises:
-            LayerNotFoundError: there is no such layer; the nearest are named.
-        """
+        """Index of the layer that `layer` names: an index, "final" for the last one, or a module path."""
         indices = {entry.path: entry.index for entry in self.manifest.layers}
         last = max(indices.values(), default=0)
         if layer == "final" and last:
@@ -327,11 +288,8 @@ class DriftRun:
     def frame(self, table: str) -> pd.DataFrame:
         """A whole table by its name, for plotting: tasks, variants and paths of layers are ordered categories.
 
-        Their order is the run's. `attrs["units"]` has every column's unit, as in all frames of a run.
-
-        Raises:
-            DataError: `driftlens.runs.schema.TABLES` has no such table.
-            RunError: the table can't be read.
+        Their order is the run's. `attrs["units"]` has every column's unit, as in all frames of a run. Tables are those
+        of `driftlens.runs.schema.TABLES`.
         """
         if table not in schema.TABLES:
             raise DataError(f"a run has no table {table!r}", hint=did_you_mean(table, schema.TABLES))
@@ -366,14 +324,7 @@ class DriftRun:
         return f"DriftRun({str(self.path)!r}, tasks={list(self.tasks)}, variants={list(self.variants)})"
 
     def columns(self, table: str) -> tuple[Column, ...]:
-        """What the columns of a table are: those of the schema, then what diagnostics added to this run's file.
-
-        Args:
-            table: name in `driftlens.runs.schema.TABLES`.
-
-        Raises:
-            RunError: the table can't be read.
-        """
+        """What the columns of a table are: those of the schema, then what diagnostics added to this run's file."""
         return stored_table(self.path / layout.table_file(table), schema.TABLES[table]).columns
 
     def _rows(self, table: schema.Table, **wanted: Any) -> pd.DataFrame:

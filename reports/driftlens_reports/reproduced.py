@@ -12,7 +12,7 @@ from driftlens.base.errors import SpecError
 from driftlens.base.intervals import Interval, mean_over_tasks, over_draws, wilson
 from driftlens.base.metrics import ATTACHED
 from driftlens.base.variants import calibrated
-from driftlens.findings.arena import arena_rows
+from driftlens.findings.before_after import arena_rows
 from driftlens.findings.reading import Kind
 from driftlens.findings.swept import ABLATION, ablation_sheets, with_scores
 from driftlens.findings.table import Table

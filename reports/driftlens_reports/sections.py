@@ -13,17 +13,14 @@ from driftlens.base.intervals import Interval, mean_over_tasks
 from driftlens.base.metrics import ACCURACY, metric_called
 from driftlens.base.variants import control_of, part_of, title
 from driftlens.base.words import counted
-from driftlens.findings.arena import arena_sheet
-from driftlens.findings.before_after import calibration_sheets, selection_sentences
+from driftlens.findings.before_after import arena_sheet, calibration_sheets, selection_sentences
 from driftlens.findings.checks import CheckReport, Status, self_checks
-from driftlens.findings.features import COSINE, RELATIVE
 from driftlens.findings.frame import change_in_words
-from driftlens.findings.measures import common, level, mean, mean_change
+from driftlens.findings.measures import COSINE, RELATIVE, common, level, mean, mean_change
 from driftlens.findings.reading import Kind, brief, estimate, percent, setting_text
-from driftlens.findings.summary import final_sheet
 from driftlens.findings.swept import ABLATION, ablation_sheets
 from driftlens.findings.table import Table
-from driftlens.findings.verdict import shareable, task_sheet, verdict
+from driftlens.findings.verdict import final_sheet, shareable, task_sheet, verdict
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain
 from driftlens_reports import facts

@@ -17,16 +17,13 @@ from driftlens.findings import reading
 from driftlens.findings.before_after import calibration_sheets, selection_sentences
 from driftlens.findings.checks import CheckReport, self_checks
 from driftlens.findings.compare import Comparison, comparison_table, mean_score_change
-from driftlens.findings.features import DRIFT
 from driftlens.findings.listing import RunSummary
-from driftlens.findings.measures import SCORE, level
+from driftlens.findings.measures import DRIFT, SCORE, level, main_metrics
 from driftlens.findings.projection import Projection
 from driftlens.findings.reading import NOT_MEASURED, Kind, estimate, is_measured, number, printable
-from driftlens.findings.scores import main_metrics
-from driftlens.findings.summary import final_sheet
 from driftlens.findings.swept import ABLATION, CONTROL, ablation_sheets, settings_of
 from driftlens.findings.table import Table
-from driftlens.findings.verdict import others_sheet, task_sheet, verdict
+from driftlens.findings.verdict import final_sheet, others_sheet, task_sheet, verdict
 from driftlens.runs.equality import TOLERANCE, Equality
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import VerifyResult

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -11,10 +12,15 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
+from driftlens.findings.verdict import verdict
 from driftlens.runs import layout
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.suites.cache import RECORD
+from driftlens.suites.embedded import embedded_suite
+from driftlens.suites.recipe import Recipe
 from tests.browser.reading import PATIENCE, check, drawn, open_drawer, settled
 from tests.browser.server import serving
+from tests.suites.conftest import TINY
 from tests.zoo.world import World
 
 
@@ -138,3 +144,38 @@ def test_what_lies_in_the_folder_is_picked_mended_and_analyzed(
         expect(page.get_by_role("heading", level=1)).to_have_text("picked", timeout=PATIENCE)
     (made,) = root.glob("*/manifest.json")
     assert open_run(made.parent).tasks == world.tasks
+
+
+@pytest.fixture(scope="module")
+def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which a suite that took seconds to make stands where the one that takes minutes would."""
+    folder = tmp_path_factory.mktemp("cache")
+    recipe = dataclasses.replace(TINY, num_train=80, num_test=140)
+    made = embedded_suite(cache=folder / "driftlens", recipe=recipe)
+    digest = Recipe().digest(0)
+    record = made.folder / RECORD
+    record.write_text(json.dumps({**json.loads(record.read_text()), "digest": digest}))
+    made.folder.rename(made.folder.with_name(f"embedded-{digest[:12]}"))
+    return folder
+
+
+@pytest.mark.slow
+def test_one_button_makes_the_demo_run_and_leads_to_its_overview(
+    page: Any, browser: Any, user_cache: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "runs"
+    root.mkdir()
+    with serving(root, tmp_path / "log", environment={"XDG_CACHE_HOME": str(user_cache)}) as address:
+        page.goto(address)
+        settled(page)
+        expect(page.get_by_role("heading", level=1)).to_contain_text("Welcome")
+        button = page.get_by_role("button", name="Make the demo run")
+        button.click()
+        expect(page.get_by_role("progressbar").first).to_be_visible(timeout=60_000)
+        expect(button).to_be_disabled(timeout=60_000)
+        page.wait_for_url("**/overview*", timeout=300_000)
+        settled(page)
+        run = open_run(root / "driftlens-demo")
+        assert f"run={run.id}" in page.url
+        assert run.variants == ("base", "merged", "baseline:featcal-anchor", "calibrated:featcal")
+        expect(page.get_by_text(verdict(run).sentences[0])).to_be_visible(timeout=60_000)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError, SpecError
-from driftlens.findings.arena import arena_rows
+from driftlens.findings.before_after import arena_rows
 from driftlens.jobs.analyze.evaluation import SPARE_TOKENS
 from driftlens.jobs.analyze.job import analyze, evaluate
 from driftlens.jobs.calibrate.job import calibrate

@@ -17,7 +17,7 @@ from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, DataError, SpecError
 from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.cli import app
-from driftlens.findings.arena import arena_rows, arena_sheet
+from driftlens.findings.before_after import arena_rows, arena_sheet
 from driftlens.jobs.contest.arena import compete, entrants, measure_excess, quadratic
 from driftlens.jobs.contest.contest import Candidate
 from driftlens.jobs.preflight.calibrating import rehearse

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,8 +18,12 @@ from sklearn.decomposition import PCA
 from sklearn.manifold import trustworthiness
 
 import driftlens as dl
+from driftlens.base.errors import DataError, LayerNotFoundError, NumericsError, RunError, SpecError
+from driftlens.findings.projection import stored_projection
 from driftlens.findings.projection.layouts import thinned
-from driftlens.runs.run import DriftRun
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.verify import verify
+from driftlens.spec.requests import ProjectionRequest
 from tests.projection.clouds import Array, cloud, directions, places, run_of
 
 
@@ -147,3 +158,230 @@ def test_umap_repeats_shares_places_and_keeps_the_expert_in_place(tmp_path: path
     assert np.abs(places(other, "expert") - places(one, "expert")).max() > 1e-3
     few = dl.project(run, "cars", method="umap", variants=[], max_points=15)
     assert few.parameters["n_neighbors"] == 14
+
+
+def stored(run: DriftRun, task: str, **asked: Any) -> object:
+    return stored_projection(run, task, ProjectionRequest(**asked))
+
+
+@pytest.mark.parametrize("method", ["umap", "tsne"])
+def test_few_points_are_drawn_by_pca_and_the_note_says_why(tmp_path: pathlib.Path, method: str) -> None:
+    run = run_of(tmp_path / "run", {"expert": cloud(7), "merged": cloud(7, seed=1)})
+    found = dl.project(run, "cars", method=method)
+    title = {"umap": "UMAP", "tsne": "t-SNE"}[method]
+    assert found.method == "pca" and found.settings.method == method
+    assert found.notes == (f"14 distinct points are too few for {title}; this is PCA",)
+    np.testing.assert_array_equal(places(found, "merged"), places(dl.project(run, "cars"), "merged"))
+    kept = stored_projection(run, "cars", ProjectionRequest(method=method))
+    assert kept is not None and kept.notes == found.notes
+
+
+def test_equal_rows_are_not_counted_as_points(tmp_path: pathlib.Path) -> None:
+    run = run_of(tmp_path / "run", {"expert": cloud(10), "merged": cloud(10)})
+    assert dl.project(run, "cars", method="tsne").notes[0].startswith("10 distinct points")
+
+
+def test_without_umap_pca_is_drawn_and_the_note_says_how_to_get_it(
+    run: DriftRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "umap", None)
+    found = dl.project(run, "cars", method="umap")
+    assert found.method == "pca" and "pip install umap-learn" in found.notes[0]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_hardly_any_samples_have_places_but_no_neighbourhoods(tmp_path: pathlib.Path, n: int) -> None:
+    run = run_of(tmp_path / "run", {"expert": cloud(n), "merged": cloud(n, seed=1)})
+    found = dl.project(run, "cars")
+    assert np.isfinite(found.frame[["x", "y"]].to_numpy()).all() and len(found.frame) == 2 * n
+    row = found.quality.set_index("variant").loc["merged"]
+    assert row["neighbours"] == (n - 1) // 2 and math.isnan(row["trustworthiness"]) is (n < 3)
+    pd.testing.assert_frame_equal(found.quality, dl.project(run, "cars").quality)  # NaN survives storing
+
+
+def test_an_expert_alone_with_one_sample_is_a_point(tmp_path: pathlib.Path) -> None:
+    found = dl.project(run_of(tmp_path / "run", {"expert": cloud(1)}), "cars", variants=[])
+    assert places(found, "expert").tolist() == [[0, 0]] and found.explained_variance is None
+    assert found.notes == ("all points the layout is fitted on coincide",)
+
+
+@pytest.mark.parametrize("method", ["pca", "tsne"])
+def test_one_dimension_is_a_line(tmp_path: pathlib.Path, method: str) -> None:
+    features = {"expert": cloud(20, d=1), "merged": cloud(20, d=1, seed=1)}
+    found = dl.project(run_of(tmp_path / "run", features), "cars", method=method)
+    assert found.method == "pca"  # directions in one dimension are two points
+    assert (found.frame["y"] == 0).all() and found.explained_variance == (pytest.approx(1), 0)
+
+
+def test_a_feature_without_direction_is_drawn_and_named(tmp_path: pathlib.Path) -> None:
+    expert = cloud(20)
+    expert[2] = 0
+    found = dl.project(run_of(tmp_path / "run", {"expert": expert, "merged": cloud(20, seed=1)}), "cars")
+    assert found.notes == (
+        "1 features of expert are zero and have no direction; they are drawn where zero is",
+    )
+    assert np.isfinite(found.quality["mean_cosine"]).all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=["NaN", "infinity"])
+def test_features_that_are_no_numbers_are_refused_by_name(tmp_path: pathlib.Path, value: float) -> None:
+    merged = cloud(20, seed=1)
+    merged[13, 2] = value
+    run = run_of(tmp_path / "run", {"expert": cloud(20), "merged": merged})
+    with pytest.raises(NumericsError, match=r"task 'cars', merged, layer 2 .* first for sample 'test/13'"):
+        dl.project(run, "cars")
+    assert not (run.path / "projections").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"method": "umpa"}, SpecError, "Did you mean 'umap'?"),
+        ({"fit_on": "merged"}, SpecError, "there are all, expert"),
+        ({"method": "tsne", "fit_on": "expert"}, SpecError, "t-SNE can't place rows"),
+        ({"max_points": 2}, SpecError, "from 3 to 10000, got 2"),
+        ({"max_points": 10**6}, SpecError, "from 3 to 10000"),
+        ({"layer": 9}, LayerNotFoundError, "no layer 9"),
+        ({"variants": ["mergd"]}, DataError, "Did you mean 'merged'?"),
+        ({"task": "crs"}, DataError, "Did you mean 'cars'?"),
+    ],
+    ids=[
+        "method",
+        "fit_on",
+        "t-SNE on expert",
+        "too few points",
+        "too many points",
+        "layer",
+        "variant",
+        "task",
+    ],
+)
+@pytest.mark.parametrize("ask", [dl.project, stored], ids=["project", "stored"])
+def test_what_makes_no_sense_is_refused(
+    run: DriftRun,
+    ask: Callable[..., object],
+    options: dict[str, object],
+    error: type[Exception],
+    words: str,
+) -> None:
+    with pytest.raises(error) as refused:
+        ask(run, **{"task": "cars", **options})
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("method", ["pca", "tsne"])
+def test_asking_again_reads_what_is_stored(
+    run: DriftRun, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    assert stored_projection(run, "cars", ProjectionRequest(method=method)) is None
+    first = dl.project(run, "cars", method=method)
+
+    def refuse(*_: object) -> None:
+        pytest.fail("computed again")
+
+    monkeypatch.setattr("driftlens.findings.projection.lay_out", refuse)
+    again = dl.project(open_run(run.path), "cars", method=method)
+    stored = stored_projection(run.path, "cars", ProjectionRequest(method=method))
+    assert stored is not None
+    for other in (again, stored):
+        pd.testing.assert_frame_equal(other.frame, first.frame, check_exact=True)
+        pd.testing.assert_frame_equal(other.quality, first.quality, check_exact=True)
+        assert other.settings == first.settings and other.parameters == first.parameters
+        assert other.explained_variance == first.explained_variance and other.digest == first.digest
+    assert verify(run.path).ok and not verify(run.path).unlisted
+
+
+@pytest.mark.parametrize("method", ["pca", "tsne"])
+def test_computing_twice_gives_the_same_layout_and_storing_is_a_choice(run: DriftRun, method: str) -> None:
+    one, again = (dl.project(run, "cars", method=method, store_it=False).frame for _ in range(2))
+    pd.testing.assert_frame_equal(one, again, check_exact=True)
+    assert not (run.path / "projections").exists()  # a viewer that may not write leaves nothing
+
+
+def test_the_stored_layout_is_another_once_anything_about_it_changes(tmp_path: pathlib.Path) -> None:
+    base = {"expert": cloud(20), "merged": cloud(20, seed=1)}
+    changed = {**base, "merged": base["merged"].copy()}
+    changed["merged"][4, 2] += 0.5
+    one, other = (run_of(tmp_path / name, features) for name, features in (("a", base), ("b", changed)))
+    digest = dl.project(one, "cars").digest
+    shutil.rmtree(one.path / "projections")
+    assert dl.project(one, "cars").digest == digest != dl.project(other, "cars").digest
+    variations: list[dict[str, object]] = [
+        *({"seed": 1}, {"method": "tsne"}, {"fit_on": "expert"}, {"max_points": 30}, {"variants": []}),
+    ]
+    digests = [dl.project(one, "cars", **changes).digest for changes in variations]  # type: ignore[arg-type]
+    assert len({digest, *digests}) == 6
+
+
+def test_a_layout_made_by_other_libraries_is_still_shown(
+    run: DriftRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Viewers show the stored coordinates; computing anew makes a layout of its own."""
+    first = dl.project(run, "cars")
+    monkeypatch.setattr("driftlens.findings.projection.version_of", lambda package: "99")
+    shown = stored_projection(run, "cars")
+    assert shown is not None and shown.digest == first.digest
+    assert stored_projection(run, "cars", ProjectionRequest(seed=5)) is None
+    assert dl.project(run, "cars").digest != first.digest
+
+
+def test_damaged_files_are_named(run: DriftRun) -> None:
+    found = dl.project(run, "cars")
+    points, words = (run.path / "projections" / f"{found.digest}.{kind}" for kind in ("parquet", "json"))
+    whole = points.read_bytes()
+    points.write_bytes(whole[: len(whole) // 2])
+    for ask in (lambda task: dl.project(run, task), lambda task: stored_projection(run, task)):
+        with pytest.raises(RunError, match=points.name):
+            ask("cars")
+    points.write_bytes(whole)
+    for text in ("{", "[]", json.dumps({"format": 2}), json.dumps({"format": 1, "settings": {}})):
+        words.write_text(text)
+        with pytest.raises(RunError, match=words.name):
+            dl.project(run, "cars")
+
+
+def test_names_with_markup_are_kept_as_they_are(tmp_path: pathlib.Path) -> None:
+    task, variant = "<script>$\\input{x}=1", 'calibrated:"><img>'
+    features = {"expert": cloud(16), variant: cloud(16, seed=1)}
+    run = run_of(tmp_path / "run", features, task)
+    found = dl.project(run, task, variants=[variant])
+    assert set(found.frame["task"]) == {task} and set(found.frame["variant"]) == {"expert", variant}
+    stored = stored_projection(run, task, ProjectionRequest(variants=[variant]))
+    assert stored is not None and stored.frame.equals(found.frame)
+
+
+def _printed_without(modules: tuple[str, ...], code: str, path: pathlib.Path) -> str:
+    """What `code` prints in a process where importing any of `modules` fails."""
+    block = (
+        "import sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name.partition('.')[0] in {modules}: raise ImportError(name + ' is blocked')\n"
+        "sys.meta_path.insert(0, Block())\n"
+    )
+    command = [sys.executable, "-c", block + code, str(path)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+@pytest.mark.slow
+def test_projecting_and_judging_need_no_torch(run: DriftRun) -> None:
+    digests = [dl.project(run, "cars", method=method, store_it=False).digest for method in ("pca", "tsne")]
+    code = (
+        "import driftlens as dl; run = dl.open_run(sys.argv[1])\n"
+        "print(*(dl.project(run, 'cars', method=method).digest for method in ('pca', 'tsne')))\n"
+        "print(dl.check(run, {'checks': [{'metric': 'cos', 'gte': -1}]}).count('pass'))\n"
+        "print(*dl.compare(run).pairs)"
+    )
+    expected = [" ".join(digests), "1", "('merged', 'calibrated:featcal')"]
+    assert _printed_without(("torch",), code, run.path).splitlines() == expected
+
+
+def test_a_stored_layout_is_read_without_what_computes_it(run: DriftRun) -> None:
+    stored = dl.project(run, "cars")
+    code = (
+        "from driftlens.findings.projection import stored_projection\n"
+        "found = stored_projection(sys.argv[1], 'cars')\n"
+        "print(found.digest, found.frame['x'].sum())"
+    )
+    printed = _printed_without(("torch", "sklearn", "umap", "scipy"), code, run.path)
+    assert printed == f"{stored.digest} {stored.frame['x'].sum()}\n"

@@ -22,7 +22,7 @@ from driftlens.jobs.contest import sweep
 from driftlens.merging import averages, spherical
 from driftlens.models import architecture
 from driftlens.models.language import texts
-from driftlens.runs.keeping import LONGEST_NAME
+from driftlens.runs.verify import LONGEST_NAME
 from driftlens.spec import run as spec_run
 from driftlens.spec import types, yaml_text
 from driftlens.spec.run import load_spec
@@ -66,11 +66,11 @@ LIMITS: dict[str, tuple[str, str]] = {
     ),
     "points of a projection": (
         f"{MOST_POINTS:,}",
-        "projection/test_hard_input.py::test_what_makes_no_sense_is_refused",
+        "projection/test_layouts.py::test_what_makes_no_sense_is_refused",
     ),
     "name of a run": (
         f"{LONGEST_NAME} characters",
-        "records/test_keeping.py::test_a_name_that_is_none_is_refused",
+        "records/test_verify.py::test_a_name_that_is_none_is_refused",
     ),
     "JSON": (
         "as deep as Python reads without exhausting its stack, whole numbers of 4,300 digits",

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from driftlens.base.metrics import METRICS
-from driftlens.findings.scores import interval_of
+from driftlens.findings.measures import interval_of
 from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter

@@ -16,12 +16,12 @@ RUNS = {
     "expert": at(base=[330, 400, 300], expert=[450, 310, 440], merged=[400, 330, 380]),
 }
 """Right answers of 500: a good merge, a merge below its base, and one of whose experts is itself bad."""
-SHARES = {2: (0.12, 0.08, 0.16), 3: (0.44, 0.38, 0.5)}
+BY_LAYER = {2: (0.12, 0.08, 0.16), 3: (0.44, 0.38, 0.5)}
 
 
 def stranger(manifest: Manifest, name: str) -> DriftRun:
     """One of the runs, with the predictions of its test samples."""
-    made = run_of(manifest, RUNS[name], NUM, SHARES, stored=True)
+    made = run_of(manifest, RUNS[name], NUM, BY_LAYER, stored=True)
     run = DriftRun(pathlib.Path("runs") / name, made.manifest)
     run._frames |= made._frames
     return run

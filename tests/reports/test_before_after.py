@@ -12,7 +12,7 @@ from scipy import stats
 
 from driftlens.base.errors import DataError
 from driftlens.base.intervals import Interval, mcnemar, mean_over_tasks, p_of, unpaired_difference
-from driftlens.findings import features, measures
+from driftlens.findings import measures
 from driftlens.findings.before_after import (
     before_after,
     calibration_document,
@@ -22,8 +22,7 @@ from driftlens.findings.before_after import (
     score_changes,
 )
 from driftlens.findings.compare import compare, mean_score_change
-from driftlens.findings.features import DRIFT
-from driftlens.findings.measures import SCORE, change, mean
+from driftlens.findings.measures import DRIFT, SCORE, change, mean
 from driftlens.findings.reading import p_value, points, points_interval
 from driftlens.findings.verdict import verdict
 from driftlens.runs.manifest import CalibrationInfo
@@ -291,13 +290,13 @@ def test_a_report_works_every_change_out_once(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    for module, name in ((features, "drift_changes"), (measures, "changed_score")):
+    for name in ("drift_changes", "changed_score"):
 
-        def counted(*given: object, work: object = getattr(module, name), **more: object) -> object:
+        def counted(*given: object, work: object = getattr(measures, name), **more: object) -> object:
             asked.append((work, *given[2:], *more.items()))
             return work(*given, **more)  # type: ignore[operator]
 
-        monkeypatch.setattr(module, name, counted)
+        monkeypatch.setattr(measures, name, counted)
     run = run_of(tmp_path / "run")
     Report(run).content  # noqa: B018 -- asks for everything
     # Drift, cosine, and answers of every pair of base, expert, merged and calibrated, and of the anchor alone.

@@ -13,7 +13,7 @@ import pytest
 import driftlens as dl
 from driftlens.base.errors import SpecError
 from driftlens.base.intervals import mean_over_tasks
-from driftlens.findings.features import drift_changes
+from driftlens.findings.measures import drift_changes
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter

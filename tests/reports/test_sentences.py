@@ -16,7 +16,7 @@ import driftlens as dl
 from driftlens.base.intervals import wilson
 from driftlens.base.variants import title
 from driftlens.findings.compare import compare
-from driftlens.findings.summary import summary_sheet
+from driftlens.findings.verdict import summary_sheet
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.schema import TABLES
 from driftlens.runs.tables import conform

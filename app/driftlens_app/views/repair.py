@@ -9,8 +9,7 @@ import streamlit as st
 
 from driftlens.base.variants import title
 from driftlens.base.words import counted
-from driftlens.findings.arena import arena_sheet
-from driftlens.findings.before_after import calibration_sheets, selection_sentences
+from driftlens.findings.before_after import arena_sheet, calibration_sheets, selection_sentences
 from driftlens.findings.frame import change_in_words
 from driftlens.findings.reading import estimate, size, written
 from driftlens.findings.table import Table

@@ -15,7 +15,7 @@ from driftlens.base.errors import RunError
 from driftlens.base.variants import part_of
 from driftlens.findings.listing import RunSummary
 from driftlens.findings.reading import size
-from driftlens.runs.keeping import LONGEST_NAME, rename, set_aside
+from driftlens.runs.verify import LONGEST_NAME, rename, set_aside
 from driftlens_app.jobs.processes import is_at_work
 from driftlens_app.jobs.record import MAKING, dismiss, job_of
 from driftlens_app.jobs.requests import DEMO

@@ -23,8 +23,8 @@ from driftlens.base.variants import expert_of, title
 from driftlens.data.samples import SampleSet, few_of, part_of
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward, input_bytes, waiting_bytes
+from driftlens.findings.measures import interval_of, results
 from driftlens.findings.reading import estimate
-from driftlens.findings.scores import interval_of, results
 from driftlens.jobs.study.study import Study
 from driftlens.linalg.state import expert_cosine
 from driftlens.models.chain import Pool

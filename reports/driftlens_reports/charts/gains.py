@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 from driftlens.base import variants
 from driftlens.base.intervals import Interval
 from driftlens.base.metrics import title_of
-from driftlens.findings.arena import arena_rows
-from driftlens.findings.features import drift_changes
+from driftlens.findings.before_after import arena_rows
 from driftlens.findings.frame import Finding, paired_by_task, pairing
-from driftlens.findings.measures import SCORE, change
-from driftlens.findings.scores import main_metrics
+from driftlens.findings.measures import SCORE, change, drift_changes, main_metrics
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart

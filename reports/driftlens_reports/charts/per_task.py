@@ -11,8 +11,8 @@ import plotly.graph_objects as go
 
 from driftlens.base.intervals import Interval, mean_interval, mean_over_tasks
 from driftlens.base.metrics import ACCURACY, METRICS, metric_called, title_of
+from driftlens.findings.measures import main_metrics
 from driftlens.findings.reading import estimate, number, percent
-from driftlens.findings.scores import main_metrics
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart, is_of_language

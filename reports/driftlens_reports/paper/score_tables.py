@@ -13,7 +13,7 @@ import pandas as pd
 from driftlens.base.intervals import mean_over_tasks
 from driftlens.base.metrics import ACCURACY, Metric, metric_called
 from driftlens.base.variants import control_of, expert_of, is_control, part_of
-from driftlens.findings.scores import changed_score, main_metrics
+from driftlens.findings.measures import changed_score, main_metrics
 from driftlens.findings.swept import swept_methods
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.words import between, called, title

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure, SubFigure
 
 from driftlens.base.errors import DataError
-from driftlens.findings.arena import arena_rows
+from driftlens.findings.before_after import arena_rows
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens_reports.charts.theme import look

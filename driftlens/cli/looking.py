@@ -259,7 +259,7 @@ def compare(
     from driftlens.base.intervals import p_of
     from driftlens.findings.compare import compare as compared
     from driftlens.findings.compare import mean_score_change
-    from driftlens.runs.equality import TOLERANCE, equality
+    from driftlens.runs.verify import TOLERANCE, equality
     from driftlens_reports.terminal import comparison_text
 
     found = compared(first, second, before=before, after=after, allow_mismatch=allow_mismatch)

@@ -24,9 +24,8 @@ from driftlens.findings.reading import NOT_MEASURED, Kind, estimate, is_measured
 from driftlens.findings.swept import ABLATION, CONTROL, ablation_sheets, settings_of
 from driftlens.findings.table import Table
 from driftlens.findings.verdict import final_sheet, others_sheet, task_sheet, verdict
-from driftlens.runs.equality import TOLERANCE, Equality
 from driftlens.runs.run import DriftRun
-from driftlens.runs.verify import VerifyResult
+from driftlens.runs.verify import TOLERANCE, Equality, VerifyResult
 from driftlens_reports import facts
 
 _SHOWN = 5

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import expect
 
+import driftlens as dl
+from driftlens.findings.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
-from tests.browser.reading import drawn, settled
+from tests.browser.reading import PATIENCE, drawn, open_drawer, settled
 from tests.browser.server import serving
+from tests.pipeline.calibrating import roomy_run
+from tests.records.full_run import write_full_run
+from tests.zoo.world import World
 
 pytestmark = pytest.mark.slow
-PATIENCE = 180_000
-"""Milliseconds that a job may take on a busy machine, most of them to import torch."""
 
 
 def choose(page: Any, box: str, option: str) -> None:
@@ -120,3 +124,127 @@ def test_a_damaged_and_a_vanished_piece_take_nothing_else_along(
         expect(page.get_by_text("Traceback")).to_have_count(0)
         choose(page, "Run", "merged only")
         drawn(page, page.get_by_role("heading", name="merged only"), timeout=PATIENCE)
+
+
+@pytest.fixture
+def writable(browser: Any, light: DriftRun, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """The address of a dashboard on a copy of a small real run, and the copy."""
+    run = tmp_path / "runs" / "light"
+    shutil.copytree(light.path, run)
+    with serving(run.parent, tmp_path / "log") as address:
+        yield address, run
+
+
+def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_numbers(
+    page: Any, writable: tuple[str, Path]
+) -> None:
+    address, run = writable
+    page.goto(f"{address}/repair")
+    settled(page)
+    open_drawer(page, "Advanced")
+    page.get_by_role("button", name="FeatCal calibrate").click()
+    expect(page.get_by_text("Calibration featcal").first).to_be_visible(timeout=PATIENCE)
+    expect(page.get_by_role("button", name="FeatCal calibrate")).to_be_disabled()
+    page.reload()
+    # After the reload the job is either still shown, or over already; it has not begun again.
+    drawn(page, page.get_by_role("heading", name="Before and after featcal"), timeout=PATIENCE)
+    assert len(list((run / "logs").glob("calibrate-*.log"))) == 1
+    calibrated = open_run(run)
+    assert list(calibrated.manifest.calibrations) == ["featcal"]
+    *said, following = verdict(calibrated, "featcal").sentences
+    for sentence in said:
+        expect(page.get_by_text(sentence)).to_be_visible()
+    assert following.startswith("Next: `driftlens report ")
+    # Folders of the machine have no place on a page.
+    expect(page.get_by_text("driftlens report light", exact=True)).to_be_visible()
+    with page.expect_download() as taken:
+        page.get_by_role("button", name="Calibrated checkpoint").click()
+    weights = run / "calibrations" / "featcal" / "weights.safetensors"
+    assert Path(taken.value.path()).read_bytes() == weights.read_bytes()
+
+
+def test_from_the_first_visit_to_the_repaired_model_by_pressing_only_buttons(
+    page: Any, world: World, tmp_path: Path
+) -> None:
+    (tmp_path / "runs").mkdir()
+    run = roomy_run(world, tmp_path / "runs").path
+    page.set_viewport_size({"width": 1440, "height": 900})
+    with serving(run.parent, tmp_path / "log") as address:
+        page.goto(address)
+        settled(page)
+        page.get_by_test_id("stSidebarNav").get_by_role("link", name=re.compile("Calibrate|Repair")).click()
+        button = page.get_by_role("button", name="Repair with the best method")
+        expect(button).to_be_enabled()
+        settled(page)
+        box = button.bounding_box()
+        assert box is not None and box["y"] + box["height"] < 900, "above the fold"
+        button.click()
+        expect(page.get_by_role("progressbar").first).to_be_visible(timeout=PATIENCE)
+        drawn(page, page.get_by_role("heading", name="Before and after best"), timeout=PATIENCE)
+        expect(page.get_by_role("heading", name=re.compile("→"))).to_be_visible()
+        drawn(page, page.get_by_text("Calibration best is done."), timeout=PATIENCE)
+        expect(button).to_be_enabled()
+    assert list(open_run(run).manifest.calibrations) == ["best"]
+
+
+def test_a_second_calibration_is_shown_when_it_is_done_in_every_tab_and_the_console_stays_empty(
+    page: Any, writable: tuple[str, Path]
+) -> None:
+    address, run = writable
+    dl.open_run(run).calibrate(dl.FeatCal(), name="featcal")
+    said: list[str] = []
+    tabs = (page, page.context.new_page())
+    for tab in tabs:
+        tab.on(
+            "console", lambda entry: said.append(entry.text) if entry.type in ("error", "warning") else None
+        )
+        tab.goto(address)
+        settled(tab)
+        tab.get_by_test_id("stSidebarNav").get_by_role("link", name="Repair").click()
+        drawn(tab, tab.get_by_role("heading", name="Before and after featcal"), timeout=PATIENCE)
+    open_drawer(page, "Advanced")
+    name = page.get_by_role("textbox", name="Name")
+    assert name.input_value() == "featcal-2"
+    name.fill("featcal")
+    page.get_by_role("button", name="FeatCal calibrate").click()
+    drawn(page, page.get_by_text("or choose another name"), timeout=PATIENCE)
+    assert not list((run / "logs").glob("calibrate-*.log"))
+    name.fill("featcal-2")
+    page.get_by_role("button", name="FeatCal calibrate").click()
+    expect(page.get_by_role("button", name="Cancel").first).to_be_visible(timeout=PATIENCE)
+    tabs[1].get_by_text("Solved modules").click()  # which draws the page again
+    for tab in tabs:
+        drawn(tab, tab.get_by_text("Calibration featcal-2 is done."), timeout=PATIENCE)
+        expect(tab.get_by_role("heading", name="Before and after featcal-2")).to_be_visible()
+        open_drawer(tab, "All numbers")
+        expect(tab.get_by_role("heading", name="largest weight moves")).to_be_visible()
+    assert name.input_value() == "featcal-3"
+    assert said == []
+
+
+def test_a_cancelled_calibration_leaves_no_variant(page: Any, writable: tuple[str, Path]) -> None:
+    address, run = writable
+    before = open_run(run).variants
+    page.goto(f"{address}/repair")
+    settled(page)
+    open_drawer(page, "Advanced")
+    page.get_by_role("textbox", name="Name").fill("given-up")
+    page.get_by_role("button", name="FeatCal calibrate").click()
+    page.get_by_role("button", name="Cancel").click(timeout=PATIENCE)
+    drawn(page, page.get_by_text("was cancelled"), timeout=PATIENCE)
+    expect(page.get_by_role("button", name="FeatCal calibrate")).to_be_enabled()
+    assert page.get_by_role("textbox", name="Name").input_value() == "given-up"
+    assert open_run(run).variants == before and open_run(run).manifest.calibrations == {}
+
+
+def test_the_tables_of_a_result_need_no_sideways_scrolling(page: Any, tmp_path: Path) -> None:
+    write_full_run(tmp_path / "runs" / "full", tasks=("house_numbers", "textures"))
+    with serving(tmp_path / "runs", tmp_path / "log") as address:
+        page.goto(f"{address}/repair")
+        page.get_by_text("All numbers", exact=True).click(timeout=60_000)
+        expect(page.get_by_test_id("stDataFrame")).to_have_count(7, timeout=60_000)
+        settled(page)
+        fitting = (
+            "[...document.querySelectorAll('.dvn-scroller')].filter(it => it.scrollWidth <= it.clientWidth)"
+        )
+        page.wait_for_function(f"{fitting}.length === 7")

@@ -15,10 +15,10 @@ from driftlens.base.errors import DataError
 from driftlens.base.intervals import unpaired_difference
 from driftlens.findings.compare import compare
 from driftlens.findings.measures import paired_answers
-from driftlens.runs.equality import equality
 from driftlens.runs.manifest import ModelInfo, read_manifest, write_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
+from driftlens.runs.verify import equality
 from tests.records.full_run import Size, write_full_run
 from tests.records.judged import SIZE
 from tests.records.spoiling import spoil

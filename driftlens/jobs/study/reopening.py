@@ -200,11 +200,12 @@ class Follower(RunWriter):
     def __init__(self, folder: pathlib.Path, manifest: Manifest) -> None:
         """Of the run in a folder, whose manifest is this."""
         super().__init__(folder, manifest, RunLock(folder))
+        self.progress = self._nothing
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         """Rows, columns and features are the first process's, and it alone tells of progress."""
 
-    append = fill = drop = write_features = event = progress = _nothing
+    append = fill = drop = write_features = event = _nothing
 
     def warn(self, text: str) -> None:
         """Note it."""

@@ -18,6 +18,7 @@ from driftlens.findings.measures import COSINE, DRIFT, RELATIVE, main_metrics, m
 from driftlens.findings.reading import Kind, setting_text
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import SWEEPS
 from driftlens.runs.tables import plain
 
 ABLATION = "ablation"
@@ -37,7 +38,7 @@ def settings_of(row: Any) -> dict[str, Any]:
     if isinstance(row["settings"], str):
         found: dict[str, Any] = from_json(row["settings"])
         return found
-    return {name: row[name] for name in ("lam", "rho", "alpha")}
+    return {name: row[name] for name in SWEEPS.names[len(SWEEPS.key) : SWEEPS.names.index("n")]}
 
 
 def sweep_named(factor: str, method: str) -> str:

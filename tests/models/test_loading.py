@@ -321,15 +321,6 @@ def test_a_missing_shard_is_named(tmp_path: pathlib.Path, weights: Weights) -> N
         open_checkpoint(tmp_path)
 
 
-def test_a_key_that_a_shard_lacks_is_named(tmp_path: pathlib.Path, weights: Weights) -> None:
-    write_shards("model", ".safetensors")(tmp_path, weights)
-    save_file({"other": torch.zeros(1)}, tmp_path / "model-00002-of-00002.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"'block\.half' is in model-00002-of-00002\.safetensors, but it is not"
-    ):
-        open_checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("index", "message"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +52,6 @@ def test_samples_are_sorted_by_class_and_path(tmp_path: Path) -> None:
         "sedan/b.png",
         "sedan/deep/er/c.bmp",
         "花 Blüten/ä.png",
-    )
-
-
-def test_the_order_of_the_file_system_plays_no_part(tmp_path: Path) -> None:
-    numbers = random.Random(0).sample(range(10, 99), 60)
-    write_images(tmp_path, {f"{number // 20}/{number}.png": number for number in numbers})
-    assert images(**folder_entry(tmp_path)).ids == tuple(
-        f"{number // 20}/{number}.png" for number in sorted(numbers)
     )
 
 

@@ -70,13 +70,6 @@ def test_fewer_samples_are_drawn_at_random_and_known_by_their_place(
     assert len({live_samples("cars", X, n=n, seed=seed).ids for seed in range(9)}) > 1
 
 
-def test_sorted_data_give_every_class() -> None:
-    labels = torch.arange(1000) // 100
-    samples = live_samples("cars", TensorDataset(labels[:, None].float(), labels), n=200)
-    assert samples.labels is not None
-    assert set(samples.labels) == {str(label) for label in range(10)}
-
-
 def doubled(rows: list[tuple[Tensor, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
     return {"x": 2 * torch.stack([x for x, _ in rows])}, torch.stack([y for _, y in rows])
 
@@ -107,13 +100,6 @@ def test_of_a_stream_the_first_samples_are_taken_and_that_is_said() -> None:
     assert samples.notices == (
         "task cars: the first 3 samples are taken; give a Dataset to have them drawn at random",
     )
-
-
-def test_a_tokenizers_batch_is_a_batch() -> None:
-    batch = BatchEncoding({"input_ids": Y[:, None], "attention_mask": Y[:, None] > 0})
-    loaded = live_samples("cars", [batch, batch]).load([0, 13])
-    assert sorted(loaded) == ["attention_mask", "input_ids"]
-    assert torch.equal(loaded["input_ids"], Y[[0, 6], None])
 
 
 def test_a_batch_may_be_a_dict_of_tensors() -> None:

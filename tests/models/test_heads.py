@@ -63,24 +63,21 @@ def test_class_names_come_from_a_list_or_a_file(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
+        (None, "can't be read"),
         ("[", "can't be read"),
         ('{"a": 1}', "no list"),
         ("[1]", "no list"),
         ('["a", "a"]', "more than once: 'a'"),
         ("[]", "empty"),
     ],
-    ids=["broken", "object", "numbers", "twice", "empty"],
+    ids=["missing", "broken", "object", "numbers", "twice", "empty"],
 )
-def test_unusable_class_names_are_refused(tmp_path: pathlib.Path, content: str, words: str) -> None:
+def test_unusable_class_names_are_refused(tmp_path: pathlib.Path, content: str | None, words: str) -> None:
     file = tmp_path / "classes.json"
-    file.write_text(content)
+    if content is not None:
+        file.write_text(content)
     with refusing(DataError, words):
         class_names(file)
-
-
-def test_a_missing_file_of_class_names_is_refused(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(DataError, match="can't be read"):
-        class_names(tmp_path / "none.json")
 
 
 def test_a_file_head_holds_the_files_rows(tmp_path: pathlib.Path) -> None:

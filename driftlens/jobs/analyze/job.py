@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+import driftlens.spec
 from driftlens.base.access import Context
 from driftlens.base.diagnostic import chosen
 from driftlens.base.errors import SpecError
@@ -45,13 +46,13 @@ from driftlens.runs.manifest import LayerInfo, read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.standing import is_live
 from driftlens.runs.writer import RunWriter
-from driftlens.spec import RunSpec, load_spec
 from driftlens.spec.requests import AnalysisRequest
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from driftlens.data.sources import Picture
+    from driftlens.spec import RunSpec
 
 
 def analyze(
@@ -60,7 +61,7 @@ def analyze(
     context: Context = Context(),
 ) -> DriftRun:
     """Measure the drift of every variant of a spec, and write it all into a run directory."""
-    resolved = load_spec(spec, request.over_spec)
+    resolved = driftlens.spec.load_spec(spec, request.over_spec)
     out = request.out or Path("runs", resolved.name)
     # First of all: nothing need be opened to see that a setting is wrong.
     if resolved.merge is not None:
@@ -104,7 +105,7 @@ def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Re
     is_same = manifest.spec_digest == spec.digest()
     if not is_same and not is_live(manifest):
         # The digest that an earlier version wrote counts keys that were taken out since.
-        is_same = load_spec(folder / "spec.yaml") == spec
+        is_same = driftlens.spec.load_spec(folder / "spec.yaml") == spec
     if not is_same:
         raise SpecError(
             f"{folder} was begun with another spec",

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from safetensors import safe_open
 
+import driftlens.spec
 from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.base.files import PathLike, from_json, write_json_atomic
@@ -38,7 +39,6 @@ from driftlens.jobs.calibrate.plan import (
 )
 from driftlens.jobs.calibrate.variants import Solution, save_for_others, save_variants
 from driftlens.jobs.study import reopening
-from driftlens.jobs.study.card import model_card
 from driftlens.jobs.study.opening import OpenModels
 from driftlens.jobs.study.reopening import (
     Begun,
@@ -57,7 +57,6 @@ from driftlens.runs.manifest import CalibrationInfo, Manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.standing import COMMAND, how_to_explain, how_to_resume
 from driftlens.runs.writer import RunWriter, remove_tree
-from driftlens.spec import load_spec
 from driftlens.spec.requests import CalibrationRequest
 
 PHASE = "calibrate"
@@ -144,7 +143,7 @@ def open_calibration(
     study, models = reopening.reopened(
         folder, context, num_calibration=request.samples, with_calibrations=False
     )
-    spec = load_spec(folder / layout.SPEC) if context.live is None else None
+    spec = driftlens.spec.load_spec(folder / layout.SPEC) if context.live is None else None
     plan = plan_calibration(request, run, spec, study)
     asked = request.changed(resume=False, replace=False).words()
     words = [*(word for word in asked if not word.startswith("--name=")), *context.access.words]
@@ -313,6 +312,8 @@ class _Work:
         run_phases(writer, self.phases.completing(variants))
 
         def describe() -> None:
+            from driftlens.jobs.study.card import model_card
+
             with writer.file(f"{layout.calibration_folder(plan.name)}/README.md") as file:
                 file.write_text(model_card(open_run(folder), plan.name), encoding="utf-8")
 

@@ -20,7 +20,6 @@ from driftlens.engine.attached import Attachment, Attachments, attachment_tensor
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.jobs.calibrate.plan import CalibrationPlan
-from driftlens.jobs.study.card import model_card
 from driftlens.jobs.study.opening import OpenModels, head_files
 from driftlens.jobs.study.study import Study
 from driftlens.models.chain import LayerChain, ParameterKey, fused
@@ -176,6 +175,8 @@ def save_for_others(
     run: DriftRun, plan: CalibrationPlan, models: OpenModels, pool: ModelPool, target: pathlib.Path
 ) -> None:
     """Write the calibrated model as a folder or a file, and what is attached beside its weights."""
+    from driftlens.jobs.study.card import model_card
+
     architecture, attached = models.architecture, pool.variant(plan.variant).attachments
     metadata = weights_metadata(plan.variant, run.manifest.calibrations[plan.name])
     model = architecture.align(open_checkpoint(run.path / plan.weights[plan.variant]))

@@ -9,7 +9,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from driftlens.engine.pool import LayerMap
 from driftlens.engine.sites import parameter_groups, row_weights, rows_and_output
 from driftlens.engine.walk import Passage, forward_order
 from driftlens.jobs.study import opening
-from driftlens.jobs.study.card import merge_card
 from driftlens.jobs.study.opening import OpenModels
 from driftlens.jobs.study.study import Study
 from driftlens.jobs.study.suspicion import companions
@@ -35,7 +34,9 @@ from driftlens.linalg.gram import GramSum
 from driftlens.merging.method import Merge, MergeMethod, merge_called
 from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State
 from driftlens.models.saving import require_target, save_model
-from driftlens.spec import RunSpec
+
+if TYPE_CHECKING:
+    from driftlens.spec import RunSpec
 
 PHASE = "merge"
 PIECE = 2**22
@@ -399,6 +400,8 @@ def save_merge(
     metadata = {f"merge_{name}": value for name, value in (record | {"parameters": settings}).items()}
 
     def card(usage: str) -> str:
+        from driftlens.jobs.study.card import merge_card  # its libraries are not those of live modules
+
         notices = [*known.notices, *opening.head_notices(models), *opening.dtype_notices(models)]
         notices += [finding.text for finding in companions(models)]
         described = {"loader": known.loader, "source": known.source}

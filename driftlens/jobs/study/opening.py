@@ -7,7 +7,7 @@ import functools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -55,9 +55,11 @@ from driftlens.models.own_heads import OwnHead
 from driftlens.models.saving import HEADS
 from driftlens.models.taking_apart.interception import settle
 from driftlens.runs.layout import escape
-from driftlens.spec import RunSpec
 from driftlens.spec.published import PublishedTask, published_task
 from driftlens.spec.sections import FileHead, Head, LinearHead
+
+if TYPE_CHECKING:
+    from driftlens.spec import RunSpec
 
 
 @dataclass(frozen=True)

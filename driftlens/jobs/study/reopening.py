@@ -12,12 +12,13 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+import driftlens.spec
 from driftlens.base.access import Access, Context
 from driftlens.base.errors import CheckpointError, DataError, RunError, SpecError
 from driftlens.base.files import PathLike, from_json, write_json_atomic
@@ -36,7 +37,9 @@ from driftlens.runs.manifest import Manifest, PhaseInfo, read_manifest
 from driftlens.runs.standing import is_live, unanalyzed
 from driftlens.runs.status import RunLock, living_owner_of
 from driftlens.runs.writer import RunWriter, remove_tree
-from driftlens.spec import RunSpec, load_spec
+
+if TYPE_CHECKING:
+    from driftlens.spec import RunSpec
 
 MERGED_FILE = "models/merged.safetensors"
 """Where a run keeps the merged model it made itself, in the base's key names and dtypes."""
@@ -67,13 +70,13 @@ def reopened(
 def _of_spec(
     folder: pathlib.Path, num_calibration: int | None, access: Access, *, with_jacobian: bool
 ) -> tuple[Study, OpenModels]:
-    spec = load_spec(folder / "spec.yaml")
+    spec = driftlens.spec.load_spec(folder / "spec.yaml")
     if num_calibration is not None:
         # Fewer are a beginning of those drawn, so that nothing else is drawn differently (`data.drawing.draw`).
         there = {task: entry.n or spec.data.defaults.n for task, entry in spec.data.tasks.items()}
         spec = redrawn(spec, {task: max(count, num_calibration) for task, count in there.items()})
     if with_jacobian and spec.metrics.jacobian is False:
-        spec = load_spec(spec, ["metrics.jacobian={}"])
+        spec = driftlens.spec.load_spec(spec, ["metrics.jacobian={}"])
     study, models = open_study(spec, access=access)
     if "merged" not in study.pool:
         study.pool.add("merged", models.architecture.align(open_checkpoint(folder / MERGED_FILE)))
@@ -136,7 +139,7 @@ def redrawn(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -
         values["data"]["defaults"]["seed"] = seed
     for task, count in counts.items():
         values["data"][task]["n"] = count
-    return load_spec(values)
+    return driftlens.spec.load_spec(values)
 
 
 def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) -> None:

@@ -209,12 +209,18 @@ def text_preprocess(
             f"{source} doesn't say with which token its decoder begins",
             hint="Put decoder_start_token_id into its config.json; that of T5 is the pad token's, 0.",
         )
+    stated = tokenizer.model_max_length
+    if not isinstance(stated, int | float) or not stated >= 1:
+        raise SpecError(
+            f"{source}: its tokenizer takes {stated!r} tokens (model_max_length)",
+            hint="Write how many tokens a text may have into its tokenizer_config.json, or take the entry out.",
+        )
     ends = generation.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
     named = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
     reader = TextReader(
         tokenizer,
         form,
-        min(tokenizer.model_max_length, limit),
+        int(min(stated, limit)),
         limit,
         start if form == "encoder-decoder" else None,
         tuple(dict.fromkeys(token for token in named if token is not None)),

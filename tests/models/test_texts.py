@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
-from driftlens.base.errors import IncompatibleModelsError, SpecError
+from driftlens.base.errors import DriftLensError, IncompatibleModelsError, SpecError
 from driftlens.checkpoints.loading import MOST_GROWTH, tokenizer_in
 from driftlens.models.language.texts import Text, TextReader
 from driftlens.models.preprocessing import hf_text_preprocess
@@ -228,3 +228,19 @@ def test_what_tokenizers_do_is_let_through(normalizer: Any, tmp_path: Path) -> N
 def test_where_there_are_no_files_there_is_no_tokenizer(tmp_path: Path) -> None:
     assert tokenizer_in(str(tmp_path), offline=True) is None
     assert tokenizer_in(str(tmp_path / "nothing"), offline=True) is None
+
+
+@pytest.mark.parametrize(("stated", "length"), [(7.0, 7), (0.25, None), ("many", None)])
+def test_a_tokenizers_own_limit_is_a_number_of_tokens(
+    stated: object, length: int | None, tmp_path: Path
+) -> None:
+    word_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": stated}))
+    config = transformers.GPT2Config(vocab_size=100)
+    if length is None:
+        with pytest.raises(DriftLensError, match="model_max_length|tokenizer"):
+            hf_text_preprocess(str(tmp_path), config, True, "decoder")
+    else:
+        read = hf_text_preprocess(str(tmp_path), config, True, "decoder")
+        assert read.settings["max_length"] == length

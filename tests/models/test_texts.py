@@ -239,7 +239,7 @@ def test_a_tokenizers_own_limit_is_a_number_of_tokens(
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": stated}))
     config = transformers.GPT2Config(vocab_size=100)
     if length is None:
-        with pytest.raises(DriftLensError, match="model_max_length|tokenizer"):
+        with pytest.raises(DriftLensError, match=r"model_max_length|tokenizer"):
             hf_text_preprocess(str(tmp_path), config, True, "decoder")
     else:
         read = hf_text_preprocess(str(tmp_path), config, True, "decoder")

@@ -119,6 +119,23 @@ def test_a_file_without_a_head_and_without_a_configuration_is_refused(root: path
         open_models(load_spec(described))
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_an_adapter_behind_a_plus_needs_no_base_of_the_spec(root: pathlib.Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(root / "two")
+    settings = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(model, settings).save_pretrained(root / "adapter")
+    described = spec_of(root, "base", "one")
+    del described["base"]
+    described["experts"]["two"] = {"weights": f"{root / 'two'}+{root / 'adapter'}"}
+    adapted = open_models(load_spec(described)).sources["expert:two"]
+    changed = {
+        key for key, value in weights_of(root / "two").items() if not torch.equal(value, adapted.read(key))
+    }
+    assert changed and all("q_proj" in key for key in changed)
+
+
 @pytest.mark.parametrize("tag", ["Infinity", "-Infinity"])
 def test_infinite_numbers_of_a_configuration_are_numbers(tag: str) -> None:
     assert with_floats({"a": [{"__float__": tag}, 1], "b": {"c": 2}}) == {"a": [float(tag), 1], "b": {"c": 2}}

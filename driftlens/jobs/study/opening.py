@@ -120,9 +120,7 @@ def open_models(
         def opened(name: str = name, place: str = place) -> StateSource:
             model, file = known_places(place, known, access)
             base = stored.get("base")
-            if model is not None and (
-                name == "base" or model != known_places(origins["base"], known, access)[1]
-            ):
+            if model is not None:
                 base = open_checkpoint(model, offline=access.offline)
             if base is not None and is_lora_folder(pathlib.Path(file)):
                 base = known.lora_base(base, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ _STACKED = (
 )
 
 
+_reader = functools.cache(TypeAdapter)
+"""Reads a kind of value as pydantic does; making one takes longer than reading with it."""
+
+
 class Parameter(NamedTuple):
     """What a recipe may set: the default, of what there is one value each, and the kind of value."""
 
@@ -44,7 +49,7 @@ class Parameter(NamedTuple):
         if value is None and self.default is None:
             return None
         try:
-            given = TypeAdapter(self.kind).validate_python(value)
+            given = _reader(self.kind).validate_python(value)
         except ValidationError:
             given = None
         if given is None or not abs(given) <= _LARGEST:
@@ -199,12 +204,12 @@ class Recipe:
 
     def slice_of(self, key: str, layers: int) -> tuple[Slice, float]:
         """The slice that a tensor of a model with so many layers belongs to, and how far along it lies, 0 to 1."""
-        number = re.search(r"\.(\d+)\.", key)
-        layer = int(number[1]) if number else 0 if "embed" in key else layers - 1
+        number = layer_of(key)
+        layer = number if number is not None else 0 if "embed" in key else layers - 1
         part = next(each for each in self.slices if layer < (each.end or layers))
         last = (part.end or layers) - part.first - 1
         along = (layer - part.first) / last if last else 1.0
-        return part, along if number else 0.0
+        return part, 0.0 if number is None else along
 
     def values(self, key: str, layers: int) -> dict[str, Any]:
         """All parameters for a tensor; lists of those of which each model or expert has one."""
@@ -236,6 +241,12 @@ class Recipe:
             ]
             resolved[name] = [value(name, (source.settings, *shared), source.model) for source in sources]
         return resolved
+
+
+def layer_of(key: str) -> int | None:
+    """The number of the layer that a tensor belongs to; None for what is before and behind all layers."""
+    number = re.search(r"\.(\d+)\.", key)
+    return None if number is None else int(number[1])
 
 
 def read_recipe(file: PathLike) -> Recipe:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -26,7 +25,7 @@ from driftlens.merging.method import Merge, MergeMethod, merge_methods
 from driftlens.models.language.vocabularies import json_object, vocabulary_keys
 from driftlens.models.saving import require_target
 from driftlens.spec import load_spec
-from driftlens.spec.mergekit import Recipe, refused
+from driftlens.spec.mergekit import Recipe, layer_of, refused
 
 
 class Followed:
@@ -109,9 +108,8 @@ def merge_recipe(recipe: Recipe, path: PathLike, access: Access) -> list[str]:
     """
     models, by_name = _opened(recipe, access)
     headers = next(iter(by_name.values())).headers
-    layers = 1 + max(
-        (int(number[1]) for key in headers if (number := re.search(r"\.(\d+)\.", key))), default=0
-    )
+    numbers = (layer_of(key) for key in headers)
+    layers = 1 + max((number for number in numbers if number is not None), default=0)
     if recipe.slices[-1].end not in (None, layers):
         raise refused(
             f"its slices end before or behind layer {layers}", "They take all layers of the models."

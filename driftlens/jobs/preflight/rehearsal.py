@@ -249,7 +249,8 @@ class ShortRun:
 def short_run(study: Study, models: OpenModels, size: Size, job: Job, before: Job | None = None) -> ShortRun:
     """Do a job once on a study cut to a size; arguments and errors as for `rehearsed`."""
     started, short = time.perf_counter(), shortened(study, models, size)
-    log, level = logging.getLogger("driftlens"), logging.getLogger("driftlens").level
+    log = logging.getLogger("driftlens")
+    level = log.level
     diagnosed = sum(len(task.diagnosis) for task in short.study.tasks.values())
     text = f"name: {study.name}\n"
     with (
@@ -260,7 +261,7 @@ def short_run(study: Study, models: OpenModels, size: Size, job: Job, before: Jo
             before(short, writer)
         earlier, there = {*writer.manifest.phases}, _stored_bytes(writer.folder)
         _restart_peak()
-        log.setLevel(logging.WARNING)  # a rehearsal tells nobody how it computes
+        log.setLevel(max(level, logging.WARNING))  # a rehearsal tells nobody how it computes
         try:
             job(short, writer)
         finally:

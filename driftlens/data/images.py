@@ -41,15 +41,18 @@ if TYPE_CHECKING:
 
 SUFFIXES = frozenset([".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"])
 """Endings of image files, in either case; the list of torchvision's ImageFolder."""
+_LEFT_BEHIND = frozenset(["$RECYCLE.BIN", "@eaDir", "__MACOSX", "__pycache__", "lost+found"])
+"""Folders that systems put beside those of somebody's data."""
 
 
 @data_sources.register("imagefolder")
 def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> SplitView:
     """The images below a split's folder, sorted by class and path; ids are paths relative to that folder.
 
-    As in torchvision's ImageFolder, a class is a direct sub-folder whose images may lie at any depth. Hidden
-    files and folders are skipped. Images without class folders make an unlabelled split, and so does a split that the
-    entry calls so, whose images may lie at any depth.
+    As in torchvision's ImageFolder, a class is a direct sub-folder whose images may lie at any depth. Hidden files and
+    folders are skipped, and what systems leave behind. A class may be empty in one split where another fills it. Images
+    without class folders make an unlabelled split, and so does a split that the entry calls so, whose images may lie at
+    any depth.
     """
     folder = Path(getattr(entry, split))
     classes, loose = _listing(folder)
@@ -63,8 +66,12 @@ def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> S
         )
     if not classes and not loose:
         raise DataError(f"{folder}: no images", hint=f"Images end in {', '.join(sorted(SUFFIXES))}.")
-    paths = [(name, path) for name in classes for path in _images_of_class(folder, name)]
-    paths = paths or [("", name) for name in loose]
+    images = {name: _images_of_class(folder, name) for name in classes}
+    empty = [name for name, there in images.items() if not there]
+    _require_filled_elsewhere(entry, folder, empty)
+    paths = [(name, path) for name, there in images.items() for path in there] or [
+        ("", name) for name in loose
+    ]
     ids = tuple(path for _, path in paths)
     return SplitView(
         origin=str(folder.resolve()),
@@ -72,13 +79,26 @@ def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> S
         class_names=tuple(classes) or None,
         label=lambda position: paths[position][0] or None,
         read=lambda position: read_image(folder / ids[position]),
+        notices=tuple(f"{folder / name}: the class folder holds no images" for name in empty),
     )
+
+
+def _require_filled_elsewhere(entry: ImageFolderData, folder: Path, empty: Iterable[str]) -> None:
+    """Refuse a folder without images that no other split of its task fills."""
+    splits: tuple[Split, ...] = ("calibration", "test", "diagnosis")
+    places = [getattr(entry, split) for split in splits if split not in entry.unlabelled]
+    for name in empty:
+        if not any(_images_of_class(Path(place), name) for place in places if place is not None):
+            raise DataError(
+                f"{folder / name}: the class folder holds no images",
+                hint=f"Add images of {name!r}, or remove the folder if it is no class.",
+            )
 
 
 def _listing(folder: Path) -> tuple[list[str], list[str]]:
     """Names of the class folders and of the images directly in `folder`, each sorted."""
     with refused(f"{folder}: the image folder can't be listed", PATHS_HINT, OSError):
-        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+        entries = [entry for entry in os.scandir(folder) if not _is_hidden(entry.name)]
     check_names(entry.name for entry in entries)
     classes = sorted(entry.name for entry in entries if entry.is_dir())
     images = sorted(entry.name for entry in entries if entry.is_file() and _is_image(entry.name))
@@ -86,23 +106,21 @@ def _listing(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _images_of_class(folder: Path, name: str) -> list[str]:
-    files = sorted(_walk(folder / name))
-    if not files:
-        raise DataError(
-            f"{folder / name}: the class folder holds no images",
-            hint=f"Add images of {name!r}, or remove the folder if it is no class.",
-        )
-    return ["/".join((name, *parts)) for parts in files]
+    return ["/".join((name, *parts)) for parts in sorted(_walk(folder / name))]
 
 
 def _walk(top: Path) -> Iterator[tuple[str, ...]]:
     """Path of every image below `top`, in parts, so that sorting doesn't depend on the separator."""
     for current, folders, files in os.walk(top, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not _is_hidden(name)]
         images = [name for name in files if _is_image(name)]
         check_names([*folders, *images])
         parts = Path(current).relative_to(top).parts
         yield from ((*parts, name) for name in images)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name in _LEFT_BEHIND
 
 
 def _is_image(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from driftlens.data.sources import (
     refused,
     require_column,
 )
+from driftlens.data.text_files import encoding_of, separated_text
 from driftlens.models.language.texts import Form, Text, TextReader
 
 if TYPE_CHECKING:
@@ -228,10 +230,14 @@ def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
 
 
 def _lines(file: Path) -> list[str]:
-    not_text = refused(f"{file}: not UTF-8 text", "Save the file as UTF-8.", UnicodeDecodeError)
-    with refused(f"{file}: can't be read", PATHS_HINT, OSError), not_text:
-        # Only \n ends a line: other separators may stand unescaped inside a JSON string.
-        return plain_file(file).read_text(encoding="utf-8-sig").split("\n")
+    with refused(f"{file}: can't be read", PATHS_HINT, OSError):
+        content = plain_file(file).read_bytes()
+    likely = encoding_of(content, "utf-8")
+    if likely != "utf-8":
+        looks = f"; it looks like {likely}" if likely else ""
+        raise DataError(f"{file}: not UTF-8 text{looks}", hint="Save the file as UTF-8.")
+    # Only \n ends a line: other separators may stand unescaped inside a JSON string.
+    return content.decode("utf-8-sig").split("\n")
 
 
 def _row(line: str, where: str) -> dict[str, Any]:
@@ -290,7 +296,7 @@ def _rows(
     value = getattr(entry, split)
     file, where = Path(entry.file or value), f"{entry.file}, {entry.split} {value}" if entry.file else value
     wanted = {**wanted, "split": entry.split if entry.file else None}
-    columns = _columns(file, wanted.values())
+    columns = _columns(file, wanted.values(), entry)
     optional = {"target"} if entry.target is None else set()
     optional |= {"label", "target"} if split != "test" else set()
     wanted = {key: column for key, column in wanted.items() if key not in optional or column in columns}
@@ -327,7 +333,7 @@ def _places(paths: Iterable[str], folder: Path) -> list[str]:
     return [os.path.normpath(folder / path) for path in paths]
 
 
-def _columns(file: Path, wanted: Collection[str | None]) -> dict[str, list[Any]]:
+def _columns(file: Path, wanted: Collection[str | None], entry: TableData) -> dict[str, list[Any]]:
     """Columns of a file by name, of Parquet only those wanted (the others are empty)."""
     unreadable = refused(f"{file}: can't be read", PATHS_HINT, OSError)
     kinds = (csv.Error, ValueError, NotImplementedError)  # the last of Parquet that this pyarrow can't unpack
@@ -341,11 +347,10 @@ def _columns(file: Path, wanted: Collection[str | None]) -> dict[str, list[Any]]
                 names = table.schema_arrow.names
                 read = table.read(columns=[name for name in names if name in wanted])
             return {name: [] for name in names} | read.to_pydict()
-        with file.open(encoding="utf-8-sig", newline="") as text:
-            reader = csv.DictReader(
-                text, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True
-            )
-            rows, names = list(reader), list(reader.fieldnames or ())
+        separator = entry.separator or ("\t" if file.suffix.lower() == ".tsv" else ",")
+        text = separated_text(file, entry.encoding or "utf-8", separator, wanted)
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+        rows, names = list(reader), list(reader.fieldnames or ())
     for row in rows:
         if None in row:
             raise DataError(

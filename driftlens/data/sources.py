@@ -38,6 +38,7 @@ class SplitView:
         label: position -> class name, or None where the sample has no label.
         read: position -> the image, or the pair of texts (input, target).
         holds: what the samples are, `image` or `text`; a model reads one of them (`models.chain.Modality`).
+        notices: what a reader of the results must be told about the split.
     """
 
     origin: str
@@ -46,6 +47,7 @@ class SplitView:
     label: Callable[[int], str | None]
     read: Callable[[int], Any]
     holds: str = "image"
+    notices: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)

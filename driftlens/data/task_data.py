@@ -196,6 +196,7 @@ def _notices(
     origin, num_calibration = views["calibration"].origin, len(sets["calibration"])
     for samples in sets.values():
         yield from samples.notices
+    yield from dict.fromkeys(f"{task}: {notice}" for view in views.values() for notice in view.notices)
     if views["diagnosis"].origin == origin:
         yield (
             f"{task}: calibration and diagnosis draw from the same samples, {origin}; "

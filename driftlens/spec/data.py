@@ -263,10 +263,26 @@ Rows = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_file_or_valu
 """A file of one split; beside `file`, the value that its rows have in the column `split`."""
 
 
+def _encoding(name: str) -> str:
+    try:
+        "a".encode(name)
+    except (LookupError, ValueError):
+        raise problem(f"there is no encoding {name!r} of text", "Such as utf-8, cp1252 or utf-16.") from None
+    return name
+
+
+def _separator(given: str) -> str:
+    separator = {"tab": "\t", "\\t": "\t"}.get(given, given)
+    if len(separator) != 1 or separator in '\r\n"':
+        raise problem(f"the separator {given!r} is not one character", 'Such as ";", or tab.')
+    return separator
+
+
 class TableData(TextEntry):
     """CSV, TSV or Parquet files of image paths and labels, or with `input` or `prompt` of texts.
 
-    One per split, or `file` with a column of splits.
+    One per split, or `file` with a column of splits. `encoding` and `separator` are those of CSV files: UTF-8 and
+    commas if left out, or tabs where a file's name ends in `.tsv`.
     """
 
     kind: Literal["table"]
@@ -278,6 +294,8 @@ class TableData(TextEntry):
     image: Text = "path"
     label: Text | None = "label"
     classes: Classes = None
+    encoding: Annotated[Text, AfterValidator(_encoding)] | None = None
+    separator: Annotated[Text, AfterValidator(_separator)] | None = None
 
 
 class WebdatasetData(Places):

@@ -56,9 +56,30 @@ def test_samples_are_sorted_by_class_and_path(tmp_path: Path) -> None:
 
 
 def test_hidden_files_and_folders_are_no_images_and_no_classes(tmp_path: Path) -> None:
-    write_images(tmp_path, {"a/x.png": 1, "a/._x.png": 2, "a/.cache/y.png": 3, ".ipynb_checkpoints/z.png": 4})
+    hidden = ("a/._x.png", "a/.cache/y.png", ".ipynb_checkpoints/z.png", "__MACOSX/a/v.png", "a/@eaDir/w.png")
+    write_images(tmp_path, {"a/x.png": 1, **dict.fromkeys(hidden, 2)})
+    for name in (".DS_Store", "Thumbs.db", "a/.DS_Store", "a/Thumbs.db"):
+        (tmp_path / name).write_bytes(b"")
     view = images(**folder_entry(tmp_path))
-    assert (view.ids, view.class_names) == (("a/x.png",), ("a",))
+    assert (view.ids, view.class_names, view.notices) == (("a/x.png",), ("a",), ())
+
+
+@pytest.mark.parametrize("lacking", ["calibration", "test"])
+def test_a_class_that_one_split_lacks_and_another_fills_is_a_class_and_a_notice(
+    tmp_path: Path, lacking: str
+) -> None:
+    full = {f"{split}/a/{place}.png": place for split in ("calibration", "test") for place in range(3)}
+    other = "test" if lacking == "calibration" else "calibration"
+    write_images(tmp_path, full | {f"{other}/b/9.png": 9})
+    (tmp_path / lacking / "b" / ".ipynb_checkpoints").mkdir(parents=True)
+    entry = {"kind": "imagefolder", **{split: str(tmp_path / split) for split in ("calibration", "test")}}
+    counts = DataDefaults(n=3, n_diagnosis=3)
+    data = open_task_data("t", entry_of(**entry), counts, len, reads="image", head_classes=("b", "a"))
+    assert data.class_names == ("b", "a")
+    assert data.notices == (f"t: {tmp_path / lacking / 'b'}: the class folder holds no images",)
+    (tmp_path / other / "b" / "9.png").unlink()
+    with refusing(DataError, "b: the class folder holds no images"):
+        opened(**entry)
 
 
 def test_one_image_of_one_class_is_a_data_set(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,14 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from driftlens.base.access import Access
-from driftlens.base.errors import DataError
+from driftlens.base.errors import DataError, SpecError
 from driftlens.data.rows import open_table
 from driftlens.data.sources import Split, SplitView
 from driftlens.data.task_data import open_task_data
+from driftlens.models.language.texts import Text
 from driftlens.spec import load_spec
 from driftlens.spec.data import DataDefaults
 from tests.data.sources import entry_of, images, labels_of, opened, shades, write_images
@@ -158,14 +163,57 @@ def test_what_is_no_list_of_images_is_refused_by_file(folder: Path, text: str, m
     assert caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("encoding", "separator", "named"),
+    [
+        pytest.param("cp1252", ";", ("cp1252", "'naïve'", "semicolons"), id="Excel in Europe"),
+        pytest.param("utf-8-sig", ";", ("semicolons",), id="with a mark"),
+        pytest.param("utf-16", "\t", ("utf-16", "'naïve'", "tabs"), id="Excel's Unicode text"),
+        pytest.param("utf-16-le", ",", ("utf-16-le", "'naïve'"), id="without a mark"),
+        pytest.param("utf-8", "|", ("bars",), id="bars"),
+        pytest.param("utf-8-sig", ",", (), id="as expected"),
+    ],
+)
+def test_another_encoding_and_separator_are_named_with_both_remedies(
+    tmp_path: Path, encoding: str, separator: str, named: tuple[str, ...]
+) -> None:
+    file, rows = tmp_path / "rows.csv", [["q", "a"], ["naïve, \tor; not|", "007"], ["b", ""]]
+    lines = [separator.join(f'"{cell}"' if separator in cell else cell for cell in row) for row in rows]
+    file.write_bytes("\r\n".join(lines).encode(encoding))
+    entry = {"kind": "table", "calibration": str(file), "test": str(file), "input": "q", "target": "a"}
+    if named:
+        with pytest.raises(DataError) as refusal:
+            opened("calibration", **entry)
+        assert all(word in refusal.value.message for word in named)
+        settings, command = refusal.value.hint.removeprefix("Add to its entry `").split("`; ")
+        view = opened("calibration", **entry, **yaml.safe_load(f"{{{settings}}}"))
+        # The other remedy, run as it stands there.
+        arguments = shlex.split(command.rpartition("\n")[2])[1:]
+        subprocess.run([sys.executable, *arguments], cwd=tmp_path, check=True)
+        converted = str(tmp_path / "rows-utf8.csv")
+        same = opened("calibration", **entry | {"calibration": converted, "test": converted})
+        assert [same.read(row) for row in range(2)] == [view.read(row) for row in range(2)]
+    else:
+        view = opened("calibration", **entry)
+    assert [view.read(row) for row in range(2)] == [Text("naïve, \tor; not|", "007"), Text("b", "")]
+
+
+def test_settings_of_a_table_that_no_file_has_are_refused() -> None:
+    entry = {"kind": "table", "calibration": "x.csv", "test": "x.csv"}
+    for settings in ({"encoding": "utf-9"}, {"encoding": "rot13"}, {"separator": "; "}, {"separator": '"'}):
+        with pytest.raises(SpecError, match=next(iter(settings))):
+            entry_of(**entry, **settings)
+    assert entry_of(**entry, separator="tab").separator == "\t"  # type: ignore[union-attr]
+
+
 def test_files_of_another_kind_are_refused(folder: Path) -> None:
     pd.DataFrame({"path": [b"png"], "label": [0.5]}).to_parquet(folder / "x.parquet")
     (folder / "damaged.pq").write_bytes(b"PAR1")
-    (folder / "utf16.csv").write_bytes("path,label\nä,b\n".encode("utf-16"))
+    (folder / "book.csv").write_bytes(b"PK\x03\x04\x14\0\x81\x8d\0")
     for name, message in {
         "x.parquet": "a path is bytes",
         "damaged.pq": "no table",
-        "utf16.csv": "no table",
+        "book.csv": "no table: not utf-8 text",
         "none.csv": "can't be read",
         "none.parquet": "can't be read",
     }.items():

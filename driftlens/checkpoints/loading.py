@@ -21,6 +21,7 @@ from driftlens.base.files import expanded, from_json, plain_file
 from driftlens.checkpoints.guarded import MOST_MEMORY, SECONDS, guarded
 from driftlens.checkpoints.lora import LoraSource, is_lora_folder
 from driftlens.checkpoints.refusals import conversion, require_unquantised, wrong_family
+from driftlens.checkpoints.sentences import sentence_files, sentence_folder, transformer_folder
 from driftlens.checkpoints.sources import StateSource
 from driftlens.checkpoints.weight_files import open_file, open_folder
 
@@ -36,12 +37,25 @@ _REFUSED = {
 
 _FORMS = (["*.safetensors", "*.safetensors.index.json"], ["*.bin", "*.bin.index.json"])
 """Weight files to fetch, best form first: a repository often holds the same weights twice."""
-_BESIDE = ["*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*", "NOTICE"]
+_BESIDE = [
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+    "*.codes",
+    "*.tiktoken",
+    "*.tokenizer",
+    "README.md",
+    "LICENSE*",
+    "NOTICE",
+]
 
 _COMPANIONS = (
-    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt"),
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt"),
     *("merges.txt", "*.model", "chat_template.json", "chat_template.jinja", "generation_config.json"),
     *("*processor_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE"),
+    *("additional_chat_templates/*.jinja", "*vocab*.json", "bpe.codes", "dict.txt", "emoji.json"),
+    *("byte_maps.json", "normalizer.json", "word_*.json", "tekken.json", "*.tiktoken", "*.tokenizer"),
 )
 """Files beside weights and configuration that a model is used with; none of them is code."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -97,6 +111,7 @@ def fetched(path: str, *, offline: bool = False) -> str:
 
 def _open_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
     if not is_lora_folder(folder):
+        folder = transformer_folder(folder)
         _require_plain_folder(folder)
         return open_folder(folder)
     if base is None:
@@ -176,15 +191,15 @@ def files_beside_weights(place: str, *, offline: bool = False) -> pathlib.Path |
 
     folder = expanded(place)
     if folder.is_dir() or not is_hub_id(place):
-        return folder if folder.is_dir() else None
+        return transformer_folder(folder) if folder.is_dir() else None
     cached = None
     with contextlib.suppress(CheckpointError):
         cached = _snapshot(place, [], local=True)
     if offline or constants.HF_HUB_OFFLINE:
-        return cached
+        return cached and transformer_folder(cached)
     if cached is None:
         log.warning("fetching the configuration of %s from the Hugging Face Hub", place)
-    return _snapshot(place, [], local=False)
+    return transformer_folder(_snapshot(place, [], local=False))
 
 
 def _snapshot(repository: str, patterns: list[str], *, local: bool) -> pathlib.Path:
@@ -212,7 +227,7 @@ def library_folder(place: str) -> pathlib.Path | None:
     path = expanded(name)
     if not path.exists() and is_hub_id(name):
         path = files_beside_weights(name, offline=True) or path
-    folder = path if path.is_dir() else path.parent
+    folder = transformer_folder(path) if path.is_dir() else path.parent
     is_there = name and path.exists() and any((folder / config).is_file() for config in _CONFIGS)
     return folder if is_there else None
 
@@ -220,17 +235,21 @@ def library_folder(place: str) -> pathlib.Path | None:
 def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
     """The tokenizer, processor, generation and license files in a library's folder, by name; never code.
 
-    Links out of the folder are left out: what they lead to is copied beside saved models.
+    Of a folder of sentence-transformers also the other modules', by their place in a saved one, which has the
+    transformer in its root. Links out of the folder are left out: what they lead to is copied beside saved models.
     """
     if folder is None:
         return {}
-    inside = [folder.resolve()]
+    inside = [(sentence_folder(folder) or folder).resolve()]
     if (
         inside[0].parent.name == "snapshots"
     ):  # of the Hub's cache, whose files are links to the repository's blobs
         inside.append(inside[0].parents[1] / "blobs")
-    paths = [path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()]
-    return {path.name: path for path in sorted(paths) if any(map(path.resolve().is_relative_to, inside))}
+    beside = [path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()]
+    paths = {path.relative_to(folder).as_posix(): path for path in beside} | sentence_files(folder)
+    return {
+        name: paths[name] for name in sorted(paths) if any(map(paths[name].resolve().is_relative_to, inside))
+    }
 
 
 def image_processor_config(source: str, *, offline: bool = False) -> dict[str, Any] | None:

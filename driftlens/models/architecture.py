@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,10 +15,12 @@ from driftlens.base.access import Access
 from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError
 from driftlens.base.registry import Registry
 from driftlens.checkpoints.alignment import KeyLayout, Layout, Spellings
+from driftlens.checkpoints.loading import library_folder
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.refusals import LIVE, running
+from driftlens.checkpoints.sentences import pooling_of, reading_notices, require_followed, sentence_folder
 from driftlens.checkpoints.sources import Composed, StateSource, renamed
-from driftlens.models.chain import IMAGE, LayerChain, adapters
+from driftlens.models.chain import IMAGE, LayerChain, Pool, adapters
 from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.heads import LmScores, TextTower
 from driftlens.models.own_heads import HeadForm
@@ -182,7 +184,27 @@ def load_architecture(
     if loader.startswith(PYTHON) and loader not in loaders:
         return _from_python(loader, request)
     with running(source):  # a configuration may hold anything
-        return loaders[loader](request)
+        return _as_sentences(loaders[loader](request))
+
+
+_POOLS: Mapping[str, Pool] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+"""By the names of sentence-transformers, its ways of pooling that are linear maps of the tokens."""
+
+
+def _as_sentences(known: Architecture) -> Architecture:
+    """The architecture with features pooled as its folder of sentence-transformers says, if it is one."""
+    root = sentence_folder(library_folder(known.source)) if known.chain.modality.name == "text" else None
+    if root is None or known.preprocess is None:
+        return known
+    require_followed(root)
+    pool = _POOLS.get(pooling_of(root))
+    notices = filter(None, (known.preprocess.notice, *reading_notices(root, pool)))
+    modality = replace(known.chain.modality, pool=pool or "mean")
+    return replace(
+        known,
+        chain=replace(known.chain, modality=modality),
+        preprocess=replace(known.preprocess, notice="; ".join(notices)),
+    )
 
 
 def require_own_blocks(request: ArchitectureRequest, loader: str) -> None:

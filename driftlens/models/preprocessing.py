@@ -173,6 +173,9 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
     code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
     generation = read_config(source, "generation_config.json", offline=offline) or {}
     tokenizer = tokenizer_in(source, offline=offline)
+    stated = read_config(source, "sentence_bert_config.json", offline=offline) or {}
+    if tokenizer is not None and stated.get("max_seq_length"):  # which sentence-transformers puts over it
+        tokenizer.model_max_length = stated["max_seq_length"]
     with running(source):
         return text_preprocess(tokenizer, config, generation, form, source, code=code)
 

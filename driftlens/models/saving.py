@@ -21,11 +21,13 @@ from driftlens.base.errors import CheckpointError, IncompatibleModelsError, RunE
 from driftlens.base.files import (
     atomic_folder,
     atomic_path,
+    from_json,
     require_free,
     write_json_atomic,
     write_text_atomic,
 )
 from driftlens.checkpoints.loading import companion_files, library_folder, read_json
+from driftlens.checkpoints.sentences import MODULES, flat
 from driftlens.checkpoints.sources import (
     DTYPES,
     OnDemand,
@@ -206,6 +208,7 @@ def save_model(
     usage = form.usage(names, [*form.configs, *beside, *heads])
     with atomic_folder(target) as folder:
         for name, place in beside.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             _copy(place, folder / name)
         for name, content in form.configs.items():
             write_json_atomic(folder / name, _without_code(content, name))
@@ -284,6 +287,9 @@ def _companions(architecture: Architecture, base: StateSource, form: FolderForma
 
 def _copy(source: pathlib.Path, target: pathlib.Path) -> None:
     """A file of the base's folder; a configuration that names code there comes without."""
+    if source.name == MODULES:
+        write_json_atomic(target, flat(from_json(source.read_bytes())))
+        return
     content = read_json(source) if source.name.endswith("config.json") else None
     plain = None if content is None else _without_code(content, source.name)
     if plain == content:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from driftlens.jobs.study.merging import merge_experts
 from driftlens.jobs.study.opening import open_models
 from driftlens.jobs.study.suspicion import companions
 from driftlens.models.architecture import load_architecture
+from driftlens.models.saving import save_model
 from driftlens.spec import load_spec
 from tests.zoo.decoders import CONFIGS, TINY, saved
 from tests.zoo.tokenizers import word_tokenizer
@@ -134,6 +137,25 @@ def test_an_adapter_behind_a_plus_needs_no_base_of_the_spec(root: pathlib.Path) 
         key for key, value in weights_of(root / "two").items() if not torch.equal(value, adapted.read(key))
     }
     assert changed and all("q_proj" in key for key in changed)
+
+
+def test_what_the_library_needs_beside_the_weights_is_there_after_a_merge(root: pathlib.Path) -> None:
+    """Every file that a tokenizer or a chat of the library reads, whatever its class calls it; no code."""
+    kinds = pathlib.Path(transformers.__file__).parent.glob("models/*/tokenization*.py")
+    texts = "".join(kind.read_text(encoding="utf-8") for kind in kinds)
+    named = set(re.findall(r'"\w+_file": "([\w.-]+)"', texts))
+    assert len(named) > 15
+    beside = named | {"added_tokens.json", "special_tokens_map.json", "chat_template.jinja"}
+    beside |= {"preprocessor_config.json", "additional_chat_templates/tools.jinja", "tekken.json"}
+    (root / "base" / "additional_chat_templates").mkdir()
+    for name in beside - {path.name for path in (root / "base").iterdir()}:
+        (root / "base" / name).write_text("{}")
+    (root / "base" / "modeling_own.py").write_text("raise SystemExit")
+    # The files are no real ones, and no tokenizer opens them.
+    known = replace(load_architecture("hf-decoder", str(root / "one")), source=str(root / "base"))
+    save_model(known, open_checkpoint(root / "base"), open_checkpoint(root / "two"), root / "out")
+    assert not beside - {path.relative_to(root / "out").as_posix() for path in (root / "out").rglob("*")}
+    assert not list((root / "out").glob("*.py"))
 
 
 @pytest.mark.parametrize("tag", ["Infinity", "-Infinity"])

@@ -21,6 +21,7 @@ from driftlens.base.variants import baseline, expert_of, task_of
 from driftlens.calibration.calibrator import calibrators, over_preset, require_task_id
 from driftlens.checkpoints.loading import fetched, library_folder, open_checkpoint
 from driftlens.checkpoints.lora import LoraSource, is_lora_folder
+from driftlens.checkpoints.sentences import require_same_reading
 from driftlens.checkpoints.sources import Composed, InDtypes, StateSource
 from driftlens.data.samples import SampleSet, unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data, plain_form, require_same_classes
@@ -131,6 +132,7 @@ def open_models(
             folder, home = model_folder(place, stored[name]), library_folder(known.source)
             if folder is not None and home is not None:
                 require_same_tokenizer(home, folder)
+            notices.extend(filter(None, [require_same_reading(home, folder)]))
             fitted, told = with_rows(aligned, rows, sources.get("base"), align=align)
             notices.extend(filter(None, [told]))
             if known.lm is None:
@@ -525,7 +527,11 @@ def head_notices(models: OpenModels) -> list[str]:
     if form is None:
         return []
     if not bring:
-        pool = {"cls": "that of its first token", "mean": "the mean over its tokens"}
+        pool = {
+            "cls": "that of its first token",
+            "mean": "the mean over its tokens",
+            "last": "its last token's",
+        }
         feature = pool.get(models.architecture.chain.modality.pool)
         return (
             [f"no expert brings a classifier: the final feature of a sample is {feature}"] if feature else []

@@ -26,6 +26,7 @@ from driftlens.checkpoints.refusals import (
     running,
     wrong_family,
 )
+from driftlens.checkpoints.sentences import MODULES
 from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
@@ -64,6 +65,12 @@ model, reader = {model}.from_pretrained(folder), {reader}.from_pretrained(folder
 features = model(**inputs).{output}
 """
 
+_SENTENCES = """\
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer(".")  # this folder, or the model's id on the Hub
+features = model.encode(["a sentence"])
+"""
 
 _HEADS = """
 # The scores of a task, by its own head (there is {heads}):
@@ -191,6 +198,8 @@ def _usage(
     if set(needed).isdisjoint(files):
         return ""
     heads = [file for file in files if file.startswith(f"{HEADS}/")]
+    if MODULES in files and not heads:
+        return _SENTENCES
     last = f"{classifier}.weight" if own_head is None else list(own_head.names)[-1]
     kind = "Image" if reads_images else "Sequence"
     output = "logits" if classifier else "last_hidden_state"

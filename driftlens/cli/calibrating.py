@@ -64,6 +64,12 @@ def calibrate(
     say(before_after_text(finished, name, verbose=manner.verbose))
     if request.save_weights is not None:
         say_saved(request.save_weights)
+    elif not finished.manifest.calibrations[name].kept:
+        from driftlens.runs.standing import how_to_save
+
+        note(
+            f"The run keeps the calibrated model; {how_to_save(run, name, finished.manifest, *job.access.words)}."
+        )
 
 
 def _document(run: DriftRun, name: str) -> dict[str, Any]:

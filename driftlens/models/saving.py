@@ -205,7 +205,6 @@ def save_model(
     names = _library_names(architecture, base, form)
     files = _files(base, names, form)
     beside = _companions(architecture, base, form)
-    usage = form.usage(names, [*form.configs, *beside, *heads])
     with atomic_folder(target) as folder:
         for name, place in beside.items():
             (folder / name).parent.mkdir(exist_ok=True)
@@ -215,7 +214,7 @@ def save_model(
         for name, text in form.texts.items():
             write_text_atomic(folder / name, text)
         if card is not None:
-            write_text_atomic(folder / "README.md", card(usage))
+            save_card(architecture, base, folder, card, heads)
         for name, head in heads.items():
             (folder / name).parent.mkdir(exist_ok=True)
             save_state_dict(folder / name, Patched(head, {}))
@@ -226,6 +225,20 @@ def save_model(
             size = sum(base.headers[key].nbytes for key in names.values())
             index = {"metadata": {"total_size": size}, "weight_map": places}
             write_json_atomic(folder / f"{form.weights}.index.json", index)
+
+
+def save_card(
+    architecture: Architecture,
+    base: StateSource,
+    folder: pathlib.Path,
+    card: Callable[[str], str],
+    heads: Collection[str] = (),
+) -> None:
+    """Write the card of a folder that `save_model` wrote or writes, perhaps anew; arguments as there."""
+    form = architecture.folder
+    assert form is not None
+    names, beside = _library_names(architecture, base, form), _companions(architecture, base, form)
+    write_text_atomic(folder / "README.md", card(form.usage(names, [*form.configs, *beside, *heads])))
 
 
 def library_prefix(architecture: Architecture, base: StateSource, key: str) -> str:

@@ -103,6 +103,14 @@ def how_to_resume(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
     return f"`{command}`{same} goes on, without --resume it begins afresh"
 
 
+def how_to_save(folder: pathlib.Path, name: str, manifest: Manifest, *words: str) -> str:
+    """What to do for the model of a finished calibration in the form of its base; `words` are further options."""
+    if is_live(manifest):
+        return f"`run.calibrate(..., name={name!r}, save_weights=...)` with the same settings saves it"
+    command = shlex.join(["driftlens", "calibrate", str(folder), "--name", name, *words, "--save-weights"])
+    return f"`{command} FOLDER` saves it for its own library"
+
+
 def _words_of(begun: pathlib.Path) -> list[str] | None:
     """The options with which a calibration was begun; None where nobody can tell."""
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -64,6 +65,21 @@ def test_the_table_shows_before_control_after_and_expert(folder: Path, run_cli: 
     card = ModelCard.load(target / "README.md")
     assert [found.dataset_name for found in card.data.eval_results] == list(TASKS)
     assert "create_model_from_pretrained" in card.text
+
+
+def test_the_command_that_is_named_at_the_end_saves_the_model(
+    folder: Path, run_cli: Cli, tmp_path: Path
+) -> None:
+    done = run_cli("calibrate", folder, "--name", NAME, "--no-attribution", *QUIET)
+    command = next(line for line in done.err.splitlines() if "--save-weights" in line).split("`")[1]
+    words = [str(tmp_path / "out") if word == "FOLDER" else word for word in shlex.split(command)[1:]]
+    told = run_cli(*words, "--dry-run")
+    assert told.code == 0 and "written at once" in told.out and not (tmp_path / "out").exists()
+    saved = run_cli(*words, *QUIET)
+    assert saved.code == 0 and f"wrote {tmp_path / 'out'}" in saved.out and "calibrate" not in saved.err
+    found, kept = tmp_path / "out/open_clip_model.safetensors", f"calibrations/{NAME}/weights.safetensors"
+    found, expected = load_file(found), load_file(folder / kept)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 def test_json_holds_the_same_numbers(folder: Path, run_cli: Cli) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import shlex
 import shutil
 from typing import Any
 
@@ -16,11 +17,13 @@ import driftlens as dl
 from driftlens.base import errors
 from driftlens.base.access import Context
 from driftlens.base.progress import ProgressEvent
+from driftlens.calibration.featcal import FeatCal
 from driftlens.findings.listing import find_runs
 from driftlens.jobs.analyze.job import analyze, evaluate
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest.automatic import HELD_OUT
 from driftlens.jobs.contest.contest import Trials
+from driftlens.jobs.study import reopening
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import read_status
 from driftlens.runs.verify import verify
@@ -190,13 +193,96 @@ def test_what_has_the_name_stays_until_its_successor_is_solved_for(
         assert not (folder / "scratch" / f"calibrate-{NAME}").exists() and find_runs(folder)[0].left == ()
 
 
-def test_resuming_what_is_finished_only_saves_it_elsewhere(whole: DriftRun, tmp_path: pathlib.Path) -> None:
-    folder = copied(whole, tmp_path / "run")
-    target = tmp_path / "out.safetensors"
-    calibrate(folder, request(resume=True, save_weights=target))
+@pytest.mark.parametrize(
+    "said",
+    [{}, {"resume": True}, {"parameters": {"lam": 0.05}, "attribution": False}],
+    ids=["named alone", "resumed", "with its settings"],
+)
+def test_what_is_finished_is_saved_at_once_from_what_the_run_keeps(
+    whole: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any]
+) -> None:
+    folder, target = copied(whole, tmp_path / "run"), tmp_path / "out.safetensors"
+    before = files_of(folder)
+    monkeypatch.setattr(FeatCal, "solve", lambda *_: pytest.fail("it was solved for again"))
+    if not said:  # neither samples nor experts are wanted
+        monkeypatch.setattr(reopening, "reopened", lambda *_, **__: pytest.fail("the study was opened"))
+    calibrate(folder, request(save_weights=target, **said))
     ours, theirs = load_file(target), load_file(whole.path / WEIGHTS)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert said.get("resume") or files_of(folder) == before
     same_rows(open_run(folder), whole)
+
+
+@pytest.mark.parametrize(
+    ("changed", "spoil", "error", "words"),
+    [
+        ({"parameters": {"lam": 0.1}}, "", errors.SpecError, "finished, with other settings"),
+        ({"auto": True}, "", errors.SpecError, "finished, with other settings"),
+        ({}, "gone", errors.RunError, "keeps no weights of 'featcal'"),
+        ({}, "other", errors.CheckpointError, "is not the model that was measured"),
+    ],
+    ids=["other settings", "auto", "weights gone", "other weights"],
+)
+def test_what_the_run_does_not_keep_is_not_saved_as_if_it_were(
+    whole: DriftRun,
+    tmp_path: pathlib.Path,
+    changed: dict[str, Any],
+    spoil: str,
+    error: type[errors.DriftLensError],
+    words: str,
+) -> None:
+    folder, target = copied(whole, tmp_path / "run"), tmp_path / "out"
+    if spoil:
+        weights = load_file(folder / WEIGHTS)
+        (folder / WEIGHTS).unlink()
+    if spoil == "other":
+        key = "visual.transformer.resblocks.1.mlp.c_fc.bias"
+        save_file(weights | {key: weights[key] + 1e-6}, folder / WEIGHTS)
+    asked = request(save_weights=target, **changed)
+    with pytest.raises(error, match=words) as caught:
+        calibrate(folder, asked, choose=HELD_OUT if asked.auto else None)
+    assert not target.exists()
+    command = shlex.split(caught.value.hint.split("`")[1])
+    assert command[:3] == ["driftlens", "calibrate", str(folder)]
+    if spoil:
+        assert {"--replace", f"--save-weights={target}", "--set=lam=0.05", "--method=featcal"} <= {*command}
+    else:
+        calibrate(folder, request(save_weights=target))  # as the hint says
+        assert command[3:] == ["--name", NAME, "--save-weights", "FOLDER"]
+
+
+@pytest.mark.parametrize("stop", [analysing, evaluating], ids=["while analyzing", "while evaluating"])
+def test_weights_are_saved_as_soon_as_they_are_solved_for(
+    folder: pathlib.Path, whole: DriftRun, tmp_path: pathlib.Path, stop: Any
+) -> None:
+    """Stopped while it is measured: the folder is whole, its card says so, and going on writes nothing but the card."""
+    target = tmp_path / "out"
+    calibrate_until(folder, stop, save_weights=target)
+    (weights,) = target.glob("*.safetensors")
+    solved, expected, stamp = load_file(weights), load_file(whole.path / WEIGHTS), weights.stat().st_mtime_ns
+    assert all(torch.equal(solved[key], expected[key]) for key in expected)
+    card = (target / "README.md").read_text()
+    assert "Nothing is measured of it yet" in card and "## How to use it" in card and "Verdict" not in card
+    with pytest.raises(errors.RunError, match="exists already"):
+        calibrate(folder, request(save_weights=target))  # which would begin afresh
+    calibrate(folder, request(resume=True, save_weights=target))
+    card = (target / "README.md").read_text()
+    assert "Nothing is measured" not in card and "## Before and after" in card and "## How to use it" in card
+    assert weights.stat().st_mtime_ns == stamp, "the model was written twice"
+    same_rows(open_run(folder), whole)
+
+
+def test_a_folder_that_holds_another_model_is_not_taken_for_what_was_saved(
+    folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    target = tmp_path / "out"
+    calibrate_until(folder, analysing, save_weights=target)
+    (weights,) = target.glob("*.safetensors")
+    tensors = load_file(weights)
+    key = "visual.transformer.resblocks.1.mlp.c_fc.bias"
+    save_file(tensors | {key: tensors[key] + 1e-6}, weights)
+    with pytest.raises(errors.RunError, match="exists already"):
+        calibrate(folder, request(resume=True, save_weights=target))
 
 
 @pytest.mark.slow

@@ -202,7 +202,7 @@ def test_a_rehearsal_lists_every_obstacle(folder: pathlib.Path, tmp_path: pathli
     (tmp_path / "taken" / "mine").write_text("mine")
     with RunWriter.resume(folder):
         before = files_of(folder)
-        found = rehearse(folder, request(save_weights=tmp_path / "taken"))
+        found = rehearse(folder, request(save_weights=tmp_path / "taken", resume=True, samples=2))
         assert files_of(folder) == before
     problems = {finding.subject for finding in found.problems}
     assert problems == {"lock", "name", "save-weights"} and found.exit_code == 5

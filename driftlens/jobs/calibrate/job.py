@@ -21,6 +21,7 @@ from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.base.files import PathLike, from_json, write_json_atomic
 from driftlens.base.progress import Reporter
+from driftlens.base.team import ALONE
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sources import OnDemand
 from driftlens.engine.attached import attachment_tensors
@@ -37,9 +38,9 @@ from driftlens.jobs.calibrate.plan import (
     plan_calibration,
     untouched_but_moved,
 )
-from driftlens.jobs.calibrate.variants import Solution, save_for_others, save_variants
+from driftlens.jobs.calibrate.variants import Export, Solution, save_variants
 from driftlens.jobs.study import reopening
-from driftlens.jobs.study.opening import OpenModels
+from driftlens.jobs.study.opening import OpenModels, open_models
 from driftlens.jobs.study.reopening import (
     Begun,
     Kept,
@@ -51,11 +52,11 @@ from driftlens.jobs.study.reopening import (
 )
 from driftlens.jobs.study.study import Study
 from driftlens.merging.method import merge_methods
-from driftlens.models.saving import require_target, save_state_dict
+from driftlens.models.saving import save_state_dict
 from driftlens.runs import layout
-from driftlens.runs.manifest import CalibrationInfo, Manifest
+from driftlens.runs.manifest import CalibrationInfo, Manifest, read_manifest
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.standing import COMMAND, how_to_explain, how_to_resume
+from driftlens.runs.standing import COMMAND, how_to_explain, how_to_resume, how_to_save
 from driftlens.runs.writer import RunWriter, remove_tree
 from driftlens.spec.requests import CalibrationRequest
 
@@ -78,13 +79,17 @@ def calibrate(
     measured, and nothing of it before; where its drift comes from is added behind that. `on_first` is told of a few
     samples as soon as the layers are solved, `on_measured` once when drift and accuracy are there.
     """
-    folder = pathlib.Path(path)
+    folder, is_chosen = pathlib.Path(path), choose is not None
+    if only_saves(folder, request):
+        context.access.team.once(lambda: _save_kept(folder, request, context, is_chosen=is_chosen))
+        return open_run(folder)
     # All that can be refused is refused before the lock is taken: a finished run must not become a failed one.
     opened = open_calibration(folder, request, context)
-    plan, study, is_chosen = opened.plan, opened.study, choose is not None
+    plan, study = opened.plan, opened.study
     require_terms(request, opened, is_chosen=is_chosen)
-    if request.save_weights is not None:
-        require_target(opened.models.architecture, request.save_weights)
+    export = opened.export(request)
+    if export is not None:
+        study.team.once(export.require_place)
     if choose is not None:
         choose.outlook(plan.calibrator, plan.counts, has_base=study.has_base)
     study.team.once(lambda: reopening.require_same_samples(opened.manifest, study))
@@ -92,8 +97,8 @@ def calibrate(
     resumed = functools.partial(RunWriter.resume, folder)
     with writing(study.team, resumed) as writer, deterministic_algorithms(study.settings.deterministic):
         # Somebody may have been faster while the models were being opened.
-        require_free_name(request, plan, writer.manifest, is_chosen=is_chosen)
-        work = _Work(writer, opened, context.reporter(writer.progress))
+        require_free_name(request, opened, writer.manifest, is_chosen=is_chosen)
+        work = _Work(writer, opened, context.reporter(writer.progress), export)
         if request.replace or not (request.resume and plan.name in writer.manifest.calibrations):
             with _resumable(
                 lambda: work.scratch.is_there and how_to_resume(folder, plan.name, writer.manifest)
@@ -105,10 +110,7 @@ def calibrate(
         more = how_to_resume(folder, plan.name, opened.manifest) if is_live else how_to_explain(folder)
         with _resumable(lambda: (folder / plan.weights[plan.variant]).is_file() and more):
             work.complete(attribution=request.attribution)
-    run = open_run(folder)
-    if (place := request.save_weights) is not None:
-        study.team.once(lambda: save_for_others(run, plan, opened.models, study.pool, place))
-    return run
+    return open_run(folder)
 
 
 def carry_out(writer: RunWriter, opened: OpenCalibration, reporter: Reporter, *, attribution: bool) -> None:
@@ -128,6 +130,55 @@ class OpenCalibration:
     models: OpenModels
     plan: CalibrationPlan
     words: Sequence[str] = ()
+
+    def export(self, request: CalibrationRequest) -> Export | None:
+        """Where else the model is saved."""
+        if request.save_weights is None:
+            return None
+        # What has the name is no sitting of what is to replace it.
+        is_new = not request.resume or (request.replace and self.plan.name in self.manifest.calibrations)
+        return Export(
+            self.folder, self.plan.name, self.plan.method, self.models, request.save_weights, is_new
+        )
+
+
+def only_saves(folder: pathlib.Path, request: CalibrationRequest) -> bool:
+    """Whether a finished calibration is only to be saved elsewhere: nothing is computed for that."""
+    saves = request.save_weights is not None and not (request.replace or request.resume)
+    return saves and request.name in read_manifest(folder).calibrations
+
+
+def open_kept(
+    folder: pathlib.Path, request: CalibrationRequest, context: Context = Context(), *, is_chosen: bool
+) -> Export:
+    """What a finished calibration made, to be saved from what the run keeps, if it is what is asked for.
+
+    Who names it alone is not asked for samples, or for models other than the one that it is saved in the form of.
+    """
+    manifest, access = read_manifest(folder), dataclasses.replace(context.access, team=ALONE)
+    if request.changed(save_weights=None, attribution=True) != CalibrationRequest(name=request.name):
+        opened = open_calibration(folder, request, dataclasses.replace(context, access=access))
+        require_free_name(request.changed(resume=True), opened, manifest, is_chosen=is_chosen)
+        models = opened.models
+    elif context.live is not None:
+        _, models = context.live(None)
+    else:
+        reopening.require_spec(folder, manifest)
+        models = open_models(driftlens.spec.load_spec(folder / layout.SPEC), access)
+    assert request.save_weights is not None
+    method = manifest.calibrations[request.name].method
+    export = Export(folder, request.name, method, models, request.save_weights)
+    export.require_kept(manifest)
+    export.require_place()
+    return export
+
+
+def _save_kept(
+    folder: pathlib.Path, request: CalibrationRequest, context: Context, *, is_chosen: bool
+) -> None:
+    open_kept(folder, request, context, is_chosen=is_chosen).save(
+        read_manifest(folder).calibrations[request.name]
+    )
 
 
 def open_calibration(
@@ -153,7 +204,7 @@ def open_calibration(
 def require_terms(request: CalibrationRequest, opened: OpenCalibration, *, is_chosen: bool) -> None:
     """Refuse a name that is taken, or to go on with something else than what was begun."""
     plan = opened.plan
-    require_free_name(request, plan, opened.manifest, is_chosen=is_chosen)
+    require_free_name(request, opened, opened.manifest, is_chosen=is_chosen)
     if request.resume:
         identity = plan.identity(opened.manifest, opened.study) | {"automatic": is_chosen}
         scratch = CalibrationScratch(opened.folder, plan.name)
@@ -161,22 +212,17 @@ def require_terms(request: CalibrationRequest, opened: OpenCalibration, *, is_ch
 
 
 def require_free_name(
-    request: CalibrationRequest, plan: CalibrationPlan, manifest: Manifest, *, is_chosen: bool
+    request: CalibrationRequest, opened: OpenCalibration, manifest: Manifest, *, is_chosen: bool
 ) -> None:
     """Refuse a name that a finished calibration has, unless that is to be replaced or is the very same."""
-    taken = manifest.calibrations.get(plan.name)
+    plan, taken = opened.plan, manifest.calibrations.get(opened.plan.name)
     if taken is None or request.replace:
         return
+    hint = f"Choose another --name, or --replace it; {how_to_save(opened.folder, plan.name, manifest)}."
     if not request.resume:
-        raise SpecError(
-            f"the run has a calibration {plan.name!r} already",
-            hint="Choose another --name, or --replace it.",
-        )
+        raise SpecError(f"the run has a calibration {plan.name!r} already", hint=hint)
     if not _is_same(plan, taken, is_chosen=is_chosen):
-        raise SpecError(
-            f"the calibration {plan.name!r} is finished, with other settings",
-            hint="Choose another --name, or --replace it.",
-        )
+        raise SpecError(f"the calibration {plan.name!r} is finished, with other settings", hint=hint)
 
 
 def _is_same(plan: CalibrationPlan, taken: CalibrationInfo, *, is_chosen: bool) -> bool:
@@ -212,8 +258,11 @@ def _resumable(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
 class _Work:
     """One calibration of a run that is open for writing."""
 
-    def __init__(self, writer: RunWriter, opened: OpenCalibration, reporter: Reporter) -> None:
+    def __init__(
+        self, writer: RunWriter, opened: OpenCalibration, reporter: Reporter, export: Export | None = None
+    ) -> None:
         self.writer, self.opened, self.reporter, self.plan = writer, opened, reporter, opened.plan
+        self.export = export
         self.study, self.team = opened.study, opened.study.team
         self.scratch = CalibrationScratch(writer.folder, opened.plan.name)
         self.phases = Phases(writer, self.study, reporter, f"{self.plan.phase}:")
@@ -245,6 +294,7 @@ class _Work:
         notices = self.team.once(lambda: _notices(plan, self.study, self.opened.manifest))
         self.writer.begin_variants(plan.variants)
         run_phases(self.writer, [Phase(plan.phase, lambda: self._save(identity, notices), self.study)])
+        self._save_elsewhere(plan.info(0.0, notices))  # before it is measured, which may take long
         reopening.add_calibration(
             self.study, self.opened.models, self.writer.folder, plan.name, plan.method, plan.control
         )
@@ -255,6 +305,11 @@ class _Work:
         info = plan.info(self.team.once(lambda: self.scratch.seconds), notices, numbers)
         said = [f"{plan.variant}: {text}" for text in notices]
         self.writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
+
+    def _save_elsewhere(self, info: CalibrationInfo) -> None:
+        """Save the model where the user wants it as well, or, where it is, tell in its card what is measured by now."""
+        if (export := self.export) is not None:
+            self.team.once(lambda: export.save(info))
 
     def _choose(self, choose: Choice) -> None:
         """Go on with the plan that has what is chosen; what is tried on the way is kept, and so is the choice."""
@@ -305,7 +360,8 @@ class _Work:
         """Add what comes behind the first numbers, as far as it is missing, the model card among it."""
         plan, writer, study, folder = self.plan, self.writer, self.study, self.writer.folder
         self.team.once(self.scratch.remove)
-        control = writer.manifest.calibrations[plan.name].control
+        info = writer.manifest.calibrations[plan.name]
+        control = info.control
         variants = [control, plan.variant] if control else [plan.variant]
         if plan.variant not in study.pool:
             reopening.add_calibration(study, self.opened.models, folder, plan.name, plan.method, control)
@@ -318,8 +374,10 @@ class _Work:
                 file.write_text(model_card(open_run(folder), plan.name), encoding="utf-8")
 
         lead(self.team, writer, describe)
+        self._save_elsewhere(info)
         if attribution:
             run_phases(writer, self.phases.explaining(variants))
+            self._save_elsewhere(info)
 
 
 def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[str]:

@@ -8,25 +8,35 @@ import pathlib
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from driftlens.base.errors import CheckpointError, DriftLensError, RunError
+from driftlens.base.variants import calibrated
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.sources import InDtypes, OnDemand, StateSource, TensorsSource
+from driftlens.checkpoints.sources import InDtypes, OnDemand, StateSource, TensorsSource, content_digest
 from driftlens.engine.attached import Attachment, Attachments, attachment_tensors, portable_tensors
-from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.jobs.calibrate.plan import CalibrationPlan
 from driftlens.jobs.study.opening import OpenModels, head_files
-from driftlens.jobs.study.study import Study
+from driftlens.jobs.study.reopening import attached_by
+from driftlens.jobs.study.study import Study, model_info
+from driftlens.models.architecture import Architecture
 from driftlens.models.chain import LayerChain, ParameterKey, fused
-from driftlens.models.saving import Patched, library_prefix, save_model, save_state_dict
-from driftlens.runs.layout import calibration_attachments, calibration_folder
-from driftlens.runs.manifest import CalibrationInfo, versions
-from driftlens.runs.run import DriftRun
+from driftlens.models.saving import (
+    Patched,
+    library_prefix,
+    require_target,
+    save_card,
+    save_model,
+    save_state_dict,
+)
+from driftlens.runs.layout import calibration_attachments, calibration_folder, calibration_weights
+from driftlens.runs.manifest import CalibrationInfo, Manifest, versions
+from driftlens.runs.run import open_run
 from driftlens.runs.schema import CALIBRATION
 from driftlens.runs.writer import RunWriter
 
@@ -171,33 +181,122 @@ def anchors(
     return OnDemand(keys, anchor)
 
 
-def save_for_others(
-    run: DriftRun, plan: CalibrationPlan, models: OpenModels, pool: ModelPool, target: pathlib.Path
-) -> None:
-    """Write the calibrated model as a folder or a file, and what is attached beside its weights."""
-    from driftlens.jobs.study.card import model_card
+@dataclass
+class Export:
+    """A calibrated model that a run keeps, to be saved in the form of the base at `target`, with its card.
 
-    architecture, attached = models.architecture, pool.variant(plan.variant).attachments
-    metadata = weights_metadata(plan.variant, run.manifest.calibrations[plan.name])
-    model = architecture.align(open_checkpoint(run.path / plan.weights[plan.variant]))
-    card: Callable[[str], str] = partial(model_card, run, plan.name)
-    beside = head_files(models)
-    if attached and target.suffix == ".safetensors":
-        place = target.with_suffix(f".{ATTACHED_FILE}")
-        save_state_dict(place, portable_tensors(architecture.skeleton, pool.chain, attached), metadata)
-    elif attached:
-        prefix = library_prefix(
-            architecture, models.own_form, next(iter(pool.chain.blocks[0].parameters.values())).key
+    What an earlier sitting has saved is not written again, but for its card; `is_saved` is known from `require_place`
+    on. One that `is_new` has no earlier sitting; the run may still keep another one of its name.
+    """
+
+    run: pathlib.Path
+    name: str
+    method: str
+    models: OpenModels
+    target: pathlib.Path
+    is_new: bool = False
+    is_saved: bool = False
+
+    def require_kept(self, manifest: Manifest) -> None:
+        """Refuse weights that the run lacks, or that are not those which were measured."""
+        from driftlens.jobs.study.card import calibration_command
+
+        info, weights = manifest.calibrations[self.name], self._weights
+        again = calibration_command(self.name, info, str(self.run), replace=True, save_weights=self.target)
+        hint = (
+            f"`{again}` solves for them once more."
+            if again
+            else "Choose once more, with --auto and --replace."
         )
-        tensors = portable_tensors(architecture.skeleton, pool.chain, attached, prefix)
-        beside[ATTACHED_FILE] = TensorsSource(ATTACHED_FILE, tensors)
-        card = _with_loader(card, attached)
-    save_model(architecture, models.own_form, model, target, metadata=metadata, card=card, heads=beside)
+        if not weights.is_file():
+            raise RunError(f"{self.run} keeps no weights of {self.name!r}: {weights.name} is gone", hint=hint)
+        measured = manifest.models.get(calibrated(self.name))
+        kept = model_info(self._architecture.chain, self._model(weights), self._attached, "")
+        if measured is not None and kept.digest != measured.digest:
+            raise CheckpointError(f"{weights} is not the model that was measured: it has changed", hint=hint)
+
+    def require_place(self) -> None:
+        """Refuse a place that can't be written to, and is not taken by this very model."""
+        try:
+            is_there = not self.is_new and self.target.exists() and self._weights.is_file()
+            self.is_saved = is_there and self._is_same()
+        except DriftLensError:  # it is something else
+            self.is_saved = False
+        if not self.is_saved:
+            require_target(self._architecture, self.target)
+
+    @torch.no_grad()
+    def save(self, info: CalibrationInfo) -> None:
+        """Write the model, and what is attached beside its weights; of one that is there the card alone."""
+        from driftlens.jobs.study.card import model_card, unmeasured_card
+
+        run, heads = open_run(self.run), head_files(self.models)
+        is_measured = calibrated(self.name) in run.manifest.models
+        card = _with_loader(
+            lambda usage: (
+                model_card(run, self.name, usage)
+                if is_measured
+                else unmeasured_card(run, self.name, info, usage)
+            ),
+            self._attached,
+        )
+        if self._attached and not self._is_file:
+            heads[ATTACHED_FILE] = TensorsSource(ATTACHED_FILE, self._portable)
+        if self.is_saved:
+            if not self._is_file:
+                save_card(self._architecture, self.models.own_form, self.target, card, heads)
+            return
+        metadata = weights_metadata(calibrated(self.name), info)
+        if self._attached and self._is_file:
+            save_state_dict(self._attached_file, self._portable, metadata)
+        model, form = self._model(self._weights), self.models.own_form
+        save_model(self._architecture, form, model, self.target, metadata=metadata, card=card, heads=heads)
+        self.is_saved = True
+
+    @property
+    def _architecture(self) -> Architecture:
+        return self.models.architecture
+
+    @cached_property
+    def _attached(self) -> Attachments:
+        return attached_by(self.run, self.name, self.method)
+
+    @property
+    def _weights(self) -> pathlib.Path:
+        return self.run / calibration_weights(self.name)
+
+    @property
+    def _is_file(self) -> bool:
+        return self.target.suffix == ".safetensors"
+
+    @property
+    def _attached_file(self) -> pathlib.Path:
+        return self.target.with_suffix(f".{ATTACHED_FILE}") if self._is_file else self.target / ATTACHED_FILE
+
+    def _model(self, place: pathlib.Path) -> StateSource:
+        return self._architecture.align(open_checkpoint(place))
+
+    def _is_same(self) -> bool:
+        keys, attached = self._architecture.chain.parameter_keys(), self._attached_file
+        ours, theirs = (content_digest(self._model(place), keys) for place in (self._weights, self.target))
+        if ours != theirs or attached.exists() != bool(self._attached):
+            return False
+        portable = TensorsSource(ATTACHED_FILE, self._portable)
+        return not self._attached or content_digest(open_checkpoint(attached)) == content_digest(portable)
+
+    @property
+    def _portable(self) -> dict[str, Tensor]:
+        """What is attached by the paths of the library's own modules."""
+        known, prefix = self._architecture, ""
+        if not self._is_file:
+            first = next(iter(known.chain.blocks[0].parameters.values())).key
+            prefix = library_prefix(known, self.models.own_form, first)
+        return portable_tensors(known.skeleton, known.chain, self._attached, prefix)
 
 
 def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callable[[str], str]:
     """A card whose Python also hooks in what is attached for a task; the same card where nobody wrote how."""
-    (task, _), first = next(iter(attachments.items()))
+    (task, _), first = next(iter(attachments.items()), (("", 0), None))
     code = str(getattr(first, "code", ""))
     if not code:
         return card

@@ -15,14 +15,19 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import hub_folder, repository_of
 from driftlens.data.hf_datasets import repository_folder
 from driftlens.engine.sites import coverage
-from driftlens.jobs.calibrate.job import OpenCalibration, open_calibration, require_terms
+from driftlens.jobs.calibrate.job import (
+    OpenCalibration,
+    only_saves,
+    open_calibration,
+    open_kept,
+    require_terms,
+)
 from driftlens.jobs.calibrate.plan import Choice, untouched_but_moved
 from driftlens.jobs.preflight.job import checked
 from driftlens.jobs.preflight.jobs import rehearsed_calibration
 from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.preflight.rehearsal import Cost, Rehearsed, shares_of, size_text
 from driftlens.jobs.study.reopening import require_same_samples
-from driftlens.models.saving import require_target
 from driftlens.runs.status import require_unlocked
 from driftlens.spec import RunSpec
 from driftlens.spec.requests import CalibrationRequest
@@ -42,16 +47,20 @@ def rehearse(
     Other arguments are as for `calibrate`. Of the checkpoints, headers and the weights of some layers are read; whether
     files have changed since the run is only found out by the calibration itself, which hashes them.
     """
-    folder, checks, started = Path(path), Preflight(), time.perf_counter()
+    folder, checks, started, is_chosen = Path(path), Preflight(), time.perf_counter(), choose is not None
+    if only_saves(folder, request):
+        if checks.attempt("save-weights", lambda: open_kept(folder, request, context, is_chosen=is_chosen)):
+            checks.ok("save-weights", f"{request.name} is finished: what the run keeps is written at once")
+        return checks
     opened = checks.attempt("run", lambda: open_calibration(folder, request, context))
     if opened is None:
         return checks
     plan = opened.plan
     checks.attempt("lock", lambda: require_unlocked(folder))
-    checks.attempt("name", lambda: require_terms(request, opened, is_chosen=choose is not None))
+    checks.attempt("name", lambda: require_terms(request, opened, is_chosen=is_chosen))
     checks.attempt("samples", lambda: require_same_samples(opened.manifest, opened.study))
-    if (place := request.save_weights) is not None:
-        checks.attempt("save-weights", lambda: require_target(opened.models.architecture, place))
+    if (export := opened.export(request)) is not None:
+        checks.attempt("save-weights", export.require_place)
     _describe(opened, checks)
     if choose is not None:
         look, given = choose.outlook, (plan.calibrator, plan.counts)

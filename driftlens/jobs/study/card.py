@@ -103,6 +103,30 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     )
 
 
+def unmeasured_card(run: DriftRun, name: str, info: CalibrationInfo, usage: str = "") -> str:
+    """The same of one that is saved before anything is measured of it; it is written anew as soon as that is."""
+    manifest = run.manifest
+    parents = {model: made.source for model, made in manifest.models.items() if part_of(model) in _PARENTS}
+    unmeasured = (
+        "Nothing is measured of it yet: this card is written anew once its drift and accuracy are known."
+    )
+    return _written(
+        manifest.architecture,
+        parents,
+        [unmeasured, *manifest.warnings, *info.notices],
+        run.name,
+        tags=() if info.kept else ("feature-calibration", info.method),
+        is_merge=info.kept != "base",
+        heading=f"{run.name}: {title(calibrated(name))}",
+        about=_about(run, info),
+        is_synthetic=manifest.synthetic,
+        usage=Markup(usage),
+        settings=[("Setting", "Value"), ("Calibration", info.method), *_texts(info.settings)],
+        models=[("Model", "From"), *((model, _shown(origin)) for model, origin in parents.items())],
+        versions=_listed_versions(manifest.versions),
+    )
+
+
 def merge_card(
     merge: Mapping[str, Any],
     architecture: Mapping[str, Any],
@@ -147,10 +171,11 @@ def escaped(text: str) -> str:
     return _SPECIAL.sub(lambda match: _ENTITIES.get(match[0], f"\\{match[0]}"), printable(text))
 
 
-def calibration_command(name: str, info: CalibrationInfo) -> str:
+def calibration_command(name: str, info: CalibrationInfo, run: str = "RUN", **more: Any) -> str:
     """`driftlens calibrate RUN ...` with every setting written out: no newer preset or spec changes the outcome.
 
-    Empty where an older run did not record which sites were meant, and where no layer was calibrated.
+    Empty where an older run did not record which sites were meant, and where no layer was calibrated. `more` is asked
+    for beside the settings.
     """
     if info.seed is None or not info.layers:
         return ""
@@ -163,8 +188,9 @@ def calibration_command(name: str, info: CalibrationInfo) -> str:
         samples=counts.pop() if len(counts) == 1 else None,  # unequal ones are the spec's own
         layers=None if chooses_itself else tuple(info.layers),
         sites=tuple(info.sites) or None,
+        **more,
     )
-    return shlex.join(["driftlens", "calibrate", "RUN", *request.words()])
+    return shlex.join(["driftlens", "calibrate", run, *request.words()])
 
 
 @functools.cache

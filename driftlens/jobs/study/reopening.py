@@ -91,11 +91,11 @@ def add_calibration(
     if control:
         weights[control] = layout.calibration_weights(name, control=True)
     for variant, relative in weights.items():
-        attached = None if variant == control else _attached(folder, name, method)
+        attached = None if variant == control else attached_by(folder, name, method)
         study.pool.add(variant, models.architecture.align(open_checkpoint(folder / relative)), attached)
 
 
-def _attached(run: pathlib.Path, name: str, method: str) -> Attachments:
+def attached_by(run: pathlib.Path, name: str, method: str) -> Attachments:
     """What a finished calibration of a run attaches; nothing for closed forms."""
     file = run / layout.calibration_attachments(name)
     if not file.exists():

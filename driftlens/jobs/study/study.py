@@ -15,10 +15,10 @@ from driftlens.base.variants import expert_of
 from driftlens.checkpoints.sources import StateSource, TensorsSource, content_digest
 from driftlens.data.samples import SampleSet
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.attached import attachment_tensors
+from driftlens.engine.attached import Attachments, attachment_tensors
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.scored import Asked
-from driftlens.models.chain import Pool
+from driftlens.models.chain import LayerChain, Pool
 from driftlens.models.heads import ScoreMap
 from driftlens.runs.manifest import ModelInfo
 
@@ -144,15 +144,10 @@ class Study:
 
     def model_info(self, name: str) -> ModelInfo:
         """Digest, number of parameters, attachments among them, and origin of a model; reads all its tensors once."""
-        keys, source = self.pool.chain.parameter_keys(), self.pool.source(name)
-        count = sum(torch.Size(source.headers[key].shape).numel() for key in keys)
-        digest = content_digest(source, keys)
-        if attachments := self.pool.variant(name).attachments:
-            attached = attachment_tensors(attachments)
-            both = f"{digest} {content_digest(TensorsSource(name, attached))}"
-            digest = hashlib.sha256(both.encode()).hexdigest()
-            count += sum(value.numel() for value in attached.values())
-        return ModelInfo(digest, count, self.provenance.get(name, source.name))
+        variant, source = self.pool.variant(name), self.pool.source(name)
+        return model_info(
+            self.pool.chain, source, variant.attachments, self.provenance.get(name, source.name)
+        )
 
     def blinded(self, samples: Mapping[str, SampleSet]) -> Study:
         """The study with these calibration samples and no others, and without labels: as it is shown to methods."""
@@ -161,3 +156,16 @@ class Study:
             shown = replace(samples[task], labels=None)
             tasks[task] = replace(at, diagnosis=shown, calibration=shown, test=None, picture=None)
         return replace(self, tasks=tasks)
+
+
+def model_info(chain: LayerChain, source: StateSource, attachments: Attachments, origin: str) -> ModelInfo:
+    """Digest, number of parameters and origin of a model, with what is attached to it; reads all its tensors once."""
+    keys = chain.parameter_keys()
+    count = sum(torch.Size(source.headers[key].shape).numel() for key in keys)
+    digest = content_digest(source, keys)
+    if attachments:
+        attached = attachment_tensors(attachments)
+        both = f"{digest} {content_digest(TensorsSource(source.name, attached))}"
+        digest = hashlib.sha256(both.encode()).hexdigest()
+        count += sum(value.numel() for value in attached.values())
+    return ModelInfo(digest, count, origin)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ _SAMPLE = 1_000_000
 class Group(NamedTuple):
     """One tensor of every model of a recipe, all of one shape and dtype.
 
-    `models` has all of them in the recipe's order, with the base among them; `key` seeds what is drawn at random.
+    `models` has all of them in the recipe's order, with the base among them; `key` seeds what is drawn at random. Both
+    sequences may read a tensor whenever it is asked for: what is needed twice is kept by whoever needs it.
     """
 
     base: Tensor | None
@@ -45,27 +46,29 @@ class Group(NamedTuple):
 
 def linear(group: Group, *, weight: Sequence[float], normalize: bool) -> Tensor:
     """A weighted sum in float32, or mean."""
-    total = torch.zeros_like(group.models[0], dtype=torch.float32)
-    factors = torch.tensor(weight, dtype=torch.float32)
-    for tensor, factor in zip(group.models, factors, strict=True):
+    factors, total = torch.tensor(weight, dtype=torch.float32), torch.zeros(())
+    for number, (tensor, factor) in enumerate(zip(group.models, factors, strict=True)):
+        total = total if number else torch.zeros_like(tensor, dtype=torch.float32)
         total.addcmul_(tensor, factor)
     if normalize:
         total.div_(factors.sum())
-    return total.to(group.models[0].dtype)
+    return total.to(tensor.dtype)
 
 
 def slerp(group: Group, *, t: float) -> Tensor:
     """On the great circle from the base to the one other model, in float32."""
     first, second = (tensor.reshape(1, -1) for tensor in (group.origin, group.experts[0]))
+    # Room that all pieces share: made anew for each, it would be strewn over memory, and several times as large.
+    room = torch.empty(2, min(_CHUNK, first.numel()))
 
-    def pieces() -> Iterator[tuple[Tensor, Tensor]]:
-        parts = zip(torch.split(first, _CHUNK, dim=1), torch.split(second, _CHUNK, dim=1), strict=True)
-        return ((a.float(), b.float()) for a, b in parts)
+    def pieces() -> Iterator[Sequence[Tensor]]:
+        for parts in zip(torch.split(first, _CHUNK, dim=1), torch.split(second, _CHUNK, dim=1), strict=True):
+            yield [place[None, : part.numel()].copy_(part) for place, part in zip(room, parts, strict=True)]
 
     lengths = [[torch.linalg.vector_norm(part, dim=1, keepdim=True) for part in pair] for pair in pieces()]
     norms = [torch.linalg.vector_norm(torch.stack(side), dim=0) for side in zip(*lengths, strict=True)]
     norms = [torch.where(norm > _TIE, norm, 1) for norm in norms]
-    dots = [((a / norms[0]) * (b / norms[1])).sum(dim=1, keepdim=True) for a, b in pieces()]
+    dots = [a.div_(norms[0]).mul_(b.div_(norms[1])).sum(dim=1, keepdim=True) for a, b in pieces()]
     cosine = torch.stack(dots).sum(dim=0).clamp(-1, 1)
     is_straight = cosine.abs() > 0.9995
     angle = torch.acos(torch.where(is_straight, 0, cosine))
@@ -76,7 +79,7 @@ def slerp(group: Group, *, t: float) -> Tensor:
     ]
     merged = torch.empty_like(first)
     for part, (a, b) in zip(torch.split(merged, _CHUNK, dim=1), pieces(), strict=True):
-        part.copy_(shares[0] * a + shares[1] * b)
+        part.copy_(a.mul_(shares[0]).add_(b.mul_(shares[1])))
     return merged.reshape(group.origin.shape)
 
 
@@ -87,6 +90,7 @@ def nuslerp(
     total = sum(weight)
     t = 0.5 if abs(total) < 1e-6 else weight[1] / total
     given = [tensor if group.base is None else tensor - group.base for tensor in group.experts]
+    shape = given[0].shape
     if nuslerp_flatten:
         given = [tensor.reshape(-1) for tensor in given]
     elif nuslerp_row_wise:
@@ -100,7 +104,7 @@ def nuslerp(
     merged = torch.where(is_straight, (1 - t) * first + t * second, bent)
     if nuslerp_row_wise and not nuslerp_flatten:
         merged = merged.transpose(0, -1)
-    merged = merged.reshape(group.experts[0].shape)
+    merged = merged.reshape(shape)
     return merged if group.base is None else group.base + merged
 
 
@@ -143,7 +147,7 @@ def multislerp(group: Group, *, weight: Sequence[float], normalize_weights: bool
 
 def karcher(group: Group, *, max_iter: int, tol: float) -> Tensor:
     """The Riemannian mean of all directions, by steps along the mean of their logarithms, times the mean norm."""
-    tensors = group.models
+    tensors = list(group.models)
     if len(tensors) == 1:
         return tensors[0]
     share = 1.0 / len(tensors)
@@ -267,7 +271,8 @@ def ram(group: Group, *, epsilon: float, r: float = 0.0, alpha: float = 0.0) -> 
 
 def passthrough(group: Group, *, scale: Sequence[float | None]) -> Tensor:
     """The one model's tensor, scaled."""
-    return group.models[0] if scale[0] is None else group.models[0] * scale[0]
+    (tensor,) = group.models
+    return tensor if scale[0] is None else tensor * scale[0]
 
 
 def steps_from_base(
@@ -303,9 +308,9 @@ def steps_from_base(
     if not group.experts:
         return base
     steps = base.new_empty((len(group.experts), base.numel()))
-    for place, expert in enumerate(group.experts):
+    for place in range(len(group.experts)):
         spread = epsilon[place] if kind == "della" else gamma[place] if kind == "outliers" else 0.0
-        step = expert - base
+        step = group.experts[place] - base
         keep = _kept(step, kind, density[place], spread, f"{group.key} {place}")
         steps[place] = _thinned(step, keep, rescale).flatten()
     weights = torch.tensor(weight, dtype=base.dtype)[:, None]
@@ -344,20 +349,21 @@ def _kept(step: Tensor, kind: str, density: float, spread: float, key: str) -> T
         return _magnitude_chances(step, density, spread, key)
     if kind == "magnitude":
         # The order among equal magnitudes is this call's, with these arguments.
-        places = torch.argsort(_sizes(step), descending=True)[
-            : max(1, int(density * count)) if density > 0 else 0
-        ]
+        places = _order(step, descending=True)[: max(1, int(density * count)) if density > 0 else 0]
     else:
         target = int(density * count)
         first = max(0, count - target - int(spread * count))
-        places = torch.sort(_sizes(step), descending=False).indices[first : first + target]
+        places = _order(step, descending=False)[first : first + target]
     keep = torch.zeros(count, dtype=step.dtype)
     keep[places] = 1
     return keep.view(step.shape)
 
 
-def _sizes(step: Tensor) -> Tensor:
-    return (step.clone() if step.dtype == torch.float32 else step.float()).abs_().flatten()
+def _order(step: Tensor, *, descending: bool) -> Tensor:
+    """The places of all entries by magnitude; sorted where the magnitudes lie, as a copy is the most of the memory."""
+    sizes, order = step.float().abs().flatten(), torch.empty(0, dtype=torch.int64)
+    torch.sort(sizes, descending=descending, out=(sizes, order))
+    return order
 
 
 def _magnitude_chances(step: Tensor, density: float, spread: float, key: str) -> Tensor:
@@ -388,6 +394,17 @@ def _thinned(step: Tensor, keep: Tensor | None, rescale: bool) -> Tensor:
         return thinned
     before, after = step.abs().sum(), thinned.abs().sum()
     return thinned if before < 1e-7 or after < 1e-7 else thinned * (before / after)
+
+
+def by_entry(method: str, values: Mapping[str, Any]) -> bool:
+    """Whether every entry of the result comes from the models' same entries alone, so that rows can be merged apart."""
+    kernel = KERNELS[method]
+    thins = (
+        isinstance(kernel, functools.partial)
+        and kernel.keywords["kind"]
+        and min(values["density"], default=1) < 1
+    )
+    return kernel in (linear, nearswap, passthrough) or (isinstance(kernel, functools.partial) and not thins)
 
 
 Kernel = Callable[..., Tensor]

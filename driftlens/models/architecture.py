@@ -149,13 +149,15 @@ class Architecture:
 class ArchitectureRequest:
     """What a loader is asked for: a source as it reads it, and the path of the list of blocks where that is named.
 
-    `untied` asks for a head of its own where a language model's is its embeddings; loaders of others don't heed it.
+    `untied` asks for a head of its own where a language model's is its embeddings, `unread` for no tokenizer, where no
+    text will be read; loaders of others heed neither.
     """
 
     source: str
     blocks: str | None = None
     access: Access = Access()
     untied: bool = False
+    unread: bool = False
 
 
 loaders: Registry[Callable[[ArchitectureRequest], Architecture]] = Registry(
@@ -168,7 +170,13 @@ PYTHON = "python:"
 
 
 def load_architecture(
-    loader: str, source: str, *, blocks: str | None = None, access: Access = Access(), untied: bool = False
+    loader: str,
+    source: str,
+    *,
+    blocks: str | None = None,
+    access: Access = Access(),
+    untied: bool = False,
+    unread: bool = False,
 ) -> Architecture:
     """The architecture that `source` describes; where a family has an adapter, no weights are read for it.
 
@@ -179,8 +187,9 @@ def load_architecture(
         blocks: path of the list of blocks, for loaders that read any model.
         access: what may be used.
         untied: whether a language model gets a head of its own where the source has its embeddings for one.
+        unread: whether no text will be read: a decoder's tokenizer is then neither opened nor missed.
     """
-    request = ArchitectureRequest(source, blocks, access, untied)
+    request = ArchitectureRequest(source, blocks, access, untied, unread)
     if loader.startswith(PYTHON) and loader not in loaders:
         return _from_python(loader, request)
     with running(source):  # a configuration may hold anything

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pathlib
 import shlex
+from typing import TYPE_CHECKING
 
 from driftlens.base.errors import RunError
 from driftlens.base.files import from_json
 from driftlens.base.variants import calibrated, calibration_of
 from driftlens.runs.layout import STATUS, begun_calibration
 from driftlens.runs.manifest import LATER, Manifest, is_phase_of
-from driftlens.runs.run import DriftRun
 from driftlens.runs.status import Status, living_owner_of
+
+if TYPE_CHECKING:
+    from driftlens.runs.run import DriftRun
 
 COMMAND = "command"
 """In what a calibration begins with: the options of its command line."""

@@ -31,7 +31,6 @@ from driftlens.base.files import (
 )
 from driftlens.base.progress import ProgressEvent
 from driftlens.runs.layout import ENTRIES, EVENTS, GUARD, LOCK, STATUS
-from driftlens.runs.tables import plain
 
 _FRESH_SECONDS = 60.0
 _STATUS_SECONDS = 0.5
@@ -286,6 +285,8 @@ class Status:
 def write_status(folder: pathlib.Path, status: Status) -> None:
     """Replace the run's status.json, whole or not at all."""
     # JSON knows neither NaN nor infinity.
+    from driftlens.runs.tables import plain  # pandas, which who merges doesn't need
+
     metrics = {name: plain(value) for name, value in status.metrics.items()}
     write_json_atomic(folder / STATUS, as_plain(replace(status, metrics=metrics)))
 

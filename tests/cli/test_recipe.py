@@ -6,6 +6,9 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+import weakref
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.spec.mergekit import METHODS
+from driftlens.jobs.study.recipe import Followed
+from driftlens.spec.mergekit import METHODS, recipe_of
 from tests.cli.conftest import Cli
 from tests.zoo.decoders import CONFIGS, saved
 
@@ -95,6 +99,52 @@ def test_lists_go_over_layers_and_filters_over_names(folders: Folders, tmp_path:
         torch.testing.assert_close(found[key], wanted)
     assert "mergekit" in (tmp_path / "out" / "README.md").read_text()
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_nothing_is_read_twice_or_held_for_nothing(folders: Folders) -> None:
+    """Of a model's tensors that of one key is there, and of the models but the base one at a time."""
+    made, alive, most = recipe_of(recipe(folders, "ties")), Counter[str](), Counter[str]()
+
+    class Counted:
+        def __init__(self, name: str) -> None:
+            self._source = open_checkpoint(folders[name])
+            self.name, self.headers = name, self._source.headers
+
+        def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+            tensor = self._source.read(key, rows).clone()
+            alive.update([self.name])
+            weakref.finalize(tensor, alive.subtract, [self.name])
+            most.update({"experts": max(0, alive["one"] + alive["two"] - most["experts"])})
+            most.update({self.name})
+            return tensor
+
+    merged = Followed(made, {folders[name]: Counted(name) for name in MODELS}, 3)
+    for key in merged.headers:
+        merged.read(key)
+    assert most == Counter({"experts": 1} | dict.fromkeys(MODELS, len(merged.headers)))
+
+
+def test_no_tokenizer_is_opened_to_merge_weights(
+    folders: Folders, tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(*_: object, **__: object) -> None:
+        raise AssertionError("a tokenizer was opened")
+
+    monkeypatch.setattr("driftlens.models.preprocessing.tokenizer_in", opened)
+    done = run_cli("merge", written(recipe(folders, "linear"), tmp_path), "--out", tmp_path / "out")
+    assert done.code == 0, done.err
+    for file in Path(folders["base"]).glob("token*.json"):
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_merging_reads_no_tables() -> None:
+    """Half of what a merge imports of its own would be for tables that it hasn't."""
+    code = (
+        "import sys, driftlens.cli, driftlens.jobs.study.recipe, driftlens.jobs.study.card;"
+        "print({'pandas', 'pyarrow', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 def in_slices(folders: Folders, method: str) -> dict[str, Any]:

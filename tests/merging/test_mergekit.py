@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from driftlens.base.errors import NumericsError, SpecError
-from driftlens.merging.mergekit import KERNELS, Group
+from driftlens.merging.mergekit import KERNELS, Group, _order, by_entry
 from driftlens.spec.mergekit import METHODS, REQUIRED
 
 SHAPE = (12, 10)
@@ -168,3 +169,28 @@ def test_directions_that_cancel_are_refused_and_chances_beyond_one_too() -> None
     moved = Group(base, [base + 1], [base, base + 1])
     with pytest.raises(SpecError, match="epsilon"):
         KERNELS["della"](moved, **settings("della", 1, density=0.5, epsilon=0.6))
+
+
+def test_rows_merged_apart_make_the_same_bits() -> None:
+    apart = set()
+    for method, density in itertools.product(METHODS, (1.0, 0.5)):
+        count = 1 if METHODS[method].models in ((1, 1), (2, 2)) else 3
+        values = settings(method, count, density=density)
+        if not by_entry(method, values):
+            continue
+        apart.add((method, density))
+        base, experts = tensors(count, torch.bfloat16)
+        whole = KERNELS[method](Group(base, experts, experts), **values)
+        for rows in (slice(0, 5), slice(5, 6), slice(6, None)):
+            part = [expert[rows] for expert in experts]
+            assert torch.equal(KERNELS[method](Group(base[rows], part, part), **values), whole[rows]), method
+    assert apart >= {("linear", 0.5), ("task_arithmetic", 0.5), ("nearswap", 0.5), ("ties", 1.0)}
+    assert ("ties", 0.5) not in apart
+
+
+def test_magnitudes_are_ordered_as_argsort_orders_them() -> None:
+    """Where many are equal, too: which of them stay is mergekit's choice, and its sort's."""
+    step = torch.randint(-9, 9, (100, 70), generator=torch.Generator().manual_seed(0)).bfloat16()
+    for descending in (True, False):
+        wanted = step.float().abs().flatten().argsort(descending=descending)
+        assert torch.equal(_order(step, descending=descending), wanted)

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 from huggingface_hub import EvalResult, ModelCardData, metadata_load
 from markupsafe import Markup
 
@@ -19,19 +18,17 @@ from driftlens.base.variants import calibrated, part_of, task_of, title
 from driftlens.base.words import counted
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import is_hub_id, library_folder, repository_of
-from driftlens.findings.before_after import calibration_sheets, compared_variants, selection_sentences
 from driftlens.findings.reading import printable, setting_text
-from driftlens.findings.verdict import shareable, task_sheet, verdict
 from driftlens.runs.layout import SPEC, calibration_attachments, calibration_folder
 from driftlens.runs.manifest import CalibrationInfo, versions
-from driftlens.runs.run import DriftRun
 from driftlens.runs.standing import is_live
-from driftlens.runs.writer import attach
 from driftlens.spec.requests import CalibrationRequest
 from driftlens.spec.yaml_text import from_yaml
 
 if TYPE_CHECKING:
     import jinja2
+
+    from driftlens.runs.run import DriftRun
 
 Rows = list[tuple[object, ...]]
 """Of a table, its heading first."""
@@ -59,6 +56,10 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
 
     Names that a user chose are escaped, of local paths only the last part is shown. `usage` is Python that loads it.
     """
+    # Tables are read with pandas, which who merges doesn't need.
+    from driftlens.findings.before_after import calibration_sheets, compared_variants, selection_sentences
+    from driftlens.findings.verdict import shareable, task_sheet, verdict
+
     compared_variants(run, name)  # says which calibrations there are when this is none
     manifest, info, own = run.manifest, run.manifest.calibrations[name], calibrated(name)
     judgement = verdict(run, name)
@@ -159,6 +160,8 @@ def merge_card(
 
 def renew_cards(run: DriftRun) -> None:
     """Write the cards that lie in a run again, as scores were attached to it since."""
+    from driftlens.runs.writer import attach
+
     for name in run.manifest.calibrations:
         place = f"{calibration_folder(name)}/README.md"
         if (run.path / place).is_file():
@@ -282,6 +285,8 @@ def _license(origin: str) -> dict[str, Any]:
 
 def _measured(run: DriftRun, name: str) -> list[EvalResult]:
     """Scores on test samples as the Hub lists results; none with attachments, which whoever loads the weights lacks."""
+    import pandas as pd
+
     if (run.path / calibration_attachments(name)).exists():
         return []
     data, architecture = _spec(run).get("data", {}), run.manifest.architecture

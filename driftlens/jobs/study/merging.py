@@ -90,9 +90,9 @@ class _Merge:
         entry, settings = self.merge
         function = entry.function
         if entry.reads in ("entry", "file"):
-            most = PIECE if entry.reads == "entry" else sys.maxsize
+            most = PIECE if entry.reads == "entry" else None
             for key in self.base:
-                for slot in _pieces(key, self.start.headers[key].shape, most):
+                for slot in pieces(key, self.start.headers[key].shape, most):
                     yield from self._made(self.merge, {key: slot})
         elif entry.reads_sites:
             yield from self._sites(place_of)
@@ -275,9 +275,9 @@ def _named(chain: LayerChain, keys: Collection[str]) -> dict[str, Slot]:
     return found | {key: Slot(key) for key in keys if key not in known}
 
 
-def _pieces(key: str, shape: tuple[int, ...], most: int) -> list[Slot]:
-    """A tensor as runs of rows of at most so many entries, or of one row."""
-    rows = max(1, most // max(1, math.prod(shape[1:])))
+def pieces(key: str, shape: tuple[int, ...], most: int | None) -> list[Slot]:
+    """A tensor as runs of rows of at most so many entries, or of one row; without a number as a whole."""
+    rows = max(1, (most or sys.maxsize) // max(1, math.prod(shape[1:])))
     if not shape or shape[0] <= rows:
         return [Slot(key)]
     return [Slot(key, rows=(first, min(first + rows, shape[0]))) for first in range(0, shape[0], rows)]
@@ -432,7 +432,7 @@ def merge_experts(
     if merge.method.runs_models:
         study, models = opening.open_study(spec, access=context.access)
     else:
-        models = opening.open_models(spec, context.access)
+        models = opening.open_models(spec, context.access, unread=True)
         opening.open_pool(spec, models, device="cpu")  # compares keys and shapes
     models = models if out_dtype is None else opening.all_in(models, out_dtype)
     save_merge(models, merge, path, study, context.reporter())

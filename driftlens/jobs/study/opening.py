@@ -106,13 +106,19 @@ def open_models(
     *,
     architecture: Architecture | None = None,
     attempt: Attempt = lambda name, opened: opened(),
+    unread: bool = False,
 ) -> OpenModels:
-    """All checkpoints that the spec names, the base first; `attempt` may do without a model that is broken."""
-    known, origins = architecture or open_architecture(spec, access), origins_of(spec)
+    """All checkpoints that the spec names, the base first; `attempt` may do without a model that is broken.
+
+    `unread` says that no sample will be read: a decoder's tokenizer stays closed.
+    """
+    known, origins = architecture or open_architecture(spec, access, unread=unread), origins_of(spec)
     stored: dict[str, StateSource] = {}
     sources: dict[str, StateSource] = {}
     notices: list[str] = []
-    reads_texts = known.preprocess is not None and known.preprocess.texts is not None
+    reads_texts = known.lm is not None or (
+        known.preprocess is not None and known.preprocess.texts is not None
+    )
     rows, align = vocabulary_keys(known.skeleton) if reads_texts else {}, spec.architecture.vocab is not None
     if align and not rows:
         raise SpecError("architecture.vocab: the model reads no texts by a vocabulary", hint="Take it out.")
@@ -181,11 +187,16 @@ def model_folder(origin: str, source: StateSource) -> pathlib.Path | None:
     return stored if stored.is_dir() else stored.parent
 
 
-def open_architecture(spec: RunSpec, access: Access) -> Architecture:
+def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) -> Architecture:
     """The architecture of a spec; of a language model with a head apart where any of its models has one of its own."""
     entry = spec.architecture
     load = functools.partial(
-        load_architecture, entry.loader, entry.source or "", blocks=entry.blocks, access=access
+        load_architecture,
+        entry.loader,
+        entry.source or "",
+        blocks=entry.blocks,
+        access=access,
+        unread=unread,
     )
     known = load()
     if known.loader != "hf-decoder" or known.lm is None or known.lm.key == HEAD:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -13,19 +13,23 @@ import torch
 from torch import Tensor
 
 from driftlens.base.access import Access
+from driftlens.base.errors import NumericsError
 from driftlens.base.files import PathLike, plain_file
 from driftlens.base.threads import computing_with
 from driftlens.checkpoints.loading import library_folder
 from driftlens.checkpoints.sources import InDtypes, StateSource, TensorHeader, check_finite
-from driftlens.jobs.study.merging import save_merge
+from driftlens.jobs.study.merging import pieces, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_models, open_pool, saved_in
 from driftlens.jobs.study.suspicion import companions
-from driftlens.merging.mergekit import KERNELS, Group
+from driftlens.merging.mergekit import KERNELS, Group, by_entry
 from driftlens.merging.method import Merge, MergeMethod, merge_methods
 from driftlens.models.language.vocabularies import json_object, vocabulary_keys
 from driftlens.models.saving import require_target
 from driftlens.spec import load_spec
 from driftlens.spec.mergekit import Recipe, layer_of, refused
+
+PIECE = 2**20
+"""Entries that are merged at a time, of methods that can: they fit into a processor's cache."""
 
 
 class Followed:
@@ -65,27 +69,52 @@ class Followed:
 
     @torch.no_grad()
     def _merged(self, key: str) -> Tensor:
-        recipe, computed = self._recipe, self._computed(key)
+        recipe, header = self._recipe, self.headers[key]
         part, _ = recipe.slice_of(key, self._layers)
         names = [source.model for source in part.sources]
-        tensors = [self._models[name].read(key) for name in names]
-        if not computed.is_floating_point:
-            return tensors[0]
-        for name, tensor in zip(names, tensors, strict=True):
-            check_finite(self._models[name].name, key, tensor)
-        tensors = [tensor.to(computed) for tensor in tensors]
-        rows, whole = self._tokens.get(key), tensors[names.index(recipe.base) if recipe.base in names else 0]
-        tensors = [tensor if rows is None else tensor[:rows] for tensor in tensors]
-        base = tensors[names.index(recipe.base)] if recipe.base in names else None
-        experts = [tensor for name, tensor in zip(names, tensors, strict=True) if name != recipe.base]
+        start = recipe.base if recipe.base in names else names[0]
+        if not header.dtype.is_floating_point:
+            return self._models[names[0]].read(key)
+        values, shape = recipe.values(key, self._layers), header.shape
+        shape = (self._tokens[key], *shape[1:]) if key in self._tokens else shape
+        places = [
+            slot.rows for slot in pieces(key, shape, PIECE if by_entry(recipe.method, values) else None)
+        ]
+        if len(places) == 1 and shape == header.shape:
+            return self._piece(key, names, None, values).to(header.dtype)
+        merged = torch.empty(header.shape, dtype=header.dtype)
+        for rows in places:
+            rows = rows or (0, shape[0])
+            merged[slice(*rows)] = self._piece(key, names, rows, values)
+        if shape != header.shape:
+            merged[shape[0] :] = self._models[start].read(key, (shape[0], header.shape[0]))
+        return merged
+
+    def _piece(
+        self, key: str, names: Sequence[str], rows: tuple[int, int] | None, values: Mapping[str, Any]
+    ) -> Tensor:
+        """What the method makes of some rows; models are read one after the other, as it asks for them."""
+        base, computed = self._recipe.base, self._computed(key)
+
+        def read(name: str) -> Tensor:
+            source = self._models[name]
+            tensor = source.read(key, rows)
+            try:
+                check_finite(source.name, key, tensor)
+            except NumericsError:
+                check_finite(source.name, key, source.read(key))  # counts entries of the whole tensor
+                raise
+            return tensor.to(computed)
+
+        group = Group(
+            read(base) if base is not None and base in names else None,
+            _Asked(read, [name for name in names if name != base]),
+            _Asked(read, names),
+            key,
+        )
         # Sums are parted among threads, and rounded by their parts: with one thread a merge is the same everywhere.
         with computing_with(1):
-            merged = KERNELS[recipe.method](
-                Group(base, experts, tensors, key), **recipe.values(key, self._layers)
-            )
-        if rows is not None:
-            merged = torch.cat([merged, whole[rows:].to(merged)])
-        return merged.to(self.headers[key].dtype)
+            return KERNELS[self._recipe.method](group, **values)
 
     def _computed(self, key: str) -> torch.dtype:
         """What is computed in: the recipe's, or the widest of what is stored."""
@@ -97,6 +126,19 @@ class Followed:
     def _written(self, key: str) -> torch.dtype:
         computed, name = self._computed(key), self._recipe.out_dtype
         return computed if name is None or not computed.is_floating_point else getattr(torch, name)
+
+
+class _Asked(Sequence[Tensor]):
+    """Tensors that are read when they are asked for, and not kept."""
+
+    def __init__(self, read: Callable[[str], Tensor], names: Sequence[str]) -> None:
+        self._read, self._names = read, names
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._read(self._names[place])
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def merge_recipe(recipe: Recipe, path: PathLike, access: Access) -> list[str]:
@@ -147,7 +189,7 @@ def _opened(recipe: Recipe, access: Access) -> tuple[OpenModels, dict[str, State
         "merge": {"method": "average"},
     }
     spec = load_spec(described)
-    models = open_models(spec, access)
+    models = open_models(spec, access, unread=recipe.tokenizer is None)
     open_pool(spec, models, device="cpu")  # compares keys and shapes
     by_name = {base: models.sources["base"]}
     by_name |= {name: models.sources[f"expert:{task}"] for task, name in tasks.items()}

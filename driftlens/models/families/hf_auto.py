@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from driftlens.base.errors import IncompatibleModelsError
@@ -353,6 +354,8 @@ inputs = reader("a question", return_tensors="pt")
 features = model(**inputs, output_hidden_states=True).hidden_states[-1]
 answer = reader.decode(model.generate(**inputs, max_new_tokens=16)[0])
 """
+_PADDED = {"input_ids": torch.tensor([[0, 0], [0, 0]]), "attention_mask": torch.tensor([[1, 0], [1, 1]])}
+"""Two rows to look at a decoder by, one of them padded, where no tokenizer makes any."""
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
 """What old checkpoints hold beside weights."""
 
@@ -374,9 +377,9 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
     config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     skeleton = weightless(partial(built, model_class, config), source)
-    preprocess = hf_text_preprocess(source, config, offline, "decoder")
+    preprocess = None if request.unread else hf_text_preprocess(source, config, offline, "decoder")
     with running(source):
-        chain = decoder_chain(skeleton, dict(preprocess.example()))
+        chain = decoder_chain(skeleton, _PADDED if preprocess is None else dict(preprocess.example()))
     ignored = (*(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()), *_BUFFERS)
     names = file_names(skeleton)
     return Architecture(

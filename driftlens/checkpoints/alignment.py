@@ -90,6 +90,7 @@ class Spellings:
                 f"{source.name} holds {count} of the {len(wanted)} tensors that are wanted; "
                 f"it looks like {family.what} (key {family.key!r})",
                 hint=family.remedy,
+                loader=family.loader,
             )
         return renamed(source, stored)
 
@@ -131,7 +132,10 @@ class KeyLayout:
         family = family_of_keys(keys)
         if family is not None and family.loader != self.loader:
             raise IncompatibleModelsError(
-                f"{name} holds {family.what} (key {family.key!r})", hint=family.remedy, key=family.key
+                f"{name} holds {family.what} (key {family.key!r})",
+                hint=family.remedy,
+                key=family.key,
+                loader=family.loader,
             )
         anchors = [key for key in keys if f".{key}".endswith(f".{self.anchor}")]
         if len(anchors) != 1:

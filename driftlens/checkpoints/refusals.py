@@ -14,7 +14,7 @@ from driftlens.base.files import plain_file
 
 LIVE = (
     "Build it in code of your own: `loader: python:module:function` (with --trust-code), or live modules in "
-    "`dl.analyze`; any module with a list of blocks will do."
+    "`dl.analyze`, which take any module that runs a list of blocks one after the other."
 )
 _ROUTES = {
     "hf-auto": "The loader hf-auto takes it, with the path of its list of blocks in `architecture.blocks`.",
@@ -108,7 +108,9 @@ def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> Incom
     mixture = f", a mixture of {count} experts" if (count := num_experts(config)) else ""
     unknown = "The transformers that is installed knows no such model type. "
     hint = route(loader) if loader or kind in CONFIG_MAPPING else unknown + LIVE
-    return IncompatibleModelsError(f"{source} is {what}{mixture}; expected {expected}", hint=hint)
+    return IncompatibleModelsError(
+        f"{source} is {what}{mixture}; expected {expected}", hint=hint, loader=loader
+    )
 
 
 def num_experts(config: Mapping[str, Any]) -> int:

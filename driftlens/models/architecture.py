@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from driftlens.base.access import Access
-from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError
+from driftlens.base.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
 from driftlens.base.registry import Registry
 from driftlens.checkpoints.alignment import KeyLayout, Layout, Spellings
 from driftlens.checkpoints.loading import library_folder
@@ -84,7 +85,17 @@ class Architecture:
         Whole models, towers alone and wrappers' prefixes are recognised by structure; text towers and index buffers are
         left out. `fallback`, the base, gives the projection to experts that were saved without.
         """
-        return source if self.layout is None else self.layout.align(source, self.keys, fallback)
+        if self.layout is None:
+            return source
+        try:
+            return self.layout.align(source, self.keys, fallback)
+        except IncompatibleModelsError as error:
+            place = pathlib.Path(source.name)
+            beside = ArchitectureRequest(
+                str(place if place.is_dir() else place.parent), access=Access(offline=True)
+            )
+            _follow_sign(error, beside, (self.loader,))
+            raise
 
     def lora_base(self, base: StateSource, folder: str) -> StateSource:
         """The base under the names that adapters in a folder use: those of its file, or of its modules in memory."""
@@ -192,8 +203,34 @@ def load_architecture(
     request = ArchitectureRequest(source, blocks, access, untied, unread)
     if loader.startswith(PYTHON) and loader not in loaders:
         return _from_python(loader, request)
-    with running(source):  # a configuration may hold anything
-        return _as_sentences(loaders[loader](request))
+    return _opened(loader, request)
+
+
+def _opened(loader: str, request: ArchitectureRequest, asked: tuple[str, ...] = ()) -> Architecture:
+    """See `load_architecture`; the loaders in `asked` have sent here."""
+    try:
+        with running(request.source):  # a configuration may hold anything
+            return _as_sentences(loaders[loader](request))
+    except IncompatibleModelsError as error:
+        _follow_sign(error, request, (*asked, loader))
+        raise
+
+
+def _follow_sign(
+    error: IncompatibleModelsError, request: ArchitectureRequest, asked: tuple[str, ...] = ()
+) -> None:
+    """See to it that a refusal names another loader only where that one takes the source.
+
+    Where it doesn't, its own reason and remedy stand in the hint.
+    """
+    loader = str(error.context.get("loader"))
+    if loader in loaders and loader not in asked:
+        try:
+            _opened(loader, replace(request, blocks=None), asked)
+        except IncompatibleModelsError as refusal:
+            error.hint = f"Nor does the loader {loader} take it: {refusal.message}. {refusal.hint}"
+        except DriftLensError:  # what is missing beside the model, which that refusal tells how to give
+            pass
 
 
 _POOLS: Mapping[str, Pool] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}

@@ -12,10 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from driftlens.base.errors import DataError, IncompatibleModelsError, NumericsError, SpecError
+from driftlens.base.errors import (
+    DataError,
+    DriftLensError,
+    IncompatibleModelsError,
+    NumericsError,
+    SpecError,
+)
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import LayerChain
 from driftlens.models.families.sequential import check_deterministic, sequential_chain
+from tests.refusing import refusing
 from tests.zoo.stacks import STACKS, WIDTH, Plain, Residual, Stack, rows
 from tests.zoo.walking import assert_close, plain_forward, walk, weights
 
@@ -409,6 +416,28 @@ def test_models_whose_features_do_not_flow_from_block_to_block_are_refused(
     with pytest.raises(SpecError, match=message):
         sequential_chain(module).start(rows(generator, N))
     assert list(snapshot(module)) == before
+
+
+class Twins(Plain):
+    """A model with a list that is as long as that of its blocks and never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = copy.deepcopy(self.layers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "hint"),
+    [
+        (Twins, SpecError, "can be followed with blocks='layers'."),
+        (Backwards, IncompatibleModelsError, "No list of Backwards can be followed"),
+    ],
+)
+def test_a_refusal_names_the_lists_that_can_be_followed_or_says_that_none_can(
+    kind: type[Plain], error: type[DriftLensError], hint: str, generator: torch.Generator
+) -> None:
+    with refusing(error, hint=hint):
+        sequential_chain(kind(), rows(generator, N))
 
 
 def test_a_module_of_shapes_only_is_refused(generator: torch.Generator) -> None:

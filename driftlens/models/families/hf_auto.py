@@ -126,6 +126,12 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     stated = read_plain_config(request, loader)
     config, model_class = _class_of(stated, source)
     skeleton = weightless(partial(built, model_class, config), source)
+    if skeleton.main_input_name not in ("input_ids", "pixel_values"):
+        raise IncompatibleModelsError(
+            f"{source} reads {skeleton.main_input_name}; expected a model that reads input_ids (texts) or "
+            "pixel_values (images)",
+            hint=LIVE,
+        )
     names = file_names(skeleton)
     classifier = _classifier(skeleton, config.num_labels)
     notice, own_head, blocks, core = "", None, request.blocks, skeleton.base_model_prefix

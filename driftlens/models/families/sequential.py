@@ -8,10 +8,11 @@ every model. Rows of padding are zeros wherever the batch's mask says so.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from driftlens.base.errors import NumericsError, SpecError
+from driftlens.base.errors import DriftLensError, IncompatibleModelsError, NumericsError, SpecError
 from driftlens.models.chain import TENSOR, TEXT, Layer, LayerChain, Modality, Site, Slot
 from driftlens.models.frames import Mask, mapped, raw_inputs, result
 from driftlens.models.taking_apart.dissection import (
@@ -57,6 +58,53 @@ def sequential_chain(
         mask: which tokens count; see `driftlens.models.frames.Mask`.
         final: path of the module that the final feature leaves, the whole head; "" takes what the model returns.
     """
+    attempt = partial(_taken_apart, mask=mask, final=final)
+    try:
+        return attempt(module, blocks, example)
+    except Exception as error:
+        hint = error.hint if isinstance(error, DriftLensError) else None
+        if blocks is not None or example is None or (hint is not None and "blocks=" not in hint):
+            raise
+        if hint is None and not any(weight.is_meta for weight in module.parameters()):
+            run(module, raw_inputs(example))  # a mistake of the module's own is shown as it is
+        raise _with_ways_out(error, module, partial(attempt, example=fitted(module, example))) from error
+
+
+_MOST_TRIED = 12
+"""How many lists of blocks are tried in the place of one that can't be followed."""
+
+
+def _with_ways_out(
+    error: Exception, module: nn.Module, attempt: Callable[[nn.Module, str], object]
+) -> DriftLensError:
+    """The refusal to follow one list of blocks, whose hint names those that can be followed, or says that none can."""
+    name = type(module).__name__
+    cause = f"{type(error).__name__}: {error}".splitlines()[0]
+    message = (
+        error.message if isinstance(error, DriftLensError) else f"{name} doesn't run in pieces ({cause})"
+    )
+    ways = []
+    # With shapes only it shows, too, whether blocks are given what depends on weights.
+    shapes = {id(weight): nn.Parameter(weight.to("meta"), False) for weight in module.parameters()}
+    shell = copy.deepcopy(module, dict[int, Any](shapes))
+    for path in list(_candidates(module))[:_MOST_TRIED]:
+        with suppress(Exception):  # whatever a forward pass raises that is run in other pieces
+            attempt(shell, path)
+            ways.append(path)
+    if ways:
+        shown = " or ".join(f"blocks={path!r}" for path in ways)
+        return SpecError(message, hint=f"Its layers can be followed with {shown}.")
+    return IncompatibleModelsError(
+        message,
+        hint=f"No list of {name} can be followed: none of them runs one block after the other, "
+        "features in and features out, on such a batch. Wrap it in a module whose blocks do.",
+    )
+
+
+def _taken_apart(
+    module: nn.Module, blocks: str | None, example: Any, *, mask: Mask, final: str
+) -> LayerChain:
+    """See `sequential_chain`."""
     path, blocks_by_path = _block_list(module, blocks)
     parts = Dissection(module, blocks_by_path, mask, final)
     seen = _registered(parts) if example is None else _traced(parts, example)

@@ -44,8 +44,6 @@ _UNSUPPORTED = (
 """Options of peft's LoraConfig that change more than `scaling * B @ A` says."""
 _LARGEST = 1e9
 """Of a number in a configuration: what is beyond overflows somewhere, and no rank or alpha comes near."""
-_LOOKED_AT = 1 << 14
-"""Entries of each tensor of which it is seen what a narrower dtype would lose."""
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` under which the base stays what it is."""
 
@@ -112,21 +110,14 @@ class LoraSource:
         wide = self.headers[key].dtype
         return weight.to(wide) + self._delta(update, rows, wide)
 
-    def lost_share(self, dtype: torch.dtype | None = None) -> float:
-        """Which share of the entries that adapters change would be the base's again in a dtype, None the base's own.
-
-        Of each tensor some thousand entries are looked at; 0 where nothing is changed.
-        """
-        moved = lost = 0
-        for key in self._updates:
-            header = self._base.headers[key]
-            rows = (0, min(header.shape[0], max(1, _LOOKED_AT // max(1, header.shape[1]))))
-            start, end = self._base.read(key, rows).to(self.headers[key].dtype), self.read(key, rows)
-            narrow = dtype or header.dtype
-            changed = start != end
-            moved += int(changed.sum())
-            lost += int((changed & (start.to(narrow) == end.to(narrow))).sum())
-        return lost / moved if moved else 0.0
+    @property
+    def rank_stabilised(self) -> dict[int, float]:
+        """Rank -> largest scaling, of adapters with `use_rslora`; empty of others."""
+        scalings: dict[int, float] = {}
+        for update in self._updates.values() if self._config.get("use_rslora") else ():
+            rank = self._adapters.headers[update.down].shape[0]
+            scalings[rank] = max(update.scaling, scalings.get(rank, update.scaling))
+        return dict(sorted(scalings.items()))
 
     def _delta(self, update: _Update, rows: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
         down, up = self._adapters.read(update.down).to(dtype), self._adapters.read(update.up).to(dtype)

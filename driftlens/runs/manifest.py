@@ -122,6 +122,8 @@ class Manifest:
             language models the tokenizer's digest and how rows are cut.
         preprocessing: which code made inputs of images or texts.
         models: by variant; experts as `expert:TASK`.
+        changes: by expert, what it changes of the base, counted in entries (see `driftlens.base.rounding.Change`);
+            empty without a base, of live models and in older runs.
         merge: how the run made its merged model: method, title, source (paper), reads, parameters; empty where it was
             given, and in older runs.
         classes: class names by task, in the order of the head's rows.
@@ -162,6 +164,7 @@ class Manifest:
     architecture: Mapping[str, Any] = field(default_factory=dict)
     preprocessing: str = ""
     models: Mapping[str, ModelInfo] = field(default_factory=dict)
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     merge: Mapping[str, Any] = field(default_factory=dict)
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     sample_ids: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)

@@ -38,7 +38,7 @@ from driftlens.jobs.study.reopening import (
     writing,
 )
 from driftlens.jobs.study.study import Study, TaskSamples
-from driftlens.jobs.study.suspicion import companions, suspicions
+from driftlens.jobs.study.suspicion import companions, suspicions, task_vectors
 from driftlens.models.heads import is_of_vocabulary
 from driftlens.runs import layout
 from driftlens.runs.layout import LONGEST_TEXT, MOST_THUMBS, THUMB_SIDE, texts_file, thumbs_file
@@ -86,7 +86,12 @@ def analyze(
             if not (writer.folder / layout.SPEC).exists():  # the run was killed between its manifest and this
                 write_text_atomic(writer.folder / layout.SPEC, text)
             describe(writer, study, synthetic=request.synthetic or writer.manifest.synthetic)
-            for finding in (*suspicions(models.architecture.chain, models.sources), *companions(models)):
+            changes = task_vectors(models)
+            writer.describe(changes={name: vars(change) for name, change in changes.items()})
+            for finding in (
+                *suspicions(models.architecture.chain, models.sources),
+                *companions(models, changes),
+            ):
                 if finding.level == "notice":
                     writer.notice(finding.text)
 

@@ -1,0 +1,167 @@
+"""What number types lose of the changes that experts, merges and calibrations make, and task vectors that stand out."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from driftlens.checkpoints.rounding import change_of
+from driftlens.jobs.analyze.job import analyze
+from driftlens.jobs.study.merging import merge_experts
+from driftlens.jobs.study.opening import open_models
+from driftlens.jobs.study.suspicion import companions
+from driftlens.spec import load_spec
+from driftlens.spec.requests import AnalysisRequest
+from tests.models.writing import train
+from tests.pipeline.checking import saved, visual
+from tests.zoo.world import Weights, World, clip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_entries_are_counted_by_their_rank_among_all_numbers_of_a_type(dtype: torch.dtype) -> None:
+    bits = {1: torch.int8, 2: torch.int16}[dtype.itemsize]
+    width = 8 * dtype.itemsize
+    numbers = torch.arange(-(1 << (width - 1)), 1 << (width - 1)).to(bits).view(dtype).float()
+    ordered = numbers[numbers.isfinite()].unique()  # both zeros are one
+    generator = torch.Generator().manual_seed(0)
+    near = ordered[(ordered - 0.01).abs().argmin() - 9 :][:18]
+    near = torch.cat((near, -near, torch.tensor([0.0, -0.0]), ordered[ordered.abs() < 0.02][:9]))
+    start, end = (near[torch.randint(len(near), (4000,), generator=generator)] for _ in range(2))
+    end = torch.where(torch.rand(4000, generator=generator) < 0.3, start * (1 + 2e-4), end)
+    ranks = [torch.searchsorted(ordered, tensor.to(dtype).float()) for tensor in (start, end)]
+    apart, differs = (ranks[0] - ranks[1]).abs(), start != end
+    change = change_of(start, end, dtype)
+    assert (change.entries, change.changed) == (4000, int(differs.sum()))
+    assert change.lost == int((differs & (apart == 0)).sum()) > 50
+    assert change.steps == int((differs & (apart == 1)).sum()) > 50
+    assert change.norm == pytest.approx(float((end - start).double().norm()))
+
+
+def moved_by(size: float) -> Callable[[Weights, Weights], Weights]:
+    """The base moved by so much of the task vector that an expert of the world has."""
+    return lambda base, expert: {key: base[key] + size * (expert[key] - base[key]) for key in base}
+
+
+def one_step(base: Weights, expert: Weights) -> Weights:
+    """Of every other number of the base the next that bfloat16 has."""
+
+    def stepped(start: Tensor) -> Tensor:
+        bits = start.bfloat16().contiguous().view(torch.int16)
+        return (bits + (torch.arange(bits.numel()).reshape(bits.shape) % 2).to(torch.int16)).view(
+            torch.bfloat16
+        )
+
+    return visual(base, stepped)
+
+
+CASES: dict[str, tuple[torch.dtype, torch.dtype, Callable[[Weights, Weights], Weights], str]] = {
+    "nothing": (torch.float32, torch.float32, moved_by(1), ""),
+    "rounded_but_far": (torch.bfloat16, torch.bfloat16, moved_by(3), ""),
+    "wider": (
+        torch.bfloat16,
+        torch.float32,
+        moved_by(0.003),
+        "equal the base's again in bfloat16 (the base's",
+    ),
+    "coarser": (
+        torch.float32,
+        torch.bfloat16,
+        moved_by(0.003),
+        "equal the base's again in bfloat16 (its own",
+    ),
+    "one_step": (
+        torch.bfloat16,
+        torch.bfloat16,
+        one_step,
+        "50.0% of the same tensors' entries are the base's",
+    ),
+    "long": (torch.float32, torch.float32, moved_by(4.3), "times as long as the other experts"),
+}
+
+
+def with_models(
+    world: World,
+    folder: pathlib.Path,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    change: Callable[[Weights, Weights], Weights],
+) -> dict[str, object]:
+    """A spec whose base and expert of flowers are stored in these types, the expert changed like this."""
+    base, expert = world.state("base"), world.state("flowers")
+    base = {key: value.to(dtypes[0]).float() for key, value in base.items()}
+    entries = {"base": base, "flowers": change(base, expert), "shapes": world.state("shapes")}
+    kinds = dict(zip(entries, (*dtypes, dtypes[0]), strict=True))
+    placed = {
+        name: saved(
+            {key: value.to(kinds[name]) for key, value in weights.items()}, folder / f"{name}.safetensors"
+        )
+        for name, weights in entries.items()
+    }
+    return world.spec(base=placed.pop("base"), experts=placed)
+
+
+def told(spec: dict[str, object], name: str = "flowers") -> list[str]:
+    findings = companions(open_models(load_spec(spec)))
+    return [
+        finding.text for finding in findings if name in finding.subject and "text tower" not in finding.text
+    ]
+
+
+@pytest.mark.parametrize(("base", "expert", "change", "text"), CASES.values(), ids=list(CASES))
+def test_what_a_type_loses_of_an_expert_and_its_length_are_told(
+    base: torch.dtype,
+    expert: torch.dtype,
+    change: Callable[[Weights, Weights], Weights],
+    text: str,
+    world: World,
+    tmp_path: pathlib.Path,
+) -> None:
+    lines = told(with_models(world, tmp_path, (base, expert), change))
+    assert [text in line for line in lines] == [True] * bool(text), lines
+
+
+def test_a_share_is_that_of_all_entries_that_differ(world: World, tmp_path: pathlib.Path) -> None:
+    spec = with_models(world, tmp_path, (torch.bfloat16, torch.float32), moved_by(0.003))
+    models = open_models(load_spec(spec))
+    start, end = models.sources["base"], models.sources["expert:flowers"]
+    changed = equal = 0
+    for key in start.headers:
+        before, after = start.read(key), end.read(key)
+        changed += int((before.float() != after).sum())
+        equal += int(((before.float() != after) & (before == after.bfloat16())).sum())
+    (line,) = told(spec)
+    assert line.startswith(f"{equal / changed:.1%} of the entries") and 0.2 < equal / changed < 1
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("is_stabilised", [False, True])
+def test_adapters_scaled_by_the_root_of_their_rank_are_named(
+    is_stabilised: bool, world: World, tmp_path: pathlib.Path
+) -> None:
+    module = clip(world.state("base")).visual
+    options = {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": ["c_fc"],
+        "rank_pattern": {"resblocks.0.mlp.c_fc": 9},
+    }
+    train(module, tmp_path / "adapter", use_rslora=is_stabilised, **options)
+    spec = world.one_task(experts={"flowers": {"weights": str(tmp_path / "adapter")}})
+    named = [line for line in told(spec) if "use_rslora" in line]
+    assert len(named) == is_stabilised
+    for line in named:
+        assert "3 at rank 4 (2 times alpha / r), 2 at rank 9 (3 times alpha / r)" in line
+
+
+def test_runs_and_cards_say_the_same(world: World, tmp_path: pathlib.Path) -> None:
+    spec = with_models(world, tmp_path, (torch.bfloat16, torch.float32), moved_by(0.003)) | {"metrics": {}}
+    lines = told(spec) + told(spec, "shapes")
+    assert len(lines) == 2 and "times as long" in lines[1]
+    manifest = analyze(spec, AnalysisRequest(out=tmp_path / "run", attribution=False)).manifest
+    assert set(lines) <= set(manifest.notices)
+    change = manifest.changes["expert:flowers"]
+    assert change["dtype"] == "bfloat16" and lines[0].startswith(f"{change['lost'] / change['changed']:.1%}")
+    assert set(lines) <= set(merge_experts(load_spec(spec), "average", {}, tmp_path / "x.safetensors"))

@@ -23,13 +23,11 @@ _ROUTES = {
 MODEL_TYPES = {
     "hf-clip": ("clip", "clip_vision_model"),
     "hf-vit": ("deit", "dinov2", "dinov2_with_registers", "siglip", "siglip_vision_model", "vit"),
-    "hf-decoder": (
-        *("gemma", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
-    ),
     "hf-t5": ("t5",),
     "hf-encoder": ("bert", "roberta", "xlm-roberta", "distilbert", "deberta", "deberta-v2"),
 }
-"""By loader, the model types of transformers that it reads; hf-auto reads the others."""
+"""By loader, the model types of transformers that it reads; hf-decoder reads causal ones, hf-auto the others."""
+_WITH_LM_HEAD = ("CausalLM", "LMHead")
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 _FAMILIES = (
     ("visual.trunk.", "a timm trunk (SigLIP, EVA02, ConvNeXt and others)", ""),
@@ -52,7 +50,7 @@ _FAMILIES = (
     ),
     ("layers.0.self_attn.q_proj.", "a language model of transformers", "hf-decoder"),
     ("layer.0.attention.", "an encoder of transformers (BERT and its kin)", "hf-encoder"),
-    ("h.0.attn.c_attn.", "a GPT-2", "hf-auto"),
+    ("h.0.attn.c_attn.", "a GPT-2", "hf-decoder"),
     ("stages.0.", "a convolutional network in stages", "timm"),
 )
 """Fragment of a key, what it gives away, and the loader that takes this; the first that fits counts."""
@@ -103,7 +101,8 @@ def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> Incom
         what, loader = f"a timm model ({config['architecture']})", "timm"
     elif kind in CONFIG_MAPPING and not num_experts(config):
         # Of two streams no family but T5 is taken apart.
-        other = "" if config.get("is_encoder_decoder") else "hf-auto"
+        other = "" if config.get("is_encoder_decoder") or answers(config) else "hf-auto"
+        other = "hf-decoder" if is_causal(config) else other
         loader = next((name for name, kinds in MODEL_TYPES.items() if kind in kinds), other)
     mixture = f", a mixture of {count} experts" if (count := num_experts(config)) else ""
     unknown = "The transformers that is installed knows no such model type. "
@@ -111,6 +110,27 @@ def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> Incom
     return IncompatibleModelsError(
         f"{source} is {what}{mixture}; expected {expected}", hint=hint, loader=loader
     )
+
+
+def answers(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` names an architecture that answers by text, with a head of its own."""
+    named = (config.get("architectures") or [""])[0]
+    return any(part in named for part in (*_WITH_LM_HEAD, "ConditionalGeneration"))
+
+
+def is_causal(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is that of a causal language model of transformers with its head, and of nothing else."""
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind, named = config.get("model_type"), (config.get("architectures") or [""])[0]
+    if kind not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in CONFIG_MAPPING:
+        return False
+    stated = CONFIG_MAPPING[kind]
+    # Images and sounds come by configurations of their own; encoders that may be decoders, too, are trained as such.
+    beside = set(getattr(stated, "sub_configs", ())) - {"attn_config"}
+    is_other = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or getattr(stated, "is_encoder_decoder", False)
+    return not beside and not is_other and (not named or any(part in named for part in _WITH_LM_HEAD))
 
 
 def num_experts(config: Mapping[str, Any]) -> int:

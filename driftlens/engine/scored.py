@@ -27,7 +27,7 @@ class Asked:
     @property
     def keys(self) -> tuple[str, ...]:
         """The weights that scores depend on."""
-        more = (self._head.lm.key,) if isinstance(self._head, LmHead) else ()
+        more = self._head.lm.keys if isinstance(self._head, LmHead) else ()
         return tuple(dict.fromkeys((*self._pool.chain.parameter_keys(), *more)))
 
     @property

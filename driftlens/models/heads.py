@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -281,23 +281,33 @@ def scores_own_class(head: ScoreMap, features: Tensor, labels: Sequence[str]) ->
 
 @dataclass(frozen=True)
 class LmScores:
-    """Where the language-model head of a family lies, and what its library does to the scores.
+    """Where the language-model head of a model lies, and what its library does to the scores.
 
     Attributes:
         key: of the weight [vocabulary, d], the embeddings where they are tied.
-        cap: scores are cap * tanh(score / cap); None leaves them.
+        head: the key that the head has where it is none of them.
+        bias: of its bias [vocabulary]; "" without one.
         scale: factor on the features before the head.
+        behind: what leaves the head [n, classes] -> scores, one by one; None where these are the same.
+        slope: the most that this stretches; not-a-number where that isn't known.
     """
 
     key: str
-    cap: float | None = None
+    head: str = HEAD
+    bias: str = ""
     scale: float = 1.0
+    behind: Callable[[Tensor], Tensor] | None = None
+    slope: float = 1.0
 
-    @classmethod
-    def of(cls, config: Any, tied: Mapping[str, Sequence[str]]) -> LmScores:
-        """Of a decoder or T5, which scales features in its first version; tied heads lie under their first name."""
-        scale = config.d_model**-0.5 if getattr(config, "scale_decoder_outputs", False) else 1.0
-        return cls(tied.get(HEAD, (HEAD,))[0], getattr(config, "final_logit_softcapping", None), scale)
+    @property
+    def is_apart(self) -> bool:
+        """Whether the head is not the embeddings."""
+        return self.key == self.head
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All weights of which scores are made."""
+        return (self.key, self.bias) if self.bias else (self.key,)
 
 
 @dataclass(frozen=True)
@@ -327,38 +337,45 @@ class LmHead:
     def scores(self, features: Tensor) -> Tensor:
         """Scores of the next token [n, classes] for final features [n, d], on their device and in their dtype."""
         parts = []
-        for weight in self._weights():
+        for weight, bias in self._weights():
             if features.shape[-1] != weight.shape[-1]:
                 raise DataError(
                     f"the language-model head reads {weight.shape[-1]} features, the model gives {features.shape[-1]}",
                     hint="Pool one vector per sample: layers.pool: last.",
                 )
-            parts.append(F.linear(features * self.lm.scale, weight.to(features)))
+            shift = None if bias is None else bias.to(features)
+            parts.append(F.linear(features * self.lm.scale, weight.to(features), shift))
         scores = torch.cat(parts, dim=-1)
-        return scores if self.lm.cap is None else self.lm.cap * torch.tanh(scores / self.lm.cap)
+        return scores if self.lm.behind is None else self.lm.behind(scores)
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
-        """scale * |rows|_2; capping only makes it smaller."""
+        """scale * |rows|_2, times what the library's own steps behind the head stretch at most."""
         return start.new_full((len(start),), self._norm)
 
-    def _weights(self) -> Iterator[Tensor]:
-        """The rows, a piece at a time: a vocabulary is not held."""
+    def _weights(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """The rows and their biases, a piece at a time: a vocabulary is not held."""
         if self.tokens is not None:
             yield self._rows
             return
         count = self.num_tokens
         for first in range(0, count, _ROWS):
-            yield self.source.read(self.lm.key, (first, min(first + _ROWS, count)))
+            yield self._read(first, min(first + _ROWS, count))
+
+    def _read(self, first: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        weight, *bias = (self.source.read(key, (first, stop)) for key in self.lm.keys)
+        return weight, bias[0] if bias else None
 
     @cached_property
-    def _rows(self) -> Tensor:
+    def _rows(self) -> tuple[Tensor, Tensor | None]:
         assert self.tokens is not None
-        return torch.cat([self.source.read(self.lm.key, (token, token + 1)) for token in self.tokens])
+        weights, biases = zip(*(self._read(token, token + 1) for token in self.tokens), strict=True)
+        return torch.cat(weights), torch.cat(biases) if self.lm.bias else None
 
     @cached_property
     def _norm(self) -> float:
-        gram = sum((weight.double().mT @ weight.double() for weight in self._weights()), torch.zeros(()))
-        return abs(self.lm.scale) * float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())
+        gram = sum((weight.double().mT @ weight.double() for weight, _ in self._weights()), torch.zeros(()))
+        norm = float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())
+        return abs(self.lm.scale) * norm * self.lm.slope
 
 
 def is_of_vocabulary(head: ScoreMap | None) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, get_args
 
 import torch
@@ -18,7 +18,10 @@ from driftlens.models.frames import find_features, result
 from driftlens.models.heads import class_names
 from driftlens.models.taking_apart.interception import call
 
-_SLOPES = {"__getitem__": 1.0, "dropout": 1.0, "gelu": 1.13, "relu": 1.0, "tanh": 1.0}
+_SLOPES = {
+    **dict.fromkeys(("__getitem__", "contiguous", "dropout", "float", "relu", "tanh", "to"), 1.0),
+    "gelu": 1.13,
+}
 """How much each function stretches at most; GELU does by 1.1290, at the square root of 2."""
 
 
@@ -76,9 +79,15 @@ class OwnHead:
     def _gain(self) -> Tensor | None:
         weights = {name: value.double() for name, value in self.weights.items()}
         features = torch.zeros(1, 1, self.form.width, dtype=torch.float64)
-        with torch.no_grad(), _Follow(features) as path:
-            end = self.form.run(weights, features)
-        return path.gain if end is path.at and bool(path.gain.isfinite()) else None
+        gain = followed(partial(self.form.run, weights), features)
+        return gain if bool(gain.isfinite()) else None
+
+
+def followed(run: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
+    """The most that what `run` returns moves for one step of `start`; not-a-number where a part of it isn't known."""
+    with torch.no_grad(), _Follow(start) as path:
+        end = run(start)
+    return path.gain if end is path.at else path.gain * torch.nan
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,11 +186,10 @@ class _Follow(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if args and args[0] is self.at and isinstance(output, Tensor):
-            is_linear = func.__name__ == "linear"
-            slope = (
-                torch.linalg.matrix_norm(args[1], ord=2)
-                if is_linear
-                else _SLOPES.get(func.__name__, torch.nan)
-            )
+            name, slope = func.__name__, _SLOPES.get(func.__name__, torch.nan)
+            if name == "linear":
+                slope = torch.linalg.matrix_norm(args[1], ord=2)
+            elif name in ("mul", "div") and isinstance(args[1], int | float):
+                slope = abs(args[1]) if name == "mul" else 1 / abs(args[1])
             self.at, self.gain = output, self.gain * slope
         return output

@@ -15,7 +15,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import added_to, select_sites
 from driftlens.engine.step_weights import groups_of
 from driftlens.models.chain import LayerChain, adapters
-from driftlens.models.families.hf_auto import decoder_chain
+from driftlens.models.families.causal import causal_chain
 from driftlens.models.families.sequential import sequential_chain
 from tests.zoo.cases import CASES, perturbed, with_seed
 from tests.zoo.decoders import CONFIGS
@@ -49,7 +49,7 @@ def live(name: str) -> Opened:
 def decoder(name: str) -> Opened:
     model = moved(lambda: transformers.AutoModelForCausalLM.from_config(CONFIGS[name]))
     inputs = {name: value for name, value in two_texts(generator(), 3).items() if "decoder" not in name}
-    return decoder_chain(model, inputs), model, inputs
+    return causal_chain(model, inputs)[0], model, inputs
 
 
 def t5() -> Opened:

@@ -29,12 +29,14 @@ from driftlens.models.language.texts import Text
 from driftlens.models.own_heads import OwnHead, behind_core
 from driftlens.models.saving import save_model
 from tests.zoo.cases import perturbed, samples
-from tests.zoo.decoders import CONFIGS, saved
+from tests.zoo.decoders import CONFIGS, families, saved
 from tests.zoo.encoders import PARAMS, TEXTS, encoder, logits, save
 from tests.zoo.hand_made import two_texts
 from tests.zoo.tokenizers import word_tokenizer
 from tests.zoo.walking import chain_states, largest_difference
 
+FLOAT32 = ("gemma", "gemma2", "gemma3_text", "gpt_neo", "mpt", "mamba", "mamba2", "qwen3_5_text")
+"""Of these parts compute in float32 whatever the model's dtype, and round by how many rows there are."""
 ASKED = [Text("is it red"), Text("question : is it blue or green ?"), Text("no")]
 
 
@@ -51,11 +53,11 @@ def with_pool(folder: pathlib.Path) -> tuple[Architecture, ModelPool]:
     return found, pool
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_features_scores_and_answers_are_those_of_the_library(name: str, tmp_path: pathlib.Path) -> None:
-    saved(CONFIGS[name], tmp_path)
-    # Gemma's norms are computed in float32 whatever the model's dtype, and round by how many rows there are.
-    apart = {"rtol": 1e-5, "atol": 1e-5} if "Gemma" in name else {"rtol": 1e-9, "atol": 1e-9}
+@pytest.mark.shows("drift", files="hf-decoder", heads="each model's own")
+@pytest.mark.parametrize("config", families(*CONFIGS))
+def test_features_scores_and_answers_are_those_of_the_library(config: Any, tmp_path: pathlib.Path) -> None:
+    saved(config, tmp_path)
+    apart = {"rtol": 1e-5, "atol": 1e-5} if config.model_type in FLOAT32 else {"rtol": 1e-9, "atol": 1e-9}
     found, pool = with_pool(tmp_path)
     assert all(parameter.is_meta for parameter in found.skeleton.parameters())
     assert found.preprocess is not None and found.preprocess.texts is not None
@@ -72,17 +74,27 @@ def test_features_scores_and_answers_are_those_of_the_library(name: str, tmp_pat
         with torch.no_grad():
             wanted = loaded(**alone, output_hidden_states=True)
         logits.append(wanted.logits[0, -1])
-        for layer, state in enumerate(pool.library_states("merged", alone)[:-2]):
+        # Mamba's list of hidden states has no features before the first block.
+        states = [] if "mamba" in config.model_type else pool.library_states("merged", alone)[:-2]
+        for layer, state in enumerate(states):
             torch.testing.assert_close(state["hidden"], wanted.hidden_states[layer], rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(final[row][mask[row]], wanted.hidden_states[-1][0], **apart)
-    # The head at the last token of each question.
+    # The head at the last token of each question, in a batch with padding that no window is short of.
+    whole = found.preprocess([Text("is it red"), Text("is it blue red"), Text("is it")])
+    [(_, features)] = forward(pool, "merged", [Batch(0, 3, whole)], pooling="last")
+    with torch.no_grad():
+        scores = loaded(**whole).logits[range(3), whole["attention_mask"].sum(dim=1) - 1].double()
+    assert found.lm is not None
+    made = LmHead(tuple(map(str, range(40))), pool.source("merged"), found.lm).scores(features)
+    assert (made - scores).norm() <= 1e-9 * scores.norm()
     last = mask.sum(dim=1) - 1
     rows = torch.arange(3)
     assert found.lm is not None
     head = LmHead(tuple(map(str, range(40))), pool.source("merged"), found.lm)
     torch.testing.assert_close(head.scores(final[rows, last]), torch.stack(logits), **apart)
     assert head.gain_bound(final[rows, last], final[rows, last])[0] == pytest.approx(
-        float(torch.linalg.matrix_norm(loaded.get_output_embeddings().weight, ord=2)), rel=1e-9
+        float(torch.linalg.matrix_norm(loaded.get_output_embeddings().weight, ord=2)) * found.lm.slope,
+        rel=1e-9,
     )
     few = LmHead(("a", "b"), pool.source("merged"), found.lm, tokens=(7, 5))
     same = head.scores(final[rows, last])[:, [7, 5]]

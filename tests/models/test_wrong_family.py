@@ -32,7 +32,7 @@ MODELS = {
         "live modules",
     ),
     "bert": ("BertModel", "a bert model (BertModel)", "an encoder", "hf-encoder"),
-    "gpt2": ("GPT2Model", "a gpt2 model", "GPT-2", "hf-auto"),
+    "gpt2": ("GPT2LMHeadModel", "a gpt2 model", "GPT-2", "hf-decoder"),
     "vit": ("ViTForImageClassification", "a vit model", "a ViT", "hf-vit"),
     "dinov2": ("Dinov2Model", "a dinov2 model", "a ViT", "hf-vit"),
     "siglip": ("SiglipVisionModel", "a siglip_vision_model", "SigLIP", "hf-vit"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -61,6 +62,32 @@ TINY: dict[str, Any] = {
 SLIDING = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 
+def of(kind: str, *without: str, **settings: Any) -> Any:
+    """A small configuration of a model type, without what it does not know, and with settings of its own."""
+    known = {key: value for key, value in TINY.items() if key not in without}
+    return transformers.AutoConfig.for_model(kind, **known | settings)
+
+
+_WIDE = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads",),
+)
+_GPT: dict[str, Any] = {"n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 64}
+_GPT_WITHOUT = (*_WIDE, "head_dim", "max_position_embeddings")
+_FALCON = ("intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
+_LINEAR = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 4},
+    **{"linear_value_head_dim": 4, "linear_conv_kernel_dim": 4},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 4,
+    "mamba_chunk_size": 8,
+}
+
 CONFIGS = {
     "Llama": transformers.LlamaConfig(**TINY, tie_word_embeddings=True),
     "Llama, untied": transformers.LlamaConfig(**TINY, tie_word_embeddings=False),
@@ -71,10 +98,81 @@ CONFIGS = {
     "Gemma 2": transformers.Gemma2Config(**TINY, **SLIDING, final_logit_softcapping=2.0),
     "Gemma 3": transformers.Gemma3TextConfig(**TINY, **SLIDING),
     "Phi-3": transformers.Phi3Config(**TINY),
-    "OLMo 2": transformers.Olmo2Config(**{key: value for key, value in TINY.items() if key != "head_dim"}),
+    "OLMo 2": of("olmo2", "head_dim"),
     "SmolLM3": transformers.SmolLM3Config(**TINY),
+    "GPT-2": of("gpt2", *_GPT_WITHOUT, **_GPT),
+    "Granite": of(
+        *("granite", "head_dim"),
+        **{"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7},
+    ),
+    "Phi": of("phi", "head_dim"),
 }
 """A model of each family, small enough for a window to matter."""
+
+MORE = {
+    "OLMo": of("olmo", "head_dim"),
+    "OLMo 3": of("olmo3", "head_dim", **SLIDING),
+    "GLM": of("glm", partial_rotary_factor=0.5),
+    "GLM 4": of("glm4"),
+    "Cohere": of("cohere", "head_dim", logit_scale=0.3, use_qk_norm=True),
+    "Cohere 2": of("cohere2", logit_scale=0.3, **SLIDING),
+    "StarCoder 2": of("starcoder2", "head_dim"),
+    "GPT-NeoX": of("gpt_neox", "num_key_value_heads", "head_dim"),
+    "OPT": of(
+        "opt", "intermediate_size", "num_key_value_heads", "head_dim", ffn_dim=24, word_embed_proj_dim=16
+    ),
+    "OPT, projected": of(
+        *("opt", "intermediate_size", "num_key_value_heads", "head_dim"),
+        **{"ffn_dim": 24, "word_embed_proj_dim": 8, "do_layer_norm_before": False},
+    ),
+    "Falcon": of("falcon", *_FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "Falcon, old": of("falcon", *_FALCON, new_decoder_architecture=False, multi_query=True),
+    "Falcon, ALiBi": of("falcon", *_FALCON, new_decoder_architecture=False, alibi=True, parallel_attn=False),
+    "StableLM": of("stablelm", "head_dim", use_parallel_residual=True, qk_layernorm=True),
+    "EXAONE 4": of("exaone4", "head_dim", **SLIDING),
+    "Ministral": of("ministral", **SLIDING),
+    "Ministral 3": of("ministral3"),
+    "Seed-OSS": of("seed_oss"),
+    "Nemotron": of("nemotron", "head_dim"),
+    "Helium": of("helium"),
+    "BLOOM": of("bloom", *_GPT_WITHOUT, hidden_size=16, n_layer=3, n_head=4),
+    "MPT": of("mpt", *_GPT_WITHOUT, d_model=16, n_layers=3, n_heads=4, max_seq_len=64),
+    "GPT-J": of("gptj", *_GPT_WITHOUT, **_GPT, rotary_dim=4),
+    "CodeGen": of("codegen", *_GPT_WITHOUT, **_GPT, rotary_dim=4, n_ctx=64),
+    "GPT-Neo": of(
+        *("gpt_neo", *_GPT_WITHOUT),
+        **{"hidden_size": 16, "num_layers": 3, "num_heads": 4, "max_position_embeddings": 64},
+        **{"attention_types": [[["global", "local", "global"], 1]], "window_size": 3},
+    ),
+    "Qwen3.5": of("qwen3_5_text", **_LINEAR),
+    "LFM2": of("lfm2", "head_dim", layer_types=["conv", "full_attention", "conv"], block_multiple_of=8),
+    "Falcon-H1": of("falcon_h1", **_MAMBA | {"mamba_d_ssm": 32}),
+    "Bamba": of("bamba", "head_dim", attn_layer_indices=[1], **_MAMBA),
+    "Granite 4, dense": of(
+        *("granitemoehybrid", "head_dim"),
+        **_MAMBA | {"num_local_experts": 0, "shared_intermediate_size": 24},
+        layer_types=["mamba", "attention", "mamba"],
+    ),
+    "Mamba": of("mamba", *_GPT_WITHOUT, hidden_size=16, num_hidden_layers=3, state_size=4),
+    "Mamba 2": of(
+        *("mamba2", *_GPT_WITHOUT),
+        **{"hidden_size": 16, "num_hidden_layers": 3, "state_size": 4, "num_heads": 4, "head_dim": 8},
+        **{"n_groups": 2, "chunk_size": 8},
+    ),
+}
+"""Families beside these, of which no other test makes use."""
+
+
+def families(*fast: str) -> list[Any]:
+    """Parameters of tests that show what works with each; all but `fast` ones are slow."""
+    return [
+        pytest.param(
+            config,
+            id=name,
+            marks=[pytest.mark.family(name.partition(",")[0]), *([] if name in fast else [pytest.mark.slow])],
+        )
+        for name, config in (CONFIGS | MORE).items()
+    ]
 
 
 def saved(config: Any, folder: pathlib.Path, seed: int = 0) -> None:

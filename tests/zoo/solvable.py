@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from driftlens.models.chain import adapters
-from driftlens.models.families.hf_auto import decoder_chain as hf_decoder_chain
+from driftlens.models.families.causal import causal_chain
 from driftlens.models.families.sequential import sequential_chain
 from tests.reference import decoder, t5
 from tests.reference.calibration import PlainBlock
@@ -183,7 +183,7 @@ def decoder_world(model_class: Any, config_class: Any) -> World:
     return World(
         Case(
             exact_decoder(model_class, config_class),
-            lambda model: hf_decoder_chain(model, questions(torch.Generator().manual_seed(0), 2)),
+            lambda model: causal_chain(model, questions(torch.Generator().manual_seed(0), 2))[0],
             questions,
         ),
         decoder.blocks,

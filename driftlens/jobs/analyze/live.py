@@ -20,7 +20,7 @@ from driftlens.base.files import plain_file
 from driftlens.base.layers import select_layers
 from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of, task_of
-from driftlens.checkpoints.refusals import MODEL_TYPES
+from driftlens.checkpoints.refusals import MODEL_TYPES, is_causal
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.live import live_samples, live_texts
 from driftlens.data.samples import SampleSet
@@ -40,7 +40,8 @@ from driftlens.jobs.study.reopening import (
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
 from driftlens.models.architecture import Architecture, architecture_of
 from driftlens.models.chain import IMAGE, LayerChain, Pool, pooled
-from driftlens.models.families.hf_auto import decoder_chain
+from driftlens.models.families.causal import causal_chain
+from driftlens.models.families.hf_t5 import lm_scores
 from driftlens.models.families.sequential import check_deterministic, sequential_chain
 from driftlens.models.families.vit import PIXELS
 from driftlens.models.frames import Mask, raw_inputs, unmasked_padding
@@ -78,7 +79,7 @@ def live_study(given: Modules, settings: LiveSettings = LiveSettings()) -> Study
         reads.example() if reads.texts is not None else next(tasks[min(tasks)].diagnosis.batches()).inputs
     )
     example = on_device(example, place, dtype)
-    chain = _chain(skeleton, example, reads, settings)
+    chain, lm = _chain(skeleton, example, reads, settings)
     pooling = settings.pool or chain.modality.pool
     marks = _marks(head_of, skeleton, chain, example, pooling)
     if chain.require_shared is not None:
@@ -88,7 +89,7 @@ def live_study(given: Modules, settings: LiveSettings = LiveSettings()) -> Study
     models = ModelPool(chain, skeleton, weights, device=place, dtype=dtype, modules=own)
 
     if reads.texts is not None:
-        tasks = _text_tasks(given, stated, head_of, models, reads.texts, settings)
+        tasks = _text_tasks(given, stated, head_of, models, lm, reads.texts, settings)
     options = ("cka", "adjoint", "groups")
     return Study(
         name=settings.name,
@@ -293,12 +294,17 @@ def _mark(head: ScoreMap, features: Tensor) -> list[float]:
     return (scores @ torch.randn(scores.shape[1], generator=numbers).double()).tolist()
 
 
-def _chain(module: nn.Module, example: Any, reads: Preprocess, settings: LiveSettings) -> LayerChain:
-    if reads.texts is not None and reads.texts.form == "decoder":
-        return decoder_chain(module, example)
+def _chain(
+    module: Any, example: Any, reads: Preprocess, settings: LiveSettings
+) -> tuple[LayerChain, LmScores | None]:
+    """The module taken apart, and where its head lies if it answers by text."""
+    form = None if reads.texts is None else reads.texts.form
+    if form == "decoder":
+        return causal_chain(module, example, settings.blocks)
     if settings.blocks is None and settings.mask is None:
-        return architecture_of(module, example).chain
-    return sequential_chain(module, example, blocks=settings.blocks, mask=settings.mask)
+        chain = architecture_of(module, example).chain
+        return chain, lm_scores(module.config, chain) if form == "encoder-decoder" else None
+    return sequential_chain(module, example, blocks=settings.blocks, mask=settings.mask), None
 
 
 def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
@@ -308,13 +314,14 @@ def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
     config, answers = getattr(module, "config", None), getattr(module, "can_generate", bool)()
     kind = getattr(config, "model_type", None)
     form: Form = "encoder"
-    answering = (*MODEL_TYPES["hf-decoder"], *MODEL_TYPES["hf-t5"])
-    if answers and kind in answering:
-        form = "encoder-decoder" if kind in MODEL_TYPES["hf-t5"] else "decoder"
+    if answers and kind in MODEL_TYPES["hf-t5"]:
+        form = "encoder-decoder"
+    elif answers and is_causal({"model_type": kind, "architectures": [type(module).__name__]}):
+        form = "decoder"
     elif answers or kind is None:
         raise IncompatibleModelsError(
             f"the {type(module).__name__} is of type {kind}; of models of transformers that answer by text tokenizer= "
-            f"serves {', '.join(answering)}",
+            "serves T5 and causal language models",
             hint="Leave it out and give batches of what the model reads: drift is measured, answers are not.",
         )
     own: Any = getattr(module, "generation_config", None) or config
@@ -350,11 +357,11 @@ def _text_tasks(
     stated: Mapping[str, Mapping[str, Any]],
     head_of: Mapping[str, ScoreMap],
     pool: ModelPool,
+    lm: LmScores | None,
     reader: TextReader,
     settings: LiveSettings,
 ) -> dict[str, TaskSamples]:
     """Tasks of texts, read as `stated` says, before heads handed in (their rows are the classes) or the models' own."""
-    module: Any = given.merged
     splits, tasks = given.splits(settings), dict[str, TaskSamples]()
     for task in sorted(stated):
         rules, head = stated[task], head_of.get(task)
@@ -364,8 +371,8 @@ def _text_tasks(
         data = live_texts(
             task, rows, entry, reader=reader, seed=settings.seed, batch_size=settings.batch_size
         )
-        if head is None and module.can_generate():
-            head = lm_head(data, pool.source(expert_of(task)), LmScores.of(module.config, pool.chain.tied))
+        if head is None and lm is not None:
+            head = lm_head(data, pool.source(expert_of(task)), lm)
         samples = task_samples(task, data, head, entry.metric or (), pool)
         has_own = "calibration" in splits
         tasks[task] = samples if has_own else dataclasses.replace(samples, calibration=None)

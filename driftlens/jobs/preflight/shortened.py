@@ -109,7 +109,7 @@ class ShortPool(ModelPool):
         kept = kept_layers(whole.chain, whole.source(names[0]).headers, blocks)
         layers = tuple(dataclasses.replace(layer, index=index) for index, layer in enumerate(kept, start=1))
         short = cls(whole, dataclasses.replace(whole.chain, layers=layers), architecture.skeleton)
-        keys = {*short.chain.parameter_keys(), *([] if architecture.lm is None else [architecture.lm.key])}
+        keys = {*short.chain.parameter_keys(), *(() if architecture.lm is None else architecture.lm.keys)}
         for name in names:
             source = whole.source(name)
             short.add(name, renamed(source, {key: key for key in source.headers if key in keys}))

@@ -45,7 +45,6 @@ from driftlens.models.heads import (
 )
 from driftlens.models.language.generation import generate
 from driftlens.models.language.vocabularies import (
-    HEAD,
     own_head,
     require_same_tokenizer,
     vocabulary_keys,
@@ -144,7 +143,7 @@ def open_models(
             if known.lm is None:
                 return fitted
             table = next(key for key in rows if key != known.lm.key or len(rows) == 1)
-            headed, text = with_head(fitted, stored[name], folder, known.lm.key, table)
+            headed, text = with_head(fitted, stored[name], folder, known.lm, table)
             notices.extend(filter(None, [text]))
             return headed
 
@@ -160,12 +159,14 @@ def _with_a_head(
 ) -> StateSource | None:
     """The form of saved models where the base's head is its embeddings, and the merged one's is not; None elsewhere."""
     base = stored.get("base")
-    if base is None or known.layout is None or known.lm is None or known.lm.key != HEAD:
+    if base is None or known.layout is None or known.lm is None or not known.lm.is_apart:
         return None
-    key = known.layout.wrapper(base.headers, base.name) + HEAD
+    key = known.layout.wrapper(base.headers, base.name) + known.lm.head
     if key in base.headers:
         return None
-    return Composed(base.name, {name: (base, name) for name in base.headers} | {key: (sources["base"], HEAD)})
+    return Composed(
+        base.name, {name: (base, name) for name in base.headers} | {key: (sources["base"], known.lm.key)}
+    )
 
 
 def known_places(place: str, known: Architecture, access: Access) -> tuple[str | None, str]:
@@ -199,14 +200,14 @@ def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) ->
         unread=unread,
     )
     known = load()
-    if known.loader != "hf-decoder" or known.lm is None or known.lm.key == HEAD:
+    if known.loader != "hf-decoder" or known.lm is None or known.lm.is_apart:
         return known
     for place in origins_of(spec).values():
         with contextlib.suppress(
             DriftLensError
         ):  # what is wrong with a model, whoever opens all of them says
             stored = open_checkpoint(known_places(place, known, access)[1], offline=access.offline)
-            if own_head(stored, known.align(stored, fallback=None), known.lm.key) is not None:
+            if own_head(stored, known.align(stored, fallback=None), known.lm) is not None:
                 return load(untied=True)
     return known
 

@@ -22,6 +22,8 @@ from driftlens.checkpoints.loading import TOKENIZERS, needed_config, with_floats
 from driftlens.checkpoints.refusals import (
     LIVE,
     MODEL_TYPES,
+    answers,
+    is_causal,
     num_experts,
     require_plain,
     running,
@@ -35,10 +37,9 @@ from driftlens.models.architecture import (
     require_own_blocks,
     weightless,
 )
-from driftlens.models.chain import IMAGE, TEXT, LayerChain
+from driftlens.models.chain import IMAGE, TEXT
+from driftlens.models.families.causal import causal_chain
 from driftlens.models.families.sequential import sequential_chain
-from driftlens.models.heads import LmScores
-from driftlens.models.language.vocabularies import HEAD
 from driftlens.models.own_heads import HeadForm, Tokens, behind_core
 from driftlens.models.preprocessing import hf_image_preprocess, hf_text_preprocess
 from driftlens.models.saving import HEADS, FolderFormat
@@ -105,8 +106,12 @@ def load_hf_vit(request: ArchitectureRequest) -> Architecture:
 
 @loaders.register("hf-auto")
 def load_hf_auto(request: ArchitectureRequest) -> Architecture:
-    """The architecture of a model of transformers; its source is a folder or Hub id."""
-    return load_transformers(request, "hf-auto")
+    """The architecture of a model of transformers; its source is a folder or Hub id.
+
+    A causal language model is taken with its head, as `hf-decoder` takes it.
+    """
+    stated = read_plain_config(request, "hf-auto")
+    return load_hf_decoder(request) if is_causal(stated) else load_transformers(request, "hf-auto")
 
 
 @loaders.register("hf-encoder")
@@ -263,6 +268,8 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
     if kind not in CONFIG_MAPPING:
         raise wrong_family(stated, source, f"one that transformers {transformers.__version__} has")
     config = CONFIG_MAPPING[kind].from_dict(with_floats(stated))
+    if answers(stated):
+        raise wrong_family(stated, source, "one without a head that answers, which would stay the base's")
     named = stated.get("architectures") or [""]
     if "WithTeacher" in named[0]:
         raise IncompatibleModelsError(
@@ -273,11 +280,7 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
         auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
         auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     )
-    if any(part in named[0] for part in ("CausalLM", "LMHead", "ConditionalGeneration")):
-        choices = [auto.MODEL_MAPPING]
-    else:
-        choices = [of_images, of_text, auto.MODEL_MAPPING]
-    for choice in choices:
+    for choice in (of_images, of_text, auto.MODEL_MAPPING):
         if type(config) in choice:
             model_class = choice[type(config)]
             return config, model_class[0] if isinstance(model_class, tuple) else model_class
@@ -368,24 +371,29 @@ _BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
 
 @loaders.register("hf-decoder")
 def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
-    """The architecture of a decoder-only language model: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 and their kin.
+    """The architecture of a causal language model.
 
-    The skeleton is the whole model, so that its language-model head is merged and saved with it; the chain ends in the
-    final norm, whose output at the last token of a question decides the answer's first token.
+    The skeleton is the whole model, so that its language-model head is merged and saved with it; the chain ends in what
+    that head reads, which at the last token of a question decides the answer's first token.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     source, offline = request.source, request.access.offline
     stated = read_plain_config(request, "hf-decoder")
+    if not is_causal(stated):
+        raise wrong_family(stated, source, "a causal language model")
     if request.untied:
         stated = stated | {"tie_word_embeddings": False}
     config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
+    if num_experts(config.to_dict()):
+        raise wrong_family(config.to_dict(), source, "one without a mixture of experts")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     skeleton = weightless(partial(built, model_class, config), source)
     preprocess = None if request.unread else hf_text_preprocess(source, config, offline, "decoder")
     with running(source):
-        chain = decoder_chain(skeleton, _PADDED if preprocess is None else dict(preprocess.example()))
+        example = _PADDED if preprocess is None else dict(preprocess.example())
+        chain, lm = causal_chain(skeleton, example, request.blocks)
     ignored = (*(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()), *_BUFFERS)
     names = file_names(skeleton)
     return Architecture(
@@ -398,22 +406,5 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
         folder=FolderFormat(
             "model.safetensors", {"config.json": stated}, usage=partial(usage_of_texts, _DECODER_USAGE)
         ),
-        lm=LmScores.of(config, chain.tied),
-    )
-
-
-def decoder_chain(skeleton: Any, example: Any) -> LayerChain:
-    """A causal language model, perhaps with shapes only, taken apart; its final feature leaves the final norm."""
-    core = skeleton.base_model_prefix
-    chain = sequential_chain(skeleton, example, blocks=f"{core}.layers", final=f"{core}.norm")
-    stem, *rest = chain.layers
-    both = (next(iter(stem.parameters)), HEAD)
-    is_tied = getattr(skeleton.config.get_text_config(), "tie_word_embeddings", False)
-    return replace(
-        chain,
-        architecture=f"hf_{skeleton.config.model_type}",
-        layers=(replace(stem, path=f"{core}.embed_tokens"), *rest),
-        tied=dict.fromkeys(both, both) if is_tied else {},
-        modality=replace(TEXT, pool="last"),
-        settings={**chain.settings, "model": type(skeleton).__name__},
+        lm=lm,
     )

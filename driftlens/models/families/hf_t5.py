@@ -353,8 +353,14 @@ def load_hf_t5(request: ArchitectureRequest) -> Architecture:
         folder=FolderFormat(
             "model.safetensors", {"config.json": stated}, usage=partial(usage_of_texts, _USAGE)
         ),
-        lm=LmScores.of(skeleton.config, chain.tied),
+        lm=lm_scores(skeleton.config, chain),
     )
+
+
+def lm_scores(config: Any, chain: LayerChain) -> LmScores:
+    """Where the head of a T5 lies; features are scaled in its first version."""
+    scale = config.d_model**-0.5 if config.scale_decoder_outputs else 1.0
+    return LmScores(chain.tied.get(HEAD, (HEAD,))[0], scale=scale)
 
 
 def _skeleton(stated: Mapping[str, Any], source: str) -> tuple[Any, bool]:

@@ -105,7 +105,7 @@ def _taken_apart(
     module: nn.Module, blocks: str | None, example: Any, *, mask: Mask, final: str
 ) -> LayerChain:
     """See `sequential_chain`."""
-    path, blocks_by_path = _block_list(module, blocks)
+    path, blocks_by_path = block_list(module, blocks)
     parts = Dissection(module, blocks_by_path, mask, final)
     seen = _registered(parts) if example is None else _traced(parts, example)
     layers = [
@@ -150,7 +150,7 @@ def _taken_apart(
     )
 
 
-def _block_list(module: nn.Module, path: str | None) -> tuple[str, dict[str, nn.Module]]:
+def block_list(module: nn.Module, path: str | None) -> tuple[str, dict[str, nn.Module]]:
     """Path of the list of blocks or their pattern, and path -> block in forward order; None looks for the list."""
     lists = _candidates(module)
     if path is None:

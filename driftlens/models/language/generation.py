@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -123,7 +124,7 @@ def _continued(
     module: Any, reader: TextReader, questions: Sequence[str], columns: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Of a decoder: rows of question and answer, padded on the left, so that scores of few places are asked for."""
-    device = next(module.parameters()).device
+    device, takes = next(module.parameters()).device, inspect.signature(module.forward).parameters
     every = [[reader.answer_tokens(answer) for answer in column] for column in columns]
     asked = reader.questions(questions, spare=max(len(tokens) for column in every for tokens in column))
     for tokens in every:
@@ -132,12 +133,11 @@ def _continued(
         ids = torch.tensor([[reader.tokenizer.pad_token_id] * (longest - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
         kept = max(map(len, tokens)) + 1
+        # Not every model takes places or keeps a part of the scores: of those, the mask says all.
+        given = {"position_ids": (mask.cumsum(dim=1) - 1).clamp_min(0).to(device), "logits_to_keep": kept}
+        given = {name: value for name, value in given.items() if name in takes}
         scores = module(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            position_ids=(mask.cumsum(dim=1) - 1).clamp_min(0).to(device),
-            logits_to_keep=kept,
-            use_cache=False,
+            input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False, **given
         ).logits
         yield _summed(scores[:, -kept:-1], tokens, at_end=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from driftlens.base.files import from_json, plain_file
 from driftlens.checkpoints.loading import with_floats
 from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader
 from driftlens.models.language.texts import MEANING, plain_part
+
+if TYPE_CHECKING:
+    from driftlens.models.heads import LmScores
 
 _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 HEAD = "lm_head.weight"
@@ -98,37 +101,37 @@ def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
     return rows
 
 
-def own_head(stored: StateSource, source: StateSource, key: str) -> str | None:
+def own_head(stored: StateSource, source: StateSource, lm: LmScores) -> str | None:
     """The key of a head that a language model has beside its embeddings and that is no copy of them; None without one.
 
-    `stored` is the model under its own key names, `source` under the skeleton's, `key` the embeddings there.
+    `stored` is the model under its own key names, `source` under the skeleton's, where the head is the embeddings.
     """
-    head = next((name for name in stored.headers if f".{name}".endswith(f".{HEAD}")), None)
-    if head is None or key not in source.headers:
+    head = next((name for name in stored.headers if f".{name}".endswith(f".{lm.head}")), None)
+    if head is None or lm.key not in source.headers:
         return None
-    size = min(stored.headers[head].shape[0], source.headers[key].shape[0])
+    size = min(stored.headers[head].shape[0], source.headers[lm.key].shape[0])
     pieces = ((start, min(start + _ROWS, size)) for start in range(0, size, _ROWS))
-    is_copy = all(torch.equal(stored.read(head, rows), source.read(key, rows)) for rows in pieces)
+    is_copy = all(torch.equal(stored.read(head, rows), source.read(lm.key, rows)) for rows in pieces)
     return None if is_copy else head
 
 
 def with_head(
-    source: StateSource, stored: StateSource, folder: pathlib.Path | None, key: str, table: str
+    source: StateSource, stored: StateSource, folder: pathlib.Path | None, lm: LmScores, table: str
 ) -> tuple[StateSource, str]:
-    """A language model whose head lies under `key`, and what was done for that; as it is where nothing was.
+    """A language model whose head lies where `lm` says, and what was done for that; as it is where nothing was.
 
     Args:
         source: the model under the skeleton's key names.
         stored: the same under its own.
         folder: with its configuration, which may say that its head is its embeddings.
-        key: of the head that the architecture has, which may be its embeddings.
+        lm: where the architecture has its head, which may be its embeddings.
         table: of the embeddings.
 
     Raises:
         IncompatibleModelsError: it has a head of its own where the architecture has none apart, or lacks one.
     """
-    if key in source.headers:
-        head = None if key.endswith(HEAD) else own_head(stored, source, key)
+    if lm.key in source.headers:
+        head = None if lm.is_apart else own_head(stored, source, lm)
         if head is None:
             return source, ""
         raise IncompatibleModelsError(
@@ -137,10 +140,10 @@ def with_head(
         )
     if not _ties(folder):
         raise IncompatibleModelsError(
-            f"{stored.name} lacks {key!r}, and no configuration beside it says that its head is its embeddings",
+            f"{stored.name} lacks {lm.key!r}, and no configuration beside it says that its head is its embeddings",
             hint="Save it again with its head; or give its folder, whose config.json says tie_word_embeddings: true.",
         )
-    places = {name: (source, name) for name in source.headers} | {key: (source, table)}
+    places = {name: (source, name) for name in source.headers} | {lm.key: (source, table)}
     text = f"{stored.name}: its head is its embeddings, and others have one apart; a copy of them is its head"
     return Composed(source.name, places), text
 

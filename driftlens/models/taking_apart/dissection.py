@@ -191,6 +191,15 @@ class Dissection:
         with hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):
             return self._observed(self.module, inputs, past=self.blocks[-1], outer=outer).frames
 
+    def whole(self, inputs: Any) -> Any:
+        """What the module returns for a batch; hollow where it has shapes only."""
+        named = raw_inputs(inputs)
+        if not self.is_hollow:
+            return run(self.module, named)
+        device = next(value.device for value in named.values.values() if isinstance(value, Tensor))
+        with hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):
+            return run(self.module, named, self.stand_ins(device))
+
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Features that reach the first block."""
         args, kwargs = inputs_in(side).arguments(state)

@@ -117,7 +117,7 @@ def run_until(module: nn.Module, run: Callable[[], object], *, past: bool = Fals
 
 
 @contextlib.contextmanager
-def _running(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """While this is open, modules run these functions in the place of their own forward."""
     with contextlib.ExitStack() as restored:
         for module, forward in forwards:
@@ -135,7 +135,7 @@ def hollow(blocks: Mapping[str, nn.Module], forms: dict[str, Any]) -> contextlib
     features is what they would be given, wherever no weight takes part in it. How blocks dress features that keep their
     shape is remembered in `forms`; they are not asked again.
     """
-    return _running((block, partial(_shell, path, block, forms)) for path, block in blocks.items())
+    return replaced_forwards((block, partial(_shell, path, block, forms)) for path, block in blocks.items())
 
 
 def _shell(path: str, block: nn.Module, forms: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +172,7 @@ def bypassed(
 ) -> contextlib.AbstractContextManager[None]:
     """Blocks that compute nothing: each returns `hidden`, dressed as it would dress its own features."""
     outputs = [frame.output(hidden) for frame in frames]
-    return _running(
+    return replaced_forwards(
         (block, lambda *_, output=output, **__: output) for block, output in zip(blocks, outputs, strict=True)
     )
 

@@ -1,0 +1,196 @@
+"""Causal language models of transformers, taken apart by what runs in them: no family is known by its name.
+
+The stem is all before the first block; the head is the one module between the last block and the language-model head,
+which belongs to no layer: what it reads is the final feature, and what it does to that is `LmScores`. All three are
+found by running the library's own forward pass once, hollow where the model has shapes only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from driftlens.base.errors import IncompatibleModelsError, SpecError
+from driftlens.checkpoints.refusals import LIVE
+from driftlens.models.chain import TEXT, LayerChain
+from driftlens.models.families.sequential import block_list, sequential_chain
+from driftlens.models.frames import find_features
+from driftlens.models.heads import LmScores
+from driftlens.models.own_heads import followed
+from driftlens.models.taking_apart.dissection import Dissection
+from driftlens.models.taking_apart.interception import replaced_forwards
+
+_WRAPPED = (
+    "No loader takes it yet. Live modules do where they are wrapped so that features alone flow from block to block: "
+    "drift is measured, answers are not."
+)
+
+
+def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[LayerChain, LmScores]:
+    """A causal language model, perhaps with shapes only, taken apart, and what its head makes of final features.
+
+    Args:
+        whole: the library's model with its head.
+        example: a batch as its tokenizer makes it.
+        blocks: path of the list of blocks; None looks for it.
+
+    Raises:
+        IncompatibleModelsError: it can't be taken apart so that this is its library's forward pass.
+    """
+    path, of_blocks = block_list(whole, blocks)
+    if any(name.endswith("experts") for block in of_blocks.values() for name, _ in block.named_modules()):
+        raise not_causal(whole, "its blocks mix experts", LIVE)
+    head, table = whole.get_output_embeddings(), whole.get_input_embeddings()
+    if not isinstance(table, nn.Embedding):
+        raise not_causal(whole, f"its embeddings are a {type(table).__name__}")
+    if getattr(type(head), "forward", None) is not nn.Linear.forward:
+        raise not_causal(whole, f"its head is a {type(head).__name__}; expected a linear map")
+    final, behind = _Trace(whole, head, list(of_blocks)).run(example)
+    paths = {id(module): name for name, module in whole.named_modules()}
+    weight = f"{paths[id(head)]}.weight"
+    both = (f"{paths[id(table)]}.weight", weight)
+    is_tied = whole.config.get_text_config().tie_word_embeddings and weight in (
+        getattr(whole, "_tied_weights_keys", None) or ()
+    )
+    try:
+        chain = sequential_chain(whole, example, blocks=path, final=final)
+    except (SpecError, IncompatibleModelsError) as error:
+        raise not_causal(whole, error.message) from error
+    stem, *rest = chain.layers
+    chain = replace(
+        chain,
+        architecture=f"hf_{whole.config.model_type}",
+        layers=(replace(stem, path=paths[id(table)]), *rest),
+        tied=dict.fromkeys(both, both) if is_tied else {},
+        modality=replace(TEXT, pool="last"),
+        settings={**chain.settings, "model": type(whole).__name__},
+    )
+    return chain, LmScores(
+        key=both[0] if is_tied else weight,
+        head=weight,
+        bias="" if head.bias is None else f"{paths[id(head)]}.bias",
+        behind=behind,
+        slope=_slope(behind, head.out_features),
+    )
+
+
+def not_causal(whole: Any, reason: str, hint: str = "") -> IncompatibleModelsError:
+    """The refusal of a language model that can't be taken apart, by the name of its kind."""
+    kind = f"a {whole.config.model_type} model ({type(whole).__name__})"
+    return IncompatibleModelsError(
+        f"{kind} can't be taken apart as a causal language model: {reason}", hint=hint or _WRAPPED
+    )
+
+
+@dataclass(eq=False)
+class Behind:
+    """What a model's own forward pass does between its head and its scores, as a function of what leaves the head.
+
+    Attributes:
+        whole: the model; none of its weights is read.
+        core: the part that gives the head its features, which does not run.
+        answer: the class of what the core returns.
+        head: does not run either.
+    """
+
+    whole: Any
+    core: nn.Module
+    answer: Any
+    head: nn.Module
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """Scores [n, classes] of the head's output for one token each, [n, classes]."""
+        features = torch.zeros(len(scores), 1, 1, dtype=scores.dtype, device=scores.device)
+        answer = self.answer(last_hidden_state=features)
+        forwards = [(self.core, lambda *_, **__: answer), (self.head, lambda *_: scores[:, None])]
+        ids = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
+        with replaced_forwards(forwards):
+            made: Tensor = self.whole(input_ids=ids, use_cache=False, return_dict=True).logits
+        return made[:, 0]
+
+
+def _slope(behind: Behind, width: int) -> float:
+    """The most that scores move for one step of what leaves the head; not-a-number where it isn't known."""
+    return float(followed(behind, torch.zeros(1, width, dtype=torch.float64)))
+
+
+@dataclass(eq=False)
+class _Trace:
+    """One forward pass of a model, in which features leave one module after the other until its head reads them."""
+
+    whole: Any
+    head: nn.Module
+    paths: list[str]
+    left: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
+    answers: list[tuple[nn.Module, Any]] = field(default_factory=list)
+
+    def run(self, example: Any) -> tuple[str, Behind]:
+        """Path of the module whose output the head reads, and what is done to the head's output."""
+        blocks = {path: self.whole.get_submodule(path) for path in self.paths}
+        read: list[Tensor] = []
+        given: list[Tensor] = []
+        numbers = torch.Generator().manual_seed(0)
+
+        def score(features: Tensor) -> Tensor:
+            shape = (*features.shape[:-1], self.head.out_features)
+            read.append(features)
+            given.append(torch.randn(shape, generator=numbers).to(features))
+            return given[-1]
+
+        with replaced_forwards([(self.head, score)]), self._watching():
+            made: Tensor = Dissection(self.whole, blocks).whole(example).logits
+        behind = Behind(self.whole, *self.answers[-1], self.head)
+        return self._final(read[-1]), self._checked(behind, given[-1][:, -1], made[:, -1])
+
+    def _final(self, read: Tensor) -> str:
+        """The first module outside the blocks whose output this is; what it is given has to leave the last block."""
+        last = next(output for path, _, output in self.left if path == self.paths[-1])
+        outputs = [step for step in self.left if step[0] not in self.paths and _is_part(read, step[2])]
+        if (
+            not outputs
+            or not _is_part(outputs[0][1], last)
+            or [step[0] for step in self.left].count(outputs[0][0]) > 1
+        ):
+            raise not_causal(
+                self.whole,
+                "what its head reads is not what one module makes, once, of its last block's features",
+            )
+        return outputs[0][0]
+
+    def _checked(self, behind: Behind, given: Tensor, made: Tensor) -> Behind:
+        """The same, unless the library's scores are others: of all tokens at once or of some columns alone."""
+        few = slice(1, 4)
+        if not torch.equal(behind(given), made) or not torch.equal(behind(given[:, few]), made[:, few]):
+            raise not_causal(self.whole, "its scores are not made of its head's output, one by one")
+        return behind
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """While this is open, modules outside the blocks say what they were given and what they returned."""
+        inside = tuple(f"{path}." for path in self.paths)
+
+        def leave(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if path and self.paths[0].startswith(f"{path}."):
+                self.answers.append((module, type(output)))
+            elif any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+                output = output[0] if isinstance(output, tuple | list) else output
+                if isinstance(output, Tensor):
+                    self.left.append((path, find_features(path, args, kwargs)[1], output))
+
+        with contextlib.ExitStack() as hooks:
+            for path, module in self.whole.named_modules():
+                if not path.startswith(inside):
+                    watch = partial(leave, path)
+                    hooks.callback(module.register_forward_hook(watch, with_kwargs=True).remove)
+            yield
+
+
+def _is_part(one: Tensor, other: Tensor) -> bool:
+    """Whether one tensor is the other, or a view of it."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -11,19 +11,25 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import driftlens as dl
 from driftlens.base.errors import SpecError
 from driftlens.base.settings import settings_of
+from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.merging.method import merge_methods
+from driftlens.models.architecture import load_architecture
+from driftlens.models.heads import LmHead
+from driftlens.models.language.texts import Text
 from tests.merging.applying import FEW
 from tests.zoo.cases import perturbed, with_seed
-from tests.zoo.decoders import CONFIGS
+from tests.zoo.decoders import CONFIGS, families
 from tests.zoo.suite import files_of, spec_of_folders
 from tests.zoo.tokenizers import WORDS, word_tokenizer
 
 LLAMA = pytest.mark.family("Llama")
 GEMMA = pytest.mark.family("Gemma 3")
+FILE = "model.safetensors"
 TASKS = {"a": ("yes", "no"), "b": ("red", "green", "blue")}
 
 
@@ -134,3 +140,54 @@ def test_every_merge_method_takes_decoders(name: str, tmp_path: pathlib.Path) ->
         assert changed["model.layers.1.post_attention_layernorm.weight"] == changed["model.norm.weight"], (
             method
         )
+
+
+@pytest.mark.shows("attribution", "sites", files="hf-decoder", heads="each model's own", reloads="yes")
+@pytest.mark.parametrize("config", families("GPT-2", "Granite", "Phi"))
+def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
+    config: Any, tmp_path: pathlib.Path
+) -> None:
+    """The head too, which is merged and no site; hf-auto takes no model without it. And transformers answers alike."""
+    few = {"compute": {"dtype": "float64"}, "metrics": {"jacobian": {"nodes": 8, "samples": 2}}}
+    spec = spec_of(config, tmp_path) | few
+    spec["architecture"]["loader"] = "hf-auto"
+    spec["data"]["defaults"] |= {"n": 12, "n_diagnosis": 6}
+    dl.merge(spec, out=tmp_path / "merged", method="task_arithmetic", parameters={"scaling": 0.3})
+    base, merged, *experts = (load_file(tmp_path / name / FILE) for name in ("base", "merged", *TASKS))
+    assert merged.keys() == base.keys()
+    for key, start in base.items():
+        wanted = start + 0.3 * sum(expert[key] - start for expert in experts)
+        torch.testing.assert_close(merged[key], wanted, rtol=1e-5, atol=1e-6, msg=key)
+    run = dl.analyze(spec, out=tmp_path / "run")
+    layers = run.layers(variant="merged")
+    assert layers["closure_error"].max() < 1e-9 and layers["jacobian_error"].max() < 1e-3
+    run = run.calibrate(dl.FeatCal(lam=1e-3, rho=1), name="small", save_weights=tmp_path / "out")
+    known, stored = load_architecture("hf-decoder", str(tmp_path / "base")), open_checkpoint(tmp_path / "out")
+    assert known.lm is not None and known.layout is not None and known.preprocess is not None
+    names = known.layout.key_map(stored.headers, known.keys, "out")
+    sites = {
+        names[slot.key]: site.kind
+        for layer in known.chain.layers
+        for site in layer.sites
+        for name, slot in layer.parameters.items()
+        if name.rpartition(".")[0] == site.name
+    }
+    saved = load_file(tmp_path / "out" / FILE)
+    changed = {key for key, value in saved.items() if not torch.equal(value, merged[key])}
+    assert saved.keys() == merged.keys() and changed <= sites.keys()
+    assert {key for key, kind in sites.items() if kind == "linear" and key.endswith("weight")} <= changed
+    # The library's features and scores of the folder are those that were measured of it.
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64).eval()
+    rows = [json.loads(line)["input"] for line in (tmp_path / "b-test.jsonl").read_text().splitlines()]
+    read: list[Any] = []
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0][:, -1]))
+    with torch.no_grad():
+        logits = [
+            model(**known.preprocess([Text(row)]), logits_to_keep=1).logits[:, -1].double() for row in rows
+        ]
+    measured = torch.tensor(run.features("b", "calibrated:small", layer="final")).double()  # kept in float16
+    features = torch.cat(read)
+    assert torch.cdist(measured, features).min(dim=1).values.max() < 1e-3 * features.norm(dim=1).max()
+    source = known.align(stored)
+    head = LmHead(tuple(map(str, range(40))), source, known.lm)
+    torch.testing.assert_close(head.scores(features), torch.cat(logits), rtol=1e-6, atol=1e-6)

@@ -106,13 +106,15 @@ def test_an_analysis_says_so_too_of_whole_models_of_open_clip(world: World, tmp_
 
 @pytest.mark.parametrize("moved", [("transformer.",), ("transformer.", "lm_head.")], ids=["core", "head too"])
 def test_a_head_that_no_layer_reads_is_named(moved: tuple[str, ...], tmp_path: pathlib.Path) -> None:
-    """A causal model by the loader of any model: its core alone is merged, and the folder holds the base's head."""
+    """Of files that hold more than their configuration names: the core is merged, the folder holds the base's head."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 16}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=2, eos_token_id=3, tie_word_embeddings=False))
     for name in ("base", "expert"):
         model.save_pretrained(tmp_path / name)
+        stated = json.loads((tmp_path / name / "config.json").read_text()) | {"architectures": ["GPT2Model"]}
+        (tmp_path / name / "config.json").write_text(json.dumps(stated))
         word_tokenizer().save_pretrained(tmp_path / name)
         with torch.no_grad():
             for key, parameter in model.named_parameters():

@@ -18,7 +18,7 @@ from torch import nn
 
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.alignment import Spellings
-from driftlens.checkpoints.loading import TOKENIZERS, needed_config, with_floats
+from driftlens.checkpoints.loading import TOKENIZERS, library_folder, needed_config, with_floats
 from driftlens.checkpoints.refusals import (
     LIVE,
     MODEL_TYPES,
@@ -29,7 +29,7 @@ from driftlens.checkpoints.refusals import (
     running,
     wrong_family,
 )
-from driftlens.checkpoints.sentences import MODULES
+from driftlens.checkpoints.sentences import MODULES, sentence_folder
 from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
@@ -110,8 +110,10 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
 
     A causal language model is taken with its head, as `hf-decoder` takes it.
     """
-    stated = read_plain_config(request, "hf-auto")
-    return load_hf_decoder(request) if is_causal(stated) else load_transformers(request, "hf-auto")
+    is_of_sentences = sentence_folder(library_folder(request.source)) is not None
+    if not is_of_sentences and is_causal(read_plain_config(request, "hf-auto")):
+        return load_hf_decoder(request)
+    return load_transformers(request, "hf-auto")
 
 
 @loaders.register("hf-encoder")
@@ -268,7 +270,7 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
     if kind not in CONFIG_MAPPING:
         raise wrong_family(stated, source, f"one that transformers {transformers.__version__} has")
     config = CONFIG_MAPPING[kind].from_dict(with_floats(stated))
-    if answers(stated):
+    if answers(stated) and sentence_folder(library_folder(source)) is None:
         raise wrong_family(stated, source, "one without a head that answers, which would stay the base's")
     named = stated.get("architectures") or [""]
     if "WithTeacher" in named[0]:
@@ -280,7 +282,9 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
         auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
         auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     )
-    for choice in (of_images, of_text, auto.MODEL_MAPPING):
+    # A decoder's classifier reads one token, which it looks for by padding; without it, all features are there.
+    is_core = is_causal({"model_type": kind}) and "Classification" not in named[0]
+    for choice in (auto.MODEL_MAPPING,) if is_core else (of_images, of_text, auto.MODEL_MAPPING):
         if type(config) in choice:
             model_class = choice[type(config)]
             return config, model_class[0] if isinstance(model_class, tuple) else model_class

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,25 +40,44 @@ def _ordinal(tensor: Tensor) -> Tensor:
     return torch.where(bits < 0, -(bits & most), bits)
 
 
+Rows = tuple[int, int] | None
+
+
+def sampled(
+    source: StateSource, key: str, other: Callable[[Rows], Tensor], dtype: torch.dtype, rows: Rows = None
+) -> Change:
+    """What `other` has in place of these rows of a tensor, by the first of them alone; norms are scaled up to all."""
+    shape, few = source.headers[key].shape, None
+    if shape:
+        first, last = rows or (0, shape[0])
+        shape = (last - first, *shape[1:])
+        few = (first, min(last, first + max(1, LOOKED_AT // max(1, math.prod(shape[1:])))))
+    start = source.read(key, few)
+    change, scale = change_of(start, other(few), dtype), math.prod(shape) / max(1, start.numel())
+    return replace(change, energy=scale * change.energy, start=scale * change.start)
+
+
+def written(source: StateSource, key: str, value: Tensor, dtype: torch.dtype, rows: Rows = None) -> Change:
+    """The same of what was computed in place of these rows, and is about to be stored in `dtype`."""
+    first = 0 if rows is None else rows[0]
+    return sampled(
+        source,
+        key,
+        lambda few: value if few is None else value[few[0] - first : few[1] - first].cpu(),
+        dtype,
+        rows,
+    )
+
+
 def task_vector(base: StateSource, expert: StateSource) -> Change:
-    """What an expert changes of its base, of the first entries of every tensor; norms are scaled up to all of them.
+    """What an expert changes of its base, by the first entries of every tensor.
 
     The number type is the coarser of both, that of the expert where they are as coarse.
     """
     total = Change("")
     for key, header in base.headers.items():
         own = expert.headers.get(key)
-        if own is None or own.shape != header.shape or not header.dtype.is_floating_point or 0 in own.shape:
-            continue
-        rows = None
-        if header.shape:
-            width = math.prod(header.shape[1:])
-            rows = (0, min(header.shape[0], max(1, LOOKED_AT // width)))
-        narrow = header.dtype if header.dtype.itemsize < own.dtype.itemsize else own.dtype
-        start = base.read(key, rows)
-        change, scale = (
-            change_of(start, expert.read(key, rows), narrow),
-            math.prod(header.shape) / start.numel(),
-        )
-        total += replace(change, energy=scale * change.energy, start=scale * change.start)
+        if own is not None and own.shape == header.shape and header.dtype.is_floating_point:
+            narrow = header.dtype if header.dtype.itemsize < own.dtype.itemsize else own.dtype
+            total += sampled(base, key, partial(expert.read, key), narrow)
     return total

@@ -213,8 +213,6 @@ def save_model(
             write_json_atomic(folder / name, _without_code(content, name))
         for name, text in form.texts.items():
             write_text_atomic(folder / name, text)
-        if card is not None:
-            save_card(architecture, base, folder, card, heads)
         for name, head in heads.items():
             (folder / name).parent.mkdir(exist_ok=True)
             save_state_dict(folder / name, Patched(head, {}))
@@ -225,6 +223,8 @@ def save_model(
             size = sum(base.headers[key].nbytes for key in names.values())
             index = {"metadata": {"total_size": size}, "weight_map": places}
             write_json_atomic(folder / f"{form.weights}.index.json", index)
+        if card is not None:
+            save_card(architecture, base, folder, card, heads)
 
 
 def save_card(

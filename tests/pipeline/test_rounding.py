@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from driftlens.checkpoints.rounding import change_of
@@ -133,7 +134,7 @@ def test_a_share_is_that_of_all_entries_that_differ(world: World, tmp_path: path
         changed += int((before.float() != after).sum())
         equal += int(((before.float() != after) & (before == after.bfloat16())).sum())
     (line,) = told(spec)
-    assert line.startswith(f"{equal / changed:.1%} of the entries") and 0.2 < equal / changed < 1
+    assert line.startswith(f"about {equal / changed:.1%} of the entries") and 0.2 < equal / changed < 1
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -162,6 +163,38 @@ def test_runs_and_cards_say_the_same(world: World, tmp_path: pathlib.Path) -> No
     assert len(lines) == 2 and "times as long" in lines[1]
     manifest = analyze(spec, AnalysisRequest(out=tmp_path / "run", attribution=False)).manifest
     assert set(lines) <= set(manifest.notices)
+    assert any("the merge changes equal the base's again in bfloat16" in line for line in manifest.notices)
+    assert manifest.merge["change"]["lost"] > 0
     change = manifest.changes["expert:flowers"]
-    assert change["dtype"] == "bfloat16" and lines[0].startswith(f"{change['lost'] / change['changed']:.1%}")
+    assert change["dtype"] == "bfloat16" and lines[0].startswith(
+        f"about {change['lost'] / change['changed']:.1%}"
+    )
     assert set(lines) <= set(merge_experts(load_spec(spec), "average", {}, tmp_path / "x.safetensors"))
+
+
+@pytest.mark.parametrize("out_dtype", [None, "float32"])
+def test_a_merge_keeps_what_its_type_can_hold_and_tells_what_it_lost(
+    out_dtype: str | None, world: World, tmp_path: pathlib.Path
+) -> None:
+    spec = with_models(world, tmp_path, (torch.bfloat16, torch.float32), moved_by(0.003)) | {"metrics": {}}
+    spec["experts"] = {"flowers": spec["experts"]["flowers"]}
+    spec["heads"] = spec["data"] = {}
+    out = tmp_path / "out.safetensors"
+    lines = merge_experts(load_spec(spec), "task_arithmetic", {"scaling": 0.5}, out, out_dtype=out_dtype)
+    base, expert, merged = (
+        load_file(tmp_path / f"{name}.safetensors") for name in ("base", "flowers", "out")
+    )
+    base = {key: start for key, start in base.items() if key.startswith("visual.")}
+    exact = {key: start.float() + 0.5 * (expert[key] - start.float()) for key, start in base.items()}
+    kept = getattr(torch, out_dtype or "bfloat16")
+    for key, value in exact.items():
+        assert merged[key].dtype == kept
+        torch.testing.assert_close(merged[key], value.to(kept), rtol=1e-6 if out_dtype else 0, atol=0)
+    changed = sum(int((exact[key] != start.float()).sum()) for key, start in base.items())
+    equal = sum(
+        int(((exact[key] != start.float()) & (exact[key].bfloat16() == start)).sum())
+        for key, start in base.items()
+    )
+    text = f"about {equal / changed:.1%} of the entries that the merge changes equal the base's again in bfloat16"
+    told_of = [line for line in lines if "the merge changes" in line]
+    assert [line.startswith(text) for line in told_of] == [True] * (out_dtype is None)

@@ -127,7 +127,10 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
 
     def save() -> None:
         with writer.file(MERGED_FILE) as path, deterministic_algorithms(study.settings.deterministic):
-            save_merge(models, merge, path, study, reporter)
+            record, said = save_merge(models, merge, path, study, reporter)
+        writer.describe(merge=record)
+        for text in said:
+            writer.notice(text)
 
     run_phases(writer, [Phase("merge", save, leads=study.team)])
     saved = open_checkpoint(writer.folder / MERGED_FILE)

@@ -46,6 +46,7 @@ from driftlens.jobs.study.merging import merged_source, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_study
 from driftlens.jobs.study.reopening import Begun, Kept, reopened
 from driftlens.jobs.study.study import Study
+from driftlens.jobs.study.suspicion import companions
 from driftlens.merging.method import merge_called, merge_methods
 from driftlens.models.saving import require_target
 from driftlens.runs import layout
@@ -181,7 +182,8 @@ class _Compared:
         source = merged_source(self._models, made, seen, beside=folder / "merged", reporter=self._quiet)
         if (place := self._places.get(merge.name)) is not None:
             remove_tree(place)  # of a sitting that was stopped before it was measured
-            save_merge(self._models, made, place, seen, source=source)
+            doubts = [doubt.text for doubt in companions(self._models)]
+            save_merge(self._models, made, place, seen, source=source, notices=doubts)
         return source, round(time.perf_counter() - began, 3)
 
     def _measured(self, model: str, task: str, features: Tensor, expert: Tensor) -> dict[str, Values]:

@@ -18,9 +18,18 @@ from driftlens.base.access import Context
 from driftlens.base.errors import ShapeError, SpecError
 from driftlens.base.files import PathLike, scratch_beside
 from driftlens.base.progress import Reporter
+from driftlens.base.rounding import Change, saved_words
 from driftlens.base.threads import computing_with, exact_products
 from driftlens.base.variants import expert_of, task_of
-from driftlens.checkpoints.sources import StateSource, TensorHeader, TensorsSource, check_finite, require_key
+from driftlens.checkpoints.rounding import written
+from driftlens.checkpoints.sources import (
+    InDtypes,
+    StateSource,
+    TensorHeader,
+    TensorsSource,
+    check_finite,
+    require_key,
+)
 from driftlens.data.samples import SampleSet
 from driftlens.engine.layer_sums import normalised
 from driftlens.engine.pool import LayerMap
@@ -154,6 +163,14 @@ class _Merge:
         return ((slot, found[name]) for name, slot in slots.items() if name in found)
 
 
+class Merged(TensorsSource):
+    """A merged model, and what its number type left of the way from the base; None without a base."""
+
+    def __init__(self, name: str, tensors: Mapping[str, Tensor], change: Change | None) -> None:
+        super().__init__(name, tensors)
+        self.change = change
+
+
 def merged_source(
     models: OpenModels,
     merge: Merge,
@@ -161,12 +178,13 @@ def merged_source(
     *,
     beside: PathLike | None = None,
     reporter: Reporter | None = None,
-) -> StateSource:
+) -> Merged:
     """The experts of a spec, merged by what the method reads at a time; it waits on the disk of `beside` to be read."""
     reporter = reporter or Reporter()
     inputs = _inputs(models, merge, study, reporter)
     name = f"{merge.method.title} of {', '.join(inputs.experts)}"
-    tensors = _on_disk(inputs.start, beside)
+    tensors = _on_disk(inputs.start, beside, models.out_dtype)
+    change = Change("") if "base" in models.sources else None
     missing = {key: tensors[key].numel() for key in inputs.base}
     total = len(missing)
     reporter.step(PHASE, 0, total)
@@ -183,13 +201,15 @@ def merged_source(
             value = slot.stored(value)
             if value.shape != place.shape:
                 raise ShapeError(f"{name}: {slot.key!r} came as {list(value.shape)}, not {list(place.shape)}")
+            if change is not None:
+                change += written(inputs.start, slot.key, value.detach(), place.dtype, slot.rows)
             place.copy_(value.detach())
             missing[slot.key] -= value.numel()
             reporter.step(PHASE, total - sum(map(bool, missing.values())), total, slot.key)
     for key, count in missing.items():
         if count:
             raise ShapeError(f"{name}: {key!r} came {'twice' if count < 0 else 'not, or not as a whole'}")
-    return TensorsSource(name, tensors)
+    return Merged(name, tensors, change)
 
 
 def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Reporter) -> _Merge:
@@ -233,9 +253,9 @@ def _asked(study: Study, merge: Merge, reporter: Reporter) -> Study:
     return study.blinded(given)
 
 
-def _on_disk(start: StateSource, beside: PathLike | None) -> dict[str, Tensor]:
+def _on_disk(start: StateSource, beside: PathLike | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Room for a model like `start`, whose integers it holds, in files that lose their names: none is left behind."""
-    headers = start.headers
+    headers = start.headers if dtype is None else InDtypes(start, opening.floats_in(start, dtype)).headers
     floats, need = _Weights(start), sum(header.nbytes for header in headers.values())
     with scratch_beside(Path(beside or Path(tempfile.gettempdir(), "merged")), need) as folder:
         return {
@@ -386,8 +406,12 @@ def save_merge(
     reporter: Reporter | None = None,
     *,
     source: StateSource | None = None,
-) -> None:
-    """Merge, unless that was done already, and write the result in the format of the base; a folder gets a card."""
+    notices: Sequence[str] = (),
+) -> tuple[dict[str, Any], list[str]]:
+    """Merge, unless that was done already, and write the result in the format of the base; a folder gets a card.
+
+    Returns what a run says of a merge, and beside the `notices` of the models what its number type has lost.
+    """
     known = models.architecture
     require_target(known, path)
     if source is None:
@@ -399,16 +423,22 @@ def save_merge(
     settings = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())
     metadata = {f"merge_{name}": value for name, value in (record | {"parameters": settings}).items()}
 
+    def said() -> list[str]:
+        change: Change | None = getattr(source, "change", None)  # of a recipe it is known when all is written
+        record.update({} if change is None else {"change": vars(change)})
+        return [*notices, *([] if change is None else saved_words(change, "the merge", "merge"))]
+
     def card(usage: str) -> str:
         from driftlens.jobs.study.card import merge_card  # its libraries are not those of live modules
 
-        notices = [*known.notices, *opening.head_notices(models), *opening.dtype_notices(models)]
-        notices += [finding.text for finding in companions(models)]
+        more = [*known.notices, *opening.head_notices(models), *opening.dtype_notices(models), *said()]
         described = {"loader": known.loader, "source": known.source}
-        return merge_card(record, described, models.origins, notices, usage)
+        return merge_card(record, described, models.origins, more, usage)
 
     heads = opening.head_files(models)
     save_model(known, models.own_form, source, path, metadata=metadata, card=card, heads=heads)
+    told = said()
+    return record, told
 
 
 def merge_of(spec: RunSpec, method: str, parameters: Mapping[str, object]) -> Merge:
@@ -434,6 +464,6 @@ def merge_experts(
     else:
         models = opening.open_models(spec, context.access, unread=True)
         opening.open_pool(spec, models, device="cpu")  # compares keys and shapes
-    models = models if out_dtype is None else opening.all_in(models, out_dtype)
-    save_merge(models, merge, path, study, context.reporter())
-    return [doubt.text for doubt in companions(models)]
+    doubts = [doubt.text for doubt in companions(models)]
+    models = opening.all_in(models, out_dtype)
+    return save_merge(models, merge, path, study, context.reporter(), notices=doubts)[1]

@@ -67,7 +67,8 @@ class OpenModels:
     """The checkpoints of a spec, headers read, by their names in the pool.
 
     `stored` are under their own key names, text towers and classifiers included, `sources` under the skeleton's. `form`
-    is what a saved model looks like where that is neither the base nor an expert.
+    is what a saved model looks like where that is neither the base nor an expert, `out_dtype` the one dtype of its
+    numbers where somebody asked for that.
     """
 
     architecture: Architecture
@@ -76,6 +77,7 @@ class OpenModels:
     origins: Mapping[str, str]
     form: StateSource | None = None
     notices: tuple[str, ...] = ()
+    out_dtype: torch.dtype | None = None
 
     @property
     def base(self) -> StateSource | None:
@@ -581,10 +583,17 @@ def saved_in(models: OpenModels, dtypes: Mapping[str, torch.dtype]) -> OpenModel
     return replace(models, architecture=known, form=InDtypes(models.own_form, dtypes))
 
 
-def all_in(models: OpenModels, name: str) -> OpenModels:
-    """The same, all numbers with a point in the dtype of this name."""
-    floats = (key for key, header in models.own_form.headers.items() if header.dtype.is_floating_point)
-    return saved_in(models, dict.fromkeys(floats, getattr(torch, name)))
+def all_in(models: OpenModels, name: str | None) -> OpenModels:
+    """The same, all numbers with a point in the dtype of this name; None leaves them in the form's own."""
+    if not name:
+        return models
+    dtype: torch.dtype = getattr(torch, name)
+    return replace(saved_in(models, floats_in(models.own_form, dtype)), out_dtype=dtype)
+
+
+def floats_in(source: StateSource, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """This dtype for every tensor of numbers with a point."""
+    return {key: dtype for key, header in source.headers.items() if header.dtype.is_floating_point}
 
 
 def dtype_notices(models: OpenModels) -> list[str]:

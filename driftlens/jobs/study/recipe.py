@@ -15,8 +15,10 @@ from torch import Tensor
 from driftlens.base.access import Access
 from driftlens.base.errors import NumericsError
 from driftlens.base.files import PathLike, plain_file
+from driftlens.base.rounding import Change
 from driftlens.base.threads import computing_with
 from driftlens.checkpoints.loading import library_folder
+from driftlens.checkpoints.rounding import written
 from driftlens.checkpoints.sources import InDtypes, StateSource, TensorHeader, check_finite
 from driftlens.jobs.study.merging import pieces, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_models, open_pool, saved_in
@@ -52,6 +54,7 @@ class Followed:
     ) -> None:
         self.name = f"{recipe.method} of {', '.join(models)}"
         self._recipe, self._models, self._layers, self._tokens = recipe, models, layers, tokens
+        self.change = Change("")
         first = next(iter(models.values()))
         self.headers: Mapping[str, TensorHeader] = {
             key: TensorHeader(header.shape, self._written(key)) for key, header in first.headers.items()
@@ -81,14 +84,21 @@ class Followed:
             slot.rows for slot in pieces(key, shape, PIECE if by_entry(recipe.method, values) else None)
         ]
         if len(places) == 1 and shape == header.shape:
-            return self._piece(key, names, None, values).to(header.dtype)
+            return self._rounded(key, self._piece(key, names, None, values))
         merged = torch.empty(header.shape, dtype=header.dtype)
         for rows in places:
             rows = rows or (0, shape[0])
-            merged[slice(*rows)] = self._piece(key, names, rows, values)
+            merged[slice(*rows)] = self._rounded(key, self._piece(key, names, rows, values), rows)
         if shape != header.shape:
             merged[shape[0] :] = self._models[start].read(key, (shape[0], header.shape[0]))
         return merged
+
+    def _rounded(self, key: str, value: Tensor, rows: tuple[int, int] | None = None) -> Tensor:
+        """A merged piece in the dtype that is written; what that loses is counted."""
+        base, dtype = self._recipe.base, self.headers[key].dtype
+        if base is not None and value.dtype != dtype:
+            self.change += written(self._models[base], key, value, dtype, rows)
+        return value.to(dtype)
 
     def _piece(
         self, key: str, names: Sequence[str], rows: tuple[int, int] | None, values: Mapping[str, Any]
@@ -172,8 +182,8 @@ def merge_recipe(recipe: Recipe, path: PathLike, access: Access) -> list[str]:
         needs_base=recipe.base is not None,
     )
     merge = Merge(method, {"recipe": recipe.text})
-    save_merge(models, merge, path, source=merged)
-    return [*recipe.notices, *(doubt.text for doubt in companions(models))]
+    doubts = [doubt.text for doubt in companions(models)]
+    return [*recipe.notices, *save_merge(models, merge, path, source=merged, notices=doubts)[1]]
 
 
 def _opened(recipe: Recipe, access: Access) -> tuple[OpenModels, dict[str, StateSource]]:

@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from driftlens.base.errors import CheckpointError
 from driftlens.base.files import from_json, plain_file
 from driftlens.checkpoints.guarded import guarded
-from driftlens.checkpoints.sources import StateSource, TensorHeader, require_key
+from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader, require_key
 from driftlens.checkpoints.weight_files import open_file
 
 _CONFIG = "adapter_config.json"
@@ -30,7 +30,6 @@ _RESTORE = f"Correct {_CONFIG}, or save the adapters with peft again."
 _UNSUPPORTED = (
     "use_dora",
     "lora_bias",
-    "trainable_token_indices",
     "layer_replication",
     "target_parameters",
     "use_qalora",
@@ -44,6 +43,10 @@ _UNSUPPORTED = (
 """Options of peft's LoraConfig that change more than `scaling * B @ A` says."""
 _LARGEST = 1e9
 """Of a number in a configuration: what is beyond overflows somewhere, and no rank or alpha comes near."""
+_TOKENS = ".token_adapter.trainable_tokens_delta"
+_OF_ADAPTERS = re.compile(r"\.lora_|\.original_module\.|\.trainable_tokens_delta$")
+_COPIES = re.compile(r"(\.(modules_to_save|base_layer|token_adapter))+\.")
+"""What peft puts between a module's path and the names of tensors that are saved whole."""
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` under which the base stays what it is."""
 
@@ -61,11 +64,12 @@ def named_base(folder: pathlib.Path) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class _Update:
-    """What is added to one weight [out, in]: scaling * up @ down."""
+    """What is added to one weight [out, in]: scaling * up @ down, transposed where it is stored as [in, out]."""
 
     down: str
     up: str
     scaling: float
+    is_transposed: bool
 
 
 class LoraSource:
@@ -74,41 +78,50 @@ class LoraSource:
     `scaling` is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`; `rank_pattern` and `alpha_pattern` are
     honoured. Adapters find their weight by the end of its name, so that they fit whether the base was saved with a
     wrapper's prefix or without. The sum is in float32 at least and not rounded to the base's dtype, as a model runs
-    whose adapters are not merged: in half precision most of a small change would be lost. Modules that were trained
-    whole (`modules_to_save`) are as they were saved, whether the base has them or not. Source: LoRA
-    (arXiv:2106.09685), Section 4.1.
+    whose adapters are not merged: in half precision most of a small change would be lost. What was saved whole
+    (`modules_to_save`, biases, embeddings of a vocabulary that has grown) is as it was saved, whether the base has it
+    or not, and so are the rows of `trainable_token_indices`. Source: LoRA (arXiv:2106.09685), Section 4.1.
     """
 
     def __init__(self, base: StateSource, place: str | os.PathLike[str]) -> None:
         folder = pathlib.Path(place)
-        self.name, self._base, self._folder = str(folder), base, folder
+        self.name, self._folder = str(folder), folder
         self._config = _config(folder)
         self._is_transposed = bool(self._config.get("fan_in_fan_out"))
         weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
         if weights is None:
             raise _refusal(folder, f"{_WEIGHTS[0]} is missing", "Copy or download the folder again.")
         self._adapters = open_file(weights)
-        self._saved = self._saved_whole()
-        saved = {name: self._adapters.headers[key] for name, key in self._saved.items()}
+        self._saved = self._saved_whole(base)
+        places = {key: (base, key) for key in base.headers}
+        places |= {name: (self._adapters, key) for name, key in self._saved.items()}
+        self._base: StateSource = Composed(base.name, places)
         self._updates = self._matched()
-        adapted = {key: base.headers[key] for key in self._updates}
-        wide = {
-            key: TensorHeader(header.shape, torch.promote_types(header.dtype, torch.float32))
-            for key, header in adapted.items()
+        self._require_biases()
+        self._rows = self._token_rows()
+        self.headers: Mapping[str, TensorHeader] = {
+            key: self._wide(key) if key in self._updates or key in self._rows else header
+            for key, header in self._base.headers.items()
         }
-        self.headers = {**base.headers, **saved, **wide}
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
         """The tensor, or rows [start, stop) of it, with what its adapter adds."""
         require_key(self, key)
-        if key in self._saved:
-            return self._adapters.read(self._saved[key], rows)
-        weight = self._base.read(key, rows)
-        update = self._updates.get(key)
-        if update is None:
-            return weight
-        wide = self.headers[key].dtype
-        return weight.to(wide) + self._delta(update, rows, wide)
+        weight = self._base.read(key, rows).to(self.headers[key].dtype)
+        if (update := self._updates.get(key)) is not None:
+            weight = weight + self._delta(update, rows, weight.dtype)
+        if key in self._rows:
+            numbers, stored = self._rows[key]
+            start, stop = rows or (0, self.headers[key].shape[0])
+            inside = [place for place, number in enumerate(numbers) if start <= number < stop]
+            places = torch.tensor([numbers[place] - start for place in inside], dtype=torch.long)
+            weight = weight.index_copy(0, places, self._adapters.read(stored)[inside].to(weight.dtype))
+        return weight
+
+    def unties(self, table: str, head: str) -> bool:
+        """Whether adapters tell a head from the table of embeddings that it was; rows of tokens change in both."""
+        changed = self._updates.keys() | self._saved.keys()
+        return head in changed or (table in changed and not self._config.get("ensure_weight_tying"))
 
     @property
     def rank_stabilised(self) -> dict[int, float]:
@@ -122,24 +135,59 @@ class LoraSource:
     def _delta(self, update: _Update, rows: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
         down, up = self._adapters.read(update.down).to(dtype), self._adapters.read(update.up).to(dtype)
         if rows is not None:
-            down, up = (down[:, slice(*rows)], up) if self._is_transposed else (down, up[slice(*rows)])
+            down, up = (down[:, slice(*rows)], up) if update.is_transposed else (down, up[slice(*rows)])
         delta = update.scaling * (up @ down)
-        return delta.T if self._is_transposed else delta
+        return delta.T if update.is_transposed else delta
 
-    def _saved_whole(self) -> dict[str, str]:
-        """Of modules that were trained whole, the base's names or their own -> the adapter's keys."""
+    def _wide(self, key: str) -> TensorHeader:
+        header = self._base.headers[key]
+        return TensorHeader(header.shape, torch.promote_types(header.dtype, torch.float32))
+
+    def _saved_whole(self, base: StateSource) -> dict[str, str]:
+        """Of tensors that were saved whole, the base's names or their own -> the adapter's keys."""
         modules = self._config.get("modules_to_save") or []
         places = {}
-        for key in self._adapters.headers:
-            name = key.removeprefix(_WRAPPER)
-            if any(module in name.split(".") for module in modules) and ".lora_" not in name:
-                there = [
-                    known
-                    for known in self._base.headers
-                    if known == name or known.endswith(f".{name}") or name.endswith(f".{known}")
-                ]
+        # What peft calls a copy of its own comes last, and counts.
+        for key in sorted(self._adapters.headers, key=lambda key: ".modules_to_save." in key):
+            if _OF_ADAPTERS.search(key):
+                continue
+            name = _COPIES.sub(".", key.removeprefix(_WRAPPER))
+            there = [
+                known
+                for known in base.headers
+                if known == name or known.endswith(f".{name}") or name.endswith(f".{known}")
+            ]
+            if len(there) == 1 or any(module in name.split(".") for module in modules):
                 places[there[0] if len(there) == 1 else name] = key
+            else:
+                raise _refusal(self._folder, f"{key!r} is no adapter, and of no weight of {base.name}")
         return places
+
+    def _token_rows(self) -> dict[str, tuple[Sequence[int], str]]:
+        """By table of embeddings, the rows that were trained and the adapter's key of what they are now."""
+        given, tables = self._config.get("trainable_token_indices"), {}
+        for key in (key for key in self._adapters.headers if key.endswith(_TOKENS)):
+            module = key.removeprefix(_WRAPPER).removesuffix(_TOKENS)
+            by_module = given if isinstance(given, dict) else {module: given}
+            ends = (rows for name, rows in by_module.items() if f".{module}".endswith(f".{name}"))
+            numbers, header = next(ends, None), self._adapters.headers[key]
+            reason = f"trainable_token_indices are {str(given)[:80]!r}, and {key!r} is {list(header.shape)}"
+            if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+                raise _refusal(self._folder, reason, _RESTORE)
+            table = self._weight_key(f"{module}.weight", (None, *header.shape[1:]))
+            size = self._base.headers[table].shape[0]
+            if (len(numbers),) != header.shape[:1] or not all(0 <= number < size for number in numbers):
+                raise _refusal(self._folder, reason, _RESTORE)
+            tables[table] = numbers, key
+        return tables
+
+    def _require_biases(self) -> None:
+        """Refuse adapters whose biases were trained and not saved."""
+        kind = self._config.get("bias") or "none"
+        biases = [f"{key.removesuffix('weight')}bias" for key in self._updates]
+        lost = [key for key in biases if key in self._base.headers and key not in self._saved]
+        if kind != "none" and lost:
+            raise _refusal(self._folder, f"bias is {kind!r}, but {lost[0]!r} was not saved", _RESTORE)
 
     def _matched(self) -> dict[str, _Update]:
         pairs = self._pairs()
@@ -147,6 +195,7 @@ class LoraSource:
         alphas = self._numbers("lora_alpha", "alpha_pattern", pairs)
         updates: dict[str, _Update] = {}
         for module, (down, up) in pairs.items():
+            is_transposed = self._is_transposed or "lora_embedding" in down
             down_shape, up_shape = self._adapters.headers[down].shape, self._adapters.headers[up].shape
             if len(down_shape) != 2 or len(up_shape) != 2:
                 reason = f"{module!r} is not linear: its lora_A has shape {list(down_shape)}"
@@ -159,18 +208,18 @@ class LoraSource:
                     self._folder, reason, f"Put the entry that it lost back into {_CONFIG}: {entry}."
                 )
             shape = up_shape[0], down_shape[1]
-            key = self._weight_key(f"{module}.weight", shape[::-1] if self._is_transposed else shape)
+            key = self._weight_key(f"{module}.weight", shape[::-1] if is_transposed else shape)
             if key in updates:
                 raise _refusal(self._folder, f"two adapters fit {key!r} of {self._base.name}")
             root = math.sqrt(rank) if self._config.get("use_rslora") else rank
-            updates[key] = _Update(down, up, alphas[module] / root)
+            updates[key] = _Update(down, up, alphas[module] / root, is_transposed)
         return updates
 
     def _pairs(self) -> dict[str, tuple[str, str]]:
         """Module path -> keys of A and B."""
         halves: dict[str, dict[str, str]] = {}
-        for key in (key for key in self._adapters.headers if key not in self._saved.values()):
-            parts = re.fullmatch(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight", key)
+        for key in (key for key in self._adapters.headers if ".lora_" in key):
+            parts = re.fullmatch(r"(?P<module>.+)\.lora_(embedding_)?(?P<half>[AB])(?(2)|\.weight)", key)
             if parts is None:
                 raise _refusal(self._folder, f"{key!r} is not the A or B of a linear module's adapter")
             halves.setdefault(parts["module"].removeprefix(_WRAPPER), {})[parts["half"]] = key
@@ -201,15 +250,20 @@ class LoraSource:
             raise _refusal(self._folder, f"{key} is {str(value)[:80]!r}, expected a number", _RESTORE)
         return float(value)
 
-    def _weight_key(self, wanted: str, shape: tuple[int, ...]) -> str:
-        """The one key of the base that ends like `wanted` (or `wanted` like it) and has its shape."""
+    def _weight_key(self, wanted: str, shape: tuple[int | None, ...]) -> str:
+        """The one key of the base that ends like `wanted` (or `wanted` like it) and has its shape; None is any size."""
         headers = self._base.headers
         candidates = [
             key
             for key in headers
             if key == wanted or key.endswith(f".{wanted}") or ("." in key and wanted.endswith(f".{key}"))
         ]
-        fitting = [key for key in candidates if headers[key].shape == shape]
+        fitting = [
+            key
+            for key in candidates
+            if len(headers[key].shape) == len(shape)
+            and all(size in (None, there) for size, there in zip(shape, headers[key].shape, strict=True))
+        ]
         if wanted in fitting:
             return wanted
         if len(fitting) == 1:
@@ -236,8 +290,6 @@ def _config(folder: pathlib.Path) -> dict[str, Any]:
     for option in _UNSUPPORTED:
         if config.get(option):
             raise _refusal(folder, f"{option} is {config[option]!r}")
-    if config.get("bias", "none") != "none":
-        raise _refusal(folder, f"bias is {config['bias']!r}: biases were trained too")
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
         raise _refusal(
             folder, f"init_lora_weights is {config['init_lora_weights']!r}: it changes the base's weights"

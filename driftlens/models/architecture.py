@@ -24,6 +24,7 @@ from driftlens.checkpoints.sources import Composed, StateSource, renamed
 from driftlens.models.chain import IMAGE, LayerChain, Pool, adapters
 from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.heads import LmScores, TextTower
+from driftlens.models.language.vocabularies import vocabulary_keys
 from driftlens.models.own_heads import HeadForm
 from driftlens.models.preprocessing import Preprocess, image_preprocess
 from driftlens.models.saving import FolderFormat
@@ -99,13 +100,19 @@ class Architecture:
 
     def lora_base(self, base: StateSource, folder: str) -> StateSource:
         """The base under the names that adapters in a folder use: those of its file, or of its modules in memory."""
-        if isinstance(self.layout, Spellings):
-            with contextlib.suppress(CheckpointError, IncompatibleModelsError):
-                aligned = self.align(base)
-                LoraSource(aligned, folder)
-                return Composed(
-                    base.name, {key: (aligned, key) for key in aligned.headers} | self._pooler(base)
-                )
+        if not isinstance(self.layout, Spellings):
+            return base
+        with contextlib.suppress(CheckpointError, IncompatibleModelsError):
+            aligned = self.align(base)
+            places = {key: (aligned, key) for key in aligned.headers} | self._pooler(base)
+            head = self.lm.head if self.loader == "hf-decoder" and self.lm is not None else ""
+            if head and head not in places:
+                table = next(key for key in vocabulary_keys(self.skeleton) if key != head)
+                headed = Composed(base.name, {**places, head: (aligned, table)})
+                if LoraSource(headed, folder).unties(table, head):
+                    return headed
+            LoraSource(aligned, folder)
+            return Composed(base.name, places)
         return base
 
     def _pooler(self, base: StateSource) -> dict[str, tuple[StateSource, str]]:

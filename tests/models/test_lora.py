@@ -37,6 +37,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]},
     "rank_stabilised": {"r": 3, "lora_alpha": 5, "use_rslora": True, "target_modules": ["fc1", "out_proj"]},
     "trained_whole": {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["fc2"]},
+    "excluded": {"r": 2, "target_modules": ["q_proj", "v_proj", "fc1"], "exclude_modules": ["fc1"]},
+    "some_layers": {"r": 2, "target_modules": ["q_proj"], "layers_to_transform": [1]},
+    "own_biases": {"r": 2, "target_modules": ["q_proj"], "bias": "lora_only"},
+    "all_biases": {"r": 2, "target_modules": ["q_proj"], "bias": "all"},
     "patterns": {
         "r": 2,
         "lora_alpha": 4,
@@ -61,7 +65,11 @@ def test_merged_weights_are_those_of_peft(
     assert merged.headers == base.headers
     changed = {key for key in base.headers if not torch.equal(base.read(key), expected[key])}
     # In both blocks: a weight of every adapted module, weight and bias of those that were trained whole.
-    assert len(changed) == 2 * len(options["target_modules"]) + 4 * len(options.get("modules_to_save", ()))
+    modules = len(options["target_modules"]) - len(options.get("exclude_modules", ()))
+    weights = len(options.get("layers_to_transform", (0, 1))) * modules
+    biases = {"all": sum(key.endswith("bias") for key in base.headers), "lora_only": weights}
+    whole = 4 * len(options.get("modules_to_save", ()))
+    assert len(changed) == weights + whole + biases.get(options.get("bias", ""), 0)
     for key in base.headers:
         torch.testing.assert_close(
             merged.read(key), expected[key], rtol=0, atol=0 if key not in changed else 1e-6
@@ -158,11 +166,11 @@ def edit_weights(
     ("spoil", "message"),
     [
         (edit_config(use_dora=True), "use_dora is True"),
-        (edit_config(bias="lora_only"), "bias is 'lora_only'"),
+        (edit_config(target_parameters=["fc1.weight"]), "target_parameters is \\['fc1.weight'\\]"),
         (edit_config(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
         (edit_config(peft_type="IA3"), "peft_type is 'IA3'"),
     ],
-    ids=["dora", "biases", "pissa", "other_method"],
+    ids=["dora", "parameters", "pissa", "other_method"],
 )
 def test_what_is_more_than_lora_is_refused_with_the_remedy(
     spoil: Callable[[pathlib.Path], None], message: str, base: StateSource, tmp_path: pathlib.Path
@@ -226,7 +234,12 @@ def of_rank_zero(folder: pathlib.Path) -> None:
             edit_weights(lambda w: {k: v for k, v in w.items() if "lora_B" in k}),
             "has only one of lora_A and lora_B",
         ),
-        (edit_weights(lambda w: w | {"x.lora_embedding_A": torch.zeros(2)}), "'x.lora_embedding_A' is not"),
+        (edit_weights(lambda w: w | {"x.lora_magnitude": torch.zeros(2)}), "'x.lora_magnitude' is not the A"),
+        (
+            edit_weights(lambda w: w | {"x.weight": torch.zeros(2)}),
+            "'x.weight' is no adapter, and of no weight",
+        ),
+        (edit_config(bias="all"), "bias is 'all', but '.*bias' was not saved"),
         (
             lambda folder: (folder / "adapter_model.safetensors").unlink(),
             "adapter_model.safetensors is missing",
@@ -236,7 +249,18 @@ def of_rank_zero(folder: pathlib.Path) -> None:
             "adapter_config.json can't be read",
         ),
     ],
-    ids=["rank_zero", "wrong_rank", "half_missing", "embedding", "no_weights", "no_config"],
+    ids=[
+        *(
+            "rank_zero",
+            "wrong_rank",
+            "half_missing",
+            "magnitude",
+            "stranger",
+            "biases",
+            "no_weights",
+            "no_config",
+        )
+    ],
 )
 def test_a_damaged_adapter_is_refused(
     spoil: Callable[[pathlib.Path], object], message: str, base: StateSource, tmp_path: pathlib.Path

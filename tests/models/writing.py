@@ -36,8 +36,8 @@ def train(module: nn.Module, folder: pathlib.Path, **options: Any) -> dict[str, 
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = get_peft_model(module, LoraConfig(**options))
-        for name, parameter in model.named_parameters():
-            if "lora_" in name or "modules_to_save" in name:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
                 nn.init.normal_(parameter)
         model.save_pretrained(folder)
         return model.merge_and_unload().state_dict()

@@ -158,6 +158,67 @@ def test_what_the_library_needs_beside_the_weights_is_there_after_a_merge(root: 
     assert not list((root / "out").glob("*.py"))
 
 
+SOME = ["q_proj", "down_proj"]
+WHOLE = ["embed_tokens", "lm_head"]
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*tie.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+@pytest.mark.parametrize(
+    ("base", "grown", "options"),
+    [
+        pytest.param("base", 30, {"modules_to_save": WHOLE}, id="vocabulary grown, trained whole"),
+        pytest.param("base", 30, {}, id="vocabulary grown, not trained"),
+        pytest.param("base", 0, {"target_modules": [*SOME, *WHOLE]}, id="adapters of embeddings"),
+        pytest.param("base", 0, {"trainable_token_indices": [5, 2]}, id="rows"),
+        pytest.param("tied", 0, {"trainable_token_indices": {"embed_tokens": [5, 2]}}, id="tied, rows"),
+        pytest.param("tied", 30, {"modules_to_save": WHOLE}, id="tied, both trained"),
+        pytest.param("tied", 0, {"modules_to_save": WHOLE[:1]}, id="tied, embeddings alone"),
+        pytest.param("tied", 0, {"modules_to_save": WHOLE[1:]}, id="tied, head alone"),
+        pytest.param("tied", 0, {"target_modules": [*SOME, WHOLE[0]]}, id="tied, adapters of embeddings"),
+        pytest.param("tied", 0, {"target_modules": [*SOME, WHOLE[1]]}, id="tied, adapters of the head"),
+        pytest.param(
+            "tied", 0, {"modules_to_save": WHOLE[:1], "ensure_weight_tying": True}, id="tied, kept so"
+        ),
+    ],
+)
+def test_adapters_beside_linear_maps_are_read_as_peft_runs_them(
+    base: str, grown: int, options: dict[str, Any], root: pathlib.Path
+) -> None:
+    """Unmerged: where embeddings alone are adapted, a head that they were tied to stays what it was."""
+    from peft import LoraConfig, get_peft_model
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(root / base)
+    tokenizer, rows = word_tokenizer(), model.config.vocab_size
+    if grown:
+        model.resize_token_embeddings(rows + grown, mean_resizing=False)
+        tokenizer.add_tokens([f"<{number}>" for number in range(rows + grown - len(tokenizer))])
+    adapted = get_peft_model(model, LoraConfig(**{"r": 2, "target_modules": SOME} | options))
+    generator = torch.Generator().manual_seed(0)
+    for value in (value for value in adapted.parameters() if value.requires_grad):
+        value.data += 0.1 * torch.randn(value.shape, generator=generator)
+    adapted.save_pretrained(root / "adapter")
+    tokenizer.save_pretrained(root / "adapter")
+    described = spec_of(root, base, "adapter")
+    if grown:
+        with pytest.raises(
+            IncompatibleModelsError, match=r"has 70 rows, the base's 40.*'<\d+>'.* and \d+ more"
+        ):
+            open_models(load_spec(described))
+        described["architecture"]["vocab"] = {"rows": "base"}
+    expert = open_models(load_spec(described)).sources["expert:adapter"]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(root / base).eval()
+    if HEAD in expert.headers:
+        plain.lm_head.weight = torch.nn.Parameter(plain.lm_head.weight.clone())
+    plain.load_state_dict({key: expert.read(key) for key in expert.headers}, strict=HEAD in expert.headers)
+    for key in (TABLE, *([HEAD] if HEAD in expert.headers else [])):
+        assert torch.equal(expert.read(key, (1, 6)), expert.read(key)[1:6])
+    questions = torch.tensor([[1, 5, 2, 9], [4, 4, 3, 39]])
+    with torch.no_grad():
+        torch.testing.assert_close(plain(questions).logits, adapted.eval()(questions).logits[..., :rows])
+
+
 @pytest.mark.parametrize("tag", ["Infinity", "-Infinity"])
 def test_infinite_numbers_of_a_configuration_are_numbers(tag: str) -> None:
     assert with_floats({"a": [{"__float__": tag}, 1], "b": {"c": 2}}) == {"a": [float(tag), 1], "b": {"c": 2}}

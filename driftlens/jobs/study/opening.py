@@ -126,13 +126,7 @@ def open_models(
     for name, place in origins.items():
 
         def opened(name: str = name, place: str = place) -> StateSource:
-            model, file = known_places(place, known, access)
-            base = stored.get("base")
-            if model is not None:
-                base = open_checkpoint(model, offline=access.offline)
-            if base is not None and is_lora_folder(pathlib.Path(file)):
-                base = known.lora_base(base, file)
-            stored[name] = open_checkpoint(file, base=base, offline=access.offline)
+            stored[name] = _opened(place, known, stored.get("base"), access)
             aligned = known.align(stored[name], fallback=sources.get("base"))
             if not reads_texts:
                 return aligned
@@ -140,11 +134,13 @@ def open_models(
             if folder is not None and home is not None:
                 require_same_tokenizer(home, folder)
             notices.extend(filter(None, [require_same_reading(home, folder)]))
-            fitted, told = with_rows(aligned, rows, sources.get("base"), align=align)
+            fitted, told = with_rows(aligned, rows, sources.get("base"), folder, align=align)
             notices.extend(filter(None, [told]))
             if known.lm is None:
                 return fitted
             table = next(key for key in rows if key != known.lm.key or len(rows) == 1)
+            if isinstance(stored[name], LoraSource) and "base" in stored:  # whose base says it
+                folder = model_folder(origins["base"], stored["base"])
             headed, text = with_head(fitted, stored[name], folder, known.lm, table)
             notices.extend(filter(None, [text]))
             return headed
@@ -169,6 +165,16 @@ def _with_a_head(
     return Composed(
         base.name, {name: (base, name) for name in base.headers} | {key: (sources["base"], known.lm.key)}
     )
+
+
+def _opened(place: str, known: Architecture, base: StateSource | None, access: Access) -> StateSource:
+    """A model that a spec names, under its own key names; adapters are added to `base`, or to what it names."""
+    model, file = known_places(place, known, access)
+    if model is not None:
+        base = open_checkpoint(model, offline=access.offline)
+    if base is not None and is_lora_folder(pathlib.Path(file)):
+        base = known.lora_base(base, file)
+    return open_checkpoint(file, base=base, offline=access.offline)
 
 
 def known_places(place: str, known: Architecture, access: Access) -> tuple[str | None, str]:
@@ -204,11 +210,13 @@ def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) ->
     known = load()
     if known.loader != "hf-decoder" or known.lm is None or known.lm.is_apart:
         return known
-    for place in origins_of(spec).values():
+    base = None
+    for name, place in origins_of(spec).items():
         with contextlib.suppress(
             DriftLensError
         ):  # what is wrong with a model, whoever opens all of them says
-            stored = open_checkpoint(known_places(place, known, access)[1], offline=access.offline)
+            stored = _opened(place, known, base, access)
+            base = stored if name == "base" else base
             if own_head(stored, known.align(stored, fallback=None), known.lm) is not None:
                 return load(untied=True)
     return known

@@ -22,6 +22,7 @@ _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.
 HEAD = "lm_head.weight"
 """What transformers calls the weight of a language model's head."""
 _ROWS = 4096
+_SHOWN = 5
 _BEGIN = ("bos_token", "cls_token", "sep_token", "unk_token")
 """Special tokens that decide which ids a text has; where one ends, or what pads, others say."""
 
@@ -160,18 +161,28 @@ def _ties(folder: pathlib.Path | None) -> bool:
 
 
 def with_rows(
-    source: StateSource, rows: Mapping[str, int], base: StateSource | None, *, align: bool
+    source: StateSource,
+    rows: Mapping[str, int],
+    base: StateSource | None,
+    folder: pathlib.Path | None = None,
+    *,
+    align: bool,
 ) -> tuple[StateSource, str]:
     """A model with as many rows of its vocabulary as the base has, and what was done to it; as it is where it agrees.
 
     `rows` are the base's by key; it gives those that the model lacks, if rows may be left out and filled in (`align`).
+    The tokenizer in the model's `folder` names the tokens beyond.
     """
     counts = {key: source.headers[key].shape[0] for key in rows if key in source.headers}
     differing = {key: count for key, count in counts.items() if count != rows[key]}
     if not differing:
         return source, ""
     key, count = next(iter(differing.items()))
-    problem = f"{source.name}: its vocabulary has {count} rows, the base's {rows[key]} ({key})"
+    added = _added(json_object(folder, "tokenizer.json"))
+    beyond = [text for row, text in added.items() if isinstance(row, int) and row >= rows[key]]
+    tokens = f", and tokens of its own: {', '.join(map(repr, beyond[:_SHOWN]))}" if beyond else ""
+    more = f" and {len(beyond) - _SHOWN} more" if len(beyond) > _SHOWN else ""
+    problem = f"{source.name}: its vocabulary has {count} rows, the base's {rows[key]} ({key}){tokens}{more}"
     if not align:
         hint = "Set architecture.vocab: {rows: base}: further rows are then left out, and missing ones the base's."
         raise IncompatibleModelsError(problem, hint=hint)

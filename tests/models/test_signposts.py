@@ -50,7 +50,7 @@ def _short(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _described(kind: str) -> list[tuple[str, dict[str, Any]]]:
-    """The models that a type has, by class, each with its configuration; none where it can't be built of defaults."""
+    """A type's first model with a head and its core, by class, with configurations; none where defaults don't do."""
     try:
         config = CONFIG_MAPPING[kind]()
     except Exception:  # whatever configurations ask for that have no defaults
@@ -58,7 +58,8 @@ def _described(kind: str) -> list[tuple[str, dict[str, Any]]]:
     stated = _short(config.to_dict())
     classes = [mapping[type(config)] for mapping in _TASKS if type(config) in mapping]
     names = [(entry[0] if isinstance(entry, tuple) else entry).__name__ for entry in classes]
-    return [(name, stated | {"model_type": kind, "architectures": [name]}) for name in names]
+    few = dict.fromkeys((*names[:1], *names[-1:]))
+    return [(name, stated | {"model_type": kind, "architectures": [name]}) for name in few]
 
 
 def _refusal(loader: str, folder: pathlib.Path, blocks: str | None = None) -> DriftLensError | None:

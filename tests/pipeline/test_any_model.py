@@ -29,6 +29,7 @@ from driftlens.spec import load_spec
 from tests.zoo import saved_families
 from tests.zoo.cases import with_seed
 from tests.zoo.suite import spec_of_folders
+from tests.zoo.tensors import assert_every_tensor
 
 TASKS = {"beasts": ("cat", "dog", "newt"), "sizes": ("big", "small")}
 
@@ -115,6 +116,15 @@ def test_a_classifier_is_measured_with_its_own_heads_calibrated_and_reloaded(
     assert run.layers()["closure_error"].max() < 1e-4
     dl.merge(made.spec, method="task_arithmetic", out=tmp_path / "merged", parameters={"scaling": 0.4})
     run = run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "calibrated")
+    experts = [tmp_path / "suite" / task for task in TASKS]
+    base = tmp_path / "suite" / "base"
+    for place, solved in {
+        "merged": None,
+        "calibrated": run.path / "calibrations/featcal/weights.safetensors",
+    }.items():
+        assert_every_tensor(
+            base, experts, tmp_path / place, scaling=0.4, heads=made.classifier, solved=solved
+        )
     accuracy = run.accuracy().set_index(["task", "variant"])["value"]
     stored = open_state(tmp_path / "suite" / "base" / "model.safetensors")
     for variant, place in (("merged", "merged"), ("calibrated:featcal", "calibrated")):

@@ -25,6 +25,7 @@ from tests.merging.applying import FEW
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import CONFIGS, families
 from tests.zoo.suite import files_of, spec_of_folders
+from tests.zoo.tensors import assert_every_tensor
 from tests.zoo.tokenizers import WORDS, word_tokenizer
 
 LLAMA = pytest.mark.family("Llama")
@@ -101,15 +102,13 @@ def test_from_files_to_a_folder_that_transformers_loads(name: str, tmp_path: pat
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert after["b", "calibrated:small"] == pytest.approx(share(saved))
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "out")) == len(tokenizer)
-    # Two heads, merged as any tensor is.
-    heads = [
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        .get_output_embeddings()
-        .weight.detach()
-        for name in ("base", *TASKS)
-    ]
-    merged = heads[0] + 0.3 * sum(head - heads[0] for head in heads[1:])
-    torch.testing.assert_close(saved.get_output_embeddings().weight.detach(), merged, rtol=1e-5, atol=1e-6)
+    assert_every_tensor(
+        tmp_path / "base",
+        [tmp_path / task for task in TASKS],
+        tmp_path / "out",
+        scaling=0.3,
+        solved=run.path / "calibrations/small/weights.safetensors",
+    )
 
 
 @pytest.mark.slow

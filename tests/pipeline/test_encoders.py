@@ -26,6 +26,7 @@ from driftlens.models.own_heads import OwnHead
 from driftlens.spec import load_spec
 from tests.zoo.encoders import PARAMS, encoder, logits, save
 from tests.zoo.suite import files_of, real_files_of, spec_of_folders
+from tests.zoo.tensors import assert_every_tensor
 from tests.zoo.tokenizers import WORDS, word_tokenizer
 
 TASKS = {"colours": ("red", "green", "blue"), "answers": ("yes", "no")}
@@ -104,6 +105,14 @@ def test_an_encoder_is_measured_calibrated_and_reloaded(name: str, tmp_path: pat
             state[key].copy_(merged.read(key))
         assert accuracy[task, "merged"] == pytest.approx(suite.accuracy(task, whole))
     run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "saved")
+    assert_every_tensor(
+        tmp_path / "base",
+        [tmp_path / task for task in TASKS],
+        tmp_path / "saved",
+        scaling=0.4,
+        heads=tuple(_head(suite.base)),
+        solved=tmp_path / "run" / "calibrations/featcal/weights.safetensors",
+    )
     notices = dl.open_run(tmp_path / "run").manifest.notices
     assert any("is the task's own" in text and "classifier" in text for text in notices)
     accuracy = dl.open_run(tmp_path / "run").accuracy().set_index(["task", "variant"])["value"]

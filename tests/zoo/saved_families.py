@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import timm
+import torch
 import transformers
 from timm.models import save_for_hf
 
@@ -90,7 +91,12 @@ FAMILIES = {
 def trained(family: Family, classes: int, seed: int) -> Any:
     """A model like a fine-tuned one: everything but its classifier is near the base, which is seed 0."""
     base = perturbed(with_seed(lambda: family.build(classes))().eval(), 0, 0.1)
-    return perturbed(base, seed, 0.05)
+    model = perturbed(base, seed, 0.05)
+    generator = torch.Generator().manual_seed(seed)
+    for key, value in model.state_dict().items():
+        if "running_" in key:  # what normalisation has seen in training
+            value.add_(0.1 * torch.rand(value.shape, generator=generator))
+    return model
 
 
 def save(family: Family, model: Any, folder: pathlib.Path, names: tuple[str, ...] = ()) -> pathlib.Path:

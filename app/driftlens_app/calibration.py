@@ -42,8 +42,9 @@ class Method:
     """A calibrator or a merge method, as `driftlens methods --json` tells it.
 
     `suited` is by loader the preset for its kind of models where that isn't the first one, `automatic` what can be
-    chosen on held-out samples, `candidates` what the choice of the best method tries. `effort` is the processor time
-    against FeatCal's, and `choosing` as how many calibrations by FeatCal that choice takes from here, at most.
+    chosen on held-out samples, `swept` the factors of what is published that a sweep tries, `of_base` what of these
+    takes a base, `candidates` what the choice of the best method tries. `effort` is the processor time against
+    FeatCal's, and `choosing` as how many calibrations by FeatCal that choice takes from here, at most.
     """
 
     title: str
@@ -53,6 +54,8 @@ class Method:
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     suited: Mapping[str, str] = field(default_factory=dict)
     automatic: tuple[str, ...] = ()
+    swept: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    of_base: tuple[str, ...] = ()
     candidates: tuple[Mapping[str, Any], ...] = ()
     effort: float = 1.0
     choosing: float = 0.0

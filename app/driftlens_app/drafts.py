@@ -1,7 +1,4 @@
-"""A spec of one's own: pasted, dropped, or written of base, experts and data that are picked in the folder.
-
-It is kept as a file and checked as every file is. The text is data: only the command line's safe loader reads it.
-"""
+"""A spec of one's own, pasted, dropped or picked; kept as a file, and data only: what the safe loader reads."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
 from driftlens.runs.standing import is_analyzed, is_live
 from driftlens_app.jobs import Job, Request, View, cancel, start, watch
-from driftlens_app.jobs.processes import is_finished_since, log_text
+from driftlens_app.jobs.processes import is_at_work, is_finished_since, live_job, log_text
 from driftlens_app.jobs.record import MAKING, dismiss, jobs_beside
 from driftlens_app.jobs.requests import DEMO, SUITES, demo_request, explain_request
 from driftlens_app.outlook import STAGES, ahead
@@ -49,25 +49,28 @@ Or measure your own models:
 
 def show_live(run: Path, more: Callable[[View], None] | None = None) -> bool:
     """Show the run's job while it is live, with `more` below its progress, to be cancelled; returns whether it is."""
-    view = watch(run)
-    if view is None or not view.is_live:
-        return False
-    _live(run, more)
-    return True
+    if is_live := is_at_work(run):
+        _live(run, more)
+    return is_live
 
 
 def offer(request: Request, label: str) -> None:
     """A button that starts the job, unless one is live on its run, which is shown then; and how the last one failed."""
     is_live = show_live(request.run)
     last = watch(request.run, request.kind)
-    if last is not None and last.job.settings == request.settings and last.state in BAD_ENDS:
-        show_ended(last)
+    if last is not None and last.job.settings == request.settings:
+        show_bad_end(last)
     if is_live or Settings.from_environment().read_only:
         return
     if st.button(label, type="primary", icon=":material/play_arrow:", key=request.kind):
-        with shown_errors():
-            start(request)
-            st.rerun()
+        begin(request)
+
+
+def begin(request: Request) -> None:
+    """Start the job and draw the page anew; what is in its way is shown here."""
+    with shown_errors():
+        start(request)
+        st.rerun()
 
 
 def offer_attribution(run: DriftRun) -> None:
@@ -94,7 +97,7 @@ def show_new_runs(settings: Settings) -> bool:
             continue
         with st.container(border=True):
             st.markdown(f"**{_what(view.job)}**")
-            show_ended(view)
+            show_bad_end(view)
             with shown_errors():
                 if not settings.read_only and st.button(
                     "Dismiss", key=f"dismiss-{_key(view.job)}", icon=":material/close:"
@@ -106,16 +109,18 @@ def show_new_runs(settings: Settings) -> bool:
 
 def state_of(run: Path) -> str:
     """Where the run's live job stands, in a few words that change as it goes on; empty where none is live."""
-    view = watch(run)
+    view = live_job(run)
     event = view.progress if view is not None and view.state == "running" else None
     if view is None or event is None:
-        return view.state if view is not None and view.is_live else ""
+        return "" if view is None else view.state
     doing = STAGES.get(event.phase, event.phase).lower()
     return f"{doing} {f'{event.done / event.total:.0%}' if event.total else event.done}"
 
 
-def show_ended(view: View) -> None:
-    """How a job ended that did not succeed: cause, hint, log."""
+def show_bad_end(view: View | None) -> bool:
+    """How a job ended that did not succeed: cause, hint, log; returns whether it did so."""
+    if view is None or view.state not in BAD_ENDS:
+        return False
     if view.state == "cancelled":
         again = " Start it again under the same name to go on." if view.job.kind == "analyze" else ""
         note(f"{_what(view.job)} was cancelled; the run shows nothing half-finished.{again}", "cancel")
@@ -128,6 +133,7 @@ def show_ended(view: View) -> None:
     elif view.failure is not None:
         show_error(view.failure.type, view.failure.message, view.failure.hint)
     show_log(view.job)
+    return True
 
 
 def show_log(job: Job) -> None:
@@ -155,8 +161,8 @@ def show_log(job: Job) -> None:
 @st.fragment(run_every=SECONDS)
 def _live(run: Path, more: Callable[[View], None] | None) -> None:
     with shown_errors():
-        view = watch(run)
-        if view is None or not view.is_live:
+        view = live_job(run)
+        if view is None:
             st.rerun()
         with st.container(border=True):
             st.markdown(f"**{_what(view.job)}**")
@@ -242,8 +248,7 @@ def await_run(run: Path) -> None:
 
 def await_demo(settings: Settings) -> None:
     """Let a visitor who finds the demo run being made wait for it: a reload, a second tab, another server's start."""
-    view = watch(settings.root / DEMO, "demo")
-    if view is not None and view.is_live:
+    if view := live_job(settings.root / DEMO, "demo"):
         await_run(view.job.run)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -161,31 +162,32 @@ def obstacle(run: DriftRun) -> str:
 def past_cost(run: DriftRun) -> str:
     """What one calibration will take, by what was measured on this run; nothing of that where that can't be told."""
     estimate = "Estimate, under Advanced, checks weights and data first."
-    try:
-        took = duration(sum(_usual(run.manifest).values())) if is_analyzed(run.manifest) else ""
-    except (TypeError, ValueError, OverflowError):  # a manifest that was edited may hold anything for seconds
-        took = ""
+    took = _seconds(run, lambda usual: sum(usual.values()))
     return (
         f"One calibration takes about {took}. That is by what this run took. {estimate}" if took else estimate
     )
 
 
 def choosing_cost(run: DriftRun, choosing: float, efforts: Mapping[str, float]) -> str:
-    """About what the choice of the best method takes, by what was measured on this run; empty where nothing was.
+    """About what choosing the best takes: `choosing` calibrations by FeatCal, `efforts` of other methods in those."""
 
-    `choosing` is in calibrations by FeatCal, and `efforts` says what one by another method is in those.
-    """
-    try:
-        usual = _usual(run.manifest)
+    def chosen(usual: Mapping[str, float]) -> float:
         known = [
             info.seconds / efforts[info.method]
             for info in run.manifest.calibrations.values()
             if efforts.get(info.method) and not info.automatic and info.seconds > 0
         ]
         once = min(known, default=usual["calibrate"])
-        took = duration(sum(usual.values()) - usual["calibrate"] + choosing * once)
-    except (TypeError, ValueError, OverflowError):  # as in `past_cost`
+        return sum(usual.values()) - usual["calibrate"] + choosing * once if once else math.nan
+
+    took = _seconds(run, chosen) if choosing else ""
+    said = f"That is {choosing:.0f} calibrations by FeatCal, by what this run took."
+    return f"Takes about {took}. {said}" if took else ""
+
+
+def _seconds(run: DriftRun, of: Callable[[Mapping[str, float]], float]) -> str:
+    """A time that follows from what the run's stages took; empty where that can't be told."""
+    try:
+        return duration(of(_usual(run.manifest))) if is_analyzed(run.manifest) else ""
+    except (TypeError, ValueError, OverflowError):  # a manifest that was edited may hold anything for seconds
         return ""
-    if not choosing or not is_analyzed(run.manifest) or not once:
-        return ""
-    return f"Takes about {took}. That is {choosing:.0f} calibrations by FeatCal, by what this run took."

@@ -41,25 +41,26 @@ def listed_runs(settings: Settings) -> list[RunSummary]:
     return _without_doubles(summaries)
 
 
+def _readable(settings: Settings) -> list[RunSummary]:
+    return [run for run in listed_runs(settings) if not run.problem]
+
+
 def run_ids(settings: Settings) -> list[str]:
     """Ids of the runs that can be read, the newest first."""
-    readable = [run for run in listed_runs(settings) if not run.problem]
-    return [run.id for run in sorted(readable, key=lambda run: run.created, reverse=True)]
+    return [run.id for run in sorted(_readable(settings), key=lambda run: run.created, reverse=True)]
 
 
 def run_titles(settings: Settings) -> dict[str, str]:
     """Names of the runs that can be read, by id; the id stands beside a name that two of them have."""
-    readable = [run for run in listed_runs(settings) if not run.problem]
-    names = Counter(printable(run.name) for run in readable)
-    return {
-        run.id: name if names[name := printable(run.name)] == 1 else f"{name} ({run.id})" for run in readable
-    }
+    named = {run.id: printable(run.name) for run in _readable(settings)}
+    counts = Counter(named.values())
+    return {id_: name if counts[name] == 1 else f"{name} ({id_})" for id_, name in named.items()}
 
 
 def folder_of(settings: Settings, run_id: str) -> Path:
     """The folder of the run called `run_id`, which must be under the root and readable."""
-    for run in listed_runs(settings):
-        if run.id == run_id and not run.problem:
+    for run in _readable(settings):
+        if run.id == run_id:
             return run.path
     raise DataError(
         f"no readable run {run_id!r} is in this folder any more", hint="Choose another one on the page Runs."
@@ -106,9 +107,7 @@ def _opened(folder: str, stamp: Stamp) -> DriftRun:
 def _summary(folder: str, stamp: Stamp, is_alive: bool) -> RunSummary:
     (summary,) = find_runs(folder)
     if not summary.problem and not _ID.fullmatch(summary.id):
-        return RunSummary(
-            path=summary.path, name=summary.name, problem="its id holds characters no id may have"
-        )
+        return RunSummary(summary.path, name=summary.name, problem="its id holds characters no id may have")
     return summary
 
 
@@ -139,11 +138,7 @@ def _without_doubles(summaries: list[RunSummary]) -> list[RunSummary]:
     listed = []
     for run in summaries:
         if run.id and first.setdefault(run.id, run.path) != run.path:
-            problem = f"both have the id {run.id}"
-            state = f"copy of {first[run.id].name}"
-            listed.append(
-                RunSummary(path=run.path, name=run.name, created=run.created, state=state, problem=problem)
-            )
-        else:
-            listed.append(run)
+            told = {"state": f"copy of {first[run.id].name}", "problem": f"both have the id {run.id}"}
+            run = RunSummary(run.path, name=run.name, created=run.created, **told)
+        listed.append(run)
     return listed

@@ -15,6 +15,7 @@ from driftlens.base.variants import part_of, title
 from driftlens.findings.reading import printable
 from driftlens.runs.layout import texts_file, thumbs_file
 from driftlens.runs.run import DriftRun
+from driftlens_app.runs import key_of
 from driftlens_app.settings import require_inside
 from driftlens_app.show import component, note, plain, show_drawn, show_table, shown_errors
 from driftlens_reports.charts.chart import ChartOptions
@@ -68,21 +69,15 @@ _DECISION = {
 
 def pictures(run: DriftRun, task: str, sample_ids: Sequence[str]) -> list[str | None]:
     """A picture of each sample as a `data:` address; None where the run has none."""
-    file = run.path / thumbs_file(task)
-    require_inside(file)
-    changed = file.stat().st_mtime_ns if file.is_file() else 0
-    return _pictures(str(run.path), task, changed, tuple(sample_ids), run)
+    require_inside(run.path / thumbs_file(task))
+    return _pictures(run, task, tuple(sample_ids))
 
 
-@st.cache_data(max_entries=64, show_spinner=False)
-def _pictures(
-    folder: str, task: str, changed: int, sample_ids: tuple[str, ...], _run: DriftRun
-) -> list[str | None]:
-    stored = _run.thumbs(task)
-    if stored is None:
-        return [None] * len(sample_ids)
-    places = {sample: at for at, sample in enumerate(_run.sample_ids(task)[: len(stored)])}
-    return [_address(stored[places[sample]]) if sample in places else None for sample in sample_ids]
+@st.cache_data(max_entries=64, show_spinner=False, hash_funcs={DriftRun: key_of})
+def _pictures(run: DriftRun, task: str, sample_ids: tuple[str, ...]) -> list[str | None]:
+    stored = run.thumbs(task)
+    places = {} if stored is None else dict(zip(run.sample_ids(task), stored, strict=False))
+    return [_address(places[sample]) if sample in places else None for sample in sample_ids]
 
 
 def _address(pixels: object) -> str:
@@ -134,20 +129,11 @@ def wall_cards(run: DriftRun, task: str, ids: Sequence[str], options: ChartOptio
     for sample, picture in zip(ids, pictures(run, task, ids), strict=True):
         says: list[tuple[str, str, bool]] = []
         if (said := by_sample.get(sample)) is not None:
-            first = said.iloc[0]
-            says = [
-                ("label", _said(first["label"]), False),
-                ("expert said", _said(first["expert_pred"]), False),
-            ]
-            says += [
-                (
-                    f"{who[name]} says",
-                    _said(said.at[name, "pred"]),
-                    bool(said.at[name, "pred"] != first["expert_pred"]),
-                )
-                for name in names
-                if name in said.index
-            ]
+            label, expected = said.iloc[0][["label", "expert_pred"]]
+            says = [("label", _said(label), False), ("expert said", _said(expected), False)]
+            for name in (name for name in names if name in said.index):
+                answer = said.at[name, "pred"]
+                says.append((f"{who[name]} says", _said(answer), bool(answer != expected)))
         cards.append({"id": sample, "picture": picture, "text": texts.get(sample, ""), "says": says})
     return cards
 

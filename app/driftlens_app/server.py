@@ -45,10 +45,7 @@ async def _to_first_page(request: Request) -> RedirectResponse:
 
 
 async def _page(_request: Request) -> HTMLResponse:
-    """Streamlit's document for a page that is opened by its name.
-
-    Left alone, its client would ask for the server's health in a folder of that name, and the browser log an error.
-    """
+    """Streamlit's document for a page by its name, whose client else asks for health in a folder of that name."""
     document = (files("streamlit") / "static" / "index.html").read_text(encoding="utf-8")
     return HTMLResponse(
         document.replace("<head>", f"<head>{_BASE}", 1), headers={"Cache-Control": "no-cache"}

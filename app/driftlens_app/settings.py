@@ -1,7 +1,4 @@
-"""What the dashboard may look at and do, handed from the launcher to the app in its environment.
-
-Runs may come from anywhere: nothing behind a link that leaves the one folder that it may look at is read or written.
-"""
+"""What the dashboard may look at and do; nothing behind a link that leaves its one folder is read or written."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from streamlit.column_config import ImageColumn, NumberColumn, TextColumn
 
 from driftlens.base.errors import DataError, DriftLensError
 from driftlens.base.variants import Part, title
-from driftlens.findings.reading import is_measured, printable
+from driftlens.findings.reading import is_measured, printable, with_code
 from driftlens.findings.table import Table
 from driftlens.findings.verdict import Verdict, shareable
 from driftlens.runs.run import DriftRun
@@ -88,10 +88,7 @@ def plain(text: object) -> str:
 
 def coded(text: str) -> str:
     """As `plain`, but what stands between backticks is shown as code."""
-    parts = text.split("`")
-    if len(parts) % 2 == 0:
-        return plain(text)
-    return "".join(f"`{printable(part)}`" if at % 2 else plain(part) for at, part in enumerate(parts))
+    return with_code(text, plain, lambda part: f"`{printable(part)}`")
 
 
 def with_command(run: DriftRun, text: str, command: str) -> str:
@@ -174,10 +171,7 @@ def show_part(page: str, part: str, run: DriftRun, options: ChartOptions) -> Non
 
 
 def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -> Any:
-    """Draw a chart with caption, hint and data, or what the run lacks for it; returns what Streamlit does.
-
-    `plotly` are further arguments of `st.plotly_chart`, such as `on_select`.
-    """
+    """Draw a chart with caption, hint and data, or what the run lacks for it; `plotly`: more for `st.plotly_chart`."""
     with shown_errors():
         chart = charts[name]
         st.subheader(plain(chart.title), anchor=False, help=chart.hint)
@@ -190,10 +184,7 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -
 
 
 def show_drawn(name: str, run_id: str, drawn: Drawn, says: str = "", **plotly: Any) -> Any:
-    """Draw a figure with its caption, notes and the plotted numbers; returns what Streamlit does.
-
-    `name`, unique on the page, and `run_id` make the name of the file with the numbers.
-    """
+    """Draw a figure with caption, notes and the plotted numbers, whose file is called by `run_id` and `name`."""
     settings = {"key": f"chart-{name}", "config": _SELECTING if "on_select" in plotly else _LOOKING, **plotly}
     result = st.plotly_chart(drawn_once(drawn.figure), theme=None, alt=drawn.alt, **settings)
     caption(" ".join(text for text in (says, *drawn.notes) if text))

@@ -29,6 +29,7 @@ class Calibrator(Method):
         suited: loader of models -> the preset for its kind, where that isn't the first one.
         candidates: settings, over the defaults, that `--auto` compares with other methods; none where it is not asked.
         searched: names of settings that `--auto` searches, in the order in which it does; `steps_from` has the values.
+        swept: setting -> factors of what is published for it that a sweep around it tries, each within its bounds.
         effort: processor time of a calibration against FeatCal's, for estimates.
         ablations: settings that each take one part of the method away, for `sweep --ablate`.
         update: kinds of parameters that it changes; none where it only attaches.
@@ -42,6 +43,7 @@ class Calibrator(Method):
     suited: ClassVar[Mapping[str, str]] = {}
     candidates: ClassVar[Sequence[Mapping[str, Any]]] = ()
     searched: ClassVar[Sequence[str]] = ()
+    swept: ClassVar[Mapping[str, Sequence[float]]] = {}
     effort: ClassVar[float] = 1.0
     ablations: ClassVar[Sequence[Mapping[str, Any]]] = ()
     needs_task_id: ClassVar[bool] = False

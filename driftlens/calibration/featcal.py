@@ -213,6 +213,10 @@ class FeatCal(ClosedFormBase):
     presets = PRESETS
     suited: ClassVar[Mapping[str, str]] = {"hf-t5": "flan-t5", "hf-decoder": "llama-3b"}
     searched = ("lam", "alpha", "rho")
+    # As far as each may go: lam in the steps of the automatic choice, rho over the merged model.
+    swept: ClassVar[Mapping[str, Sequence[float]]] = {
+        **{"lam": (0.04, 0.2, 1, 5, 25), "rho": (0.25, 0.5, 1, 1.5), "alpha": (0, 0.5, 1, 2, 3)}
+    }
     ablations: ClassVar[Sequence[Mapping[str, Any]]] = (
         *({"rho": 1}, {"alpha": 0}, {"anchor": "none"}),
         *({"update": ["linear", "norm"]}, {"update": ["linear", "bias"]}, {"update": ["linear"]}),

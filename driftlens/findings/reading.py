@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, Literal
 
@@ -125,6 +126,14 @@ def size(num_bytes: int) -> str:
             text = f"{amount:,.{max(0, 2 - math.floor(math.log10(max(1.0, 1.0005 * amount))))}f}"
             return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
     return f"{num_bytes} bytes"
+
+
+def with_code(text: str, plain: Callable[[str], str], code: Callable[[str], str]) -> str:
+    """What stands between backticks by `code`, all else by `plain`; a backtick without its twin is a letter."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:
+        return plain(text)
+    return "".join(code(part) if at % 2 else plain(part) for at, part in enumerate(parts))
 
 
 def printable(text: str) -> str:

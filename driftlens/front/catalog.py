@@ -33,6 +33,8 @@ def catalog() -> dict[str, dict[str, Any]]:
                 "presets": {preset: dict(values) for preset, values in kind.presets.items()},
                 "suited": dict(kind.suited),
                 "automatic": [*kind.searched],
+                "swept": {setting: [*factors] for setting, factors in kind.swept.items()},
+                "of_base": [at for at in kind.searched if not kind().steps_from(at, has_base=False)],
                 "candidates": [dict(settings) for settings in kind.candidates],
                 "choosing": _choosing(kind),
             }

@@ -63,11 +63,7 @@ class Suite(ABC):
         rebuild: bool = False,
         recipe: AnyRecipe | None = None,
     ) -> Self:
-        """The suite from the cache; built first where there is none, or where the one there is damaged.
-
-        Building takes a few minutes on two cores. Of several processes that want the same suite one builds it, and the
-        others wait.
-        """
+        """The suite from the cache; built, in minutes and by one process, where there is none or a damaged one."""
         import platformdirs
 
         if seed < 0:
@@ -146,10 +142,7 @@ class Suite(ABC):
         return record
 
     def is_whole(self) -> bool:
-        """Whether every file is there as it was written.
-
-        Every file is read: it takes well under a second, and a suite with a damaged file would give wrong numbers.
-        """
+        """Whether every file is there as it was written; all are read: a damaged one would give wrong numbers."""
         try:
             record = self.record()
             return (record["format"], record["digest"]) == (FORMAT, self.digest) and all(

@@ -141,10 +141,7 @@ def _convert_suite(suite: _Suite, out: pathlib.Path, tell: Callable[[str], None]
 
 
 def _names(source: StateSource, *, whole: bool | None) -> dict[str, str]:
-    """open_clip's own key of every tensor that is kept -> the key in the file, without what wraps the model.
-
-    `whole` says whether text towers are kept; None keeps one that is complete.
-    """
+    """open_clip's key of each tensor kept -> key in the file; `whole`: with text towers, None: where complete."""
     prefix = LAYOUT.prefix(source.headers, source.name)
     wrapper = prefix.removesuffix(LAYOUT.tower)
     names = {key.removeprefix(wrapper): key for key in source.headers if key.startswith(wrapper)}

@@ -1,7 +1,4 @@
-"""What the drawn tasks share: colours, backgrounds and clutter, characters, placement, and the camera.
-
-Pictures are drawn on a canvas twice their size and averaged down, which smooths every edge.
-"""
+"""What the drawn tasks share; pictures are drawn at twice their size and averaged down, which smooths edges."""
 
 from __future__ import annotations
 
@@ -132,10 +129,7 @@ def placed(
     shear: float = 0.0,
     stretch: float = 1.0,
 ) -> Image.Image:
-    """`image`, a mask or a picture with its own, on an empty canvas: scaled, sheared and turned about its own centre.
-
-    `centre` and `height` are in canvas pixels, `angle` is in degrees, clockwise, `shear` a shift per unit of height.
-    """
+    """`image` on an empty canvas, scaled, sheared and turned (degrees, clockwise) about `centre` (canvas pixels)."""
     scale, turn = height / image.height, np.deg2rad(angle)
     rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
     forward = rotation @ np.array([[stretch * scale, shear * scale], [0.0, scale]])
@@ -184,10 +178,7 @@ def photographed(
     blur: float = 0.5,
     noise: Bounds = (1.0, 5.0),
 ) -> Pixels:
-    """A photograph [SIZE, SIZE, 3] of `scene`, which is an RGB picture with a multiple of its side.
-
-    `light` and `contrast` are relative to the scene; `blur` is in final pixels; `noise` a standard deviation, of 255.
-    """
+    """A photograph [SIZE, SIZE, 3] of an RGB scene; `blur` in final pixels, `noise` a standard deviation, of 255."""
     picture = scene.reduce(scene.width // SIZE) if scene.width != SIZE else scene
     radius = rng.uniform(0, blur)
     if radius > 0.3:  # less than that changes nothing that can be seen
@@ -202,10 +193,7 @@ def photographed(
 
 @dataclass(frozen=True)
 class DrawnTask:
-    """One classification task whose pictures come from code and from images that scikit-learn ships.
-
-    Captions that give a catalogue number in place of the class say `subject`.
-    """
+    """A classification task of pictures from code; captions with a number in place of the class say `subject`."""
 
     name: str
     class_names: tuple[str, ...]
@@ -214,10 +202,7 @@ class DrawnTask:
     draw: Draw
 
     def pictures(self, purpose: Purpose, count: int, seed: int) -> tuple[Pixels, NDArray[np.int64]]:
-        """Pictures [count, h, w, 3] with their labels [count]: classes equally often (to within one), in random order.
-
-        Each purpose has random numbers of its own; base pictures share the train split's sources.
-        """
+        """Pictures [count, h, w, 3] and labels [count], classes equally often; base ones share the train sources."""
         stream = zlib.crc32(f"{self.name}/{purpose}".encode())
         rng = np.random.default_rng([seed, stream])
         labels = rng.permutation(np.arange(count) % len(self.class_names))

@@ -29,10 +29,7 @@ _WORDS = re.compile(r"\w+|[^\w\s]+")
 
 
 class TextSuite(Suite):
-    """A small Llama, experts fine-tuned from it and one of adapters, as transformers and peft save them, and texts.
-
-    Answers are one word.
-    """
+    """A small Llama and its experts, one of adapters, as their libraries save them; answers are one word."""
 
     prefix = "embedded-text"
     usual = TextRecipe()

@@ -86,10 +86,7 @@ class Worker:
 def work_together(
     work: Callable[..., None], arguments: Sequence[Any], on_news: Callable[..., None], num_values: int
 ) -> None:
-    """Run `work(worker, *arguments)` in every process; `on_news` hears what the workers tell, in order.
-
-    However it ends, no process is left.
-    """
+    """Run `work(worker, *arguments)` in every process; `on_news` hears them, in order; no process is left."""
     context = multiprocessing.get_context("spawn")  # a fork of a process that runs threads may hang
     reader, writer = context.Pipe(duplex=False)
     gradients = context.RawArray(ctypes.c_float, 2 * NUM_WORKERS * num_values)
@@ -254,10 +251,7 @@ def train_base(
 
 
 def contrastive_loss(scores: Tensor, position: Tensor) -> Tensor:
-    """Mean of both directions' cross-entropies.
-
-    `scores` [n, c] are pictures against the batch's distinct captions, `position` [n] is each picture's own caption.
-    """
+    """Mean of both directions' cross-entropies of pictures against captions [n, c]; `position` [n]: each one's own."""
     belongs = F.one_hot(position, scores.shape[1]).to(scores.dtype)
     share = (belongs / belongs.sum(dim=0)).mT
     return 0.5 * (F.cross_entropy(scores, position) + F.cross_entropy(scores.mT, share))
@@ -266,10 +260,7 @@ def contrastive_loss(scores: Tensor, position: Tensor) -> Tensor:
 def train_expert(
     tower: nn.Module, pictures: Pictures, head: Tensor, schedule: Schedule, seed: int, on_step: OnStep
 ) -> None:
-    """Fine-tune the base's image tower in place by cross-entropy through a head that stays as it is.
-
-    `head` [classes, d] is class embeddings times the logit scale; `seed` decides pictures' order and shifts.
-    """
+    """Fine-tune an image tower in place through a fixed `head` [classes, d], embeddings times the logit scale."""
     generator = torch.Generator().manual_seed(seed)
     pixels, labels = pictures.pixels(), torch.from_numpy(pictures.labels)
 
@@ -289,10 +280,7 @@ def train(
     on_step: OnStep,
     worker: Worker | None = None,
 ) -> None:
-    """Train `module` in place on batches of `count` samples, in the order that `generator` draws.
-
-    `loss` is asked for the loss of a batch's row numbers; with a `worker`, of this one's part of them.
-    """
+    """Train in place on batches of row numbers in the generator's order; a `worker`, on its part of them."""
     descent = Descent(module, schedule)
     module.train()
     for step, rows in enumerate(batches(count, schedule, generator)):
@@ -417,10 +405,7 @@ class Descent:
             self._rated.append((rest, schedule.rate))
 
     def step(self, loss: Tensor, index: int, worker: Worker | None = None) -> None:
-        """Move all parameters against the gradient of `loss`; `index` counts the steps from 0.
-
-        With a `worker` the gradient is the mean over the workers that train together.
-        """
+        """Move all parameters against the gradient, with a `worker` against the mean over workers."""
         rate = self._schedule.share_at(index)
         for optimizer, peak in self._rated:
             optimizer.zero_grad(set_to_none=True)

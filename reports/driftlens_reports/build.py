@@ -99,13 +99,8 @@ class Report:
             SpecError: there is no such format.
             RunError: a table can't be read, or a file can't be written.
         """
-        paths = []
-        for name, data in self.files(formats).items():
-            path = pathlib.Path(folder) / name
-            with atomic_path(path, need=len(data)) as written:
-                written.write_bytes(data)
-            paths.append(path)
-        return paths
+        place = pathlib.Path(folder)
+        return self._write(formats, place, lambda name, data: atomic_path(place / name, need=len(data)))
 
     def attach(self, formats: Iterable[str] = ("html", "json", "md")) -> list[pathlib.Path]:
         """Write the report into the run's own folder `reports`, where the run lists it among its files.
@@ -115,12 +110,17 @@ class Report:
             RunError: a table can't be read, or a file can't be written.
             RunLockedError: another process is writing to the run.
         """
-        paths = []
-        for name, data in self.files(formats).items():
-            with attach(self.run.path, f"reports/{name}") as written:
+        place = self.run.path / "reports"
+        return self._write(formats, place, lambda name, data: attach(self.run.path, f"reports/{name}"))
+
+    def _write(
+        self, formats: Iterable[str], folder: pathlib.Path, opened: Callable[[str, bytes], Any]
+    ) -> list[pathlib.Path]:
+        files = self.files(formats)
+        for name, data in files.items():
+            with opened(name, data) as written:
                 written.write_bytes(data)
-            paths.append(self.run.path / "reports" / name)
-        return paths
+        return [folder / name for name in files]
 
 
 def formats() -> tuple[str, ...]:

@@ -116,10 +116,7 @@ def _share(column: pd.Series[Any]) -> Interval:
 
 
 def advice(run: DriftRun) -> dict[str, Any]:
-    """The merged model's layers as plain values: shares of the final drift, the largest first, and conflicts.
-
-    A conflict is a mean cosine of task vectors beside `orthogonal`, that of a sum of such lengths at right angles.
-    """
+    """Shares of the final drift by layer, and cosines of task vectors beside that of a sum at right angles."""
     if "merged" not in run.variants:
         raise DataError(f"{run.name} has no merged model to give advice on")
     rows, params = run.layers(variant="merged"), run.params(variant="merged")

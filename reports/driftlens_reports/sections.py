@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from driftlens.base.errors import SpecError, did_you_mean
-from driftlens.base.intervals import Interval, mean_over_tasks
+from driftlens.base.intervals import mean_over_tasks
 from driftlens.base.metrics import ACCURACY, metric_called
 from driftlens.base.variants import control_of, part_of, title
 from driftlens.base.words import counted
@@ -25,7 +25,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, by_rank, charts
-from driftlens_reports.content import Change, Estimate, Figure, Gap, Outcome, Verdict
+from driftlens_reports.content import Change, Figure, Outcome, Verdict
 
 TITLES = MappingProxyType(
     {
@@ -328,17 +328,10 @@ def _changes(run: DriftRun, compared: Sequence[str | None]) -> Iterator[Change]:
             kind=about.kind,
             worse=about.worse,
             num_tasks=len(tasks),
-            before=_estimate(before),
-            control=_estimate(control),
-            after=_estimate(after),
-            change=_estimate(change),
+            **{"before": before, "control": control, "after": after, "change": change},
             words=change_in_words(about, before.value, change) if is_compared else "",
             relative_change=plain(change.value / before.value) if is_compared and before.value else None,
         )
-
-
-def _estimate(numbers: Interval | None) -> Estimate | None:
-    return None if numbers is None else Estimate.model_validate(numbers)
 
 
 def verdict_of(run: DriftRun) -> Verdict:
@@ -353,12 +346,12 @@ def verdict_of(run: DriftRun) -> Verdict:
     return Verdict(
         measure=found.measure.title,
         tasks=found.tasks,
-        means={name: Estimate.model_validate(numbers) for name, numbers in found.means.items()},
-        gaps=tuple(map(Gap.model_validate, found.gaps)),
+        means=found.means,
+        gaps=found.gaps,
         worst=found.worst,
         bad_experts=found.bad_experts,
         source=found.source.name if found.source else "",
-        source_share=_estimate(found.source.share if found.source else None),
+        source_share=found.source.share if found.source else None,
         command=shareable(run, found.command),
         **dict(zip(("before", "control", "after"), compared, strict=True)),
         changes=tuple(_changes(run, compared)),

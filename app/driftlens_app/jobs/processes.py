@@ -1,7 +1,4 @@
-"""The command line as processes: asked for an answer, or a job, started once whatever is clicked, watched and stopped.
-
-Where a job stands is told by what is on disk: the run's status and events, and the job's log.
-"""
+"""The command line as processes, asked for an answer, or a job; where a job stands is told by what is on disk."""
 
 from __future__ import annotations
 
@@ -73,10 +70,7 @@ def environment() -> dict[str, str]:
 
 
 def answer(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """The ended command `driftlens ARGUMENTS`, run in `folder`, with what it said; one that takes too long is ended.
-
-    Two run at a time, however many visitors ask; the others wait, and their patience begins with their turn.
-    """
+    """The ended command `driftlens ARGUMENTS`; two run at a time, and the others' patience begins with their turn."""
     with _TURNS:
         return subprocess.run(
             [*COMMAND, *arguments],
@@ -120,10 +114,7 @@ def told_failure(said: str) -> Failure | None:
 
 
 def start(request: Request) -> Job:
-    """The job that writes to the run now: the one asked for, or the one that was running already.
-
-    Refused while a process writes to the run that was not started here, and where a link leaves the root.
-    """
+    """The job asked for, or the one that was running; refused while another process writes, or where a link leaves."""
     if not request.run.parent.is_dir():  # it would be made again, around this one run
         raise RunError(f"the folder {request.run.parent} is gone", hint="Open the dashboard on another one.")
     for path in (request.run, request.folder, request.folder / _GUARD):
@@ -249,10 +240,7 @@ class View:
 
 
 def watch(run: Path, kind: Kind | None = None) -> View | None:
-    """Where the newest job, of this kind if one is given, of the run directory `run` stands; None without one.
-
-    A job that was cancelled and does not stop is ended here once its grace period is over.
-    """
+    """Where the newest job (of a kind) stands; a cancelled one that does not stop is ended after its grace period."""
     job = job_of(run, kind)
     if job is None:
         return None
@@ -271,10 +259,15 @@ def watch(run: Path, kind: Kind | None = None) -> View | None:
     return _ended(job, status)
 
 
+def live_job(run: Path, kind: Kind | None = None) -> View | None:
+    """Where the newest job stands if it is live; else None."""
+    view = watch(run, kind)
+    return view if view is not None and view.is_live else None
+
+
 def is_at_work(run: Path) -> bool:
     """Whether a job that writes to the run directory `run` is live."""
-    view = watch(run)
-    return view is not None and view.is_live
+    return live_job(run) is not None
 
 
 def is_finished_since(job: Job) -> bool:
@@ -364,10 +357,7 @@ def running_drift(job: Job) -> dict[int, float]:
 
 
 def _lines(file: Path, most: int = _TAIL_BYTES) -> list[tuple[str, dict[str, Any]]]:
-    """The lines that begin in the last bytes of a file, each with the object that it is, empty where it is none.
-
-    None where the file can't be read, or leaves the root.
-    """
+    """The lines that begin in the last bytes of a file inside, with the object that each is, empty where none."""
     if not is_file_inside(file):
         return []
     try:

@@ -30,10 +30,7 @@ _LOG = re.compile(r"[a-z]+-[0-9]+\.log")
 
 @dataclass(frozen=True)
 class Request:
-    """A job to start, which writes to the run directory `run`; its arguments are those of the command line.
-
-    `name` is what it makes, in the user's words; `settings` the values of the form behind it, as JSON knows them.
-    """
+    """A job to start, which writes to `run`; `name`: what it makes, in words; `settings`: its form's values."""
 
     kind: Kind
     name: str
@@ -49,11 +46,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that was started: what its request said, and what became of it.
-
-    `process_started` tells its process from a later one of that id; times are UTC. `cancelled` is when it was asked to
-    stop, and `code` its exit code, once a server has seen it end; negative is the signal that ended it.
-    """
+    """A job that was started, and what became of it: when it was `cancelled`, its exit `code` (negative: a signal)."""
 
     kind: Kind
     name: str

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from driftlens.base.errors import SpecError
+from driftlens.base.words import listed
 from driftlens.findings.projection import METHODS
 from driftlens.runs.layout import COMPARISON, MANIFEST, SPEC
 from driftlens.runs.manifest import read_manifest
@@ -122,21 +123,17 @@ def calibrate_request(run: DriftRun, asked: CalibrationRequest) -> Request:
     return _on_run("calibrate", asked.name, run, *checked(asked).words(), **asked.model_dump(mode="json"))
 
 
-_FACTORS = {"lam": (0.04, 0.2, 1, 5, 25), "rho": (0.25, 0.5, 1, 1.5), "alpha": (0, 0.5, 1, 2, 3)}
-"""Of published settings, as far as each may go: lam in the steps of the automatic choice, rho over the merged model."""
-
-
 def sweep_request(run: DriftRun) -> Request:
-    """FeatCal's coefficients, one at a time around what is published for models of the run's kind."""
+    """The usual method's coefficients, one at a time around what is published for models of the run's kind."""
     method = methods()[DEFAULT_METHOD]
     preset = str(method.preset_for(run.manifest.architecture.get("loader", "")))
     words = ["--resume", f"--preset={preset}"]
-    for name, factors in _FACTORS.items():
-        if name != "rho" or "base" in run.variants:
+    for name, factors in method.swept.items():
+        if name not in method.of_base or "base" in run.variants:
             high, centre = method.settings[name].get("maximum"), method.presets[preset][name]
             values = sorted({min(factor * centre, high or math.inf) for factor in factors})
             words.append(f"--param={name}={','.join(f'{value:g}' for value in values)}")
-    return _on_run("sweep", "lam, rho and alpha", run, *words)
+    return _on_run("sweep", listed(method.swept), run, *words)
 
 
 def arena_request(run: DriftRun, names: Sequence[str]) -> Request:

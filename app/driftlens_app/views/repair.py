@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import streamlit as st
 
 from driftlens.base.variants import title
-from driftlens.base.words import counted
+from driftlens.base.words import counted, listed
 from driftlens.findings.before_after import arena_sheet, calibration_sheets, selection_sentences
 from driftlens.findings.frame import change_in_words
 from driftlens.findings.reading import estimate, size, written
@@ -18,10 +18,10 @@ from driftlens.runs.layout import begun_calibration, calibration_folder, calibra
 from driftlens.runs.run import DriftRun
 from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens_app import calibration
-from driftlens_app.jobs import Job, View, start, watch
+from driftlens_app.jobs import Job, View, watch
 from driftlens_app.jobs.processes import ask, is_at_work, running_drift
 from driftlens_app.jobs.requests import arena_request, calibrate_request, sweep_request
-from driftlens_app.live import BAD_ENDS, show_ended, show_live
+from driftlens_app.live import begin, show_bad_end, show_live
 from driftlens_app.outlook import choosing_cost, show_findings, show_outlook
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import key_of, opened
@@ -85,10 +85,8 @@ def show() -> None:
         _act(run, wanted, pressed, blocked=blocked)
     with right:
         show_live(run.path, functools.partial(_curve, run))
-        if job is not None and job.state in BAD_ENDS:
-            show_ended(job)
-            if not settings.read_only:
-                _offer_to_continue(run, job.job)
+        if show_bad_end(job) and job is not None and not settings.read_only:
+            _offer_to_continue(run, job.job)
         _results(run, job)
     if run.manifest.calibrations:
         _sensitivity(run, blocked=blocked)
@@ -106,8 +104,7 @@ def _last(run: DriftRun, job: View | None) -> CalibrationRequest | None:
 
 def _act(run: DriftRun, wanted: CalibrationRequest, pressed: str, *, blocked: bool) -> None:
     if pressed == "calibrate":
-        start(calibrate_request(run, wanted))
-        st.rerun()
+        begin(calibrate_request(run, wanted))
     if pressed == "estimate":
         calibration.require_free_name(wanted, run.manifest.calibrations)
         arguments = ("calibrate", str(run.path), *calibration.checked(wanted).words(), "--dry-run", "--json")
@@ -131,8 +128,7 @@ def _offer_to_continue(run: DriftRun, job: Job) -> None:
             place = None if last.save_weights is None or is_one_run else f"{run.path}-{last.name}"
             # What has the name stays until its successor is solved for.
             stays = last.replace and job.name in run.manifest.calibrations
-            start(calibrate_request(run, last.changed(resume=True, replace=stays, save_weights=place)))
-            st.rerun()
+            begin(calibrate_request(run, last.changed(resume=True, replace=stays, save_weights=place)))
 
 
 def _curve(run: DriftRun, view: View) -> None:
@@ -224,21 +220,17 @@ def _headline(run: DriftRun, found: Verdict) -> None:
 
 def _sensitivity(run: DriftRun, *, blocked: bool) -> None:
     """How much settings matter, as far as they were varied, with the run's calibrations among them."""
-    last = watch(run.path, "sweep")
-    if last is not None and last.state in BAD_ENDS:
-        show_ended(last)
+    show_bad_end(watch(run.path, "sweep"))
     show_chart("sweeps", run, selection().options(variants=None))
-    if st.button("Sweep lam, rho and alpha", icon=":material/grid_on:", key="sweep", disabled=blocked):
+    swept = listed(calibration.methods()[DEFAULT_METHOD].swept)
+    if st.button(f"Sweep {swept}", icon=":material/grid_on:", key="sweep", disabled=blocked):
         with shown_errors():
-            start(sweep_request(run))
-            st.rerun()
+            begin(sweep_request(run))
 
 
 def _arena(run: DriftRun, *, blocked: bool) -> None:
     """Calibrations beside one another, gain against cost, and a button that adds those of other methods."""
-    last = watch(run.path, "arena")
-    if last is not None and last.state in BAD_ENDS:
-        show_ended(last)
+    show_bad_end(watch(run.path, "arena"))
     show_chart("arena", run, selection().options())
     if len(run.manifest.calibrations) > 1:
         with shown_errors():
@@ -255,8 +247,7 @@ def _arena(run: DriftRun, *, blocked: bool) -> None:
             help="Each with its published settings; those that are left out at first take minutes and more.",
         )
         if st.button("Compare repairs", icon=":material/swords:", key="arena", disabled=blocked):
-            start(arena_request(run, chosen))
-            st.rerun()
+            begin(arena_request(run, chosen))
 
 
 @st.cache_data(max_entries=64, show_spinner=False, hash_funcs={DriftRun: key_of})

@@ -1,7 +1,4 @@
-"""What is told apart by its form: plain shapes among strokes, traffic signs after the Vienna convention, textures.
-
-Of textures it is the pattern that tells, not the colour and not the scale.
-"""
+"""What is told apart by its form: shapes among strokes, traffic signs (Vienna), textures of any colour and scale."""
 
 from __future__ import annotations
 

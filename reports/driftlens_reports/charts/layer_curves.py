@@ -75,11 +75,7 @@ def draw_curves(
     apart: bool = False,
     **settings: Any,
 ) -> go.Figure:
-    """A row of panels for each task, one of each kind; of one kind, panels stand in rows of their own.
-
-    With `apart` a kind of norms has its head in a narrow panel beside it, which has a scale of its own. Looks go by the
-    run's variants unless others are given; further settings are those of `panel_grid`.
-    """
+    """A row of panels per task, one of each kind; with `apart` norms have their head in a narrow panel of its own."""
     tasks, shown = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
     rows, last = picking.named_layers(run, rows), panels.last_layer(run)
     parts = [(kind, at) for kind in kinds for at in (_APART if apart and kind.is_norm else _WHOLE)]

@@ -178,12 +178,7 @@ def panel_grid(
     below: int = 0,
     widths: Sequence[float] | None = None,
 ) -> Grid:
-    """Empty panels, titled with what is escaped already, and with axes that share their ranges.
-
-    One x title is for all panels, several are one per column, each with a range of its own. One of `y_titles` is for
-    all panels, else they are one per column or row (`y_by`), which has a range of its own, or every panel has. Heights
-    are pixels: `below` is room for lines below every panel, and what the `legend` will say needs room above them.
-    """
+    """Empty panels with escaped titles; y axes share a range by column, row or not; `below`: pixels for lines."""
     is_common, x_titles = len(y_titles) == 1, [x_title] if isinstance(x_title, str) else x_title
     columns = 1 if is_common and _ONE_COLUMN.get() else min(columns, len(titles))
     rows = -(-len(titles) // columns)

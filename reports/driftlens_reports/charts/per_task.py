@@ -23,10 +23,7 @@ AVERAGE = "mean of tasks"
 def with_average(
     rows: pd.DataFrame, column: str, tasks: Sequence[str], *, has_intervals: bool = False
 ) -> pd.DataFrame:
-    """The rows, and one more per variant of several tasks: the mean, with its own interval over samples.
-
-    Null where a task has no number: a mean of the others would look better or worse than it is.
-    """
+    """The rows, and per variant the mean of several tasks with its interval; null where a task has no number."""
     if len(tasks) < 2:
         return rows
     means = []

@@ -206,10 +206,7 @@ def thinned_samples(
 
 
 def thinned(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
-    """At most `limit` of the rows, in their order: as many of each stratum as its size asks for, rare ones included.
-
-    Which rows stay depends on their sample ids alone, not on order or day.
-    """
+    """At most `limit` rows, in order, of each stratum as its size asks for; which ones depends on their ids alone."""
     if len(rows) <= limit:
         return rows
     ids = rows["sample_id"].to_numpy(dtype=object)

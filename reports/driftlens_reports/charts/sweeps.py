@@ -271,10 +271,7 @@ def _notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
 
 
 def over_seeds(rows: pd.DataFrame, setting: str, measure: str, tasks: int = 1) -> pd.DataFrame:
-    """What rows of a sweep reached at every value of a setting: over tasks for each seed first, then over seeds.
-
-    A seed that lacks one of the `tasks` is left out, as its mean would be over others.
-    """
+    """At every value of a setting the mean over tasks of each seed that has all of them, then over seeds."""
     by_seed = rows.astype({measure: float}).groupby([setting, "seed"])
     is_whole = by_seed[measure].count() == tasks
     seeds = by_seed[measure].mean().where(is_whole).groupby(level=0)

@@ -1,7 +1,4 @@
-"""How every chart looks: colours by role in light and dark, a layout, and the marks that tell variants apart.
-
-Role colours are of the Okabe-Ito family: apart under simulated deuteranopia and protanopia, 3:1 from their background.
-"""
+"""How every chart looks: colours by role (Okabe-Ito, 3:1 from their background), a layout, and marks of variants."""
 
 from __future__ import annotations
 
@@ -29,11 +26,7 @@ TICK_NUMBER, TICK_SHARE = ".3~g", ".0~%"
 
 @dataclass(frozen=True)
 class Palette:
-    """Colours of one theme.
-
-    `gap` is where a heatmap has no number; `roles` has, by part, the shades of its first, second and third variant. The
-    lightness of `sequential` runs one way, from near the surface; `diverging` is blue below zero and orange above.
-    """
+    """Colours of one theme; `roles`: by part the shades of its variants; `gap`: where a heatmap has no number."""
 
     surface: str
     ink: str

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from driftlens.findings.reading import written
+from driftlens.findings.reading import with_code, written
 from driftlens.findings.table import Table
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.theme import palette
@@ -160,10 +160,9 @@ def _environment() -> jinja2.Environment:
 
 def _prose(text: str) -> Markup:
     """A sentence, escaped, with what stands between backticks as code."""
-    from markupsafe import Markup
+    from markupsafe import Markup, escape
 
-    parts = text.split("`") if text.count("`") % 2 == 0 else [text]
-    return Markup("").join(Markup("<code>{}</code>").format(p) if at % 2 else p for at, p in enumerate(parts))
+    return Markup(with_code(text, escape, Markup("<code>{}</code>").format))
 
 
 def _anchor(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from driftlens.base.words import counted
-from driftlens.findings.reading import p_value, printable, written
+from driftlens.findings.reading import p_value, printable, with_code, written
 from driftlens.findings.table import Cell, Column, Table
 from driftlens.runs import layout, schema
 from driftlens.runs.run import DriftRun
@@ -129,10 +129,7 @@ def _marked(start: re.Match[str]) -> str:
 
 def prose(text: str) -> str:
     """A sentence, escaped, with what stands between backticks as code."""
-    parts = printable(text).split("`")
-    if len(parts) % 2 == 0:  # a backtick without its twin is a letter like any other
-        return escape(text)
-    return "".join(f"`{part}`" if at % 2 else escape(part) for at, part in enumerate(parts))
+    return with_code(printable(text), escape, "`{}`".format)
 
 
 _LEFT_OUT = {"glossary", "environment", "layers"}

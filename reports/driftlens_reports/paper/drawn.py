@@ -165,11 +165,7 @@ def corruption_title(name: str) -> str:
 
 
 def sweep_points(run: DriftRun, factor: str, tasks: Sequence[str], method: str = "featcal") -> pd.DataFrame:
-    """One row per value of `factor` in a method's single-factor sweep, ascending: setting, mean, std, seeds, n_test.
-
-    `mean` and `std` are over seeds, of the tasks' main scores averaged over tasks; `std` (of a sample: n - 1) is NaN
-    with one seed. A seed that lacks a task is left out, because its average would be over other tasks.
-    """
+    """By value of `factor`, ascending: setting, mean, std (n - 1) over seeds that have all tasks, seeds, n_test."""
     rows = run.sweeps()
     rows = with_scores(run, rows[(rows["sweep"] == sweep_named(factor, method)) & rows["task"].isin(tasks)])
     rows = rows.assign(setting=rows[factor].astype(str if factor == "corruption" else float))
@@ -180,10 +176,7 @@ def sweep_points(run: DriftRun, factor: str, tasks: Sequence[str], method: str =
 def _draw_lines(
     plate: Plate, axes: Axes, runs: Sequence[DriftRun], panel: str, factor: str, options: ExhibitOptions
 ) -> tuple[dict[str, Artist], dict[str, pd.DataFrame]]:
-    """A line per run through its means, with bars of one standard deviation, and its merged model's dotted level.
-
-    Returns the legend's lines by name, and the points drawn by run id. Runs that share a name go by their ids.
-    """
+    """A line per run, its deviations and levels; returns the legend's lines by name, and the points by run id."""
     entries: dict[str, Artist] = {}
     points_of: dict[str, pd.DataFrame] = {}
     names = [run.name for run in runs]

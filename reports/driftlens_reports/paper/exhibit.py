@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
@@ -16,6 +16,7 @@ from driftlens.base.variants import calibrated, part_of
 from driftlens.base.variants import title as plain_title
 from driftlens.findings.reading import printable
 from driftlens.runs.run import DriftRun
+from driftlens.spec.requests import ExhibitRequest
 from driftlens.suites.reproduce import filling
 from driftlens_reports.charts.picking import worst_task
 from driftlens_reports.charts.words import between, named, overlap_notes
@@ -40,21 +41,10 @@ _GAINS = "Grey: points gained over the block's merged model, of measured rows fr
 _GAINS_PRINTED = ", of the paper's rows from its printed ones"
 
 
-@dataclass(frozen=True)
-class ExhibitOptions:
-    """What a writer may choose, as `ExhibitRequest` says it, and what that means for a run; `width` is in inches."""
+class ExhibitOptions(ExhibitRequest):
+    """What a writer may choose, and what that means for a run; `width` is in inches."""
 
-    tasks: Sequence[str] | None = None
-    task: str | None = None
-    variants: Sequence[str] | None = None
-    calibrated: str | Sequence[str] | None = None
-    baseline: str | None = None
-    layer: int | str = "final"
     width: float = 5.5
-    digits: int = 1
-    method: str = "pca"
-    paper: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_narrow(self) -> bool:
@@ -141,10 +131,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Exhibited:
-    """A drawn exhibit: a figure or a table's LaTeX, a caption draft, and what the runs can't fill.
-
-    `data` is every number it shows, a tidy row each, unrounded; column `source` is `measured` or `paper`.
-    """
+    """A drawn exhibit; `data`: every number it shows, unrounded; `missing`: what the runs can't fill."""
 
     data: pd.DataFrame
     caption: str
@@ -158,15 +145,7 @@ Draw = Callable[[Sequence[DriftRun], ExhibitOptions], Exhibited]
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One figure or table.
-
-    Attributes:
-        name: its id, for example `intro`; files are called `<id>.<format>`.
-        kind: figure or table.
-        title: what it shows, in a few words.
-        paper: where the paper has its like, for example "Figure 1"; empty for ours.
-        draw: draws it from runs; parts that the runs can't fill are framed notes, never invented numbers.
-    """
+    """One figure or table; `paper`: where the paper has its like, for example "Figure 1"; empty for ours."""
 
     name: str
     kind: Kind
@@ -241,14 +220,7 @@ Rows = Callable[..., Table]
 
 
 def table(name: str, *, title: str, label: str = "") -> Callable[[Rows], Rows]:
-    """Decorator that files a function as a table.
-
-    Args:
-        name: its id.
-        title: what it shows, in a few words.
-        label: LaTeX label of the paper's table that it is the like of; empty for ours. The function gets that table
-            as a third argument, with its rows where the writer asks for the paper's, else without any.
-    """
+    """Decorator that files a function as a table; the like of the paper's `label` gets that as a third argument."""
     printed = published_tables()[label] if label else None
     number = printed.number if printed else ""
 

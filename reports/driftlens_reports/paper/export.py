@@ -101,7 +101,7 @@ class Artifact:
             "paper_counterpart": self.exhibit.paper,
             "printed_numbers": source() if has_printed else "",
             "command": command(self.exhibit, self.runs, self.options),
-            "options": dataclasses.asdict(self.options),
+            "options": self.options.model_dump(exclude={"style"}),
             "runs": [_run(run) for run in self.runs],
             "versions": {name: number for name, number in versions().items() if name in _VERSIONS},
             "missing": [dataclasses.asdict(gap) for gap in self.exhibited.missing],
@@ -131,10 +131,7 @@ def export(
     formats: Sequence[str] = FORMATS,
     options: ExhibitOptions | None = None,
 ) -> tuple[Exported, ...]:
-    """Write exhibits, by default all that show a measured number, as `<id>.<format>`; a file that is there is replaced.
-
-    A format that a kind of exhibit doesn't have is left out for it, refused where nothing is left of one in `names`.
-    """
+    """Write exhibits, by default all with a measured number, as `<id>.<format>`, in the formats that each can have."""
     for name in formats:
         if name not in FORMATS:
             raise SpecError(f"no format called {name!r}", hint=f"There are {', '.join(FORMATS)}.")
@@ -172,14 +169,10 @@ def _write(path: pathlib.Path, content: bytes) -> pathlib.Path:
 
 def exhibit_options(request: ExhibitRequest) -> ExhibitOptions:
     """What a request says of exhibits; the width is its own, or that of its style."""
-    said = {field.name: getattr(request, field.name) for field in dataclasses.fields(ExhibitOptions)}
-    if request.width is None:
-        if request.style not in style.WIDTHS:
-            raise SpecError(
-                f"no style called {request.style!r}", hint=f"There are {', '.join(style.WIDTHS)}."
-            )
-        said["width"] = style.WIDTHS[request.style]
-    return ExhibitOptions(**said)
+    if request.width is None and request.style not in style.WIDTHS:
+        raise SpecError(f"no style called {request.style!r}", hint=f"There are {', '.join(style.WIDTHS)}.")
+    said = {name: getattr(request, name) for name in ExhibitOptions.model_fields}
+    return ExhibitOptions(**{**said, "width": request.width or style.WIDTHS[request.style]})
 
 
 def check_kind(name: str, kind: Kind) -> str:

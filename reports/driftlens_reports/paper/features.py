@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ def intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.
     calibrated = options.calibrated_of(run)
     drift = Picture(View("layer-drift", DRIFT, is_about_one=True, options={"apart": True}), run, options)
     scored = [name for name in run.variants if name in ("base", *options.compared(run))]
-    accuracy = Picture(View("accuracy", ACCURACY), run, replace(options, variants=scored))
+    accuracy = Picture(View("accuracy", ACCURACY), run, options.changed(variants=scored))
     plate = Plate(options.width, options.width * (1.8 if options.is_narrow else 0.74), "intro")
     if options.is_narrow:
         left, *parts = plate.figure.subfigures(3, 1, height_ratios=[1.05, 1, 1])
@@ -151,10 +151,7 @@ def _layouts_in_words(layouts: Sequence[Layout], behind: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Layout:
-    """One task's features in the plane, the same samples of each variant; `trust`: how much of neighbourhoods it keeps.
-
-    Its `rows` have variant, sample_id, label, x and y.
-    """
+    """One task's features in the plane; `rows`: variant, sample_id, label, x, y; `trust`: neighbourhoods it keeps."""
 
     task: str
     rows: pd.DataFrame
@@ -166,10 +163,7 @@ class Layout:
 def _layout_of(
     run: DriftRun, task: str, variants: Sequence[str], layer: int | str, method: str
 ) -> Layout | str:
-    """The joint layout of all variants, with the rows of the expert and `variants`, or why there is none.
-
-    The run's own, or one that is computed and not stored: drawing never changes a run.
-    """
+    """The run's joint layout, or one that is computed and not stored, as drawing never changes a run; or why none."""
     from driftlens.findings.projection import project, stored_projection
 
     try:

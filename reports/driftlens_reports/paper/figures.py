@@ -53,10 +53,7 @@ _KEYS = ("task", "variant", "layer", "sample_id", "model")
 
 
 class Plate:
-    """A matplotlib figure while it is drawn: what it has plotted so far, and the parts that the runs can't fill.
-
-    It is made without pyplot, so nothing is left open; on a slide it is as high as the slide, whatever is asked for.
-    """
+    """A figure while it is drawn, without pyplot: what it has plotted so far, and what the runs can't fill."""
 
     def __init__(self, width: float, height: float, name: str) -> None:
         self._name = name
@@ -145,10 +142,7 @@ def legend(figure: Figure, entries: Mapping[str, Artist], columns: int = 0) -> N
 
 @dataclass(frozen=True)
 class View:
-    """One chart of a figure; `quantities` says which of its numbers are recorded, and under which name.
-
-    It may be about one task instead of all, or about the calibrated variant against the baseline and no other.
-    """
+    """One chart of a figure; `quantities`: which of its numbers are recorded, and under which name."""
 
     chart: str
     quantities: Mapping[str, str]

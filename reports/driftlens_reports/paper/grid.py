@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
-from driftlens.findings.reading import printable
+from driftlens.findings.reading import printable, with_code
 
 if TYPE_CHECKING:
     import jinja2
@@ -123,11 +123,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Column:
-    """One column; without `digits` of words, or of numbers with up to three significant digits.
-
-    `wrap` is the width in em beyond which words go on in the next line, and `head` what stands above it if not the
-    title, which is the key of its cells.
-    """
+    """One column; without `digits` of words or of three significant digits; `wrap`: em beyond which words go on."""
 
     title: str
     digits: int | None = 1
@@ -212,12 +208,13 @@ def escape(text: str) -> str:
 
 def prose(text: str) -> str:
     """A sentence that LaTeX sets literally, with what stands between backticks as code."""
-    parts = text.split("`")
-    if len(parts) % 2 == 0:  # a backtick without its twin is a letter like any other
-        return escape(text)
-    code = ["".join(_LITERAL.get(letter, letter) for letter in escape(part)) for part in parts]
-    code = [part.replace(r"\_", r"{\char95}") for part in code]  # else a rule, not a letter
-    return "".join(rf"\texttt{{{code[at]}}}" if at % 2 else escape(part) for at, part in enumerate(parts))
+
+    def code(part: str) -> str:
+        literal = "".join(_LITERAL.get(letter, letter) for letter in escape(part))
+        literal = literal.replace(r"\_", r"{\char95}")  # else a rule, not a letter
+        return rf"\texttt{{{literal}}}"
+
+    return with_code(text, escape, code)
 
 
 def to_latex(
@@ -230,12 +227,7 @@ def to_latex(
     part: int = 1,
     splits: bool = True,
 ) -> str:
-    """The grids, one below the other, as one table environment labelled by `name`; its head names packages it needs.
-
-    Of `notes`, the most needed first, those that would make them longer than the table stand behind it as comments.
-    `part` is 1 for the first table of a file, which brings the commands that all of them use; later ones say that they
-    continue it. `splits` is whether columns that no page has room for stand below the others.
-    """
+    """The grids as one table environment; as many of `notes`, the most needed first, as it is long; `part` from 1."""
     # Without a line of the paper's nobody can mistake a source; with one, every line says its own.
     has_sources = any(line.source == "paper" for grid in grids for line in grid.lines)
     if splits:

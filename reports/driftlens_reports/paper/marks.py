@@ -53,11 +53,7 @@ _RGBA = re.compile(r"rgba?\(([^)]*)\)")
 
 @dataclass
 class Panel:
-    """One pair of axes while it is being filled; `settings` are the chart's axes `x` and `y`.
-
-    `names` are those along an axis of names, by its letter; `inside` has texts with the bar or cell that they have to
-    fit into, in units of the data; `stacked` how high bars are so far, by where they stand and their sign.
-    """
+    """Axes while they are filled, with the chart's `settings`; `inside`: texts and the boxes they must fit into."""
 
     axes: Axes
     settings: Mapping[str, Any]

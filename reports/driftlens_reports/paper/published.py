@@ -1,7 +1,4 @@
-"""The numbers that the paper prints, what is known to be wrong with some, and which runs stand beside them in tables.
-
-Nothing in `published.json` is corrected: errata are entries of their own, and their cells keep what was printed.
-"""
+"""The numbers that the paper prints, uncorrected, what is known to be wrong with them, and whose runs are alike."""
 
 from __future__ import annotations
 
@@ -38,11 +35,7 @@ _BACKBONE = re.compile(r"vit[-_ ]?(b|l|base|large)[-_ /]?(?:patch)?(16|32|14)", 
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One printed row of a merger's block, or a reference, which has no merger; `model` is empty where columns name it.
-
-    By column `values` in the table's unit, NaN where nothing is printed, `gains` as printed, two-digit ones cut short
-    ("19."), and `spread`, the standard deviation.
-    """
+    """One printed row by column: `values` (NaN: none printed), `gains` as printed (cut: "19."), and `spread`."""
 
     model: str
     merger: str
@@ -165,10 +158,7 @@ def _row(table: Mapping[str, Any], entry: Mapping[str, Any]) -> PublishedRow:
 def printed_blocks(
     table: PublishedTable, *, columns: Sequence[str] | None = None, model: str | None = None
 ) -> Mapping[str, Block]:
-    """The paper's blocks by merger, in its order; references stand first, under the empty name.
-
-    Only these columns and rows of this model, or all of them; an average is left out unless all columns are shown.
-    """
+    """The paper's blocks by merger, references first, under the empty name; an average only beside all columns."""
     kept = [name for name in table.columns if columns is None or name in columns]
     if set(kept) | {AVERAGE} == set(table.columns):
         kept = list(table.columns)
@@ -251,10 +241,7 @@ def canonical(task: str) -> str:
 
 
 def titles_of(run: DriftRun, table: PublishedTable) -> Mapping[str, str]:
-    """The table's column of each of the run's tasks; empty unless tasks and backbone are those of the table.
-
-    A merge of fewer experts, or of another backbone, is another model: its numbers don't belong beside these.
-    """
+    """The table's column of each of the run's tasks; empty unless tasks and backbone are those of the table."""
     columns = {canonical(name): name for name in table.columns if name != AVERAGE}
     tasks = {canonical(task): task for task in run.tasks}
     if set(columns) != set(tasks) or not backbone(run) or not table.model.endswith(backbone(run)):

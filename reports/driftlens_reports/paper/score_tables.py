@@ -164,10 +164,7 @@ def _corrupted(run: DriftRun, options: ExhibitOptions) -> Iterator[Line]:
 def _table_by_model(
     name: str, title: str, label: str, caption: str, how: str, *, kind: Family | None
 ) -> None:
-    """File a table with the runs about this kind of model, and the paper's rows with a group of blocks per model.
-
-    A kind of None is for every expert of language models by itself.
-    """
+    """File a table of runs about one kind of model (None: single language models), and the paper's blocks by model."""
 
     @table(name, title=title, label=label)
     def draw(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
@@ -247,10 +244,7 @@ def _domain_grid(run: DriftRun, options: ExhibitOptions, *, is_single: bool) -> 
 
 
 def _domain_rows(run: DriftRun, *, is_single: bool) -> pd.DataFrame:
-    """The attached shares, the first of each task, which is a domain; of single models else their own scores.
-
-    Of these an expert has one. Others' own scores stand in the run's own grid.
-    """
+    """The attached shares, the first of each task, which is a domain; of single models without any their own scores."""
     rows = run.accuracy()
     metrics = {name: metric_called(name) for name in rows["metric"].unique()}
     shares = [name for name, metric in metrics.items() if metric.is_attached and metric.kind == "share"]
@@ -276,10 +270,7 @@ def _table_of(grids: Sequence[Grid], caption: str, used: Sequence[DriftRun], how
 
 
 def shown_variants(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
-    """What stands under the merged model: baselines, then each calibration after its control.
-
-    With `options.calibrated`, other calibrations and their controls are left out.
-    """
+    """What stands under the merged model: baselines, then each calibration asked for, after its control."""
     others = [name for name in run.variants if part_of(name) == "baseline" and not is_control(name)]
     for variant in run.variants:
         if part_of(variant) == "calibrated" and options.wants(run, variant):
@@ -360,10 +351,7 @@ def _beside(
 
 
 def _column_titles(run: DriftRun, options: ExhibitOptions) -> Mapping[str, str]:
-    """The column head of each task: its name, and its metric where that is not accuracy.
-
-    What has no place among percentages, such as a perplexity, has no column.
-    """
+    """Column heads of the tasks that have a place among percentages: name, and metric unless that is accuracy."""
     metrics, judged = _metrics_of(run), main_metrics(run)
     return {
         task: f"{called(task)} ({metrics[task].title})"
@@ -375,11 +363,7 @@ def _column_titles(run: DriftRun, options: ExhibitOptions) -> Mapping[str, str]:
 
 
 def _lines(run: DriftRun, titles: Mapping[str, str], options: ExhibitOptions) -> list[Line]:
-    """Base and experts, the merged model, baselines and each calibration after its control, in percent.
-
-    Scores are in each task's metric, with their average; what was not scored has no cell, and no line without any.
-    `titles` names the column of each task shown.
-    """
+    """Lines of the models that were scored, in percent; `titles` names the column of each task shown."""
     wanted: dict[str, tuple[str, Role]] = {"base": ("Base", "reference"), "expert": ("Experts", "reference")}
     wanted["merged"] = (merger(run), "plain")
     for variant in shown_variants(run, options):
@@ -395,11 +379,7 @@ def _lines(run: DriftRun, titles: Mapping[str, str], options: ExhibitOptions) ->
 
 
 def _with_best(run: DriftRun, lines: Sequence[Line], titles: Mapping[str, str]) -> Iterator[Line]:
-    """The lines with the best cell of each column marked, base and experts left out.
-
-    It is the best if the 95 % interval of its difference to the next best (paired where answers are stored) lies above
-    0; of the average, that of the mean difference over the tasks.
-    """
+    """The lines with the best of each column marked where the 95 % interval to the next best (paired) lies above 0."""
     metrics, best = _metrics_of(run), set()
     rivals = [line for line in lines if line.role != "reference"]
     for column, tasks in {**{name: [task] for task, name in titles.items()}, AVERAGE: [*titles]}.items():

@@ -34,10 +34,7 @@ def venue_of(width: float) -> str:
 
 @contextlib.contextmanager
 def sheet(venue: str) -> Iterator[None]:
-    """Within it, matplotlib's settings are those packaged for a venue, or for a `PAGE`, whatever the user's own are.
-
-    Letters of scripts that the packaged fonts lack (Chinese, for example) are drawn as boxes, without a warning each.
-    """
+    """Within it, matplotlib's settings are those packaged for a venue or a `PAGE`; missing letters are boxes."""
     import matplotlib.style
 
     folder = pathlib.Path(__file__).parent
@@ -61,10 +58,7 @@ def settle(figure: Figure) -> None:
 
 
 def encode(figure: Figure, file_format: str, venue: str | None = None) -> bytes:
-    """The bytes of a figure as pdf, svg or png: the same at every call, without a date, with fonts embedded.
-
-    On a `PAGE` letters of an SVG stay letters, in the font of the page.
-    """
+    """A figure's bytes as pdf, svg or png, the same at every call; on a `PAGE` letters of an SVG stay letters."""
     assert file_format in FORMATS, file_format
     written = io.BytesIO()
     with sheet(venue or venue_of(figure.get_figwidth())):

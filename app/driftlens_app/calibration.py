@@ -67,15 +67,9 @@ class Method:
 
 @st.cache_resource(show_spinner="Asking for the methods")
 def methods(kind: str = "calibrators") -> Mapping[str, Method]:
-    """The methods of a kind by name. The command line is asked, since they need torch, once per server and kind."""
+    """Methods, or `loaders`, by name. The command line is asked, since they need torch, once per server and kind."""
     entries = ask(("methods", "--json"), Settings.from_environment().root)[kind]
     return TypeAdapter(dict[str, Method]).validate_python(entries)
-
-
-@st.cache_resource(show_spinner="Reading the methods")
-def loaders() -> list[str]:
-    """The families of models that specs name."""
-    return [*ask(("methods", "--json"), Settings.from_environment().root)["loaders"]]
 
 
 def _known(kind: str, name: str, there: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import streamlit as st
 from driftlens.base.errors import SpecError
 from driftlens.base.files import write_text_atomic
 from driftlens.findings.reading import size
-from driftlens_app.calibration import loaders
+from driftlens_app.calibration import methods
 from driftlens_app.jobs.processes import ask
 from driftlens_app.jobs.requests import MOST_BYTES, entries
 from driftlens_app.settings import is_inside
@@ -130,7 +130,7 @@ def _pick(root: Path) -> None:
     models, data = checkpoints(root), data_sets(root)
     with left:
         loader = st.selectbox(
-            "Family of models", loaders(), key="pick-loader", help="By `driftlens methods`."
+            "Family of models", [*methods("loaders")], key="pick-loader", help="By `driftlens methods`."
         )
         base = st.selectbox("Base", models, key="pick-base", **choose)
     with right:

@@ -24,6 +24,8 @@ from driftlens.runs.tables import plain
 ABLATION = "ablation"
 """The sweep that takes a method apart; its first point is the method as it is."""
 CONTROL = "control"
+FACTORS = SWEEPS.names[len(SWEEPS.key) : SWEEPS.names.index("n") + 1]
+"""Columns of what is varied; other settings stand in `settings`."""
 LEVELS = ("merged", "base", "expert")
 MEASURES: dict[str, tuple[str, Kind, Kind]] = {
     "accuracy": ("accuracy", "share", "points"),
@@ -38,7 +40,7 @@ def settings_of(row: Any) -> dict[str, Any]:
     if isinstance(row["settings"], str):
         found: dict[str, Any] = from_json(row["settings"])
         return found
-    return {name: row[name] for name in SWEEPS.names[len(SWEEPS.key) : SWEEPS.names.index("n")]}
+    return {name: row[name] for name in FACTORS[:-1]}
 
 
 def sweep_named(factor: str, method: str) -> str:

@@ -21,7 +21,7 @@ from driftlens.findings.listing import RunSummary
 from driftlens.findings.measures import DRIFT, SCORE, level, main_metrics
 from driftlens.findings.projection import Projection
 from driftlens.findings.reading import NOT_MEASURED, Kind, estimate, is_measured, number, printable
-from driftlens.findings.swept import ABLATION, CONTROL, ablation_sheets, settings_of
+from driftlens.findings.swept import ABLATION, CONTROL, FACTORS, ablation_sheets, settings_of
 from driftlens.findings.table import Table
 from driftlens.findings.verdict import final_sheet, others_sheet, task_sheet, verdict
 from driftlens.runs.run import DriftRun
@@ -32,7 +32,6 @@ _SHOWN = 5
 """How many of the differences between two runs are listed."""
 _OTHER_ENDS = (("warn", "warned"), ("skip", "skipped"))
 _INDICATIVE = "Distances on the plane are indicative only; these numbers come from the features themselves."
-_FACTORS = ("lam", "rho", "alpha", "n")
 
 
 def aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
@@ -298,7 +297,7 @@ def sweep_text(run: DriftRun, name: str) -> str:
     for factor in set(varied) - {*rows}:
         values = [settings_of(row)[factor] for _, row in rows.iterrows()]
         rows = rows.assign(**{factor: [*map(reading.setting_text, values)]})
-    factors = [at for at in dict.fromkeys([*_FACTORS, *varied]) if rows[at].notna().any()]
+    factors = [at for at in dict.fromkeys([*FACTORS, *varied]) if rows[at].notna().any()]
     swept = _sweep_points(rows, factors)
     swept = swept.sort_values("point" if varied in ([], ["corruption"]) else varied, kind="stable")
     has_accuracy = bool(swept["accuracy"].notna().any())

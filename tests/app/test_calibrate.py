@@ -22,6 +22,7 @@ from driftlens_app.calibration import checked
 from driftlens_app.jobs import watch
 from driftlens_app.jobs.processes import log_text
 from driftlens_app.jobs.record import job_of
+from driftlens_app.jobs.requests import sweep_request
 from tests.app.conftest import Open, opened_drawers, until
 from tests.app.pages import (
     calibrate_as,
@@ -220,6 +221,12 @@ def test_a_sweep_is_a_press_away(open_app: Open, root: Path, run: Path) -> None:
     assert is_disabled(app, "Sweep lam, rho and alpha") and is_disabled(app, "Repair with the best method")
     finish(run)
     until(lambda: state(run) == "done", "it is done")
+
+
+def test_a_sweep_without_a_base_leaves_out_what_takes_one(tmp_path: Path) -> None:
+    made = open_run(write_full_run(tmp_path / "run", variants=["merged"]))
+    varied = [word.split("=")[1] for word in sweep_request(made).arguments if word.startswith("--param")]
+    assert varied == ["lam", "alpha"]
 
 
 def test_checkpoint_and_card_can_be_taken_away(open_app: Open, root: Path, run: Path) -> None:

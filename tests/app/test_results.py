@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
 import zipfile
 from pathlib import Path
@@ -16,11 +15,9 @@ from streamlit.testing.v1 import AppTest
 from driftlens.base.errors import DataError
 from driftlens.findings.compare import compare
 from driftlens.runs.run import open_run
-from driftlens.runs.writer import RunWriter
 from driftlens_app.jobs import processes
 from driftlens_app.views.compare import of_task
 from driftlens_app.views.export import Built, build, zipped
-from driftlens_reports.charts.page_curves import change_curves
 from tests.app.conftest import Open, shown_data
 from tests.app.pages import errors, said
 from tests.records.full_run import Size, write_full_run
@@ -98,25 +95,6 @@ def test_one_task_of_a_comparison_can_be_chosen(open_app: Open, root: Path) -> N
     assert set(shown_data(app)[0]["task"]) == {"dtd"}
     with pytest.raises(DataError, match="only one of the runs has the task 'none'"):
         of_task(compare(root / "full", before="merged", after="base"), "none")
-
-
-def test_the_curves_follow_the_run_where_only_the_marks_of_a_variant_change(
-    open_app: Open, tmp_path: Path
-) -> None:
-    write_full_run(tmp_path / "run", variants=("merged", "calibrated:first", "calibrated:second"))
-    app = open_app(tmp_path, "repair", repair="Compare", before="merged", after="calibrated:second")
-    before = _colour(app)
-    with RunWriter.resume(tmp_path / "run") as writer:
-        writer.remove_calibration("first")
-    found = compare(tmp_path / "run", before="merged", after="calibrated:second")
-    afresh = change_curves(found, dark=False).figure.data[0].line.color
-    assert _colour(app.run()) == afresh != before
-
-
-def _colour(app: AppTest) -> str:
-    (chart,) = app.get("plotly_chart")
-    colour: str = json.loads(chart.proto.spec)["data"][0]["line"]["color"]
-    return colour
 
 
 def test_runs_of_other_samples_are_compared_under_a_warning_that_names_the_field(

@@ -20,7 +20,6 @@ from sklearn.manifold import trustworthiness
 import driftlens as dl
 from driftlens.base.errors import DataError, LayerNotFoundError, NumericsError, RunError, SpecError
 from driftlens.findings.projection import stored_projection
-from driftlens.findings.projection.layouts import thinned
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens.spec.requests import ProjectionRequest
@@ -119,25 +118,6 @@ def test_many_samples_are_thinned_evenly_over_classes(run: DriftRun) -> None:
         quality["mean_drift"]
         == dl.project(run, "cars").quality.set_index("variant").loc["merged", "mean_drift"]
     )
-
-
-@pytest.mark.parametrize(
-    ("labels", "limit"),
-    [
-        (["a"] * 50 + ["b"] * 50, 10),
-        (["a", "b"] * 50, 10),
-        ([None] * 9, 4),
-        (["a"], 1),
-        (["a"] * 97 + ["b"] * 3, 99),
-    ],
-    ids=["sorted classes", "mixed classes", "no classes", "one sample", "rare class"],
-)
-def test_thinning_keeps_shares_order_and_counts(labels: list[str | None], limit: int) -> None:
-    kept = thinned(labels, limit)
-    assert len(kept) == len(set(kept.tolist())) == min(limit, len(labels)) and sorted(kept) == kept.tolist()
-    for name in set(labels):
-        share = labels.count(name) / len(labels) * len(kept)
-        assert abs(sum(labels[at] == name for at in kept) - share) <= 1
 
 
 @pytest.mark.slow

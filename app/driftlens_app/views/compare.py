@@ -18,7 +18,6 @@ from driftlens_app.selection import TASK, Selection, selection
 from driftlens_app.settings import Settings
 from driftlens_app.show import (
     caption,
-    drawn_once,
     is_dark,
     is_narrow,
     note,
@@ -28,7 +27,6 @@ from driftlens_app.show import (
     show_sheet,
     shown_errors,
 )
-from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.page_curves import change_curves
 from driftlens_reports.charts.panels import one_column
 from driftlens_reports.merges import draw_merges, merges_sheet, read_merges
@@ -61,7 +59,9 @@ def _changes(chosen: Selection) -> None:
         caption(remark)
     names = f"{comparison.before.id}-{comparison.after.id}"
     st.subheader("Change by layer", anchor=False)
-    show_drawn("change", names, _curves(comparison, chosen.task, is_dark(), is_narrow()))
+    with one_column(is_narrow()):
+        drawn = change_curves(comparison, dark=is_dark())
+    show_drawn("change", names, drawn)
     show_sheet(comparison_table(comparison.tasks))
     show_data(comparison.tasks, f"{names}-tasks", key="data-tasks")
 
@@ -123,17 +123,6 @@ def show_merges(settings: Settings, of: str = "") -> None:
 def _compared(first: DriftRun, second: DriftRun, before: str, after: str) -> Comparison:
     other = None if second is first else second
     return compare(first, other, before=before, after=after, allow_mismatch=True)
-
-
-_PAIR = {Comparison: lambda of: (key_of(of.before), key_of(of.after), of.pairs)}
-
-
-@st.cache_resource(max_entries=16, show_spinner="Drawing", hash_funcs=_PAIR)
-def _curves(comparison: Comparison, task: str | None, dark: bool, narrow: bool) -> Drawn:
-    with one_column(narrow):
-        drawn = change_curves(comparison, dark=dark)  # of the rows of this task
-    drawn_once(drawn.figure)
-    return drawn
 
 
 def of_task(comparison: Comparison, task: str | None) -> Comparison:

@@ -12,7 +12,6 @@ from driftlens.base.words import counted, listed
 from driftlens.findings.before_after import arena_sheet, calibration_sheets, selection_sentences
 from driftlens.findings.frame import change_in_words
 from driftlens.findings.reading import estimate, size, written
-from driftlens.findings.table import Table
 from driftlens.findings.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.layout import begun_calibration, calibration_folder, calibration_weights
 from driftlens.runs.run import DriftRun
@@ -24,7 +23,7 @@ from driftlens_app.jobs.requests import arena_request, calibrate_request, sweep_
 from driftlens_app.live import begin, show_bad_end, show_live
 from driftlens_app.outlook import choosing_cost, show_findings, show_outlook
 from driftlens_app.pages import Page, path_of
-from driftlens_app.runs import key_of, opened
+from driftlens_app.runs import opened
 from driftlens_app.selection import selection
 from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import (
@@ -193,7 +192,7 @@ def _show_result(run: DriftRun, name: str) -> None:
             st.markdown(f"- {with_command(run, sentence, found.command)}")
         drawer = st.expander("All numbers", key="all-numbers", on_change="rerun")
         with drawer:
-            for sheet in _sheets(run, name) if drawer.open else ():
+            for sheet in calibration_sheets(run, name) if drawer.open else ():
                 show_sheet(sheet)
     with shown_errors():
         solved = run.calibration(name)
@@ -248,11 +247,6 @@ def _arena(run: DriftRun, *, blocked: bool) -> None:
         )
         if st.button("Compare repairs", icon=":material/swords:", key="arena", disabled=blocked):
             begin(arena_request(run, chosen))
-
-
-@st.cache_data(max_entries=64, show_spinner=False, hash_funcs={DriftRun: key_of})
-def _sheets(run: DriftRun, name: str) -> list[Table]:
-    return calibration_sheets(run, name)
 
 
 def _downloads(run: DriftRun, name: str) -> None:

@@ -121,7 +121,8 @@ def load_points(run: DriftRun, settings: Settings) -> Points:
     measured = {
         role: _measure(array, arrays["expert"], role, settings, ids) for role, array in arrays.items()
     }
-    shown = thinned(labels, settings.max_points // len(arrays))
+    samples = pd.DataFrame({"sample_id": [*ids], "label": labels})
+    shown = thinned(samples, settings.max_points // len(arrays), ["label"]).index.to_numpy()
     directions = {role: _directions(array[shown]) for role, array in arrays.items()}
     return Points(
         sample_ids=[ids[at] for at in shown],
@@ -134,14 +135,17 @@ def load_points(run: DriftRun, settings: Settings) -> Points:
     )
 
 
-def thinned(labels: Sequence[str | None], limit: int) -> NDArray[np.intp]:
-    """Positions of at most `limit` samples, in order: evenly spread over each class, the same ones every time."""
-    if len(labels) <= limit:
-        return np.arange(len(labels))
-    codes = np.unique([label or "" for label in labels], return_inverse=True)[1]
-    by_class = np.argsort(codes, kind="stable")
-    picks = ((np.arange(limit) + 0.5) * len(labels) / limit).astype(int)
-    return np.sort(by_class[picks])
+def thinned(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
+    """At most `limit` rows, in order, of each stratum as its size asks for; which ones depends on their ids alone."""
+    if len(rows) <= limit:
+        return rows
+    ids = rows["sample_id"].to_numpy(dtype=object)
+    drawn = pd.DataFrame({"order": pd.util.hash_array(ids, categorize=False)}, index=rows.index)
+    strata = drawn.groupby([rows[column].astype(str) for column in by])["order"]
+    # Row r of a stratum of s comes up at r / s: the first of each stratum first, then all in step.
+    turn = (strata.rank(method="first") - 1) / strata.transform("size")
+    kept = np.sort(np.argsort(turn.to_numpy(), kind="stable")[:limit])
+    return rows.iloc[kept]
 
 
 def _labels(run: DriftRun, settings: Settings, ids: Sequence[str]) -> list[str | None]:

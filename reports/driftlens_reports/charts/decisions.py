@@ -110,7 +110,7 @@ def margins(run: DriftRun, options: ChartOptions, of: str = "") -> Drawn:
 _OF_LANGUAGE = "models with a language-model head"
 
 
-@chart(
+chart(
     "next-token",
     title="Next token, of all: certified, kept, flipped",
     section="decisions",
@@ -124,10 +124,7 @@ _OF_LANGUAGE = "models with a language-model head"
     "be the expert's, kept without a certificate or flipped, for every task and one panel per variant.",
     hint="Label words are few and far apart; among all tokens a small drift flips more. A model that would not answer "
     "with a label word at all flips here and perhaps not above.",
-)
-def next_token(run: DriftRun, options: ChartOptions) -> Drawn:
-    """As `margins`, of all tokens."""
-    return margins(run, options, of="token_")
+)(partial(margins, of="token_"))
 
 
 @chart(

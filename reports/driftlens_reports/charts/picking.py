@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import pandas as pd
 
 from driftlens.base.errors import DataError, did_you_mean
 from driftlens.base.variants import control_of, part_of
+from driftlens.findings.projection.layouts import thinned
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import ANALYZE, TABLES
 from driftlens_reports.charts.words import counted, spaced
@@ -203,16 +203,3 @@ def thinned_samples(
     few = spaced(len(kept))
     note = f"{few} of {counted(len(samples), 'sample')} shown, of every class alike."
     return rows[there.isin(wanted)].reset_index(drop=True), (note,)
-
-
-def thinned(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
-    """At most `limit` rows, in order, of each stratum as its size asks for; which ones depends on their ids alone."""
-    if len(rows) <= limit:
-        return rows
-    ids = rows["sample_id"].to_numpy(dtype=object)
-    drawn = pd.DataFrame({"order": pd.util.hash_array(ids, categorize=False)}, index=rows.index)
-    strata = drawn.groupby([rows[column].astype(str) for column in by])["order"]
-    # Row r of a stratum of s comes up at r / s: the first of each stratum first, then all in step.
-    turn = (strata.rank(method="first") - 1) / strata.transform("size")
-    kept = np.sort(np.argsort(turn.to_numpy(), kind="stable")[:limit])
-    return rows.iloc[kept]

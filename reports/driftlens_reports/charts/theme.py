@@ -317,9 +317,9 @@ def interval_texts(
     ]
 
 
-def hatched(style: Look, *, size: int = 6) -> dict[str, Any]:
+def hatched(style: Look) -> dict[str, Any]:
     """How a variant's bars are filled: its colour, and the hatch that tells it from others without colour."""
-    pattern = {"shape": style.hatch, "fillmode": "overlay", "size": size, "solidity": 0.25}
+    pattern = {"shape": style.hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
     return {"color": style.colour, "pattern": pattern}
 
 
@@ -337,9 +337,9 @@ def category_axis(names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def ink(*, dark: bool, size: int = SMALL) -> dict[str, Any]:
+def ink(*, dark: bool) -> dict[str, Any]:
     """The font of words inside a figure."""
-    return {"size": size, "color": palette(dark).ink}
+    return {"size": SMALL, "color": palette(dark).ink}
 
 
 def literal_column(names: pd.Series[Any]) -> pd.Series[Any]:

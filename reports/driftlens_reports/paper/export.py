@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import pandas as pd
-
 from driftlens.base.errors import SpecError
 from driftlens.base.files import PathLike, atomic_path
 from driftlens.runs.manifest import versions
@@ -37,27 +35,16 @@ FORMATS = tuple(name for names in (*DRAWN.values(), SIBLINGS) for name in names)
 _VERSIONS = ("driftlens", "python", "matplotlib", "numpy", "pandas", "scikit-learn", "umap-learn")
 
 
-@dataclass(frozen=True)
-class Artifact:
-    """A drawn exhibit that knows what it was drawn from."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Artifact(Exhibited):
+    """A drawn exhibit that knows what it was drawn from; `caption` is a draft, `data` every number it shows."""
 
     exhibit: Exhibit
-    exhibited: Exhibited
     runs: tuple[DriftRun, ...]
     options: ExhibitOptions
 
     def __repr__(self) -> str:
         return f"<Artifact {self.exhibit.name} of {', '.join(run.id for run in self.runs)}, {len(self.data)} rows>"
-
-    @property
-    def caption(self) -> str:
-        """A caption draft."""
-        return self.exhibited.caption
-
-    @property
-    def data(self) -> pd.DataFrame:
-        """Every number it shows, a tidy row each, unrounded."""
-        return self.exhibited.data.copy()
 
     def _repr_png_(self) -> bytes | None:
         """The figure, for notebooks."""
@@ -82,18 +69,18 @@ class Artifact:
     def content(self, file_format: str) -> bytes:
         """The bytes of the file in a format, the same at every call in one environment."""
         _possible(self.exhibit, [file_format])
-        if self.exhibited.figure is not None and file_format in DRAWN["figure"]:
-            return style.encode(self.exhibited.figure, file_format)
+        if self.figure is not None and file_format in DRAWN["figure"]:
+            return style.encode(self.figure, file_format)
         if file_format == "csv":
-            return csv_text(self.exhibited.data).encode()
+            return csv_text(self.data).encode()
         if file_format == "json":
             provenance = json.dumps(self.provenance(), indent=2, ensure_ascii=False, allow_nan=False)
             return f"{provenance}\n".encode()
-        return (f"{self.caption}\n" if file_format == "txt" else self.exhibited.latex or "").encode()
+        return (f"{self.caption}\n" if file_format == "txt" else self.latex or "").encode()
 
     def provenance(self) -> dict[str, Any]:
         """Where the numbers come from: runs, settings, versions, the command that draws it again, what is missing."""
-        has_printed = "source" in self.exhibited.data and (self.exhibited.data["source"] == "paper").any()
+        has_printed = "source" in self.data and (self.data["source"] == "paper").any()
         return {
             "exhibit": self.exhibit.name,
             "kind": self.exhibit.kind,
@@ -104,14 +91,15 @@ class Artifact:
             "options": self.options.model_dump(exclude={"style"}),
             "runs": [_run(run) for run in self.runs],
             "versions": {name: number for name, number in versions().items() if name in _VERSIONS},
-            "missing": [dataclasses.asdict(gap) for gap in self.exhibited.missing],
+            "missing": [dataclasses.asdict(gap) for gap in self.missing],
         }
 
 
 def draw(name: str, runs: Sequence[DriftRun], options: ExhibitOptions) -> Artifact:
     """The exhibit called `name`, drawn from the runs."""
     chosen = exhibits[name]
-    return Artifact(chosen, chosen.draw(runs, options), tuple(runs), options)
+    drawn = vars(chosen.draw(runs, options))
+    return Artifact(**drawn, exhibit=chosen, runs=tuple(runs), options=options)
 
 
 @dataclass(frozen=True)
@@ -145,7 +133,7 @@ def export(
             continue
         wanted = _possible(exhibit, [*formats, *SIBLINGS])
         files = tuple(drawn.save(pathlib.Path(out) / f"{name}.{entry}") for entry in wanted)
-        written.append(Exported(name, files, drawn.exhibited.missing))
+        written.append(Exported(name, files, drawn.missing))
     return tuple(written)
 
 

@@ -15,10 +15,10 @@ from matplotlib.collections import LineCollection
 from matplotlib.lines import Line2D
 
 from driftlens.base.errors import DataError, NumericsError
+from driftlens.findings.projection.layouts import thinned
 from driftlens.findings.reading import number
 from driftlens.runs.run import DriftRun
 from driftlens.spec.requests import ProjectionRequest
-from driftlens_reports.charts.picking import thinned
 from driftlens_reports.charts.theme import look
 from driftlens_reports.charts.words import called, spaced, title
 from driftlens_reports.paper import exhibit

@@ -137,12 +137,7 @@ def calibration_form(
     loader: str = "",
     cost: str = "",
 ) -> tuple[CalibrationRequest, str]:
-    """What the form says, and which of its buttons was pressed: "estimate", "calibrate" or "".
-
-    Its fields are the settings that the chosen calibrator declares; an empty one leaves its value to the preset, then
-    to the run's spec. `last` fills it in on its first showing; `exports` is how exported folders beside the run begin,
-    None where none may be written; `loader` says whose published settings stand first.
-    """
+    """What the form says, `last` at first, and which of its buttons was pressed: `estimate`, `calibrate` or none."""
     first = methods()[DEFAULT_METHOD]
     best = st.button(
         "Repair with the best method",

@@ -152,9 +152,7 @@ def placed_somewhere(
     shear: float = 0.0,
     stretch: tuple[float, float] | None = None,
 ) -> Image.Image:
-    """`image` placed near the middle, varied at random: `shift`, `angle` and `shear` to either side, `height` and
-    `stretch` between bounds; numbers are drawn in this order, and only for what may vary.
-    """
+    """`image` placed near the middle, varied within these bounds; numbers are drawn in this order, if it may vary."""
     return placed(
         image,
         tuple(CANVAS / 2 + rng.uniform(-shift, shift, 2)),

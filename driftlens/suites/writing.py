@@ -41,10 +41,7 @@ class WrittenTask:
     write: Write
 
     def rows(self, purpose: Purpose, count: int, seed: int) -> Iterator[tuple[str, str]]:
-        """`count` different texts with their answers: classes equally often (to within one), in random order.
-
-        Each purpose has random numbers of its own. No text of the test split is ever one of the others.
-        """
+        """`count` different texts with answers, classes equally often, in random order; splits share no text."""
         rng = np.random.default_rng([seed, zlib.crc32(f"{self.name}/{purpose}".encode())])
         seen: set[str] = set()
         for label in rng.permutation(np.arange(count) % len(self.classes)).tolist():

@@ -190,3 +190,30 @@ def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
     source = known.align(stored)
     head = LmHead(tuple(map(str, range(40))), source, known.lm)
     torch.testing.assert_close(head.scores(features), torch.cat(logits), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.shows("live")
+@pytest.mark.parametrize("config", families("GPT-2"))
+def test_live_models_answer_as_their_own_library_lets_them(config: Any, tmp_path: pathlib.Path) -> None:
+    base = perturbed(with_seed(lambda: transformers.AutoModelForCausalLM.from_config(config))(), 0, 0.2).eval()
+    merged, expert = (perturbed(base, seed, 0.2) for seed in (1, 2))
+    words, tokenizer = ("red", "green", "blue"), word_tokenizer()
+    asked = [" ".join(some) for some in itertools.permutations(WORDS[:5], 2)]
+    rows = [(question, words[at % 3]) for at, question in enumerate(asked)]
+    run = dl.analyze(
+        merged=merged,
+        experts={"a": expert},
+        data={"a": rows},
+        texts={"a": {"classes": list(words)}},
+        tokenizer=tokenizer,
+        out=tmp_path / "run",
+        jacobian=None,
+        progress="none",
+    )
+    assert run.layers()["closure_error"].max() < 1e-3  # in float32
+    answers = [tokenizer(f": {word}", add_special_tokens=False)["input_ids"][-1] for word in words]
+    for variant, model in (("merged", merged), ("expert", expert)):
+        with torch.no_grad():
+            scores = [model(**tokenizer(text, return_tensors="pt")).logits[0, -1, answers] for text, _ in rows]
+        right = [words[int(score.argmax())] == word for score, (_, word) in zip(scores, rows, strict=True)]
+        assert run.accuracy(variant=variant)["value"].tolist() == pytest.approx([np.mean(right)]), variant

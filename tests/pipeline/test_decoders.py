@@ -195,7 +195,9 @@ def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
 @pytest.mark.shows("live")
 @pytest.mark.parametrize("config", families("GPT-2"))
 def test_live_models_answer_as_their_own_library_lets_them(config: Any, tmp_path: pathlib.Path) -> None:
-    base = perturbed(with_seed(lambda: transformers.AutoModelForCausalLM.from_config(config))(), 0, 0.2).eval()
+    base = perturbed(
+        with_seed(lambda: transformers.AutoModelForCausalLM.from_config(config))(), 0, 0.2
+    ).eval()
     merged, expert = (perturbed(base, seed, 0.2) for seed in (1, 2))
     words, tokenizer = ("red", "green", "blue"), word_tokenizer()
     asked = [" ".join(some) for some in itertools.permutations(WORDS[:5], 2)]
@@ -214,6 +216,8 @@ def test_live_models_answer_as_their_own_library_lets_them(config: Any, tmp_path
     answers = [tokenizer(f": {word}", add_special_tokens=False)["input_ids"][-1] for word in words]
     for variant, model in (("merged", merged), ("expert", expert)):
         with torch.no_grad():
-            scores = [model(**tokenizer(text, return_tensors="pt")).logits[0, -1, answers] for text, _ in rows]
+            scores = [
+                model(**tokenizer(text, return_tensors="pt")).logits[0, -1, answers] for text, _ in rows
+            ]
         right = [words[int(score.argmax())] == word for score, (_, word) in zip(scores, rows, strict=True)]
         assert run.accuracy(variant=variant)["value"].tolist() == pytest.approx([np.mean(right)]), variant

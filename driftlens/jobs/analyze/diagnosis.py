@@ -230,6 +230,7 @@ class LibraryDrift:
         self.batch = next(samples.batches()).first(fitting)
         inputs = on_device(self.batch.inputs, pool.device, pool.dtype)
         expert = pool.library_states(pool.expert(task), inputs)
+        self._model = str(pool.chain.settings.get("model", pool.chain.architecture))
         self._dtype = str(pool.dtype).removeprefix("torch.")
         self._drift: dict[str, list[State]] = {
             variant: [
@@ -256,7 +257,8 @@ class LibraryDrift:
         # Where the walk sees no drift at all, the library must see none either.
         limit = tolerance(self._dtype, size / features) if size > 0 and features > 0 else 0.0
         if error > limit or (size == 0 and difference > ROUNDING[self._dtype] * features):
-            raise not_closed(view.layer.index, view.layer.path, view.task, view.variant, error, limit)
+            layer = view.layer
+            raise not_closed(layer.index, layer.path, view.task, view.variant, error, limit, self._model)
 
 
 def check_closure(study: Study) -> None:
@@ -339,11 +341,14 @@ def require_closed(rows: Iterable[Mapping[Any, Any]], dtype: str) -> None:
             raise not_closed(row["layer"], row["path"], row["task"], row["variant"], error, limit)
 
 
-def not_closed(layer: int, path: str, task: str, variant: str, error: float, limit: float) -> NumericsError:
+def not_closed(
+    layer: int, path: str, task: str, variant: str, error: float, limit: float, model: str = ""
+) -> NumericsError:
     """The refusal of a drift that the library does not have."""
+    of_model = f"{model}: " if model else ""
     return NumericsError(
-        f"the drift of {variant} behind layer {layer} ({path}), task {task!r}, is not that of ordinary forward passes: "
-        f"closure error {error:.2g}, at most {limit:.1g} is rounding",
+        f"{of_model}the drift of {variant} behind layer {layer} ({path}), task {task!r}, is not that of ordinary "
+        f"forward passes: closure error {error:.2g}, at most {limit:.1g} is rounding",
         hint="The layers taken apart are not the model: its blocks may hand on more than features, or the mask leave "
         "out tokens that others read. Pass blocks= another list or mask=, or wrap the model.",
         layer=layer,

@@ -76,7 +76,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
         head=weight,
         bias="" if head.bias is None else f"{paths[id(head)]}.bias",
         behind=behind,
-        slope=_slope(behind, head.out_features),
+        slope=1.0 if behind is None else _slope(behind, head.out_features),
     )
 
 
@@ -130,8 +130,8 @@ class _Trace:
     left: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
     answers: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
-    def run(self, example: Any) -> tuple[str, Behind]:
-        """Path of the module whose output the head reads, and what is done to the head's output."""
+    def run(self, example: Any) -> tuple[str, Behind | None]:
+        """Path of the module whose output the head reads, and what is done to the head's output; None for nothing."""
         blocks = {path: self.whole.get_submodule(path) for path in self.paths}
         read: list[Tensor] = []
         given: list[Tensor] = []
@@ -140,7 +140,7 @@ class _Trace:
         def score(features: Tensor) -> Tensor:
             shape = (*features.shape[:-1], self.head.out_features)
             read.append(features)
-            given.append(torch.randn(shape, generator=numbers).to(features))
+            given.append(torch.randn(shape, generator=numbers, dtype=torch.float64).to(features.device))
             return given[-1]
 
         with replaced_forwards([(self.head, score)]), self._watching():
@@ -163,12 +163,12 @@ class _Trace:
             )
         return outputs[0][0]
 
-    def _checked(self, behind: Behind, given: Tensor, made: Tensor) -> Behind:
-        """The same, unless the library's scores are others: of all tokens at once or of some columns alone."""
+    def _checked(self, behind: Behind, given: Tensor, made: Tensor) -> Behind | None:
+        """The same, or None where it does nothing; refused where scores are others, of all columns or of some alone."""
         few = slice(1, 4)
         if not torch.equal(behind(given), made) or not torch.equal(behind(given[:, few]), made[:, few]):
             raise not_causal(self.whole, "its scores are not made of its head's output, one by one")
-        return behind
+        return None if made.dtype == given.dtype and torch.equal(made, given) else behind
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 
 import torch
 
@@ -21,6 +22,7 @@ NAMES = (
     "pages",
     "dashboard",
     "busy",
+    "mergekit",
 )
 
 
@@ -29,7 +31,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=NAMES, help=f"which ones: {', '.join(NAMES)}")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--mergekit", metavar="PATH", help="the mergekit-yaml of an environment of its own")
     arguments = parser.parse_args()
+    if arguments.mergekit:
+        os.environ["DRIFTLENS_MERGEKIT"] = arguments.mergekit
     device = (
         torch.cuda.get_device_name()
         if arguments.device == "cuda"

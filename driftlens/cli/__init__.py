@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import sys
 import threading
@@ -36,6 +37,8 @@ for _command in app.registered_commands:
     _command.callback = spelling_homes_out(_command.callback)
 MOST_LINES, WIDEST = 60, 2000
 """Of a message: lines, and characters in one."""
+MADE_BETWEEN = 10_000
+"""Objects that are made before garbage is looked for, not Python's 700: libraries make half a million that stay."""
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 """Root of wrong usage; typer carries a click of its own, under no public name."""
 
@@ -43,6 +46,8 @@ _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command line and exit with its code (see `driftlens.base.errors` for the codes)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        gc.set_threshold(MADE_BETWEEN, *gc.get_threshold()[1:])
     # Flags that concern the whole program are understood behind the command too.
     flags = [part for part in given if part in _GLOBAL_FLAGS]
     rest = [part for part in given if part not in _GLOBAL_FLAGS]
@@ -68,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    if arguments is None:
+        gc.freeze()  # or the end would look through all that is there once more, for a second
     sys.exit(code)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
 import pty
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from driftlens.base.errors import Cancelled
+from driftlens.cli import MADE_BETWEEN
 from driftlens.cli.app import interrupt
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.spec import load_spec
@@ -332,3 +335,14 @@ def test_the_option_decides_before_the_variable(
     run_cli(command, *given, "--threads", 2)
     assert found == [2, 3, 2] and torch.get_num_threads() == before
     assert run_cli(command, *given, "--threads", 0).code == 2
+
+
+def test_garbage_of_a_program_alone_is_looked_for_seldom(run_cli: Cli) -> None:
+    """Its end doesn't look through all that libraries made; of a caller's process nothing is changed."""
+    before = gc.get_threshold(), gc.get_freeze_count()
+    run_cli("--version")
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
+    tell = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 1000, gc.get_threshold()[0]));"
+    code = f"{tell} import sys; sys.argv = ['driftlens', '--version']; import driftlens.cli; driftlens.cli.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-2:] == ["True", str(MADE_BETWEEN)]

@@ -39,14 +39,13 @@ def aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
     from rich.cells import cell_len
 
     clean = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(cell_len(row[column]) for row in clean) for column in range(len(clean[0]))]
-    lines = []
-    for row in clean:
-        gaps = [" " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
-        names = [cell + gap for cell, gap in zip(row[:num_names], gaps[:num_names], strict=True)]
-        numbers = [gap + cell for cell, gap in zip(row[num_names:], gaps[num_names:], strict=True)]
-        lines.append("  ".join([*names, *numbers]))
-    return lines
+    columns = []
+    for at, cells in enumerate(zip(*clean, strict=True)):
+        widths = [*map(cell_len, cells)]
+        gaps = [" " * (max(widths) - width) for width in widths]
+        pairs = zip(cells, gaps, strict=True)
+        columns.append([f"{cell}{gap}" if at < num_names else f"{gap}{cell}" for cell, gap in pairs])
+    return ["  ".join(row) for row in zip(*columns, strict=True)]
 
 
 def summary(run: DriftRun, *, verbose: bool = False) -> str:

@@ -6,14 +6,14 @@ import itertools
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import streamlit as st
 from pydantic import TypeAdapter
 
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.settings import Schema, choices_of, entry_of, expected, model_of, read
-from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest
+from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest, OutDtype
 from driftlens.spec.words import layers_named
 from driftlens_app.jobs.processes import ask
 from driftlens_app.settings import Settings
@@ -239,6 +239,14 @@ def _form_fields(
         key="save_weights",
         disabled=not may_export,
         help="Beside the run, with config, preprocessor and model card. The weights alone are saved anyway.",
+    )
+    said["out_dtype"] = st.selectbox(
+        "Saved in",
+        get_args(OutDtype),
+        index=None if start.out_dtype is None else get_args(OutDtype).index(start.out_dtype),
+        placeholder="the base's own number type",
+        key="out_dtype",
+        help="float32 keeps the small changes that a half-precision type would round away.",
     )
     said["replace"] = st.checkbox(REPLACE, key="replace")
     with st.container(horizontal=True):

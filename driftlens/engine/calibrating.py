@@ -21,9 +21,11 @@ from torch import Tensor
 
 from driftlens.base.errors import DataError, NumericsError, SpecError
 from driftlens.base.progress import LayerSteps
+from driftlens.base.rounding import Change
 from driftlens.base.team import ALONE, Team
 from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
+from driftlens.checkpoints.rounding import written
 from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.engine.problems import (
     CalibratedLayer,
@@ -97,6 +99,7 @@ class Ground:
         objectives: whether reports hold the objectives of linear sites; on CPUs they cost about a tenth of the time.
         seed: every task and boundary that is trained draws from a generator of its own.
         memory: keeps how far a training is; what it has is not trained again.
+        out_dtype: what all of the calibrated model is saved in; None for the base's own.
     """
 
     pool: ModelPool
@@ -112,11 +115,16 @@ class Ground:
     objectives: bool = True
     seed: int = 0
     memory: Memory | None = None
+    out_dtype: torch.dtype | None = None
 
     @property
     def tasks(self) -> list[str]:
         """Of all processes, in the order in which they are taken."""
         return sorted(self.parts)
+
+    def stored_in(self, key: str) -> torch.dtype:
+        """The dtype that a tensor of the calibrated model is saved in: the base's, where none was asked for."""
+        return self.out_dtype or self.pool.source(self.base or "merged").headers[key].dtype
 
     def store(self) -> FeatureStore:
         """An empty one for the features that wait."""
@@ -348,20 +356,23 @@ def solve_layer(
     problems: Iterable[_P],
     solve: Callable[[_P], Sequence[SiteUpdate]],
     *,
-    stored_as: str,
+    stored_in: Callable[[str], torch.dtype],
 ) -> tuple[dict[str, Tensor], list[SiteReport]]:
     """New parameters of a layer by its own names, and a report per site; problems are from one snapshot of features.
 
-    Parameters hold only what the dtype of the model can hold that the pool calls `stored_as`, in whose form the
-    calibrated one will be saved, so that whatever is computed with them is what the saved model will compute; they are
-    on the pool's device in its dtype.
+    Parameters hold only what the dtype can hold that a tensor of the calibrated model will be saved in, `stored_in` of
+    its key, so that whatever is computed with them is what the saved model will compute; they are on the pool's device
+    in its dtype. What that rounding leaves of their way from the merged model's stands in the report.
     """
-    headers = pool.source(stored_as).headers
     updates: dict[str, Tensor] = {}
     reports: list[SiteReport] = []
 
-    def stored(name: str, value: Tensor) -> Tensor:
-        return value.to(headers[layer.parameters[name].key].dtype).to(pool.device, pool.dtype)
+    def stored(name: str, value: Tensor) -> tuple[Tensor, Change]:
+        slot = layer.parameters[name]
+        dtype = stored_in(slot.key)
+        # In float64 a solve differs by its own rounding from what it leaves as it is.
+        change = written(pool.source("merged"), slot.key, slot.stored(value).float(), dtype, slot.rows)
+        return value.to(dtype).to(pool.device, pool.dtype), change
 
     for problem in problems:
         started = time.perf_counter()
@@ -378,16 +389,17 @@ def _solved(
     layer: Layer,
     problem: _P,
     solve: Callable[[_P], Sequence[SiteUpdate]],
-    stored: Callable[[str, Tensor], Tensor],
+    stored: Callable[[str, Tensor], tuple[Tensor, Change]],
 ) -> list[SiteUpdate]:
     """What solves a problem, as it is stored: of the solution itself nothing stays while the next one is sought."""
     try:
-        return [
-            replace(
-                update, parameters={name: stored(name, value) for name, value in update.parameters.items()}
-            )
-            for update in solve(problem)
-        ]
+        kept = []
+        for update in solve(problem):
+            rounded = {name: stored(name, value) for name, value in update.parameters.items()}
+            change = sum((change for _, change in rounded.values()), Change(""))
+            parameters = {name: value for name, (value, _) in rounded.items()}
+            kept.append(SiteUpdate(parameters, replace(update.report, change=vars(change))))
+        return kept
     except NumericsError as error:
         named = ", ".join(site_path(layer, site) for site in _sites(problem))
         raise type(error)(
@@ -426,7 +438,7 @@ class _WeightWalk(CalibrationWalk):
     @exact_products()
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> list[CalibratedLayer]:
         """Solve the linear sites of one layer, each in one of the processes."""
-        started, base = time.perf_counter(), self.ground.base
+        started, base, stored_in = time.perf_counter(), self.ground.base, self.ground.stored_in
         assert base is not None, "the calibrator's check refuses that"
         sites = [site for site in layer.sites if site.name in names and site.kind == "linear"]
         owners = self.team.balanced([1.0] * len(sites))
@@ -435,7 +447,7 @@ class _WeightWalk(CalibrationWalk):
             for site, owner in zip(sites, owners, strict=True)
             if owner == self.team.rank
         )
-        solve = partial(solve_layer, self.pool, layer, problems, self.calibrator.solve, stored_as=base)
+        solve = partial(solve_layer, self.pool, layer, problems, self.calibrator.solve, stored_in=stored_in)
         like = self.pool.parameters("merged", layer) if self.team.size > 1 else {}
         [(updates, reports)] = solved_by_all(self.team, like, lambda: [solve()])
         order = [site_path(layer, site) for site in sites]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,6 +108,8 @@ class SiteReport:
         upstream_share: share in [0, 1] of that repair which held-out samples supported.
         stationarity_error: of the equations that the weights solve, see `stationarity_error` in `linalg.cholesky`; None
             where they are solved by iteration or not at all.
+        change: how much of the way from the merged parameters is left in the dtype that is saved; the entries of a
+            `Change` in `base.rounding`.
     """
 
     site: str
@@ -124,6 +126,7 @@ class SiteReport:
     upstream_ridge: float | None = None
     upstream_share: float | None = None
     stationarity_error: float | None = None
+    change: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -228,6 +228,6 @@ class SnapshotWalk(CalibrationWalk):
                         # What a solved problem holds makes room for the next one.
                         left if wanted_again else (left.pop(0) for _ in range(len(left))),
                         lane.calibrator.solve,
-                        stored_as=self.ground.base or "merged",
+                        stored_in=self.ground.stored_in,
                     )
         return [solved[index] for index in range(len(self.lanes))]

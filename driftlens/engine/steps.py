@@ -117,7 +117,6 @@ class StepWalk(CalibrationWalk):
         merged, updates = dict(student), dict[str, Tensor]()
         reports: list[SiteReport] = []
         streams = self._run_all_experts(layer, student, needs_output=not is_last)
-        stored_as = self.ground.base or "merged"
         numbered = list(enumerate(groups))
         for step in [numbered] if self.calibrator.order == "block" else [[one] for one in numbered]:
             owners = self.team.balanced([1.0] * len(step))
@@ -129,7 +128,12 @@ class StepWalk(CalibrationWalk):
                 if owner == self.team.rank:
                     problems.append(sums.problem(group, merged))
             solve = partial(
-                solve_layer, self.pool, layer, problems, self.calibrator.solve, stored_as=stored_as
+                solve_layer,
+                self.pool,
+                layer,
+                problems,
+                self.calibrator.solve,
+                stored_in=self.ground.stored_in,
             )
             [(solved, of_step)] = solved_by_all(self.team, merged, lambda solve=solve: [solve()])  # type: ignore[misc]
             order = [site_path(layer, site) for _, group in step for site in group.sites]

@@ -77,6 +77,9 @@ class CalibrationInfo:
             merged model, which is the `choice`, what was `kept`, `seconds`; empty where nothing was chosen.
         attached: how many numbers are attached to the merged model, over all tasks; then the task of an input must be
             known. 0 where weights themselves are calibrated.
+        out_dtype: the number type that was asked for to save in; empty where it is the base's own.
+        change: of the entries that were solved for, how many differ from the merged model's, and what the number type
+            left of that (see `driftlens.base.rounding.Change`); empty where none was, and in older runs.
     """
 
     method: str
@@ -93,6 +96,8 @@ class CalibrationInfo:
     seed: int | None = None
     selection: Mapping[str, Any] = field(default_factory=dict)
     attached: int = 0
+    out_dtype: str = ""
+    change: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def kept(self) -> str:

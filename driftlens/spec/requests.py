@@ -190,6 +190,8 @@ _MERGED_TO = (
     "A .safetensors file, or a folder the original library loads; of a comparison its folder, merges/<name> if left "
     "out."
 )
+OutDtype = Literal["float32", "float16", "bfloat16"]
+"""Number types that models are saved in."""
 LayerPatterns = Annotated[tuple[str | int, ...] | None, BeforeValidator(_plain_layers)]
 Methods = Annotated[tuple[tuple[Text, dict[str, Any]], ...], BeforeValidator(_pairs)]
 
@@ -197,6 +199,10 @@ Methods = Annotated[tuple[tuple[Text, dict[str, Any]], ...], BeforeValidator(_pa
 def _attribution() -> Any:
     text = "Measure drift and accuracy, not where the drift comes from; `driftlens explain` does so later."
     return asked(text, True, name="--no-attribution", parameter="no_attribution")
+
+
+def _out_dtype() -> Any:
+    return asked("What is saved in: float32, float16 or bfloat16; else the base's own.")
 
 
 def _overrides() -> Any:
@@ -235,6 +241,7 @@ class CalibrationRequest(Request):
     save_weights: Path | None = asked(
         "A .safetensors file, or a folder the original library loads, with model card."
     )
+    out_dtype: OutDtype | None = _out_dtype()
     resume: Flag = asked("Go on with an interrupted calibration.", False)
     replace: Flag = asked("Take out the calibration of this name.", False)
     attribution: Flag = _attribution()
@@ -297,16 +304,12 @@ class ArenaRequest(Request, title="arena"):
     attribution: Flag = _attribution()
 
 
-OutDtype = Literal["float32", "float16", "bfloat16"]
-"""Number types that models are saved in."""
-
-
 class MergeRequest(Request, title="merge"):
     """A merge of a spec's experts."""
 
     method: Text | None = asked("A merge method; one that is not there gets the list.")
     out: Path | None = asked(_MERGED_TO)
-    out_dtype: OutDtype | None = asked("What is saved in: float32, float16 or bfloat16; else the base's own.")
+    out_dtype: OutDtype | None = _out_dtype()
     parameters: dict[str, Any] = _parameters("A parameter of the method; repeatable.")
 
 

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from driftlens.checkpoints.rounding import change_of
 from driftlens.jobs.analyze.job import analyze
+from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.study.merging import merge_experts
 from driftlens.jobs.study.opening import open_models
 from driftlens.jobs.study.suspicion import companions
+from driftlens.runs.layout import calibration_folder, calibration_weights
 from driftlens.spec import load_spec
-from driftlens.spec.requests import AnalysisRequest
+from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from tests.models.writing import train
 from tests.pipeline.checking import saved, visual
 from tests.zoo.world import Weights, World, clip
@@ -198,3 +201,46 @@ def test_a_merge_keeps_what_its_type_can_hold_and_tells_what_it_lost(
     text = f"about {equal / changed:.1%} of the entries that the merge changes equal the base's again in bfloat16"
     told_of = [line for line in lines if "the merge changes" in line]
     assert [line.startswith(text) for line in told_of] == [True] * (out_dtype is None)
+
+
+def test_a_calibration_keeps_what_its_type_can_hold_and_tells_what_it_lost(
+    world: World, tmp_path: pathlib.Path
+) -> None:
+    spec = with_models(world, tmp_path, (torch.bfloat16, torch.bfloat16), moved_by(1)) | {"metrics": {}}
+    folder = tmp_path / "run"
+    analyze(spec, AnalysisRequest(out=folder, attribution=False))
+    asked = {"method": "featcal", "lam": 30.0, "rho": 1.0, "attribution": False, "layers": [2]}
+    wide = CalibrationRequest(
+        name="wide", out_dtype="float32", save_weights=tmp_path / "saved.safetensors", **asked
+    )
+    dry = rehearse(folder, wide, estimate=False)
+    assert [finding.text for finding in dry.findings if finding.subject == "saved in"] == ["float32"]
+    for request in (CalibrationRequest(name="own", **asked), wide):
+        run = calibrate(folder, request)
+    merged, own, exact, copy = (
+        load_file(file)
+        for file in (
+            *(folder / "models/merged.safetensors", folder / calibration_weights("own")),
+            *(folder / calibration_weights("wide"), tmp_path / "saved.safetensors"),
+        )
+    )
+    changed = equal = 0
+    for key in (key for key in merged if key.startswith("visual.transformer.resblocks.0.")):
+        assert own[key].dtype == merged[key].dtype == torch.bfloat16 and exact[key].dtype == torch.float32
+        assert torch.equal(own[key], exact[key].bfloat16()) and torch.equal(copy[key], exact[key])
+        differs = exact[key] != merged[key].float()
+        changed, equal = (
+            changed + int(differs.sum()),
+            equal + int((differs & (own[key] == merged[key])).sum()),
+        )
+    text = f"about {equal / changed:.1%} of the entries that the calibration changes equal the merged model's again"
+    assert 0.05 < equal / changed < 1
+    infos = run.manifest.calibrations
+    assert [any(line.startswith(text) for line in infos[name].notices) for name in infos] == [True, False]
+    assert (infos["own"].change["lost"], infos["wide"].change["lost"]) == (equal, 0)
+    cards = [(folder / calibration_folder(name) / "README.md").read_text() for name in infos]
+    assert ["equal the merged model's again" in card for card in cards] == [True, False]
+    assert ["| Saved in | float32 |" in card and "--out-dtype=float32" in card for card in cards] == [
+        False,
+        True,
+    ]

@@ -38,9 +38,9 @@ from driftlens.jobs.calibrate.plan import (
     plan_calibration,
     untouched_but_moved,
 )
-from driftlens.jobs.calibrate.variants import Export, Solution, save_variants
+from driftlens.jobs.calibrate.variants import Export, Solution, kept_change, lost_of, save_variants
 from driftlens.jobs.study import reopening
-from driftlens.jobs.study.opening import OpenModels, open_models
+from driftlens.jobs.study.opening import OpenModels, all_in, open_models
 from driftlens.jobs.study.reopening import (
     Begun,
     Kept,
@@ -166,8 +166,9 @@ def open_kept(
         reopening.require_spec(folder, manifest)
         models = open_models(driftlens.spec.load_spec(folder / layout.SPEC), access)
     assert request.save_weights is not None
-    method = manifest.calibrations[request.name].method
-    export = Export(folder, request.name, method, models, request.save_weights)
+    info = manifest.calibrations[request.name]
+    models = all_in(models, info.out_dtype)
+    export = Export(folder, request.name, info.method, models, request.save_weights)
     export.require_kept(manifest)
     export.require_place()
     return export
@@ -198,7 +199,7 @@ def open_calibration(
     plan = plan_calibration(request, run, spec, study)
     asked = request.changed(resume=False, replace=False).words()
     words = [*(word for word in asked if not word.startswith("--name=")), *context.access.words]
-    return OpenCalibration(folder, run.manifest, study, models, plan, words)
+    return OpenCalibration(folder, run.manifest, study, all_in(models, request.out_dtype), plan, words)
 
 
 def require_terms(request: CalibrationRequest, opened: OpenCalibration, *, is_chosen: bool) -> None:
@@ -238,6 +239,7 @@ def _is_same(plan: CalibrationPlan, taken: CalibrationInfo, *, is_chosen: bool) 
     return (
         is_asked
         and taken.automatic == is_chosen
+        and plan.out_dtype == taken.out_dtype
         and tuple(plan.patterns) == tuple(taken.sites)
         and plan.sample_digests == dict(taken.sample_digests)
     )
@@ -294,7 +296,11 @@ class _Work:
         notices = self.team.once(lambda: _notices(plan, self.study, self.opened.manifest))
         self.writer.begin_variants(plan.variants)
         run_phases(self.writer, [Phase(plan.phase, lambda: self._save(identity, notices), self.study)])
-        self._save_elsewhere(plan.info(0.0, notices))  # before it is measured, which may take long
+        change = self.team.once(lambda: kept_change(self.writer.folder, plan.name))
+        notices = [*notices, *lost_of(change)]
+        self._save_elsewhere(
+            plan.info(0.0, notices, change=change)
+        )  # before it is measured, which may take long
         reopening.add_calibration(
             self.study, self.opened.models, self.writer.folder, plan.name, plan.method, plan.control
         )
@@ -302,7 +308,7 @@ class _Work:
         run_phases(self.writer, [look, *self.phases.measuring(plan.variants)])
         attached = attachment_tensors(self.study.pool.variant(plan.variant).attachments)
         numbers = sum(tensor.numel() for tensor in attached.values() if tensor.dim())
-        info = plan.info(self.team.once(lambda: self.scratch.seconds), notices, numbers)
+        info = plan.info(self.team.once(lambda: self.scratch.seconds), notices, numbers, change)
         said = [f"{plan.variant}: {text}" for text in notices]
         self.writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
 
@@ -531,6 +537,7 @@ def solve(
         team=study.team,
         seed=plan.seed,
         memory=scratch.kept("training", elapsed),
+        out_dtype=getattr(torch, plan.out_dtype) if plan.out_dtype else None,
     )
     for layer in plan.calibrator.calibrate(ground):
         solution.attachments |= {(task, layer.layer): each for task, each in layer.attachments.items()}

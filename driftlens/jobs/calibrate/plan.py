@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,7 @@ class CalibrationPlan:
         control: variant of the anchor alone; empty where the anchor is the merged model, or there is none.
         patterns: that the sites' paths match; none means linear and norm modules inside blocks.
         boundaries: layers that a trained calibrator changes or attaches something to; it solves for no site.
+        out_dtype: what is saved in; empty for the base's own.
     """
 
     name: str
@@ -68,6 +70,7 @@ class CalibrationPlan:
     patterns: Sequence[str] = ()
     seed: int = 0
     boundaries: Sequence[int] = ()
+    out_dtype: str = ""
 
     def settled(self, calibrator: Calibrator, study: Study) -> CalibrationPlan:
         """The plan with this calibrator, and the control that its anchor wants."""
@@ -158,7 +161,13 @@ class CalibrationPlan:
         """Digest of the calibration samples' ids, or of their contents where a caller has handed them in, by task."""
         return {task: ids_digest(samples.identities) for task, samples in self.samples.items()}
 
-    def info(self, seconds: float, notices: Sequence[str], attached: int = 0) -> CalibrationInfo:
+    def info(
+        self,
+        seconds: float,
+        notices: Sequence[str],
+        attached: int = 0,
+        change: Mapping[str, Any] = MappingProxyType({}),
+    ) -> CalibrationInfo:
         """The entry of the manifest."""
         return CalibrationInfo(
             method=self.method,
@@ -175,6 +184,8 @@ class CalibrationPlan:
             seed=self.seed,
             selection=self.selection,
             attached=attached,
+            out_dtype=self.out_dtype,
+            change=dict(change),
         )
 
     def identity(self, manifest: Manifest, study: Study) -> dict[str, Any]:
@@ -189,6 +200,7 @@ class CalibrationPlan:
             "samples": self.sample_digests,
             "models": {name: manifest.models[name].digest for name in models},
             "compute": f"{study.pool.device.type}, {str(study.pool.dtype).removeprefix('torch.')}",
+            **({"out_dtype": self.out_dtype} if self.out_dtype else {}),
         }
 
 
@@ -237,6 +249,7 @@ def plan_calibration(
         patterns=tuple(patterns or ()),
         seed=study.seed,
         boundaries=calibrator.boundaries(len(chain.layers)),
+        out_dtype=request.out_dtype or "",
     )
     return plan.settled(calibrator, study)
 

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from driftlens.base.errors import CheckpointError, DriftLensError, RunError
+from driftlens.base.rounding import Change, saved_words
 from driftlens.base.variants import calibrated
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sources import InDtypes, OnDemand, StateSource, TensorsSource, content_digest
 from driftlens.engine.attached import Attachment, Attachments, attachment_tensors, portable_tensors
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.jobs.calibrate.plan import CalibrationPlan
-from driftlens.jobs.study.opening import OpenModels, head_files
+from driftlens.jobs.study.opening import OpenModels, floats_in, head_files
 from driftlens.jobs.study.reopening import attached_by
 from driftlens.jobs.study.study import Study, model_info
 from driftlens.models.architecture import Architecture
@@ -39,6 +40,7 @@ from driftlens.runs.manifest import CalibrationInfo, Manifest, versions
 from driftlens.runs.run import open_run
 from driftlens.runs.schema import CALIBRATION
 from driftlens.runs.writer import RunWriter
+from driftlens.spec.yaml_text import from_yaml, to_yaml
 
 ATTACHED_FILE = "attachments.safetensors"
 """Where a saved folder holds what is attached."""
@@ -76,6 +78,12 @@ class Solution:
         return OnDemand(dict.fromkeys(keys), lambda key: self.layers[key[0]].updates[key[1]])
 
     @property
+    def change(self) -> dict[str, Any]:
+        """What the number type that is saved in left of all that was solved for; empty where nothing was."""
+        of_sites = [Change(**report.change) for _, report in self.reports if report.change]
+        return vars(sum(of_sites, Change(""))) if of_sites else {}
+
+    @property
     def reports(self) -> list[tuple[int, SiteReport]]:
         """One per site, with its layer's index."""
         return [(index, report) for index, layer in self.layers.items() for report in layer.reports]
@@ -107,8 +115,6 @@ def save_variants(
     """
     import pandas as pd
 
-    from driftlens.spec.yaml_text import to_yaml
-
     pool = study.pool
     merged = pool.source(plan.kept or "merged")
     for variant, relative in plan.weights.items():
@@ -116,7 +122,10 @@ def save_variants(
         if variant == plan.control:
             base, reach = pool.source("base"), plan.calibrator.anchor_reach
             parameters = anchors(pool.chain, merged, base, reach, solution.updates)
-        source = with_parameters(pool.chain, merged, study.like, parameters)
+        like = study.like
+        if models.out_dtype is not None:
+            like = InDtypes(like, floats_in(like, models.out_dtype))
+        source = with_parameters(pool.chain, merged, like, parameters)
         with writer.file(relative) as path:
             save_model(
                 models.architecture, models.own_form, source, path, metadata=weights_metadata(variant, info)
@@ -127,6 +136,7 @@ def save_variants(
             save_state_dict(path, attachment_tensors(solution.attachments))
     if solution.reports:
         writer.append("calibration", pd.DataFrame(history_rows(plan.name, solution.reports)), replace=True)
+    change = solution.change
     config = {
         "name": plan.name,
         "variant": plan.variant,
@@ -135,11 +145,25 @@ def save_variants(
         **identity,
         "num_samples": plan.counts,
         "seconds": round(info.seconds, 3),
-        "notices": list(info.notices),
+        "change": change,
+        "notices": [*info.notices, *lost_of(change)],
         "versions": versions(),
     }
     with writer.file(f"{calibration_folder(plan.name)}/config.yaml") as path:
         path.write_text(to_yaml(config), encoding="utf-8")
+
+
+def kept_change(run: pathlib.Path, name: str) -> dict[str, Any]:
+    """What `save_variants` has counted of a calibration; empty where nothing was solved for."""
+    place = run / calibration_folder(name) / "config.yaml"
+    return dict(from_yaml(place.read_text(encoding="utf-8"), place.name).get("change") or {})
+
+
+def lost_of(change: Mapping[str, Any]) -> list[str]:
+    """What is said of that; empty where next to nothing is lost."""
+    return (
+        saved_words(Change(**change), "the calibration", "calibrate", "the merged model's") if change else []
+    )
 
 
 def weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:

@@ -104,6 +104,7 @@ def _describe(opened: OpenCalibration, checks: Preflight) -> None:
         checks.ok("sites", f"{what} {where}")
     checks.ok("leaves", plan.calibrator.leaves())
     checks.ok("samples", ", ".join(f"{task} {count}" for task, count in plan.counts.items()))
+    checks.ok("saved in", plan.out_dtype or "the number types of the base")
     if plan.control:
         checks.ok("control", f"{plan.control} shows what the anchor does by itself")
     changes_all = not plan.sites and not plan.calibrator.needs_task_id

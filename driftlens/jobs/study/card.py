@@ -191,7 +191,7 @@ def calibration_command(name: str, info: CalibrationInfo, run: str = "RUN", **mo
         samples=counts.pop() if len(counts) == 1 else None,  # unequal ones are the spec's own
         layers=None if chooses_itself else tuple(info.layers),
         sites=tuple(info.sites) or None,
-        **more,
+        **{"out_dtype": info.out_dtype or None, **more},
     )
     return shlex.join(["driftlens", "calibrate", run, *request.words()])
 
@@ -331,6 +331,7 @@ def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
     yield "Calibration", f"{info.method} on layers {_ranges(info.layers)}" if info.layers else "none"
     if info.seed is not None:  # else an older run does not say which sites were meant
         yield from _sites(run, name)
+    yield from [("Saved in", info.out_dtype)] if info.out_dtype else []
     yield "Preset", info.preset or "none"
     yield from _texts(info.settings)
     yield "Time", f"{info.seconds:.1f} s on {run.manifest.device}, without the analysis"

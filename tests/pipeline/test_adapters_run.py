@@ -1,0 +1,84 @@
+"""Experts that are adapters, run: their features are those of base and adapters as peft runs them, unmerged."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from driftlens.jobs.study.opening import open_models, open_pool
+from driftlens.spec import load_spec
+from tests.zoo.decoders import CONFIGS, saved
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*tie.*:UserWarning"),
+]
+GPT2 = transformers.GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=40, n_positions=32)
+LLAMA = CONFIGS["Llama, untied"]
+OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (LLAMA, {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"]}),
+    "rslora": (
+        LLAMA,
+        {"r": 4, "lora_alpha": 6, "use_rslora": True, "target_modules": ["v_proj", "down_proj"]},
+    ),
+    "patterns": (
+        LLAMA,
+        {
+            **{"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "o_proj"]},
+            **{"rank_pattern": {"o_proj": 3}, "alpha_pattern": {"layers.1.self_attn.q_proj": 9}},
+        },
+    ),
+    "modules_to_save": (
+        LLAMA,
+        {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["gate_proj", "norm"]},
+    ),
+    "gemma_tied": (CONFIGS["Gemma 3"], {"r": 2, "lora_alpha": 8, "target_modules": ["k_proj", "down_proj"]}),
+    "fan_in_fan_out": (GPT2, {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}),
+}
+
+
+def adapted(base: pathlib.Path, folder: pathlib.Path, options: dict[str, Any]) -> Any:
+    """The base in float32 with random adapters, small beside its numbers' steps; saved by peft."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(parameter, std=0.1)
+            elif "modules_to_save" in name:
+                parameter.data += 0.01 * torch.randn(parameter.shape)
+    wrapped.save_pretrained(folder)
+    return wrapped.eval()
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("config", "options"), OPTIONS.values(), ids=list(OPTIONS))
+@torch.no_grad()
+def test_features_of_an_expert_are_those_that_peft_computes(
+    config: Any, options: dict[str, Any], stored: torch.dtype, tmp_path: pathlib.Path
+) -> None:
+    saved(config, tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").to(stored)
+    model.save_pretrained(tmp_path / "base")
+    oracle = adapted(tmp_path / "base", tmp_path / "expert", options)
+    loader = "hf-auto" if config is GPT2 else "hf-decoder"
+    described: dict[str, Any] = {"version": 1, "merge": {"method": "average"}}
+    described["architecture"] = {"loader": loader, "source": str(tmp_path / "base")}
+    described |= {"base": {"weights": str(tmp_path / "base")}}
+    described |= {"experts": {"a": {"weights": str(tmp_path / "expert")}}}
+    spec = load_spec(described)
+    pool = open_pool(spec, open_models(spec), device="cpu")
+    tokens = torch.randint(4, 40, (2, 7), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    expected = oracle.base_model.model(**inputs, output_hidden_states=True).hidden_states[-1]
+    plain = model.float()(**inputs, output_hidden_states=True).hidden_states[-1]
+    [states] = [pool.library_states("expert:a", inputs)]
+    found = states[-1][pool.chain.layers[-1].stream]
+    assert float((found - expected).norm() / (expected - plain).norm()) < 1e-4

@@ -66,6 +66,14 @@ def arithmetic() -> dict[str, object]:
     }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_waits_for_the_disk() -> Iterator[None]:
+    """Only a machine that loses power tells a flushed file from another, and no test takes the power away."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _descriptor: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def left_as_it_was() -> Iterator[None]:
     """No test, and nothing it calls, may leave torch computing in another way: others would round differently."""

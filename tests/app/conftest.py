@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 import streamlit as st
 from streamlit.components.v2 import manifest_scanner
+from streamlit.runtime.scriptrunner.script_cache import ScriptCache
 from streamlit.testing.v1 import AppTest
 from streamlit.testing.v1.element_tree import Expander
 
@@ -30,14 +31,12 @@ Open = Callable[..., AppTest]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def scanned_once() -> Iterator[None]:
-    """Streamlit reads the metadata of every installed package anew for each app, which takes longer than most tests."""
+def read_once() -> Iterator[None]:
+    """For each app Streamlit reads the metadata of every installed package anew, and compiles the pages' files."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            manifest_scanner,
-            "scan_component_manifests",
-            functools.cache(manifest_scanner.scan_component_manifests),
-        )
+        scan = manifest_scanner.scan_component_manifests
+        patch.setattr(manifest_scanner, "scan_component_manifests", functools.cache(scan))
+        patch.setattr(ScriptCache, "get_bytecode", ScriptCache().get_bytecode)  # one's, for all
         yield
 
 

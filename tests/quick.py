@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def few(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+def few(names: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     """The names as parameters, all but the quick ones slow.
 
     Raises:

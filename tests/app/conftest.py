@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,9 @@ from streamlit.components.v2 import manifest_scanner
 from streamlit.runtime.scriptrunner.script_cache import ScriptCache
 from streamlit.testing.v1 import AppTest
 from streamlit.testing.v1.element_tree import Expander
+from typer.testing import CliRunner
 
+from driftlens.cli import app
 from driftlens_app import calibration
 from driftlens_app.jobs import processes
 from driftlens_app.settings import Settings
@@ -43,9 +44,7 @@ def read_once() -> Iterator[None]:
 @functools.cache
 def catalogue() -> dict[str, Any]:
     """What `driftlens methods --json` prints."""
-    command = [sys.executable, "-m", "driftlens", "methods", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return dict(json.loads(done.stdout))
+    return dict(json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout))
 
 
 @pytest.fixture(autouse=True)

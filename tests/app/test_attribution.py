@@ -13,6 +13,7 @@ from driftlens.runs.run import open_run
 from driftlens_app.jobs import processes, watch
 from tests.app.conftest import Open, until
 from tests.app.pages import called, errors, finish, press, said, state, step
+from tests.quick import few
 
 pytestmark = pytest.mark.usefixtures("worker")
 BUTTON = "Trace the drift back to layers"
@@ -40,7 +41,7 @@ def run(root: Path) -> Path:
     return root / "full"
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view", few(VIEWS, quick=["layers"]))
 def test_the_button_starts_the_command_whose_progress_is_shown_until_the_columns_are_there(
     open_app: Open, root: Path, view: str
 ) -> None:

@@ -36,6 +36,7 @@ from tests.app.pages import (
     state,
     step,
 )
+from tests.quick import few
 from tests.records.full_run import write_full_run
 
 pytestmark = pytest.mark.usefixtures("worker")
@@ -242,7 +243,7 @@ def test_checkpoint_and_card_can_be_taken_away(open_app: Open, root: Path, run: 
     assert not [label for label in labels if label.startswith("Calibrated checkpoint")]
 
 
-@pytest.mark.parametrize("view", ["welcome", "runs"])
+@pytest.mark.parametrize("view", few(["welcome", "runs"], quick=["welcome"]))
 def test_a_visitor_who_finds_the_demo_run_being_made_lands_on_it_too(
     open_app: Open, tmp_path: Path, view: str
 ) -> None:
@@ -278,7 +279,7 @@ def end_new_run(root: Path) -> None:
     until(lambda: state(root / "mine") == "done", "it is done")
 
 
-@pytest.mark.parametrize("view", ["new_run", "runs", "layers"])
+@pytest.mark.parametrize("view", few(["new_run", "runs", "layers"], quick=["new_run", "layers"]))
 def test_a_visitor_who_waits_for_a_run_lands_on_it(open_app: Open, root: Path, run: Path, view: str) -> None:
     """Also who meets the welcome in the place of another page, where there is no run yet."""
     if view == "layers":

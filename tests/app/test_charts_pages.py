@@ -10,7 +10,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from driftlens.runs.run import open_run
-from driftlens_reports.charts.chart import charts, parts_of
+from driftlens_reports.charts.chart import ChartOptions, charts, parts_of
 from tests.app.conftest import Open, shown_data
 from tests.app.pages import said
 from tests.records.full_run import Size, write_full_run
@@ -32,25 +32,6 @@ def opened_at(app: AppTest, key: str, part: str) -> AppTest:
     """The page with one of its parts open."""
     app.radio(key=key).set_value(part).run()
     return app
-
-
-@pytest.mark.parametrize("view", [*dict.fromkeys(view for view, *_ in PARTS)])
-def test_a_part_draws_its_charts_and_only_those(open_app: Open, root: Path, view: str) -> None:
-    app, run = open_app(root, view), open_run(root / "full")
-    for key, part, names in (at for page, *at in PARTS if page == view):
-        app = opened_at(app, key, part)
-        names = [name for name in names if charts[name].applies(run)]  # the run is of images
-        assert not app.error and not app.exception, part
-        headings = [element.value.replace("\\", "") for element in app.subheader]
-        assert headings[: len(names)] == [charts[name].title for name in names], part
-        drawn = [name for name in names if charts[name].missing(run, charts_options()) is None]
-        assert len(app.get("plotly_chart")) == len(drawn), part
-
-
-def charts_options() -> object:
-    from driftlens_reports.charts.chart import ChartOptions
-
-    return ChartOptions()
 
 
 @pytest.mark.parametrize("view", ["layers", "samples", "theory"])
@@ -108,20 +89,27 @@ def test_without_another_baseline_the_page_says_what_gains_are_counted_from(
     assert "no other baseline; gains are counted from merged" in said(app)
 
 
-def test_no_chart_stands_twice(open_app: Open, root: Path) -> None:
+def test_every_part_draws_its_charts_and_none_stands_twice(open_app: Open, root: Path) -> None:
     """Neither under its title nor, under another one, with the same lines that a legend names, or the same cells."""
     places: dict[str, str] = {}
-    views = [(view, {key: part}) for view, key, part, _ in PARTS]
-    views += [("samples", {}), ("overview", {}), ("repair", {}), ("repair", {"repair": "Compare"})]
-    for view, query in views:
+    views = [(view, {key: part}, names) for view, key, part, names in PARTS]
+    views += [(view, {}, ()) for view in ("samples", "overview", "repair")]
+    views += [("repair", {"repair": "Compare"}, ())]
+    run = open_run(root / "full")
+    for view, query, names in views:
         app = open_app(root, view, **query)
+        assert not app.error and not app.exception, (view, query)
         figures = [json.loads(chart.proto.spec) for chart in app.get("plotly_chart")]
+        headings = [element.value.replace("\\", "") for element in app.subheader]
+        expected = [name for name in names if charts[name].applies(run)]  # the run is of images
+        assert headings[: len(expected)] == [charts[name].title for name in expected], (view, query)
+        if names:
+            assert len(figures) == sum(charts[name].missing(run, ChartOptions()) is None for name in expected)
         assert figures, view
-        drawn = {trace for figure in figures for trace in told(figure)}
-        titles = {element.value for element in app.subheader if element.value.replace("\\", "") in TITLES}
-        for what in drawn | titles:
+        drawn = {trace for figure in figures for trace in told(figure)} | {*headings} & TITLES
+        for what in drawn:
             assert what not in places, f"{view} {query} shows again what {places[what]} shows: {what[:200]}"
-        places |= dict.fromkeys(drawn | titles, f"{view} {query}")
+        places |= dict.fromkeys(drawn, f"{view} {query}")
 
 
 def told(figure: Any) -> set[str]:

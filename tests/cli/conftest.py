@@ -11,9 +11,9 @@ import pytest
 from driftlens.cli import main
 from driftlens.runs.run import DriftRun
 from tests.pipeline.calibrating import copied
-from tests.pipeline.fixtures import finished, light, spec_file, world
+from tests.pipeline.fixtures import brief_rehearsals, finished, light, spec_file, world
 
-__all__ = ["Cli", "Result", "finished", "light", "run_cli", "spec_file", "world"]
+__all__ = ["Cli", "Result", "brief_rehearsals", "finished", "light", "run_cli", "spec_file", "world"]
 
 
 @dataclass(frozen=True)

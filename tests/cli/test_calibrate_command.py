@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from driftlens.findings.before_after import selection_sentences
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.preflight import calibrating, rehearsal
+from driftlens.jobs.preflight import calibrating
 from driftlens.jobs.study.card import calibration_command, escaped, model_card
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
@@ -191,7 +191,6 @@ def test_a_dry_run_estimates_and_writes_nothing(
         return known[0]
 
     monkeypatch.setattr(calibrating, "rehearsed_calibration", counted)
-    monkeypatch.setattr(rehearsal, "_PATIENCE", 0.0)  # nothing is done a second time to be surer of it
     result = run_cli(*asked)
     assert result.code == 0 and result.out.rstrip().endswith("ready") and "estimate: about" in result.out
     found, more, same = (

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlens.jobs.preflight import jobs, rehearsal
+from driftlens.jobs.preflight import jobs
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.study.suspicion import Finding
@@ -24,14 +24,13 @@ def check(spec: Mapping[str, Any], *, estimate: bool = False, **options: Any) ->
 
 
 def rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all estimates of a test rest on one rehearsal, in which each short study runs once."""
+    """Let all estimates of a test rest on one rehearsal."""
     rehearsed, known = jobs.rehearsed, list[Any]()
 
     def once(*given: Any, **how: Any) -> Any:
         known.extend([] if known else [rehearsed(*given, **how)])
         return known[0]
 
-    monkeypatch.setattr(rehearsal, "_PATIENCE", 1e-9)
     monkeypatch.setattr(jobs, "rehearsed", once)
 
 

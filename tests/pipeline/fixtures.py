@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 import driftlens as dl
+from driftlens.jobs.preflight import rehearsal
 from driftlens.runs.run import DriftRun
 from tests.zoo.world import World, build
 
@@ -29,6 +30,14 @@ def light(world: World, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
     """A finished run of the same world without Jacobians, which take longest; read-only."""
     out = tmp_path_factory.mktemp("light") / "run"
     return dl.analyze(world.spec(metrics={"jacobian": False}), out=out, progress="none")
+
+
+@pytest.fixture(autouse=True)
+def brief_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One short study is enough where nobody asks how good an estimate is; who does has a fixture of this name."""
+    sizes = rehearsal._sizes
+    monkeypatch.setattr(rehearsal, "_sizes", lambda *study, **kind: sizes(*study, **kind)[:1])
+    monkeypatch.setattr(rehearsal, "_PATIENCE", 0.0)
 
 
 @pytest.fixture

@@ -40,7 +40,10 @@ from tests.pipeline.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, r
 from tests.zoo.towers import under_transformers_names
 from tests.zoo.world import DEPTH, SCALING, TASKS, Form, World, labels, merged_weights, pixels
 
-FORMS = [pytest.param("open_clip", marks=OPEN_CLIP), pytest.param("hf", marks=TRANSFORMERS_CLIP)]
+FORMS = [
+    pytest.param("open_clip", marks=[OPEN_CLIP, pytest.mark.slow]),
+    pytest.param("hf", marks=TRANSFORMERS_CLIP),
+]
 LAYERS = DEPTH + 2
 RHO = 2.0
 

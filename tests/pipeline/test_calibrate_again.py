@@ -69,8 +69,13 @@ def evaluating(event: ProgressEvent) -> bool:
 
 @pytest.mark.parametrize(
     ("stop", "solved"),
-    [(in_layer(2), 0), (in_layer(3), 1), (in_layer(4), 2), (analysing, 3), (evaluating, 3)],
-    ids=["first layer", "second layer", "last layer", "while analyzing", "while evaluating"],
+    [
+        pytest.param(in_layer(2), 0, id="first layer", marks=pytest.mark.slow),
+        pytest.param(in_layer(3), 1, id="second layer"),
+        pytest.param(in_layer(4), 2, id="last layer", marks=pytest.mark.slow),
+        pytest.param(analysing, 3, id="while analyzing", marks=pytest.mark.slow),
+        pytest.param(evaluating, 3, id="while evaluating"),
+    ],
 )
 def test_an_interrupted_calibration_is_unseen_and_resumes_to_the_very_same(
     folder: pathlib.Path, light: DriftRun, whole: DriftRun, stop: Any, solved: int

@@ -218,14 +218,6 @@ def test_a_rehearsal_of_resuming_compares_settings(folder: pathlib.Path) -> None
     assert [finding.subject for finding in refused.problems] == ["name"]
 
 
-def test_the_estimate_of_disk_is_near_what_is_written(folder: pathlib.Path, light: DriftRun) -> None:
-    found = rehearse(folder, request())
-    calibrate(folder, request())
-    new = sum(len(data) for name, data in files_of(folder).items() if name not in files_of(light.path))
-    assert found.cost is not None
-    assert 0.3 < found.cost.disk_bytes / new < 3
-
-
 def test_samples_that_are_not_there_are_counted(folder: pathlib.Path) -> None:
     with pytest.raises(DataError) as caught:
         calibrate(folder, request(samples=1000))

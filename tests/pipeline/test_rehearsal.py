@@ -11,7 +11,9 @@ import torch
 from driftlens.base.access import Access
 from driftlens.base.errors import NumericsError
 from driftlens.jobs.analyze.job import analyze
+from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.preflight import rehearsal
+from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.preflight.job import checked
 from driftlens.jobs.preflight.jobs import SpecStudy
 from driftlens.jobs.preflight.rehearsal import (
@@ -25,14 +27,22 @@ from driftlens.jobs.preflight.rehearsal import (
 )
 from driftlens.jobs.preflight.shortened import Size, kept_layers, shortened
 from driftlens.jobs.study.opening import open_study
+from driftlens.runs.run import DriftRun
 from driftlens.runs.writer import RunWriter
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest
+from tests.pipeline.calibrating import copied, files_of, request
 from tests.pipeline.checking import check
 from tests.zoo.cases import CASES, family
 from tests.zoo.world import DEPTH, World, write_images
 
 DEPTHS, SAMPLES = (1, 2, 4), (8, 64)
+
+
+@pytest.fixture(autouse=True)
+def brief_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short studies of every size, each of which runs once."""
+    monkeypatch.setattr(rehearsal, "_PATIENCE", 1e-9)
 
 
 def by_task(seconds: object) -> list[Measured]:
@@ -123,7 +133,6 @@ def rehearsed_on(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[SpecStu
         return shortened(study, models, size)  # type: ignore[arg-type]
 
     monkeypatch.setattr(rehearsal, "shortened", spied)
-    monkeypatch.setattr(rehearsal, "_PATIENCE", 1e-9)
     _, opened = checked(load_spec(world.spec(metrics={"jacobian": False})), Access())
     assert opened is not None
     return opened, sizes
@@ -212,3 +221,13 @@ def test_disk_agrees_with_a_run(world: World, tmp_path: pathlib.Path) -> None:
     run = analyze(spec, AnalysisRequest(out=tmp_path / "run"))
     used = sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file())
     assert used / 2 < cost.disk_bytes < 2 * used
+
+
+@pytest.mark.slow
+def test_disk_agrees_with_a_calibration(light: DriftRun, tmp_path: pathlib.Path) -> None:
+    folder = copied(light, tmp_path / "run")
+    found = rehearse(folder, request())
+    calibrate(folder, request())
+    new = sum(len(data) for name, data in files_of(folder).items() if name not in files_of(light.path))
+    assert found.cost is not None
+    assert 0.3 < found.cost.disk_bytes / new < 3

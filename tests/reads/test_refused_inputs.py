@@ -21,11 +21,11 @@ from driftlens.spec.mergekit import read_recipe
 from driftlens.spec.run import load_spec
 from driftlens.spec.yaml_text import MOST_CHARACTERS, from_yaml
 from tests.cli.conftest import Result, run_cli
-from tests.pipeline.fixtures import light, world
+from tests.pipeline.fixtures import brief_rehearsals, light, world
 from tests.reads.guard import within_bounds
 from tests.zoo.world import World
 
-__all__ = ["light", "run_cli", "world"]
+__all__ = ["brief_rehearsals", "light", "run_cli", "world"]
 
 Cli = Callable[..., Result]
 
@@ -326,7 +326,10 @@ def test_the_file_systems_refusals_are_no_defects(
     "place",
     ["calibrations", "tables", "features/flowers", "reports", "scratch", "events.jsonl", "run.lock.guard"],
 )
-@pytest.mark.parametrize("line", ["calibrate RUN --name q2 --method svc", "report RUN --format md"])
+@pytest.mark.parametrize(
+    "line",
+    ["calibrate RUN --name q2 --method svc", pytest.param("report RUN --format md", marks=pytest.mark.slow)],
+)
 def test_a_run_is_not_written_to_through_a_link_that_leads_out_of_it(
     run_cli: Cli, light: Any, tmp_path: Path, place: str, line: str
 ) -> None:

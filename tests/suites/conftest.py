@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Barrier, Lock
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from driftlens.suites import cache as caches
+from driftlens.suites import training
 from driftlens.suites.cache import Suite
 from driftlens.suites.embedded import embedded_suite
 from driftlens.suites.recipe import Recipe, Schedule, TextRecipe
+from driftlens.suites.training import Worker
 
 BRIEF = Schedule(steps=3, batch=16, matrix_rate=0.02, rate=2e-3)
 TINY = Recipe(
@@ -45,7 +53,22 @@ def cache(common: pathlib.Path) -> pathlib.Path:
     return common / "suites"
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """This process does all that two would share; those two import what takes longer than the work."""
+
+    def work_alone(work: Any, arguments: Any, on_news: Any, num_values: int) -> None:
+        news = SimpleNamespace(send=lambda told: on_news(*told))
+        work(Worker(0, news, Lock(), Barrier(1), bytearray(4 * 2 * num_values)), *arguments)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "NUM_WORKERS", 1)
+        patch.setattr(caches, "work_together", work_alone)
+        yield
+
+
 @pytest.fixture(scope="session")
 def suite(cache: pathlib.Path) -> Suite:
     """Shared: tests that change files work on a copy."""
-    return embedded_suite(cache=cache, recipe=TINY)
+    with alone():
+        return embedded_suite(cache=cache, recipe=TINY)

@@ -24,6 +24,7 @@ from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.engine.walk import Given
 from driftlens.jobs.preflight.processes import solved_groups
 from driftlens.linalg.gram import GramPool
+from tests.quick import few
 from tests.team.threads import teamed
 from tests.zoo.cases import Case, perturbed, pool_of
 from tests.zoo.solvable import WORLDS
@@ -86,7 +87,7 @@ ALONE = {**DIVIDED, "weights alone": ("open_clip_vit", calibrators["svc"]())}
 
 
 @pytest.mark.parametrize(("world", "calibrator"), ALONE.values(), ids=ALONE)
-@pytest.mark.parametrize("size", [2, 4])  # 4: one has nothing to do
+@pytest.mark.parametrize("size", few([2, 4], quick=[2]))  # 4: one has nothing to do
 def test_several_processes_find_what_one_finds(world: str, calibrator: Calibrator, size: int) -> None:
     case = WORLDS[world].case
 
@@ -134,7 +135,7 @@ def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("world", "calibrator"), DIVIDED.values(), ids=DIVIDED)
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", few([2, 3, 5], quick=[3]))
 def test_batches_of_a_task_are_shared_where_tasks_are_too_few(
     world: str, calibrator: Calibrator, size: int
 ) -> None:

@@ -103,6 +103,7 @@ def test_processes_without_a_meeting_place_are_told_so(
     assert "MASTER_ADDR" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_launcher_that_only_sets_variables_is_enough(light: DriftRun, tmp_path: Path) -> None:
     folder = copied(light, tmp_path / "run")
     jobs = started(2, "evaluate", str(folder), "--again", "--json")

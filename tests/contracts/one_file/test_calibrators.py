@@ -33,10 +33,10 @@ from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest
 from tests.contracts.one_file.toys import CLOSED, TRAINED
 from tests.pipeline.calibrating import copied, request
-from tests.pipeline.fixtures import finished, light, world
+from tests.pipeline.fixtures import brief_rehearsals, finished, light, world
 from tests.zoo.world import TASKS, World
 
-__all__ = ["finished", "light", "world"]
+__all__ = ["brief_rehearsals", "finished", "light", "world"]
 
 
 @pytest.fixture

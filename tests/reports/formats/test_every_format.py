@@ -306,13 +306,13 @@ BREAKING = "</script><img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="module")
-def light(standard: Report) -> str:
-    return standard.files(["html-light"])["report-light.html"].decode()
+def light(files: dict[str, bytes]) -> str:
+    return files["report-light.html"].decode()
 
 
 @pytest.fixture(scope="module")
-def interactive(standard: Report) -> str:
-    return standard.files(["html"])["report.html"].decode()
+def interactive(files: dict[str, bytes]) -> str:
+    return files["report.html"].decode()
 
 
 @pytest.fixture(scope="module")
@@ -324,8 +324,9 @@ def hostile_pages(tmp_path_factory: pytest.TempPathFactory) -> list[Page]:
         class_names=[BREAKING, "b"],
         size=Size(1, 4, 3, 2, 10),
     )
-    files = Report(folder, "full", raw=True).files(["html", "html-light"])
-    return [Page(data.decode()) for data in files.values()]
+    reports = {"html": Report(folder, "full", raw=True), "html-light": Report(folder)}
+    files = [report.files([form]) for form, report in reports.items()]
+    return [Page(data.decode()) for each in files for data in each.values()]
 
 
 def digest(text: str) -> str:

@@ -15,10 +15,9 @@ from tests.data.sources import images, labels_of, opened, shades
 from tests.refusing import refusing
 
 MODULE = """
-import pathlib
 import numpy as np
 
-pathlib.Path(__file__).with_name("ran").touch()
+Path(__file__).with_name("ran").touch()
 
 class Pairs(list):
     pass

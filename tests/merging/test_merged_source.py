@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
-import pathlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,7 +87,7 @@ def test_arithmetic_is_in_float32_and_the_result_in_the_dtype_of_the_base() -> N
         assert torch.equal(merged.read(name), (start.float() + 0.5 * vectors).half())
 
 
-def test_integers_are_those_of_the_base_and_no_method_sees_them(tmp_path: pathlib.Path) -> None:
+def test_integers_are_those_of_the_base_and_no_method_sees_them(tmp_path: Path) -> None:
     count = torch.tensor([3, 4])
     models = open_models(
         {**BASE, "steps": count}, {task: {**e, "steps": count + 9} for task, e in EXPERTS.items()}
@@ -145,7 +145,7 @@ WRONG: dict[str, tuple[Callable[[str, Tensor], list[tuple[str, Tensor]]], type[D
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_what_a_method_may_not_give_is_refused(fault: str, tmp_path: pathlib.Path) -> None:
+def test_what_a_method_may_not_give_is_refused(fault: str, tmp_path: Path) -> None:
     given, kind, message = WRONG[fault]
 
     def model(base: Tensors, experts: dict[str, Tensors]) -> Iterator[tuple[str, Tensor]]:
@@ -173,7 +173,7 @@ def test_the_file_that_holds_nan_is_named_whatever_is_read(reads: Reads) -> None
 
 @pytest.mark.parametrize("reads", ["entry", "site", "model"])
 def test_progress_goes_by_tensor_and_a_merge_can_be_cancelled_on_its_way(
-    reads: Reads, tmp_path: pathlib.Path
+    reads: Reads, tmp_path: Path
 ) -> None:
     def toy(base: Tensors, experts: dict[str, Tensors]) -> Any:
         found = {name: experts["b"][name] for name in base}
@@ -229,13 +229,11 @@ def test_two_threads_give_bit_by_bit_what_one_gives(
     assert digests[0] == digests[1]
 
 
-def test_a_full_disk_is_an_error_and_leaves_nothing(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: pathlib.Path, data: bytes) -> int:
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(pathlib.Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(RunError, match="No space left"):
         merged_source(
             open_models(BASE, EXPERTS), merge_called("average"), beside=tmp_path / "merged.safetensors"

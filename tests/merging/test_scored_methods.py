@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,9 +75,7 @@ def test_adamerging_descends_the_entropy_as_autograd_through_the_whole_model_doe
 
 
 @pytest.mark.parametrize("name", ["fisher", "adamerging"])
-def test_a_task_without_a_score_map_is_refused_before_anything_is_written(
-    name: str, tmp_path: pathlib.Path
-) -> None:
+def test_a_task_without_a_score_map_is_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
     models = open_models(BASE, EXPERTS)
     study = study_of(models)
     tasks = {**study.tasks, "b": dataclasses.replace(study.tasks["b"], head=None)}
@@ -110,7 +108,7 @@ def test_labels_are_not_read_and_the_order_of_tasks_does_not_matter(name: str) -
 
 
 @pytest.mark.parametrize("name", ["fisher", "adamerging"])
-def test_every_batch_is_told_of_and_the_next_one_can_be_cancelled(name: str, tmp_path: pathlib.Path) -> None:
+def test_every_batch_is_told_of_and_the_next_one_can_be_cancelled(name: str, tmp_path: Path) -> None:
     models, events, token = open_models(BASE, EXPERTS), list[ProgressEvent](), CancelToken()
 
     def see(event: ProgressEvent) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,7 +81,7 @@ def test_a_family_is_taken_apart_and_says_how_much_of_it_is_solved_for(family: F
 
 
 @pytest.mark.slow
-def test_a_family_is_measured_and_calibrated(family: Family, tmp_path: pathlib.Path) -> None:
+def test_a_family_is_measured_and_calibrated(family: Family, tmp_path: Path) -> None:
     if family.refused:
         return
     passed = arguments(family, models(family), batch(family, 12))

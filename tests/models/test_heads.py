@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import pathlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,12 +32,12 @@ TEMPLATES = ["a photo of a {}.", "{}", "{} {}"]
 
 
 @pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf_folder(tmp_path_factory.mktemp("hf"))
 
 
 @pytest.fixture(scope="module")
-def open_clip(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def open_clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return open_clip_folder(tmp_path_factory.mktemp("open_clip"))
 
 
@@ -54,7 +54,7 @@ def test_scores_are_scaled_cosines() -> None:
     torch.testing.assert_close(head.scores(7 * features), head.scores(features))
 
 
-def test_class_names_come_from_a_list_or_a_file(tmp_path: pathlib.Path) -> None:
+def test_class_names_come_from_a_list_or_a_file(tmp_path: Path) -> None:
     file = tmp_path / "classes.json"
     file.write_text(json.dumps(["über", "b"]), encoding="utf-8")
     assert class_names(file) == class_names(str(file)) == class_names(["über", "b"]) == ("über", "b")
@@ -72,7 +72,7 @@ def test_class_names_come_from_a_list_or_a_file(tmp_path: pathlib.Path) -> None:
     ],
     ids=["missing", "broken", "object", "numbers", "twice", "empty"],
 )
-def test_unusable_class_names_are_refused(tmp_path: pathlib.Path, content: str | None, words: str) -> None:
+def test_unusable_class_names_are_refused(tmp_path: Path, content: str | None, words: str) -> None:
     file = tmp_path / "classes.json"
     if content is not None:
         file.write_text(content)
@@ -80,14 +80,14 @@ def test_unusable_class_names_are_refused(tmp_path: pathlib.Path, content: str |
         class_names(file)
 
 
-def test_a_file_head_holds_the_files_rows(tmp_path: pathlib.Path) -> None:
+def test_a_file_head_holds_the_files_rows(tmp_path: Path) -> None:
     save_file({"cars": unit(3), "dogs": unit(2)}, tmp_path / "heads.safetensors")
     head = file_head(tmp_path / "heads.safetensors", "cars", 50.0, CLASSES)
     assert (head.classes, head.logit_scale) == (tuple(CLASSES), 50.0)
     assert torch.equal(head.embeddings, unit(3))
 
 
-def test_half_precision_rows_count_as_unit_norm(tmp_path: pathlib.Path) -> None:
+def test_half_precision_rows_count_as_unit_norm(tmp_path: Path) -> None:
     save_file({"cars": unit(3).half()}, tmp_path / "heads.safetensors")
     assert file_head(tmp_path / "heads.safetensors", "cars", 50.0, CLASSES).embeddings.dtype == torch.float32
 
@@ -117,7 +117,7 @@ UNUSABLE: dict[str, tuple[Tensor, str, list[str], type[DriftLensError], str]] = 
 
 @pytest.mark.parametrize(("rows", "tensor", "classes", "error", "words"), UNUSABLE.values(), ids=UNUSABLE)
 def test_unusable_files_are_refused(
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
     rows: Tensor,
     tensor: str,
     classes: list[str],
@@ -129,13 +129,13 @@ def test_unusable_files_are_refused(
         file_head(tmp_path / "heads.safetensors", tensor, 50.0, classes)
 
 
-def tower_of(folder: pathlib.Path) -> TextTower:
+def tower_of(folder: Path) -> TextTower:
     return load_architecture("open-clip", str(folder)).text_tower(open_checkpoint(folder))
 
 
 @OPEN_CLIP
 @pytest.mark.shows(heads="prompts")
-def test_prompts_give_open_clips_own_zero_shot_classifier(open_clip: pathlib.Path) -> None:
+def test_prompts_give_open_clips_own_zero_shot_classifier(open_clip: Path) -> None:
     from open_clip import build_zero_shot_classifier, create_model, get_tokenizer
 
     model, tokenizer = create_model(f"local-dir:{open_clip}").eval(), get_tokenizer(f"local-dir:{open_clip}")
@@ -149,7 +149,7 @@ def test_prompts_give_open_clips_own_zero_shot_classifier(open_clip: pathlib.Pat
 
 @TRANSFORMERS_CLIP
 @pytest.mark.shows(heads="prompts")
-def test_prompts_give_the_text_features_of_transformers(hf: pathlib.Path) -> None:
+def test_prompts_give_the_text_features_of_transformers(hf: Path) -> None:
     from transformers import CLIPModel, CLIPTokenizer
 
     model, tokenizer = CLIPModel.from_pretrained(hf), CLIPTokenizer.from_pretrained(hf)
@@ -168,14 +168,14 @@ def test_prompts_give_the_text_features_of_transformers(hf: pathlib.Path) -> Non
     assert head.logit_scale == pytest.approx(model.logit_scale.exp().item())
 
 
-def test_other_braces_in_a_template_are_text(open_clip: pathlib.Path) -> None:
+def test_other_braces_in_a_template_are_text(open_clip: Path) -> None:
     architecture, base = load_architecture("open-clip", str(open_clip)), open_checkpoint(open_clip)
     (row,) = text_head(architecture.text_tower(base), ["cat"], ["{0} {} {x!r}"]).embeddings
     (expected,) = text_head(architecture.text_tower(base), ["{0} cat {x!r}"], ["{}"]).embeddings
     torch.testing.assert_close(row, expected)
 
 
-def test_a_wrapped_base_has_its_text_tower_all_the_same(open_clip: pathlib.Path) -> None:
+def test_a_wrapped_base_has_its_text_tower_all_the_same(open_clip: Path) -> None:
     architecture, base = load_architecture("open-clip", str(open_clip)), open_checkpoint(open_clip)
     wrapped = TensorsSource("base", {f"module.{key}": base.read(key) for key in base.headers})
     first, second = (
@@ -190,9 +190,7 @@ def only(source: StateSource, prefix: str) -> StateSource:
     )
 
 
-def test_a_base_without_text_tower_is_refused_with_both_remedies(
-    hf: pathlib.Path, open_clip: pathlib.Path
-) -> None:
+def test_a_base_without_text_tower_is_refused_with_both_remedies(hf: Path, open_clip: Path) -> None:
     for loader, folder, tower in (("hf-clip", hf, "vision_model."), ("open-clip", open_clip, "visual.")):
         architecture = load_architecture(loader, str(folder))
         with refusing(
@@ -202,9 +200,7 @@ def test_a_base_without_text_tower_is_refused_with_both_remedies(
 
 
 @pytest.mark.parametrize("files", [{}, {"vocab.json": "{}", "merges.txt": "a b\n"}], ids=["absent", "broken"])
-def test_a_folder_without_tokenizer_is_refused(
-    hf: pathlib.Path, tmp_path: pathlib.Path, files: dict[str, str]
-) -> None:
+def test_a_folder_without_tokenizer_is_refused(hf: Path, tmp_path: Path, files: dict[str, str]) -> None:
     for file, content in files.items():
         (tmp_path / file).write_text(content)
     (tmp_path / "config.json").write_bytes((hf / "config.json").read_bytes())
@@ -215,7 +211,7 @@ def test_a_folder_without_tokenizer_is_refused(
 
 @pytest.mark.parametrize("option", ["hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs"])
 def test_text_towers_that_need_more_than_open_clip_are_refused(
-    open_clip: pathlib.Path, tmp_path: pathlib.Path, option: str
+    open_clip: Path, tmp_path: Path, option: str
 ) -> None:
     config = json.loads((open_clip / "open_clip_config.json").read_text())
     config["model_cfg"]["text_cfg"][option] = "some/repository"
@@ -226,7 +222,7 @@ def test_text_towers_that_need_more_than_open_clip_are_refused(
 
 
 @pytest.mark.parametrize("templates", [[], ["a photo."]], ids=["none", "no_place"])
-def test_unusable_templates_are_refused(open_clip: pathlib.Path, templates: list[str]) -> None:
+def test_unusable_templates_are_refused(open_clip: Path, templates: list[str]) -> None:
     with pytest.raises(SpecError):
         text_head(tower_of(open_clip), CLASSES, templates)
 

@@ -4,8 +4,8 @@ CLIP."""
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,21 +32,21 @@ from tests.zoo.walking import chain_states
 
 
 @pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf_folder(tmp_path_factory.mktemp("hf"))
 
 
 @pytest.fixture(scope="module")
-def open_clip(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def open_clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return open_clip_folder(tmp_path_factory.mktemp("open_clip"))
 
 
-def written(folder: pathlib.Path, file: str, content: Any) -> str:
+def written(folder: Path, file: str, content: Any) -> str:
     (folder / file).write_text(json.dumps(content))
     return str(folder)
 
 
-def feature(architecture: Architecture, weights: pathlib.Path) -> torch.Tensor:
+def feature(architecture: Architecture, weights: Path) -> torch.Tensor:
     source = architecture.align(open_checkpoint(weights))
     skeleton = architecture.skeleton
     skeleton.load_state_dict({key: source.read(key) for key in architecture.keys}, assign=True)
@@ -55,7 +55,7 @@ def feature(architecture: Architecture, weights: pathlib.Path) -> torch.Tensor:
 
 @TRANSFORMERS_CLIP
 @pytest.mark.shows(files="hf-clip")
-def test_a_transformers_folder_gives_the_librarys_features(hf: pathlib.Path) -> None:
+def test_a_transformers_folder_gives_the_librarys_features(hf: Path) -> None:
     from transformers import CLIPModel
 
     architecture = load_architecture("hf-clip", str(hf))
@@ -72,7 +72,7 @@ def test_a_transformers_folder_gives_the_librarys_features(hf: pathlib.Path) -> 
 
 @OPEN_CLIP
 @pytest.mark.shows(files="open-clip")
-def test_an_open_clip_folder_gives_the_librarys_features(open_clip: pathlib.Path) -> None:
+def test_an_open_clip_folder_gives_the_librarys_features(open_clip: Path) -> None:
     from open_clip import create_model
 
     architecture = load_architecture("open-clip", str(open_clip))
@@ -86,7 +86,7 @@ def test_an_open_clip_folder_gives_the_librarys_features(open_clip: pathlib.Path
 
 @pytest.mark.parametrize("prefix", ["", "local-dir:"])
 def test_open_clip_takes_a_folder_or_a_file_of_either_form(
-    open_clip: pathlib.Path, tmp_path: pathlib.Path, prefix: str
+    open_clip: Path, tmp_path: Path, prefix: str
 ) -> None:
     expected = load_architecture("open-clip", f"{prefix}{open_clip}").chain.settings
     nested = load_architecture("open-clip", str(open_clip / "open_clip_config.json"))
@@ -117,7 +117,7 @@ def test_a_model_name_decides_between_gelu_and_quick_gelu() -> None:
     assert (exact["activation"], quick["activation"]) == ("gelu", "quick_gelu")
 
 
-def test_buffers_of_a_skeleton_are_real(hf: pathlib.Path) -> None:
+def test_buffers_of_a_skeleton_are_real(hf: Path) -> None:
     skeleton = load_architecture("hf-clip", str(hf)).skeleton
     buffers = dict(skeleton.named_buffers())
     assert buffers["vision_model.embeddings.position_ids"].tolist() == [list(range(17))]
@@ -134,7 +134,7 @@ def test_buffers_of_a_skeleton_are_real(hf: pathlib.Path) -> None:
     ids=["without_projection", "with_projection", "unnamed"],
 )
 def test_a_tower_alone_has_the_head_its_config_names(
-    tmp_path: pathlib.Path, named: list[str] | None, last: str
+    tmp_path: Path, named: list[str] | None, last: str
 ) -> None:
     config = {"model_type": "clip_vision_model", **HF_VISION, **({"architectures": named} if named else {})}
     architecture = load_architecture("hf-clip", written(tmp_path, "config.json", config))
@@ -143,42 +143,40 @@ def test_a_tower_alone_has_the_head_its_config_names(
     assert "preprocessor_config.json" in architecture.notices[0]
 
 
-def test_a_whole_clip_projects_to_its_own_width(tmp_path: pathlib.Path) -> None:
+def test_a_whole_clip_projects_to_its_own_width(tmp_path: Path) -> None:
     vision = {**HF_VISION, "projection_dim": 512}
     config = {"model_type": "clip", "projection_dim": 24, "vision_config": vision, "text_config": {}}
     architecture = load_architecture("hf-clip", written(tmp_path, "config.json", config))
     assert architecture.skeleton.visual_projection.weight.shape == (24, 32)
 
 
-def test_eager_attention_is_not_taken_over(tmp_path: pathlib.Path) -> None:
+def test_eager_attention_is_not_taken_over(tmp_path: Path) -> None:
     config = {"model_type": "clip_vision_model", **HF_VISION, "_attn_implementation": "eager"}
     architecture = load_architecture("hf-clip", written(tmp_path, "config.json", config))
     assert architecture.skeleton.config._attn_implementation == "sdpa"
 
 
-def hf_config(**content: Any) -> Callable[[pathlib.Path], tuple[str, str]]:
+def hf_config(**content: Any) -> Callable[[Path], tuple[str, str]]:
     return lambda folder: ("hf-clip", written(folder, "config.json", content))
 
 
-def open_clip_config(**content: Any) -> Callable[[pathlib.Path], tuple[str, str]]:
-    def write(folder: pathlib.Path) -> tuple[str, str]:
-        return "open-clip", str(
-            pathlib.Path(written(folder, "model_config.json", content)) / "model_config.json"
-        )
+def open_clip_config(**content: Any) -> Callable[[Path], tuple[str, str]]:
+    def write(folder: Path) -> tuple[str, str]:
+        return "open-clip", str(Path(written(folder, "model_config.json", content)) / "model_config.json")
 
     return write
 
 
-def named(loader: str, source: str) -> Callable[[pathlib.Path], tuple[str, str]]:
+def named(loader: str, source: str) -> Callable[[Path], tuple[str, str]]:
     return lambda folder: (loader, source)
 
 
-def broken(folder: pathlib.Path) -> tuple[str, str]:
+def broken(folder: Path) -> tuple[str, str]:
     (folder / "config.json").write_text("{")
     return "hf-clip", str(folder)
 
 
-REFUSED: dict[str, tuple[Callable[[pathlib.Path], tuple[str, str]], type[DriftLensError], str]] = {
+REFUSED: dict[str, tuple[Callable[[Path], tuple[str, str]], type[DriftLensError], str]] = {
     "no_such_folder": (named("hf-clip", "models/no/such"), SpecError, "neither a folder nor a Hub id"),
     "no_such_name": (named("open-clip", "ViT-Q-32"), SpecError, "open_clip knows no model 'ViT-Q-32'"),
     "no_such_file": (named("open-clip", "models/config.json"), SpecError, "no such file"),
@@ -231,8 +229,8 @@ BY_NAME = {
     ],
 )
 def test_what_is_no_clip_is_refused(
-    tmp_path: pathlib.Path,
-    prepare: Callable[[pathlib.Path], tuple[str, str]],
+    tmp_path: Path,
+    prepare: Callable[[Path], tuple[str, str]],
     error: type[DriftLensError],
     words: str,
 ) -> None:

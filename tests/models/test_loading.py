@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pathlib
 import shlex
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import huggingface_hub
@@ -49,13 +49,13 @@ def weights(generator: torch.Generator) -> Weights:
     }
 
 
-def write_safetensors(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
+def write_safetensors(folder: Path, weights: Weights) -> Path:
     save_file(weights, folder / "w.safetensors")
     return folder / "w.safetensors"
 
 
-def write_torch(wrap: Callable[[Weights], Any] = dict, **options: Any) -> Callable[..., pathlib.Path]:
-    def write(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
+def write_torch(wrap: Callable[[Weights], Any] = dict, **options: Any) -> Callable[..., Path]:
+    def write(folder: Path, weights: Weights) -> Path:
         torch.save(wrap(weights), folder / "w.pt", **options)
         return folder / "w.pt"
 
@@ -70,8 +70,8 @@ def training_checkpoint(weights: Weights) -> dict[str, Any]:
     return {"epoch": 3, "optimizer": {"lr": [0.1]}, "state_dict": state}
 
 
-def write_folder(name: str) -> Callable[[pathlib.Path, Weights], pathlib.Path]:
-    def write(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
+def write_folder(name: str) -> Callable[[Path, Weights], Path]:
+    def write(folder: Path, weights: Weights) -> Path:
         (save_file if name.endswith(".safetensors") else torch.save)(weights, folder / name)
         (folder / "config.json").write_text("{}")
         return folder
@@ -79,8 +79,8 @@ def write_folder(name: str) -> Callable[[pathlib.Path, Weights], pathlib.Path]:
     return write
 
 
-def write_shards(stem: str, suffix: str) -> Callable[[pathlib.Path, Weights], pathlib.Path]:
-    def write(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
+def write_shards(stem: str, suffix: str) -> Callable[[Path, Weights], Path]:
+    def write(folder: Path, weights: Weights) -> Path:
         shards: dict[str, Weights] = {}
         for position, (key, value) in enumerate(weights.items()):
             shards.setdefault(f"{stem}-0000{position % 2 + 1}-of-00002{suffix}", {})[key] = value
@@ -110,7 +110,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_read_is_what_was_saved(form: str, weights: Weights, tmp_path: pathlib.Path) -> None:
+def test_what_is_read_is_what_was_saved(form: str, weights: Weights, tmp_path: Path) -> None:
     path = FORMS[form](tmp_path, weights)
     source = open_checkpoint(path)
     assert source.name.startswith(str(path))
@@ -125,7 +125,7 @@ def test_what_is_read_is_what_was_saved(form: str, weights: Weights, tmp_path: p
 @pytest.mark.parametrize("nest", [None, "state_dict"])
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_the_reader_of_torch_itself_is_let_at_no_file(
-    weights: Weights, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, prefix: str, nest: str | None
+    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str, nest: str | None
 ) -> None:
     path = tmp_path / "w.pt"
     named = {f"{prefix}{key}": value for key, value in weights.items()}
@@ -141,7 +141,7 @@ def test_the_reader_of_torch_itself_is_let_at_no_file(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_same_weights_have_the_same_digest(form: str, weights: Weights, tmp_path: pathlib.Path) -> None:
+def test_the_same_weights_have_the_same_digest(form: str, weights: Weights, tmp_path: Path) -> None:
     module = nn.Module()
     for key, value in reversed(weights.items()):
         module.register_buffer(key.replace(".", "_"), value)
@@ -169,7 +169,7 @@ def test_other_weights_have_another_digest(change: Callable[[Weights], Weights],
     assert digest(change(weights)) != digest(weights)
 
 
-def test_a_digest_of_some_keys_ignores_the_rest(weights: Weights, tmp_path: pathlib.Path) -> None:
+def test_a_digest_of_some_keys_ignores_the_rest(weights: Weights, tmp_path: Path) -> None:
     source = open_checkpoint(write_safetensors(tmp_path, weights))
     keys = ["embed.weight", "block.count"]
     before = content_digest(source, keys)
@@ -178,10 +178,8 @@ def test_a_digest_of_some_keys_ignores_the_rest(weights: Weights, tmp_path: path
     assert content_digest(source, reversed(keys)) == before != content_digest(source)
 
 
-@pytest.mark.skipif(
-    not pathlib.Path("/proc/self/statm").exists(), reason="resident memory is read from /proc"
-)
-def test_reading_one_tensor_maps_only_that_tensor(tmp_path: pathlib.Path) -> None:
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_reading_one_tensor_maps_only_that_tensor(tmp_path: Path) -> None:
     """Resident memory grows by the tensor read, not by the file, and shrinks when the tensor is dropped."""
     save_file({f"t{i}": torch.full((4 << 20,), float(i)) for i in range(8)}, tmp_path / "big.safetensors")
     source = open_checkpoint(tmp_path / "big.safetensors")
@@ -192,10 +190,10 @@ def test_reading_one_tensor_maps_only_that_tensor(tmp_path: pathlib.Path) -> Non
 
 
 def resident_bytes() -> int:
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_an_unknown_key_is_refused_with_the_nearest_one(weights: Weights, tmp_path: pathlib.Path) -> None:
+def test_an_unknown_key_is_refused_with_the_nearest_one(weights: Weights, tmp_path: Path) -> None:
     source = open_checkpoint(write_safetensors(tmp_path, weights))
     with pytest.raises(CheckpointError, match=r"holds no tensor 'embed\.wait'\n.*'embed\.weight'"):
         source.read("embed.wait")
@@ -212,7 +210,7 @@ def pickled_model(weights: Weights) -> nn.Module:
 
 
 def test_the_command_in_the_hint_converts_the_file(
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
     weights: Weights,
 ) -> None:
     torch.save(pickled_model(weights), tmp_path / "it's $w.pt")
@@ -227,13 +225,13 @@ def test_the_command_in_the_hint_converts_the_file(
     assert all(torch.equal(converted.read(key), value) for key, value in weights.items())
 
 
-def test_a_whole_pickled_model_is_refused_by_its_class(tmp_path: pathlib.Path) -> None:
+def test_a_whole_pickled_model_is_refused_by_its_class(tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 2), tmp_path / "model.pth")
     with pytest.raises(CheckpointError, match=r"holds torch\.nn\.modules\.linear\.Linear, not only tensors"):
         open_checkpoint(tmp_path / "model.pth")
 
 
-def test_torchscript_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+def test_torchscript_is_refused_by_name(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.script(nn.Linear(2, 2)).save(str(tmp_path / "model.pt"))
@@ -244,7 +242,7 @@ def test_torchscript_is_refused_by_name(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     "name", ["a.ckpt", "a.pkl", "a.npz", "a.gguf", "a.onnx", "a.msgpack", "a.h5", "a.txt"]
 )
-def test_other_formats_are_refused_by_name(name: str, tmp_path: pathlib.Path) -> None:
+def test_other_formats_are_refused_by_name(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"anything")
     with pytest.raises(CheckpointError, match=f"{name} is .*weights are read from .safetensors"):
         open_checkpoint(tmp_path / name)
@@ -252,9 +250,7 @@ def test_other_formats_are_refused_by_name(name: str, tmp_path: pathlib.Path) ->
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt", "w.bin"])
 @pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.95], ids=["empty", "header_cut", "half", "tail_cut"])
-def test_a_file_cut_short_is_refused(
-    name: str, kept: float, tmp_path: pathlib.Path, weights: Weights
-) -> None:
+def test_a_file_cut_short_is_refused(name: str, kept: float, tmp_path: Path, weights: Weights) -> None:
     path = tmp_path / name
     (save_file if name.endswith("safetensors") else torch.save)(weights, path)
     data = path.read_bytes()
@@ -263,25 +259,25 @@ def test_a_file_cut_short_is_refused(
         open_checkpoint(path)
 
 
-def test_a_missing_file_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no file .*none\.safetensors"):
         open_checkpoint(tmp_path / "none.safetensors")
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.bin"])
-def test_a_git_lfs_pointer_is_refused_with_the_remedy(name: str, tmp_path: pathlib.Path) -> None:
+def test_a_git_lfs_pointer_is_refused_with_the_remedy(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     with pytest.raises(CheckpointError, match="Git LFS pointer, not the weights\nRun `git lfs pull`"):
         open_checkpoint(tmp_path / name)
 
 
-def test_a_safetensors_file_without_tensors_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_safetensors_file_without_tensors_is_refused(tmp_path: Path) -> None:
     save_file({}, tmp_path / "w.safetensors")
     with pytest.raises(CheckpointError, match="holds no tensors"):
         open_checkpoint(tmp_path / "w.safetensors")
 
 
-def test_a_folder_without_weights_says_what_is_there(tmp_path: pathlib.Path) -> None:
+def test_a_folder_without_weights_says_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_bytes(b"")
     with pytest.raises(
         CheckpointError, match=r"holds no weights; there is notes\.md\nWanted is one of model"
@@ -290,14 +286,14 @@ def test_a_folder_without_weights_says_what_is_there(tmp_path: pathlib.Path) -> 
 
 
 @pytest.mark.parametrize("name", ["tf_model.h5", "model-Q4_K_M.gguf", "last.ckpt"])
-def test_a_folder_of_weights_in_another_form_is_refused_as_that(name: str, tmp_path: pathlib.Path) -> None:
+def test_a_folder_of_weights_in_another_form_is_refused_as_that(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_bytes(b"anything")
     with pytest.raises(CheckpointError, match=f"{name} is .*weights are read from .safetensors"):
         open_checkpoint(tmp_path)
 
 
-def test_quantised_folders_are_refused_before_their_weights_are_opened(tmp_path: pathlib.Path) -> None:
+def test_quantised_folders_are_refused_before_their_weights_are_opened(tmp_path: Path) -> None:
     from transformers import BitsAndBytesConfig, CLIPConfig
 
     config = CLIPConfig(quantization_config=BitsAndBytesConfig(load_in_4bit=True).to_dict())
@@ -307,13 +303,13 @@ def test_quantised_folders_are_refused_before_their_weights_are_opened(tmp_path:
         open_checkpoint(tmp_path)
 
 
-def test_a_task_vector_suite_is_refused_with_the_command_that_converts_it(tmp_path: pathlib.Path) -> None:
+def test_a_task_vector_suite_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
     (tmp_path / "zeroshot.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"driftlens convert {tmp_path}"):
         open_checkpoint(tmp_path)
 
 
-def test_a_missing_shard_is_named(tmp_path: pathlib.Path, weights: Weights) -> None:
+def test_a_missing_shard_is_named(tmp_path: Path, weights: Weights) -> None:
     write_shards("model", ".safetensors")(tmp_path, weights)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
@@ -330,7 +326,7 @@ def test_a_missing_shard_is_named(tmp_path: pathlib.Path, weights: Weights) -> N
     ],
     ids=["no_json", "list", "empty", "outside"],
 )
-def test_a_malformed_index_is_refused(index: str, message: str, tmp_path: pathlib.Path) -> None:
+def test_a_malformed_index_is_refused(index: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     save_file({"a": torch.zeros(1)}, tmp_path / "w.safetensors")
     (tmp_path / "inner" / "model.safetensors.index.json").write_text(index)
@@ -343,7 +339,7 @@ def test_a_malformed_index_is_refused(index: str, message: str, tmp_path: pathli
 
 
 @pytest.fixture
-def hub_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, weights: Weights) -> pathlib.Path:
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Weights) -> Path:
     """A local Hub cache that holds `someone/model`."""
     from huggingface_hub import constants
 
@@ -358,13 +354,13 @@ def hub_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, weights: 
     return snapshot
 
 
-def test_a_cached_repository_is_read_offline(hub_cache: pathlib.Path, weights: Weights) -> None:
+def test_a_cached_repository_is_read_offline(hub_cache: Path, weights: Weights) -> None:
     source = open_checkpoint("someone/model", offline=True)
     assert source.name == str(hub_cache / "model.safetensors")
     assert torch.equal(source.read("embed.weight"), weights["embed.weight"])
 
 
-def test_a_revision_behind_an_id_is_the_one_that_is_read(hub_cache: pathlib.Path, weights: Weights) -> None:
+def test_a_revision_behind_an_id_is_the_one_that_is_read(hub_cache: Path, weights: Weights) -> None:
     older = {name: value + 1 for name, value in weights.items()}
     sha = "1" * 40
     (hub_cache.parents[1] / "refs" / "v1.0").write_text(sha)
@@ -387,7 +383,7 @@ def test_a_revision_behind_an_id_is_the_one_that_is_read(hub_cache: pathlib.Path
         open_checkpoint("someone/model@v2", offline=True)
 
 
-def test_what_lies_beside_weights_is_found_by_folder_file_and_cached_id(hub_cache: pathlib.Path) -> None:
+def test_what_lies_beside_weights_is_found_by_folder_file_and_cached_id(hub_cache: Path) -> None:
     assert library_folder("someone/model") is None, "no library's folder without a configuration"
     for name in ("config.json", "tokenizer.json", "model.py", "other.json", "vocab.txt"):
         (hub_cache / name).write_text("{}")
@@ -428,7 +424,7 @@ def test_a_repository_that_is_not_cached_is_refused_offline() -> None:
 
 
 def test_a_download_is_announced_and_fetches_one_form_of_the_weights(
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     weights: Weights,
@@ -473,7 +469,7 @@ def test_a_live_module_is_read_by_reference() -> None:
     assert torch.equal(source.read("0.weight", (1, 2)), module[0].weight[1:2])
 
 
-def test_renaming_hides_what_it_does_not_name(weights: Weights, tmp_path: pathlib.Path) -> None:
+def test_renaming_hides_what_it_does_not_name(weights: Weights, tmp_path: Path) -> None:
     view = renamed(open_checkpoint(write_safetensors(tmp_path, weights)), {"tokens": "embed.weight"})
     assert list(view.headers) == ["tokens"]
     assert torch.equal(view.read("tokens", (0, 2)), weights["embed.weight"][:2])
@@ -482,7 +478,7 @@ def test_renaming_hides_what_it_does_not_name(weights: Weights, tmp_path: pathli
             view.read(key)
 
 
-def test_renaming_to_a_missing_key_is_refused(weights: Weights, tmp_path: pathlib.Path) -> None:
+def test_renaming_to_a_missing_key_is_refused(weights: Weights, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no tensor 'absent'"):
         renamed(open_checkpoint(write_safetensors(tmp_path, weights)), {"a": "absent"})
 
@@ -510,15 +506,13 @@ def test_integers_are_accepted_as_finite() -> None:
 
 
 @pytest.fixture
-def file(tmp_path: pathlib.Path, weights: Weights) -> pathlib.Path:
+def file(tmp_path: Path, weights: Weights) -> Path:
     save_file(weights, tmp_path / "w.safetensors")
     return tmp_path / "w.safetensors"
 
 
 @pytest.fixture(params=["kept open", "opened for each read"])
-def source(
-    request: pytest.FixtureRequest, file: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> SafetensorsSource:
+def source(request: pytest.FixtureRequest, file: Path, monkeypatch: pytest.MonkeyPatch) -> SafetensorsSource:
     size = file.stat().st_size
     limit = size if request.param == "kept open" else size - 1
     monkeypatch.setattr(sources, "KEPT_OPEN", limit)
@@ -538,7 +532,7 @@ def test_tensors_and_rows_are_those_that_were_saved(source: SafetensorsSource, w
 def test_writing_to_a_tensor_changes_neither_the_next_read_nor_the_file(
     source: SafetensorsSource,
     weights: Weights,
-    file: pathlib.Path,
+    file: Path,
     rows: tuple[int, int] | None,
 ) -> None:
     before = file.read_bytes()
@@ -555,13 +549,13 @@ def test_writing_to_a_tensor_changes_neither_the_next_read_nor_the_file(
     ("spare", "opened"), [(0, 2), (-1, 4)], ids=["up to the limit", "one byte beyond the limit"]
 )
 def test_a_file_up_to_the_limit_is_opened_no_more_after_its_header(
-    file: pathlib.Path, monkeypatch: pytest.MonkeyPatch, spare: int, opened: int
+    file: Path, monkeypatch: pytest.MonkeyPatch, spare: int, opened: int
 ) -> None:
     """Once for the header, and then once for all reads, or once for each of three."""
-    calls: list[pathlib.Path] = []
+    calls: list[Path] = []
     plain = sources._open
 
-    def counting(path: pathlib.Path) -> Any:
+    def counting(path: Path) -> Any:
         calls.append(path)
         return plain(path)
 
@@ -576,7 +570,7 @@ def test_a_file_up_to_the_limit_is_opened_no_more_after_its_header(
 @pytest.mark.parametrize("spare", [0, -1], ids=["up to the limit", "one byte beyond the limit"])
 @pytest.mark.parametrize("damage", ["gone", "cut short"])
 def test_a_file_that_changes_meanwhile_is_reported(
-    file: pathlib.Path, monkeypatch: pytest.MonkeyPatch, spare: int, damage: str
+    file: Path, monkeypatch: pytest.MonkeyPatch, spare: int, damage: str
 ) -> None:
     monkeypatch.setattr(sources, "KEPT_OPEN", file.stat().st_size + spare)
     source = SafetensorsSource(file)
@@ -595,7 +589,7 @@ def test_a_file_that_changes_meanwhile_is_reported(
 class Hub:
     """Stands for the Hub: what is cached, what could be downloaded, and how often it was asked."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.cached: set[str] = set()
         self.remote: set[str] = set()
@@ -618,7 +612,7 @@ class Hub:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Hub:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     hub = Hub(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.download)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -654,7 +648,7 @@ def test_trouble_on_the_way_is_said_in_one_line(hub: Hub) -> None:
     assert "no route to host" in failure.value.message and "\n" not in failure.value.message
 
 
-def test_a_folder_is_read_without_the_hub(hub: Hub, tmp_path: pathlib.Path) -> None:
+def test_a_folder_is_read_without_the_hub(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"here": 1}')
     assert read_config(str(tmp_path), "config.json") == {"here": 1}
     assert read_config(str(tmp_path), "other.json") is None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import pathlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,9 +57,7 @@ def base() -> StateSource:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_merged_weights_are_those_of_peft(
-    options: dict[str, Any], base: StateSource, tmp_path: pathlib.Path
-) -> None:
+def test_merged_weights_are_those_of_peft(options: dict[str, Any], base: StateSource, tmp_path: Path) -> None:
     expected = train(clip(), tmp_path, **options)
     merged = open_checkpoint(tmp_path, base=base)
     assert merged.headers == base.headers
@@ -76,7 +74,7 @@ def test_merged_weights_are_those_of_peft(
         )
 
 
-def test_rows_are_rows_of_the_merged_weight(base: StateSource, tmp_path: pathlib.Path) -> None:
+def test_rows_are_rows_of_the_merged_weight(base: StateSource, tmp_path: Path) -> None:
     train(clip(), tmp_path, **OPTIONS["plain"])
     merged = LoraSource(base, tmp_path)
     key = next(key for key in base.headers if key.endswith("layers.1.self_attn.q_proj.weight"))
@@ -96,7 +94,7 @@ class Transposed(nn.Module):
         return self.c_attn(x)
 
 
-def test_weights_stored_in_by_out_are_updated_in_that_layout(tmp_path: pathlib.Path) -> None:
+def test_weights_stored_in_by_out_are_updated_in_that_layout(tmp_path: Path) -> None:
     module = Transposed()
     base = TensorsSource("base", {key: value.clone() for key, value in module.state_dict().items()})
     expected = train(module, tmp_path, r=2, target_modules=["c_attn"], fan_in_fan_out=True)
@@ -107,9 +105,7 @@ def test_weights_stored_in_by_out_are_updated_in_that_layout(tmp_path: pathlib.P
     )
 
 
-def test_adapters_find_their_weights_with_and_without_a_wrapper(
-    base: StateSource, tmp_path: pathlib.Path
-) -> None:
+def test_adapters_find_their_weights_with_and_without_a_wrapper(base: StateSource, tmp_path: Path) -> None:
     expected = train(clip(), tmp_path, **OPTIONS["plain"])
     key = next(key for key in base.headers if key.endswith("layers.0.self_attn.v_proj.weight"))
     wrapped = renamed(base, {f"model.vision_model.{name}": name for name in base.headers})
@@ -118,7 +114,7 @@ def test_adapters_find_their_weights_with_and_without_a_wrapper(
         torch.testing.assert_close(LoraSource(view, tmp_path).read(name), expected[key], rtol=0, atol=1e-6)
 
 
-def test_two_towers_are_told_apart_by_shape_or_refused(base: StateSource, tmp_path: pathlib.Path) -> None:
+def test_two_towers_are_told_apart_by_shape_or_refused(base: StateSource, tmp_path: Path) -> None:
     train(clip(), tmp_path, **OPTIONS["plain"])
     image = {f"image.{key}": base.read(key) for key in base.headers}
     narrow = {f"text.{key}": torch.zeros(3, 3) for key in base.headers}
@@ -130,9 +126,7 @@ def test_two_towers_are_told_apart_by_shape_or_refused(base: StateSource, tmp_pa
         LoraSource(TensorsSource("both", image | same), tmp_path)
 
 
-def test_on_a_base_in_half_precision_the_sum_is_not_rounded(
-    base: StateSource, tmp_path: pathlib.Path
-) -> None:
+def test_on_a_base_in_half_precision_the_sum_is_not_rounded(base: StateSource, tmp_path: Path) -> None:
     expected = train(clip(), tmp_path, **OPTIONS["plain"])
     half = TensorsSource("half", {key: base.read(key).bfloat16() for key in base.headers})
     key = next(key for key in base.headers if key.endswith("layers.0.self_attn.v_proj.weight"))
@@ -144,8 +138,8 @@ def test_on_a_base_in_half_precision_the_sum_is_not_rounded(
     assert adapted.headers[untouched].dtype == torch.bfloat16
 
 
-def edit_config(**changes: Any) -> Callable[[pathlib.Path], None]:
-    def edit(folder: pathlib.Path) -> None:
+def edit_config(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
         path = folder / "adapter_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -154,8 +148,8 @@ def edit_config(**changes: Any) -> Callable[[pathlib.Path], None]:
 
 def edit_weights(
     change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]],
-) -> Callable[[pathlib.Path], None]:
-    def edit(folder: pathlib.Path) -> None:
+) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
         path = folder / "adapter_model.safetensors"
         save_file(dict(change(load_file(path))), path)
 
@@ -173,7 +167,7 @@ def edit_weights(
     ids=["dora", "parameters", "pissa", "other_method"],
 )
 def test_what_is_more_than_lora_is_refused_with_the_remedy(
-    spoil: Callable[[pathlib.Path], None], message: str, base: StateSource, tmp_path: pathlib.Path
+    spoil: Callable[[Path], None], message: str, base: StateSource, tmp_path: Path
 ) -> None:
     train(clip(), tmp_path, **OPTIONS["plain"])
     spoil(tmp_path)
@@ -199,7 +193,7 @@ def test_what_is_more_than_lora_is_refused_with_the_remedy(
     ],
 )
 def test_a_configuration_that_is_none_is_refused(
-    changes: dict[str, Any], message: str, base: StateSource, tmp_path: pathlib.Path
+    changes: dict[str, Any], message: str, base: StateSource, tmp_path: Path
 ) -> None:
     train(clip(), tmp_path, **OPTIONS["plain"])
     edit_config(**changes)(tmp_path)
@@ -208,7 +202,7 @@ def test_a_configuration_that_is_none_is_refused(
 
 
 def test_patterns_have_so_long_to_match_and_no_longer(
-    base: StateSource, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    base: StateSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(guarded.__kwdefaults__, "seconds", 0.5)
     train(clip(), tmp_path, **OPTIONS["plain"])
@@ -217,7 +211,7 @@ def test_patterns_have_so_long_to_match_and_no_longer(
         LoraSource(base, tmp_path)
 
 
-def of_rank_zero(folder: pathlib.Path) -> None:
+def of_rank_zero(folder: Path) -> None:
     edit_config(r=0)(folder)
     edit_weights(lambda w: {k: v[:0] if "lora_A" in k else v[:, :0] for k, v in w.items()})(folder)
 
@@ -263,7 +257,7 @@ def of_rank_zero(folder: pathlib.Path) -> None:
     ],
 )
 def test_a_damaged_adapter_is_refused(
-    spoil: Callable[[pathlib.Path], object], message: str, base: StateSource, tmp_path: pathlib.Path
+    spoil: Callable[[Path], object], message: str, base: StateSource, tmp_path: Path
 ) -> None:
     train(clip(), tmp_path, **OPTIONS["plain"])
     spoil(tmp_path)
@@ -271,13 +265,13 @@ def test_a_damaged_adapter_is_refused(
         LoraSource(base, tmp_path)
 
 
-def test_an_adapter_of_another_model_is_refused(tmp_path: pathlib.Path) -> None:
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     train(clip(), tmp_path, **OPTIONS["plain"])
     with pytest.raises(CheckpointError, match=r"q_proj\.weight' \[8, 8\] fits no weight of other"):
         LoraSource(TensorsSource("other", {"layers.0.self_attn.q_proj.weight": torch.zeros(9, 8)}), tmp_path)
 
 
-def test_adapters_without_a_base_are_no_model(tmp_path: pathlib.Path) -> None:
+def test_adapters_without_a_base_are_no_model(tmp_path: Path) -> None:
     train(clip(), tmp_path, **OPTIONS["plain"])
     with pytest.raises(CheckpointError, match="holds LoRA adapters, not a whole model"):
         open_checkpoint(tmp_path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,7 +142,7 @@ def test_settings_that_open_clip_cannot_follow_are_refused() -> None:
         open_clip_preprocess({"interpolation": "nearest"}, (32, 32), "model")
 
 
-def test_real_images_give_equal_pixels(real: pathlib.Path) -> None:
+def test_real_images_give_equal_pixels(real: Path) -> None:
     files = sorted((real / "data").glob("*.npz"))
     assert files
     for file in files:

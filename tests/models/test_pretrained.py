@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import huggingface_hub
@@ -28,7 +28,7 @@ TAG = {"hf_hub": "somebody/tiny/", "quick_gelu": True, "mean": open_clip.OPENAI_
 
 
 @pytest.fixture
-def published(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A tiny model that open_clip knows by name, with two tags and an empty cache; a place for its file."""
     configs = {MODEL: OPEN_CLIP_CONFIG, "tiny": {**OPEN_CLIP_CONFIG, "quick_gelu": False}}
     other = TAG | {"mean": (0.0, 0.0, 0.0)}
@@ -44,7 +44,7 @@ def tiny(name: str = MODEL) -> Architecture:
 
 
 def test_a_tag_is_fetched_by_open_clips_helper_and_announced(
-    published: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    published: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def download(config: dict[str, Any]) -> str:
         assert config == TAG
@@ -58,7 +58,7 @@ def test_a_tag_is_fetched_by_open_clips_helper_and_announced(
 
 
 def test_what_is_in_the_cache_is_used_offline_as_the_base_of_a_spec(
-    published: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = scrambled(lambda: open_clip.CLIP(**OPEN_CLIP_CONFIG))
     save_file(module.state_dict(), published)
@@ -79,7 +79,7 @@ def test_what_is_in_the_cache_is_used_offline_as_the_base_of_a_spec(
 
 
 def test_what_is_not_in_the_cache_is_refused_offline_and_where_fetching_fails(
-    published: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable(config: dict[str, Any]) -> str:
         raise FileNotFoundError("no such host")
@@ -103,14 +103,14 @@ def test_what_is_not_in_the_cache_is_refused_offline_and_where_fetching_fails(
     ids=["no such tag", "another activation", "other pixels"],
 )
 def test_a_tag_that_does_not_fit_is_refused(
-    published: pathlib.Path, model: str, place: str, error: type[Exception], words: list[str]
+    published: Path, model: str, place: str, error: type[Exception], words: list[str]
 ) -> None:
     with pytest.raises(error) as refusal:
         resolve_pretrained(place, tiny(model))
     assert all(word in str(refusal.value) for word in words)
 
 
-def test_an_architecture_from_files_has_no_tags(tmp_path: pathlib.Path) -> None:
+def test_an_architecture_from_files_has_no_tags(tmp_path: Path) -> None:
     folder = open_clip_folder(tmp_path / "model")
     config = tmp_path / "model_config.json"
     config.write_text(json.dumps(OPEN_CLIP_CONFIG))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from driftlens.models.heads import file_head, text_head
 from tests.zoo.towers import under_transformers_names
 from tests.zoo.walking import chain_states
 
-FORMS: dict[str, Callable[[pathlib.Path, str], tuple[Architecture, StateSource]]] = {
+FORMS: dict[str, Callable[[Path, str], tuple[Architecture, StateSource]]] = {
     "transformers": lambda real, model: (
         load_architecture("hf-clip", str(real / "hf" / "base")),
         open_checkpoint(real / "hf" / model),
@@ -34,7 +34,7 @@ FORMS: dict[str, Callable[[pathlib.Path, str], tuple[Architecture, StateSource]]
 TASKS = ["fashion_mnist", "sign_digits", "omniglot_alphabets", "clothing10"]
 
 
-def suite(real: pathlib.Path) -> dict[str, Any]:
+def suite(real: Path) -> dict[str, Any]:
     return json.loads((real / "suite.json").read_text())
 
 
@@ -45,7 +45,7 @@ def features(architecture: Architecture, source: StateSource, images: Any) -> Te
     return chain_states(architecture.chain, module, architecture.preprocess(list(images)))[-1]["hidden"]
 
 
-def test_both_forms_of_a_real_model_are_one_model(real: pathlib.Path) -> None:
+def test_both_forms_of_a_real_model_are_one_model(real: Path) -> None:
     """open_clip's files are the other ones, rounded to float16: equal after rounding, close before."""
     for model in ("base", "clothing10"):
         whole = load_file(real / "open_clip" / f"{model}.safetensors")
@@ -61,7 +61,7 @@ def test_both_forms_of_a_real_model_are_one_model(real: pathlib.Path) -> None:
     assert (first - second).norm() / first.norm() < 1e-3
 
 
-def test_real_class_embeddings_are_made_from_the_names_and_templates(real: pathlib.Path) -> None:
+def test_real_class_embeddings_are_made_from_the_names_and_templates(real: Path) -> None:
     stated = suite(real)
     architecture, base = FORMS["open_clip"](real, "base")
     for task in ("sign_digits", "clothing10"):
@@ -78,7 +78,7 @@ def test_real_class_embeddings_are_made_from_the_names_and_templates(real: pathl
     "task", [pytest.param(task, marks=[] if task == "clothing10" else pytest.mark.slow) for task in TASKS]
 )
 def test_real_accuracies_are_those_measured_when_the_models_were_made(
-    real: pathlib.Path, task: str, model: str, form: str
+    real: Path, task: str, model: str, form: str
 ) -> None:
     data, stated = np.load(real / "data" / f"{task}.npz"), suite(real)
     head = file_head(real / "heads.safetensors", task, stated["logit_scale"], data["class_names"].tolist())
@@ -89,7 +89,7 @@ def test_real_accuracies_are_those_measured_when_the_models_were_made(
     assert accuracy == pytest.approx(stated["test_accuracy"][task][model], abs=tolerance)
 
 
-def whole_of_transformers(real: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+def whole_of_transformers(real: Path, folder: Path) -> Path:
     """open_clip's text tower under transformers' names, and its tokenizer as vocabulary and merges."""
     from open_clip import SimpleTokenizer
 
@@ -123,7 +123,7 @@ def whole_of_transformers(real: pathlib.Path, folder: pathlib.Path) -> pathlib.P
     return folder
 
 
-def test_transformers_reads_the_real_text_tower_too(real: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_transformers_reads_the_real_text_tower_too(real: Path, tmp_path: Path) -> None:
     folder = whole_of_transformers(real, tmp_path / "whole")
     names, templates = (
         np.load(real / "data" / "clothing10.npz")["class_names"].tolist(),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import pathlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,12 +33,12 @@ from tests.zoo.walking import chain_states
 CLASSES = ("cat", "dog", "tree", "sea", "map")
 
 
-def version_4(folder: pathlib.Path) -> pathlib.Path:
+def version_4(folder: Path) -> Path:
     """As OpenAI's repository: vocabulary and merges by themselves, preprocessor_config.json."""
     return hf_folder(folder)
 
 
-def version_5(folder: pathlib.Path) -> pathlib.Path:
+def version_5(folder: Path) -> Path:
     """As transformers 5 saves model and processor: tokenizer.json, and of images processor_config.json."""
     import transformers
 
@@ -75,7 +75,7 @@ def own_features(architecture: Architecture, model: StateSource, samples: Sequen
     return chain_states(architecture.chain, module, architecture.preprocess(samples))[-1]["hidden"]
 
 
-def used(usage: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def used(usage: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the Python of a card computes, run in its folder beside a picture."""
     pictures()[0].save(folder / "image.png")
     with monkeypatch.context() as patch, torch.no_grad():
@@ -85,7 +85,7 @@ def used(usage: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> d
     return names
 
 
-def wrapped(folder: pathlib.Path, wrapper: str) -> StateSource:
+def wrapped(folder: Path, wrapper: str) -> StateSource:
     plain = open_checkpoint(folder)
     return TensorsSource("base", {wrapper + key: plain.read(key) for key in plain.headers})
 
@@ -93,9 +93,9 @@ def wrapped(folder: pathlib.Path, wrapper: str) -> StateSource:
 @pytest.mark.parametrize(("style", "wrapper"), [(version_4, "module."), (version_5, "")])
 @torch.no_grad()
 def test_a_whole_clip_classifies_in_its_library_as_here(
-    style: Callable[[pathlib.Path], pathlib.Path],
+    style: Callable[[Path], Path],
     wrapper: str,
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from transformers import CLIPModel, CLIPProcessor, CLIPVisionModelWithProjection
@@ -128,7 +128,7 @@ def test_a_whole_clip_classifies_in_its_library_as_here(
 
 
 def test_the_tokenizer_of_the_base_comes_along_where_the_architecture_has_none(
-    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The architecture's own folder says how images are prepared, whatever lies beside the base's weights."""
     base_folder, bare = version_5(tmp_path / "base"), tmp_path / "bare"
@@ -151,7 +151,7 @@ def test_the_tokenizer_of_the_base_comes_along_where_the_architecture_has_none(
     assert "without tokenizer" in caplog.text
 
 
-def test_code_never_comes_along(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_code_never_comes_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, out = version_5(tmp_path / "base"), tmp_path / "out"
     for name in ("modeling_clip.py", "tokenizer.py", "chat_template.py", "run.sh", "weights.pkl"):
         (folder / name).write_text("raise SystemExit")
@@ -175,7 +175,7 @@ def test_code_never_comes_along(tmp_path: pathlib.Path, caplog: pytest.LogCaptur
 
 
 @torch.no_grad()
-def test_a_whole_clip_classifies_in_open_clip_as_here(tmp_path: pathlib.Path) -> None:
+def test_a_whole_clip_classifies_in_open_clip_as_here(tmp_path: Path) -> None:
     import open_clip
 
     folder, out = open_clip_folder(tmp_path / "base"), tmp_path / "out"
@@ -197,7 +197,7 @@ def test_a_whole_clip_classifies_in_open_clip_as_here(tmp_path: pathlib.Path) ->
 
 @torch.no_grad()
 def test_open_clip_reads_prompts_with_the_tokenizer_in_the_folder(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its configuration names one of transformers, whose files lie beside it in a folder."""
     import open_clip
@@ -221,7 +221,7 @@ def test_open_clip_reads_prompts_with_the_tokenizer_in_the_folder(
 
 
 @pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
-def test_a_base_in_shards_is_saved_in_shards(index: str, tmp_path: pathlib.Path) -> None:
+def test_a_base_in_shards_is_saved_in_shards(index: str, tmp_path: Path) -> None:
     from transformers import CLIPConfig, CLIPModel
 
     folder, out = tmp_path / "base", tmp_path / "out"
@@ -255,7 +255,7 @@ def test_a_base_in_shards_is_saved_in_shards(index: str, tmp_path: pathlib.Path)
     assert {path.name for path in tmp_path.iterdir()} == {"base", "out", "one.safetensors"}
 
 
-def as_pickles(folder: pathlib.Path) -> None:
+def as_pickles(folder: Path) -> None:
     """The shards of a folder as older versions of the library wrote them."""
     from safetensors.torch import load_file
 
@@ -270,21 +270,21 @@ def as_pickles(folder: pathlib.Path) -> None:
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(listed))
 
 
-def clip_folder(folder: pathlib.Path) -> tuple[str, Any]:
+def clip_folder(folder: Path) -> tuple[str, Any]:
     from transformers import CLIPModel
 
     return "hf-clip", CLIPModel.from_pretrained(hf_folder(folder))
 
 
-def bert_folder(folder: pathlib.Path) -> tuple[str, Any]:
+def bert_folder(folder: Path) -> tuple[str, Any]:
     model = trained(Family("hf-auto", bert), 3, 1)
     model.save_pretrained(folder)
     spelling_tokenizer().save_pretrained(folder)
     return "hf-auto", model
 
 
-def family_folder(name: str) -> Callable[[pathlib.Path], tuple[str, Any]]:
-    def prepare(folder: pathlib.Path) -> tuple[str, Any]:
+def family_folder(name: str) -> Callable[[Path], tuple[str, Any]]:
+    def prepare(folder: Path) -> tuple[str, Any]:
         model = trained(FAMILIES[name], 3, 1)
         save(FAMILIES[name], model, folder)
         return FAMILIES[name].loader, model
@@ -292,22 +292,22 @@ def family_folder(name: str) -> Callable[[pathlib.Path], tuple[str, Any]]:
     return prepare
 
 
-def decoder_folder(name: str) -> Callable[[pathlib.Path], tuple[str, Any]]:
-    def prepare(folder: pathlib.Path) -> tuple[str, Any]:
+def decoder_folder(name: str) -> Callable[[Path], tuple[str, Any]]:
+    def prepare(folder: Path) -> tuple[str, Any]:
         saved(CONFIGS[name], folder)
         return "hf-decoder", AutoModelForCausalLM.from_pretrained(folder)
 
     return prepare
 
 
-def t5_folder(folder: pathlib.Path) -> tuple[str, Any]:
+def t5_folder(folder: Path) -> tuple[str, Any]:
     model = HfT5().tiny()
     model.save_pretrained(folder)
     word_tokenizer("encoder-decoder").save_pretrained(folder)
     return "hf-t5", model
 
 
-def encoder_folder(name: str) -> Callable[[pathlib.Path], tuple[str, Any]]:
+def encoder_folder(name: str) -> Callable[[Path], tuple[str, Any]]:
     return lambda folder: (
         "hf-encoder",
         AutoModelForSequenceClassification.from_pretrained(encoders.save(encoders.encoder(name), folder)),
@@ -317,8 +317,8 @@ def encoder_folder(name: str) -> Callable[[pathlib.Path], tuple[str, Any]]:
 @pytest.mark.parametrize("prepare", [family_folder("ViT"), family_folder("timm ViT"), bert_folder])
 @torch.no_grad()
 def test_the_card_of_a_classifier_computes_what_the_tasks_heads_read(
-    prepare: Callable[[pathlib.Path], tuple[str, Any]],
-    tmp_path: pathlib.Path,
+    prepare: Callable[[Path], tuple[str, Any]],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, out = tmp_path / "base", tmp_path / "out"
@@ -346,7 +346,7 @@ def test_the_card_of_a_classifier_computes_what_the_tasks_heads_read(
     ],
 )
 def test_files_of_every_form_hold_the_same_model(
-    prepare: Callable[[pathlib.Path], tuple[str, Any]], dtype: torch.dtype, tmp_path: pathlib.Path
+    prepare: Callable[[Path], tuple[str, Any]], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """In half precision: shards as versions 5 and 4 write them, pickled ones, one file, and names as in memory."""
     loader, model = prepare(tmp_path / "whole")
@@ -391,10 +391,10 @@ def test_files_of_every_form_hold_the_same_model(
     ],
 )
 def test_adapters_of_language_models_are_what_peft_merges(
-    prepare: Callable[[pathlib.Path], tuple[str, Any]],
+    prepare: Callable[[Path], tuple[str, Any]],
     targets: Any,
     whole: list[str] | None,
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
 ) -> None:
     """And the heads that were trained beside them."""
     peft = pytest.importorskip("peft")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
-import pathlib
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def base(weights: dict[str, Tensor]) -> StateSource:
     return TensorsSource("base", weights)
 
 
-def test_the_library_reads_back_what_was_written(weights: dict[str, Tensor], tmp_path: pathlib.Path) -> None:
+def test_the_library_reads_back_what_was_written(weights: dict[str, Tensor], tmp_path: Path) -> None:
     save_state_dict(tmp_path / "w.safetensors", weights, {"made_by": "a test"})
     read = load_file(tmp_path / "w.safetensors")
     assert set(read) == set(weights)
@@ -75,7 +75,7 @@ def test_the_library_reads_back_what_was_written(weights: dict[str, Tensor], tmp
         assert file.metadata() == {"format": "pt", "made_by": "a test"}
 
 
-def test_every_tensor_is_aligned_to_its_width(weights: dict[str, Tensor], tmp_path: pathlib.Path) -> None:
+def test_every_tensor_is_aligned_to_its_width(weights: dict[str, Tensor], tmp_path: Path) -> None:
     """Readers that map the file cast in place, which processors do slowly or not at all across words."""
     save_state_dict(tmp_path / "w.safetensors", weights)
     data = (tmp_path / "w.safetensors").read_bytes()
@@ -85,7 +85,7 @@ def test_every_tensor_is_aligned_to_its_width(weights: dict[str, Tensor], tmp_pa
         assert (start + header[key]["data_offsets"][0]) % value.dtype.itemsize == 0, key
 
 
-def test_pairs_and_mappings_are_written_alike(weights: dict[str, Tensor], tmp_path: pathlib.Path) -> None:
+def test_pairs_and_mappings_are_written_alike(weights: dict[str, Tensor], tmp_path: Path) -> None:
     save_state_dict(tmp_path / "a.safetensors", weights)
     save_state_dict(tmp_path / "b.safetensors", ((key, value) for key, value in weights.items()))
     save_state_dict(tmp_path / "c.safetensors", Patched(TensorsSource("base", weights), {}))
@@ -93,7 +93,7 @@ def test_pairs_and_mappings_are_written_alike(weights: dict[str, Tensor], tmp_pa
     assert len(written) == 1
 
 
-def test_views_ties_and_leaves_are_written_by_value(tmp_path: pathlib.Path) -> None:
+def test_views_ties_and_leaves_are_written_by_value(tmp_path: Path) -> None:
     shared = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
     save_state_dict(
         tmp_path / "w.safetensors", {"a": shared, "b": shared, "t": shared.T, "part": shared[:, 1:]}
@@ -103,13 +103,13 @@ def test_views_ties_and_leaves_are_written_by_value(tmp_path: pathlib.Path) -> N
     assert torch.equal(read["t"], shared.T) and torch.equal(read["part"], shared[:, 1:])
 
 
-def test_a_number_type_the_format_does_not_know_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_number_type_the_format_does_not_know_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'w' is torch\.complex128"):
         save_state_dict(tmp_path / "w.safetensors", {"w": torch.zeros(2, dtype=torch.complex128)})
     assert not list(tmp_path.iterdir())
 
 
-def test_patching_keeps_keys_order_and_dtypes(base: StateSource, tmp_path: pathlib.Path) -> None:
+def test_patching_keeps_keys_order_and_dtypes(base: StateSource, tmp_path: Path) -> None:
     update = torch.linspace(-1, 1, 5, dtype=torch.float64)
     result = Patched(base, {"half": update})
     assert [key for key, _ in result] == list(base.headers)
@@ -136,7 +136,7 @@ def test_patching_keeps_keys_order_and_dtypes(base: StateSource, tmp_path: pathl
     ids=["unknown_key", "shape", "nan", "overflow_in_float16", "float_for_integer"],
 )
 def test_updates_that_would_spoil_the_base_are_refused(
-    key: str, value: Tensor, error: type[Exception], message: str, base: StateSource, tmp_path: pathlib.Path
+    key: str, value: Tensor, error: type[Exception], message: str, base: StateSource, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):
         save_state_dict(tmp_path / "w.safetensors", Patched(base, {key: value}))
@@ -162,7 +162,7 @@ class Counting:
         self.alive -= 1
 
 
-def test_an_update_is_put_together_once_however_often_it_is_patched(tmp_path: pathlib.Path) -> None:
+def test_an_update_is_put_together_once_however_often_it_is_patched(tmp_path: Path) -> None:
     source, made = Counting(), []
 
     def update(key: str) -> Tensor:
@@ -174,7 +174,7 @@ def test_an_update_is_put_together_once_however_often_it_is_patched(tmp_path: pa
     assert made == ["t3", "t6"]
 
 
-def test_patched_weights_are_streamed(tmp_path: pathlib.Path) -> None:
+def test_patched_weights_are_streamed(tmp_path: Path) -> None:
     source = Counting()
     save_state_dict(tmp_path / "w.safetensors", Patched(source, {"t3": torch.zeros(100)}))
     assert source.most <= 2  # the one at hand, and the next while it takes its place
@@ -204,7 +204,7 @@ class Failing(Counting):
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), CheckpointError("gone"), OSError(errno.EIO, "unreadable")]
 )
-def test_whatever_stops_the_writing_the_old_file_stays(error: BaseException, tmp_path: pathlib.Path) -> None:
+def test_whatever_stops_the_writing_the_old_file_stays(error: BaseException, tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     save_state_dict(path, {"a": torch.ones(2)})
     before = path.read_bytes()
@@ -214,7 +214,7 @@ def test_whatever_stops_the_writing_the_old_file_stays(error: BaseException, tmp
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_is_told_with_what_is_needed(tmp_path: pathlib.Path) -> None:
+def test_a_full_disk_is_told_with_what_is_needed(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"can't write .*w\.safetensors: No space left") as refusal:
         save_state_dict(
             tmp_path / "w.safetensors", Patched(Failing(OSError(errno.ENOSPC, "No space left")), {})
@@ -224,19 +224,19 @@ def test_a_full_disk_is_told_with_what_is_needed(tmp_path: pathlib.Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-FOLDERS: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
+FOLDERS: dict[str, Callable[[Path], Path]] = {
     "hf-clip": hf_folder,
     "open-clip": open_clip_folder,
 }
 
 
 @pytest.fixture(scope="module", params=FOLDERS)
-def base_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def base_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return FOLDERS[request.param](tmp_path_factory.mktemp("models") / request.param)
 
 
 @pytest.fixture
-def architecture(base_folder: pathlib.Path) -> Architecture:
+def architecture(base_folder: Path) -> Architecture:
     return load_architecture(base_folder.name, str(base_folder))
 
 
@@ -274,7 +274,7 @@ def test_rows_that_are_not_given_stay_those_of_the_start() -> None:
 
 
 def test_a_state_dict_keeps_the_bases_names_and_what_else_it_holds(
-    architecture: Architecture, base_folder: pathlib.Path, tmp_path: pathlib.Path
+    architecture: Architecture, base_folder: Path, tmp_path: Path
 ) -> None:
     plain = open_checkpoint(base_folder)
     base = TensorsSource("base", {f"module.{key}": plain.read(key).half() for key in plain.headers})
@@ -296,7 +296,7 @@ def expected_feature(architecture: Architecture, model: StateSource) -> Tensor:
     return chain_states(architecture.chain, module, pixels().float())[-1]["hidden"]
 
 
-def test_a_folder_of_transformers_may_hold_the_tower_alone(tmp_path: pathlib.Path) -> None:
+def test_a_folder_of_transformers_may_hold_the_tower_alone(tmp_path: Path) -> None:
     from transformers import CLIPVisionModelWithProjection
 
     module = hf_tower().float()
@@ -312,7 +312,7 @@ def test_a_folder_of_transformers_may_hold_the_tower_alone(tmp_path: pathlib.Pat
     assert processor["crop_size"] == {"height": 16, "width": 16}
 
 
-def test_a_part_of_an_open_clip_model_makes_no_folder(tmp_path: pathlib.Path) -> None:
+def test_a_part_of_an_open_clip_model_makes_no_folder(tmp_path: Path) -> None:
     folder = open_clip_folder(tmp_path / "base")
     architecture, whole = load_architecture("open-clip", str(folder)), open_checkpoint(folder)
     tower = TensorsSource(
@@ -324,7 +324,7 @@ def test_a_part_of_an_open_clip_model_makes_no_folder(tmp_path: pathlib.Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out.safetensors"]
 
 
-def test_a_live_model_is_saved_as_a_state_dict_only(tmp_path: pathlib.Path) -> None:
+def test_a_live_model_is_saved_as_a_state_dict_only(tmp_path: Path) -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
     architecture = architecture_of(module, torch.ones(2, 4))
     source = module_source(module, "base")
@@ -337,7 +337,7 @@ def test_a_live_model_is_saved_as_a_state_dict_only(tmp_path: pathlib.Path) -> N
 
 
 def test_a_model_with_a_hole_is_not_saved(
-    architecture: Architecture, base_folder: pathlib.Path, tmp_path: pathlib.Path
+    architecture: Architecture, base_folder: Path, tmp_path: Path
 ) -> None:
     base = open_checkpoint(base_folder)
     tower = architecture.align(base)
@@ -349,7 +349,7 @@ def test_a_model_with_a_hole_is_not_saved(
 
 
 def test_a_folder_that_is_there_is_not_overwritten(
-    architecture: Architecture, base_folder: pathlib.Path, tmp_path: pathlib.Path
+    architecture: Architecture, base_folder: Path, tmp_path: Path
 ) -> None:
     base = open_checkpoint(base_folder)
     (tmp_path / "out").mkdir()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,13 +27,13 @@ KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
 
 
 def sentences(
-    root: pathlib.Path,
+    root: Path,
     seed: int,
     *,
     inside: str = "",
     pooling: dict[str, Any] | None = None,
     dense: float = 1.0,
-) -> pathlib.Path:
+) -> Path:
     """A tiny BERT as sentence-transformers lays it out, its transformer in the root or in a folder `inside`."""
     model = encoder("BERT", seed=seed)
     save(model.bert, root / inside)
@@ -60,7 +60,7 @@ def sentences(
     return root
 
 
-def spec_of(root: pathlib.Path, *experts: str) -> Any:
+def spec_of(root: Path, *experts: str) -> Any:
     data = root / "rows.jsonl"
     data.write_text("\n".join(json.dumps({"input": text}) for text in TEXTS * 3))
     entry = {"kind": "jsonl", "calibration": str(data), "test": str(data)}
@@ -71,7 +71,7 @@ def spec_of(root: pathlib.Path, *experts: str) -> Any:
 
 
 @pytest.mark.parametrize("inside", ["", "0_Transformer"])
-def test_a_folder_of_sentences_is_opened_and_saved_whole(inside: str, tmp_path: pathlib.Path) -> None:
+def test_a_folder_of_sentences_is_opened_and_saved_whole(inside: str, tmp_path: Path) -> None:
     for seed, name in enumerate(("base", "one", "two")):
         sentences(tmp_path / name, seed, inside=inside)
     spec = spec_of(tmp_path, "one", "two")
@@ -115,7 +115,7 @@ def test_a_folder_of_sentences_is_opened_and_saved_whole(inside: str, tmp_path: 
     ],
 )
 def test_features_are_pooled_as_the_folder_says(
-    stated: dict[str, Any], mode: str, pool: str, tmp_path: pathlib.Path
+    stated: dict[str, Any], mode: str, pool: str, tmp_path: Path
 ) -> None:
     sentences(tmp_path / "base", 0, pooling=stated)
     known = load_architecture("hf-encoder", str(tmp_path / "base"))
@@ -124,7 +124,7 @@ def test_features_are_pooled_as_the_folder_says(
     assert ("no linear map" in known.notices[0]) == (mode not in ("mean", "lasttoken"))
 
 
-def test_an_expert_with_other_weights_behind_its_transformer_is_refused(tmp_path: pathlib.Path) -> None:
+def test_an_expert_with_other_weights_behind_its_transformer_is_refused(tmp_path: Path) -> None:
     sentences(tmp_path / "base", 0)
     sentences(tmp_path / "one", 1, dense=2.0)
     with refusing(IncompatibleModelsError, "2_Dense", "other weights than the base's", hint="frozen"):
@@ -151,7 +151,7 @@ def test_an_expert_with_other_weights_behind_its_transformer_is_refused(tmp_path
     ],
 )
 def test_modules_that_cant_be_followed_are_refused_by_name(
-    place: int, entry: dict[str, str], error: type[DriftLensError], words: str, tmp_path: pathlib.Path
+    place: int, entry: dict[str, str], error: type[DriftLensError], words: str, tmp_path: Path
 ) -> None:
     root = sentences(tmp_path / "base", 0)
     stated = json.loads((root / "modules.json").read_text())
@@ -165,7 +165,7 @@ def test_modules_that_cant_be_followed_are_refused_by_name(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("inside", ["", "0_Transformer"])
-def test_the_library_reads_sentences_from_what_is_saved(inside: str, tmp_path: pathlib.Path) -> None:
+def test_the_library_reads_sentences_from_what_is_saved(inside: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("sentence_transformers") is None:
         pytest.skip("sentence-transformers is not installed")
     from sentence_transformers import SentenceTransformer

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +62,7 @@ def _described(kind: str) -> list[tuple[str, dict[str, Any]]]:
     return [(name, stated | {"model_type": kind, "architectures": [name]}) for name in few]
 
 
-def _refusal(loader: str, folder: pathlib.Path, blocks: str | None = None) -> DriftLensError | None:
+def _refusal(loader: str, folder: Path, blocks: str | None = None) -> DriftLensError | None:
     try:
         load_architecture(loader, str(folder), blocks=blocks, access=Access(offline=True))
     except DriftLensError as error:
@@ -70,7 +70,7 @@ def _refusal(loader: str, folder: pathlib.Path, blocks: str | None = None) -> Dr
     return None
 
 
-def _follow(folder: pathlib.Path) -> str:
+def _follow(folder: Path) -> str:
     """What is wrong with where a refusal sends; "" where nothing is."""
     first = _refusal("hf-clip", folder)
     if first is None:
@@ -86,7 +86,7 @@ def _follow(folder: pathlib.Path) -> str:
     return "" if second is None else f"sent to {sent[1]}: {second}"
 
 
-def _check(kinds: list[str], folder: pathlib.Path) -> None:
+def _check(kinds: list[str], folder: Path) -> None:
     word_tokenizer("decoder").save_pretrained(folder)
     ViTImageProcessor().save_pretrained(folder)
     wrong, count = {}, 0
@@ -99,17 +99,17 @@ def _check(kinds: list[str], folder: pathlib.Path) -> None:
     assert count >= len(kinds) and not wrong
 
 
-def test_a_refusal_sends_to_a_loader_that_takes_the_model(tmp_path: pathlib.Path) -> None:
+def test_a_refusal_sends_to_a_loader_that_takes_the_model(tmp_path: Path) -> None:
     _check(list(FEW), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", range(GROUPS))
-def test_no_model_type_of_transformers_is_sent_in_vain(tmp_path: pathlib.Path, group: int) -> None:
+def test_no_model_type_of_transformers_is_sent_in_vain(tmp_path: Path, group: int) -> None:
     _check(sorted(CONFIG_MAPPING)[group::GROUPS], tmp_path)
 
 
-def test_where_a_loader_refuses_too_its_reason_stands_in_the_hint(tmp_path: pathlib.Path) -> None:
+def test_where_a_loader_refuses_too_its_reason_stands_in_the_hint(tmp_path: Path) -> None:
     word_tokenizer("decoder").save_pretrained(tmp_path)
     for kind, reason in {"wav2vec2": "reads input_values", "funnel": "No list of"}.items():
         *_, (_, config) = _described(kind)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +40,7 @@ FLOAT32 = ("gemma", "gemma2", "gemma3_text", "gpt_neo", "mpt", "mamba", "mamba2"
 ASKED = [Text("is it red"), Text("question : is it blue or green ?"), Text("no")]
 
 
-def with_pool(folder: pathlib.Path) -> tuple[Architecture, ModelPool]:
+def with_pool(folder: Path) -> tuple[Architecture, ModelPool]:
     found = load_architecture("hf-decoder", str(folder))
     source = found.align(open_checkpoint(str(folder)))
     pool = ModelPool(
@@ -55,7 +55,7 @@ def with_pool(folder: pathlib.Path) -> tuple[Architecture, ModelPool]:
 
 @pytest.mark.shows("drift", files="hf-decoder", heads="each model's own")
 @pytest.mark.parametrize("config", families(*CONFIGS))
-def test_features_scores_and_answers_are_those_of_the_library(config: Any, tmp_path: pathlib.Path) -> None:
+def test_features_scores_and_answers_are_those_of_the_library(config: Any, tmp_path: Path) -> None:
     saved(config, tmp_path)
     apart = {"rtol": 1e-5, "atol": 1e-5} if config.model_type in FLOAT32 else {"rtol": 1e-9, "atol": 1e-9}
     found, pool = with_pool(tmp_path)
@@ -111,7 +111,7 @@ def test_features_scores_and_answers_are_those_of_the_library(config: Any, tmp_p
     assert all(parameter.is_meta for parameter in found.skeleton.parameters())
 
 
-def test_all_linear_modules_of_a_block_are_sites_that_share_inputs(tmp_path: pathlib.Path) -> None:
+def test_all_linear_modules_of_a_block_are_sites_that_share_inputs(tmp_path: Path) -> None:
     saved(CONFIGS["Qwen3"], tmp_path)
     found, _ = with_pool(tmp_path)
     stem, block, *_ = found.chain.layers
@@ -149,7 +149,7 @@ def test_live_models_of_texts_pool_as_their_families_do(kind: str, pool: str) ->
 NAMES = ("x", "y", "z")
 
 
-def opened(name: str, folder: pathlib.Path) -> tuple[Architecture, Any]:
+def opened(name: str, folder: Path) -> tuple[Architecture, Any]:
     """The architecture that one model's files describe, and another model, in float64, whose files lie beside them."""
     save(encoder(name, seed=1), folder / "base")
     save(encoder(name, seed=2), folder / "expert")
@@ -157,7 +157,7 @@ def opened(name: str, folder: pathlib.Path) -> tuple[Architecture, Any]:
     return load_architecture(loader, str(folder / "base")), encoder(name, seed=2).double()
 
 
-def states(architecture: Architecture, folder: pathlib.Path, texts: tuple[str, ...]) -> list[State]:
+def states(architecture: Architecture, folder: Path, texts: tuple[str, ...]) -> list[State]:
     """What the expert's weights make of texts, layer by layer, in float64."""
     assert architecture.preprocess is not None
     source = architecture.align(open_checkpoint(folder / "expert"))
@@ -165,7 +165,7 @@ def states(architecture: Architecture, folder: pathlib.Path, texts: tuple[str, .
     return chain_states(architecture.chain, weights, architecture.preprocess([(text, "") for text in texts]))
 
 
-def own_head(architecture: Architecture, folder: pathlib.Path) -> OwnHead:
+def own_head(architecture: Architecture, folder: Path) -> OwnHead:
     stored = open_checkpoint(folder / "expert")
     keys = architecture.classifier_keys(stored)
     assert set(architecture.align(stored).headers) == set(architecture.keys)
@@ -175,7 +175,7 @@ def own_head(architecture: Architecture, folder: pathlib.Path) -> OwnHead:
 
 @pytest.mark.shows("drift", files="hf-encoder")
 @pytest.mark.parametrize("name", PARAMS)
-def test_features_are_those_of_the_library_at_every_boundary(name: str, tmp_path: pathlib.Path) -> None:
+def test_features_are_those_of_the_library_at_every_boundary(name: str, tmp_path: Path) -> None:
     """Of a model the architecture was not read from, no weight of which it has seen."""
     architecture, model = opened(name, tmp_path)
     assert architecture.preprocess is not None and all(
@@ -203,7 +203,7 @@ def test_features_are_those_of_the_library_at_every_boundary(name: str, tmp_path
 @pytest.mark.shows(heads="each expert's own, of several layers")
 @pytest.mark.parametrize("name", [*PARAMS, "ModernBERT"])
 def test_the_head_of_an_expert_is_all_that_its_library_runs_behind_the_tokens(
-    name: str, tmp_path: pathlib.Path
+    name: str, tmp_path: Path
 ) -> None:
     architecture, model = opened(name, tmp_path)
     assert architecture.preprocess is not None and architecture.own_head is not None
@@ -225,7 +225,7 @@ def test_the_head_of_an_expert_is_all_that_its_library_runs_behind_the_tokens(
         assert float(gains.certified[0] / product) == pytest.approx(1.13 if name == "DeBERTa-v3" else 1.0)
 
 
-def test_positions_that_every_block_of_deberta_reads_belong_to_the_first(tmp_path: pathlib.Path) -> None:
+def test_positions_that_every_block_of_deberta_reads_belong_to_the_first(tmp_path: Path) -> None:
     architecture, _ = opened("DeBERTa-v3", tmp_path)
     chain, key = architecture.chain, "deberta.encoder.rel_embeddings.weight"
     assert all(key in layer.parameters for layer in chain.blocks)
@@ -236,7 +236,7 @@ def test_positions_that_every_block_of_deberta_reads_belong_to_the_first(tmp_pat
     assert "nothing else" in chain.blocks[0].no_sites["attention.self.query_proj.weight"][1]
 
 
-def test_heads_that_don_t_fit_are_refused(tmp_path: pathlib.Path) -> None:
+def test_heads_that_don_t_fit_are_refused(tmp_path: Path) -> None:
     architecture, _ = opened("RoBERTa", tmp_path)
     stored = open_checkpoint(tmp_path / "expert")
     keys = architecture.classifier_keys(stored)
@@ -255,7 +255,7 @@ def test_heads_that_don_t_fit_are_refused(tmp_path: pathlib.Path) -> None:
     assert architecture.classifier_keys(open_checkpoint(save(model, tmp_path / "core"))) is None
 
 
-def test_a_classifier_trained_on_a_core_alone_finds_its_pooler_there(tmp_path: pathlib.Path) -> None:
+def test_a_classifier_trained_on_a_core_alone_finds_its_pooler_there(tmp_path: Path) -> None:
     """As adapters of a classifier leave it: the base's weights under the base's names, the classifier under its own."""
     architecture, _ = opened("BERT", tmp_path)
     whole = encoder("BERT", seed=2)
@@ -306,13 +306,13 @@ def version_1() -> nn.Module:
     return model
 
 
-def folder(module: nn.Module, path: pathlib.Path, dtype: torch.dtype = torch.float32) -> pathlib.Path:
+def folder(module: nn.Module, path: Path, dtype: torch.dtype = torch.float32) -> Path:
     module.to(dtype).save_pretrained(path)
     word_tokenizer("encoder-decoder").save_pretrained(path)
     return path
 
 
-def with_copies(path: pathlib.Path) -> pathlib.Path:
+def with_copies(path: Path) -> Path:
     """The embeddings under all their names, as older versions wrote them."""
     file = path / "model.safetensors"
     weights = load_file(file)
@@ -342,9 +342,9 @@ def walked(pool: ModelPool, model: str, inputs: Any) -> list[dict[str, Tensor]]:
 )
 def test_files_of_every_form_give_the_librarys_features(
     build: Callable[[], nn.Module],
-    change: Callable[[pathlib.Path], object] | None,
+    change: Callable[[Path], object] | None,
     dtype: torch.dtype,
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
 ) -> None:
     place = folder(build(), tmp_path / "t5", dtype)
     if change is not None:
@@ -408,9 +408,7 @@ def test_every_block_computes_positions_from_its_own_models_table() -> None:
 @T5
 @pytest.mark.shows(reloads="yes")
 @pytest.mark.parametrize("is_flan", [True, False], ids=["flan", "v1.0 with copies"])
-def test_a_saved_folder_reloads_with_every_weight_that_was_merged(
-    is_flan: bool, tmp_path: pathlib.Path
-) -> None:
+def test_a_saved_folder_reloads_with_every_weight_that_was_merged(is_flan: bool, tmp_path: Path) -> None:
     """The scores' weights too, which belong to no layer, and every copy of the embeddings."""
     place = folder(flan() if is_flan else version_1(), tmp_path / "base")
     if not is_flan:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +42,7 @@ MODELS = {
 @pytest.mark.parametrize(("name", "from_config", "from_keys", "loader"), MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("ours", ["hf-clip", "open-clip"])
 def test_models_of_transformers_are_sent_to_their_loader(
-    tmp_path: pathlib.Path, name: str, from_config: str, from_keys: str, loader: str, ours: str
+    tmp_path: Path, name: str, from_config: str, from_keys: str, loader: str, ours: str
 ) -> None:
     """Also where there is nothing but the configuration: no weight is read for it."""
     with torch.device("meta"):
@@ -99,7 +99,7 @@ SENT_ON: list[tuple[str, dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("loader", "config", "words", "hint"), SENT_ON)
 def test_the_other_loaders_send_models_on_too_before_any_weight_is_read(
-    tmp_path: pathlib.Path, loader: str, config: dict[str, Any], words: str, hint: str
+    tmp_path: Path, loader: str, config: dict[str, Any], words: str, hint: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(IncompatibleModelsError) as refusal:
@@ -111,13 +111,13 @@ def test_the_other_loaders_send_models_on_too_before_any_weight_is_read(
 @pytest.mark.parametrize(
     ("loader", "prepare"), [("hf-auto", "timm"), ("hf-vit", "open-clip"), ("timm", "open-clip")]
 )
-def test_folders_of_other_libraries_are_sent_on(tmp_path: pathlib.Path, loader: str, prepare: str) -> None:
+def test_folders_of_other_libraries_are_sent_on(tmp_path: Path, loader: str, prepare: str) -> None:
     timm_folder(tmp_path) if prepare == "timm" else open_clip_folder(tmp_path)
     with refusing(IncompatibleModelsError, hint=f"loader is {prepare}:"):
         load_architecture(loader, str(tmp_path))
 
 
-def test_every_loader_that_refusals_name_is_there(tmp_path: pathlib.Path) -> None:
+def test_every_loader_that_refusals_name_is_there(tmp_path: Path) -> None:
     named = {loader for *_, loader in refusals._FAMILIES} | {
         "hf-clip",
         "hf-vit",
@@ -128,7 +128,7 @@ def test_every_loader_that_refusals_name_is_there(tmp_path: pathlib.Path) -> Non
     assert named - {"", "adapters"} <= set(loaders)
 
 
-def test_a_checkpoint_of_another_family_is_named_beside_loaders_of_any_model(tmp_path: pathlib.Path) -> None:
+def test_a_checkpoint_of_another_family_is_named_beside_loaders_of_any_model(tmp_path: Path) -> None:
     import transformers
 
     small("ViTModel", image_size=8, patch_size=4).save_pretrained(tmp_path)
@@ -160,7 +160,7 @@ def test_checkpoints_of_timm_are_told_by_their_keys(name: str, options: dict[str
         architecture_of(open_clip_tower()).align(TensorsSource("expert.safetensors", weights))
 
 
-def timm_folder(folder: pathlib.Path) -> None:
+def timm_folder(folder: Path) -> None:
     import timm
     from timm.models import save_for_hf
 
@@ -168,7 +168,7 @@ def timm_folder(folder: pathlib.Path) -> None:
     save_for_hf(timm.create_model("vit_tiny_patch16_224", **options), folder, safe_serialization=True)
 
 
-def remote_code(folder: pathlib.Path, **more: Any) -> None:
+def remote_code(folder: Path, **more: Any) -> None:
     """A folder as those on the Hub that bring their model along."""
     (folder / "modeling_own.py").write_text(f"open({str(folder / 'canary')!r}, 'w')")
     stated = {
@@ -179,18 +179,18 @@ def remote_code(folder: pathlib.Path, **more: Any) -> None:
     (folder / "config.json").write_text(json.dumps({**stated, **more}))
 
 
-def quantised(folder: pathlib.Path) -> None:
+def quantised(folder: Path) -> None:
     from transformers import BitsAndBytesConfig, CLIPVisionConfig
 
     settings = BitsAndBytesConfig(load_in_8bit=True).to_dict()
     CLIPVisionConfig(**HF_VISION, quantization_config=settings).save_pretrained(folder)
 
 
-def gguf(folder: pathlib.Path) -> None:
+def gguf(folder: Path) -> None:
     (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
 
 
-FOLDERS: dict[str, tuple[str, Callable[[pathlib.Path], object], str, str]] = {
+FOLDERS: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     "timm_to_transformers": ("hf-clip", timm_folder, "a timm model (vit_tiny_patch16_224)", "timm"),
     "timm_to_open_clip": ("open-clip", timm_folder, "a timm model (vit_tiny_patch16_224)", "timm"),
     "open_clip_to_transformers": ("hf-clip", open_clip_folder, "a model of open_clip", "open-clip"),
@@ -224,7 +224,7 @@ FOLDERS: dict[str, tuple[str, Callable[[pathlib.Path], object], str, str]] = {
 
 @pytest.mark.parametrize(("loader", "prepare", "words", "remedy"), FOLDERS.values(), ids=FOLDERS)
 def test_folders_of_other_kinds_are_refused_with_what_works(
-    tmp_path: pathlib.Path, loader: str, prepare: Callable[[pathlib.Path], object], words: str, remedy: str
+    tmp_path: Path, loader: str, prepare: Callable[[Path], object], words: str, remedy: str
 ) -> None:
     prepare(tmp_path)
     with refusing(DriftLensError, words, hint=remedy, code=4):
@@ -232,7 +232,7 @@ def test_folders_of_other_kinds_are_refused_with_what_works(
     assert not (tmp_path / "canary").exists()
 
 
-def test_code_beside_a_model_that_the_library_has_is_not_needed(tmp_path: pathlib.Path) -> None:
+def test_code_beside_a_model_that_the_library_has_is_not_needed(tmp_path: Path) -> None:
     remote_code(tmp_path, architectures=["CLIPVisionModel"])
     assert load_architecture("hf-clip", str(tmp_path)).adapter == "hf_clip_vit"
     assert not (tmp_path / "canary").exists()
@@ -265,9 +265,7 @@ def resnet() -> nn.Module:
         ),
     ],
 )
-def test_the_way_that_refusals_name_works(
-    build: Callable[[], nn.Module], size: int, tmp_path: pathlib.Path
-) -> None:
+def test_the_way_that_refusals_name_works(build: Callable[[], nn.Module], size: int, tmp_path: Path) -> None:
     """As live modules such towers are measured, calibrated and saved: the drift is that of their own forward passes."""
     base = perturbed(with_seed(build)().eval(), 0, 0.05)
     merged, expert = (perturbed(base, seed, 0.05) for seed in (1, 2))

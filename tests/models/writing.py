@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 Weights = dict[str, Tensor]
 
 
-def write_mergekit(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
+def write_mergekit(folder: Path, weights: Weights) -> Path:
     """As mergekit leaves a small merge: one shard that is numbered all the same, an index, its recipe, a README."""
     shard = "model-00001-of-00001.safetensors"
     save_file(weights, folder / shard, metadata={"format": "pt"})
@@ -29,7 +29,7 @@ def write_mergekit(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
     return folder
 
 
-def train(module: nn.Module, folder: pathlib.Path, **options: Any) -> dict[str, Tensor]:
+def train(module: nn.Module, folder: Path, **options: Any) -> dict[str, Tensor]:
     """Weights after peft merged random adapters into `module`; the adapters are saved in `folder`."""
     from peft import LoraConfig, get_peft_model
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pathlib
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,16 +25,16 @@ TABLES = ("layers", "samples", "outputs", "params", "accuracy")
 NAME, VARIANT, CONTROL = "featcal", "calibrated:featcal", "baseline:featcal-anchor"
 
 
-def copied(run: DriftRun, folder: pathlib.Path) -> pathlib.Path:
+def copied(run: DriftRun, folder: Path) -> Path:
     """A copy of a run that a test may add to."""
-    return pathlib.Path(shutil.copytree(run.path, folder))
+    return Path(shutil.copytree(run.path, folder))
 
 
 def request(name: str = NAME, **changes: Any) -> CalibrationRequest:
     return CalibrationRequest(name=name, **changes)
 
 
-def calibrate_until(folder: pathlib.Path, stop: Callable[[ProgressEvent], bool], **changes: Any) -> None:
+def calibrate_until(folder: Path, stop: Callable[[ProgressEvent], bool], **changes: Any) -> None:
     """A calibration that is cancelled as soon as `stop` says so of an event."""
     token = CancelToken()
 
@@ -57,7 +57,7 @@ def same_rows(found: DriftRun, expected: DriftRun) -> None:
         pd.testing.assert_frame_equal(rows, wanted, check_exact=True, obj=table)
 
 
-def files_of(folder: pathlib.Path) -> dict[str, bytes]:
+def files_of(folder: Path) -> dict[str, bytes]:
     """Every file below a folder by its relative path."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
@@ -70,7 +70,7 @@ COUNT = 16
 """Calibration samples of every task."""
 
 
-def roomy_run(world: World, folder: pathlib.Path, **changes: Any) -> DriftRun:
+def roomy_run(world: World, folder: Path, **changes: Any) -> DriftRun:
     """A finished run of the world's models on images of its own, without Jacobians; `changes` as for `World.spec`."""
     data: dict[str, Any] = {"defaults": {"n": COUNT, "n_diagnosis": 5, "batch_size": 8}}
     for seed, task in enumerate(world.tasks):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +47,7 @@ def notices(result: Preflight) -> list[Finding]:
     return [finding for finding in result.findings if finding.level == "notice"]
 
 
-def saved(weights: Weights, file: pathlib.Path) -> dict[str, str]:
+def saved(weights: Weights, file: Path) -> dict[str, str]:
     """An entry of the spec that names these weights."""
     save_file({name: value.contiguous() for name, value in weights.items()}, file)
     return {"weights": str(file)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +41,6 @@ def brief_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def spec_file(tmp_path: pathlib.Path) -> pathlib.Path:
+def spec_file(tmp_path: Path) -> Path:
     """Where a test may write its spec."""
     return tmp_path / "run.yaml"

@@ -9,8 +9,8 @@ import contextlib
 import hashlib
 import io
 import json
-import pathlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -34,7 +34,7 @@ def told(run: str) -> Said:
         said[f"before and after {name}"] = columns(opened.before_after(name))
     for task in opened.tasks:
         said[f"samples of {task}"] = list(opened.sample_ids(task))
-        if pathlib.Path(run, "projections").is_dir():
+        if Path(run, "projections").is_dir():
             said[f"layout of {task}"] = columns(opened.project(task, method="pca").frame)
     for command in COMMANDS:
         code, out = printed(command, run, "--json")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pathlib
 import subprocess
 import sys
+from pathlib import Path
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(script: str, *arguments: object) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -252,7 +252,7 @@ def test_rows_are_those_of_every_boundary_and_variant_but_the_experts(finished: 
     ids=["one layer by number", "a pattern", "the head alone"],
 )
 def test_selecting_layers_narrows_the_rows_and_not_the_numbers(
-    world: World, finished: DriftRun, tmp_path: pathlib.Path, select: Any, kept: list[int]
+    world: World, finished: DriftRun, tmp_path: Path, select: Any, kept: list[int]
 ) -> None:
     spec = world.one_task(layers={"select": select}, metrics={"jacobian": False, "cka": True}, heads=None)
     run = dl.analyze(spec, out=tmp_path / "run", progress="none")
@@ -265,7 +265,7 @@ def test_selecting_layers_narrows_the_rows_and_not_the_numbers(
 
 
 def test_contributions_of_unselected_layers_still_count(
-    world: World, finished: DriftRun, tmp_path: pathlib.Path
+    world: World, finished: DriftRun, tmp_path: Path
 ) -> None:
     spec = world.one_task(layers={"select": "final"}, metrics={"jacobian": {"samples": 2}}, heads=None)
     whole = dl.analyze({**spec, "layers": {"select": "blocks"}}, out=tmp_path / "whole", progress="none")
@@ -275,9 +275,7 @@ def test_contributions_of_unselected_layers_still_count(
 
 
 @pytest.mark.parametrize("pool", ["mean", "last", "all"])
-def test_pools_take_the_vector_they_name(
-    world: World, library: Library, tmp_path: pathlib.Path, pool: str
-) -> None:
+def test_pools_take_the_vector_they_name(world: World, library: Library, tmp_path: Path, pool: str) -> None:
     take = {
         "mean": lambda state: state.mean(dim=1),
         "last": lambda state: state[:, -1],
@@ -317,9 +315,7 @@ def _debiased_cka(x: torch.Tensor, y: torch.Tensor) -> float:
     return hsic(gram, other) / np.sqrt(hsic(gram, gram) * hsic(other, other))
 
 
-def test_a_merged_model_that_is_the_expert_has_no_drift_and_no_ratios(
-    world: World, tmp_path: pathlib.Path
-) -> None:
+def test_a_merged_model_that_is_the_expert_has_no_drift_and_no_ratios(world: World, tmp_path: Path) -> None:
     expert = str(world.weights(TASKS[0]))
     run = dl.analyze(
         world.one_task(merge=None, merged={"weights": expert}), out=tmp_path / "run", progress="none"
@@ -376,7 +372,7 @@ def test_the_manifest_says_what_was_computed_and_how(world: World, finished: Dri
     assert manifest.classes == {task: list(CLASSES[task]) for task in TASKS}
 
 
-def test_an_analysis_leaves_torchs_own_settings_alone(world: World, tmp_path: pathlib.Path) -> None:
+def test_an_analysis_leaves_torchs_own_settings_alone(world: World, tmp_path: Path) -> None:
     spec = world.one_task(**QUICK)
     for wanted in (False, True):
         torch.use_deterministic_algorithms(wanted)
@@ -388,9 +384,7 @@ def test_an_analysis_leaves_torchs_own_settings_alone(world: World, tmp_path: pa
             torch.use_deterministic_algorithms(False)
 
 
-def test_a_merge_that_was_cancelled_on_its_way_goes_on(
-    world: World, light: DriftRun, tmp_path: pathlib.Path
-) -> None:
+def test_a_merge_that_was_cancelled_on_its_way_goes_on(world: World, light: DriftRun, tmp_path: Path) -> None:
     spec, out, token = world.spec(metrics={"jacobian": False}), tmp_path / "run", CancelToken()
 
     def stop(event: ProgressEvent) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import html
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,7 @@ def test_an_analysis_measures_all_tasks_before_it_explains_one(finished: DriftRu
 
 
 def test_a_calibration_is_there_with_drift_and_accuracy_before_it_is_explained(
-    finished: DriftRun, at_once: DriftRun, tmp_path: pathlib.Path
+    finished: DriftRun, at_once: DriftRun, tmp_path: Path
 ) -> None:
     seen: list[tuple[list[str], DriftRun, pd.DataFrame, pd.DataFrame]] = []
 
@@ -141,7 +141,7 @@ def assert_told_of(run: DriftRun, sentence: str) -> None:
 
 
 def test_an_attribution_that_comes_later_is_the_one_that_comes_at_once(
-    world: World, at_once: DriftRun, tmp_path: pathlib.Path
+    world: World, at_once: DriftRun, tmp_path: Path
 ) -> None:
     run = dl.analyze(world.spec(metrics=METRICS), out=tmp_path / "run", progress="none", attribution=False)
     calibrate(run.path, request(attribution=False))
@@ -157,7 +157,7 @@ def test_an_attribution_that_comes_later_is_the_one_that_comes_at_once(
 
 
 def test_a_run_that_was_explained_as_it_was_measured_is_left_as_it_is(
-    finished: DriftRun, tmp_path: pathlib.Path
+    finished: DriftRun, tmp_path: Path
 ) -> None:
     """Older runs have the attribution in their rows and no phase of their own for it."""
     folder = copied(finished, tmp_path / "run")
@@ -168,9 +168,7 @@ def test_a_run_that_was_explained_as_it_was_measured_is_left_as_it_is(
     assert not any("explain" in name for name in open_run(folder).manifest.phases)
 
 
-def test_a_run_without_jacobians_is_explained_with_their_defaults(
-    light: DriftRun, tmp_path: pathlib.Path
-) -> None:
+def test_a_run_without_jacobians_is_explained_with_their_defaults(light: DriftRun, tmp_path: Path) -> None:
     run = explain(copied(light, tmp_path / "run"))
     rows = run.layers(variant="merged")
     assert rows["jacobian_samples"].tolist() == [5] * len(rows)  # all diagnosis samples there are
@@ -179,7 +177,7 @@ def test_a_run_without_jacobians_is_explained_with_their_defaults(
 
 @pytest.mark.slow
 def test_an_attribution_that_was_cancelled_goes_on(
-    finished: DriftRun, at_once: DriftRun, tmp_path: pathlib.Path
+    finished: DriftRun, at_once: DriftRun, tmp_path: Path
 ) -> None:
     folder, token = copied(finished, tmp_path / "run"), CancelToken()
 
@@ -210,7 +208,7 @@ calibrate(sys.argv[1], CalibrationRequest(name=sys.argv[2]), on_measured=lambda 
 
 @pytest.mark.slow
 def test_a_calibration_that_is_killed_behind_its_first_numbers_goes_on(
-    finished: DriftRun, at_once: DriftRun, tmp_path: pathlib.Path
+    finished: DriftRun, at_once: DriftRun, tmp_path: Path
 ) -> None:
     folder = copied(finished, tmp_path / "run")
     ended = subprocess.run([sys.executable, "-c", KILLED, str(folder), NAME], env=os.environ, check=False)
@@ -225,7 +223,7 @@ def test_a_calibration_that_is_killed_behind_its_first_numbers_goes_on(
     assert not any((folder / "scratch").iterdir())
 
 
-def test_no_attribution_leaves_out_what_the_spec_asks_for(world: World, tmp_path: pathlib.Path) -> None:
+def test_no_attribution_leaves_out_what_the_spec_asks_for(world: World, tmp_path: Path) -> None:
     run = dl.analyze(
         world.one_task(metrics={"jacobian": {"samples": 2}, "adjoint": True, "groups": True}),
         out=tmp_path / "run",
@@ -272,7 +270,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_every_phase_that_runs_models_settles_its_own_threads(
-    world: World, tmp_path: pathlib.Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = []
 
@@ -292,7 +290,7 @@ def test_every_phase_that_runs_models_settles_its_own_threads(
 
 
 def test_a_number_that_was_asked_for_is_taken_without_measuring(
-    world: World, tmp_path: pathlib.Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "fewest_threads", lambda *_: pytest.fail("measured"))
     monkeypatch.setenv(threads.VARIABLE, "1")
@@ -313,7 +311,7 @@ class Blocks(nn.Module):
         return x
 
 
-def analysed(activation: type[nn.Module], out: pathlib.Path) -> dl.DriftRun:
+def analysed(activation: type[nn.Module], out: Path) -> dl.DriftRun:
     base = with_seed(lambda: Blocks(activation))().double()
     data = torch.randn(6, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return dl.analyze(
@@ -327,7 +325,7 @@ def analysed(activation: type[nn.Module], out: pathlib.Path) -> dl.DriftRun:
     )
 
 
-def test_a_kink_is_said_with_its_error(tmp_path: pathlib.Path) -> None:
+def test_a_kink_is_said_with_its_error(tmp_path: Path) -> None:
     run = analysed(nn.ReLU, tmp_path / "run")
     (warning,) = run.manifest.warnings
     worst = run.layers(variant="merged").set_index("layer")["jacobian_error"].astype(float)
@@ -339,7 +337,7 @@ def test_a_kink_is_said_with_its_error(tmp_path: pathlib.Path) -> None:
     assert abs(float(head["remainder_share"].iloc[0])) > 1e-6
 
 
-def test_a_smooth_activation_raises_nothing(tmp_path: pathlib.Path) -> None:
+def test_a_smooth_activation_raises_nothing(tmp_path: Path) -> None:
     assert analysed(nn.Tanh, tmp_path / "run").manifest.warnings == []
 
 
@@ -379,12 +377,12 @@ class Waits(TorchDispatchMode):
         while frame is not None and "/driftlens/" not in frame.f_code.co_filename:
             frame = frame.f_back
         if frame is not None and not frame.f_code.co_filename.endswith(OF_DATA):
-            self.lines[f"{name} in {pathlib.Path(frame.f_code.co_filename).name}:{frame.f_lineno}"] += 1
+            self.lines[f"{name} in {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"] += 1
 
 
 @pytest.mark.parametrize("method", few(["featcal", "residual"], quick=["featcal"]))
 def test_more_batches_don_t_make_a_device_wait_more_often(
-    world: World, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, method: str
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     waits = Waits(monkeypatch)
     found: dict[tuple[str, int], Counter[str]] = {}
@@ -406,9 +404,7 @@ def test_more_batches_don_t_make_a_device_wait_more_often(
 
 
 @pytest.mark.slow
-def test_calibrate_takes_the_commands_options_by_name(
-    world: World, light: DriftRun, tmp_path: pathlib.Path
-) -> None:
+def test_calibrate_takes_the_commands_options_by_name(world: World, light: DriftRun, tmp_path: Path) -> None:
     settings = {"lam": 0.2, "rho": 2.0, "alpha": 0.5}
     wanted = calibrate(copied(light, tmp_path / "wanted"), request(parameters=settings, samples=3))
     run = dl.calibrate(
@@ -429,13 +425,13 @@ def test_calibrate_takes_the_commands_options_by_name(
 
 
 @pytest.mark.slow
-def test_sweep_adds_the_rows_of_its_command(light: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_sweep_adds_the_rows_of_its_command(light: DriftRun, tmp_path: Path) -> None:
     given = {"accuracy": False, "samples": 3, "progress": "none"}
     rows = dl.sweep(copied(light, tmp_path / "run"), param={"lam": [0.2, 0.4]}, **given).sweeps()
     assert sorted(set(rows["lam"])) == [0.2, 0.4] and rows["accuracy"].isna().all()
 
 
-def test_merge_and_validate_take_a_spec_in_every_form(world: World, tmp_path: pathlib.Path) -> None:
+def test_merge_and_validate_take_a_spec_in_every_form(world: World, tmp_path: Path) -> None:
     file = dl.merge(
         write_spec(tmp_path / "run.yaml", world.spec()),
         method="task_arithmetic",
@@ -451,7 +447,7 @@ def test_merge_and_validate_take_a_spec_in_every_form(world: World, tmp_path: pa
 
 @pytest.mark.slow
 def test_compared_merges_are_a_table_that_says_what_was_not_made(
-    world: World, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values, out = world.spec(), tmp_path / "out"
     merges = ["average", ("task_arithmetic", {"scaling": 0.5})]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import pathlib
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +47,7 @@ def value(run: DriftRun, task: str, variant: str, metric: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
-def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: pathlib.Path) -> None:
+def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: Path) -> None:
     suite = Suite(form, tmp_path)
     shouted = [(question, f" {answer.replace(' ', '  ')} ") for question, answer in PAIRS]
     data = {
@@ -105,9 +105,7 @@ def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: pathli
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
 @pytest.mark.parametrize("method", ["react", "surgery_v2", "interv_merge"])
-def test_maps_act_while_the_librarys_own_model_answers(
-    form: str, method: str, tmp_path: pathlib.Path
-) -> None:
+def test_maps_act_while_the_librarys_own_model_answers(form: str, method: str, tmp_path: Path) -> None:
     """Against generation and likelihoods by the plain model, to whose modules the saved tensors are hooked by hand."""
     suite = Suite(form, tmp_path, learns=False)
     suite.learn(PAIRS[:4])
@@ -170,7 +168,7 @@ def _changes_output(own: dict[str, torch.Tensor]) -> Any:
 
 
 @pytest.mark.slow
-def test_calibration_sweep_and_preflight_tell_the_metrics_that_a_run_has(tmp_path: pathlib.Path) -> None:
+def test_calibration_sweep_and_preflight_tell_the_metrics_that_a_run_has(tmp_path: Path) -> None:
     suite = Suite("decoder", tmp_path)
     data = {
         "free": suite.data("free", PAIRS),
@@ -205,7 +203,7 @@ def test_calibration_sweep_and_preflight_tell_the_metrics_that_a_run_has(tmp_pat
     assert found.accuracy("likely", "calibrated:fc")["metric"].tolist() == ["perplexity"]
 
 
-def test_what_a_task_lacks_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+def test_what_a_task_lacks_is_refused_by_name(tmp_path: Path) -> None:
     suite = Suite("decoder", tmp_path, learns=False)
 
     def refused(error: type[Exception], words: str, **entry: Any) -> None:
@@ -220,8 +218,8 @@ def test_what_a_task_lacks_is_refused_by_name(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-def test_real_models_have_the_scores_that_their_makers_measured(tmp_path: pathlib.Path) -> None:
-    real = pathlib.Path(__file__).resolve().parents[3] / "shared" / "real_text"
+def test_real_models_have_the_scores_that_their_makers_measured(tmp_path: Path) -> None:
+    real = Path(__file__).resolve().parents[3] / "shared" / "real_text"
     if not real.is_dir():
         pytest.skip("the folder of real texts is not on this machine")
     wanted = json.loads((real / "accuracies.json").read_text())["t5"]
@@ -248,7 +246,7 @@ QUESTIONS = ["is it red", "no", "is green it blue yes no red", "it is blue"]
     [(t5, "encoder-decoder", "hf-t5", {}), (llama, "decoder", "hf-decoder", {"decoder_inputs": "expert"})],
 )
 def test_calibration_shows_each_experts_own_answers(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, make: Any, form: str, loader: str, asked: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, form: str, loader: str, asked: Any
 ) -> None:
     monkeypatch.setattr("driftlens.jobs.study.opening.NEW_TOKENS", NEW)
     tokenizer = word_tokenizer(form)
@@ -382,7 +380,7 @@ def test_the_next_token_is_compared_over_the_whole_vocabulary(run: DriftRun) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
-def test_groups_and_the_heaviest_layers_are_calibrated_alone(form: str, tmp_path: pathlib.Path) -> None:
+def test_groups_and_the_heaviest_layers_are_calibrated_alone(form: str, tmp_path: Path) -> None:
     suite = Suite(form, tmp_path, learns=False)
     suite.model = perturbed(suite.model, 1, 0.3)
     suite.save("expert")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import pathlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ class Suite:
     """Base and experts on disk and in memory, with images whose labels the experts mostly get right."""
 
     family: saved_families.Family
-    folder: pathlib.Path
+    folder: Path
     experts: dict[str, Any]
     pixels: dict[str, Tensor]
     labels: dict[str, list[int]]
@@ -59,7 +59,7 @@ class Suite:
         ).classifier
 
 
-def suite(name: str, folder: pathlib.Path) -> Suite:
+def suite(name: str, folder: Path) -> Suite:
     family = saved_families.FAMILIES[name]
     folder.mkdir(parents=True)
     saved_families.save(family, saved_families.trained(family, 5, 0), folder / "base")
@@ -108,7 +108,7 @@ def marked(name: str) -> Any:
 @pytest.mark.shows("drift", "sites", "reloads", heads="classifier of each expert")
 @pytest.mark.parametrize("name", [marked(name) for name in saved_families.FAMILIES])
 def test_a_classifier_is_measured_with_its_own_heads_calibrated_and_reloaded(
-    name: str, tmp_path: pathlib.Path
+    name: str, tmp_path: Path
 ) -> None:
     """Merged and calibrated folders give their library the same features and, by each expert's classifier, accuracy."""
     made = suite(name, tmp_path / "suite")
@@ -149,7 +149,7 @@ def test_a_classifier_is_measured_with_its_own_heads_calibrated_and_reloaded(
         assert accuracy[task, "expert"] == pytest.approx(right(made, made.experts[task], task))
 
 
-def reloaded(made: Suite, folder: pathlib.Path) -> Any:
+def reloaded(made: Suite, folder: Path) -> Any:
     """The model in a folder as its library's users load it, with everything that it wants and nothing beside."""
     if made.family.loader == "timm":
         return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
@@ -169,14 +169,14 @@ def right(made: Suite, model: Any, task: str) -> float:
     return float(np.mean(np.equal(found, made.labels[task][:12])))
 
 
-def open_state(file: pathlib.Path) -> dict[str, Tensor]:
+def open_state(file: Path) -> dict[str, Tensor]:
     source = open_checkpoint(file)
     return {key: source.read(key) for key in source.headers}
 
 
 @pytest.mark.slow
 def test_a_merge_method_gets_kernels_as_matrices_with_the_moments_of_their_patches(
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
 ) -> None:
     seen = set()
 
@@ -199,7 +199,7 @@ def test_a_merge_method_gets_kernels_as_matrices_with_the_moments_of_their_patch
         torch.testing.assert_close(merged[name], mean)
 
 
-def test_class_names_come_from_the_expert_then_from_the_data(tmp_path: pathlib.Path) -> None:
+def test_class_names_come_from_the_expert_then_from_the_data(tmp_path: Path) -> None:
     made = suite("ViT", tmp_path / "suite")
     reversed_names = list(reversed(TASKS["beasts"]))
     config = json.loads((made.folder / "beasts" / "config.json").read_text())
@@ -211,7 +211,7 @@ def test_class_names_come_from_the_expert_then_from_the_data(tmp_path: pathlib.P
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_adapters_bring_the_classifier_that_was_trained_beside_them(tmp_path: pathlib.Path) -> None:
+def test_adapters_bring_the_classifier_that_was_trained_beside_them(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     made = suite("ViT", tmp_path / "suite")
@@ -237,7 +237,7 @@ def test_adapters_bring_the_classifier_that_was_trained_beside_them(tmp_path: pa
     assert isinstance(head, LinearHead) and torch.equal(head.weight, merged.classifier.weight)
 
 
-def test_an_expert_that_computes_otherwise_is_a_problem(tmp_path: pathlib.Path) -> None:
+def test_an_expert_that_computes_otherwise_is_a_problem(tmp_path: Path) -> None:
     """What no weight shows: its own configuration, by the library's defaults where it says nothing."""
     made = suite("ViT", tmp_path / "suite")
     assert not preflight(load_spec(made.spec), estimate=False).problems
@@ -255,7 +255,7 @@ def test_an_expert_that_computes_otherwise_is_a_problem(tmp_path: pathlib.Path) 
 
 
 @pytest.mark.parametrize("form", ["memory", "core", "wrapped"])
-def test_checkpoints_under_other_spellings_are_the_same_model(form: str, tmp_path: pathlib.Path) -> None:
+def test_checkpoints_under_other_spellings_are_the_same_model(form: str, tmp_path: Path) -> None:
     """As transformers holds it in memory, the core without its classifier, and with a wrapper's prefix."""
     model = saved_families.trained(saved_families.FAMILIES["ViT"], 3, 1)
     saved_families.save(saved_families.FAMILIES["ViT"], model, tmp_path / "model")
@@ -276,7 +276,7 @@ def test_checkpoints_under_other_spellings_are_the_same_model(form: str, tmp_pat
     assert all(torch.equal(one.read(key), other.read(key)) for key in one.headers)
 
 
-def test_blocks_are_for_loaders_that_read_any_model(tmp_path: pathlib.Path) -> None:
+def test_blocks_are_for_loaders_that_read_any_model(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="knows where its blocks are"):
         load_architecture("hf-clip", str(tmp_path), blocks="layers")
 
@@ -308,7 +308,7 @@ def wrong(source):
 
 
 def test_a_function_of_the_users_loads_when_it_is_trusted(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_loader.py").write_text(LOADED)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -321,7 +321,7 @@ def test_a_function_of_the_users_loads_when_it_is_trusted(
     assert found.preprocess is not None and found.chain.modality.name == "image"
 
 
-def test_the_first_names_of_layer_norms_are_understood(tmp_path: pathlib.Path) -> None:
+def test_the_first_names_of_layer_norms_are_understood(tmp_path: Path) -> None:
     model = with_seed(lambda: saved_families.bert(3))()
     model.save_pretrained(tmp_path)
     saved_families.spelling_tokenizer().save_pretrained(tmp_path)
@@ -338,7 +338,7 @@ def test_the_first_names_of_layer_norms_are_understood(tmp_path: pathlib.Path) -
     assert set(one.headers) == set(other.headers) == set(found.keys)
 
 
-def test_pixels_are_prepared_by_the_family_only_where_no_file_says_how(tmp_path: pathlib.Path) -> None:
+def test_pixels_are_prepared_by_the_family_only_where_no_file_says_how(tmp_path: Path) -> None:
     saved_families.FAMILIES["ConvNeXt"].build(3).save_pretrained(tmp_path)
     found = load_architecture("hf-auto", str(tmp_path), blocks="convnext.encoder.stages")
     assert "no preprocessor_config.json" in found.notices[0]
@@ -348,7 +348,7 @@ def test_pixels_are_prepared_by_the_family_only_where_no_file_says_how(tmp_path:
 
 
 def test_a_timm_folder_says_what_its_classes_and_pixels_are_and_loads_no_other_file(
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
 ) -> None:
     family = saved_families.FAMILIES["timm ViT"]
     saved_families.save(family, saved_families.trained(family, 3, 0), tmp_path / "model")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import pathlib
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -39,7 +39,7 @@ NAMES = ["react", "surgery-steps-5", "svc", "featcal-update-norm"]
 
 
 @pytest.fixture(scope="module")
-def met(light: DriftRun, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def met(light: DriftRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with four repairs, made by the command line."""
     folder = copied(light, tmp_path_factory.mktemp("arena") / "run")
     shown = CliRunner().invoke(app, ["arena", str(folder), "--methods", METHODS, "--no-attribution"])
@@ -48,7 +48,7 @@ def met(light: DriftRun, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Pa
     return folder
 
 
-def test_every_repair_is_a_calibration_measured_like_any_other(met: pathlib.Path) -> None:
+def test_every_repair_is_a_calibration_measured_like_any_other(met: Path) -> None:
     run = open_run(met)
     assert set(NAMES) <= set(run.manifest.calibrations) and verify(met).ok
     rows = run.layers(variant="calibrated:surgery-steps-5")
@@ -60,7 +60,7 @@ def test_every_repair_is_a_calibration_measured_like_any_other(met: pathlib.Path
     assert (abs(moved) > 0).any()
 
 
-def test_rows_say_what_each_gains_and_costs(met: pathlib.Path) -> None:
+def test_rows_say_what_each_gains_and_costs(met: Path) -> None:
     run = open_run(met)
     rows = {row["model"]: row for row in arena_rows(run, NAMES)}
     assert [*rows][:2] == ["base", "merged"] and [*rows][-1] == "experts" and {*NAMES} < {*rows}
@@ -81,7 +81,7 @@ def test_rows_say_what_each_gains_and_costs(met: pathlib.Path) -> None:
         arena_rows(run, ["nobody"])
 
 
-def test_two_repairs_are_compared_sample_by_sample(met: pathlib.Path) -> None:
+def test_two_repairs_are_compared_sample_by_sample(met: Path) -> None:
     """Against the stored results of the same test samples, task by task."""
     run = open_run(met)
     rows = [row for row in arena_rows(run, NAMES) if row["model"] in NAMES]
@@ -106,7 +106,7 @@ def test_two_repairs_are_compared_sample_by_sample(met: pathlib.Path) -> None:
         arena_rows(run, NAMES, against="nobody")
 
 
-def test_a_second_call_changes_nothing_and_adds_what_is_missing(met: pathlib.Path) -> None:
+def test_a_second_call_changes_nothing_and_adds_what_is_missing(met: Path) -> None:
     before = dict(open_run(met).manifest.calibrations)
     shown = CliRunner().invoke(
         app, ["arena", str(met), "--methods", "react,svc", "--no-attribution", "--json"]
@@ -117,7 +117,7 @@ def test_a_second_call_changes_nothing_and_adds_what_is_missing(met: pathlib.Pat
     assert dict(open_run(met).manifest.calibrations) == before
 
 
-def test_a_stopped_arena_goes_on_with_what_is_missing(light: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_a_stopped_arena_goes_on_with_what_is_missing(light: DriftRun, tmp_path: Path) -> None:
     folder, token = copied(light, tmp_path / "run"), CancelToken()
 
     def stop(event: ProgressEvent) -> None:
@@ -135,7 +135,7 @@ def test_a_stopped_arena_goes_on_with_what_is_missing(light: DriftRun, tmp_path:
     assert [*after] == ["react", "svc"] and after["react"] == before["react"]
 
 
-def test_what_cannot_be_made_is_said_beside_the_others(met: pathlib.Path) -> None:
+def test_what_cannot_be_made_is_said_beside_the_others(met: Path) -> None:
     assert entrants([("residual", {"cv": False})])[0].name == "residual-cv-off", "as YAML reads cv=off"
     wanted = entrants([("residual", {"folds": 1000}), ("react", {})])
     failed = compete(met, wanted, attribution=False)
@@ -163,7 +163,7 @@ def test_bad_input_is_refused_before_anything_is_opened(
     assert message in f"{caught.value.message} {caught.value.hint}"
 
 
-def test_the_picture_has_a_point_per_repair_and_rings_where_the_task_must_be_known(met: pathlib.Path) -> None:
+def test_the_picture_has_a_point_per_repair_and_rings_where_the_task_must_be_known(met: Path) -> None:
     drawn = charts["arena"].draw(open_run(met))
     symbols = {trace.text[0]: trace.marker.symbol for trace in drawn.figure.data}
     assert symbols == {
@@ -177,7 +177,7 @@ def test_the_picture_has_a_point_per_repair_and_rings_where_the_task_must_be_kno
 
 
 def test_a_map_per_task_is_refused_where_nobody_will_know_the_task(
-    world: World, light: DriftRun, tmp_path: pathlib.Path
+    world: World, light: DriftRun, tmp_path: Path
 ) -> None:
     folder = copied(light, tmp_path / "run")
     spec = folder / "spec.yaml"
@@ -201,7 +201,7 @@ def test_a_rehearsal_says_what_is_changed_and_what_leaves_the_folder(light: Drif
     assert "a checkpoint and attachments" in said["react"] and "attachments in 1 of 5 layers" in said["react"]
 
 
-def test_the_api_gives_the_same_table(met: pathlib.Path) -> None:
+def test_the_api_gives_the_same_table(met: Path) -> None:
     sheet = dl.arena(met, ["react", "svc"], attribution=False, progress="none")
     pd.testing.assert_frame_equal(sheet.frame(), arena_sheet(open_run(met), ["react", "svc"]).frame())
 
@@ -211,7 +211,7 @@ def test_one_calibration_is_no_arena(light: DriftRun) -> None:
 
 
 def test_what_the_spec_says_of_a_method_takes_the_place_of_the_preset_of_its_kind(
-    light: DriftRun, tmp_path: pathlib.Path
+    light: DriftRun, tmp_path: Path
 ) -> None:
     """As for `calibrate`, the entrant's own over it; not of another method, nor where it says nothing."""
     folder = copied(light, tmp_path / "run")
@@ -247,9 +247,7 @@ def test_the_excess_is_the_difference_of_objectives(generator: torch.Generator) 
     assert quadratic(gram, lam, other - best) == pytest.approx(wanted, rel=1e-10)
 
 
-def test_fits_on_stale_features_lose_from_the_second_block_on(
-    light: DriftRun, tmp_path: pathlib.Path
-) -> None:
+def test_fits_on_stale_features_lose_from_the_second_block_on(light: DriftRun, tmp_path: Path) -> None:
     run = measure_excess(copied(light, tmp_path / "run"), {"alpha": 0.5})
     rows = run.excess()
     sites = rows.groupby(["inputs", "layer"]).size()

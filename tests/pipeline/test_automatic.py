@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import pytest
@@ -133,7 +133,7 @@ def blinded(study: Study) -> Study:
 
 
 @pytest.mark.slow
-def test_neither_a_label_nor_another_sample_is_read(study: Study, tmp_path: pathlib.Path) -> None:
+def test_neither_a_label_nor_another_sample_is_read(study: Study, tmp_path: Path) -> None:
     """By all candidates of `--auto`; a calibrator or a judge that does look at one is caught."""
     sites, blind = select_sites(study.pool.chain, layers=[2]), blinded(study)
     found, record, again, same = (
@@ -233,7 +233,7 @@ def test_a_find_is_chosen_where_every_fold_gains_from_it(
 
 
 @pytest.mark.slow
-def test_a_model_that_is_its_expert_is_kept_as_it_is(world: World, tmp_path: pathlib.Path) -> None:
+def test_a_model_that_is_its_expert_is_kept_as_it_is(world: World, tmp_path: Path) -> None:
     data = {
         "defaults": {"n": 6, "n_diagnosis": 5},
         TASKS[0]: {"kind": "npz", "file": str(tmp_path / "x.npz")},
@@ -283,7 +283,7 @@ def test_without_every_head_all_tasks_are_judged_by_relative_drift(study: Study)
 
 
 def test_the_run_says_how_its_settings_were_chosen(
-    roomy: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil_merged(monkeypatch)
     folder = copied(roomy, tmp_path / "run")
@@ -308,7 +308,7 @@ def test_the_run_says_how_its_settings_were_chosen(
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
 
 
-def test_plain_settings_say_that_nothing_was_chosen(roomy: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_plain_settings_say_that_nothing_was_chosen(roomy: DriftRun, tmp_path: Path) -> None:
     folder = copied(roomy, tmp_path / "run")
     calibrate(folder, request(layers=[2]))
     config = from_yaml((folder / f"calibrations/{NAME}/config.yaml").read_text(), "config")
@@ -438,7 +438,7 @@ def keen() -> Iterator[None]:
 
 @pytest.mark.slow
 def test_what_methods_declare_is_compared_and_refitted_on_all_samples(
-    roomy: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, keen: None
+    roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keen: None
 ) -> None:
     """The other method looks best where everything else looks bad; the same calibration by hand gives its weights."""
 
@@ -475,7 +475,7 @@ def test_what_methods_declare_is_compared_and_refitted_on_all_samples(
 
 @pytest.mark.slow
 def test_the_base_is_exported_and_the_merge_advised_against_where_nothing_beats_the_base(
-    roomy: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = HeldOut.of
 

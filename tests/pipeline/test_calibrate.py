@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import pathlib
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,14 +61,12 @@ def before(form: Form, world: World, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def exported(form: Form, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def exported(form: Form, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("exported") / form
 
 
 @pytest.fixture(scope="module")
-def run(
-    form: Form, before: DriftRun, exported: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
-) -> DriftRun:
+def run(form: Form, before: DriftRun, exported: Path, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
     """The same run, calibrated; the model is also saved as a folder."""
     folder = copied(before, tmp_path_factory.mktemp("after") / "run")
     return calibrate(folder, request(preset="paper-clip", save_weights=exported))
@@ -88,7 +86,7 @@ def tower(form: Form, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 @pytest.fixture(scope="module")
-def encode(form: Form, run: DriftRun, exported: pathlib.Path) -> Callable[[torch.Tensor], torch.Tensor]:
+def encode(form: Form, run: DriftRun, exported: Path) -> Callable[[torch.Tensor], torch.Tensor]:
     """The exported folder as its own library loads it: pixels -> final features."""
     if form == "open_clip":
         import open_clip
@@ -128,7 +126,7 @@ def test_accuracy_in_the_original_library_is_that_of_the_tables(
 
 
 def test_every_row_is_that_of_a_fresh_analysis_of_the_file(
-    form: Form, run: DriftRun, world: World, tmp_path: pathlib.Path
+    form: Form, run: DriftRun, world: World, tmp_path: Path
 ) -> None:
     weights = str(run.path / f"calibrations/{NAME}/weights.safetensors")
     metrics = {"jacobian": {"samples": 2}, "cka": True}
@@ -249,7 +247,7 @@ class _Poison:
 
 
 def test_a_run_tells_ridges_and_shares_and_neither_labels_nor_test_samples_are_read(
-    light: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    light: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[ProgressEvent] = []
     run = job.calibrate(copied(light, tmp_path / "run"), WANTED, Context(on_progress=said.append))
@@ -286,7 +284,7 @@ Stop = Callable[[ProgressEvent], bool]
 
 
 @pytest.fixture
-def folder(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
+def folder(light: DriftRun, tmp_path: Path) -> Path:
     return copied(light, tmp_path / "run")
 
 
@@ -308,7 +306,7 @@ STOPS = pytest.mark.parametrize("stop", [solving, analysing, evaluating])
 @STOPS
 @pytest.mark.parametrize("is_there_again", [False, True], ids=["removed", "replaced"])
 def test_a_run_that_goes_away_ends_its_calibration(
-    folder: pathlib.Path, light: DriftRun, stop: Stop, is_there_again: bool
+    folder: Path, light: DriftRun, stop: Stop, is_there_again: bool
 ) -> None:
     def remove(event: ProgressEvent) -> None:
         if stop(event) and open_run(folder).manifest.unfinished:
@@ -330,7 +328,7 @@ def test_a_run_that_goes_away_ends_its_calibration(
         assert not folder.exists()
 
 
-def test_nothing_of_the_scratch_folder_comes_back(tmp_path: pathlib.Path) -> None:
+def test_nothing_of_the_scratch_folder_comes_back(tmp_path: Path) -> None:
     scratch = CalibrationScratch(tmp_path / "run", NAME)
     (tmp_path / "run").mkdir()
     scratch.begin({})
@@ -344,7 +342,7 @@ def test_nothing_of_the_scratch_folder_comes_back(tmp_path: pathlib.Path) -> Non
 
 @STOPS
 def test_a_cancelled_calibration_says_which_command_goes_on(
-    folder: pathlib.Path, light: DriftRun, stop: Stop
+    folder: Path, light: DriftRun, stop: Stop
 ) -> None:
     token = CancelToken()
     with pytest.raises(Cancelled) as caught:
@@ -360,7 +358,7 @@ def test_a_cancelled_calibration_says_which_command_goes_on(
 
 
 def test_a_full_disk_leaves_the_run_done_and_says_which_command_goes_on(
-    folder: pathlib.Path, light: DriftRun, monkeypatch: pytest.MonkeyPatch
+    folder: Path, light: DriftRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
         raise RunError("can't write it: No space left on device", hint="Free some space.", errno=errno.ENOSPC)
@@ -422,7 +420,7 @@ FILES = {
     ],
 )
 def test_it_ends_as_if_it_had_never_been_killed(
-    light: DriftRun, tmp_path: pathlib.Path, method: str, at: int
+    light: DriftRun, tmp_path: Path, method: str, at: int
 ) -> None:
     """Of the first task or the second, which are told of thrice each; no calibration is seen before it is done."""
     steps = 30

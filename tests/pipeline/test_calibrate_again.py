@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pathlib
 import shlex
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ WEIGHTS = f"calibrations/{NAME}/weights.safetensors"
 
 
 @pytest.fixture
-def folder(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
+def folder(light: DriftRun, tmp_path: Path) -> Path:
     return copied(light, tmp_path / "run")
 
 
@@ -78,7 +78,7 @@ def evaluating(event: ProgressEvent) -> bool:
     ],
 )
 def test_an_interrupted_calibration_is_unseen_and_resumes_to_the_very_same(
-    folder: pathlib.Path, light: DriftRun, whole: DriftRun, stop: Any, solved: int
+    folder: Path, light: DriftRun, whole: DriftRun, stop: Any, solved: int
 ) -> None:
     calibrate_until(folder, stop)
     half = open_run(folder)
@@ -105,7 +105,7 @@ def test_an_interrupted_calibration_is_unseen_and_resumes_to_the_very_same(
 
 
 def test_resuming_with_other_settings_is_refused_and_starting_afresh_is_not(
-    folder: pathlib.Path, whole: DriftRun
+    folder: Path, whole: DriftRun
 ) -> None:
     calibrate_until(folder, in_layer(3))
     for changed, words in (
@@ -122,7 +122,7 @@ def test_resuming_with_other_settings_is_refused_and_starting_afresh_is_not(
 
 @pytest.mark.parametrize("parameters", [{}, {"update": ["linear"]}])
 def test_settings_are_not_chosen_for_what_was_begun_with_others(
-    folder: pathlib.Path, parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path, parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refused before the run is touched: a search may take minutes, and a finished run must not become a failed one."""
     calibrate_until(folder, in_layer(3))
@@ -154,7 +154,7 @@ def test_a_finished_calibration_is_resumed_only_as_the_very_same(
 
 @pytest.mark.slow
 def test_a_name_is_given_once_unless_it_is_to_be_replaced(
-    folder: pathlib.Path, light: DriftRun, whole: DriftRun
+    folder: Path, light: DriftRun, whole: DriftRun
 ) -> None:
     calibrate(folder, request(parameters={"lam": 2.0}))
     before = files_of(folder)
@@ -178,7 +178,7 @@ def test_a_name_is_given_once_unless_it_is_to_be_replaced(
 
 @pytest.mark.parametrize("end", ["failed", "cancelled"])
 def test_what_has_the_name_stays_until_its_successor_is_solved_for(
-    folder: pathlib.Path, whole: DriftRun, end: str
+    folder: Path, whole: DriftRun, end: str
 ) -> None:
     calibrate(folder, request())
     if end == "failed":
@@ -204,7 +204,7 @@ def test_what_has_the_name_stays_until_its_successor_is_solved_for(
     ids=["named alone", "resumed", "with its settings"],
 )
 def test_what_is_finished_is_saved_at_once_from_what_the_run_keeps(
-    whole: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any]
+    whole: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any]
 ) -> None:
     folder, target = copied(whole, tmp_path / "run"), tmp_path / "out.safetensors"
     before = files_of(folder)
@@ -230,7 +230,7 @@ def test_what_is_finished_is_saved_at_once_from_what_the_run_keeps(
 )
 def test_what_the_run_does_not_keep_is_not_saved_as_if_it_were(
     whole: DriftRun,
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
     changed: dict[str, Any],
     spoil: str,
     error: type[errors.DriftLensError],
@@ -258,7 +258,7 @@ def test_what_the_run_does_not_keep_is_not_saved_as_if_it_were(
 
 @pytest.mark.parametrize("stop", [analysing, evaluating], ids=["while analyzing", "while evaluating"])
 def test_weights_are_saved_as_soon_as_they_are_solved_for(
-    folder: pathlib.Path, whole: DriftRun, tmp_path: pathlib.Path, stop: Any
+    folder: Path, whole: DriftRun, tmp_path: Path, stop: Any
 ) -> None:
     """Stopped while it is measured: the folder is whole, its card says so, and going on writes nothing but the card."""
     target = tmp_path / "out"
@@ -278,7 +278,7 @@ def test_weights_are_saved_as_soon_as_they_are_solved_for(
 
 
 def test_a_folder_that_holds_another_model_is_not_taken_for_what_was_saved(
-    folder: pathlib.Path, tmp_path: pathlib.Path
+    folder: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "out"
     calibrate_until(folder, analysing, save_weights=target)
@@ -291,7 +291,7 @@ def test_a_folder_that_holds_another_model_is_not_taken_for_what_was_saved(
 
 
 @pytest.mark.slow
-def test_calibrations_stand_beside_one_another(light: DriftRun, folder: pathlib.Path) -> None:
+def test_calibrations_stand_beside_one_another(light: DriftRun, folder: Path) -> None:
     first = calibrate(folder, request("one", parameters={"rho": 1.0}))
     second = calibrate(folder, request("two", parameters={"lam": 5.0}))
     assert second.variants == (*light.variants, "calibrated:one", "baseline:two-anchor", "calibrated:two")
@@ -303,7 +303,7 @@ def test_calibrations_stand_beside_one_another(light: DriftRun, folder: pathlib.
     pd.testing.assert_frame_equal(scored, expected)
 
 
-def test_a_run_calibrates_itself_with_a_calibrator(folder: pathlib.Path, whole: DriftRun) -> None:
+def test_a_run_calibrates_itself_with_a_calibrator(folder: Path, whole: DriftRun) -> None:
     events: list[ProgressEvent] = []
     after = dl.open_run(folder).calibrate(
         dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3), name=NAME, on_progress=events.append
@@ -339,7 +339,7 @@ def test_a_run_calibrates_itself_with_a_calibrator(folder: pathlib.Path, whole: 
          "layer pattern", "site pattern", "layer number", "too many samples"],
 )  # fmt: skip
 def test_what_can_not_be_is_refused_before_anything_is_touched(
-    folder: pathlib.Path, asked: dict[str, Any], error: type[errors.DriftLensError], words: str
+    folder: Path, asked: dict[str, Any], error: type[errors.DriftLensError], words: str
 ) -> None:
     before = files_of(folder)
     with pytest.raises(error, match=words):
@@ -353,9 +353,7 @@ def test_a_name_is_one_plain_word(name: str) -> None:
         request(name)
 
 
-def test_a_place_that_is_taken_is_refused_before_anything_is_computed(
-    folder: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_place_that_is_taken_is_refused_before_anything_is_computed(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine.txt").write_text("mine")
     before = files_of(folder)
@@ -365,7 +363,7 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_computed(
 
 
 @pytest.mark.parametrize("name", ["base", TASKS[1]])
-def test_a_checkpoint_that_changed_since_the_run_is_named(tmp_path: pathlib.Path, name: str) -> None:
+def test_a_checkpoint_that_changed_since_the_run_is_named(tmp_path: Path, name: str) -> None:
     world = build(tmp_path / "models")
     spec = world.spec(metrics={"jacobian": False}, heads=None)
     analyze(spec, AnalysisRequest(out=tmp_path / "run"))
@@ -386,7 +384,7 @@ def test_a_checkpoint_that_changed_since_the_run_is_named(tmp_path: pathlib.Path
 
 
 def test_data_that_changed_since_the_run_is_refused(
-    world: World, light: DriftRun, folder: pathlib.Path, tmp_path: pathlib.Path
+    world: World, light: DriftRun, folder: Path, tmp_path: Path
 ) -> None:
     text = (folder / "spec.yaml").read_text(encoding="utf-8")
     shorter = shutil.copy(world.data(TASKS[1]), tmp_path / "other.npz")
@@ -400,7 +398,7 @@ def test_data_that_changed_since_the_run_is_refused(
         calibrate(folder, request())
 
 
-def test_a_run_that_is_unfinished_is_refused(world: World, tmp_path: pathlib.Path) -> None:
+def test_a_run_that_is_unfinished_is_refused(world: World, tmp_path: Path) -> None:
     token = dl.CancelToken()
 
     def stop(event: ProgressEvent) -> None:
@@ -413,7 +411,7 @@ def test_a_run_that_is_unfinished_is_refused(world: World, tmp_path: pathlib.Pat
         calibrate(tmp_path / "run", request())
 
 
-def test_live_modules_can_not_be_added_to_and_say_so(tmp_path: pathlib.Path) -> None:
+def test_live_modules_can_not_be_added_to_and_say_so(tmp_path: Path) -> None:
     base = with_seed(Stack)()
     data = {"task": torch.randn(6, 5, generator=torch.Generator().manual_seed(0))}
     modules = {"merged": perturbed(base, 1), "experts": {"task": perturbed(base, 2)}}
@@ -426,7 +424,7 @@ def test_live_modules_can_not_be_added_to_and_say_so(tmp_path: pathlib.Path) -> 
     assert files_of(tmp_path / "run") == before
 
 
-def test_a_baseline_called_like_the_control_is_in_the_way(world: World, tmp_path: pathlib.Path) -> None:
+def test_a_baseline_called_like_the_control_is_in_the_way(world: World, tmp_path: Path) -> None:
     spec = world.one_task(
         baselines={"x-anchor": {"weights": str(world.weights(TASKS[1]))}},
         metrics={"jacobian": False},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ QUICK: dict[str, Any] = {"metrics": {"jacobian": False}, "heads": None}
 
 
 @pytest.fixture
-def folder(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
+def folder(light: DriftRun, tmp_path: Path) -> Path:
     return copied(light, tmp_path / "run")
 
 
@@ -67,7 +67,7 @@ def test_flags_stand_over_presets_and_presets_over_the_spec(
     assert (found["lam"], found["rho"], found["alpha"]) == expected
 
 
-def test_top_layers_are_those_with_the_largest_mean_share(finished: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_top_layers_are_those_with_the_largest_mean_share(finished: DriftRun, tmp_path: Path) -> None:
     folder = copied(finished, tmp_path / "run")
     rows = finished.layers(variant="merged").query("role == 'block'")
     shares = {layer: rows[rows["layer"] == layer]["final_share"].mean() for layer in (2, 3, 4)}
@@ -77,9 +77,7 @@ def test_top_layers_are_those_with_the_largest_mean_share(finished: DriftRun, tm
 
 
 @pytest.mark.parametrize("asked", [{"layers": [2]}, {"sites": ["*attn*"]}])
-def test_a_repair_that_is_trained_refuses_layers_and_sites(
-    folder: pathlib.Path, asked: dict[str, Any]
-) -> None:
+def test_a_repair_that_is_trained_refuses_layers_and_sites(folder: Path, asked: dict[str, Any]) -> None:
     """It would train in its own all the same; what the spec says of another method's sites is not asked of it."""
     before = files_of(folder)
     with pytest.raises(SpecError, match=f"surgery was given {next(iter(asked))}") as caught:
@@ -93,17 +91,17 @@ def test_a_repair_that_is_trained_refuses_layers_and_sites(
         assert any("surgery was given sites" in found.text for found in problems) is (method == "surgery")
 
 
-def test_top_layers_need_the_shares_of_all_blocks(folder: pathlib.Path) -> None:
+def test_top_layers_need_the_shares_of_all_blocks(folder: Path) -> None:
     with pytest.raises(SpecError, match="of 0 of 3 blocks"):
         calibrate(folder, request(top_layers=1))
 
 
-def test_more_top_layers_than_blocks_are_refused(folder: pathlib.Path) -> None:
+def test_more_top_layers_than_blocks_are_refused(folder: Path) -> None:
     with pytest.raises(SpecError, match="top_layers is 99; the model has 3 blocks"):
         calibrate(folder, request(top_layers=99))
 
 
-def test_patterns_choose_layers_and_sites(folder: pathlib.Path) -> None:
+def test_patterns_choose_layers_and_sites(folder: Path) -> None:
     run = calibrate(folder, request(layers=["*.resblocks.1"], sites=["*.mlp.*"]))
     rows = run.calibration(NAME)
     block = (
@@ -118,7 +116,7 @@ def test_patterns_choose_layers_and_sites(folder: pathlib.Path) -> None:
     assert f"mlp.c_fc.weight ({100 * 2048 / (3 * 3280):.1f} %)" in told
 
 
-def test_fewer_samples_are_the_beginning_of_those_drawn(folder: pathlib.Path, light: DriftRun) -> None:
+def test_fewer_samples_are_the_beginning_of_those_drawn(folder: Path, light: DriftRun) -> None:
     run = calibrate(folder, request(samples=2))
     info = run.manifest.calibrations[NAME]
     assert info.samples == dict.fromkeys(TASKS, 2)
@@ -128,14 +126,14 @@ def test_fewer_samples_are_the_beginning_of_those_drawn(folder: pathlib.Path, li
 
 
 def test_more_samples_than_the_run_drew_are_drawn_and_leave_the_others_alone(
-    folder: pathlib.Path, light: DriftRun
+    folder: Path, light: DriftRun
 ) -> None:
     run = calibrate(folder, request(samples=6))
     assert run.manifest.calibrations[NAME].samples == dict.fromkeys(TASKS, 6)
     assert run.manifest.sample_ids == light.manifest.sample_ids
 
 
-def test_a_chooser_sees_calibration_samples_and_no_label(folder: pathlib.Path, light: DriftRun) -> None:
+def test_a_chooser_sees_calibration_samples_and_no_label(folder: Path, light: DriftRun) -> None:
     seen: list[Study] = []
 
     def choose(study: Study, start: Any, sites: Any, reporter: Reporter, kept: Any) -> Any:
@@ -154,7 +152,7 @@ def test_a_chooser_sees_calibration_samples_and_no_label(folder: pathlib.Path, l
             assert samples.ids == light.sample_ids(task, "calibration")[:3] and samples.labels is None
 
 
-def test_without_a_base_the_anchor_is_the_merged_model(world: World, tmp_path: pathlib.Path) -> None:
+def test_without_a_base_the_anchor_is_the_merged_model(world: World, tmp_path: Path) -> None:
     spec = world.spec(base=None, merge={"method": "average"}, **QUICK)
     dl.analyze(spec, out=tmp_path / "run", progress="none")
     with pytest.raises(SpecError, match="there is no base"):
@@ -167,9 +165,7 @@ def test_without_a_base_the_anchor_is_the_merged_model(world: World, tmp_path: p
     }
 
 
-def test_a_merged_model_in_half_precision_does_not_round_the_control(
-    world: World, tmp_path: pathlib.Path
-) -> None:
+def test_a_merged_model_in_half_precision_does_not_round_the_control(world: World, tmp_path: Path) -> None:
     half = {key: value.half() for key, value in world.state(TASKS[1]).items()}
     save_file(half, tmp_path / "merged.safetensors")
     spec = world.one_task(merge=None, merged={"weights": str(tmp_path / "merged.safetensors")}, **QUICK)
@@ -182,7 +178,7 @@ def test_a_merged_model_in_half_precision_does_not_round_the_control(
     torch.testing.assert_close(control[key].double(), expected, rtol=1e-7, atol=1e-9)
 
 
-def test_a_rehearsal_says_what_will_happen_and_writes_nothing(folder: pathlib.Path) -> None:
+def test_a_rehearsal_says_what_will_happen_and_writes_nothing(folder: Path) -> None:
     before = files_of(folder)
     found = rehearse(folder, request(preset="paper-clip"))
     assert found.exit_code == 0 and found.text().endswith("ready")
@@ -196,7 +192,7 @@ def test_a_rehearsal_says_what_will_happen_and_writes_nothing(folder: pathlib.Pa
     assert files_of(folder) == before
 
 
-def test_a_rehearsal_lists_every_obstacle(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_rehearsal_lists_every_obstacle(folder: Path, tmp_path: Path) -> None:
     calibrate(folder, request())
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").write_text("mine")
@@ -211,20 +207,20 @@ def test_a_rehearsal_lists_every_obstacle(folder: pathlib.Path, tmp_path: pathli
         assert [finding.subject for finding in refused.problems] == [subject] and refused.exit_code == 2
 
 
-def test_a_rehearsal_of_resuming_compares_settings(folder: pathlib.Path) -> None:
+def test_a_rehearsal_of_resuming_compares_settings(folder: Path) -> None:
     calibrate_until(folder, lambda event: event.phase == "calibrate" and event.done > 2)
     assert rehearse(folder, request(resume=True), estimate=False).exit_code == 0
     refused = rehearse(folder, request(parameters={"lam": 1.0}, resume=True))
     assert [finding.subject for finding in refused.problems] == ["name"]
 
 
-def test_samples_that_are_not_there_are_counted(folder: pathlib.Path) -> None:
+def test_samples_that_are_not_there_are_counted(folder: Path) -> None:
     with pytest.raises(DataError) as caught:
         calibrate(folder, request(samples=1000))
     assert "1000" in caught.value.message and np.isfinite(caught.value.context["available"])
 
 
-def test_a_run_whose_drift_is_not_the_librarys_is_not_calibrated(folder: pathlib.Path) -> None:
+def test_a_run_whose_drift_is_not_the_librarys_is_not_calibrated(folder: Path) -> None:
     """Of an older run, too: the check stands before anything is solved."""
     rows = open_run(folder).layers()
     rows.loc[(rows["variant"] == "merged") & (rows["layer"] == 3), "closure_error"] = 0.2

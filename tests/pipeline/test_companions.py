@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import pathlib
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,16 +36,16 @@ SIGLIP = {
     "num_attention_heads": 2,
 }
 
-Change = Callable[[pathlib.Path], object]
+Change = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole CLIP of transformers, tokenizer included."""
     return hf_folder(tmp_path_factory.mktemp("models") / "base")
 
 
-def spec_of(world: World, base: pathlib.Path, expert: pathlib.Path) -> dict[str, Any]:
+def spec_of(world: World, base: Path, expert: Path) -> dict[str, Any]:
     """A spec of one expert of a whole CLIP of transformers, with prompts for a head."""
     return world.one_task(
         "hf",
@@ -56,11 +56,11 @@ def spec_of(world: World, base: pathlib.Path, expert: pathlib.Path) -> dict[str,
     )
 
 
-def doubts(world: World, base: pathlib.Path, expert: pathlib.Path) -> list[Finding]:
+def doubts(world: World, base: Path, expert: Path) -> list[Finding]:
     return companions(open_models(load_spec(spec_of(world, base, expert))))
 
 
-def fine_tuned(base: pathlib.Path, folder: pathlib.Path, parts: tuple[str, ...]) -> pathlib.Path:
+def fine_tuned(base: Path, folder: Path, parts: tuple[str, ...]) -> Path:
     """An expert saved by transformers, whose parameters under these names moved; its processors come along."""
     from transformers import CLIPModel
 
@@ -84,7 +84,7 @@ def fine_tuned(base: pathlib.Path, folder: pathlib.Path, parts: tuple[str, ...])
     ids=["none", "text_tower", "logit_scale"],
 )
 def test_a_text_tower_that_will_not_be_used_is_named(
-    world: World, base: pathlib.Path, tmp_path: pathlib.Path, parts: tuple[str, ...], what: str
+    world: World, base: Path, tmp_path: Path, parts: tuple[str, ...], what: str
 ) -> None:
     result = check(spec_of(world, base, fine_tuned(base, tmp_path / "expert", parts)))
     assert result.exit_code == 0, result.text()
@@ -92,7 +92,7 @@ def test_a_text_tower_that_will_not_be_used_is_named(
     assert [what in text for text in told] == [True] * bool(what)
 
 
-def test_an_analysis_says_so_too_of_whole_models_of_open_clip(world: World, tmp_path: pathlib.Path) -> None:
+def test_an_analysis_says_so_too_of_whole_models_of_open_clip(world: World, tmp_path: Path) -> None:
     weights = world.state("flowers")
     weights["transformer.resblocks.0.ln_1.bias"] += 0.01
     spec = with_expert(world, saved(weights, tmp_path / "x.safetensors"), metrics={"jacobian": False})
@@ -105,7 +105,7 @@ def test_an_analysis_says_so_too_of_whole_models_of_open_clip(world: World, tmp_
 
 
 @pytest.mark.parametrize("moved", [("transformer.",), ("transformer.", "lm_head.")], ids=["core", "head too"])
-def test_a_head_that_no_layer_reads_is_named(moved: tuple[str, ...], tmp_path: pathlib.Path) -> None:
+def test_a_head_that_no_layer_reads_is_named(moved: tuple[str, ...], tmp_path: Path) -> None:
     """Of files that hold more than their configuration names: the core is merged, the folder holds the base's head."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -133,7 +133,7 @@ def test_a_head_that_no_layer_reads_is_named(moved: tuple[str, ...], tmp_path: p
 
 @pytest.mark.parametrize("parts", [("vision_model.",), ("vision_model.", "text_model.")])
 def test_the_text_side_of_a_whole_siglip_is_named_and_kept(
-    world: World, tmp_path: pathlib.Path, parts: tuple[str, ...]
+    world: World, tmp_path: Path, parts: tuple[str, ...]
 ) -> None:
     """Its image tower alone is merged: what its own text tower learned is named, and saved folders hold the base's."""
     from transformers import SiglipConfig, SiglipImageProcessor, SiglipModel
@@ -170,7 +170,7 @@ def test_the_text_side_of_a_whole_siglip_is_named_and_kept(
     assert moved == {"vision_model"}
 
 
-def adapters(base: pathlib.Path, folder: pathlib.Path, **options: Any) -> pathlib.Path:
+def adapters(base: Path, folder: Path, **options: Any) -> Path:
     """LoRA adapters of the image tower's attention, saved by peft; the text tower's are called alike."""
     from peft import LoraConfig, get_peft_model
     from transformers import CLIPModel
@@ -188,7 +188,7 @@ def adapters(base: pathlib.Path, folder: pathlib.Path, **options: Any) -> pathli
     return folder
 
 
-def test_adapters_name_their_base(world: World, base: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_adapters_name_their_base(world: World, base: Path, tmp_path: Path) -> None:
     own = adapters(base, tmp_path / "own")
     assert doubts(world, base, own) == []
     moved = tmp_path / "elsewhere" / "base"
@@ -206,9 +206,7 @@ def test_adapters_name_their_base(world: World, base: pathlib.Path, tmp_path: pa
     assert "'abc123'" in told.text
 
 
-def test_adapters_that_do_not_fit_say_whose_they_are(
-    world: World, base: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_adapters_that_do_not_fit_say_whose_they_are(world: World, base: Path, tmp_path: Path) -> None:
     problem = found(
         check(world.one_task("hf", experts={"flowers": {"weights": str(adapters(base, tmp_path / "a"))}})),
         "problem",
@@ -219,21 +217,21 @@ def test_adapters_that_do_not_fit_say_whose_they_are(
 
 
 def edited(file: str, change: Callable[[Any], Any]) -> Change:
-    def edit(folder: pathlib.Path) -> None:
+    def edit(folder: Path) -> None:
         path = folder / file
         path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
     return edit
 
 
-def saved_again(folder: pathlib.Path) -> None:
+def saved_again(folder: Path) -> None:
     """By the library itself, which writes its own files."""
     from transformers import CLIPTokenizer
 
     CLIPTokenizer.from_pretrained(folder).save_pretrained(folder)
 
 
-def same_as_older_versions_wrote_it(folder: pathlib.Path) -> None:
+def same_as_older_versions_wrote_it(folder: Path) -> None:
     saved_again(folder)
 
     def older(stated: dict[str, Any]) -> dict[str, Any]:
@@ -264,7 +262,7 @@ def same_as_older_versions_wrote_it(folder: pathlib.Path) -> None:
     ids=["same", "older_files", "swapped_ids", "another_end", "an_added_token_less"],
 )
 def test_tokenizers_are_compared_by_what_they_do(
-    world: World, base: pathlib.Path, tmp_path: pathlib.Path, change: Change, told: str | None
+    world: World, base: Path, tmp_path: Path, change: Change, told: str | None
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     shutil.copytree(base, first)
@@ -279,9 +277,7 @@ def test_tokenizers_are_compared_by_what_they_do(
     assert told is None or told in texts[0]
 
 
-def test_code_beside_a_model_is_named_and_not_run(
-    world: World, base: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_code_beside_a_model_is_named_and_not_run(world: World, base: Path, tmp_path: Path) -> None:
     expert = tmp_path / "expert"
     shutil.copytree(base, expert)
     canary = tmp_path / "canary"
@@ -293,7 +289,7 @@ def test_code_beside_a_model_is_named_and_not_run(
     assert not canary.exists()
 
 
-def test_an_expert_with_the_bases_weights(world: World, tmp_path: pathlib.Path) -> None:
+def test_an_expert_with_the_bases_weights(world: World, tmp_path: Path) -> None:
     result = check(with_expert(world, {"weights": str(world.weights("base"))}))
     notice = found(result, "notice", "expert of flowers")
     assert notice.text == "the expert of flowers has the same weights as the base"
@@ -301,9 +297,7 @@ def test_an_expert_with_the_bases_weights(world: World, tmp_path: pathlib.Path) 
     assert result.exit_code == 0
 
 
-def test_equal_up_to_rounding_counts_one_changed_weight_does_not(
-    world: World, tmp_path: pathlib.Path
-) -> None:
+def test_equal_up_to_rounding_counts_one_changed_weight_does_not(world: World, tmp_path: Path) -> None:
     rounded = saved(visual(world.state("base"), Tensor.half), tmp_path / "half.safetensors")
     told = [finding.text for finding in notices(check(with_expert(world, rounded)))]
     assert [sum(text in line for line in told) for text in ("same weights", "100.0% of the entries")] == [
@@ -330,7 +324,7 @@ def test_a_merged_model_that_is_one_of_the_others(world: World, source: str, nam
 
 
 def test_an_expert_of_another_base_is_at_the_distance_of_unrelated_weights(
-    world: World, tmp_path: pathlib.Path
+    world: World, tmp_path: Path
 ) -> None:
     foreign = visual(world.state("flowers"), lambda value: value.flip(0))
     result = check(with_expert(world, saved(foreign, tmp_path / "x.safetensors")))
@@ -341,7 +335,7 @@ def test_an_expert_of_another_base_is_at_the_distance_of_unrelated_weights(
     assert result.exit_code == 0
 
 
-def test_without_a_base_the_next_expert_is_the_measure(world: World, tmp_path: pathlib.Path) -> None:
+def test_without_a_base_the_next_expert_is_the_measure(world: World, tmp_path: Path) -> None:
     base = world.state("base")
     third = saved(moved(base, 0.03, 7), tmp_path / "third.safetensors")
     foreign = saved(visual(base, lambda value: value.flip(0)), tmp_path / "foreign.safetensors")
@@ -353,7 +347,7 @@ def test_without_a_base_the_next_expert_is_the_measure(world: World, tmp_path: p
     assert [finding.subject for finding in notices(result)] == ["expert of foreign"]
 
 
-def test_the_distance_is_that_of_the_noise(world: World, tmp_path: pathlib.Path) -> None:
+def test_the_distance_is_that_of_the_noise(world: World, tmp_path: Path) -> None:
     scaled = visual(world.state("base"), lambda value: 1.25 * value)
     result = check(
         world.spec(
@@ -365,7 +359,7 @@ def test_the_distance_is_that_of_the_noise(world: World, tmp_path: pathlib.Path)
     assert "are 0.25 away from the base" in found(result, "ok", "shared base").text
 
 
-def test_a_few_changed_matrices_count_in_the_whole(world: World, tmp_path: pathlib.Path) -> None:
+def test_a_few_changed_matrices_count_in_the_whole(world: World, tmp_path: Path) -> None:
     """As adapters leave it: the median sees nothing of what |expert - base| / |base| over all weights sees."""
     base = world.state("base")
     weights = {name: value.clone() for name, value in base.items()}
@@ -383,7 +377,7 @@ def test_a_few_changed_matrices_count_in_the_whole(world: World, tmp_path: pathl
 
 
 def test_of_large_models_a_bounded_part_is_read(
-    world: World, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scaled = saved(visual(world.state("base"), lambda value: 1.25 * value), tmp_path / "x.safetensors")
     models = open_models(load_spec(world.one_task(experts={"flowers": scaled})))
@@ -414,17 +408,17 @@ def test_of_large_models_a_bounded_part_is_read(
     )
 
 
-def check_merged(world: World, tmp_path: pathlib.Path, weights: Weights, **changes: Any) -> Preflight:
+def check_merged(world: World, tmp_path: Path, weights: Weights, **changes: Any) -> Preflight:
     return check(world.spec(merge=None, merged=saved(weights, tmp_path / "merged.safetensors"), **changes))
 
 
-def test_task_arithmetic_is_recognised_with_its_coefficient(world: World, tmp_path: pathlib.Path) -> None:
+def test_task_arithmetic_is_recognised_with_its_coefficient(world: World, tmp_path: Path) -> None:
     finding = found_merge(check_merged(world, tmp_path, merged_weights(world, 0.3)))
     assert finding.level == "ok"
     assert "coefficients 0.30; 0.00% is left" in finding.text
 
 
-def test_coefficients_per_task_and_per_matrix_are_recognised(world: World, tmp_path: pathlib.Path) -> None:
+def test_coefficients_per_task_and_per_matrix_are_recognised(world: World, tmp_path: Path) -> None:
     base, experts = world.state("base"), [world.state(task) for task in world.tasks]
 
     def merge(coefficients: Callable[[str], tuple[float, float]]) -> Weights:
@@ -441,7 +435,7 @@ def test_coefficients_per_task_and_per_matrix_are_recognised(world: World, tmp_p
     assert "coefficients 0.10 to 0.60, others in every tensor" in finding.text
 
 
-def test_a_merge_of_what_only_moved_biases_is_recognised(world: World, tmp_path: pathlib.Path) -> None:
+def test_a_merge_of_what_only_moved_biases_is_recognised(world: World, tmp_path: Path) -> None:
     base, ours = world.state("base"), world.state("flowers")
     expert = {name: ours[name] if name.endswith("bias") else value for name, value in base.items()}
     merged = {name: value + 0.4 * (expert[name] - value) for name, value in base.items()}
@@ -453,7 +447,7 @@ def test_a_merge_of_what_only_moved_biases_is_recognised(world: World, tmp_path:
     assert "coefficients 0.40; 0.00% is left" in found_merge(check(spec)).text
 
 
-def test_equal_experts_share_their_coefficient(world: World, tmp_path: pathlib.Path) -> None:
+def test_equal_experts_share_their_coefficient(world: World, tmp_path: Path) -> None:
     """Least squares is singular then; neither huge coefficients nor a failed solve may come of it."""
     base, expert = world.state("base"), world.state("shapes")
     doubled = {name: base[name] + 0.6 * (expert[name] - base[name]) for name in base}
@@ -462,14 +456,14 @@ def test_equal_experts_share_their_coefficient(world: World, tmp_path: pathlib.P
     assert "coefficients 0.30; 0.00% is left" in found_merge(check(same)).text
 
 
-def test_a_merge_of_other_experts_is_doubted(world: World, tmp_path: pathlib.Path) -> None:
+def test_a_merge_of_other_experts_is_doubted(world: World, tmp_path: Path) -> None:
     finding = found_merge(check_merged(world, tmp_path, moved(world.state("base"), 0.03, 9)))
     assert finding.level == "notice"
     share = float(finding.text.split("leave ")[1].split("%")[0])
     assert share == pytest.approx(100, abs=5)  # its noise is orthogonal to both task vectors
 
 
-def test_the_share_left_is_that_of_what_was_added(world: World, tmp_path: pathlib.Path) -> None:
+def test_the_share_left_is_that_of_what_was_added(world: World, tmp_path: Path) -> None:
     """|residual|^2 / |task vector|^2: noise of known energy beside one task vector."""
     base, expert = world.state("base"), world.state("flowers")
     other = moved(base, 0.03, 9)
@@ -480,7 +474,7 @@ def test_the_share_left_is_that_of_what_was_added(world: World, tmp_path: pathli
     assert finding.level == "ok"
 
 
-def test_without_a_base_an_average_is_recognised(world: World, tmp_path: pathlib.Path) -> None:
+def test_without_a_base_an_average_is_recognised(world: World, tmp_path: Path) -> None:
     result = check_merged(world, tmp_path, merged_weights(world, 0.5), base=None)
     assert "the experts' mean plus task vectors" in found_merge(result).text
     foreign = moved(world.state("base"), 0.2, 9)
@@ -494,7 +488,7 @@ def found_merge(result: Preflight) -> Finding:
     return matching[0]
 
 
-def test_analyze_records_the_same_doubts(world: World, tmp_path: pathlib.Path) -> None:
+def test_analyze_records_the_same_doubts(world: World, tmp_path: Path) -> None:
     spec = with_expert(world, {"weights": str(world.weights("base"))}, metrics={"jacobian": False})
     run = analyze(spec, AnalysisRequest(out=tmp_path / "run"))
     assert "the expert of flowers has the same weights as the base" in run.manifest.notices

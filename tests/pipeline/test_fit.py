@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import pathlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,9 +35,7 @@ def stacks() -> tuple[nn.Module, nn.Module, nn.Module]:
     return base, perturbed(base, 1), perturbed(base, 2)
 
 
-def test_modules_give_the_weights_of_their_checkpoints(
-    world: World, light: DriftRun, tmp_path: pathlib.Path
-) -> None:
+def test_modules_give_the_weights_of_their_checkpoints(world: World, light: DriftRun, tmp_path: Path) -> None:
     run = calibrate(copied(light, tmp_path / "run"), request())
     data = {task: pixels(world.data(task), light.sample_ids(task, "calibration")).float() for task in TASKS}
     calibrator = dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3)

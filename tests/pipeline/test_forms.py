@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ COMPARED = [
 ]
 
 
-def real_run(data: pathlib.Path, form: Form, models: pathlib.Path, out: pathlib.Path) -> DriftRun:
+def real_run(data: Path, form: Form, models: Path, out: Path) -> DriftRun:
     """A run of two real experts on few samples; each form saves its merged model in its own base's dtype."""
     suffix = ".safetensors" if form == "open_clip" else ""
     source = models / ("model_config.json" if form == "open_clip" else "base")
@@ -94,12 +94,12 @@ def real_run(data: pathlib.Path, form: Form, models: pathlib.Path, out: pathlib.
 
 
 @pytest.fixture(scope="module")
-def real_open_clip(real: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+def real_open_clip(real: Path, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
     out = tmp_path_factory.mktemp("real") / "run"
     return real_run(real / "data", "open_clip", real / "open_clip", out)
 
 
-def in_float16(folders: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+def in_float16(folders: Path, target: Path) -> Path:
     """transformers' folders with their weights rounded to float16."""
     for name in ("base", *REAL_TASKS):
         (target / name).mkdir(parents=True)
@@ -113,7 +113,7 @@ def in_float16(folders: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
 
 
 def test_real_weights_of_equal_rounding_give_equal_rows(
-    real: pathlib.Path, real_open_clip: DriftRun, tmp_path: pathlib.Path
+    real: Path, real_open_clip: DriftRun, tmp_path: Path
 ) -> None:
     # open_clip's files hold float16. Rounded likewise, transformers' hold the very same numbers, and so do the merged
     # models: summed in float32 by both and rounded to float16. What is left is float32 arithmetic in another order.
@@ -123,7 +123,7 @@ def test_real_weights_of_equal_rounding_give_equal_rows(
 
 
 def test_rounding_weights_to_float16_moves_real_rows_by_little(
-    real: pathlib.Path, real_open_clip: DriftRun, tmp_path: pathlib.Path
+    real: Path, real_open_clip: DriftRun, tmp_path: Path
 ) -> None:
     # transformers' own files are float32, so every weight differs by up to 2^-11 of itself; drift is a small
     # difference of features and feels that two to three times as much (1.3e-3 measured).
@@ -153,7 +153,7 @@ def read(spec: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
-def test_fusion_benchs_clip_folder_opens(whole: bool, world: World, tmp_path: pathlib.Path) -> None:
+def test_fusion_benchs_clip_folder_opens(whole: bool, world: World, tmp_path: Path) -> None:
     """It writes `CLIPVisionModel`s, which have no projection, or `CLIPModel`s' towers; and no processor."""
     from transformers import CLIPVisionModel, CLIPVisionModelWithProjection
 
@@ -181,7 +181,7 @@ def test_fusion_benchs_clip_folder_opens(whole: bool, world: World, tmp_path: pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
-def test_fusion_benchs_language_models_open(form: str, tmp_path: pathlib.Path) -> None:
+def test_fusion_benchs_language_models_open(form: str, tmp_path: Path) -> None:
     """T5s without a tokenizer; decoders with one, and a card."""
     suite = Suite(form, tmp_path, learns=False)
     base = {key: value.clone() for key, value in suite.model.state_dict().items()}
@@ -196,7 +196,7 @@ def test_fusion_benchs_language_models_open(form: str, tmp_path: pathlib.Path) -
 
 
 @pytest.mark.slow
-def test_mergekits_folder_opens(tmp_path: pathlib.Path) -> None:
+def test_mergekits_folder_opens(tmp_path: Path) -> None:
     """As it lays it out; where mergekit is installed, one that it has written itself."""
     suite = Suite("decoder", tmp_path, learns=False)
     base = {key: value.clone() for key, value in suite.model.state_dict().items()}
@@ -233,7 +233,7 @@ DROPPING = {"ties": {"trim_scope": "per_tensor", "drop_rate": 0.5}}
 
 @pytest.mark.parametrize("name", merge_methods)
 def test_both_libraries_forms_of_one_model_are_merged_to_one_network(
-    name: str, world: World, tmp_path: pathlib.Path
+    name: str, world: World, tmp_path: Path
 ) -> None:
     saved = {}
     for form in ("open_clip", "hf"):
@@ -249,7 +249,7 @@ def test_both_libraries_forms_of_one_model_are_merged_to_one_network(
 
 
 def test_preflight_plans_what_methods_cost_and_refuses_one_without_scores(
-    world: World, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rehearsed_once(monkeypatch)
 
@@ -278,7 +278,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def python_of(folder: pathlib.Path) -> str:
+def python_of(folder: Path) -> str:
     """The lines that a card gives, without those behind the features."""
     text = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
     lines = text.splitlines()
@@ -286,7 +286,7 @@ def python_of(folder: pathlib.Path) -> str:
     return "\n".join(lines[: last + 1])
 
 
-def own_features(run: pathlib.Path, variant: str, task: str, samples: list[Any]) -> torch.Tensor:
+def own_features(run: Path, variant: str, task: str, samples: list[Any]) -> torch.Tensor:
     """The chain's final features, what is attached for the task among them."""
     study, models = reopened(run)
     assert models.architecture.preprocess is not None
@@ -310,7 +310,7 @@ SHORT = {("react", "open_clip"), ("interv_merge", "hf")}
     ],
 )
 def test_the_cards_own_lines_attach_what_was_learnt_for_a_task_to_the_librarys_model(
-    form: Form, method: str, world: World, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    form: Form, method: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = analyze(
         world.spec(form, metrics={"jacobian": False}),
@@ -341,7 +341,7 @@ def test_the_cards_own_lines_attach_what_was_learnt_for_a_task_to_the_librarys_m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["react", "interv_merge"])
-def test_the_same_with_a_llama(method: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_with_a_llama(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = Suite("decoder", tmp_path, learns=False)
     with torch.no_grad():
         for parameter in suite.model.parameters():
@@ -362,7 +362,7 @@ def test_the_same_with_a_llama(method: str, tmp_path: pathlib.Path, monkeypatch:
     assert not torch.allclose(wanted, own_features(run, "merged", "free", [("is it red", "")]), atol=1e-4)
 
 
-def test_beside_a_state_dict_lie_the_attachments(world: World, tmp_path: pathlib.Path) -> None:
+def test_beside_a_state_dict_lie_the_attachments(world: World, tmp_path: Path) -> None:
     run = analyze(
         world.one_task(metrics={"jacobian": False}), AnalysisRequest(out=tmp_path / "run", attribution=False)
     ).path

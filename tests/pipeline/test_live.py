@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,13 +35,13 @@ def stacks() -> dict[str, nn.Module]:
     return {"base": base, "merged": perturbed(base, 1), "expert": perturbed(base, 2)}
 
 
-def analyzed(modules: dict[str, nn.Module], out: pathlib.Path, **options: Any) -> DriftRun:
+def analyzed(modules: dict[str, nn.Module], out: Path, **options: Any) -> DriftRun:
     given = {"data": {"task": samples()}, "blocks": "blocks", "progress": "none"} | options
     base, merged, expert = modules["base"], modules["merged"], modules["expert"]
     return dl.analyze(base=base, merged=merged, experts={"task": expert}, out=out, **given)
 
 
-def test_runs_of_other_data_under_the_same_ids_are_not_called_paired(tmp_path: pathlib.Path) -> None:
+def test_runs_of_other_data_under_the_same_ids_are_not_called_paired(tmp_path: Path) -> None:
     modules = stacks()
     first = analyzed(modules, tmp_path / "first")
     again = analyzed(modules | {"merged": perturbed(modules["base"], 3)}, tmp_path / "again")
@@ -56,7 +56,7 @@ def test_runs_of_other_data_under_the_same_ids_are_not_called_paired(tmp_path: p
 @OPEN_CLIP
 @pytest.mark.shows("live", "drift")
 def test_live_open_clip_modules_give_the_rows_of_their_checkpoints(
-    world: World, finished: DriftRun, tmp_path: pathlib.Path
+    world: World, finished: DriftRun, tmp_path: Path
 ) -> None:
     modules = {name: clip(world.state(name)).visual for name in world.names}
     merged = clip(merged_weights(world)).visual
@@ -87,7 +87,7 @@ def test_live_open_clip_modules_give_the_rows_of_their_checkpoints(
 
 @STACK
 @pytest.mark.shows("live", "drift", "attribution")
-def test_a_plain_module_and_a_loader_give_the_rows_of_the_module_itself(tmp_path: pathlib.Path) -> None:
+def test_a_plain_module_and_a_loader_give_the_rows_of_the_module_itself(tmp_path: Path) -> None:
     modules, inputs = stacks(), samples()
     labels = torch.tensor([0, 1, 2, 0, 1, 2])
     loader = DataLoader(TensorDataset(inputs, labels), batch_size=4)
@@ -102,7 +102,7 @@ def test_a_plain_module_and_a_loader_give_the_rows_of_the_module_itself(tmp_path
     assert run.samples(layer="final", variant="merged")["label"].tolist() == ["0", "1", "2", "0", "1", "2"]
 
 
-def test_labels_and_a_head_give_accuracy(world: World, tmp_path: pathlib.Path) -> None:
+def test_labels_and_a_head_give_accuracy(world: World, tmp_path: Path) -> None:
     task = TASKS[0]
     with np.load(world.data(task)) as arrays:
         rows = torch.from_numpy(arrays["y_test"])
@@ -125,7 +125,7 @@ def test_labels_and_a_head_give_accuracy(world: World, tmp_path: pathlib.Path) -
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_modules_are_left_as_they_were(tmp_path: pathlib.Path, training: bool) -> None:
+def test_modules_are_left_as_they_were(tmp_path: Path, training: bool) -> None:
     modules = stacks()
     calls: list[str] = []
     for name, module in modules.items():
@@ -169,7 +169,7 @@ class Dropping(Stack):
         return self.dropout(super().forward(x))
 
 
-def test_a_module_that_answers_at_random_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_module_that_answers_at_random_is_refused(tmp_path: Path) -> None:
     noisy = with_seed(Noisy)()
     modules = {name: perturbed(noisy, seed) for seed, name in enumerate(("base", "merged", "expert"))}
     with pytest.raises(NumericsError, match="Noisy gives two outputs for one batch"):
@@ -177,7 +177,7 @@ def test_a_module_that_answers_at_random_is_refused(tmp_path: pathlib.Path) -> N
     assert not (tmp_path / "run").exists()
 
 
-def test_dropout_that_is_off_in_eval_mode_is_no_obstacle(tmp_path: pathlib.Path) -> None:
+def test_dropout_that_is_off_in_eval_mode_is_no_obstacle(tmp_path: Path) -> None:
     base = with_seed(Dropping)().train()
     modules = {name: perturbed(base, seed) for seed, name in enumerate(("base", "merged", "expert"))}
     run = analyzed(modules, tmp_path / "run")
@@ -196,7 +196,7 @@ def test_dropout_that_is_off_in_eval_mode_is_no_obstacle(tmp_path: pathlib.Path)
     ids=["tasks differ", "classes differ", "spec and modules", "widths differ"],
 )
 def test_modules_that_do_not_belong_together_are_refused(
-    tmp_path: pathlib.Path, changes: dict[str, Any], error: type[DriftLensError], words: str
+    tmp_path: Path, changes: dict[str, Any], error: type[DriftLensError], words: str
 ) -> None:
     modules = stacks()
     given: dict[str, Any] = {
@@ -209,7 +209,7 @@ def test_modules_that_do_not_belong_together_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_spec_may_be_a_file_its_values_or_a_checked_spec(world: World, tmp_path: pathlib.Path) -> None:
+def test_a_spec_may_be_a_file_its_values_or_a_checked_spec(world: World, tmp_path: Path) -> None:
     spec = world.one_task(metrics={"jacobian": False}, heads=None)
     forms = [write_spec(tmp_path / "run.yaml", spec), str(tmp_path / "run.yaml"), spec, dl.load_spec(spec)]
     runs = [dl.analyze(form, out=tmp_path / f"run{row}", progress="none") for row, form in enumerate(forms)]
@@ -226,7 +226,7 @@ def test_a_spec_may_be_a_file_its_values_or_a_checked_spec(world: World, tmp_pat
     assert narrowed.layers()["n"].unique().tolist() == [2]
 
 
-def test_progress_reaches_the_callers_function(tmp_path: pathlib.Path) -> None:
+def test_progress_reaches_the_callers_function(tmp_path: Path) -> None:
     events: list[dl.ProgressEvent] = []
     analyzed(stacks(), tmp_path / "run", on_progress=events.append, batch_size=3)
     walked = [event for event in events if event.phase == "analyze"]
@@ -275,7 +275,7 @@ print(json.dumps(dl.open_run(sys.argv[1]).layers()["drift_l2_mean"].tolist()))
 
 
 @pytest.mark.slow
-def test_live_modules_need_none_of_the_command_lines_libraries(tmp_path: pathlib.Path) -> None:
+def test_live_modules_need_none_of_the_command_lines_libraries(tmp_path: Path) -> None:
     refusal, found = python(WITHOUT_EXTRAS, tmp_path / "bare").splitlines()
     assert refusal.endswith("bare is not empty")
     run = analyzed(stacks(), tmp_path / "run", jacobian=JACOBIAN)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import pathlib
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,7 @@ def calibrate(run: Any, name: str, **options: Any) -> Any:
 @STACK
 @pytest.mark.shows("live", reloads="as a state dict")
 def test_a_calibrated_variant_is_measured_like_any_other_and_its_weights_are_at_hand(
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
 ) -> None:
     modules = given()
     before = dl.analyze(**modules, out=tmp_path / "run", progress="none")
@@ -120,7 +120,7 @@ def test_modules_that_are_handed_in_again_are_calibrated_alike(analyzed: Any) ->
 
 
 @pytest.mark.slow
-def test_a_sweep_of_live_modules_is_of_the_calibrations_that_it_would_make(tmp_path: pathlib.Path) -> None:
+def test_a_sweep_of_live_modules_is_of_the_calibrations_that_it_would_make(tmp_path: Path) -> None:
     """With samples to calibrate on, with modules remembered or handed in again; without them it is refused."""
     run = dl.analyze(**given(), out=tmp_path / "run", progress="none")
     with pytest.raises(SpecError, match="no samples to calibrate on but those") as refusal:
@@ -224,7 +224,7 @@ def test_what_is_not_the_runs_own_is_refused_and_the_run_stays_as_it_is(
     assert files_of(analyzed.path) == before
 
 
-def test_a_mask_that_was_a_function_is_asked_for(tmp_path: pathlib.Path) -> None:
+def test_a_mask_that_was_a_function_is_asked_for(tmp_path: Path) -> None:
     class Tokens(Stack):
         """The same stack on tokens."""
 
@@ -245,7 +245,7 @@ def test_a_mask_that_was_a_function_is_asked_for(tmp_path: pathlib.Path) -> None
 
 
 def test_an_interrupted_analysis_goes_on_with_the_same_modules_alone(
-    analyzed: DriftRun, tmp_path: pathlib.Path
+    analyzed: DriftRun, tmp_path: Path
 ) -> None:
     token, out = dl.CancelToken(), tmp_path / "run"
 
@@ -292,7 +292,7 @@ def test_a_calibration_goes_on_with_the_same_samples_alone(analyzed: Any) -> Non
     assert "SHA-256 of their contents" in (run.path / "calibrations/begun/README.md").read_text("utf-8")
 
 
-def test_settings_are_the_runs_own_in_whatever_kind_of_number(tmp_path: pathlib.Path) -> None:
+def test_settings_are_the_runs_own_in_whatever_kind_of_number(tmp_path: Path) -> None:
     modules = given() | {"calibration": others(), "n_calibration": np.int64(7)}
     dl.analyze(**modules, layers=np.arange(2, 4), out=tmp_path / "run", progress="none")
     modules |= {"layers": range(2, 4), "batch_size": 5}
@@ -304,7 +304,7 @@ def test_settings_are_the_runs_own_in_whatever_kind_of_number(tmp_path: pathlib.
         calibrate(dl.open_run(tmp_path / "run"), "y", modules=modules)
 
 
-def test_baselines_stand_beside_the_merged_model(tmp_path: pathlib.Path) -> None:
+def test_baselines_stand_beside_the_merged_model(tmp_path: Path) -> None:
     modules = given()
     run = dl.analyze(
         **modules,
@@ -318,10 +318,8 @@ def test_baselines_stand_beside_the_merged_model(tmp_path: pathlib.Path) -> None
     assert twin.tolist() == merged.tolist()
 
 
-def test_a_run_from_before_has_its_settings_in_lines_of_its_spec(
-    analyzed: Any, tmp_path: pathlib.Path
-) -> None:
-    older = pathlib.Path(shutil.copytree(analyzed.path, tmp_path / "older"))
+def test_a_run_from_before_has_its_settings_in_lines_of_its_spec(analyzed: Any, tmp_path: Path) -> None:
+    older = Path(shutil.copytree(analyzed.path, tmp_path / "older"))
     manifest = json.loads((older / "manifest.json").read_text())
     live = manifest.pop("live")
     (older / "manifest.json").write_text(json.dumps(manifest))

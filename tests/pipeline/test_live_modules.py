@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import pathlib
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ def models(build: Callable[[], nn.Module], scale: float = 0.05) -> dict[str, nn.
     return {name: perturbed(base, seed, scale) for name, seed in (("base", 0), ("merged", 1), ("expert", 2))}
 
 
-def analyzed(given: dict[str, nn.Module], data: Any, out: pathlib.Path, **options: Any) -> DriftRun:
+def analyzed(given: dict[str, nn.Module], data: Any, out: Path, **options: Any) -> DriftRun:
     return dl.analyze(
         base=given["base"],
         merged=given["merged"],
@@ -93,7 +93,7 @@ LLAMA, GPT2, BERT, T5 = map(pytest.mark.family, ("Llama", "GPT-2", "BERT", "T5 (
     [pytest.param(llama, id="llama", marks=LLAMA), pytest.param(gpt2, id="gpt2", marks=GPT2)],
 )
 def test_a_decoder_runs_without_its_cache_and_keeps_its_configuration(
-    build: Callable[[], nn.Module], tmp_path: pathlib.Path
+    build: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     given = models(build)
     assert given["merged"].config.use_cache is True
@@ -131,7 +131,7 @@ class CachedBlock(nn.Module):
         return x + self.linear(x)
 
 
-def test_a_cache_that_can_not_be_switched_off_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+def test_a_cache_that_can_not_be_switched_off_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"'blocks.0.1' is a DynamicCache, which carries state") as caught:
         analyzed(models(Cached), torch.randn(4, 5), tmp_path / "run")
     assert "use_cache=False" in caught.value.hint
@@ -140,7 +140,7 @@ def test_a_cache_that_can_not_be_switched_off_is_refused_by_name(tmp_path: pathl
 
 @pytest.mark.parametrize("blocks", ["encoder.block", "decoder.block"])
 def test_what_t5_computes_from_weights_for_its_blocks_is_refused_where_it_differs(
-    blocks: str, tmp_path: pathlib.Path
+    blocks: str, tmp_path: Path
 ) -> None:
     batch = {"input_ids": words(), "decoder_input_ids": words(length=4, seed=1)}
     with pytest.raises(
@@ -154,7 +154,7 @@ def test_what_t5_computes_from_weights_for_its_blocks_is_refused_where_it_differ
 
 @T5
 @pytest.mark.shows("live", "drift", "attribution", sites="all but the position bias")
-def test_t5_is_measured_and_calibrated_as_a_whole(tmp_path: pathlib.Path) -> None:
+def test_t5_is_measured_and_calibrated_as_a_whole(tmp_path: Path) -> None:
     """Its position bias and its encoder's output, computed from each model's own weights, are part of the layers."""
     lengths = torch.tensor([7, 3, 5, 4, 7, 6])
     seen = (torch.arange(7) < lengths[:, None]).long()
@@ -216,7 +216,7 @@ def conditioned() -> dict[str, Tensor]:
 
 
 def test_a_condition_computed_from_weights_is_refused_and_one_of_inputs_alone_is_not(
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(IncompatibleModelsError, match=r"'blocks\.0' is given '1' beside its features"):
         analyzed(models(Conditioned), [conditioned()], tmp_path / "refused")
@@ -238,7 +238,7 @@ def padded(more: int = 0, mask: Callable[[Tensor], Tensor] = lambda mask: mask) 
 @BERT
 @pytest.mark.shows("live", "attribution")
 @pytest.mark.parametrize("pool", few(["cls", "mean", "last", "all"], ["mean"]))
-def test_padding_changes_no_drift(pool: Any, tmp_path: pathlib.Path) -> None:
+def test_padding_changes_no_drift(pool: Any, tmp_path: Path) -> None:
     given = models(bert)
     jacobian = dl.JacobianSettings(samples=2)
     runs = [
@@ -255,7 +255,7 @@ def test_padding_changes_no_drift(pool: Any, tmp_path: pathlib.Path) -> None:
 
 @BERT
 @pytest.mark.shows("drift")
-def test_mean_pooled_drift_of_padded_samples_is_that_of_their_tokens(tmp_path: pathlib.Path) -> None:
+def test_mean_pooled_drift_of_padded_samples_is_that_of_their_tokens(tmp_path: Path) -> None:
     given, batch = models(bert), padded(4)
     found = analyzed(given, [batch], tmp_path / "run", pool="mean").layers(variant="merged")
     seen = batch["attention_mask"].bool()
@@ -282,7 +282,7 @@ def test_padding_weighs_nothing_in_a_calibration() -> None:
     ["seen", lambda batch: batch["input_ids"] != 0, lambda batch: (batch["input_ids"] != 0).float()],
     ids=["an entry", "a function", "a function that gives floats"],
 )
-def test_a_mask_may_be_named_or_computed(mask: Any, tmp_path: pathlib.Path) -> None:
+def test_a_mask_may_be_named_or_computed(mask: Any, tmp_path: Path) -> None:
     class Renamed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -311,14 +311,14 @@ def test_a_mask_may_be_named_or_computed(mask: Any, tmp_path: pathlib.Path) -> N
     ids=["additive", "four axes", "no such entry", "other tokens"],
 )
 def test_a_mask_that_can_not_be_read_is_refused_with_what_to_do(
-    change: Callable[[Tensor], Tensor], options: dict[str, Any], words_: str, tmp_path: pathlib.Path
+    change: Callable[[Tensor], Tensor], options: dict[str, Any], words_: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SpecError, match=words_) as caught:
         analyzed(models(bert), [padded(mask=change)], tmp_path / "run", **options)
     assert "Pass mask=" in caught.value.hint
 
 
-def test_samples_that_look_padded_are_pointed_out(tmp_path: pathlib.Path) -> None:
+def test_samples_that_look_padded_are_pointed_out(tmp_path: Path) -> None:
     given, batch = models(lambda: bert(pad_token_id=0)), padded()
     run = analyzed(given, [{"input_ids": batch["input_ids"]}], tmp_path / "run")
     (notice,) = run.manifest.notices
@@ -389,7 +389,7 @@ def looking() -> nn.Module:
 
 
 def test_a_broken_closure_is_an_error_and_stops_a_calibration_before_it_solves(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, data = models(looking), torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
     with pytest.raises(
@@ -413,7 +413,7 @@ def test_as_many_samples_are_held_against_the_library_as_the_budget_holds() -> N
         check_closure(tight)
 
 
-def test_models_without_drift_are_closed(tmp_path: pathlib.Path) -> None:
+def test_models_without_drift_are_closed(tmp_path: Path) -> None:
     base = with_seed(Stack)().eval()
     given = dict.fromkeys(("base", "merged", "expert"), base)
     run = analyzed(given, torch.randn(6, 5), tmp_path / "run", blocks="blocks")
@@ -440,9 +440,7 @@ def test_the_table_of_a_run_with_a_broken_closure_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_modules_in_half_precision_are_computed_in_float32(
-    dtype: torch.dtype, tmp_path: pathlib.Path
-) -> None:
+def test_modules_in_half_precision_are_computed_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
     single = models(Stack)
     half = {name: copy.deepcopy(module).to(dtype) for name, module in single.items()}
     wide = {name: copy.deepcopy(module).float() for name, module in half.items()}
@@ -474,7 +472,7 @@ def hurried() -> nn.Module:
 
 
 def test_a_process_that_allows_fewer_bits_changes_nothing_and_a_run_that_has_them_is_noticed(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, data = models(hurried), torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
     want = analyzed(given, data, tmp_path / "want")
@@ -495,7 +493,7 @@ def test_a_process_that_allows_fewer_bits_changes_nothing_and_a_run_that_has_the
     assert 0 < found.manifest.precision["task"] < 1e-4
 
 
-def test_samples_are_drawn_with_the_seed_and_that_is_said(tmp_path: pathlib.Path) -> None:
+def test_samples_are_drawn_with_the_seed_and_that_is_said(tmp_path: Path) -> None:
     given, data = models(Stack), torch.randn(20, 5, generator=torch.Generator().manual_seed(0))
     runs = [
         analyzed(given, data, tmp_path / str(i), blocks="blocks", n=4, seed=seed)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -71,7 +71,7 @@ def given(pool: Any) -> dict[str, Any]:
 @STACK
 @pytest.mark.shows(heads="class embeddings")
 @pytest.mark.parametrize("pool", ["mean", "last"])
-def test_scores_are_taken_behind_the_pooling(pool: Any, tmp_path: pathlib.Path) -> None:
+def test_scores_are_taken_behind_the_pooling(pool: Any, tmp_path: Path) -> None:
     modules = given(pool)
     run = dl.analyze(
         **modules,
@@ -110,7 +110,7 @@ def test_scores_are_taken_behind_the_pooling(pool: Any, tmp_path: pathlib.Path) 
 
 @STACK
 @pytest.mark.shows(heads="nn.Linear")
-def test_a_linear_classifier_scores_a_calibration_too_at_first_look_as_well(tmp_path: pathlib.Path) -> None:
+def test_a_linear_classifier_scores_a_calibration_too_at_first_look_as_well(tmp_path: Path) -> None:
     modules = given("mean")
     linear = with_seed(lambda: nn.Linear(WIDTH, 3))()
     run = dl.analyze(**modules | {"heads": {"task": linear}}, out=tmp_path / "run", progress="none")
@@ -126,7 +126,7 @@ def test_a_linear_classifier_scores_a_calibration_too_at_first_look_as_well(tmp_
     assert f"x {percent(found)}" in said[0]
 
 
-def test_an_unknown_pooling_is_refused_with_the_four_there_are(tmp_path: pathlib.Path) -> None:
+def test_an_unknown_pooling_is_refused_with_the_four_there_are(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="expected one of cls, mean, last, all; got 'avg'"):
         dl.analyze(**given("avg"), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -134,7 +134,7 @@ def test_an_unknown_pooling_is_refused_with_the_four_there_are(tmp_path: pathlib
         pooled(torch.zeros(2, 3, 4), "avg")  # type: ignore[arg-type]
 
 
-def test_a_head_that_does_not_fit_is_refused_before_a_run_is_begun(tmp_path: pathlib.Path) -> None:
+def test_a_head_that_does_not_fit_is_refused_before_a_run_is_begun(tmp_path: Path) -> None:
     modules = given("mean") | {"heads": {"task": nn.Linear(WIDTH + 1, 3)}}
     with pytest.raises(
         DataError, match=f"the classifier reads {WIDTH + 1} features, the model gives {WIDTH}"
@@ -144,18 +144,18 @@ def test_a_head_that_does_not_fit_is_refused_before_a_run_is_begun(tmp_path: pat
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:99", "meta", "cuda"])
-def test_a_device_that_is_not_there_is_said_so(device: str, tmp_path: pathlib.Path) -> None:
+def test_a_device_that_is_not_there_is_said_so(device: str, tmp_path: Path) -> None:
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(SpecError, match=f"there is no device '{device}' here"):
         dl.analyze(**given("mean"), device=device, out=tmp_path / "run")
 
 
-PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs/live.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/live.md"
 
 
 @pytest.mark.slow  # test_live_calibrate.py goes the same way in pieces
-def test_the_page_runs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
     names: dict[str, object] = {}
@@ -175,7 +175,7 @@ RULES: dict[str, dict[str, Any]] = {
 ROWS = {"free": PAIRS, "pick": [*CLASSES.items()], "word": [*CLASSES.items()]}
 
 
-def suite_of(form: str, folder: pathlib.Path) -> tuple[Suite, dict[str, Any]]:
+def suite_of(form: str, folder: Path) -> tuple[Suite, dict[str, Any]]:
     """Models in files, and the same in memory; the expert is a base of other weights."""
     suite = Suite(form, folder, learns=False)
     base, expert = (type(suite.model).from_pretrained(folder / name).eval() for name in ("base", "expert"))
@@ -188,7 +188,7 @@ def suite_of(form: str, folder: pathlib.Path) -> tuple[Suite, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
-def test_scores_are_those_of_the_same_models_in_files(form: str, tmp_path: pathlib.Path) -> None:
+def test_scores_are_those_of_the_same_models_in_files(form: str, tmp_path: Path) -> None:
     suite, modules = suite_of(form, tmp_path)
     data = {task: suite.data(task, ROWS[task], **RULES[task]) for task in ROWS}
     spec = suite.spec(data)
@@ -233,7 +233,7 @@ SIZES = {
 
 
 @pytest.mark.slow
-def test_encoders_read_texts_as_they_read_tokens(tmp_path: pathlib.Path) -> None:
+def test_encoders_read_texts_as_they_read_tokens(tmp_path: Path) -> None:
     tokenizer, head = word_tokenizer("encoder"), torch.nn.Linear(16, 2)
     models = [with_seed(lambda: transformers.BertModel(transformers.BertConfig(**SIZES)))() for _ in "ab"]
     models = [perturbed(model, seed, 0.1).eval() for seed, model in enumerate(models)]
@@ -260,7 +260,7 @@ def test_encoders_read_texts_as_they_read_tokens(tmp_path: pathlib.Path) -> None
     ],
 )
 def test_what_can_not_be_read_as_texts_is_refused_before_a_run_is_begun(
-    given: dict[str, Any], error: type[Exception], told: str, tmp_path: pathlib.Path
+    given: dict[str, Any], error: type[Exception], told: str, tmp_path: Path
 ) -> None:
     given = dict(given)
     config = transformers.AutoConfig.for_model(given.pop("kind", "llama"), **SIZES)
@@ -319,7 +319,7 @@ def clips(build: Callable[[], nn.Module], batch: Any) -> dict[str, Any]:
     ],
 )
 def test_a_whole_clip_is_measured_and_calibrated_by_its_image_tower(
-    build: Callable[[], nn.Module], tmp_path: pathlib.Path
+    build: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     x = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     tokens = torch.ones(6, 4, dtype=torch.long)
@@ -352,7 +352,7 @@ def test_a_whole_clip_is_measured_and_calibrated_by_its_image_tower(
     ],
     ids=["other name", "other size"],
 )
-def test_a_batch_without_such_pixels_is_refused(batch: Any, words: str, tmp_path: pathlib.Path) -> None:
+def test_a_batch_without_such_pixels_is_refused(batch: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=words):
         dl.analyze(**clips(whole_open_clip, batch), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,7 +154,7 @@ def family() -> Iterator[None]:
 
 
 @pytest.fixture
-def spec(tmp_path: pathlib.Path) -> dict[str, Any]:
+def spec(tmp_path: Path) -> dict[str, Any]:
     """Two tasks of texts; the weights of base and experts lie on disk."""
     for seed, name in enumerate(("base", *TASKS)):
         save_file(Letters(seed).state_dict(), tmp_path / f"{name}.safetensors")
@@ -201,9 +201,7 @@ def drift_of(run: DriftRun, layer: int) -> float:
     return float(rows[rows["layer"] == layer]["drift_l2_mean"].iloc[0])
 
 
-def test_texts_are_analysed_and_pooled_as_their_family_says(
-    spec: dict[str, Any], tmp_path: pathlib.Path
-) -> None:
+def test_texts_are_analysed_and_pooled_as_their_family_says(spec: dict[str, Any], tmp_path: Path) -> None:
     run = analyze(spec, AnalysisRequest(out=tmp_path / "run"), Context(access=CPU))
     study, _ = open_study(load_spec(spec), access=CPU)
     samples = study.tasks["names"].diagnosis

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pathlib
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from huggingface_hub import EvalResult, ModelCard
@@ -59,15 +59,13 @@ def test_the_front_matter_is_what_the_hub_reads(run: DriftRun, card: str) -> Non
     assert "## How to use it\n\n```python\nimport x\n```\n" in model_card(run, NAME, "import x\n")
 
 
-def test_no_results_are_stated_of_weights_without_what_was_attached(
-    run: DriftRun, tmp_path: pathlib.Path
-) -> None:
+def test_no_results_are_stated_of_weights_without_what_was_attached(run: DriftRun, tmp_path: Path) -> None:
     folder = copied(run, tmp_path / "run")
     (folder / f"calibrations/{NAME}/attachments.safetensors").touch()
     assert ModelCard(model_card(open_run(folder), NAME)).data.eval_results is None
 
 
-def hub_copy(cache: pathlib.Path, name: str, front: str) -> str:
+def hub_copy(cache: Path, name: str, front: str) -> str:
     """Weights in the Hub's local cache, with a configuration and a card beside them."""
     folder = cache / f"models--someone--{name}" / "snapshots" / "0"
     folder.mkdir(parents=True)
@@ -76,11 +74,11 @@ def hub_copy(cache: pathlib.Path, name: str, front: str) -> str:
     return str(folder / "model.safetensors")
 
 
-def test_parents_on_the_hub_and_their_license_are_named(tmp_path: pathlib.Path) -> None:
+def test_parents_on_the_hub_and_their_license_are_named(tmp_path: Path) -> None:
     fronts = {"base": "license: other\nlicense_name: ours\nlicense_link: LICENSE", "expert:cars": "tags: [a]"}
     origins = {model: hub_copy(tmp_path, model[:4], front) for model, front in fronts.items()}
     for origin in origins.values():
-        pathlib.Path(origin).touch()
+        Path(origin).touch()
     card = functools.partial(
         merge_card,
         merge_called("task_arithmetic", {"scaling": 0.3}).record,
@@ -98,12 +96,12 @@ def test_parents_on_the_hub_and_their_license_are_named(tmp_path: pathlib.Path) 
     assert said == ("other", "ours", "LICENSE") and found.data.eval_results is None
 
     origins["expert:dogs"] = hub_copy(tmp_path, "dogs", "license: mit")
-    pathlib.Path(origins["expert:dogs"]).touch()
+    Path(origins["expert:dogs"]).touch()
     mixed = ModelCard(card(origins=origins | {"expert:own": "/home/me/own.safetensors"}))
     assert mixed.data.license is None and mixed.data.license_name is None
     assert "state base other, expert:dogs mit." in mixed.text and "/home/me" not in mixed.content
 
-    pathlib.Path(origins["expert:dogs"]).with_name("README.md").write_text("---\n- a list: [\n---\n")
+    Path(origins["expert:dogs"]).with_name("README.md").write_text("---\n- a list: [\n---\n")
     assert ModelCard(card(origins=origins)).data.license == "other"
 
 
@@ -188,7 +186,7 @@ def test_no_path_of_this_machine_is_in_it(world: World, run: DriftRun, card: str
     assert "flowers.safetensors" in card
 
 
-def test_names_that_a_user_chose_are_shown_and_not_read(tmp_path: pathlib.Path) -> None:
+def test_names_that_a_user_chose_are_shown_and_not_read(tmp_path: Path) -> None:
     world = build(tmp_path / "models", tasks=("plain",))
     spec = world.spec(name=HOSTILE, metrics={"jacobian": False})
     dl.analyze(spec, out=tmp_path / "run", progress="none")
@@ -212,10 +210,8 @@ def test_escaping_keeps_one_readable_line(text: str, expected: str) -> None:
     assert escaped(text) == expected
 
 
-def test_scores_of_other_tools_reach_the_card_and_texts_are_no_images(
-    run: DriftRun, tmp_path: pathlib.Path
-) -> None:
-    folder = pathlib.Path(shutil.copytree(run.path, tmp_path / "run"))
+def test_scores_of_other_tools_reach_the_card_and_texts_are_no_images(run: DriftRun, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run.path, tmp_path / "run"))
     manifest = read_manifest(folder)
     architecture = {**manifest.architecture, "loader": "live", "reads": "text"}
     write_manifest(folder, dataclasses.replace(manifest, architecture=architecture))

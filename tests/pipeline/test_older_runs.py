@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pathlib
 import tarfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from tests.pipeline.calibrating import copied, files_of
 from tests.pipeline.older import listed, printed, told
 from tests.zoo.world import TASKS
 
-WRITTEN = pathlib.Path(__file__).with_name("older_runs.tar.xz")
+WRITTEN = Path(__file__).with_name("older_runs.tar.xz")
 """Runs that commit df14fcd wrote, schema 1.8, and what `tests.pipeline.older` was told of them by that very commit."""
 RUNS = {
     "images": "calibrated by FeatCal with its control, by Surgery, which attaches, and in an arena; swept, projected",
@@ -35,7 +35,7 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("older")
     with tarfile.open(WRITTEN) as archive:
         archive.extractall(folder, filter="data")
@@ -43,7 +43,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture
-def noted(written: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def noted(written: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the commit that wrote the runs told of them, which lie in the current folder."""
     monkeypatch.chdir(written / "runs")
     return json.loads((written / "noted.json").read_text())
@@ -60,12 +60,12 @@ def missing(told: Any, noted: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_all_that_a_run_told_it_still_tells(name: str, noted: dict[str, Any]) -> None:
-    before, says = files_of(pathlib.Path(name)), told(name)
+    before, says = files_of(Path(name)), told(name)
     changed = missing(says, noted["runs"][name])
     # That commit called every file of a run that was never finished "not listed".
     assert all(name == "stopped" and place.startswith("verify unlisted") for place in changed)
     assert says.keys().isdisjoint(changed)
-    assert files_of(pathlib.Path(name)) == before  # nothing is written by looking
+    assert files_of(Path(name)) == before  # nothing is written by looking
 
 
 def test_they_are_listed_as_they_were(noted: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("images", "texts
 
 
 @pytest.mark.parametrize("name", ["stopped", *SLOW])
-def test_reports_are_made_of_them(name: str, noted: dict[str, Any], tmp_path: pathlib.Path) -> None:
+def test_reports_are_made_of_them(name: str, noted: dict[str, Any], tmp_path: Path) -> None:
     code, _ = printed("report", name, "--format", "html-light,json,md", "--out", str(tmp_path))
     assert code == 0 and len(list(tmp_path.iterdir())) == 3
     document = json.loads((tmp_path / "report.json").read_text())
@@ -96,7 +96,7 @@ def test_reports_are_made_of_them(name: str, noted: dict[str, Any], tmp_path: pa
 
 
 @pytest.fixture
-def older(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
+def older(light: DriftRun, tmp_path: Path) -> Path:
     """A run whose spec has keys that nothing reads any more; its digest counts them."""
     folder = copied(light, tmp_path / "run")
     values = from_yaml((folder / "spec.yaml").read_text(), "spec")
@@ -109,7 +109,7 @@ def older(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def test_it_can_be_added_to_and_gone_on_with(older: pathlib.Path) -> None:
+def test_it_can_be_added_to_and_gone_on_with(older: Path) -> None:
     study, _ = reopened(older)
     assert tuple(study.tasks) == TASKS
     run = dl.analyze(older / "spec.yaml", out=older, resume=True, progress="none")

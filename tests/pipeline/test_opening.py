@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-import pathlib
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -116,7 +116,7 @@ NAMES = CLASSES[TASKS[0]]
 COUNTS = {"n": NUM_TRAIN, "n_diagnosis": NUM_TEST}
 
 
-def measured(world: World, out: pathlib.Path, entry: dict[str, Any]) -> DriftRun:
+def measured(world: World, out: Path, entry: dict[str, Any]) -> DriftRun:
     """Analysed and calibrated on all samples, and its accuracy measured anew."""
     data = {"defaults": {**COUNTS, "batch_size": 4}, TASKS[0]: entry}
     spec = world.one_task(data=data, metrics={"jacobian": False})
@@ -131,7 +131,7 @@ def expected(world: World, tmp_path_factory: pytest.TempPathFactory) -> DriftRun
     return measured(world, tmp_path_factory.mktemp("expected") / "run", entry)
 
 
-def folder(place: pathlib.Path, arrays: Any) -> dict[str, Any]:
+def folder(place: Path, arrays: Any) -> dict[str, Any]:
     """Calibration images without classes beside test images in class folders."""
     for row, image in enumerate(arrays["x_train"]):
         (place / "train").mkdir(exist_ok=True)
@@ -142,7 +142,7 @@ def folder(place: pathlib.Path, arrays: Any) -> dict[str, Any]:
     return {"kind": "imagefolder", "calibration": str(place / "train"), "test": str(place / "test")}
 
 
-def table(place: pathlib.Path, arrays: Any) -> dict[str, Any]:
+def table(place: Path, arrays: Any) -> dict[str, Any]:
     lines = ["path,label,part"]
     for part in ("train", "test"):
         for row, (image, label) in enumerate(zip(arrays[f"x_{part}"], arrays[f"y_{part}"], strict=True)):
@@ -153,7 +153,7 @@ def table(place: pathlib.Path, arrays: Any) -> dict[str, Any]:
     return {"kind": "table", "file": str(place / "all.csv"), "classes": list(NAMES), **splits}
 
 
-def webdataset(place: pathlib.Path, arrays: Any) -> dict[str, Any]:
+def webdataset(place: Path, arrays: Any) -> dict[str, Any]:
     for part in ("train", "test"):
         with tarfile.open(place / f"{part}-0.tar", "w") as tar:
             for row, (image, label) in enumerate(zip(arrays[f"x_{part}"], arrays[f"y_{part}"], strict=True)):
@@ -170,7 +170,7 @@ def webdataset(place: pathlib.Path, arrays: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("write", [folder, table, webdataset])
 def test_the_numbers_are_those_of_the_same_images_in_arrays(
-    world: World, expected: DriftRun, tmp_path: pathlib.Path, write: Any
+    world: World, expected: DriftRun, tmp_path: Path, write: Any
 ) -> None:
     (tmp_path / "data").mkdir()
     with np.load(world.data(TASKS[0])) as arrays:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import pathlib
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +37,7 @@ def test_a_sound_spec_has_neither_problems_nor_notices(world: World, form: Any) 
 
 
 @pytest.mark.parametrize("form", ["open_clip", "hf"])
-def test_real_checkpoints_have_no_problems(real: pathlib.Path, form: str) -> None:
+def test_real_checkpoints_have_no_problems(real: Path, form: str) -> None:
     tasks = ["clothing10", "sign_digits"]
     suffix = "" if form == "hf" else ".safetensors"
     source = real / ("hf/base" if form == "hf" else "open_clip/model_config.json")
@@ -65,7 +65,7 @@ def test_real_checkpoints_have_no_problems(real: pathlib.Path, form: str) -> Non
     assert "are 0.10 to 0.15 away from the base" in found(result, "ok", "shared base").text
 
 
-def test_all_problems_are_found_in_one_go(world: World, tmp_path: pathlib.Path) -> None:
+def test_all_problems_are_found_in_one_go(world: World, tmp_path: Path) -> None:
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(world.weights("shapes").read_bytes()[:-100])
     spec = world.spec(
@@ -89,13 +89,13 @@ def test_all_problems_are_found_in_one_go(world: World, tmp_path: pathlib.Path) 
     assert result.text().endswith("\n6 problems")
 
 
-def test_a_broken_base_hides_no_other_problem(world: World, tmp_path: pathlib.Path) -> None:
+def test_a_broken_base_hides_no_other_problem(world: World, tmp_path: Path) -> None:
     spec = with_expert(world, {"weights": str(tmp_path / "x.safetensors")})
     result = check({**spec, "base": {"weights": str(tmp_path / "y.safetensors")}})
     assert [finding.subject for finding in result.problems] == ["base", "expert of flowers"]
 
 
-def test_an_expert_that_needs_a_broken_base_is_not_blamed(world: World, tmp_path: pathlib.Path) -> None:
+def test_an_expert_that_needs_a_broken_base_is_not_blamed(world: World, tmp_path: Path) -> None:
     tower = {name: value for name, value in world.state("flowers").items() if name != "visual.proj"}
     spec = with_expert(world, saved(tower, tmp_path / "tower.safetensors"))
     result = check({**spec, "base": {"weights": str(tmp_path / "y.safetensors")}})
@@ -103,9 +103,7 @@ def test_an_expert_that_needs_a_broken_base_is_not_blamed(world: World, tmp_path
     assert "needs the base" in found(result, "notice", "expert of flowers").text
 
 
-def test_parameters_that_no_site_covers_are_named_with_their_share(
-    world: World, tmp_path: pathlib.Path
-) -> None:
+def test_parameters_that_no_site_covers_are_named_with_their_share(world: World, tmp_path: Path) -> None:
     """LayerScale, which open_clip's own module multiplies by and no calibrator solves for."""
     import open_clip
 
@@ -196,7 +194,7 @@ def with_nan(weights: Weights) -> Weights:
     ids=["a missing key", "another width", "two towers", "NaN", "half precision"],
 )
 def test_what_is_odd_about_weights_is_named(
-    world: World, tmp_path: pathlib.Path, change: Any, level: str, subject: str, words: list[str]
+    world: World, tmp_path: Path, change: Any, level: str, subject: str, words: list[str]
 ) -> None:
     result = check(with_expert(world, saved(change(world.state("flowers")), tmp_path / "x.safetensors")))
     assert all(word in found(result, level, subject).text for word in words)
@@ -217,7 +215,7 @@ def test_what_is_odd_about_weights_is_named(
     ],
 )
 def test_an_experts_own_configuration_contradicts(
-    world: World, tmp_path: pathlib.Path, file: str, key: str, value: Any, shown: tuple[str, str]
+    world: World, tmp_path: Path, file: str, key: str, value: Any, shown: tuple[str, str]
 ) -> None:
     folder = tmp_path / "expert"
     shutil.copytree(world.weights("flowers", "hf"), folder)
@@ -235,7 +233,7 @@ def test_an_experts_own_configuration_contradicts(
     assert problem.exit_code == 4
 
 
-def test_another_spelling_of_the_same_configuration_agrees(world: World, tmp_path: pathlib.Path) -> None:
+def test_another_spelling_of_the_same_configuration_agrees(world: World, tmp_path: Path) -> None:
     folder = tmp_path / "expert"
     shutil.copytree(world.weights("flowers", "hf"), folder)
     for file, changes in (
@@ -250,7 +248,7 @@ def test_another_spelling_of_the_same_configuration_agrees(world: World, tmp_pat
     assert not result.problems, result.text()
 
 
-def test_a_base_trained_with_the_other_activation_is_named(world: World, tmp_path: pathlib.Path) -> None:
+def test_a_base_trained_with_the_other_activation_is_named(world: World, tmp_path: Path) -> None:
     """The architecture says GELU (a model name without -quickgelu), the base's own folder says QuickGELU."""
     folder = tmp_path / "base"
     folder.mkdir()
@@ -273,7 +271,7 @@ def test_a_model_name_without_quickgelu_says_which_weights_need_it(world: World)
     assert "ViT-B-32-quickgelu" in found(check(spec), "ok", "architecture").hint
 
 
-def test_embeddings_of_another_width(world: World, tmp_path: pathlib.Path) -> None:
+def test_embeddings_of_another_width(world: World, tmp_path: Path) -> None:
     save_file({"x": F.normalize(torch.ones(3, 5), dim=1)}, tmp_path / "head.safetensors")
     head = {"file": str(tmp_path / "head.safetensors"), "tensor": "x", "logit_scale": 10.0}
     result = check(world.spec(heads={"flowers": head}))
@@ -320,7 +318,7 @@ def test_unequal_counts_and_shared_samples_are_notices(world: World) -> None:
     )
 
 
-def test_an_image_that_cannot_be_read(world: World, tmp_path: pathlib.Path) -> None:
+def test_an_image_that_cannot_be_read(world: World, tmp_path: Path) -> None:
     from PIL import Image
 
     for split in ("train", "test"):
@@ -343,7 +341,7 @@ def validate(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 
 
 def test_one_json_document_or_text_and_the_exit_code(
-    world: World, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(write_spec(tmp_path / "run.yaml", world.spec()))
     code, out = validate(capsys, file, "--json")

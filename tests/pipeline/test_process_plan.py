@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,7 +129,7 @@ def test_the_plan_stands_under_the_estimate_and_in_json(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_a_decoder_of_8b_with_five_experts_is_planned_from_its_headers(tmp_path: pathlib.Path) -> None:
+def test_a_decoder_of_8b_with_five_experts_is_planned_from_its_headers(tmp_path: Path) -> None:
     spec = eight_billions(tmp_path)
     many = check(spec, estimate=True, processes=64)
     assert not many.problems, many.text()
@@ -143,7 +143,7 @@ def test_a_decoder_of_8b_with_five_experts_is_planned_from_its_headers(tmp_path:
     assert 0 <= rows < 1e9
 
 
-def eight_billions(folder: pathlib.Path) -> dict[str, object]:
+def eight_billions(folder: Path) -> dict[str, object]:
     """A spec whose checkpoints are headers, some numbers, and holes."""
     config = LlamaConfig(
         hidden_size=4096,
@@ -177,7 +177,7 @@ def eight_billions(folder: pathlib.Path) -> dict[str, object]:
     }
 
 
-def write_holes(file: pathlib.Path, shapes: dict[str, torch.Size], generator: torch.Generator) -> None:
+def write_holes(file: Path, shapes: dict[str, torch.Size], generator: torch.Generator) -> None:
     """A checkpoint in bfloat16 whose tensors begin with some numbers and go on with zeros that no disk holds."""
     headers, end = {}, 0
     for name, shape in shapes.items():

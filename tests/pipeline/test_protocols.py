@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -21,7 +21,7 @@ SLOW = {"main", "features", "ablations", "samples", "sensitivity"}
 
 
 @pytest.fixture(scope="module")
-def suite(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Suite, pathlib.Path]:
+def suite(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Suite, Path]:
     spec = world.spec("hf")
     spec["data"]["defaults"] |= {"n": 4, "n_test": "all"}
     spec["metrics"] = {**spec["metrics"], "groups": True}
@@ -46,7 +46,7 @@ def suite(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
 
 
 @pytest.fixture(scope="module")
-def ran(suite: tuple[str, Suite, pathlib.Path], tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def ran(suite: tuple[str, Suite, Path], tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Runs a protocol, each in the same folder of runs as the others."""
     out, found = tmp_path_factory.mktemp("runs"), dict[str, tuple[dict[str, DriftRun], Shown]]()
 
@@ -92,7 +92,7 @@ def test_a_protocol_fills_its_exhibits(protocol: str, ran: Ran) -> None:
         assert "reproduce" not in words
 
 
-def test_the_merges_of_a_protocol_are_the_papers(suite: tuple[str, Suite, pathlib.Path]) -> None:
+def test_the_merges_of_a_protocol_are_the_papers(suite: tuple[str, Suite, Path]) -> None:
     found = {name: of.of(suite[1]) for name, of in PROTOCOLS.items()}
     assert found.pop("main") == ["average", "task_arithmetic", "wudi"]
     assert found.pop("sensitivity") == ["task_arithmetic", "wudi"]
@@ -150,9 +150,7 @@ def test_costs_stand_beside_the_printed_ones(ran: Ran) -> None:
 
 
 @pytest.mark.slow
-def test_the_main_table_tells_the_suites_calibrations_alone(
-    suite: tuple[str, Suite, pathlib.Path], ran: Ran
-) -> None:
+def test_the_main_table_tells_the_suites_calibrations_alone(suite: tuple[str, Suite, Path], ran: Ran) -> None:
     runs, told = ran("main")
     assert {row["model"] for row in told.rows} == {"base", "merged", "expert", "featcal", "surgery-steps-20"}
     few = shown(suite[1], "main", runs, ["featcal"]).rows

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ from tests.zoo.tokenizers import word_tokenizer
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def spec_of(root: pathlib.Path, base: str, *experts: str) -> dict[str, Any]:
+def spec_of(root: Path, base: str, *experts: str) -> dict[str, Any]:
     return {
         "version": 1,
         "architecture": {"loader": "hf-decoder", "source": str(root / base)},
@@ -40,13 +40,13 @@ def spec_of(root: pathlib.Path, base: str, *experts: str) -> dict[str, Any]:
     }
 
 
-def weights_of(folder: pathlib.Path) -> dict[str, Tensor]:
+def weights_of(folder: Path) -> dict[str, Tensor]:
     source = open_checkpoint(folder)
     return {key: source.read(key) for key in source.headers}
 
 
 @pytest.fixture
-def root(tmp_path: pathlib.Path) -> pathlib.Path:
+def root(tmp_path: Path) -> Path:
     """An untied base, a tied one of its form, and two experts that have heads of their own."""
     for seed, name in enumerate(("base", "one", "two")):
         saved(CONFIGS["Llama, untied"], tmp_path / name, seed)
@@ -59,14 +59,14 @@ def root(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path
 
 
-def in_shards(folder: pathlib.Path) -> pathlib.Path:
+def in_shards(folder: Path) -> Path:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder, max_shard_size="4KB")
     return folder / "model.safetensors.index.json"
 
 
-def test_a_tensor_that_the_index_alone_knows_is_named_and_nothing_else(root: pathlib.Path) -> None:
+def test_a_tensor_that_the_index_alone_knows_is_named_and_nothing_else(root: Path) -> None:
     index = in_shards(root / "one")
     stated = json.loads(index.read_text())
     stated["weight_map"]["mtp.fc.weight"] = max(stated["weight_map"].values())
@@ -80,7 +80,7 @@ def test_a_tensor_that_the_index_alone_knows_is_named_and_nothing_else(root: pat
         open_checkpoint(root / "one")
 
 
-def test_a_tensor_that_is_needed_and_in_no_file_is_missed(root: pathlib.Path) -> None:
+def test_a_tensor_that_is_needed_and_in_no_file_is_missed(root: Path) -> None:
     index = in_shards(root / "one")
     shard = index.parent / json.loads(index.read_text())["weight_map"][TABLE]
     kept = {key: value for key, value in load_file(shard).items() if key != TABLE}
@@ -90,7 +90,7 @@ def test_a_tensor_that_is_needed_and_in_no_file_is_missed(root: pathlib.Path) ->
     assert not (root / "out").exists()
 
 
-def test_of_a_file_and_shards_the_file_is_read_and_both_are_named(root: pathlib.Path) -> None:
+def test_of_a_file_and_shards_the_file_is_read_and_both_are_named(root: Path) -> None:
     in_shards(root / "one")
     shutil.copy(root / "two" / "model.safetensors", root / "one" / "model.safetensors")
     models = open_models(load_spec(spec_of(root, "base", "one")))
@@ -100,7 +100,7 @@ def test_of_a_file_and_shards_the_file_is_read_and_both_are_named(root: pathlib.
 
 
 @pytest.mark.parametrize("base", ["tied", "base"])
-def test_a_tied_head_is_a_copy_of_the_embeddings_among_heads_apart(base: str, root: pathlib.Path) -> None:
+def test_a_tied_head_is_a_copy_of_the_embeddings_among_heads_apart(base: str, root: Path) -> None:
     """Of the base or of an expert; the folder that is saved has a head of its own, and says so."""
     experts = ("one", "two") if base == "tied" else ("one", "tied")
     spec = load_spec(spec_of(root, base, *experts))
@@ -115,7 +115,7 @@ def test_a_tied_head_is_a_copy_of_the_embeddings_among_heads_apart(base: str, ro
     assert not torch.equal(merged.lm_head.weight, merged.model.embed_tokens.weight)
 
 
-def test_a_file_without_a_head_and_without_a_configuration_is_refused(root: pathlib.Path) -> None:
+def test_a_file_without_a_head_and_without_a_configuration_is_refused(root: Path) -> None:
     described = spec_of(root, "base", "one")
     described["experts"]["one"]["weights"] = str(root / "tied" / "model.safetensors")
     with pytest.raises(IncompatibleModelsError, match="says that its head is its embeddings"):
@@ -123,7 +123,7 @@ def test_a_file_without_a_head_and_without_a_configuration_is_refused(root: path
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_an_adapter_behind_a_plus_needs_no_base_of_the_spec(root: pathlib.Path) -> None:
+def test_an_adapter_behind_a_plus_needs_no_base_of_the_spec(root: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     model = transformers.AutoModelForCausalLM.from_pretrained(root / "two")
@@ -139,9 +139,9 @@ def test_an_adapter_behind_a_plus_needs_no_base_of_the_spec(root: pathlib.Path) 
     assert changed and all("q_proj" in key for key in changed)
 
 
-def test_what_the_library_needs_beside_the_weights_is_there_after_a_merge(root: pathlib.Path) -> None:
+def test_what_the_library_needs_beside_the_weights_is_there_after_a_merge(root: Path) -> None:
     """Every file that a tokenizer or a chat of the library reads, whatever its class calls it; no code."""
-    kinds = pathlib.Path(transformers.__file__).parent.glob("models/*/tokenization*.py")
+    kinds = Path(transformers.__file__).parent.glob("models/*/tokenization*.py")
     texts = "".join(kind.read_text(encoding="utf-8") for kind in kinds)
     named = set(re.findall(r'"\w+_file": "([\w.-]+)"', texts))
     assert len(named) > 15
@@ -184,7 +184,7 @@ WHOLE = ["embed_tokens", "lm_head"]
     ],
 )
 def test_adapters_beside_linear_maps_are_read_as_peft_runs_them(
-    base: str, grown: int, options: dict[str, Any], root: pathlib.Path
+    base: str, grown: int, options: dict[str, Any], root: Path
 ) -> None:
     """Unmerged: where embeddings alone are adapted, a head that they were tied to stays what it was."""
     from peft import LoraConfig, get_peft_model
@@ -225,7 +225,7 @@ def test_infinite_numbers_of_a_configuration_are_numbers(tag: str) -> None:
     assert with_floats({"__float__": "x"}) == {"__float__": "x"}
 
 
-def test_a_model_whose_configuration_has_an_infinite_number_is_taken_apart(tmp_path: pathlib.Path) -> None:
+def test_a_model_whose_configuration_has_an_infinite_number_is_taken_apart(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8, "state_size": 4}
     config = transformers.Mamba2Config(**sizes, vocab_size=TINY["vocab_size"], n_groups=1)
     transformers.Mamba2ForCausalLM(config).save_pretrained(tmp_path)

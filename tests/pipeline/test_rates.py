@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import pathlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,14 +24,14 @@ def test_processes_on_one_machine_share_its_cores_and_its_memory() -> None:
 
 
 @pytest.fixture
-def kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "cache" / "rates-cpu.json"
     monkeypatch.setattr(processes, "rates_file", lambda device: file)
     return file
 
 
 @pytest.mark.slow
-def test_what_was_measured_is_found_again(kept: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_is_found_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_WIDTH", 64)
     monkeypatch.setattr(processes, "_SECONDS", 0.02)
     assert processes.measured_rates(CPU) is None
@@ -54,7 +54,7 @@ def test_what_was_measured_is_found_again(kept: pathlib.Path, monkeypatch: pytes
     ],
     ids=["no JSON", "a list", "another machine", "a word", "a number missing"],
 )
-def test_a_file_that_tells_nothing_of_this_machine_is_passed_over(kept: pathlib.Path, spoil) -> None:
+def test_a_file_that_tells_nothing_of_this_machine_is_passed_over(kept: Path, spoil) -> None:
     mine = dataclasses.replace(KNOWN, cores=processes.cores())
     kept.parent.mkdir()
     older = {**dataclasses.asdict(mine), "reads": 1e9, "work": {"blocks": {"64": 1e9}}}

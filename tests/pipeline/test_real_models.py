@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ SIZE = 32
 pytestmark = pytest.mark.slow
 
 
-def images(real: pathlib.Path, task: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def images(real: Path, task: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Pixels as the processor makes them, and labels: train, test."""
     with np.load(real / "data" / f"{task}.npz") as file:
         x, y, test, right = (file[name] for name in ("x_train", "y_train", "x_test", "y_test"))
@@ -70,9 +70,7 @@ def accuracy(model: nn.Module, x: Inputs, y: Tensor) -> float:
 
 @pytest.mark.family("ViT (transformers)")
 @pytest.mark.shows("drift", heads="classifier of each expert")
-def test_trained_classifiers_are_merged_measured_and_calibrated(
-    real: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_trained_classifiers_are_merged_measured_and_calibrated(real: Path, tmp_path: Path) -> None:
     data = {task: images(real, task) for task in TASKS}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -124,7 +122,7 @@ EXPERTS = {"trec": "t5/trec", "subj": "t5/subj", "pos": "t5-lora/pos"}
 @pytest.mark.family("T5 (transformers)")
 @pytest.mark.shows("drift", "attribution", files="hf-t5", heads="each model's own", reloads="yes")
 @pytest.mark.slow
-def test_trained_t5s_are_merged_measured_and_calibrated(real: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_trained_t5s_are_merged_measured_and_calibrated(real: Path, tmp_path: Path) -> None:
     texts = real.parent / "real_text"
     if not texts.is_dir():
         pytest.skip("the real texts are not here")
@@ -177,9 +175,7 @@ LLAMAS = ("equation", "pos", "trec")
 @pytest.mark.family("Llama")
 @pytest.mark.shows("drift", "attribution", files="hf-decoder", heads="each model's own", reloads="yes")
 @pytest.mark.slow
-def test_trained_llamas_are_merged_measured_calibrated_and_reported(
-    real: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_trained_llamas_are_merged_measured_calibrated_and_reported(real: Path, tmp_path: Path) -> None:
     texts = real.parent / "real_text"
     if not texts.is_dir():
         pytest.skip("the real texts are not here")

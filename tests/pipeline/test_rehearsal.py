@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -207,7 +207,7 @@ def test_where_nothing_can_be_rehearsed_there_is_no_estimate_and_it_says_why(
 
 
 @pytest.mark.slow
-def test_disk_agrees_with_a_run(world: World, tmp_path: pathlib.Path) -> None:
+def test_disk_agrees_with_a_run(world: World, tmp_path: Path) -> None:
     spec = world.spec(metrics={"jacobian": False})
     for task in world.tasks:
         write_images(tmp_path / f"{task}.npz", ("a", "b", "c"), train=6, test=300)
@@ -224,7 +224,7 @@ def test_disk_agrees_with_a_run(world: World, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-def test_disk_agrees_with_a_calibration(light: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_disk_agrees_with_a_calibration(light: DriftRun, tmp_path: Path) -> None:
     folder = copied(light, tmp_path / "run")
     found = rehearse(folder, request())
     calibrate(folder, request())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -100,7 +100,7 @@ def test_the_suites_rows_are_found_in_the_papers_tables() -> None:
     assert _looked_up({**row, "task": "gsm8k"}, llama)[0] == 78.0
 
 
-def test_what_is_unknown_is_refused_with_what_there_is(tmp_path: pathlib.Path) -> None:
+def test_what_is_unknown_is_refused_with_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="clip-b32-8, clip-l14-14"):
         load_suite("clip-b32-9")
     with pytest.raises(SpecError, match="no protocol is called 'mian'; there are main, features"):
@@ -112,7 +112,7 @@ def test_what_is_unknown_is_refused_with_what_there_is(tmp_path: pathlib.Path) -
 
 
 @pytest.fixture
-def hub(world: World, tmp_path: pathlib.Path) -> pathlib.Path:
+def hub(world: World, tmp_path: Path) -> Path:
     """A home of the Hub's cache with the world's three models in it."""
     for name in world.names:
         place = tmp_path / "home" / "hub" / f"models--tiny--clip_{name}"
@@ -122,7 +122,7 @@ def hub(world: World, tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "home"
 
 
-def tiny(world: World, file: pathlib.Path, published: Any) -> pathlib.Path:
+def tiny(world: World, file: Path, published: Any) -> Path:
     spec = world.spec("hf")
     spec["data"]["defaults"] |= {"n": 4, "n_test": "all"}
     del spec["experts"], spec["merge"], spec["name"]
@@ -141,7 +141,7 @@ def tiny(world: World, file: pathlib.Path, published: Any) -> pathlib.Path:
     return file
 
 
-def told(home: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def told(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "driftlens", "reproduce", *arguments],
         env={**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"},
@@ -153,9 +153,7 @@ def told(home: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.slow
-def test_a_tiny_suite_runs_from_the_hubs_cache(
-    world: World, hub: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_tiny_suite_runs_from_the_hubs_cache(world: World, hub: Path, tmp_path: Path) -> None:
     values = {"": {"expert": {"mean": 90.0}}, "average": {"merged": {"mean": 50.0, "shapes": 40.0}}}
     file = str(tiny(world, tmp_path / "tiny.yaml", {"values": values}))
     planned = told(hub, file, "--dry-run", "--json")
@@ -192,7 +190,7 @@ def test_a_tiny_suite_runs_from_the_hubs_cache(
     assert lacking.returncode == 0 and "model tiny/clip_shapes: to be downloaded" in lacking.stdout
 
 
-def cached(home: pathlib.Path, kind: str, name: str, revision: str = "main") -> pathlib.Path:
+def cached(home: Path, kind: str, name: str, revision: str = "main") -> Path:
     """An empty snapshot of a repository in a home of the Hub's cache."""
     place, sha = home / "hub" / f"{kind}--tiny--{name}", f"{zlib.crc32(revision.encode()):040x}"
     (place / "refs").mkdir(parents=True, exist_ok=True)
@@ -201,7 +199,7 @@ def cached(home: pathlib.Path, kind: str, name: str, revision: str = "main") -> 
     return place / "snapshots" / sha
 
 
-def texts_in_cache(form: str, home: pathlib.Path) -> dict[str, Any]:
+def texts_in_cache(form: str, home: Path) -> dict[str, Any]:
     """A suite of texts whose models and data are in a home of the Hub's cache, the base under a tag alone."""
     suite = Suite(form, home.parent, learns=False)
     start = suite.model
@@ -238,7 +236,7 @@ def texts_in_cache(form: str, home: pathlib.Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["encoder-decoder", "decoder"])
-def test_a_tiny_suite_of_texts_runs_from_the_hubs_cache(form: str, tmp_path: pathlib.Path) -> None:
+def test_a_tiny_suite_of_texts_runs_from_the_hubs_cache(form: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
     file = tmp_path / "texts.yaml"
     file.write_text(yaml.safe_dump(texts_in_cache(form, home)))
@@ -275,7 +273,7 @@ def test_a_tiny_suite_of_texts_runs_from_the_hubs_cache(form: str, tmp_path: pat
 @pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 )  # as in test_lora
-def test_experts_that_are_adapters_by_hub_id_are_those_that_peft_merges(tmp_path: pathlib.Path) -> None:
+def test_experts_that_are_adapters_by_hub_id_are_those_that_peft_merges(tmp_path: Path) -> None:
     """Once adapters beside the base that the suite names, once the same experts saved whole, with the same result."""
     home = tmp_path / "home"
     suite = texts_in_cache("decoder", home)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ CASES: dict[str, tuple[torch.dtype, torch.dtype, Callable[[Weights, Weights], We
 
 def with_models(
     world: World,
-    folder: pathlib.Path,
+    folder: Path,
     dtypes: tuple[torch.dtype, torch.dtype],
     change: Callable[[Weights, Weights], Weights],
 ) -> dict[str, object]:
@@ -121,13 +121,13 @@ def test_what_a_type_loses_of_an_expert_and_its_length_are_told(
     change: Callable[[Weights, Weights], Weights],
     text: str,
     world: World,
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
 ) -> None:
     lines = told(with_models(world, tmp_path, (base, expert), change))
     assert [text in line for line in lines] == [True] * bool(text), lines
 
 
-def test_a_share_is_that_of_all_entries_that_differ(world: World, tmp_path: pathlib.Path) -> None:
+def test_a_share_is_that_of_all_entries_that_differ(world: World, tmp_path: Path) -> None:
     spec = with_models(world, tmp_path, (torch.bfloat16, torch.float32), moved_by(0.003))
     models = open_models(load_spec(spec))
     start, end = models.sources["base"], models.sources["expert:flowers"]
@@ -143,7 +143,7 @@ def test_a_share_is_that_of_all_entries_that_differ(world: World, tmp_path: path
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("is_stabilised", [False, True])
 def test_adapters_scaled_by_the_root_of_their_rank_are_named(
-    is_stabilised: bool, world: World, tmp_path: pathlib.Path
+    is_stabilised: bool, world: World, tmp_path: Path
 ) -> None:
     module = clip(world.state("base")).visual
     options = {
@@ -160,7 +160,7 @@ def test_adapters_scaled_by_the_root_of_their_rank_are_named(
         assert "3 at rank 4 (2 times alpha / r), 2 at rank 9 (3 times alpha / r)" in line
 
 
-def test_runs_and_cards_say_the_same(world: World, tmp_path: pathlib.Path) -> None:
+def test_runs_and_cards_say_the_same(world: World, tmp_path: Path) -> None:
     spec = with_models(world, tmp_path, (torch.bfloat16, torch.float32), moved_by(0.003)) | {"metrics": {}}
     lines = told(spec) + told(spec, "shapes")
     assert len(lines) == 2 and "times as long" in lines[1]
@@ -177,7 +177,7 @@ def test_runs_and_cards_say_the_same(world: World, tmp_path: pathlib.Path) -> No
 
 @pytest.mark.parametrize("out_dtype", [None, "float32"])
 def test_a_merge_keeps_what_its_type_can_hold_and_tells_what_it_lost(
-    out_dtype: str | None, world: World, tmp_path: pathlib.Path
+    out_dtype: str | None, world: World, tmp_path: Path
 ) -> None:
     spec = with_models(world, tmp_path, (torch.bfloat16, torch.float32), moved_by(0.003)) | {"metrics": {}}
     spec["experts"] = {"flowers": spec["experts"]["flowers"]}

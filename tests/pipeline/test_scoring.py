@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ def class_means(world: World, name: str) -> Tensor:
     return torch.stack(means) - features.mean(dim=0)
 
 
-def score(world: World, head: Tensor, folder: pathlib.Path, **changes: Any) -> Preflight:
+def score(world: World, head: Tensor, folder: Path, **changes: Any) -> Preflight:
     save_file({"x": F.normalize(head, dim=1)}, folder / "head.safetensors")
     entry = {"file": str(folder / "head.safetensors"), "tensor": "x", "logit_scale": 10.0}
     data = {**world.spec()["data"], "defaults": {"n": 4, "n_diagnosis": SCORED}}
@@ -62,9 +62,7 @@ def judged(result: Preflight) -> Finding:
     return matching[0]
 
 
-def test_a_sound_expert_is_scored_with_its_interval_beside_the_base(
-    colours: World, tmp_path: pathlib.Path
-) -> None:
+def test_a_sound_expert_is_scored_with_its_interval_beside_the_base(colours: World, tmp_path: Path) -> None:
     shuffled = saved(
         visual(colours.state("base"), lambda value: value.flip(0)), tmp_path / "base.safetensors"
     )
@@ -76,21 +74,21 @@ def test_a_sound_expert_is_scored_with_its_interval_beside_the_base(
     )
 
 
-def test_without_a_base_the_expert_stands_alone(colours: World, tmp_path: pathlib.Path) -> None:
+def test_without_a_base_the_expert_stands_alone(colours: World, tmp_path: Path) -> None:
     head = class_means(colours, "flowers")
     finding = judged(score(colours, head, tmp_path, base=None, merge={"method": "average"}))
     assert finding.level == "ok"
     assert finding.text.endswith("of its own task")
 
 
-def test_an_expert_no_better_than_the_base_is_a_notice(colours: World, tmp_path: pathlib.Path) -> None:
+def test_an_expert_no_better_than_the_base_is_a_notice(colours: World, tmp_path: Path) -> None:
     experts = {"flowers": {"weights": str(colours.weights("base"))}}
     finding = judged(score(colours, class_means(colours, "base"), tmp_path, experts=experts))
     assert finding.level == "notice"
     assert finding.text.endswith("no better")
 
 
-def test_an_expert_that_guesses_is_a_problem(colours: World, tmp_path: pathlib.Path) -> None:
+def test_an_expert_that_guesses_is_a_problem(colours: World, tmp_path: Path) -> None:
     """The head's rows stand in another order than the class names."""
     result = score(colours, class_means(colours, "flowers")[[1, 2, 0]], tmp_path)
     finding = judged(result)
@@ -99,7 +97,7 @@ def test_an_expert_that_guesses_is_a_problem(colours: World, tmp_path: pathlib.P
     assert result.exit_code == 4
 
 
-def test_nothing_is_scored_before_other_problems_are_solved(colours: World, tmp_path: pathlib.Path) -> None:
+def test_nothing_is_scored_before_other_problems_are_solved(colours: World, tmp_path: Path) -> None:
     result = score(colours, torch.eye(3, 8), tmp_path, layers={"select": [99]})
     assert "not scored" in found(result, "notice", "experts").text
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import pathlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ LAM = {"lam": [0.01, 0.3]}
 
 
 @pytest.fixture
-def folder(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
+def folder(light: DriftRun, tmp_path: Path) -> Path:
     return copied(light, tmp_path / "run")
 
 
@@ -118,9 +118,7 @@ def test_lanes_that_walk_together_solve_what_each_solves_alone(
             torch.testing.assert_close(updates[key], value, rtol=1e-5, atol=1e-6)
 
 
-def test_features_beyond_the_budget_go_to_disk_and_change_nothing(
-    study: Study, tmp_path: pathlib.Path
-) -> None:
+def test_features_beyond_the_budget_go_to_disk_and_change_nothing(study: Study, tmp_path: Path) -> None:
     sites = select_sites(study.pool.chain)
     parts = {task: [at.calibration] for task, at in study.tasks.items() if at.calibration}
     lanes = [Lane(FeatCal(lam=lam), frozenset({0})) for lam in (0.01, 1.0)]
@@ -161,7 +159,7 @@ def test_a_small_budget_walks_in_groups_and_gives_the_same_models(study: Study) 
     ("setting", "value"), [("lam", 0.01), ("rho", 1.3), ("alpha", 0.8), ("n", 3)], ids=str
 )
 def test_a_point_equals_a_plain_calibration_of_the_same_settings(
-    folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path, setting: str, value: float
+    folder: Path, light: DriftRun, tmp_path: Path, setting: str, value: float
 ) -> None:
     found = sweep(folder, SweepRequest(param={setting: [value], "lam": [0.01, 0.2]}))
     asked = {"samples": int(value)} if setting == "n" else {"parameters": {setting: value}}
@@ -179,7 +177,7 @@ def test_a_point_equals_a_plain_calibration_of_the_same_settings(
 
 @pytest.mark.slow
 def test_the_control_is_the_same_calibration_of_the_same_layers_at_rho_1(
-    folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path
+    folder: Path, light: DriftRun, tmp_path: Path
 ) -> None:
     part = {"layers": [2], "sites": ["*c_fc"], "samples": 3, "progress": "none"}
     run = dl.calibrate(folder, name=NAME, rho=2.0, lam=0.2, attribution=False, control=True, **part)
@@ -207,7 +205,7 @@ def test_the_control_is_the_same_calibration_of_the_same_layers_at_rho_1(
     assert "control: means of" in sweep_text(both, "control")
 
 
-def test_a_method_without_rho_has_no_control(folder: pathlib.Path) -> None:
+def test_a_method_without_rho_has_no_control(folder: Path) -> None:
     asked = request(
         method=next(name for name in calibrators if "rho" not in calibrators[name]().get_params())
     )
@@ -217,7 +215,7 @@ def test_a_method_without_rho_has_no_control(folder: pathlib.Path) -> None:
 
 
 def test_a_control_of_unequal_counts_is_refused_before_anything_is_solved(
-    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts, begin = dict(zip(TASKS, itertools.count(3), strict=False)), plan._beginning
     monkeypatch.setattr(
@@ -229,7 +227,7 @@ def test_a_control_of_unequal_counts_is_refused_before_anything_is_solved(
     assert "--samples to at most 3" in caught.value.hint and files_of(folder) == before
 
 
-def test_one_factor_at_a_time_or_all_combinations(folder: pathlib.Path) -> None:
+def test_one_factor_at_a_time_or_all_combinations(folder: Path) -> None:
     values = {"lam": [0.01, 0.05], "alpha": [0.0, 0.3, 1.0]}
     run = sweep(folder, SweepRequest(param=values, accuracy=False))
     one = run.sweeps()
@@ -249,7 +247,7 @@ def test_one_factor_at_a_time_or_all_combinations(folder: pathlib.Path) -> None:
     )
 
 
-def test_everything_else_of_the_run_stays_as_it_is(folder: pathlib.Path, light: DriftRun) -> None:
+def test_everything_else_of_the_run_stays_as_it_is(folder: Path, light: DriftRun) -> None:
     run = sweep(folder, SweepRequest(param=LAM))
     same_rows(run, light)
     assert run.variants == light.variants and verify(folder).ok
@@ -260,14 +258,14 @@ def test_everything_else_of_the_run_stays_as_it_is(folder: pathlib.Path, light: 
     )
 
 
-def test_a_known_setting_keeps_its_number_and_a_new_one_gets_the_next(folder: pathlib.Path) -> None:
+def test_a_known_setting_keeps_its_number_and_a_new_one_gets_the_next(folder: Path) -> None:
     sweep(folder, SweepRequest(param={"lam": [0.3, 0.01]}, accuracy=False))
     run = sweep(folder, SweepRequest(param={"lam": [0.1, 0.3]}, accuracy=False))
     points = rows_of(run, "lam", task=TASKS[0]).set_index("lam")["point"].to_dict()
     assert points == {0.3: 0, 0.01: 1, 0.1: 2}
 
 
-def test_points_of_another_curve_are_not_mixed_in_unless_they_replace_it(folder: pathlib.Path) -> None:
+def test_points_of_another_curve_are_not_mixed_in_unless_they_replace_it(folder: Path) -> None:
     sweep(folder, SweepRequest(param=LAM | {"rho": [1.0]}, accuracy=False))
     before = files_of(folder)
     with pytest.raises(SpecError, match=r"with rho 2; now rho is 2\.2") as caught:
@@ -279,7 +277,7 @@ def test_points_of_another_curve_are_not_mixed_in_unless_they_replace_it(folder:
 
 @pytest.mark.slow
 def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
-    folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path
+    folder: Path, light: DriftRun, tmp_path: Path
 ) -> None:
     asked = SweepRequest(param={"lam": [0.01, 0.1, 1.0], "n": [2, 4]}, seeds=2)
     token, labels = CancelToken(), []
@@ -308,7 +306,7 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
 
 
 def test_a_stopped_sweep_that_replaces_another_goes_on_without_losing_its_own_points(
-    folder: pathlib.Path,
+    folder: Path,
 ) -> None:
     sweep(folder, SweepRequest(param={"lam": [0.7, 0.8]}, preset="demo-clip", accuracy=False))
     asked = SweepRequest(param={"lam": [0.01, 0.1, 1.0]}, accuracy=False, replace=True)
@@ -328,7 +326,7 @@ def test_a_stopped_sweep_that_replaces_another_goes_on_without_losing_its_own_po
     assert len(run.sweeps().merge(kept, on=[*kept.columns])) == len(kept), "seconds included"
 
 
-def test_a_setting_that_cannot_be_solved_for_leaves_the_others_their_points(folder: pathlib.Path) -> None:
+def test_a_setting_that_cannot_be_solved_for_leaves_the_others_their_points(folder: Path) -> None:
     before = sweep(folder, SweepRequest(param=LAM, samples=1, accuracy=False))
     with pytest.raises(SingularGramError, match=r"featcal, lam 0, 1 samples") as raised:
         sweep(folder, SweepRequest(param={"lam": [0.0, 0.3]}, samples=1, accuracy=False, replace=True))
@@ -340,19 +338,19 @@ def test_a_setting_that_cannot_be_solved_for_leaves_the_others_their_points(fold
         np.testing.assert_allclose(found[measure], wanted[measure], rtol=1e-6)
 
 
-def test_replacing_by_what_cannot_be_solved_for_takes_nothing_away(folder: pathlib.Path) -> None:
+def test_replacing_by_what_cannot_be_solved_for_takes_nothing_away(folder: Path) -> None:
     before = sweep(folder, SweepRequest(param=LAM, samples=1, accuracy=False)).sweeps()
     with pytest.raises(SingularGramError):
         sweep(folder, SweepRequest(param={"lam": [0.0]}, samples=1, accuracy=False, replace=True))
     pd.testing.assert_frame_equal(open_run(folder).sweeps(), before)
 
 
-def test_resuming_scores_points_that_have_no_accuracy_yet(folder: pathlib.Path) -> None:
+def test_resuming_scores_points_that_have_no_accuracy_yet(folder: Path) -> None:
     sweep(folder, SweepRequest(param=LAM, accuracy=False))
     assert sweep(folder, SweepRequest(param=LAM, resume=True)).sweeps()["accuracy"].notna().all()
 
 
-def test_seeds_differ_in_the_samples_drawn_and_in_nothing_else(folder: pathlib.Path) -> None:
+def test_seeds_differ_in_the_samples_drawn_and_in_nothing_else(folder: Path) -> None:
     run = sweep(folder, SweepRequest(param={"n": [2, 6]}, seeds=3))
     few, all_there = (rows_of(run, "n", n=count, task=TASKS[0]) for count in (2, 6))
     assert few["seed"].tolist() == [0, 1, 2] and few["drift_l2_mean"].nunique() == 3
@@ -361,7 +359,7 @@ def test_seeds_differ_in_the_samples_drawn_and_in_nothing_else(folder: pathlib.P
     assert few["n_test"].nunique() == 1
 
 
-def test_no_sample_measures_that_some_seed_calibrates_on(world: World, tmp_path: pathlib.Path) -> None:
+def test_no_sample_measures_that_some_seed_calibrates_on(world: World, tmp_path: Path) -> None:
     shared = {
         task: {"kind": "npz", "file": str(world.data(task)), "calibration": {"x": "x_test", "y": "y_test"}}
         for task in TASKS
@@ -394,7 +392,7 @@ def test_no_sample_measures_that_some_seed_calibrates_on(world: World, tmp_path:
     ],
 )
 def test_what_can_not_be_is_refused_before_anything_is_written(
-    folder: pathlib.Path, values: dict[str, list[float]], more: dict[str, Any], words: str, hint: str
+    folder: Path, values: dict[str, list[float]], more: dict[str, Any], words: str, hint: str
 ) -> None:
     before = files_of(folder)
     with pytest.raises(SpecError if "asked for" not in words else DataError) as caught:
@@ -405,7 +403,7 @@ def test_what_can_not_be_is_refused_before_anything_is_written(
 
 @pytest.mark.slow
 def test_methods_stand_side_by_side_over_samples_and_each_point_is_a_plain_calibration(
-    folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path
+    folder: Path, light: DriftRun, tmp_path: Path
 ) -> None:
     asked = SweepRequest(param={"n": [2, 6]}, seeds=2, method=["featcal", "residual"])
     with pytest.raises(DataError, match=r"residual, 2 samples\. The first one: .*folds"):
@@ -427,7 +425,7 @@ def test_methods_stand_side_by_side_over_samples_and_each_point_is_a_plain_calib
 
 
 @pytest.mark.slow
-def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder: pathlib.Path) -> None:
+def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder: Path) -> None:
     run = sweep(folder, SweepRequest(param={}, ablate=True, seeds=2, method="residual", samples=5))
     rows = rows_of(run, "residual:ablation", task=TASKS[0], seed=0)
     start = json.loads(rows["settings"][0])
@@ -455,7 +453,7 @@ def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder:
 
 @pytest.mark.parametrize("method", ["surgery", "react", "distill"])
 def test_a_point_of_what_is_trained_or_maps_per_task_is_a_plain_calibration(
-    folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path, method: str
+    folder: Path, light: DriftRun, tmp_path: Path, method: str
 ) -> None:
     settings = {} if method == "react" else {"steps": 20}
     varied = {"steps": [20, 21]} if settings else {"lam": [0.01]}
@@ -472,7 +470,7 @@ def test_a_point_of_what_is_trained_or_maps_per_task_is_a_plain_calibration(
 
 
 def test_corrupted_calibration_is_that_of_pictures_corrupted_beforehand(
-    world: World, folder: pathlib.Path, tmp_path: pathlib.Path
+    world: World, folder: Path, tmp_path: Path
 ) -> None:
     run = sweep(folder, SweepRequest(param={"corruption": ["none", "fog:5"]}, method=["featcal", "react"]))
     assert {*run.sweeps()["sweep"]} == {"corruption", "react:corruption"}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -28,7 +28,7 @@ WORDS = ("is", "it", "red", "green", "blue", "yes", "no", "?", "negative", "posi
 FEW = ["data.defaults.n=8", "data.defaults.n_diagnosis=8", "data.defaults.n_test=8"]
 
 
-def lines(file: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+def lines(file: Path, rows: list[dict[str, Any]]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix == ".csv":
         texts = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
@@ -37,7 +37,7 @@ def lines(file: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     file.write_text("\n".join(texts) + "\n")
 
 
-def both(folder: pathlib.Path, ending: str, rows: list[dict[str, Any]]) -> None:
+def both(folder: Path, ending: str, rows: list[dict[str, Any]]) -> None:
     lines(folder / f"train{ending}", rows[::2])
     lines(folder / f"test{ending}", rows[1::2])
 
@@ -47,7 +47,7 @@ def texts(key: str, target: str, answers: list[Any]) -> list[dict[str, Any]]:
     return [{key: f"{asked[at % 4]} {at}", target: answers[at % len(answers)]} for at in range(ROWS)]
 
 
-def t5(models: pathlib.Path, data: pathlib.Path) -> None:
+def t5(models: Path, data: Path) -> None:
     base = HfT5().tiny()
     for module, name in ((base, "base"), (perturbed(base, 1, 0.05), "rte")):
         module.save_pretrained(models / name)
@@ -66,7 +66,7 @@ def t5(models: pathlib.Path, data: pathlib.Path) -> None:
     both(data / "sst2", ".jsonl", texts("sentence", "label", [0, 1]))
 
 
-def llama(models: pathlib.Path, data: pathlib.Path) -> None:
+def llama(models: Path, data: Path) -> None:
     base = transformers.AutoModelForCausalLM.from_config(CONFIGS["Llama"])
     for seed, name in enumerate(("base", "math", "topics")):
         perturbed(base, seed, 0.05 * bool(seed)).save_pretrained(models / name)
@@ -77,7 +77,7 @@ def llama(models: pathlib.Path, data: pathlib.Path) -> None:
     both(data / "topics", ".csv", texts("text", "topic", ["yes", "no"]))
 
 
-def bert(models: pathlib.Path, data: pathlib.Path) -> None:
+def bert(models: Path, data: Path) -> None:
     for seed, (name, classes) in enumerate(
         {"base": None, "topics": ("a", "b"), "reviews": ("c", "d")}.items()
     ):
@@ -91,7 +91,7 @@ def bert(models: pathlib.Path, data: pathlib.Path) -> None:
     both(data / "reviews", ".jsonl", texts("text", "label", ["c", "d"]))
 
 
-def vit(models: pathlib.Path, data: pathlib.Path) -> None:
+def vit(models: Path, data: Path) -> None:
     for seed, (name, classes) in enumerate({"base": None, "cars": ("a", "b"), "birds": ("c", "d")}.items()):
         sizes: dict[str, Any] = {"image_size": 16, "patch_size": 8}
         sizes |= {} if classes is None else {"id2label": dict(enumerate(classes))}
@@ -123,7 +123,7 @@ def vit(models: pathlib.Path, data: pathlib.Path) -> None:
     ],
 )
 def test_what_is_offered_runs(
-    name: str, hub: str, lay_out: Callable[[pathlib.Path, pathlib.Path], None], tmp_path: pathlib.Path
+    name: str, hub: str, lay_out: Callable[[Path, Path], None], tmp_path: Path
 ) -> None:
     lay_out(tmp_path / "models", tmp_path / "data")
     spec = tmp_path / "run.yaml"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import pathlib
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ from tests.zoo.tokenizers import word_tokenizer
 @pytest.fixture(
     params=[(llama, "decoder", "hf-decoder"), (t5, "encoder-decoder", "hf-t5")], ids=["llama", "t5"]
 )
-def spec(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+def spec(tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     """A base and two experts with their tokenizers; nothing else of the spec is opened."""
     make, form, loader = request.param
     tokenizer = word_tokenizer(form)
@@ -50,7 +50,7 @@ def opened(spec: dict[str, Any]) -> OpenModels:
     return open_models(load_spec(spec), Access(device="cpu"))
 
 
-def resized(folder: pathlib.Path, more: int) -> None:
+def resized(folder: Path, more: int) -> None:
     import transformers
 
     kind = json.loads((folder / "config.json").read_text())["architectures"][0]
@@ -67,7 +67,7 @@ def test_rows_are_aligned_with_the_bases_where_the_spec_asks_for_it(spec: dict[s
         {key: source.read(key).clone() for key in source.headers}
         for source in (models.sources["base"], models.sources["expert:cars"])
     )
-    resized(pathlib.Path(spec["experts"]["cars"]["weights"]), more)
+    resized(Path(spec["experts"]["cars"]["weights"]), more)
     with pytest.raises(
         IncompatibleModelsError, match=f"cars.*: its vocabulary has {rows + more} rows, the base's {rows}"
     ):
@@ -90,7 +90,7 @@ def test_rows_are_aligned_with_the_bases_where_the_spec_asks_for_it(spec: dict[s
 
 @pytest.mark.slow
 def test_calibrated_folders_of_aligned_experts_load_in_their_library(
-    spec: dict[str, Any], tmp_path: pathlib.Path
+    spec: dict[str, Any], tmp_path: Path
 ) -> None:
     import transformers
 
@@ -136,7 +136,7 @@ def test_calibrated_folders_of_aligned_experts_load_in_their_library(
 def test_a_head_apart_where_the_base_has_none_or_the_reverse_is_refused_when_models_are_opened(
     spec: dict[str, Any],
 ) -> None:
-    file = pathlib.Path(spec["experts"]["cars"]["weights"]) / "model.safetensors"
+    file = Path(spec["experts"]["cars"]["weights"]) / "model.safetensors"
     weights, head = load_file(file), "lm_head.weight"
     if head in weights:
         save_file({key: value for key, value in weights.items() if key != head}, file)
@@ -150,10 +150,8 @@ def test_a_head_apart_where_the_base_has_none_or_the_reverse_is_refused_when_mod
         opened(spec)
 
 
-def edited(
-    change: Callable[[dict[str, Any]], Any], file: str = "tokenizer.json"
-) -> Callable[[pathlib.Path], None]:
-    def edit(folder: pathlib.Path) -> None:
+def edited(change: Callable[[dict[str, Any]], Any], file: str = "tokenizer.json") -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
         stated = json.loads((folder / file).read_text())
         change(stated)
         (folder / file).write_text(json.dumps(stated))
@@ -181,9 +179,9 @@ def more_tokens(stated: dict[str, Any]) -> None:
     ],
 )
 def test_another_tokenizer_is_refused_by_what_decides_on_ids(
-    spec: dict[str, Any], change: Callable[[pathlib.Path], None], told: str
+    spec: dict[str, Any], change: Callable[[Path], None], told: str
 ) -> None:
-    change(pathlib.Path(spec["experts"]["dtd"]["weights"]))
+    change(Path(spec["experts"]["dtd"]["weights"]))
     if not told:
         assert set(opened(spec).sources) == {"base", "expert:cars", "expert:dtd"}
         return
@@ -205,32 +203,32 @@ def test_another_tokenizer_is_refused_by_what_decides_on_ids(
     ],
 )
 def test_tokens_that_change_no_id_are_said_of_a_run(
-    spec: dict[str, Any], change: Callable[[pathlib.Path], None], told: str
+    spec: dict[str, Any], change: Callable[[Path], None], told: str
 ) -> None:
-    change(pathlib.Path(spec["experts"]["dtd"]["weights"]))
+    change(Path(spec["experts"]["dtd"]["weights"]))
     assert re.search(f"the expert of dtd differs from the base's: {told}$", companions(opened(spec))[-1].text)
 
 
 CODE = "import pathlib\npathlib.Path({!r}).touch()\n"
 
 
-def remote(folder: pathlib.Path) -> None:
+def remote(folder: Path) -> None:
     (folder / "own.py").write_text(CODE.format(str(folder / "ran")))
 
 
-def of_model(folder: pathlib.Path) -> None:
+def of_model(folder: Path) -> None:
     remote(folder)
     own = {"architectures": ["Own"], "auto_map": {"AutoModel": "own.Own"}, "model_type": "own"}
     edited(lambda stated: stated.update(own), "config.json")(folder)
 
 
-def of_tokenizer(folder: pathlib.Path) -> None:
+def of_tokenizer(folder: Path) -> None:
     remote(folder)
     own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     edited(lambda stated: stated.update(own), "tokenizer_config.json")(folder)
 
 
-def no_question(folder: pathlib.Path) -> None:
+def no_question(folder: Path) -> None:
     rows = [{"input": " " if row == 4 else "is it red", "target": "yes"} for row in range(6)]
     (folder.parent / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
@@ -248,7 +246,7 @@ def no_question(folder: pathlib.Path) -> None:
     ],
 )
 def test_what_can_not_be_read_is_refused_in_one_paragraph_and_nothing_is_left_behind(
-    spec: dict[str, Any], tmp_path: pathlib.Path, break_it: Any, values: dict[str, Any], told: str, code: int
+    spec: dict[str, Any], tmp_path: Path, break_it: Any, values: dict[str, Any], told: str, code: int
 ) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps({"input": "is it red", "target": "yes"}) for _ in range(6)))

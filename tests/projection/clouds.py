@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from tests.records.full_run import layer_list
 Array = NDArray[np.float64]
 
 
-def run_of(path: pathlib.Path, features: dict[str, Array], task: str = "cars") -> DriftRun:
+def run_of(path: Path, features: dict[str, Array], task: str = "cars") -> DriftRun:
     """A run that has just these features, at its head, by role."""
     with RunWriter.create(path, spec_yaml="", spec_digest="0" * 64, name="bare") as writer:
         variants = [role for role in features if role != "expert"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -15,11 +15,11 @@ VARIANTS = ("base", "merged", "calibrated:featcal")
 
 
 @pytest.fixture(scope="session")
-def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("projection") / "run"
     return write_full_run(path, tasks=("cars",), variants=VARIANTS, size=SIZE)
 
 
 @pytest.fixture
-def run(written: pathlib.Path, tmp_path: pathlib.Path) -> DriftRun:
+def run(written: Path, tmp_path: Path) -> DriftRun:
     return open_run(shutil.copytree(written, tmp_path / "run"))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import pathlib
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ def test_every_sample_has_one_point_per_variant_with_its_class(run: DriftRun) ->
 
 
 @pytest.mark.parametrize("method", ["pca", "tsne"])
-def test_what_is_the_same_shares_its_place(tmp_path: pathlib.Path, method: str) -> None:
+def test_what_is_the_same_shares_its_place(tmp_path: Path, method: str) -> None:
     """A variant identical to the expert lies on it exactly, and so does a sample that occurs twice."""
     expert = cloud(20)
     expert[7] = expert[3]
@@ -121,7 +121,7 @@ def test_many_samples_are_thinned_evenly_over_classes(run: DriftRun) -> None:
 
 
 @pytest.mark.slow
-def test_umap_repeats_shares_places_and_keeps_the_expert_in_place(tmp_path: pathlib.Path) -> None:
+def test_umap_repeats_shares_places_and_keeps_the_expert_in_place(tmp_path: Path) -> None:
     expert = cloud(40)
     run = run_of(
         tmp_path / "run",
@@ -145,7 +145,7 @@ def stored(run: DriftRun, task: str, **asked: Any) -> object:
 
 
 @pytest.mark.parametrize("method", ["umap", "tsne"])
-def test_few_points_are_drawn_by_pca_and_the_note_says_why(tmp_path: pathlib.Path, method: str) -> None:
+def test_few_points_are_drawn_by_pca_and_the_note_says_why(tmp_path: Path, method: str) -> None:
     run = run_of(tmp_path / "run", {"expert": cloud(7), "merged": cloud(7, seed=1)})
     found = dl.project(run, "cars", method=method)
     title = {"umap": "UMAP", "tsne": "t-SNE"}[method]
@@ -156,7 +156,7 @@ def test_few_points_are_drawn_by_pca_and_the_note_says_why(tmp_path: pathlib.Pat
     assert kept is not None and kept.notes == found.notes
 
 
-def test_equal_rows_are_not_counted_as_points(tmp_path: pathlib.Path) -> None:
+def test_equal_rows_are_not_counted_as_points(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", {"expert": cloud(10), "merged": cloud(10)})
     assert dl.project(run, "cars", method="tsne").notes[0].startswith("10 distinct points")
 
@@ -170,7 +170,7 @@ def test_without_umap_pca_is_drawn_and_the_note_says_how_to_get_it(
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_hardly_any_samples_have_places_but_no_neighbourhoods(tmp_path: pathlib.Path, n: int) -> None:
+def test_hardly_any_samples_have_places_but_no_neighbourhoods(tmp_path: Path, n: int) -> None:
     run = run_of(tmp_path / "run", {"expert": cloud(n), "merged": cloud(n, seed=1)})
     found = dl.project(run, "cars")
     assert np.isfinite(found.frame[["x", "y"]].to_numpy()).all() and len(found.frame) == 2 * n
@@ -179,21 +179,21 @@ def test_hardly_any_samples_have_places_but_no_neighbourhoods(tmp_path: pathlib.
     pd.testing.assert_frame_equal(found.quality, dl.project(run, "cars").quality)  # NaN survives storing
 
 
-def test_an_expert_alone_with_one_sample_is_a_point(tmp_path: pathlib.Path) -> None:
+def test_an_expert_alone_with_one_sample_is_a_point(tmp_path: Path) -> None:
     found = dl.project(run_of(tmp_path / "run", {"expert": cloud(1)}), "cars", variants=[])
     assert places(found, "expert").tolist() == [[0, 0]] and found.explained_variance is None
     assert found.notes == ("all points the layout is fitted on coincide",)
 
 
 @pytest.mark.parametrize("method", ["pca", "tsne"])
-def test_one_dimension_is_a_line(tmp_path: pathlib.Path, method: str) -> None:
+def test_one_dimension_is_a_line(tmp_path: Path, method: str) -> None:
     features = {"expert": cloud(20, d=1), "merged": cloud(20, d=1, seed=1)}
     found = dl.project(run_of(tmp_path / "run", features), "cars", method=method)
     assert found.method == "pca"  # directions in one dimension are two points
     assert (found.frame["y"] == 0).all() and found.explained_variance == (pytest.approx(1), 0)
 
 
-def test_a_feature_without_direction_is_drawn_and_named(tmp_path: pathlib.Path) -> None:
+def test_a_feature_without_direction_is_drawn_and_named(tmp_path: Path) -> None:
     expert = cloud(20)
     expert[2] = 0
     found = dl.project(run_of(tmp_path / "run", {"expert": expert, "merged": cloud(20, seed=1)}), "cars")
@@ -204,7 +204,7 @@ def test_a_feature_without_direction_is_drawn_and_named(tmp_path: pathlib.Path) 
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["NaN", "infinity"])
-def test_features_that_are_no_numbers_are_refused_by_name(tmp_path: pathlib.Path, value: float) -> None:
+def test_features_that_are_no_numbers_are_refused_by_name(tmp_path: Path, value: float) -> None:
     merged = cloud(20, seed=1)
     merged[13, 2] = value
     run = run_of(tmp_path / "run", {"expert": cloud(20), "merged": merged})
@@ -278,7 +278,7 @@ def test_computing_twice_gives_the_same_layout_and_storing_is_a_choice(run: Drif
     assert not (run.path / "projections").exists()  # a viewer that may not write leaves nothing
 
 
-def test_the_stored_layout_is_another_once_anything_about_it_changes(tmp_path: pathlib.Path) -> None:
+def test_the_stored_layout_is_another_once_anything_about_it_changes(tmp_path: Path) -> None:
     base = {"expert": cloud(20), "merged": cloud(20, seed=1)}
     changed = {**base, "merged": base["merged"].copy()}
     changed["merged"][4, 2] += 0.5
@@ -320,7 +320,7 @@ def test_damaged_files_are_named(run: DriftRun) -> None:
             dl.project(run, "cars")
 
 
-def test_names_with_markup_are_kept_as_they_are(tmp_path: pathlib.Path) -> None:
+def test_names_with_markup_are_kept_as_they_are(tmp_path: Path) -> None:
     task, variant = "<script>$\\input{x}=1", 'calibrated:"><img>'
     features = {"expert": cloud(16), variant: cloud(16, seed=1)}
     run = run_of(tmp_path / "run", features, task)
@@ -330,7 +330,7 @@ def test_names_with_markup_are_kept_as_they_are(tmp_path: pathlib.Path) -> None:
     assert stored is not None and stored.frame.equals(found.frame)
 
 
-def _printed_without(modules: tuple[str, ...], code: str, path: pathlib.Path) -> str:
+def _printed_without(modules: tuple[str, ...], code: str, path: Path) -> str:
     """What `code` prints in a process where importing any of `modules` fails."""
     block = (
         "import sys\n"

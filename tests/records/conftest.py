@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -13,34 +13,34 @@ from tests.records.judged import SIZE
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run for reading."""
     return write_run(tmp_path_factory.mktemp("runs") / "saved")
 
 
 @pytest.fixture
-def run(saved: pathlib.Path) -> DriftRun:
+def run(saved: Path) -> DriftRun:
     return open_run(saved)
 
 
 @pytest.fixture
-def own(saved: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+def own(saved: Path, tmp_path: Path) -> Path:
     """A finished run that the test may spoil."""
-    return pathlib.Path(shutil.copytree(saved, tmp_path / "own"))
+    return Path(shutil.copytree(saved, tmp_path / "own"))
 
 
 @pytest.fixture(scope="session")
-def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with everything in it, for reading."""
     return write_full_run(tmp_path_factory.mktemp("runs") / "full", size=SIZE)
 
 
 @pytest.fixture
-def full(written: pathlib.Path) -> DriftRun:
+def full(written: Path) -> DriftRun:
     return open_run(written)
 
 
 @pytest.fixture
-def copied(written: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+def copied(written: Path, tmp_path: Path) -> Path:
     """A run with everything in it that the test may spoil."""
-    return pathlib.Path(shutil.copytree(written, tmp_path / "copy"))
+    return Path(shutil.copytree(written, tmp_path / "copy"))

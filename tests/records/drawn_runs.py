@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import itertools
 import math
-import pathlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -48,7 +48,7 @@ def run_of(
     info = CalibrationInfo("featcal", {}, "", 1.0, dict.fromkeys(tasks, 8))
     made = {name.partition(":")[2]: info for name in variants if name.startswith("calibrated:")}
     known = dataclasses.replace(manifest, tasks=tasks, variants=variants, calibrations=made)
-    run = DriftRun(pathlib.Path("nowhere"), known)
+    run = DriftRun(Path("nowhere"), known)
     run._frames |= _nothing()
     accuracy = [
         {"task": task, "variant": variant, "metric": "accuracy", "value": k / n, "n": n}

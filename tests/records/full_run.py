@@ -10,12 +10,12 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
-import pathlib
 import secrets
 import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ def layer_list(blocks: int) -> tuple[LayerInfo, ...]:
 
 
 def write_full_run(
-    path: pathlib.Path,
+    path: Path,
     *,
     name: str = "full run",
     tasks: Sequence[str] = ("cars", "mnist", "dtd"),
@@ -73,7 +73,7 @@ def write_full_run(
     synthetic: bool = False,
     seed: int = 0,
     origin: str = "drawn",
-) -> pathlib.Path:
+) -> Path:
     """Write a finished run; without labels there are no accuracies and losses, without heads no outputs and shares.
 
     Most tests want the same few runs: each is computed once per process, then copied under an id and a time of its own.
@@ -99,8 +99,8 @@ def write_full_run(
 
 
 def write_run(
-    path: pathlib.Path, *, name: str = "small run", tasks: Sequence[str] = ("cars", "mnist"), **options: Any
-) -> pathlib.Path:
+    path: Path, *, name: str = "small run", tasks: Sequence[str] = ("cars", "mnist"), **options: Any
+) -> Path:
     """Write a small finished run of two tasks, of base and merged model, with six samples of each."""
     size = Size(blocks=2, samples=6, width=5)
     options = {"variants": ("base", "merged"), "class_names": ("one", "two", "three")} | options
@@ -108,8 +108,8 @@ def write_run(
 
 
 @functools.cache
-def _folder() -> pathlib.Path:
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="driftlens-full-runs-"))
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="driftlens-full-runs-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
@@ -125,8 +125,8 @@ def _computed(
     synthetic: bool,
     seed: int,
     origin: str,
-) -> pathlib.Path:
-    path = pathlib.Path(tempfile.mkdtemp(dir=_folder())) / "run"
+) -> Path:
+    path = Path(tempfile.mkdtemp(dir=_folder())) / "run"
     made = _Made(variants, size, class_names, known, seed, origin)
     with RunWriter.create(path, spec_yaml=f"name: {name!r}\n", spec_digest="0" * 64, name=name) as writer:
         writer.describe(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import driftlens as dl
@@ -16,11 +16,11 @@ SIZE = Size(blocks=2, samples=9, width=5, tests=200)
 CALIBRATED = "calibrated:featcal"
 
 
-def judge(run: DriftRun | pathlib.Path, **entry: Any) -> list[CheckResult]:
+def judge(run: DriftRun | Path, **entry: Any) -> list[CheckResult]:
     return list(dl.check(run, {"checks": [entry]}).results)
 
 
-def only(run: DriftRun | pathlib.Path, **entry: Any) -> CheckResult:
+def only(run: DriftRun | Path, **entry: Any) -> CheckResult:
     (result,) = judge(run, **entry)
     return result
 

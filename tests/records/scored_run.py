@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -38,7 +38,7 @@ def results_of(metric: str, variant: str, n: int) -> tuple[np.ndarray, np.ndarra
     return (np.abs(noise) * NOISE[variant] < 0.7).astype(float), np.full(n, np.nan)
 
 
-def write_scored_run(folder: pathlib.Path, *, n: int = 60) -> DriftRun:
+def write_scored_run(folder: Path, *, n: int = 60) -> DriftRun:
     size = Size(blocks=1, samples=12)
     variants = ("base", "merged", VARIANT)
     write_full_run(folder, tasks=tuple(TASKS), variants=variants, size=size, has_labels=False)

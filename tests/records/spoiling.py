@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 
-def spoil(run: pathlib.Path, table: str, row: int, column: str, value: object) -> None:
+def spoil(run: Path, table: str, row: int, column: str, value: object) -> None:
     """Put another value into one cell of a table."""
     path = run / "tables" / f"{table}.parquet"
     stored = pq.read_table(path)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pathlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -25,7 +25,7 @@ def stopping(function: Callable[..., Any], after: int) -> Callable[..., Any]:
 
 
 @contextmanager
-def process(script: str, folder: pathlib.Path) -> Iterator[subprocess.Popen[str]]:
+def process(script: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that has said "ready" and waits for its input to close."""
     command = [sys.executable, "-c", script, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
@@ -37,7 +37,7 @@ def process(script: str, folder: pathlib.Path) -> Iterator[subprocess.Popen[str]
             running.kill()
 
 
-def contents(folder: pathlib.Path) -> dict[str, bytes]:
+def contents(folder: Path) -> dict[str, bytes]:
     files = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 

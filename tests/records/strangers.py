@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 
 from driftlens.runs.manifest import Manifest
 from driftlens.runs.run import DriftRun
@@ -22,6 +22,6 @@ BY_LAYER = {2: (0.12, 0.08, 0.16), 3: (0.44, 0.38, 0.5)}
 def stranger(manifest: Manifest, name: str) -> DriftRun:
     """One of the runs, with the predictions of its test samples."""
     made = run_of(manifest, RUNS[name], NUM, BY_LAYER, stored=True)
-    run = DriftRun(pathlib.Path("runs") / name, made.manifest)
+    run = DriftRun(Path("runs") / name, made.manifest)
     run._frames |= made._frames
     return run

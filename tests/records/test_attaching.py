@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,17 +36,17 @@ OLD = {"results": {"arc_easy": {"acc": 0.8, "acc_stderr": 0.2}}, "versions": {"a
 
 
 @pytest.fixture
-def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+def folder(tmp_path: Path) -> Path:
     return write_full_run(tmp_path / "run", tasks=("cars",), size=Size(blocks=1, samples=8))
 
 
-def written(folder: pathlib.Path, content: Any) -> pathlib.Path:
+def written(folder: Path, content: Any) -> Path:
     file = folder.parent / "results.json"
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     return file
 
 
-def test_both_forms_of_the_file_become_rows_of_their_own(folder: pathlib.Path) -> None:
+def test_both_forms_of_the_file_become_rows_of_their_own(folder: Path) -> None:
     own = open_run(folder).accuracy()
     means = findings(open_run(folder), ["merged"])
     file = written(folder, NEW)
@@ -80,22 +80,20 @@ def test_both_forms_of_the_file_become_rows_of_their_own(folder: pathlib.Path) -
         ({"results": {"a": {"acc,none": "N/A"}}}, "no number"),
     ],
 )
-def test_other_files_are_refused_and_nothing_is_written(
-    folder: pathlib.Path, content: Any, said: str
-) -> None:
+def test_other_files_are_refused_and_nothing_is_written(folder: Path, content: Any, said: str) -> None:
     with pytest.raises(DataError, match=said) as caught:
         attach(folder, "merged", written(folder, content))
     assert "lm_eval" in caught.value.hint and open_run(folder).manifest.attached == {}
 
 
-def test_an_unknown_variant_is_refused_by_name(folder: pathlib.Path) -> None:
+def test_an_unknown_variant_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(DataError, match="calibrated:featcal"):
         attach(folder, "calibrated:other", written(folder, OLD))
     assert len(attach(folder, "expert:cars", written(folder, OLD)).accuracy())
 
 
 @pytest.mark.parametrize("loader", ["hf-decoder", "hf-encoder"])
-def test_attached_scores_fill_the_exhibits_of_language_models(folder: pathlib.Path, loader: str) -> None:
+def test_attached_scores_fill_the_exhibits_of_language_models(folder: Path, loader: str) -> None:
     manifest = read_manifest(folder)
     architecture = {**manifest.architecture, "loader": loader, "reads": "text"}
     write_manifest(folder, dataclasses.replace(manifest, architecture=architecture))

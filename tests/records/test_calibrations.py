@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -38,7 +38,7 @@ def history(name: str) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def without(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a calibration of another name, whose name begins like ours."""
     folder = write_run(tmp_path_factory.mktemp("runs") / "run", variants=OTHERS)
     with RunWriter.resume(folder) as writer:
@@ -48,7 +48,7 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="module")
-def whole(without: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def whole(without: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run with ours beside it."""
     folder = shutil.copytree(without, tmp_path_factory.mktemp("runs") / "run")
     with RunWriter.resume(folder) as writer:
@@ -58,7 +58,7 @@ def whole(without: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pa
     return folder
 
 
-def write_calibration(writer: RunWriter, folder: pathlib.Path) -> None:
+def write_calibration(writer: RunWriter, folder: Path) -> None:
     """Rows and files of both variants: those of the merged model under other names."""
     for table in ("layers", "samples", "outputs", "params", "accuracy"):
         merged = getattr(open_run(folder), table)(variant="merged")
@@ -78,7 +78,7 @@ def write_calibration(writer: RunWriter, folder: pathlib.Path) -> None:
 
 
 @pytest.fixture
-def own(whole: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+def own(whole: Path, tmp_path: Path) -> Path:
     return shutil.copytree(whole, tmp_path / "run")
 
 
@@ -91,7 +91,7 @@ def same(found: dict[str, pd.DataFrame], expected: dict[str, pd.DataFrame]) -> N
         pd.testing.assert_frame_equal(found[table], frame, check_exact=True, obj=table)
 
 
-def test_an_entry_of_the_manifest_is_read_back_as_it_was_written(whole: pathlib.Path) -> None:
+def test_an_entry_of_the_manifest_is_read_back_as_it_was_written(whole: Path) -> None:
     found = open_run(whole).manifest.calibrations
     assert list(found) == ["featcal2", NAME]
     assert found[NAME].settings == INFO.settings and found[NAME].control == CONTROL
@@ -99,9 +99,7 @@ def test_an_entry_of_the_manifest_is_read_back_as_it_was_written(whole: pathlib.
     assert tuple(found[NAME].layers) == INFO.layers and tuple(found[NAME].notices) == INFO.notices
 
 
-def test_a_variant_is_seen_when_it_is_whole_and_not_before(
-    without: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_variant_is_seen_when_it_is_whole_and_not_before(without: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(without, tmp_path / "run")
     before = frames(open_run(folder))
     with RunWriter.resume(folder) as writer:
@@ -120,7 +118,7 @@ def test_a_variant_is_seen_when_it_is_whole_and_not_before(
         assert len(run.calibration(NAME)) == 2
 
 
-def test_removing_leaves_the_run_that_was_there_before(own: pathlib.Path, without: pathlib.Path) -> None:
+def test_removing_leaves_the_run_that_was_there_before(own: Path, without: Path) -> None:
     with RunWriter.resume(own) as writer:
         writer.remove_calibration(NAME)
     same(frames(open_run(own)), frames(open_run(without)))
@@ -132,7 +130,7 @@ def test_removing_leaves_the_run_that_was_there_before(own: pathlib.Path, withou
     assert not list((own / "features").rglob("*featcal")), "no folder of features should be left"
 
 
-def test_removing_what_is_not_there_changes_nothing(without: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_removing_what_is_not_there_changes_nothing(without: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(without, tmp_path / "run")
     with RunWriter.resume(folder) as writer:
         writer.remove_calibration("nosuch")
@@ -147,7 +145,7 @@ STOPS = ("write_manifest", "without", "remove_tree")
     ("function", "call"), [(name, call) for name in STOPS for call in range(3)], ids=lambda value: str(value)
 )
 def test_a_removal_that_is_stopped_hides_everything_and_the_next_one_finishes_it(
-    own: pathlib.Path, without: pathlib.Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int
+    own: Path, without: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int
 ) -> None:
     writer = RunWriter.resume(own)
     with monkeypatch.context() as patch:
@@ -167,7 +165,7 @@ def test_a_removal_that_is_stopped_hides_everything_and_the_next_one_finishes_it
     assert verify(own).ok
 
 
-def test_events_hold_numbers_that_json_knows(own: pathlib.Path) -> None:
+def test_events_hold_numbers_that_json_knows(own: Path) -> None:
     with RunWriter.resume(own) as writer:
         writer.event("layer", layer=3, drift_l2_mean=float("nan"), objective_after=0.5)
     events = [json.loads(line) for line in (own / "events.jsonl").read_text().splitlines()]
@@ -175,7 +173,7 @@ def test_events_hold_numbers_that_json_knows(own: pathlib.Path) -> None:
     assert (found["layer"], found["drift_l2_mean"], found["objective_after"]) == (3, None, 0.5)
 
 
-def test_scratch_belongs_to_no_list_and_goes_with_the_run(own: pathlib.Path) -> None:
+def test_scratch_belongs_to_no_list_and_goes_with_the_run(own: Path) -> None:
     (own / "scratch" / "calibrate-x").mkdir(parents=True)
     (own / "scratch" / "calibrate-x" / "002.safetensors").write_bytes(b"half")
     with RunWriter.resume(own):

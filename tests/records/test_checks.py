@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import pathlib
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -204,7 +204,7 @@ def test_self_checks_are_verdicts_of_the_same_limits(full: DriftRun) -> None:
     assert by_name["closure"].n == len(full.layers())
 
 
-def test_junit_counts_what_happened_and_escapes_every_name(tmp_path: pathlib.Path) -> None:
+def test_junit_counts_what_happened_and_escapes_every_name(tmp_path: Path) -> None:
     evil = '<script>alert("x")</script>&'
     path = write_full_run(tmp_path / "run", name=f"{evil}\x07", tasks=(evil, "b"), size=SIZE)
     entries = [
@@ -237,7 +237,7 @@ def test_counts_add_up(full: DriftRun) -> None:
     assert counts == [0, 0, 1, 1] and report.executed == 1
 
 
-def test_a_change_from_zero_is_skipped(copied: pathlib.Path) -> None:
+def test_a_change_from_zero_is_skipped(copied: Path) -> None:
     rows = open_run(copied).layers()
     at = rows.index[(rows["task"] == "cars") & (rows["variant"] == "merged") & (rows["layer"] == 1)][0]
     spoil(copied, "layers", int(at), "drift_l2_mean", 0.0)
@@ -265,14 +265,14 @@ def test_what_the_run_lacks_is_skipped_with_the_reason(
     assert result.status == "skip" and reason in result.reason and math.isnan(result.value)
 
 
-def test_a_run_without_outputs_passes_nothing_about_them(tmp_path: pathlib.Path) -> None:
+def test_a_run_without_outputs_passes_nothing_about_them(tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "run", tasks=("a",), size=SIZE, has_labels=False)
     assert only(path, metric="ce", agg="mean", lte=100).reason == "ce was not measured"
     assert only(path, metric="value", gte=0).reason == "the run has no rows in its table 'accuracy'"
 
 
 @pytest.mark.parametrize("agg", ["worst", "mean", "max", "min", "median"])
-def test_a_gap_never_passes_and_does_not_hide_a_failure(copied: pathlib.Path, agg: str) -> None:
+def test_a_gap_never_passes_and_does_not_hide_a_failure(copied: Path, agg: str) -> None:
     rows = open_run(copied).layers()
     at = rows.index[(rows["variant"] == "merged") & (rows["role"] == "head") & (rows["task"] == "mnist")][0]
     spoil(copied, "layers", int(at), "cos_mean", None)
@@ -284,7 +284,7 @@ def test_a_gap_never_passes_and_does_not_hide_a_failure(copied: pathlib.Path, ag
     assert [result.status for result in by_task] == ["pass", "skip", "pass"]
 
 
-def test_a_task_without_any_row_is_skipped_not_forgotten(tmp_path: pathlib.Path) -> None:
+def test_a_task_without_any_row_is_skipped_not_forgotten(tmp_path: Path) -> None:
     """One task of two was evaluated: neither the whole nor the other task passes."""
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -307,13 +307,13 @@ def test_a_quantity_that_a_layer_does_not_have_is_no_gap(full: DriftRun) -> None
     assert result.status == "pass" and result.n == measured < len(full.layers())
 
 
-def test_self_checks_that_were_not_measured_are_skipped(tmp_path: pathlib.Path) -> None:
+def test_self_checks_that_were_not_measured_are_skipped(tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "run", tasks=("a",), variants=("base",), size=SIZE, has_labels=False)
     found = {result.metric: result.status for result in dl.check(path).results}
     assert found["cross-entropy"] == found["contributions"] == "skip" and found["closure"] == "pass"
 
 
-def test_a_damaged_table_is_an_error_not_a_skip(copied: pathlib.Path) -> None:
+def test_a_damaged_table_is_an_error_not_a_skip(copied: Path) -> None:
     table = copied / "tables" / "layers.parquet"
     table.write_bytes(table.read_bytes()[:500])
     with pytest.raises(RunError, match=r"layers\.parquet"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pathlib
 import shutil
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -53,7 +53,7 @@ def test_the_row_of_a_task_says_what_its_tables_say(full: DriftRun) -> None:
         assert (row["accuracy_ci_low"], row["accuracy_ci_high"]) == interval
 
 
-def test_pairs_are_counted_sample_by_sample(copied: pathlib.Path) -> None:
+def test_pairs_are_counted_sample_by_sample(copied: Path) -> None:
     variants = ("merged", "calibrated:featcal")
     rows = open_run(copied).outputs()
     wrong = {"merged": ["test/0", "test/1", "test/2"], "calibrated:featcal": ["test/2", "test/5"]}
@@ -67,7 +67,7 @@ def test_pairs_are_counted_sample_by_sample(copied: pathlib.Path) -> None:
         assert (found.gained, found.lost, found.n, split) == (2, 1, 9, "diagnosis")
 
 
-def test_pairs_meet_by_sample_not_by_place(full: DriftRun, copied: pathlib.Path) -> None:
+def test_pairs_meet_by_sample_not_by_place(full: DriftRun, copied: Path) -> None:
     """A run whose rows stand in another order gives the same pairs."""
     path = copied / "tables" / "outputs.parquet"
     rows = pq.read_table(path)
@@ -77,26 +77,26 @@ def test_pairs_meet_by_sample_not_by_place(full: DriftRun, copied: pathlib.Path)
         assert paired_answers(full, open_run(copied), task, pair) == paired_answers(full, full, task, pair)
 
 
-def test_pairs_are_called_test_where_they_are_exactly_the_test_samples(tmp_path: pathlib.Path) -> None:
+def test_pairs_are_called_test_where_they_are_exactly_the_test_samples(tmp_path: Path) -> None:
     run = open_run(write_full_run(tmp_path / "run", tasks=("a",), size=Size(blocks=1, samples=12, tests=12)))
     found = paired_answers(run, run, "a", ("merged", "expert"))
     assert found is not None and found[1] == "test" and found[0].n == 12
 
 
-def test_without_labels_changes_of_accuracy_are_missing_not_zero(tmp_path: pathlib.Path) -> None:
+def test_without_labels_changes_of_accuracy_are_missing_not_zero(tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "run", tasks=("a",), size=SIZE, has_labels=False)
     row = compare(path).tasks.iloc[0]
     assert math.isnan(row["accuracy_change"]) and math.isnan(row["accuracy_ci_low"])
     assert row["paired_n"] == 0 and math.isnan(row["p_value"]) and row["flips_before"] >= 0
 
 
-def test_no_change_has_no_shares(tmp_path: pathlib.Path) -> None:
+def test_no_change_has_no_shares(tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "run", tasks=("a",), size=SIZE)
     shares = compare(path, before="merged", after="merged").tasks.iloc[0]
     assert shares["drift_change"] == 0 and shares["gained"] == shares["lost"] == 0 and shares["p_value"] == 1
 
 
-def test_two_runs_are_compared_in_every_variant_they_share(full: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_two_runs_are_compared_in_every_variant_they_share(full: DriftRun, tmp_path: Path) -> None:
     other = write_full_run(tmp_path / "b", size=SIZE, variants=("merged", "calibrated:other"), seed=0)
     found = compare(full, other)
     assert found.pairs == (("merged", "merged"),)
@@ -106,7 +106,7 @@ def test_two_runs_are_compared_in_every_variant_they_share(full: DriftRun, tmp_p
     ]
 
 
-def test_runs_of_other_samples_are_refused_by_name(full: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_runs_of_other_samples_are_refused_by_name(full: DriftRun, tmp_path: Path) -> None:
     other = write_full_run(tmp_path / "b", size=dataclasses.replace(SIZE, samples=7))
     with pytest.raises(DataError, match="diagnosis samples of cars, mnist, dtd") as refused:
         compare(full, other)
@@ -127,15 +127,15 @@ def test_runs_of_other_samples_are_refused_by_name(full: DriftRun, tmp_path: pat
     ids=["tasks", "layers", "test samples", "class names"],
 )
 def test_each_field_that_differs_is_named(
-    full: DriftRun, tmp_path: pathlib.Path, spoilt: dict[str, object], field: str
+    full: DriftRun, tmp_path: Path, spoilt: dict[str, object], field: str
 ) -> None:
     other = write_full_run(tmp_path / "b", **{"size": SIZE, **spoilt})  # type: ignore[arg-type]
     with pytest.raises(DataError, match=field):
         compare(full, other)
 
 
-def test_another_expert_is_another_yardstick(copied: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    twin = pathlib.Path(shutil.copytree(copied, tmp_path / "twin"))
+def test_another_expert_is_another_yardstick(copied: Path, tmp_path: Path) -> None:
+    twin = Path(shutil.copytree(copied, tmp_path / "twin"))
     for path, digest in ((copied, "a"), (twin, "b")):
         models = {"expert:cars": ModelInfo(digest * 64, 5)}
         write_manifest(path, dataclasses.replace(read_manifest(path), models=models))
@@ -146,7 +146,7 @@ def test_another_expert_is_another_yardstick(copied: pathlib.Path, tmp_path: pat
 PAIR = {"before": "merged", "after": "calibrated:featcal"}
 
 
-def test_equal_ids_of_other_data_are_no_pairs(full: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_equal_ids_of_other_data_are_no_pairs(full: DriftRun, tmp_path: Path) -> None:
     """Both data sets count from 0; only what they are ids of tells them apart."""
     other = write_full_run(tmp_path / "b", size=SIZE, origin="of others")
     with pytest.raises(DataError, match="diagnosis samples of cars, mnist, dtd; test samples of cars"):
@@ -158,7 +158,7 @@ def test_equal_ids_of_other_data_are_no_pairs(full: DriftRun, tmp_path: pathlib.
 
 
 def test_pairs_of_runs_that_do_not_say_what_their_ids_are_of_are_not_verified(
-    full: DriftRun, tmp_path: pathlib.Path
+    full: DriftRun, tmp_path: Path
 ) -> None:
     older = write_full_run(tmp_path / "b", size=SIZE, origin="")
     found = compare(full, older, **PAIR)  # type: ignore[arg-type]
@@ -185,7 +185,7 @@ def test_the_change_of_drift_has_students_interval_paired_by_sample(full: DriftR
         assert row["drift_relative_ci_low"] < row["drift_relative"] < row["drift_relative_ci_high"]
 
 
-def test_pairing_takes_out_what_both_samples_share(full: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_pairing_takes_out_what_both_samples_share(full: DriftRun, tmp_path: Path) -> None:
     older = write_full_run(tmp_path / "b", size=SIZE, origin="")
     rows = [compare(full), compare(full, older, **PAIR)]  # type: ignore[arg-type]
     widths = [found.tasks["drift_ci_high"] - found.tasks["drift_ci_low"] for found in rows]
@@ -197,14 +197,14 @@ def test_a_variant_that_is_not_there_is_named(full: DriftRun) -> None:
         compare(full, before="mergd")
 
 
-def test_a_run_without_calibration_says_what_to_do(tmp_path: pathlib.Path) -> None:
+def test_a_run_without_calibration_says_what_to_do(tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "run", tasks=("a",), variants=("base", "merged"), size=SIZE)
     with pytest.raises(DataError, match="no calibrated variant") as refused:
         compare(path)
     assert "driftlens calibrate" in refused.value.hint
 
 
-def test_a_repetition_is_equal_to_the_last_bit(full: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_a_repetition_is_equal_to_the_last_bit(full: DriftRun, tmp_path: Path) -> None:
     twin = open_run(write_full_run(tmp_path / "twin", size=SIZE))
     found = equality(full, twin)
     assert found.bit_equal and found.within(0.0) and found.largest == 0
@@ -215,7 +215,7 @@ def test_a_repetition_is_equal_to_the_last_bit(full: DriftRun, tmp_path: pathlib
 @pytest.mark.parametrize(
     "table", ["layers", "samples", "outputs", "params", "adjoint", "group_contributions"]
 )
-def test_one_changed_number_anywhere_is_found(full: DriftRun, copied: pathlib.Path, table: str) -> None:
+def test_one_changed_number_anywhere_is_found(full: DriftRun, copied: Path, table: str) -> None:
     column = {
         "layers": "drift_l2_mean",
         "samples": "cos",
@@ -231,7 +231,7 @@ def test_one_changed_number_anywhere_is_found(full: DriftRun, copied: pathlib.Pa
     assert found.where.startswith(f"{table}.{column}, ") and not found.unequal
 
 
-def test_the_last_bit_counts_for_bits_and_not_for_a_tolerance(full: DriftRun, copied: pathlib.Path) -> None:
+def test_the_last_bit_counts_for_bits_and_not_for_a_tolerance(full: DriftRun, copied: Path) -> None:
     value = full.layers()["drift_l2_mean"].iloc[0]
     spoil(copied, "layers", 0, "drift_l2_mean", math.nextafter(value, math.inf))
     found = equality(full, open_run(copied))
@@ -249,7 +249,7 @@ def test_the_last_bit_counts_for_bits_and_not_for_a_tolerance(full: DriftRun, co
     ids=["text", "missing truth", "count", "missing number"],
 )
 def test_no_tolerance_covers_text_counts_and_gaps(
-    full: DriftRun, copied: pathlib.Path, table: str, column: str, value: object
+    full: DriftRun, copied: Path, table: str, column: str, value: object
 ) -> None:
     spoil(copied, table, 5, column, value)
     found = equality(full, open_run(copied))
@@ -258,7 +258,7 @@ def test_no_tolerance_covers_text_counts_and_gaps(
     assert only.startswith(f"{table}.{column}: 1 row differs (")
 
 
-def test_rows_of_one_run_alone_are_counted(full: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_rows_of_one_run_alone_are_counted(full: DriftRun, tmp_path: Path) -> None:
     other = open_run(write_full_run(tmp_path / "b", size=SIZE, tasks=("cars",)))
     found = equality(full, other)
     num_rows = 2 * len(full.variants) * len(full.manifest.layers)
@@ -266,7 +266,7 @@ def test_rows_of_one_run_alone_are_counted(full: DriftRun, tmp_path: pathlib.Pat
     assert not found.within(math.inf)
 
 
-def test_order_of_rows_does_not_matter(full: DriftRun, copied: pathlib.Path) -> None:
+def test_order_of_rows_does_not_matter(full: DriftRun, copied: Path) -> None:
     path = copied / "tables" / "samples.parquet"
     rows = pq.read_table(path)
     pq.write_table(rows.take(list(range(rows.num_rows))[::-1]), path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,19 +46,19 @@ def filled(full: DriftRun) -> Manifest:
     return found
 
 
-def written(folder: pathlib.Path, manifest: Manifest) -> dict[str, Any]:
+def written(folder: Path, manifest: Manifest) -> dict[str, Any]:
     write_manifest(folder, manifest)
     record: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     del record["digest"]
     return record
 
 
-def test_the_file_is_the_plain_copy_of_all_nested_records(full: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_the_file_is_the_plain_copy_of_all_nested_records(full: DriftRun, tmp_path: Path) -> None:
     manifest = filled(full)
     assert written(tmp_path, manifest) == json.loads(json.dumps(dataclasses.asdict(manifest)))
 
 
-def test_writing_what_was_read_gives_the_same_bytes(full: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_writing_what_was_read_gives_the_same_bytes(full: DriftRun, tmp_path: Path) -> None:
     write_manifest(tmp_path, filled(full))
     first = (tmp_path / "manifest.json").read_bytes()
     write_manifest(tmp_path, read_manifest(tmp_path))
@@ -66,7 +66,7 @@ def test_writing_what_was_read_gives_the_same_bytes(full: DriftRun, tmp_path: pa
     assert manifest_is_intact(tmp_path)
 
 
-def test_writing_changes_nothing_in_the_manifest(full: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_writing_changes_nothing_in_the_manifest(full: DriftRun, tmp_path: Path) -> None:
     manifest = filled(full)
     before = dataclasses.asdict(manifest)
     written(tmp_path, manifest)
@@ -77,7 +77,7 @@ def test_writing_changes_nothing_in_the_manifest(full: DriftRun, tmp_path: pathl
 @given(spoils=tree_spoils)
 @example([("value", [0.0], 0.0)])
 def test_what_is_of_another_kind_is_refused_and_all_else_can_be_written_again(
-    full: DriftRun, tmp_path: pathlib.Path, spoils: Any
+    full: DriftRun, tmp_path: Path, spoils: Any
 ) -> None:
     record = {**spoiled_tree(dataclasses.asdict(filled(full)), spoils), "schema_version": "1.0"}
     (tmp_path / "manifest.json").write_text(json.dumps(record))
@@ -104,7 +104,7 @@ def test_what_is_of_another_kind_is_refused_and_all_else_can_be_written_again(
     ],
 )
 def test_a_field_of_another_kind_is_refused_by_name(
-    full: DriftRun, tmp_path: pathlib.Path, name: str, value: Any
+    full: DriftRun, tmp_path: Path, name: str, value: Any
 ) -> None:
     record = {**dataclasses.asdict(filled(full)), name: value}
     (tmp_path / "manifest.json").write_text(json.dumps(record))
@@ -116,12 +116,12 @@ NAME = "featcal"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     size = Size(blocks=1, samples=4, width=3, tests=8)
     return write_full_run(tmp_path_factory.mktemp("runs") / "run", tasks=("a",), size=size)
 
 
-def with_info(folder: pathlib.Path, **changes: Any) -> DriftRun:
+def with_info(folder: Path, **changes: Any) -> DriftRun:
     with RunWriter.resume(folder) as writer:
         info = CalibrationInfo("featcal", {}, "", 1.0, {"a": 8}, **changes)
         writer.describe(calibrations={NAME: info})
@@ -129,21 +129,19 @@ def with_info(folder: pathlib.Path, **changes: Any) -> DriftRun:
 
 
 @pytest.mark.parametrize("selection", [{}, {"tried": 3}], ids=["older run", "own chooser"])
-def test_a_record_that_does_not_compare_is_referred_to(
-    folder: pathlib.Path, selection: dict[str, Any]
-) -> None:
+def test_a_record_that_does_not_compare_is_referred_to(folder: Path, selection: dict[str, Any]) -> None:
     (sentence,) = selection_sentences(with_info(folder, automatic=True, selection=selection), NAME)
     assert "calibrations/featcal/config.yaml says how" in sentence
 
 
-def test_given_settings_say_nothing_and_an_unknown_name_is_refused(folder: pathlib.Path) -> None:
+def test_given_settings_say_nothing_and_an_unknown_name_is_refused(folder: Path) -> None:
     run = with_info(folder)
     assert selection_sentences(run, NAME) == []
     with pytest.raises(DataError, match="no calibration 'other'; it has featcal"):
         selection_sentences(run, "other")
 
 
-def test_the_manifest_keeps_the_choice_and_older_ones_still_open(folder: pathlib.Path) -> None:
+def test_the_manifest_keeps_the_choice_and_older_ones_still_open(folder: Path) -> None:
     run = with_info(
         folder, automatic=True, selection={"kept": "merged"}, preset="paper-clip", sites=("*.mlp.*",), seed=3
     )

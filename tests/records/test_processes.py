@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
+from pathlib import Path
 
 import pytest
 
@@ -48,7 +48,7 @@ with RunWriter.create(sys.argv[1], spec_yaml="", spec_digest="", name="killed") 
 
 
 @pytest.fixture
-def killed(tmp_path: pathlib.Path) -> tuple[pathlib.Path, int]:
+def killed(tmp_path: Path) -> tuple[Path, int]:
     """A run whose writer was killed in the middle of a table, and that writer's process id."""
     with process(HALF_A_TABLE, tmp_path / "run") as writer:
         writer.kill()
@@ -56,7 +56,7 @@ def killed(tmp_path: pathlib.Path) -> tuple[pathlib.Path, int]:
     return tmp_path / "run", writer.pid
 
 
-def test_a_second_process_is_refused_until_the_first_is_done(tmp_path: pathlib.Path) -> None:
+def test_a_second_process_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
     with process(HOLD, tmp_path / "run") as first:
         for attempt in (
             lambda: RunWriter.resume(tmp_path / "run"),
@@ -76,7 +76,7 @@ def test_a_second_process_is_refused_until_the_first_is_done(tmp_path: pathlib.P
     assert run.name == "held" and list(run.manifest.notices) == []
 
 
-def test_a_killed_writer_leaves_a_readable_run(killed: tuple[pathlib.Path, int]) -> None:
+def test_a_killed_writer_leaves_a_readable_run(killed: tuple[Path, int]) -> None:
     folder, _ = killed
     run = open_run(folder)
     assert run.accuracy()["metric"].tolist() == ["accuracy"]
@@ -84,7 +84,7 @@ def test_a_killed_writer_leaves_a_readable_run(killed: tuple[pathlib.Path, int])
     assert [summary.state for summary in find_runs(folder.parent)] == ["stopped"]
 
 
-def test_a_dead_owner_is_taken_over_with_a_notice(killed: tuple[pathlib.Path, int]) -> None:
+def test_a_dead_owner_is_taken_over_with_a_notice(killed: tuple[Path, int]) -> None:
     folder, pid = killed
     assert list(folder.rglob(".partial-*")), "the killed writer should have left half a file behind"
     with RunWriter.resume(folder) as writer:
@@ -114,14 +114,14 @@ def test_on_another_machine_the_heartbeat_decides(heartbeat: str | None, is_aliv
     assert "another-machine" in str(there)
 
 
-def test_a_note_of_a_live_process_counts_even_where_the_guard_was_removed(tmp_path: pathlib.Path) -> None:
+def test_a_note_of_a_live_process_counts_even_where_the_guard_was_removed(tmp_path: Path) -> None:
     with process(HOLD, tmp_path / "run") as first:
         (tmp_path / "run/run.lock.guard").unlink()
         with pytest.raises(RunLockedError, match=f"process {first.pid}"):
             RunLock(tmp_path / "run").acquire()
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="only Linux tells it")
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux tells it")
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_a_clock_that_is_set_makes_nobody_another_process(
     monkeypatch: pytest.MonkeyPatch, hours: int
@@ -144,7 +144,7 @@ def test_a_clock_that_is_set_makes_nobody_another_process(
     ],
     ids=str,
 )
-def test_a_note_of_the_wrong_kinds_is_nobodys(own: pathlib.Path, spoiled: dict[str, object]) -> None:
+def test_a_note_of_the_wrong_kinds_is_nobodys(own: Path, spoiled: dict[str, object]) -> None:
     right = dataclasses.asdict(Owner.this_process()) | {"host": "another-machine"}
     (own / "run.lock").write_text(json.dumps(right))
     assert living_owner_of(own) is not None
@@ -152,7 +152,7 @@ def test_a_note_of_the_wrong_kinds_is_nobodys(own: pathlib.Path, spoiled: dict[s
     assert living_owner_of(own) is None
 
 
-def test_a_damaged_note_blocks_nobody(own: pathlib.Path) -> None:
+def test_a_damaged_note_blocks_nobody(own: Path) -> None:
     (own / "run.lock").write_text("{not json")
     RunWriter.resume(own).__exit__(None, None, None)
     assert not (own / "run.lock").exists()

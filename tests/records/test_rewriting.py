@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pathlib
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -55,7 +55,7 @@ with RunWriter.resume(sys.argv[1]) as writer:
 
 
 @pytest.mark.parametrize("moment", ["before it is written", "before it lands", "after it has landed"])
-def test_a_killed_writer_leaves_every_table_listed_as_it_is(own: pathlib.Path, moment: str) -> None:
+def test_a_killed_writer_leaves_every_table_listed_as_it_is(own: Path, moment: str) -> None:
     before = read_manifest(own).files
     with process(KILLED.format(moment=moment, row=ROW), own) as writer:
         writer.kill()
@@ -75,7 +75,7 @@ def test_a_killed_writer_leaves_every_table_listed_as_it_is(own: pathlib.Path, m
 @pytest.mark.parametrize("call", range(4))
 @pytest.mark.parametrize("function", ["write_manifest", "describe_file", "appended", "write_rows"])
 def test_ctrl_c_leaves_every_table_listed_as_it_is(
-    own: pathlib.Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int
+    own: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int
 ) -> None:
     before = read_manifest(own).files
     writer = RunWriter.resume(own)
@@ -94,7 +94,7 @@ def test_ctrl_c_leaves_every_table_listed_as_it_is(
 
 
 def test_a_table_that_nobody_touches_keeps_its_entry_while_a_calibration_is_taken_out(
-    own: pathlib.Path,
+    own: Path,
 ) -> None:
     before = read_manifest(own).files
     with RunWriter.resume(own) as writer:
@@ -102,7 +102,7 @@ def test_a_table_that_nobody_touches_keeps_its_entry_while_a_calibration_is_take
         assert read_manifest(own).files == before
 
 
-def test_a_file_that_is_neither_the_old_nor_the_new_one_is_found(own: pathlib.Path) -> None:
+def test_a_file_that_is_neither_the_old_nor_the_new_one_is_found(own: Path) -> None:
     with process(KILLED.format(moment="before it lands", row=ROW), own) as writer:
         writer.kill()
         writer.wait()
@@ -114,7 +114,7 @@ def test_a_file_that_is_neither_the_old_nor_the_new_one_is_found(own: pathlib.Pa
 
 @pytest.mark.parametrize("call", range(3))
 def test_an_attached_file_stays_listed_while_it_is_replaced(
-    own: pathlib.Path, monkeypatch: pytest.MonkeyPatch, call: int
+    own: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     with attach(own, "reports/report.html") as path:
         path.write_text("first")
@@ -129,7 +129,7 @@ def test_an_attached_file_stays_listed_while_it_is_replaced(
     assert verify(own).ok and not verify(own).unlisted and not read_manifest(own).rewriting
 
 
-def test_attaching_that_fails_leaves_the_old_file_listed(own: pathlib.Path) -> None:
+def test_attaching_that_fails_leaves_the_old_file_listed(own: Path) -> None:
     with attach(own, "reports/report.html") as path:
         path.write_text("first")
     before = read_manifest(own)
@@ -168,7 +168,7 @@ WORK: dict[str, Work] = {
 
 
 @pytest.mark.parametrize("name", WORK)
-def test_a_folder_that_is_gone_stays_gone(own: pathlib.Path, name: str) -> None:
+def test_a_folder_that_is_gone_stays_gone(own: Path, name: str) -> None:
     with (
         pytest.raises(RunError, match="was removed, moved or replaced") as caught,
         RunWriter.resume(own) as writer,
@@ -180,7 +180,7 @@ def test_a_folder_that_is_gone_stays_gone(own: pathlib.Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", few(WORK, ["a table", "nothing more"]))
-def test_another_run_in_its_place_is_left_alone(own: pathlib.Path, name: str) -> None:
+def test_another_run_in_its_place_is_left_alone(own: Path, name: str) -> None:
     with pytest.raises(RunError, match="was removed, moved or replaced"), RunWriter.resume(own) as writer:
         shutil.rmtree(own)
         write_run(own)
@@ -192,13 +192,13 @@ def test_another_run_in_its_place_is_left_alone(own: pathlib.Path, name: str) ->
     other.release()
 
 
-def test_what_fails_because_the_folder_is_gone_is_told_as_that(own: pathlib.Path) -> None:
+def test_what_fails_because_the_folder_is_gone_is_told_as_that(own: Path) -> None:
     with pytest.raises(RunError, match="was removed"), RunWriter.resume(own):
         shutil.rmtree(own)
         (own / "spec.yaml").read_text()
 
 
-def test_a_job_that_was_cancelled_is_that_even_without_its_folder(own: pathlib.Path) -> None:
+def test_a_job_that_was_cancelled_is_that_even_without_its_folder(own: Path) -> None:
     with pytest.raises(Cancelled), RunWriter.resume(own):
         shutil.rmtree(own)
         raise Cancelled("cancelled")
@@ -206,7 +206,7 @@ def test_a_job_that_was_cancelled_is_that_even_without_its_folder(own: pathlib.P
 
 
 def test_a_file_is_not_attached_to_a_run_that_took_the_place_of_the_one_it_is_about(
-    own: pathlib.Path,
+    own: Path,
 ) -> None:
     with pytest.raises((RunError, OSError)), attach(own, "reports/report.html") as path:
         path.write_text("text")

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import pathlib
 import subprocess
 import sys
 import textwrap
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,7 @@ from driftlens.runs.schema import CALIBRATION, SAMPLES
 from tests.records.full_run import write_run
 
 
-def edit_manifest(folder: pathlib.Path, **entries: object) -> None:
+def edit_manifest(folder: Path, **entries: object) -> None:
     path = folder / "manifest.json"
     record = json.loads(path.read_text(encoding="utf-8")) | entries
     path.write_text(json.dumps(record), encoding="utf-8")
@@ -117,14 +117,14 @@ def test_asking_for_what_is_not_there_names_what_is(
         ask(run)  # type: ignore[operator]
 
 
-def test_tables_never_computed_are_empty_with_all_columns(own: pathlib.Path) -> None:
+def test_tables_never_computed_are_empty_with_all_columns(own: Path) -> None:
     assert tuple(open_run(own).calibration().columns) == CALIBRATION.names
     assert open_run(own).calibration().empty
     unlabelled = open_run(write_run(own.parent / "unlabelled", has_labels=False, has_heads=False))
     assert unlabelled.accuracy().empty and unlabelled.outputs("cars").empty
 
 
-def test_features_of_a_layer_that_is_not_stored_are_not_missing(own: pathlib.Path) -> None:
+def test_features_of_a_layer_that_is_not_stored_are_not_missing(own: Path) -> None:
     manifest = json.loads((own / "manifest.json").read_text(encoding="utf-8"))
     del manifest["files"]["features/cars/merged/002.npy"]
     edit_manifest(own, files=manifest["files"])
@@ -137,7 +137,7 @@ def test_features_of_a_layer_that_is_not_stored_are_not_missing(own: pathlib.Pat
 
 
 @pytest.mark.parametrize("damage", ["removed", "truncated"])
-def test_a_damaged_table_is_named_and_the_others_still_open(own: pathlib.Path, damage: str) -> None:
+def test_a_damaged_table_is_named_and_the_others_still_open(own: Path, damage: str) -> None:
     path = own / "tables/samples.parquet"
     if damage == "removed":
         path.unlink()
@@ -149,14 +149,14 @@ def test_a_damaged_table_is_named_and_the_others_still_open(own: pathlib.Path, d
     assert len(run.layers()) == 16
 
 
-def test_truncated_features_are_named(own: pathlib.Path) -> None:
+def test_truncated_features_are_named(own: Path) -> None:
     path = own / "features/cars/merged/004.npy"
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(RunError, match=r"004\.npy can't be read"):
         open_run(own).features("cars", "merged", "final")
 
 
-def test_pickled_features_are_not_unpickled(own: pathlib.Path) -> None:
+def test_pickled_features_are_not_unpickled(own: Path) -> None:
     np.save(own / "features/cars/merged/004.npy", np.array([print], dtype=object), allow_pickle=True)
     with pytest.raises(RunError, match=r"004\.npy can't be read"):
         open_run(own).features("cars", "merged", "final")
@@ -177,30 +177,30 @@ def test_pickled_features_are_not_unpickled(own: pathlib.Path) -> None:
     ],
     ids=["torn", "a list", "empty", "odd version", "text for a list", "odd layer"],
 )
-def test_a_damaged_manifest_is_named(own: pathlib.Path, text: str, complaint: str) -> None:
+def test_a_damaged_manifest_is_named(own: Path, text: str, complaint: str) -> None:
     (own / "manifest.json").write_text(text)
     with pytest.raises(RunError, match=complaint):
         open_run(own)
 
 
-def test_a_newer_schema_is_refused_by_name(own: pathlib.Path) -> None:
+def test_a_newer_schema_is_refused_by_name(own: Path) -> None:
     edit_manifest(own, schema_version="2.0", files="whatever version 2 makes of it")
     with pytest.raises(SchemaTooNewError, match=r"schema 2\.0; this DriftLens knows 1\.8") as caught:
         open_run(own)
     assert "newer DriftLens" in caught.value.hint
 
 
-def test_unknown_entries_of_a_newer_minor_version_do_no_harm(own: pathlib.Path) -> None:
+def test_unknown_entries_of_a_newer_minor_version_do_no_harm(own: Path) -> None:
     edit_manifest(own, schema_version="1.99", weather="fine")
     assert open_run(own).tasks == ("cars", "mnist")
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"is not a run: it has no manifest\.json"):
         open_run(tmp_path / "nowhere")
 
 
-def test_names_are_escaped_in_notebooks(tmp_path: pathlib.Path) -> None:
+def test_names_are_escaped_in_notebooks(tmp_path: Path) -> None:
     name = "<script>alert(1)</script>"
     run = open_run(write_run(tmp_path / "run", name=name, tasks=[name, "mnist"]))
     tags: list[str] = []
@@ -243,7 +243,7 @@ def test_frames_have_units_and_their_categories_are_in_the_order_of_the_run(run:
         run.frame("layer")
 
 
-def test_a_table_becomes_a_dataset_along_its_key(run: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_a_table_becomes_a_dataset_along_its_key(run: DriftRun, tmp_path: Path) -> None:
     pytest.importorskip("xarray", reason="to_xarray needs it, and nothing else does")
     found = run.to_xarray()
     assert dict(found.sizes) == {"task": len(run.tasks), "variant": 2, "layer": len(run.manifest.layers)}
@@ -261,7 +261,7 @@ def test_without_xarray_an_error_says_what_to_install(run: DriftRun, monkeypatch
     assert "pip install xarray" in refused.value.hint
 
 
-def test_a_listing_keeps_unreadable_runs_with_their_reason(tmp_path: pathlib.Path) -> None:
+def test_a_listing_keeps_unreadable_runs_with_their_reason(tmp_path: Path) -> None:
     write_run(tmp_path / "good", tasks=["cars"])
     write_run(tmp_path / "spoilt")
     (tmp_path / "spoilt/manifest.json").write_text("{")
@@ -277,7 +277,7 @@ def test_a_listing_keeps_unreadable_runs_with_their_reason(tmp_path: pathlib.Pat
     assert find_runs(tmp_path / "nowhere") == []
 
 
-def test_a_run_opens_where_torch_does_not_import(saved: pathlib.Path) -> None:
+def test_a_run_opens_where_torch_does_not_import(saved: Path) -> None:
     script = """
         import sys
         sys.modules["torch"] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import pathlib
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -139,16 +139,16 @@ AFTER = "calibrated:featcal"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_full_run(tmp_path_factory.mktemp("findings") / "run", size=Size(blocks=1, samples=8))
 
 
 @pytest.fixture(scope="module")
-def frame(folder: pathlib.Path) -> pd.DataFrame:
+def frame(folder: Path) -> pd.DataFrame:
     return dl.open_run(folder).findings().set_index(KEY)
 
 
-def test_rows_are_the_numbers_of_the_tables(folder: pathlib.Path, frame: pd.DataFrame) -> None:
+def test_rows_are_the_numbers_of_the_tables(folder: Path, frame: pd.DataFrame) -> None:
     run = dl.open_run(folder)
     assert frame.index.is_unique and frame["value"].notna().all()
     columns = {"drift": "drift_l2_mean", "relative": "drift_rel", "cosine": "cos_mean"}
@@ -166,7 +166,7 @@ def test_rows_are_the_numbers_of_the_tables(folder: pathlib.Path, frame: pd.Data
 
 
 def test_changes_are_those_of_a_comparison_and_means_are_over_the_tasks(
-    folder: pathlib.Path, frame: pd.DataFrame
+    folder: Path, frame: pd.DataFrame
 ) -> None:
     for row in compare(folder, before="merged", after=AFTER).tasks.to_dict("records"):
         at = (row["task"], AFTER, "merged")
@@ -184,7 +184,7 @@ def test_changes_are_those_of_a_comparison_and_means_are_over_the_tasks(
     assert frame["paired"].isna().eq(frame.index.get_level_values("against") == "").all()
 
 
-def test_only_like_scores_have_a_mean(tmp_path: pathlib.Path) -> None:
+def test_only_like_scores_have_a_mean(tmp_path: Path) -> None:
     write_scored_run(tmp_path / "run")
     rows = dl.open_run(tmp_path / "run").findings()
     means = rows[(rows["task"] == "") & (rows["against"] == "")].set_index(["measure", "variant"])

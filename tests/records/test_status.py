@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from tests.records.stopping import process
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "[1]", "5", "null", '"x"', "{}", "[" * 100_000], ids=lambda text: text[:3]
 )
-def test_what_is_no_status_is_damaged(tmp_path: pathlib.Path, text: str) -> None:
+def test_what_is_no_status_is_damaged(tmp_path: Path, text: str) -> None:
     (tmp_path / "status.json").write_text(text)
     with pytest.raises(RunError, match=r"status\.json can't be read") as caught:
         read_status(tmp_path)
@@ -55,7 +55,7 @@ def test_what_is_no_status_is_damaged(tmp_path: pathlib.Path, text: str) -> None
     ],
     ids=lambda values: str(values)[:40],
 )
-def test_a_value_of_another_type_is_damage(tmp_path: pathlib.Path, values: dict[str, Any]) -> None:
+def test_a_value_of_another_type_is_damage(tmp_path: Path, values: dict[str, Any]) -> None:
     write_status(tmp_path, Status("running", metrics={"loss": float("nan")}))
     assert read_status(tmp_path) is not None
     file = tmp_path / "status.json"
@@ -64,12 +64,12 @@ def test_a_value_of_another_type_is_damage(tmp_path: pathlib.Path, values: dict[
         read_status(tmp_path)
 
 
-def test_keys_of_a_later_version_are_passed_over(tmp_path: pathlib.Path) -> None:
+def test_keys_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"state": "done", "progress": "x"}')
     assert read_status(tmp_path) == Status("done")
 
 
-def test_a_finished_run_is_listed_as_done_with_what_is_damaged(own: pathlib.Path) -> None:
+def test_a_finished_run_is_listed_as_done_with_what_is_damaged(own: Path) -> None:
     (own / "status.json").write_text("[]")
     run = open_run(own)
     (said,) = left_undone(run)
@@ -79,14 +79,14 @@ def test_a_finished_run_is_listed_as_done_with_what_is_damaged(own: pathlib.Path
     assert (last_work(run)[0], current_state(run)) == ("unknown", "done")
 
 
-def test_a_status_that_was_removed_as_the_hint_says_leaves_a_finished_run_done(own: pathlib.Path) -> None:
+def test_a_status_that_was_removed_as_the_hint_says_leaves_a_finished_run_done(own: Path) -> None:
     (own / "status.json").unlink()
     (summary,) = find_runs(own)
     assert (summary.problem, summary.state, summary.left) == ("", "done", ())
 
 
 @pytest.mark.parametrize("text", ["[]", None], ids=["damaged", "removed"])
-def test_a_run_that_is_worked_on_is_running_whatever_its_status(own: pathlib.Path, text: str | None) -> None:
+def test_a_run_that_is_worked_on_is_running_whatever_its_status(own: Path, text: str | None) -> None:
     (own / "status.json").unlink()
     if text is not None:
         (own / "status.json").write_text(text)
@@ -109,7 +109,7 @@ with RunWriter.resume(sys.argv[1]) as writer:
 """
 
 
-def end_early(folder: pathlib.Path, phase: str, error: BaseException, *variants: str) -> None:
+def end_early(folder: Path, phase: str, error: BaseException, *variants: str) -> None:
     with pytest.raises(type(error)), RunWriter.resume(folder) as writer:
         writer.begin_variants(variants)
         with writer.phase(phase):
@@ -125,7 +125,7 @@ def end_early(folder: pathlib.Path, phase: str, error: BaseException, *variants:
     ids=["cancelled", "failed"],
 )
 def test_a_calibration_that_ends_early_leaves_the_run_done(
-    own: pathlib.Path, error: Exception, state: str, words: str
+    own: Path, error: Exception, state: str, words: str
 ) -> None:
     end_early(own, "calibrate:x", error, "baseline:x-anchor", "calibrated:x")
     run = open_run(own)
@@ -141,7 +141,7 @@ def test_a_calibration_that_ends_early_leaves_the_run_done(
     )
 
 
-def test_a_calibration_that_is_killed_leaves_the_run_done(own: pathlib.Path) -> None:
+def test_a_calibration_that_is_killed_leaves_the_run_done(own: Path) -> None:
     with process(KILLED, own) as writer:
         (running,) = find_runs(own)
         assert (running.state, running.left) == ("running", ())
@@ -153,7 +153,7 @@ def test_a_calibration_that_is_killed_leaves_the_run_done(own: pathlib.Path) -> 
     assert said.startswith("calibration 'a b' was interrupted; ") and "--name 'a b' --resume" in said
 
 
-def test_it_is_told_until_it_is_finished_or_taken_out(own: pathlib.Path) -> None:
+def test_it_is_told_until_it_is_finished_or_taken_out(own: Path) -> None:
     end_early(own, "calibrate:x", Cancelled("cancelled"), "calibrated:x")
     RunWriter.resume(own).__exit__(None, None, None)  # other work, which succeeds
     assert last_work(open_run(own))[0] == "done" and len(left_undone(open_run(own))) == 1
@@ -162,7 +162,7 @@ def test_it_is_told_until_it_is_finished_or_taken_out(own: pathlib.Path) -> None
     assert left_undone(open_run(own)) == ()
 
 
-def test_work_that_leaves_nothing_to_go_on_with_is_told_while_it_is_the_last(own: pathlib.Path) -> None:
+def test_work_that_leaves_nothing_to_go_on_with_is_told_while_it_is_the_last(own: Path) -> None:
     end_early(own, "sweep:0", RunError("the disk is full"))
     run = open_run(own)
     assert current_state(run) == "done"
@@ -173,7 +173,7 @@ def test_work_that_leaves_nothing_to_go_on_with_is_told_while_it_is_the_last(own
     assert left_undone(open_run(own)) == ()
 
 
-def test_a_run_whose_own_analysis_ends_early_is_not_done(own: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_run_whose_own_analysis_ends_early_is_not_done(own: Path, tmp_path: Path) -> None:
     again = shutil.copytree(own, tmp_path / "again")
     end_early(again, "evaluate:cars", Cancelled("cancelled"))
     new = tmp_path / "new"

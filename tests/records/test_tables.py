@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import pathlib
 import struct
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -55,7 +55,7 @@ def plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
 def test_what_is_written_is_read_bit_for_bit(table: Table, data: st.DataObject) -> None:
     rows = data.draw(rows_of(table))
     with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "table.parquet"
+        path = Path(folder) / "table.parquet"
         append_rows(path, table, frame_of(rows, table))
         frame = read_table(path, table)
     assert plain(frame) == plain(frame_of(rows, table))
@@ -67,7 +67,7 @@ def test_what_is_written_is_read_bit_for_bit(table: Table, data: st.DataObject) 
 def test_earlier_rows_keep_their_bits_when_rows_are_added(data: st.DataObject) -> None:
     rows = data.draw(rows_of(ACCURACY))
     with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "table.parquet"
+        path = Path(folder) / "table.parquet"
         append_rows(path, ACCURACY, frame_of(rows, ACCURACY))
         append_rows(path, ACCURACY, pd.DataFrame([{"task": "a later task", "variant": "", "metric": ""}]))
         frame = read_table(path, ACCURACY)
@@ -75,7 +75,7 @@ def test_earlier_rows_keep_their_bits_when_rows_are_added(data: st.DataObject) -
     assert len(frame) == len(rows) + 1
 
 
-def test_a_repeated_key_is_refused_unless_it_replaces(tmp_path: pathlib.Path) -> None:
+def test_a_repeated_key_is_refused_unless_it_replaces(tmp_path: Path) -> None:
     path = tmp_path / "table.parquet"
     append_rows(path, RESOURCES, pd.DataFrame({"phase": ["load", "walk"], "seconds": [1.0, 2.0]}))
     again = pd.DataFrame({"phase": ["load"], "seconds": [9.0]})
@@ -87,7 +87,7 @@ def test_a_repeated_key_is_refused_unless_it_replaces(tmp_path: pathlib.Path) ->
     assert sorted(rows) == [["load", 9.0], ["walk", 2.0]]
 
 
-def test_keys_of_several_columns_clash_only_as_a_whole(tmp_path: pathlib.Path) -> None:
+def test_keys_of_several_columns_clash_only_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "table.parquet"
     first = pd.DataFrame([{"task": "a", "variant": "merged", "layer": 1}])
     append_rows(path, LAYERS, first)
@@ -121,18 +121,18 @@ def test_conform_leaves_its_argument_alone() -> None:
     pd.testing.assert_frame_equal(frame, pd.DataFrame({"seconds": [1], "phase": ["load"]}))
 
 
-def test_units_and_version_stand_in_the_file(tmp_path: pathlib.Path) -> None:
+def test_units_and_version_stand_in_the_file(tmp_path: Path) -> None:
     append_rows(tmp_path / "r.parquet", RESOURCES, pd.DataFrame({"phase": ["load"]}))
     schema = pq.read_schema(tmp_path / "r.parquet")
     assert schema.metadata[b"driftlens.schema_version"] == b"1.8"
     assert schema.field("seconds").metadata[b"unit"] == b"s"
 
 
-def rewrite(path: pathlib.Path, table: pa.Table, version: str) -> None:
+def rewrite(path: Path, table: pa.Table, version: str) -> None:
     pq.write_table(table.replace_schema_metadata({"driftlens.schema_version": version}), path)
 
 
-def test_a_column_that_an_older_version_lacked_is_null(tmp_path: pathlib.Path) -> None:
+def test_a_column_that_an_older_version_lacked_is_null(tmp_path: Path) -> None:
     path = tmp_path / "r.parquet"
     rewrite(path, pa.table({"phase": ["load"], "seconds": [1.5]}), "1.0")
     frame = read_table(path, RESOURCES)
@@ -140,13 +140,13 @@ def test_a_column_that_an_older_version_lacked_is_null(tmp_path: pathlib.Path) -
     assert frame["seconds"].tolist() == [1.5]
 
 
-def test_a_column_of_a_newer_minor_version_is_left_out(tmp_path: pathlib.Path) -> None:
+def test_a_column_of_a_newer_minor_version_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "r.parquet"
     rewrite(path, pa.table({"phase": ["load"], "noise_db": [60.0]}), "1.9")
     assert tuple(read_table(path, RESOURCES).columns) == RESOURCES.names
 
 
-def test_a_newer_major_version_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+def test_a_newer_major_version_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "r.parquet"
     rewrite(path, pa.table({"phase": ["load"]}), "2.0")
     with pytest.raises(SchemaTooNewError, match=r"r\.parquet has schema 2\.0"):
@@ -154,7 +154,7 @@ def test_a_newer_major_version_is_refused_by_name(tmp_path: pathlib.Path) -> Non
 
 
 @pytest.mark.parametrize("kept", [0, 3, 200, -1], ids=["empty", "magic only", "head only", "last byte gone"])
-def test_a_truncated_table_is_named(tmp_path: pathlib.Path, kept: int) -> None:
+def test_a_truncated_table_is_named(tmp_path: Path, kept: int) -> None:
     path = tmp_path / "r.parquet"
     append_rows(path, RESOURCES, pd.DataFrame({"phase": ["load"]}))
     path.write_bytes(path.read_bytes()[:kept])
@@ -162,7 +162,7 @@ def test_a_truncated_table_is_named(tmp_path: pathlib.Path, kept: int) -> None:
         read_table(path, RESOURCES)
 
 
-def test_bytes_that_are_no_text_are_damage(tmp_path: pathlib.Path) -> None:
+def test_bytes_that_are_no_text_are_damage(tmp_path: Path) -> None:
     path = tmp_path / "r.parquet"
     ends, letters = pa.py_buffer(struct.pack("ii", 0, 4)), pa.py_buffer(b"lo\x80d")
     rewrite(path, pa.table({"phase": pa.StringArray.from_buffers(1, ends, letters)}), "1.0")
@@ -170,14 +170,14 @@ def test_bytes_that_are_no_text_are_damage(tmp_path: pathlib.Path) -> None:
         read_table(path, RESOURCES)
 
 
-def test_a_table_without_its_key_is_another_table(tmp_path: pathlib.Path) -> None:
+def test_a_table_without_its_key_is_another_table(tmp_path: Path) -> None:
     path = tmp_path / "r.parquet"
     rewrite(path, pa.table({"colour": ["red"]}), "1.0")
     with pytest.raises(RunError, match="is not the table 'resources'"):
         read_table(path, RESOURCES)
 
 
-def test_a_folder_whose_name_looks_like_a_partition_adds_no_column(tmp_path: pathlib.Path) -> None:
+def test_a_folder_whose_name_looks_like_a_partition_adds_no_column(tmp_path: Path) -> None:
     path = tmp_path / "phase=walk" / "r.parquet"
     append_rows(path, RESOURCES, pd.DataFrame({"phase": ["load"]}))
     assert read_table(path, RESOURCES)["phase"].tolist() == ["load"]

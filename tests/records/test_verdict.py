@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pathlib
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -221,7 +221,7 @@ def test_no_command_for_live_modules_nor_a_choice_twice_nor_one_on_a_stopped_run
 
 def test_files_for_others_name_the_folder_and_not_where_it_lies(manifest: Manifest) -> None:
     run = run_of(manifest, at(expert=[380], merged=[300]), 400, {})
-    moved = DriftRun(pathlib.Path("/home/somebody/my runs/first one"), run.manifest)
+    moved = DriftRun(Path("/home/somebody/my runs/first one"), run.manifest)
     moved._frames |= run._frames
     found = verdict(moved)
     assert "calibrate '/home/somebody/my runs/first one' " in found.command
@@ -237,7 +237,7 @@ def test_a_named_calibration_is_judged_and_not_called_the_newest(manifest: Manif
     assert said_of(verdict(run), CAL).startswith("cal (newest calibration):")
 
 
-def test_without_scores_relative_drift_is_judged(tmp_path: pathlib.Path) -> None:
+def test_without_scores_relative_drift_is_judged(tmp_path: Path) -> None:
     run = open_run(write_full_run(tmp_path / "run", has_labels=False, size=Size(blocks=1, samples=40)))
     found, final = verdict(run), run.layers(layer="final").groupby("variant")["drift_rel"].mean()
     assert found.measure.title == "relative drift" and "ccuracy" not in " ".join(found.sentences)
@@ -251,7 +251,7 @@ def test_without_scores_relative_drift_is_judged(tmp_path: pathlib.Path) -> None
     assert found.gaps[1].change.value == pytest.approx(final["calibrated:featcal"] - final["merged"])
 
 
-def test_scores_of_other_metrics_are_in_no_mean_with_shares(tmp_path: pathlib.Path) -> None:
+def test_scores_of_other_metrics_are_in_no_mean_with_shares(tmp_path: Path) -> None:
     run = write_scored_run(tmp_path / "run")
     found = verdict(run)
     assert found.tasks == ("match", "pick", "similar")
@@ -259,14 +259,14 @@ def test_scores_of_other_metrics_are_in_no_mean_with_shares(tmp_path: pathlib.Pa
     assert rows["words"][1:4] == (None, None, None) and rows["pick"][3] is not None
 
 
-def test_a_run_that_measured_nothing_says_so(tmp_path: pathlib.Path) -> None:
+def test_a_run_that_measured_nothing_says_so(tmp_path: Path) -> None:
     only_base = open_run(write_full_run(tmp_path / "run", variants=("base",), size=Size(blocks=1)))
     assert verdict(only_base).sentences == ("Nothing was measured that a verdict could rest on.",)
     assert not task_sheet(only_base, verdict(only_base)).rows
 
 
 def test_layers_have_the_names_of_their_blocks(manifest: Manifest) -> None:
-    run = DriftRun(pathlib.Path("nowhere"), manifest)
+    run = DriftRun(Path("nowhere"), manifest)
     assert [run.layer_name(layer) for layer in (1, 3)] == [
         "visual.conv1 (layer 1 of 4)",
         "block 1 (layer 3 of 4)",
@@ -309,7 +309,7 @@ def test_the_control_beside_a_gain_is_the_same_calibration_at_rho_1(manifest: Ma
     assert not told([*points[:2], older]) and not told([{**points[2], "n": 16}])
 
 
-PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "questions.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "questions.md").read_text(encoding="utf-8")
 QUESTIONS = [line.split(" | ")[1:] for line in PAGE.splitlines() if line[2:3].isdigit()]
 
 

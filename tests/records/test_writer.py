@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,11 @@ from driftlens.runs.writer import RunWriter, energy_wh
 from tests.records.stopping import accuracy_of, contents
 
 
-def new(path: pathlib.Path, **options: Any) -> RunWriter:
+def new(path: Path, **options: Any) -> RunWriter:
     return RunWriter.create(path, spec_yaml="name: x\n", spec_digest="d", name="My run", **options)
 
 
-def test_a_finished_run_lists_every_file_as_it_is(saved: pathlib.Path) -> None:
+def test_a_finished_run_lists_every_file_as_it_is(saved: Path) -> None:
     files = read_manifest(saved).files
     assert set(files) == set(contents(saved)) - {
         "manifest.json",
@@ -47,13 +47,13 @@ def test_a_finished_run_lists_every_file_as_it_is(saved: pathlib.Path) -> None:
     assert verify(saved).ok
 
 
-def test_ids_of_two_runs_differ_and_name_them(tmp_path: pathlib.Path) -> None:
+def test_ids_of_two_runs_differ_and_name_them(tmp_path: Path) -> None:
     with new(tmp_path / "a") as first, new(tmp_path / "b") as second:
         assert first.manifest.id != second.manifest.id
         assert first.manifest.id.startswith("my-run-")
 
 
-def test_an_exception_leaves_the_run_failed_readable_and_unlocked(tmp_path: pathlib.Path) -> None:
+def test_an_exception_leaves_the_run_failed_readable_and_unlocked(tmp_path: Path) -> None:
     with pytest.raises(DataError), new(tmp_path / "r") as writer, writer.phase("load"):
         writer.append("accuracy", accuracy_of("cars", 0.5))
         raise DataError("no images in cars", hint="Check the folder.")
@@ -69,7 +69,7 @@ def test_an_exception_leaves_the_run_failed_readable_and_unlocked(tmp_path: path
 
 
 @pytest.mark.parametrize("stop", [Cancelled("cancelled"), KeyboardInterrupt()], ids=["token", "ctrl-c"])
-def test_a_cancelled_run_says_so(tmp_path: pathlib.Path, stop: BaseException) -> None:
+def test_a_cancelled_run_says_so(tmp_path: Path, stop: BaseException) -> None:
     with pytest.raises(type(stop)), new(tmp_path / "r") as writer, writer.phase("walk"):
         raise stop
     status = read_status(tmp_path / "r")
@@ -77,8 +77,8 @@ def test_a_cancelled_run_says_so(tmp_path: pathlib.Path, stop: BaseException) ->
     assert read_manifest(tmp_path / "r").phases["walk"].state == "cancelled"
 
 
-def test_a_failure_while_writing_leaves_the_old_table(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
-    def half_a_table(rows: Any, path: pathlib.Path, **options: Any) -> None:
+def test_a_failure_while_writing_leaves_the_old_table(tmp_path: Path, monkeypatch: Any) -> None:
+    def half_a_table(rows: Any, path: Path, **options: Any) -> None:
         path.write_bytes(b"PAR1 half of it")
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -94,7 +94,7 @@ def test_a_failure_while_writing_leaves_the_old_table(tmp_path: pathlib.Path, mo
 
 
 def test_a_disk_that_takes_nothing_more_does_not_hide_the_first_error(
-    tmp_path: pathlib.Path, monkeypatch: Any
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     def full(*_: Any) -> None:
         raise RunError("disk full")
@@ -107,7 +107,7 @@ def test_a_disk_that_takes_nothing_more_does_not_hide_the_first_error(
     RunWriter.resume(tmp_path / "r").__exit__(None, None, None)
 
 
-def test_energy_is_the_sum_of_the_processors_counters_where_they_may_be_read(tmp_path: pathlib.Path) -> None:
+def test_energy_is_the_sum_of_the_processors_counters_where_they_may_be_read(tmp_path: Path) -> None:
     """In a folder like Linux's: a package's own parts are counted in it, and other counters are no processor's."""
     assert energy_wh(tmp_path) is None
     microjoules = {"intel-rapl:0": 3.6e9, "intel-rapl:0:1": 7e9, "intel-rapl:1": 7.2e9, "dtpm": 9e9}
@@ -119,7 +119,7 @@ def test_energy_is_the_sum_of_the_processors_counters_where_they_may_be_read(tmp
     assert energy_wh(tmp_path) is None
 
 
-def test_a_phase_has_the_energy_that_was_used_in_it(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+def test_a_phase_has_the_energy_that_was_used_in_it(tmp_path: Path, monkeypatch: Any) -> None:
     """Nothing where a counter has started again in between, as less than nothing is no energy."""
     readings = iter([10.0, 10.5, 12.0, 1.0])
     monkeypatch.setattr("driftlens.runs.writer.energy_wh", lambda: next(readings))
@@ -131,7 +131,7 @@ def test_a_phase_has_the_energy_that_was_used_in_it(tmp_path: pathlib.Path, monk
     assert rows.loc["load", "energy_wh"] == 0.5 and pd.isna(rows.loc["walk", "energy_wh"])
 
 
-def test_a_finished_phase_is_not_done_again(tmp_path: pathlib.Path) -> None:
+def test_a_finished_phase_is_not_done_again(tmp_path: Path) -> None:
     with pytest.raises(DataError), new(tmp_path / "r") as writer:
         with writer.phase("load") as usage:
             usage["energy_wh"] = 0.25
@@ -149,7 +149,7 @@ def test_a_finished_phase_is_not_done_again(tmp_path: pathlib.Path) -> None:
     assert open_run(tmp_path / "r").status.state == "done"  # type: ignore[union-attr]
 
 
-def test_adding_to_a_run_leaves_its_other_files_as_they_are(own: pathlib.Path) -> None:
+def test_adding_to_a_run_leaves_its_other_files_as_they_are(own: Path) -> None:
     before = contents(own)
     with RunWriter.resume(own) as writer:
         writer.describe(variants=["calibrated:featcal"])
@@ -163,7 +163,7 @@ def test_adding_to_a_run_leaves_its_other_files_as_they_are(own: pathlib.Path) -
     assert verify(own).ok
 
 
-def test_a_damaged_file_is_not_blessed_by_a_later_run_of_the_writer(own: pathlib.Path) -> None:
+def test_a_damaged_file_is_not_blessed_by_a_later_run_of_the_writer(own: Path) -> None:
     path = own / "features/cars/merged/001.npy"
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     with RunWriter.resume(own) as writer:
@@ -177,7 +177,7 @@ def test_a_damaged_file_is_not_blessed_by_a_later_run_of_the_writer(own: pathlib
     ids=["largest float16", "beyond it", "far below it"],
 )
 def test_features_are_never_stored_as_infinity(
-    own: pathlib.Path, values: list[float], dtype: type[np.floating[Any]]
+    own: Path, values: list[float], dtype: type[np.floating[Any]]
 ) -> None:
     with RunWriter.resume(own) as writer:
         writer.write_features("cars", "merged", 4, np.array([values]))
@@ -188,7 +188,7 @@ def test_features_are_never_stored_as_infinity(
     assert all("task cars, variant merged, layer 4" in notice for notice in notices)
 
 
-def test_sample_ids_name_the_rows_of_the_features(saved: pathlib.Path) -> None:
+def test_sample_ids_name_the_rows_of_the_features(saved: Path) -> None:
     manifest = read_manifest(saved)
     stored = json.loads((saved / "features/cars/sample_ids.json").read_text(encoding="utf-8"))
     assert stored == manifest.sample_ids["diagnosis"]["cars"]
@@ -196,7 +196,7 @@ def test_sample_ids_name_the_rows_of_the_features(saved: pathlib.Path) -> None:
     assert digests["diagnosis"]["cars"] == digests["diagnosis"]["mnist"] != digests["test"]["cars"]
 
 
-def test_warnings_and_notices_are_kept_once_each(tmp_path: pathlib.Path) -> None:
+def test_warnings_and_notices_are_kept_once_each(tmp_path: Path) -> None:
     with new(tmp_path / "r") as writer:
         writer.warn("calibration and diagnosis share samples")
         writer.warn("calibration and diagnosis share samples")
@@ -206,12 +206,12 @@ def test_warnings_and_notices_are_kept_once_each(tmp_path: pathlib.Path) -> None
     assert list(manifest.notices) == ["float dtypes differ"]
 
 
-def test_describing_something_unknown_is_a_mistake(tmp_path: pathlib.Path) -> None:
+def test_describing_something_unknown_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match="colour"), new(tmp_path / "r") as writer:
         writer.describe(colour="red")
 
 
-def test_progress_reaches_the_status_file_without_flooding_it(tmp_path: pathlib.Path) -> None:
+def test_progress_reaches_the_status_file_without_flooding_it(tmp_path: Path) -> None:
     now = [0.0]
     with new(tmp_path / "r") as writer:
         writer._board.clock = lambda: now[0]
@@ -227,7 +227,7 @@ def test_progress_reaches_the_status_file_without_flooding_it(tmp_path: pathlib.
     assert sorted(set(seen)) == [0, 50, 100]
 
 
-def test_a_line_torn_by_a_crash_spoils_no_later_event(own: pathlib.Path) -> None:
+def test_a_line_torn_by_a_crash_spoils_no_later_event(own: Path) -> None:
     with (own / "events.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"time": "2025')
     RunWriter.resume(own).__exit__(None, None, None)
@@ -236,7 +236,7 @@ def test_a_line_torn_by_a_crash_spoils_no_later_event(own: pathlib.Path) -> None
     assert [json.loads(line)["event"] for line in lines[-2:]] == ["resumed", "finished"]
 
 
-def test_a_folder_with_anything_in_it_is_refused_and_left_alone(tmp_path: pathlib.Path) -> None:
+def test_a_folder_with_anything_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("ten years of work")
     with pytest.raises(SpecError, match="not empty") as caught:
         new(tmp_path)
@@ -244,7 +244,7 @@ def test_a_folder_with_anything_in_it_is_refused_and_left_alone(tmp_path: pathli
     assert contents(tmp_path) == {"thesis.tex": b"ten years of work"}
 
 
-def test_force_replaces_a_run_and_nothing_else(own: pathlib.Path) -> None:
+def test_force_replaces_a_run_and_nothing_else(own: Path) -> None:
     (own / "notes.txt").write_text("mine")
     new(own, force=True).__exit__(None, None, None)
     assert set(contents(own)) == {
@@ -252,7 +252,7 @@ def test_force_replaces_a_run_and_nothing_else(own: pathlib.Path) -> None:
     }
 
 
-def test_force_does_not_remove_folders_of_the_same_name(tmp_path: pathlib.Path) -> None:
+def test_force_does_not_remove_folders_of_the_same_name(tmp_path: Path) -> None:
     (tmp_path / "reports").mkdir()
     (tmp_path / "reports/2024.pdf").write_text("mine")
     with pytest.raises(SpecError, match="holds reports, but no run"):
@@ -260,18 +260,18 @@ def test_force_does_not_remove_folders_of_the_same_name(tmp_path: pathlib.Path) 
     assert contents(tmp_path) == {"reports/2024.pdf": b"mine"}
 
 
-def test_a_file_in_the_way_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r").write_text("")
     with pytest.raises(SpecError, match="is a file"):
         new(tmp_path / "r")
 
 
-def test_a_second_writer_in_the_same_process_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_second_writer_in_the_same_process_is_refused(tmp_path: Path) -> None:
     with new(tmp_path / "r"), pytest.raises(RunLockedError):
         new(tmp_path / "r", force=True)
 
 
-def test_a_run_of_a_newer_minor_version_is_not_written_to(own: pathlib.Path) -> None:
+def test_a_run_of_a_newer_minor_version_is_not_written_to(own: Path) -> None:
     record = json.loads((own / "manifest.json").read_text(encoding="utf-8"))
     (own / "manifest.json").write_text(json.dumps(record | {"schema_version": "1.9"}), encoding="utf-8")
     assert open_run(own).tasks == ("cars", "mnist")
@@ -279,7 +279,7 @@ def test_a_run_of_a_newer_minor_version_is_not_written_to(own: pathlib.Path) -> 
         RunWriter.resume(own)
 
 
-def test_resuming_with_other_versions_is_noticed(own: pathlib.Path) -> None:
+def test_resuming_with_other_versions_is_noticed(own: Path) -> None:
     record = json.loads((own / "manifest.json").read_text(encoding="utf-8"))
     record["versions"]["numpy"] = "1.0"
     (own / "manifest.json").write_text(json.dumps(record), encoding="utf-8")
@@ -287,7 +287,7 @@ def test_resuming_with_other_versions_is_noticed(own: pathlib.Path) -> None:
     assert list(read_manifest(own).notices) == [f"resumed with numpy {np.__version__} (before: 1.0)"]
 
 
-def test_resuming_what_is_no_run_leaves_no_trace(tmp_path: pathlib.Path) -> None:
+def test_resuming_what_is_no_run_leaves_no_trace(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not a run"):
         RunWriter.resume(tmp_path)
     assert contents(tmp_path) == {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import io
-import pathlib
+from pathlib import Path
 
 from PIL import Image
 
@@ -30,20 +30,20 @@ FIGURES = (
 )
 
 
-def write_gallery(run: DriftRun, out: PathLike) -> tuple[pathlib.Path, ...]:
+def write_gallery(run: DriftRun, out: PathLike) -> tuple[Path, ...]:
     """The files written to the folder `out`: a picture of each figure, and `report-light.html`.
 
     Raises:
         RunError: the run can't be read, or the folder can't be written to.
     """
-    folder = pathlib.Path(out)
+    folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     pictures = [draw(name, [run], ExhibitOptions()).save(folder / f"{name}.png") for name in FIGURES]
     Report(run, sections=SECTIONS).save(folder, formats=["html-light"])
     return (*pictures, folder / "report-light.html")
 
 
-def _write_hero(run: DriftRun, path: pathlib.Path) -> None:
+def _write_hero(run: DriftRun, path: Path) -> None:
     """The opening figure of a run, as small as a page shows it."""
     drawn = io.BytesIO(draw("intro", [run], ExhibitOptions()).content("png"))
     with Image.open(drawn) as picture:
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--opening", metavar="RUN", help="the run of the README's picture, drawn as hero.png")
     arguments = parser.parse_args()
     if arguments.opening:
-        _write_hero(open_run(arguments.opening), pathlib.Path(arguments.out) / "hero.png")
+        _write_hero(open_run(arguments.opening), Path(arguments.out) / "hero.png")
     for path in write_gallery(open_run(arguments.run), arguments.out):
         print(path)
 

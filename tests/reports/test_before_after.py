@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 import shutil
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -35,7 +35,7 @@ from tests.records.full_run import Size, write_full_run
 NAME, VARIANT, CONTROL = "featcal", "calibrated:featcal", "baseline:featcal-anchor"
 
 
-def calibrated_run(folder: pathlib.Path, *, control: str = CONTROL, has_labels: bool = True) -> DriftRun:
+def calibrated_run(folder: Path, *, control: str = CONTROL, has_labels: bool = True) -> DriftRun:
     variants = ["base", "merged", *([control] if control else []), VARIANT]
     write_full_run(folder, variants=variants, has_labels=has_labels)
     with RunWriter.resume(folder) as writer:
@@ -119,14 +119,14 @@ def test_the_text_shows_every_task_and_its_numbers(run: DriftRun) -> None:
     assert text.startswith("\n".join(verdict(run, NAME).sentences))
 
 
-def test_without_a_control_there_is_no_row_of_it(tmp_path: pathlib.Path) -> None:
+def test_without_a_control_there_is_no_row_of_it(tmp_path: Path) -> None:
     run = calibrated_run(tmp_path / "run", control="")
     means = calibration_document(run, NAME)["means"]
     assert all(list(entry["means"]) == ["merged", VARIANT] for entry in means)
     assert "anchor only" not in before_after_text(run, NAME)
 
 
-def test_without_labels_there_is_drift_and_no_accuracy(tmp_path: pathlib.Path) -> None:
+def test_without_labels_there_is_drift_and_no_accuracy(tmp_path: Path) -> None:
     run = calibrated_run(tmp_path / "run", has_labels=False)
     means = calibration_document(run, NAME)["means"]
     assert [entry["measure"] for entry in means] == ["drift", "relative", "cosine"]
@@ -137,9 +137,9 @@ def test_without_labels_there_is_drift_and_no_accuracy(tmp_path: pathlib.Path) -
     assert f"answers-changed-{NAME}" not in names
 
 
-def with_accuracy(run: DriftRun, folder: pathlib.Path, **change: float) -> DriftRun:
+def with_accuracy(run: DriftRun, folder: Path, **change: float) -> DriftRun:
     """A copy in which the calibrated model's accuracy differs by so much from the merged one's."""
-    copied = pathlib.Path(shutil.copytree(run.path, folder))
+    copied = Path(shutil.copytree(run.path, folder))
     with RunWriter.resume(copied) as writer:
         for task, by in change.items():
             value = run.accuracy(task, "merged")["value"].iloc[0] + by
@@ -148,7 +148,7 @@ def with_accuracy(run: DriftRun, folder: pathlib.Path, **change: float) -> Drift
     return open_run(copied)
 
 
-def test_a_task_that_lost_is_counted_beside_a_mean_that_rose(run: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_a_task_that_lost_is_counted_beside_a_mean_that_rose(run: DriftRun, tmp_path: Path) -> None:
     lost = with_accuracy(run, tmp_path / "run", cars=-0.125)
     (gap,) = [gap for gap in verdict(lost, NAME).gaps if gap.against == "merged"]
     assert gap.worse == ("cars",) and gap.better == ("mnist", "dtd")
@@ -171,12 +171,12 @@ def test_a_calibration_that_is_not_there_is_named(run: DriftRun) -> None:
         before_after_text(run, "other")
 
 
-def run_of(folder: pathlib.Path, *, tests: int = 400, has_labels: bool = True) -> DriftRun:
+def run_of(folder: Path, *, tests: int = 400, has_labels: bool = True) -> DriftRun:
     size = Size(blocks=1, samples=24, tests=tests)
     return open_run(write_full_run(folder, tasks=("cars", "dtd"), size=size, has_labels=has_labels))
 
 
-def test_without_answers_of_all_test_samples_the_interval_is_of_the_counts(tmp_path: pathlib.Path) -> None:
+def test_without_answers_of_all_test_samples_the_interval_is_of_the_counts(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run")
     for entry in score_changes(run, NAME):
         before, after = (
@@ -194,7 +194,7 @@ def test_without_answers_of_all_test_samples_the_interval_is_of_the_counts(tmp_p
     )
 
 
-def test_answers_of_the_test_samples_themselves_pair_the_interval(tmp_path: pathlib.Path) -> None:
+def test_answers_of_the_test_samples_themselves_pair_the_interval(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", tests=24)  # the diagnosis samples are then the test samples
     for entry in score_changes(run, NAME):
         right = [
@@ -208,7 +208,7 @@ def test_answers_of_the_test_samples_themselves_pair_the_interval(tmp_path: path
     assert re.search(r" test +24 ", text) and "wider than" not in text and "paired by sample" in text
 
 
-def test_stored_predictions_of_the_test_samples_pair_the_interval(tmp_path: pathlib.Path) -> None:
+def test_stored_predictions_of_the_test_samples_pair_the_interval(tmp_path: Path) -> None:
     run_of(tmp_path / "run")
     right = {"merged": [1.0] * 200 + [0.0] * 200, VARIANT: [1.0] * 230 + [0.0] * 170, "expert": [1.0] * 400}
     with RunWriter.resume(tmp_path / "run") as writer:
@@ -241,7 +241,7 @@ def test_stored_predictions_of_the_test_samples_pair_the_interval(tmp_path: path
     assert f"mean change over 2 tasks: {told}" in said
 
 
-def test_the_report_tells_the_same_numbers(tmp_path: pathlib.Path) -> None:
+def test_the_report_tells_the_same_numbers(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run")
     tables = {table.name: table for table in Report(run, "calibration").content.tables}
     found = tables[f"accuracy-change-{NAME}"]
@@ -286,9 +286,7 @@ def test_the_report_tells_the_same_numbers(tmp_path: pathlib.Path) -> None:
         assert f"{100 * relative.value:+.1f} %" in before_after_text(run, NAME, verbose=True)
 
 
-def test_a_report_works_every_change_out_once(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_works_every_change_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     for name in ("drift_changes", "changed_score"):
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -11,7 +11,7 @@ from tests.reports.gallery import FIGURES, write_gallery
 
 
 @pytest.mark.slow
-def test_the_gallery_is_small_pictures_and_a_page_without_a_script(tmp_path: pathlib.Path):
+def test_the_gallery_is_small_pictures_and_a_page_without_a_script(tmp_path: Path):
     run = open_run(write_full_run(tmp_path / "run"))
     files = write_gallery(run, tmp_path / "gallery")
     assert [path.name for path in files] == [*(f"{name}.png" for name in FIGURES), "report-light.html"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import inspect
 import json
-import pathlib
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -82,7 +82,7 @@ def test_a_figure_that_can_not_be_drawn_names_the_command_that_helps(bare: Drift
     assert accuracy.title in " ".join(sentences(content, "caveats"))
 
 
-def test_synthetic_runs_and_shared_samples_are_stamped(tmp_path: pathlib.Path) -> None:
+def test_synthetic_runs_and_shared_samples_are_stamped(tmp_path: Path) -> None:
     folder = write_full_run(tmp_path / "run", synthetic=True, size=SMALL)
     with RunWriter.resume(folder) as writer:
         writer.notice("task cars: calibration and diagnosis draw from the same 8 samples")
@@ -105,7 +105,7 @@ def test_the_users_checks_stand_beside_the_self_checks(full: DriftRun) -> None:
     assert section.sentences[-1] == "0 of 1 checks holds; 1 failed."
 
 
-def test_a_calibration_on_record_has_its_settings_and_its_before_and_after(tmp_path: pathlib.Path) -> None:
+def test_a_calibration_on_record_has_its_settings_and_its_before_and_after(tmp_path: Path) -> None:
     run = figure_run(tmp_path / "run", size=SMALL)
     content = Report(run, "calibration").content
     tables = {table.name: frame(table) for table in content.tables}
@@ -233,7 +233,7 @@ def test_the_worst_task_is_that_of_the_largest_relative_drift_after(full: DriftR
     assert (verdict.worst_task, verdict.worst_drift) == (final.idxmax(), final.max())
 
 
-def test_a_task_that_was_not_measured_counts_in_no_mean(full: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_a_task_that_was_not_measured_counts_in_no_mean(full: DriftRun, tmp_path: Path) -> None:
     write_full_run(tmp_path / "run", size=SMALL)
     key = ["mnist", AFTER, len(full.manifest.layers)]
     at = full.layers().index[(full.layers()[["task", "variant", "layer"]] == key).all(axis=1)]
@@ -245,7 +245,7 @@ def test_a_task_that_was_not_measured_counts_in_no_mean(full: DriftRun, tmp_path
     assert change.before.value == pytest.approx(sum(kept) / 2)
 
 
-def test_without_a_calibration_there_is_no_after(tmp_path: pathlib.Path) -> None:
+def test_without_a_calibration_there_is_no_after(tmp_path: Path) -> None:
     plain = open_run(write_full_run(tmp_path / "run", variants=("base", "merged"), size=SMALL))
     verdict = Report(plain, "summary").content.verdict
     assert (verdict.before, verdict.control, verdict.after) == ("merged", None, None)
@@ -253,7 +253,7 @@ def test_without_a_calibration_there_is_no_after(tmp_path: pathlib.Path) -> None
     assert "driftlens calibrate" in verdict.command and verdict.gaps[0].against == "expert"
 
 
-def test_an_empty_run_has_no_verdict(tmp_path: pathlib.Path) -> None:
+def test_an_empty_run_has_no_verdict(tmp_path: Path) -> None:
     only_base = open_run(write_full_run(tmp_path / "run", variants=("base",), size=SMALL))
     verdict = Report(only_base, "summary").content.verdict
     assert verdict.changes == () and verdict.worst_task is None

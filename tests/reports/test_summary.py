@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pathlib
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -124,9 +124,7 @@ def test_the_mean_over_tasks_has_a_line_of_its_own(run: DriftRun) -> None:
 
 
 def test_a_listing_names_the_worst_task_and_keeps_unreadable_runs(run: DriftRun) -> None:
-    lines = listing_text(
-        [*find_runs(run.path), RunSummary(path=pathlib.Path("old"), name="old", problem="torn")]
-    )
+    lines = listing_text([*find_runs(run.path), RunSummary(path=Path("old"), name="old", problem="torn")])
     header, good, spoilt, problem = lines.splitlines()
     drift = {task: run.value("drift_l2_mean", task=task) for task in run.tasks}
     worst = max(drift, key=lambda task: drift[task])
@@ -182,7 +180,7 @@ DAMAGE = "status.json can't be read: expected an object, got []. Remove it; the 
 UNFINISHED = "This run is unfinished; what is missing may still come."
 
 
-def test_of_a_finished_run_only_the_damage_is_told(tmp_path: pathlib.Path) -> None:
+def test_of_a_finished_run_only_the_damage_is_told(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path / "run"))
     (run.path / "status.json").write_text("[]")
     assert stamps(run) == [DAMAGE]
@@ -190,7 +188,7 @@ def test_of_a_finished_run_only_the_damage_is_told(tmp_path: pathlib.Path) -> No
     assert stamps(run) == []
 
 
-def test_an_unfinished_run_is_told_to_be_unfinished(tmp_path: pathlib.Path) -> None:
+def test_an_unfinished_run_is_told_to_be_unfinished(tmp_path: Path) -> None:
     with (
         pytest.raises(Cancelled),
         RunWriter.create(tmp_path / "run", spec_yaml="", spec_digest="", name="run"),
@@ -204,7 +202,7 @@ def test_an_unfinished_run_is_told_to_be_unfinished(tmp_path: pathlib.Path) -> N
     assert stamps(run) == [UNFINISHED]
 
 
-def test_a_page_folds_all_warnings_but_the_first_few(tmp_path: pathlib.Path) -> None:
+def test_a_page_folds_all_warnings_but_the_first_few(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     write_manifest(folder, replace(read_manifest(folder), warnings=[f"trouble {at}" for at in range(5)]))
     page = Report(open_run(folder), sections=["verdict"]).files(["html"])["report.html"].decode()

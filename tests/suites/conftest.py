@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Barrier, Lock
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +48,7 @@ TINY_TEXT = TextRecipe(
 
 
 @pytest.fixture(scope="session")
-def cache(common: pathlib.Path) -> pathlib.Path:
+def cache(common: Path) -> Path:
     """One for all processes: the suite has a lock of its own, so that only the first of them builds it."""
     return common / "suites"
 
@@ -68,7 +68,7 @@ def alone() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def suite(cache: pathlib.Path) -> Suite:
+def suite(cache: Path) -> Suite:
     """Shared: tests that change files work on a copy."""
     with alone():
         return embedded_suite(cache=cache, recipe=TINY)

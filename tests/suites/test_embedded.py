@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import pathlib
 import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 
 import filelock
 import numpy as np
@@ -21,11 +21,11 @@ from driftlens.suites.recipe import AnyRecipe, Schedule
 from driftlens.suites.training import accuracy, build_clip, class_embeddings, tokenizer
 from tests.suites.conftest import TINY, TINY_TEXT, alone
 
-Damage = Callable[[pathlib.Path], object]
+Damage = Callable[[Path], object]
 
 
 @pytest.fixture
-def copy(suite: Suite, tmp_path: pathlib.Path) -> Suite:
+def copy(suite: Suite, tmp_path: Path) -> Suite:
     folder = tmp_path / suite.folder.name
     shutil.copytree(suite.folder, folder)
     return replace(suite, folder=folder)
@@ -39,7 +39,7 @@ def test_the_spec_is_one_that_a_run_accepts_and_names_files_that_exist(suite: Su
     weights = [spec.base.weights, *(expert.weights for expert in spec.experts.values())]
     files = [spec.architecture.source, *weights, *(entry.file for entry in spec.data.tasks.values())]
     assert len(set(files)) == 18
-    assert all(pathlib.Path(file).is_absolute() and pathlib.Path(file).is_file() for file in files)
+    assert all(Path(file).is_absolute() and Path(file).is_file() for file in files)
 
 
 def test_open_clip_loads_the_base_by_itself(suite: Suite):
@@ -95,7 +95,7 @@ def test_saved_pictures_are_the_drawn_ones_and_need_no_pickle(suite: Suite):
 
 
 def test_a_whole_suite_is_opened_and_not_built_again(
-    suite: Suite, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    suite: Suite, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
         "driftlens.suites.embedded.ImageSuite.build", lambda *_, **__: pytest.fail("built again")
@@ -114,7 +114,7 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-def _flip(path: pathlib.Path) -> None:
+def _flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -157,7 +157,7 @@ def test_rebuilding_replaces_a_suite_that_is_whole(copy: Suite):
     "phase",
     [pytest.param(phase, marks=pytest.mark.slow) for phase in ("draw", "train base", "train experts")],
 )
-def test_cancelling_leaves_nothing_half_built(phase: str, tmp_path: pathlib.Path):
+def test_cancelling_leaves_nothing_half_built(phase: str, tmp_path: Path):
     token = CancelToken()
 
     def stop(event: ProgressEvent) -> None:
@@ -170,7 +170,7 @@ def test_cancelling_leaves_nothing_half_built(phase: str, tmp_path: pathlib.Path
 
 
 @pytest.mark.slow
-def test_progress_counts_every_phase_to_its_end(tmp_path: pathlib.Path):
+def test_progress_counts_every_phase_to_its_end(tmp_path: Path):
     events: list[ProgressEvent] = []
     embedded_suite(cache=tmp_path, recipe=TINY, reporter=Reporter(events.append))
     last = {event.phase: event for event in events}
@@ -181,7 +181,7 @@ def test_progress_counts_every_phase_to_its_end(tmp_path: pathlib.Path):
     assert [event.label for event in events if event.phase == "train experts"][-1].endswith("(8 of 8 done)")
 
 
-def test_a_second_process_waits_and_can_be_cancelled(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_second_process_waits_and_can_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(caches, "_POLL_SECONDS", 0.01)
     token, phases = CancelToken(), []
 
@@ -195,7 +195,7 @@ def test_a_second_process_waits_and_can_be_cancelled(tmp_path: pathlib.Path, mon
     assert phases == ["wait"]
 
 
-def test_a_negative_seed_is_refused(tmp_path: pathlib.Path):
+def test_a_negative_seed_is_refused(tmp_path: Path):
     with pytest.raises(SpecError, match="-1"):
         embedded_suite(seed=-1, cache=tmp_path, recipe=TINY)
 

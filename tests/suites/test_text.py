@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import pathlib
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_a_text_is_its_words_behind_a_start_and_comes_back_from_them():
 
 
 @pytest.fixture(scope="module")
-def text(cache: pathlib.Path) -> TextSuite:
+def text(cache: Path) -> TextSuite:
     return text_suite(cache=cache, recipe=TINY_TEXT)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,7 +175,7 @@ def families(*fast: str) -> list[Any]:
     ]
 
 
-def saved(config: Any, folder: pathlib.Path, seed: int = 0) -> None:
+def saved(config: Any, folder: Path, seed: int = 0) -> None:
     model = perturbed(with_seed(lambda: transformers.AutoModelForCausalLM.from_config(config))(), seed, 0.2)
     model.save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +43,7 @@ def encoder(name: str, classes: int = 3, seed: int = 1, scale: float = 0.2) -> A
     return perturbed(with_seed(lambda: ENCODERS[name](classes))().eval(), seed, scale)
 
 
-def save(model: Any, folder: pathlib.Path, classes: tuple[str, ...] = ()) -> pathlib.Path:
+def save(model: Any, folder: Path, classes: tuple[str, ...] = ()) -> Path:
     """As transformers saves it, tokenizer and class names beside it."""
     if classes:
         model.config.id2label = dict(enumerate(classes))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -99,7 +99,7 @@ def trained(family: Family, classes: int, seed: int) -> Any:
     return model
 
 
-def save(family: Family, model: Any, folder: pathlib.Path, names: tuple[str, ...] = ()) -> pathlib.Path:
+def save(family: Family, model: Any, folder: Path, names: tuple[str, ...] = ()) -> Path:
     """As the family's library saves it."""
     if family.loader == "timm":
         pixels = {"input_size": (3, family.size, family.size), "mean": (0.5,) * 3, "std": (0.5,) * 3}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,13 +34,13 @@ CLASSES = {"is it red": "no it", "is it blue": "no is", "it is green": "yes", "q
 WORDS = ("is", "it", "red", "green", "blue", "yes", "no", "question", ":", "3", "1.5", "2", "4")
 
 
-def jsonl(folder: pathlib.Path, name: str, rows: list[tuple[str, str]]) -> str:
+def jsonl(folder: Path, name: str, rows: list[tuple[str, str]]) -> str:
     file = folder / f"{name}.jsonl"
     file.write_text("\n".join(json.dumps({"input": question, "target": answer}) for question, answer in rows))
     return str(file)
 
 
-def files_of(folder: pathlib.Path, task: str, **entry: Any) -> dict[str, Any]:
+def files_of(folder: Path, task: str, **entry: Any) -> dict[str, Any]:
     """An entry of a spec's data that reads the task's two files in a folder."""
     files = {split: str(folder / f"{task}{end}.jsonl") for split, end in ENDS.items()}
     return {"kind": "jsonl", **files, **entry}
@@ -49,14 +49,14 @@ def files_of(folder: pathlib.Path, task: str, **entry: Any) -> dict[str, Any]:
 ENDS = {"calibration": "-train", "test": "-test"}
 
 
-def real_files_of(texts: pathlib.Path, task: str, **entry: Any) -> dict[str, Any]:
+def real_files_of(texts: Path, task: str, **entry: Any) -> dict[str, Any]:
     """The same of the real texts, where every task has a folder."""
     files = {split: str(texts / "data" / task / f"{end[1:]}.jsonl") for split, end in ENDS.items()}
     return {"kind": "jsonl", **files, **entry}
 
 
 def spec_of_folders(
-    loader: str, base: pathlib.Path, experts: dict[str, pathlib.Path], data: dict[str, Any], **more: Any
+    loader: str, base: Path, experts: dict[str, Path], data: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
     """A spec of models that lie in folders, without Jacobians unless `more` asks for them."""
     spec = {
@@ -74,7 +74,7 @@ def spec_of_folders(
 class Suite:
     """A base of random weights and an expert that knows all answers by heart; the merged model is the base."""
 
-    def __init__(self, form: str, folder: pathlib.Path, *, learns: bool = True) -> None:
+    def __init__(self, form: str, folder: Path, *, learns: bool = True) -> None:
         self.tokenizer, self.folder, self.form = word_tokenizer(form, words=WORDS), folder, form
         self.reader = TextReader(self.tokenizer, form, 32, start=0 if form == "encoder-decoder" else None)  # type: ignore[arg-type]
         torch.manual_seed(0)

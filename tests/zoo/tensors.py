@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 
-def stored(folder: pathlib.Path) -> dict[str, Tensor]:
+def stored(folder: Path) -> dict[str, Tensor]:
     """All weights in the files of a folder."""
     return {
         key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()
@@ -18,13 +18,13 @@ def stored(folder: pathlib.Path) -> dict[str, Tensor]:
 
 
 def assert_every_tensor(
-    base: pathlib.Path,
-    experts: Iterable[pathlib.Path],
-    merged: pathlib.Path,
+    base: Path,
+    experts: Iterable[Path],
+    merged: Path,
     *,
     scaling: float,
     heads: str | tuple[str, ...] = (),
-    solved: pathlib.Path | None = None,
+    solved: Path | None = None,
 ) -> None:
     """A folder merged by Task Arithmetic holds `base + scaling * sum(expert - base)` in each of its tensors.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def pixels(height: int = 16, width: int = 16, n: int = 2) -> Tensor:
     return torch.randn(n, 3, height, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def tiny_tokenizer_files(folder: pathlib.Path) -> int:
+def tiny_tokenizer_files(folder: Path) -> int:
     """Write a CLIP tokenizer that knows lower-case letters and `at`; returns its number of tokens."""
     letters = [letter + end for end in ("", "</w>") for letter in "abcdefghijklmnopqrstuvwxyz."]
     vocabulary = [*letters, "at</w>", "<|startoftext|>", "<|endoftext|>"]
@@ -85,7 +85,7 @@ def tiny_tokenizer_files(folder: pathlib.Path) -> int:
     return len(vocabulary)
 
 
-def hf_folder(folder: pathlib.Path) -> pathlib.Path:
+def hf_folder(folder: Path) -> Path:
     """A whole CLIP of transformers with tokenizer, saved as its library saves it."""
     import transformers
 
@@ -98,7 +98,7 @@ def hf_folder(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def open_clip_folder(folder: pathlib.Path) -> pathlib.Path:
+def open_clip_folder(folder: Path) -> Path:
     """A whole CLIP of open_clip in a folder, as on the Hub."""
     import open_clip
     from safetensors.torch import save_file

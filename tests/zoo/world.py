@@ -7,9 +7,9 @@ The same float32 weights lie there twice: as open_clip state dicts of whole CLIP
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -57,7 +57,7 @@ METRICS = {"jacobian": {"samples": 2, "nodes": 4, "max_nodes": 8}}
 class World:
     """A folder that `build` filled; nothing in it is ever changed, tests write elsewhere."""
 
-    folder: pathlib.Path
+    folder: Path
     tasks: tuple[str, ...]
 
     @property
@@ -70,7 +70,7 @@ class World:
         """`architecture.source` of each form."""
         return {"open_clip": str(self.folder / "model_config.json"), "hf": str(self.weights("base", "hf"))}
 
-    def weights(self, name: str, form: Form = "open_clip") -> pathlib.Path:
+    def weights(self, name: str, form: Form = "open_clip") -> Path:
         """Where the base's or a task's expert's checkpoint lies."""
         place = self.folder / form / name
         return place.with_name(f"{name}.safetensors") if form == "open_clip" else place
@@ -79,7 +79,7 @@ class World:
         """The open_clip state dict of the base or of a task's expert."""
         return load_file(self.weights(name))
 
-    def data(self, task: str) -> pathlib.Path:
+    def data(self, task: str) -> Path:
         """A task's `.npz` file."""
         return self.folder / f"{task}.npz"
 
@@ -115,7 +115,7 @@ class World:
         return World(self.folder, self.tasks[:1]).spec(form, **changes)
 
 
-def build(folder: pathlib.Path, tasks: Sequence[str] = TASKS, noise: float = 0.03) -> World:
+def build(folder: Path, tasks: Sequence[str] = TASKS, noise: float = 0.03) -> World:
     """Write a world into `folder`: every expert is the base moved by its own noise."""
     import open_clip
 
@@ -177,7 +177,7 @@ def clip(weights: Mapping[str, Tensor]) -> nn.Module:
     return module.eval()
 
 
-def save_transformers(weights: Mapping[str, Tensor], folder: pathlib.Path) -> None:
+def save_transformers(weights: Mapping[str, Tensor], folder: Path) -> None:
     """The image tower of an open_clip state dict as a folder of transformers, written by that library."""
     import transformers
 
@@ -195,7 +195,7 @@ def save_transformers(weights: Mapping[str, Tensor], folder: pathlib.Path) -> No
 
 
 def write_images(
-    file: pathlib.Path, classes: Sequence[str], seed: int = 0, *, train: int = NUM_TRAIN, test: int = NUM_TEST
+    file: Path, classes: Sequence[str], seed: int = 0, *, train: int = NUM_TRAIN, test: int = NUM_TEST
 ) -> None:
     """An `.npz` of random images of which every class has some."""
     rng = np.random.default_rng(seed)
@@ -213,7 +213,7 @@ def write_images(
     )
 
 
-def pixels(file: pathlib.Path, ids: Sequence[str]) -> Tensor:
+def pixels(file: Path, ids: Sequence[str]) -> Tensor:
     """Normalised pixels [n, 3, h, w] of samples by id; the images have the tower's size, so nothing is resized."""
     with np.load(file) as arrays:
         images = np.stack([arrays[f"x_{part}"][int(row)] for part, row in (name.split("/") for name in ids)])
@@ -221,7 +221,7 @@ def pixels(file: pathlib.Path, ids: Sequence[str]) -> Tensor:
     return (scaled - torch.tensor(MEAN).double().view(3, 1, 1)) / torch.tensor(STD).double().view(3, 1, 1)
 
 
-def labels(file: pathlib.Path, ids: Sequence[str]) -> list[str]:
+def labels(file: Path, ids: Sequence[str]) -> list[str]:
     """Class names of samples by id."""
     with np.load(file) as arrays:
         return [
@@ -230,7 +230,7 @@ def labels(file: pathlib.Path, ids: Sequence[str]) -> list[str]:
         ]
 
 
-def write_spec(path: pathlib.Path, spec: Mapping[str, Any]) -> pathlib.Path:
+def write_spec(path: Path, spec: Mapping[str, Any]) -> Path:
     """The spec as a YAML file."""
     path.write_text(yaml.safe_dump(dict(spec), sort_keys=False, allow_unicode=True), encoding="utf-8")
     return path

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
-import pathlib
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ __all__ = ["brief_rehearsals", "finished", "light", "world"]
 
 
 @pytest.fixture
-def toys(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Both toys registered, each from a module of its own."""
     (tmp_path / "toy_closed_form.py").write_text(CLOSED)
     (tmp_path / "toy_trained.py").write_text(TRAINED)
@@ -55,7 +55,7 @@ def toys(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 @pytest.fixture
-def folder(light: DriftRun, tmp_path: pathlib.Path, toys: None) -> pathlib.Path:
+def folder(light: DriftRun, tmp_path: Path, toys: None) -> Path:
     return copied(light, tmp_path / "run")
 
 
@@ -64,7 +64,7 @@ def folder(light: DriftRun, tmp_path: pathlib.Path, toys: None) -> pathlib.Path:
     [("toy-scale", "pull"), pytest.param("toy-map", "epochs", marks=pytest.mark.slow)],
 )
 def test_a_calibrator_is_found_on_the_command_line_and_rehearsed(
-    folder: pathlib.Path, method: str, setting: str
+    folder: Path, method: str, setting: str
 ) -> None:
     flags = ["--name", "toy", "--method", method, "--dry-run", "--set", f"{setting}=3"]
     shown = CliRunner().invoke(app, ["calibrate", str(folder), *flags])
@@ -87,7 +87,7 @@ def test_a_calibrator_is_found_on_the_command_line_and_rehearsed(
     ids=["out of bounds", "misspelt", "preset", "method"],
 )
 def test_the_spec_takes_its_settings_and_refuses_others_before_anything_is_opened(
-    world: World, tmp_path: pathlib.Path, toys: None, section: dict[str, Any], message: str, hint: str
+    world: World, tmp_path: Path, toys: None, section: dict[str, Any], message: str, hint: str
 ) -> None:
     spec = world.one_task(calibration={"method": "toy-scale", **section})
     said = next(
@@ -101,7 +101,7 @@ def test_the_spec_takes_its_settings_and_refuses_others_before_anything_is_opene
     assert caught.value.hint == hint and not (tmp_path / "run").exists()
 
 
-def test_a_run_is_calibrated_as_its_spec_says(world: World, tmp_path: pathlib.Path, toys: None) -> None:
+def test_a_run_is_calibrated_as_its_spec_says(world: World, tmp_path: Path, toys: None) -> None:
     spec = world.one_task(
         calibration={"method": "toy-scale", "pull": 3}, metrics={"jacobian": False}, heads=None
     )
@@ -126,7 +126,7 @@ def test_both_are_in_the_catalogue_with_their_settings(toys: None) -> None:
     assert "toy-map: Toy map" in text and "epochs  steps of descent (default 20)" in text
 
 
-def test_a_closed_form_of_ones_own_calibrates_a_run(folder: pathlib.Path, light: DriftRun) -> None:
+def test_a_closed_form_of_ones_own_calibrates_a_run(folder: Path, light: DriftRun) -> None:
     run = calibrate(folder, request("toy", method="toy-scale", parameters={"pull": 0.01}))
     info = run.manifest.calibrations["toy"]
     assert info.method == "toy-scale" and dict(info.settings) == {"pull": 0.01} and not info.control
@@ -139,7 +139,7 @@ def test_a_closed_form_of_ones_own_calibrates_a_run(folder: pathlib.Path, light:
 
 
 def test_identities_hold_with_what_a_trained_calibrator_attaches(
-    finished: DriftRun, tmp_path: pathlib.Path, toys: None
+    finished: DriftRun, tmp_path: Path, toys: None
 ) -> None:
     folder = copied(finished, tmp_path / "run")
     before = open_run(folder)
@@ -190,7 +190,7 @@ def test_identities_hold_with_what_a_trained_calibrator_attaches(
     np.testing.assert_allclose(finals["hidden"].numpy(), stored, rtol=2e-3, atol=2e-3)
 
 
-def test_what_is_attached_brings_features_nearer_to_the_experts(folder: pathlib.Path) -> None:
+def test_what_is_attached_brings_features_nearer_to_the_experts(folder: Path) -> None:
     """Trained on the samples that the run diagnoses its drift on, long enough, it must."""
     run = calibrate(folder, request("toy", method="toy-map", parameters={"epochs": 300}))
     final = run.layers(layer="final").groupby("variant")["drift_l2_mean"].mean()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import pathlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -53,7 +53,7 @@ OVERRIDES = ["metrics.toy=true"]
 
 
 @pytest.fixture
-def toy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / f"{MODULE}.py").write_text(FILE)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module(MODULE)
@@ -92,9 +92,7 @@ def test_preflight_names_it(toy: None, world: World) -> None:
     assert "toy" in said.split(", ")
 
 
-def test_the_run_keeps_its_columns_and_what_they_mean(
-    toy: None, world: World, tmp_path: pathlib.Path
-) -> None:
+def test_the_run_keeps_its_columns_and_what_they_mean(toy: None, world: World, tmp_path: Path) -> None:
     made = dl.analyze(load_spec(values(world), OVERRIDES), out=tmp_path / "run", progress="none")
     forget()  # a reader that has never heard of it
     run = dl.open_run(made.path)
@@ -118,7 +116,7 @@ def test_the_run_keeps_its_columns_and_what_they_mean(
     assert "toy_gap,feature,Distance of the mean features." in units
 
 
-def test_rows_that_are_added_without_it_leave_its_values(tmp_path: pathlib.Path) -> None:
+def test_rows_that_are_added_without_it_leave_its_values(tmp_path: Path) -> None:
     path, key = tmp_path / "layers.parquet", {"task": "cars", "variant": "merged"}
     added = LAYERS.extended([Column("toy_gap", "float", "feature", "A distance.")])
     append_rows(path, added, pd.DataFrame([key | {"layer": 1, "toy_gap": 0.1}]))

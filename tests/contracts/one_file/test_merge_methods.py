@@ -6,9 +6,9 @@ Every toy's result is compared with the same computation written here, from stat
 from __future__ import annotations
 
 import importlib
-import pathlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,7 +139,7 @@ def other(base, experts, *, share: Share = 0.5):
 
 
 @pytest.fixture(params=TOYS)
-def toy(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[str]:
+def toy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """What a toy reads, while it is there."""
     reads: str = request.param
     name = f"a_toy_of_{reads}"
@@ -162,7 +162,7 @@ def spec_of(world: World, reads: str, form: Any = "open_clip", **settings: Any) 
 
 
 def test_the_spec_and_preflight_know_it_and_its_settings(
-    toy: str, world: World, spec_file: pathlib.Path, run_cli: Cli
+    toy: str, world: World, spec_file: Path, run_cli: Cli
 ) -> None:
     text = found(check(spec_of(world, toy)), "ok", "merge").text
     assert text.startswith(f"Toy of {toy} (arXiv:0000.0000), share {SHARE}; it reads {READS[toy]}")  # type: ignore[index]
@@ -190,9 +190,7 @@ def test_the_spec_and_preflight_know_it_and_its_settings(
     assert sorted(path.name for path in file.parent.iterdir()) == ["plugin", file.name]
 
 
-def test_a_run_is_made_of_it_and_says_so(
-    toy: str, world: World, spec_file: pathlib.Path, run_cli: Cli
-) -> None:
+def test_a_run_is_made_of_it_and_says_so(toy: str, world: World, spec_file: Path, run_cli: Cli) -> None:
     run = dl.analyze(spec_of(world, toy), out=spec_file.parent / "run", progress="none")
     assert read_manifest(run.path).merge == {
         "method": f"toy_{toy}",
@@ -231,7 +229,7 @@ def test_its_laws_are_checked_by_those_of_all_methods(toy: str) -> None:
 
 
 def test_both_libraries_forms_of_one_model_are_merged_alike(
-    toy: str, world: World, spec_file: pathlib.Path, run_cli: Cli
+    toy: str, world: World, spec_file: Path, run_cli: Cli
 ) -> None:
     saved = {}
     for form in ("open_clip", "hf"):
@@ -272,7 +270,7 @@ def test_files_are_read_as_often_as_preflight_says(
 
 
 def test_what_it_needs_and_is_not_there_is_refused_before_anything_is_opened(
-    toy: str, world: World, spec_file: pathlib.Path, run_cli: Cli
+    toy: str, world: World, spec_file: Path, run_cli: Cli
 ) -> None:
     spec = spec_of(world, toy)
     baseless = {key: value for key, value in spec.items() if key != "base"}

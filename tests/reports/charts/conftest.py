@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,17 +18,17 @@ HOSTILE = ("<script>alert(1)</script>", r"$\input{x}$ <b>bold</b>", "%{hostile} 
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("chart-runs")
 
 
 @pytest.fixture(scope="session")
-def full(folder: pathlib.Path) -> DriftRun:
+def full(folder: Path) -> DriftRun:
     return open_run(write_full_run(folder / "full"))
 
 
 @pytest.fixture(scope="session")
-def hostile(folder: pathlib.Path) -> DriftRun:
+def hostile(folder: Path) -> DriftRun:
     variants = [
         *("base", "merged", "baseline:<i>other</i>"),
         *("baseline:<i>x</i>-anchor", "calibrated:<i>x</i>"),
@@ -40,7 +40,7 @@ def hostile(folder: pathlib.Path) -> DriftRun:
 
 
 @pytest.fixture(scope="session")
-def single(folder: pathlib.Path) -> DriftRun:
+def single(folder: Path) -> DriftRun:
     """One task, one block, and rows of the last layer only."""
     path = write_full_run(folder / "single", tasks=["cars"], size=Size(blocks=1))
     for name in ("layers", "samples", "adjoint", "group_contributions", "calibration"):
@@ -51,18 +51,18 @@ def single(folder: pathlib.Path) -> DriftRun:
 
 
 @pytest.fixture(scope="session")
-def uncalibrated(folder: pathlib.Path) -> DriftRun:
+def uncalibrated(folder: Path) -> DriftRun:
     return open_run(write_full_run(folder / "uncalibrated", variants=["base", "merged"]))
 
 
 @pytest.fixture(scope="session")
-def bare(folder: pathlib.Path) -> DriftRun:
+def bare(folder: Path) -> DriftRun:
     """A run without labels."""
     return open_run(write_full_run(folder / "bare", has_labels=False))
 
 
 @pytest.fixture(scope="session")
-def crowded(folder: pathlib.Path) -> DriftRun:
+def crowded(folder: Path) -> DriftRun:
     """Several baselines and calibrations."""
     names = ["one", "two", "three"]
     variants = ["base", "merged", "baseline:surgery"]
@@ -71,7 +71,7 @@ def crowded(folder: pathlib.Path) -> DriftRun:
 
 
 @pytest.fixture(scope="session")
-def unmeasured(folder: pathlib.Path) -> DriftRun:
+def unmeasured(folder: Path) -> DriftRun:
     """Rows are there; every number in them is null."""
     path = write_full_run(folder / "unmeasured")
     for name, table in TABLES.items():

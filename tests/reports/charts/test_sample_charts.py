@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -287,7 +287,7 @@ def test_the_note_counts_what_is_shown(limit: int, notes: tuple[str, ...]) -> No
 VARIANTS = ("merged", "baseline:featcal-anchor", "calibrated:featcal")
 
 
-def write_crowd(path: pathlib.Path, count: int) -> DriftRun:
+def write_crowd(path: Path, count: int) -> DriftRun:
     """One task with `count` samples of 50 classes at the last layer."""
     rng = np.random.default_rng(0)
     ids = [f"test/{at}" for at in range(count)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import pathlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -160,7 +160,7 @@ def test_the_axis_of_seconds_writes_whole_numbers() -> None:
     assert _ticks(pd.Series([0.0])) == [] and 100_000 in _ticks(pd.Series([2.0, 150_000.0]))
 
 
-def test_gains_say_of_their_intervals_whether_they_are_paired(full: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_gains_say_of_their_intervals_whether_they_are_paired(full: DriftRun, tmp_path: Path) -> None:
     # As many test samples as diagnosis samples: then single answers of all of them are stored.
     paired = open_run(write_full_run(tmp_path / "run", tasks=["cars"], size=Size(tests=24)))
     for run in (paired, full):
@@ -193,7 +193,7 @@ def test_gains_count_from_the_baseline_that_is_named(full: DriftRun) -> None:
     assert row["cosine gain"] == pytest.approx(cosines[0] - cosines[1])
 
 
-def test_without_labels_accuracy_charts_name_the_command(tmp_path: pathlib.Path) -> None:
+def test_without_labels_accuracy_charts_name_the_command(tmp_path: Path) -> None:
     bare = open_run(write_full_run(tmp_path / "run", has_labels=False, tasks=["cars"]))
     for name in ("accuracy", "gains"):
         assert "`driftlens evaluate RUN`" in str(charts[name].missing(bare, ChartOptions()))

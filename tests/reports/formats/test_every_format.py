@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import pathlib
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import textwrap
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from html.parser import HTMLParser
+from pathlib import Path
 
 import plotly.graph_objects as go
 import pytest
@@ -202,7 +202,7 @@ def test_a_second_report_has_the_same_bytes(full: DriftRun, files: dict[str, byt
 
 
 def test_saving_leaves_the_files_and_nothing_else(
-    standard: Report, files: dict[str, bytes], tmp_path: pathlib.Path
+    standard: Report, files: dict[str, bytes], tmp_path: Path
 ) -> None:
     light = ["json", "md", "csv", "latex"]  # the others are drawn, which takes long, and saved no other way
     paths = standard.save(tmp_path / "out", light)
@@ -211,7 +211,7 @@ def test_saving_leaves_the_files_and_nothing_else(
     assert sorted(paths) == sorted(path for path in (tmp_path / "out").rglob("*") if path.is_file())
 
 
-def test_a_report_in_the_run_is_one_of_its_files(tmp_path: pathlib.Path) -> None:
+def test_a_report_in_the_run_is_one_of_its_files(tmp_path: Path) -> None:
     run = open_run(write_full_run(tmp_path / "run", size=SMALL))
     paths = Report(run, "summary").attach(["json", "md"])
     listed = {run.path / name for name in open_run(run.path).manifest.files if name.startswith("reports/")}
@@ -266,7 +266,7 @@ QUICK = ("no blocks",)
     ids=RUNS,
 )
 def test_every_run_has_a_report_in_every_format_and_no_invented_number(
-    made: dict[str, object], tmp_path: pathlib.Path
+    made: dict[str, object], tmp_path: Path
 ) -> None:
     folder = write_full_run(tmp_path / "run", **{"size": TINY, **made})  # type: ignore[arg-type]
     found = Report(folder).files(formats())
@@ -275,7 +275,7 @@ def test_every_run_has_a_report_in_every_format_and_no_invented_number(
     assert json.loads(found["report.json"])["run"]["tasks"] == list(open_run(folder).tasks)
 
 
-def test_columns_that_hold_nothing_are_said_to_be_missing(tmp_path: pathlib.Path) -> None:
+def test_columns_that_hold_nothing_are_said_to_be_missing(tmp_path: Path) -> None:
     folder = write_full_run(tmp_path / "run", size=TINY)
     for table in schema.TABLES.values():
         path = folder / layout.table_file(table.name)
@@ -293,7 +293,7 @@ def test_columns_that_hold_nothing_are_said_to_be_missing(tmp_path: pathlib.Path
 
 
 @pytest.mark.parametrize("harm", ["truncated", "removed"])
-def test_a_damaged_table_is_an_error_that_names_it(harm: str, tmp_path: pathlib.Path) -> None:
+def test_a_damaged_table_is_an_error_that_names_it(harm: str, tmp_path: Path) -> None:
     folder = write_full_run(tmp_path / "run", size=TINY)
     path = folder / layout.table_file("layers")
     path.write_bytes(path.read_bytes()[:200]) if harm == "truncated" else path.unlink()
@@ -431,7 +431,7 @@ def test_every_drawing_says_what_it_shows(light: str, standard: Report) -> None:
 
 
 @pytest.mark.slow
-def test_a_large_light_page_stays_below_a_megabyte(tmp_path: pathlib.Path) -> None:
+def test_a_large_light_page_stays_below_a_megabyte(tmp_path: Path) -> None:
     folder = write_full_run(
         tmp_path / "run",
         tasks=[f"task number {at} of many" for at in range(30)],

@@ -6,11 +6,11 @@ import csv
 import dataclasses
 import io
 import json
-import pathlib
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ from driftlens_reports.content import ReportContent
 from driftlens_reports.formats.texts import escape, fragments, json_schema, markdown, prose
 from tests.records.full_run import Size, write_full_run
 
-GOLDEN = pathlib.Path(__file__).with_name("report-2.0.json")
+GOLDEN = Path(__file__).with_name("report-2.0.json")
 """Fields of version 2.0: within a major version they only ever grow."""
 
 
@@ -38,7 +38,7 @@ def document(report: Report) -> dict[str, Any]:
 
 def shipped_schema() -> dict[str, Any]:
     """The schema as it is packaged."""
-    path = pathlib.Path(driftlens_reports.__file__).with_name("report.schema.json")
+    path = Path(driftlens_reports.__file__).with_name("report.schema.json")
     loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return loaded
 
@@ -253,7 +253,7 @@ def numbers(rows: int) -> Table:
     )
 
 
-def compiled(texts: dict[str, bytes], folder: pathlib.Path) -> str:
+def compiled(texts: dict[str, bytes], folder: Path) -> str:
     """The log of a document that loads what the fragments' own heads ask for, and nothing else."""
     packages = {line for text in texts.values() for line in re.findall(_PACKAGES, text.decode())}
     for name, text in texts.items():
@@ -276,7 +276,7 @@ def compiled(texts: dict[str, bytes], folder: pathlib.Path) -> str:
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
-def test_fragments_compile_with_what_they_ask_for(content: ReportContent, tmp_path: pathlib.Path) -> None:
+def test_fragments_compile_with_what_they_ask_for(content: ReportContent, tmp_path: Path) -> None:
     texts = {f"{at}.tex": text for at, text in enumerate(fragments(content).values())}
     texts["many.tex"] = fragments(with_table(content, numbers(200)))["many.tex"]
     log = compiled(texts, tmp_path)

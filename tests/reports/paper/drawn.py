@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import pathlib
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,7 +130,7 @@ def rows_of(latex: str) -> list[list[str]]:
     return found
 
 
-def typeset(folder: pathlib.Path, packages: str, body: str, page: str = PAGE) -> str:
+def typeset(folder: Path, packages: str, body: str, page: str = PAGE) -> str:
     """What pdfLaTeX says of it."""
     if shutil.which("pdflatex") is None:
         pytest.skip("pdflatex is not installed")

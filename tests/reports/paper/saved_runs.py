@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import pathlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ SETTINGS = {"lam": 0.05, "rho": 2.0, "alpha": 0.3, "update": ["linear", "bias", 
 GIB = 2**30
 
 
-def figure_run(path: pathlib.Path, *, seeds: tuple[int, ...] = (1, 2, 3), **made: Any) -> DriftRun:
+def figure_run(path: Path, *, seeds: tuple[int, ...] = (1, 2, 3), **made: Any) -> DriftRun:
     """A full run with a calibration on record and sweeps; `made` goes to `write_full_run`."""
     write_full_run(path, **made)
     with RunWriter.resume(path) as writer:
@@ -62,7 +62,7 @@ def sweep_rows(tasks: tuple[str, ...], seeds: tuple[int, ...]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def table_run(path: pathlib.Path, *, name: str = "toy run", tasks: Sequence[str] = TOY) -> DriftRun:
+def table_run(path: Path, *, name: str = "toy run", tasks: Sequence[str] = TOY) -> DriftRun:
     """A run with everything: a merge method, a calibration with its costs, and a sweep of samples with three seeds."""
     write_full_run(path, name=name, tasks=tasks, size=SMALL)
     _write_spec(path, name, "task_arithmetic")
@@ -74,7 +74,7 @@ def table_run(path: pathlib.Path, *, name: str = "toy run", tasks: Sequence[str]
 
 
 def scores_run(
-    path: pathlib.Path,
+    path: Path,
     *,
     name: str = "scores",
     tasks: Sequence[str] = TOY,
@@ -96,7 +96,7 @@ def scores_run(
     return open_run(path)
 
 
-def _write_spec(path: pathlib.Path, name: str, method: str) -> None:
+def _write_spec(path: Path, name: str, method: str) -> None:
     spec = f"name: {name!r}\nmerge:\n  method: {method}\n  scaling: 0.3\n"
     (path / "spec.yaml").write_text(spec, encoding="utf-8")
 

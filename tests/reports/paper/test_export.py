@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -25,11 +25,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
     return table_run(tmp_path_factory.mktemp("export") / "toy")
 
 
-def contents(folder: pathlib.Path) -> dict[str, bytes]:
+def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_exporting_again_writes_the_same_bytes(run: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_exporting_again_writes_the_same_bytes(run: DriftRun, tmp_path: Path) -> None:
     for folder in ("first", "second"):
         export([run], tmp_path / folder, names=["accuracy", "closure", "heatmap"])
     first, second = contents(tmp_path / "first"), contents(tmp_path / "second")
@@ -38,7 +38,7 @@ def test_exporting_again_writes_the_same_bytes(run: DriftRun, tmp_path: pathlib.
 
 
 @pytest.mark.slow
-def test_another_process_writes_the_same_bytes(run: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_another_process_writes_the_same_bytes(run: DriftRun, tmp_path: Path) -> None:
     names = ["accuracy", "heatmap", "intro"]
     export([run], tmp_path / "here", names=names)
     script = f"""
@@ -63,7 +63,7 @@ def test_another_process_writes_the_same_bytes(run: DriftRun, tmp_path: pathlib.
     assert contents(tmp_path / "here") == contents(tmp_path / "there")
 
 
-def test_every_exhibit_has_its_siblings(run: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_every_exhibit_has_its_siblings(run: DriftRun, tmp_path: Path) -> None:
     names = [name for name, entry in exhibits.items() if entry.kind == "table"] + ["heatmap"]
     written = export([run], tmp_path, names=names, formats=["tex", "svg"])
     assert [entry.name for entry in written] == names
@@ -75,13 +75,13 @@ def test_every_exhibit_has_its_siblings(run: DriftRun, tmp_path: pathlib.Path) -
     assert sorted(path for entry in written for path in entry.files) == sorted(tmp_path.iterdir())
 
 
-def test_the_csv_holds_the_numbers_with_every_digit(run: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_the_csv_holds_the_numbers_with_every_digit(run: DriftRun, tmp_path: Path) -> None:
     export([run], tmp_path, names=["accuracy"])
     read = pd.read_csv(tmp_path / "accuracy.csv")
     assert read["value"].tolist() == draw("accuracy", [run], ExhibitOptions()).data["value"].tolist()
 
 
-def test_provenance_names_the_run_its_spec_and_what_is_missing(run: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_provenance_names_the_run_its_spec_and_what_is_missing(run: DriftRun, tmp_path: Path) -> None:
     options = ExhibitOptions(width=3.25, task="cars", paper=True)
     export([run], tmp_path, names=["accuracy-text", "closure"], options=options)
     told = json.loads((tmp_path / "accuracy-text.json").read_text())
@@ -96,9 +96,7 @@ def test_provenance_names_the_run_its_spec_and_what_is_missing(run: DriftRun, tm
     assert json.loads((tmp_path / "closure.json").read_text())["printed_numbers"] == ""
 
 
-def test_what_is_chosen_stands_in_the_command_that_draws_it_again(
-    run: DriftRun, tmp_path: pathlib.Path
-) -> None:
+def test_what_is_chosen_stands_in_the_command_that_draws_it_again(run: DriftRun, tmp_path: Path) -> None:
     flags = ["--tasks", "cars", "--variants", "base,merged", "--width", "4", "--calibrated", run.variants[-1]]
     wanted = ["export", run.path, "--figure", "heatmap", "--format", "png", "--out", tmp_path]
     assert code_of(*wanted, *flags) == 0
@@ -112,9 +110,7 @@ def test_what_is_chosen_stands_in_the_command_that_draws_it_again(
     assert code_of(*wanted, "--variants", "nobody") == 4
 
 
-def test_what_shows_no_measured_number_is_not_among_all(
-    run: DriftRun, tmp_path: pathlib.Path, monkeypatch
-) -> None:
+def test_what_shows_no_measured_number_is_not_among_all(run: DriftRun, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(
         "driftlens_reports.paper.export.exhibits",
         {name: exhibits[name] for name in ("accuracy", "accuracy-text")},
@@ -133,7 +129,7 @@ def test_the_opening_figure_has_the_base_beside_what_is_compared(run: DriftRun) 
 
 
 def test_the_command_writes_what_was_asked_for(
-    run: DriftRun, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    run: DriftRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     asked = ("--figure", "heatmap", "--table", "drift", "--format", "png,tex", "--out", out, "--json")
@@ -145,7 +141,7 @@ def test_the_command_writes_what_was_asked_for(
 
 
 def test_strict_fails_where_a_part_is_missing_and_still_writes_it(
-    run: DriftRun, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    run: DriftRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     assert (
@@ -179,7 +175,7 @@ def test_strict_fails_where_a_part_is_missing_and_still_writes_it(
     ],
 )
 def test_a_wrong_wish_is_refused_before_anything_is_written(
-    run: DriftRun, tmp_path: pathlib.Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    run: DriftRun, tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     assert code_of("export", run.path, *arguments, "--out", out) == SpecError.exit_code
@@ -187,12 +183,12 @@ def test_a_wrong_wish_is_refused_before_anything_is_written(
     assert not out.exists()
 
 
-def test_an_unknown_task_is_a_data_error(run: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_an_unknown_task_is_a_data_error(run: DriftRun, tmp_path: Path) -> None:
     assert code_of("export", run.path, "--figure", "intro", "--task", "moon", "--out", tmp_path) == 4
 
 
 @pytest.mark.slow
-def test_python_has_the_same_figures_and_tables(run: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_python_has_the_same_figures_and_tables(run: DriftRun, tmp_path: Path) -> None:
     export([run], tmp_path, names=["heatmap", "accuracy"])
     dl.paper.figure("heatmap", run).save(tmp_path / "fig1.pdf")
     text = dl.paper.table("accuracy", [run]).to_latex(tmp_path / "tab1.tex")
@@ -202,7 +198,7 @@ def test_python_has_the_same_figures_and_tables(run: DriftRun, tmp_path: pathlib
     assert set(dl.paper.names()) == set(exhibits)
 
 
-def test_python_refuses_the_other_kind_and_formats_it_has_not(run: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_python_refuses_the_other_kind_and_formats_it_has_not(run: DriftRun, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="is no figure but a table"):
         dl.paper.figure("accuracy", run)
     with pytest.raises(SpecError, match="can't be saved as 'docx'"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import pathlib
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -140,7 +140,7 @@ def test_captions_name_run_and_samples(name: str, run: DriftRun) -> None:
         assert "n = 24 samples of the diagnosis split" in caption or "24 diagnosis samples" in caption
 
 
-def test_a_synthetic_run_is_called_one(tmp_path: pathlib.Path) -> None:
+def test_a_synthetic_run_is_called_one(tmp_path: Path) -> None:
     run = open_run(write_full_run(tmp_path / "run", synthetic=True))
     # One figure per way captions are begun: of one run, and of several.
     assert all("no benchmark" in draw(name, run).caption for name in ("heatmap", "sweeps"))
@@ -212,7 +212,7 @@ def test_settings_of_the_user_are_left_alone(run: DriftRun) -> None:
     assert dict(matplotlib.rcParams) == before
 
 
-def test_a_truncated_table_is_an_error_with_its_name(tmp_path: pathlib.Path) -> None:
+def test_a_truncated_table_is_an_error_with_its_name(tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "run")
     table = path / "tables" / "layers.parquet"
     table.write_bytes(table.read_bytes()[:200])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
 import statistics
+from pathlib import Path
 
 import matplotlib.axes
 import numpy as np
@@ -83,14 +83,14 @@ def test_intro_panels_share_one_window_and_the_expert_points(run: DriftRun) -> N
         np.testing.assert_array_equal(joins[:, 1], other)
 
 
-def test_many_samples_are_thinned_and_the_caption_says_so(tmp_path: pathlib.Path) -> None:
+def test_many_samples_are_thinned_and_the_caption_says_so(tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "run", tasks=["cars"], size=Size(blocks=1, samples=MOST + 20))
     drawn = draw("intro", open_run(path))
     assert len(values(drawn, "x", variant="merged")) == MOST
     assert f"{MOST} of {MOST + 20} samples are drawn" in drawn.caption
 
 
-def test_drawing_features_leaves_the_run_as_it_is(tmp_path: pathlib.Path) -> None:
+def test_drawing_features_leaves_the_run_as_it_is(tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "run")
     before = sorted(file for file in path.rglob("*"))
     draw("intro", open_run(path))
@@ -98,7 +98,7 @@ def test_drawing_features_leaves_the_run_as_it_is(tmp_path: pathlib.Path) -> Non
 
 
 @pytest.mark.slow
-def test_fewer_samples_behind_jacobians_are_counted_apart(tmp_path: pathlib.Path) -> None:
+def test_fewer_samples_behind_jacobians_are_counted_apart(tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "run", tasks=["cars"])
     assert "need a Jacobian" not in draw("amplification", open_run(path)).caption
     with RunWriter.resume(path) as writer:
@@ -144,7 +144,7 @@ def test_the_own_setting_is_ringed_or_lined_where_it_was_not_swept(run: DriftRun
         assert (guide.get_marker() == "o") == (start != "(b)")
 
 
-def test_a_seed_that_lacks_a_task_makes_no_average(tmp_path: pathlib.Path) -> None:
+def test_a_seed_that_lacks_a_task_makes_no_average(tmp_path: Path) -> None:
     path = tmp_path / "run"
     full = figure_run(path)
     torn = full.sweeps()
@@ -155,13 +155,13 @@ def test_a_seed_that_lacks_a_task_makes_no_average(tmp_path: pathlib.Path) -> No
     assert "mean over 2 seeds" in caption and "mean over 3 seeds" in draw("data-efficiency", full).caption
 
 
-def test_one_seed_has_no_spread(tmp_path: pathlib.Path) -> None:
+def test_one_seed_has_no_spread(tmp_path: Path) -> None:
     drawn = draw("data-efficiency", figure_run(tmp_path / "run", seeds=(4,)))
     assert not values(drawn, "accuracy (average over tasks), std over seeds")
     assert "One seed per point, so no spread is shown." in drawn.caption
 
 
-def test_lambda_zero_is_left_out_and_mentioned(tmp_path: pathlib.Path) -> None:
+def test_lambda_zero_is_left_out_and_mentioned(tmp_path: Path) -> None:
     path = tmp_path / "run"
     zero = figure_run(path).sweeps().query("sweep == 'lam' and point == 0").assign(point=9, lam=0.0)
     with RunWriter.resume(path) as writer:
@@ -171,7 +171,7 @@ def test_lambda_zero_is_left_out_and_mentioned(tmp_path: pathlib.Path) -> None:
     assert (drawn.data["lam"].dropna() > 0).all()
 
 
-def test_runs_have_a_line_each_and_names_of_their_own(run: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_runs_have_a_line_each_and_names_of_their_own(run: DriftRun, tmp_path: Path) -> None:
     twin = figure_run(tmp_path / "twin", name="upstream")
     said = words(draw("sweeps", run, twin).figure)
     assert run.id in said and twin.id in said
@@ -218,7 +218,7 @@ def test_what_the_run_lacks_is_refused_by_name(run: DriftRun, options: dict[str,
 
 
 @pytest.mark.slow
-def test_another_calibrated_variant_can_be_chosen(tmp_path: pathlib.Path) -> None:
+def test_another_calibrated_variant_can_be_chosen(tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "run", variants=[*VARIANTS, "calibrated:second"])
     run = open_run(path)
     shown = set(draw("decomposition", run).data["variant"])
@@ -227,7 +227,7 @@ def test_another_calibrated_variant_can_be_chosen(tmp_path: pathlib.Path) -> Non
     assert chosen == {"merged", CONTROL, CALIBRATED}
 
 
-def test_repairs_stand_where_the_arena_puts_them(tmp_path: pathlib.Path) -> None:
+def test_repairs_stand_where_the_arena_puts_them(tmp_path: Path) -> None:
     run = open_run(write_full_run(tmp_path / "run", variants=[*VARIANTS, "calibrated:second"]))
     found = draw("repairs", run)
     data = found.data.set_index(["model", "quantity"])["value"]

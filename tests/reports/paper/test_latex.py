@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import pathlib
 import re
+from pathlib import Path
 
 import pytest
 
@@ -101,7 +101,7 @@ def test_every_line_of_a_tabular_has_as_many_cells_as_it_declares(hostile: Drift
                 assert len(cells) in (1, len(alignment)), (name, cells)  # one: a title across all columns
 
 
-def test_all_tables_compile(hostile: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_all_tables_compile(hostile: DriftRun, tmp_path: Path) -> None:
     eight = scores_run(tmp_path / "eight", name="eight", tasks=EIGHT, source="openai/clip-vit-base-patch32")
     shown = [exhibits[name].draw([hostile, eight], ExhibitOptions(paper=True)).latex or "" for name in TABLES]
     packages = r"\usepackage{graphicx}\usepackage[margin=2cm]{geometry}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import pathlib
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def test_tables_say_them_escaped(run: DriftRun) -> None:
     assert "w/ Rest" in runtime and "residual" not in runtime
 
 
-def test_a_spec_may_name_them_and_the_command_line_wins(run: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_a_spec_may_name_them_and_the_command_line_wins(run: DriftRun, tmp_path: Path) -> None:
     path = tmp_path / "run"
     shutil.copytree(run.path, path)
     spec = "name: run\nnames: {mnist: Digits, cars: Autos}\n"
@@ -158,7 +158,7 @@ ZOOM = 3
 
 
 @pytest.mark.slow
-def test_no_note_is_longer_than_its_table(run: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_no_note_is_longer_than_its_table(run: DriftRun, tmp_path: Path) -> None:
     """Measured as LaTeX sets it: in an ICML column, and in both for tables that take both."""
     shown = [
         drawn(name, run, paper=paper).latex or "" for name, paper in itertools.product(TABLES, (False, True))
@@ -176,7 +176,7 @@ def test_no_note_is_longer_than_its_table(run: DriftRun, tmp_path: pathlib.Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("venue", [ICML, NEURIPS], ids=["icml", "neurips"])
 def test_no_table_is_set_below_7_pt_nor_wider_than_the_page(
-    run: DriftRun, tmp_path: pathlib.Path, venue: str
+    run: DriftRun, tmp_path: Path, venue: str
 ) -> None:
     if shutil.which("pdftohtml") is None:
         pytest.skip("pdftohtml is not installed")
@@ -196,7 +196,7 @@ def test_no_table_is_set_below_7_pt_nor_wider_than_the_page(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["OT1", "T1"])
-def test_commands_can_be_pasted_from_the_pdf(tmp_path: pathlib.Path, encoding: str) -> None:
+def test_commands_can_be_pasted_from_the_pdf(tmp_path: Path, encoding: str) -> None:
     if shutil.which("pdftotext") is None:
         pytest.skip("pdftotext is not installed")
     command = "driftlens sweep RUN --param 'lam=0.005,0.05,0.5,5' --name first-fine_tune"
@@ -209,7 +209,7 @@ def test_commands_can_be_pasted_from_the_pdf(tmp_path: pathlib.Path, encoding: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [3.25, 5.5])
-def test_parameters_can_be_pasted_from_a_figure(run: DriftRun, tmp_path: pathlib.Path, width: float) -> None:
+def test_parameters_can_be_pasted_from_a_figure(run: DriftRun, tmp_path: Path, width: float) -> None:
     if shutil.which("pdftotext") is None:
         pytest.skip("pdftotext is not installed")
     bare = open_run(run.path)
@@ -223,7 +223,7 @@ def test_parameters_can_be_pasted_from_a_figure(run: DriftRun, tmp_path: pathlib
 
 @pytest.mark.slow
 def test_no_exhibit_names_a_folder_of_this_machine(run: DriftRun) -> None:
-    places = {str(run.path), str(run.path.parent), str(pathlib.Path.home()) + "/"}
+    places = {str(run.path), str(run.path.parent), str(Path.home()) + "/"}
     for name, paper in itertools.product(exhibits, (False, True)):
         shown = drawn(name, run, paper=paper)
         artifact = draw(name, [run], ExhibitOptions(paper=paper)) if name in ("accuracy", "intro") else None

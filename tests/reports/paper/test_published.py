@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import pathlib
 import re
 import statistics
+from pathlib import Path
 
 import pytest
 
@@ -21,12 +21,10 @@ from driftlens_reports.paper.published import (
     settings,
 )
 
-PAPER = pathlib.Path(__file__).resolve().parents[4] / "shared" / "paper" / "featcal.tex"
+PAPER = Path(__file__).resolve().parents[4] / "shared" / "paper" / "featcal.tex"
 ROWS = [(table, row) for table in published_tables().values() for row in table.rows]
 AVERAGED = [(t, r) for t, r in ROWS if AVERAGE in t.columns and not math.isnan(r.values[AVERAGE])]
-STATED = json.loads(pathlib.Path(published.__file__).with_suffix(".json").read_text(encoding="utf-8"))[
-    "stated"
-]
+STATED = json.loads(Path(published.__file__).with_suffix(".json").read_text(encoding="utf-8"))["stated"]
 """Numbers that the paper states about figures whose data it does not print."""
 HALF_A_DIGIT = 0.05 + 1e-9
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import pathlib
 import statistics
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -25,17 +25,17 @@ MAIN = published_tables()["tab:clip-vit-b32-results"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("table-runs")
 
 
 @pytest.fixture(scope="module")
-def run(folder: pathlib.Path) -> DriftRun:
+def run(folder: Path) -> DriftRun:
     return table_run(folder / "toy")
 
 
 @pytest.fixture(scope="module")
-def eight(folder: pathlib.Path) -> DriftRun:
+def eight(folder: Path) -> DriftRun:
     return scores_run(
         folder / "eight", name="eight", tasks=EIGHT, source="openai/clip-vit-base-patch32", seed=1
     )
@@ -130,7 +130,7 @@ def test_measured_rows_stand_above_the_papers_block_of_the_same_merger(eight: Dr
     ]
 
 
-def test_another_backbone_or_fewer_experts_do_not_stand_beside_the_papers(folder: pathlib.Path) -> None:
+def test_another_backbone_or_fewer_experts_do_not_stand_beside_the_papers(folder: Path) -> None:
     large = scores_run(folder / "large", tasks=EIGHT, source="ViT-L-14")
     fewer = scores_run(folder / "fewer", tasks=EIGHT[:7], source="ViT-B-32")
     for other in (large, fewer):
@@ -140,7 +140,7 @@ def test_another_backbone_or_fewer_experts_do_not_stand_beside_the_papers(folder
     assert len(measured(drawn("accuracy-full-l14-8", large))) == (1 + len(VARIANTS)) * 9
 
 
-def test_runs_are_told_apart_and_references_shared(folder: pathlib.Path) -> None:
+def test_runs_are_told_apart_and_references_shared(folder: Path) -> None:
     first, second = (
         scores_run(folder / method, name=method, method=method) for method in ("average", "task_arithmetic")
     )
@@ -151,7 +151,7 @@ def test_runs_are_told_apart_and_references_shared(folder: pathlib.Path) -> None
     assert set(rows.loc[rows["variant"] == "calibrated:featcal", "block"]) == {"average", "task_arithmetic"}
 
 
-def test_without_a_calibration_there_is_no_calibrated_row(folder: pathlib.Path) -> None:
+def test_without_a_calibration_there_is_no_calibrated_row(folder: Path) -> None:
     plain = scores_run(folder / "plain", variants=("base", "merged"))
     assert set(measured(drawn("accuracy", plain))["variant"]) == {"base", "expert", "merged"}
     for name in ("runtime", "hyper", "efficiency"):
@@ -159,7 +159,7 @@ def test_without_a_calibration_there_is_no_calibrated_row(folder: pathlib.Path) 
         assert shown.missing and not len(measured(shown))
 
 
-def test_without_labels_nothing_is_measured_and_the_command_is_named(folder: pathlib.Path) -> None:
+def test_without_labels_nothing_is_measured_and_the_command_is_named(folder: Path) -> None:
     blind = open_run(write_full_run(folder / "blind", size=SMALL, has_labels=False))
     for name in ("accuracy", "accuracy-avg", "experts"):
         shown = drawn(name, blind)
@@ -168,14 +168,14 @@ def test_without_labels_nothing_is_measured_and_the_command_is_named(folder: pat
         assert r"\driftnote{Measured rows" in (shown.latex or "")
 
 
-def test_one_task_is_its_own_average(folder: pathlib.Path) -> None:
+def test_one_task_is_its_own_average(folder: Path) -> None:
     single = scores_run(folder / "single", tasks=("cars",))
     rows = measured(drawn("accuracy", single)).pivot(index="variant", columns="column", values="value")
     assert (rows["cars"] == rows[AVERAGE]).all()
 
 
 def test_averages_over_suites_stand_in_the_column_of_suite_and_backbone(
-    eight: DriftRun, run: DriftRun, folder: pathlib.Path
+    eight: DriftRun, run: DriftRun, folder: Path
 ) -> None:
     large = scores_run(folder / "large-avg", name="large", tasks=EIGHT, source="ViT-L-14", seed=3)
     rows = measured(drawn("accuracy-avg", eight, run, large)).set_index(["variant", "column"])
@@ -187,7 +187,7 @@ def test_averages_over_suites_stand_in_the_column_of_suite_and_backbone(
         assert rows.loc[("calibrated:featcal", column), "gain"] == gained
 
 
-def test_two_runs_of_one_merger_never_share_a_column(folder: pathlib.Path, run: DriftRun) -> None:
+def test_two_runs_of_one_merger_never_share_a_column(folder: Path, run: DriftRun) -> None:
     twin = scores_run(folder / "twin", seed=9)
     rows = measured(drawn("accuracy-avg", run, twin))
     merged = rows[rows["variant"] == "merged"]
@@ -222,7 +222,7 @@ def test_resources_average_over_points_and_sum_over_phases(run: DriftRun) -> Non
     assert math.isnan(phases["analyze", "GPU energy (Wh)"])
 
 
-def test_phases_of_the_tasks_are_summed(folder: pathlib.Path) -> None:
+def test_phases_of_the_tasks_are_summed(folder: Path) -> None:
     made = scores_run(folder / "phases")
     phases = [f"{start}analyze:{task}" for start in ("", "calibrate:featcal:") for task in made.tasks]
     with RunWriter.resume(made.path) as writer:

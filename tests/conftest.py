@@ -20,7 +20,8 @@ from hypothesis import settings
 from tests.families import SHOWN, shown
 
 # No test asserts on time, so no example has a deadline either.
-settings.register_profile("driftlens", deadline=None, max_examples=50)
+settings.register_profile("driftlens", deadline=None, max_examples=20)
+settings.register_profile("slow", deadline=None, max_examples=50)
 settings.load_profile("driftlens")
 
 torch.set_num_threads(1)
@@ -34,6 +35,11 @@ REAL = Path(__file__).resolve().parents[2] / "shared" / "real"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device on which tests compute (cpu, cuda)")
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--slow"):
+        settings.load_profile("slow")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -38,6 +38,7 @@ from driftlens.runs.verify import verify
 from driftlens.spec.requests import SweepRequest
 from driftlens_reports.terminal import sweep_text
 from tests.pipeline.calibrating import NAME, VARIANT, copied, files_of, request, same_rows
+from tests.quick import few
 from tests.zoo.world import TASKS, World
 
 MEASURES = ("drift_l2_mean", "drift_rel", "cos_mean")
@@ -156,7 +157,9 @@ def test_a_small_budget_walks_in_groups_and_gives_the_same_models(study: Study) 
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("lam", 0.01), ("rho", 1.3), ("alpha", 0.8), ("n", 3)], ids=str
+    ("setting", "value"),
+    few([("lam", 0.01), ("rho", 1.3), ("alpha", 0.8), ("n", 3)], quick=[("rho", 1.3), ("n", 3)]),
+    ids=str,
 )
 def test_a_point_equals_a_plain_calibration_of_the_same_settings(
     folder: Path, light: DriftRun, tmp_path: Path, setting: str, value: float
@@ -451,7 +454,7 @@ def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder:
     assert sheet.loc["merged", "relative drift"] == pytest.approx(again)
 
 
-@pytest.mark.parametrize("method", ["surgery", "react", "distill"])
+@pytest.mark.parametrize("method", few(["surgery", "react", "distill"], quick=["surgery", "react"]))
 def test_a_point_of_what_is_trained_or_maps_per_task_is_a_plain_calibration(
     folder: Path, light: DriftRun, tmp_path: Path, method: str
 ) -> None:

@@ -375,8 +375,9 @@ def test_spoiled_runs(
         file.write_bytes(right)
 
 
-COMMANDS = sorted({*get_command(app).commands} - {"demo"})  # type: ignore[attr-defined]
-PARAMETERS = [each for name in COMMANDS for each in get_command(app).commands[name].params]  # type: ignore[attr-defined]
+EVERY = get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = sorted({*EVERY} - {"demo"})
+PARAMETERS = [each for name in COMMANDS for each in EVERY[name].params]
 OPTIONS = sorted({option for each in PARAMETERS for option in each.opts if option[0] == "-"} | {"-q", "--"})
 
 

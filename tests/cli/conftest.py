@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from driftlens.cli import main
-from driftlens.runs.run import DriftRun
-from tests.pipeline.calibrating import copied
-from tests.pipeline.fixtures import brief_rehearsals, finished, light, spec_file, world
+from tests.pipeline.fixtures import brief_rehearsals, finished, folder, light, spec_file, world
 
-__all__ = ["Cli", "Result", "brief_rehearsals", "finished", "light", "run_cli", "spec_file", "world"]
+__all__ = [
+    "Cli",
+    "Result",
+    "brief_rehearsals",
+    "finished",
+    "folder",
+    "light",
+    "run_cli",
+    "spec_file",
+    "world",
+]
 
 
 @dataclass(frozen=True)
@@ -35,12 +42,6 @@ class Result:
 
 
 Cli = Callable[..., Result]
-
-
-@pytest.fixture
-def folder(light: DriftRun, tmp_path: Path) -> Path:
-    """A finished run for a test to add to."""
-    return copied(light, tmp_path / "run")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import driftlens as dl
 from driftlens.jobs.preflight import rehearsal
 from driftlens.runs.run import DriftRun
+from tests.pipeline.calibrating import copied
 from tests.zoo.world import World, build
 
 
@@ -30,6 +31,12 @@ def light(world: World, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
     """A finished run of the same world without Jacobians, which take longest; read-only."""
     out = tmp_path_factory.mktemp("light") / "run"
     return dl.analyze(world.spec(metrics={"jacobian": False}), out=out, progress="none")
+
+
+@pytest.fixture
+def folder(light: DriftRun, tmp_path: Path) -> Path:
+    """The same run for a test to add to."""
+    return copied(light, tmp_path / "run")
 
 
 @pytest.fixture(autouse=True)

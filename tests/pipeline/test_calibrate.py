@@ -283,11 +283,6 @@ def test_a_run_tells_ridges_and_shares_and_neither_labels_nor_test_samples_are_r
 Stop = Callable[[ProgressEvent], bool]
 
 
-@pytest.fixture
-def folder(light: DriftRun, tmp_path: Path) -> Path:
-    return copied(light, tmp_path / "run")
-
-
 def solving(event: ProgressEvent) -> bool:
     return event.phase == "calibrate" and event.label.startswith("layer 3 of")
 

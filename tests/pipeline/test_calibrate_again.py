@@ -44,11 +44,6 @@ from tests.zoo.world import TASKS, World, build
 WEIGHTS = f"calibrations/{NAME}/weights.safetensors"
 
 
-@pytest.fixture
-def folder(light: DriftRun, tmp_path: Path) -> Path:
-    return copied(light, tmp_path / "run")
-
-
 @pytest.fixture(scope="module")
 def whole(light: DriftRun, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
     """The finished run, calibrated without interruption."""

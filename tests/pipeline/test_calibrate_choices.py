@@ -29,11 +29,6 @@ from tests.zoo.world import TASKS, World
 QUICK: dict[str, Any] = {"metrics": {"jacobian": False}, "heads": None}
 
 
-@pytest.fixture
-def folder(light: DriftRun, tmp_path: Path) -> Path:
-    return copied(light, tmp_path / "run")
-
-
 def weights(run: DriftRun) -> dict[str, torch.Tensor]:
     return load_file(run.path / f"calibrations/{NAME}/weights.safetensors")
 

@@ -45,11 +45,6 @@ MEASURES = ("drift_l2_mean", "drift_rel", "cos_mean")
 LAM = {"lam": [0.01, 0.3]}
 
 
-@pytest.fixture
-def folder(light: DriftRun, tmp_path: Path) -> Path:
-    return copied(light, tmp_path / "run")
-
-
 @pytest.fixture(scope="module")
 def study(light: DriftRun) -> Study:
     """The light run reopened; tests only add models of their own to its pool."""
@@ -156,14 +151,14 @@ def test_a_small_budget_walks_in_groups_and_gives_the_same_models(study: Study) 
     assert torch.equal(models(1 << 30, fits[1:])[0][0], together[1])
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    few([("lam", 0.01), ("rho", 1.3), ("alpha", 0.8), ("n", 3)], quick=[("rho", 1.3), ("n", 3)]),
-    ids=str,
-)
+VALUES = {"lam": 0.01, "rho": 1.3, "alpha": 0.8, "n": 3}
+
+
+@pytest.mark.parametrize("setting", few(VALUES, quick=["rho", "n"]))
 def test_a_point_equals_a_plain_calibration_of_the_same_settings(
-    folder: Path, light: DriftRun, tmp_path: Path, setting: str, value: float
+    folder: Path, light: DriftRun, tmp_path: Path, setting: str
 ) -> None:
+    value = VALUES[setting]
     found = sweep(folder, SweepRequest(param={setting: [value], "lam": [0.01, 0.2]}))
     asked = {"samples": int(value)} if setting == "n" else {"parameters": {setting: value}}
     plain = calibrate(copied(light, tmp_path / "plain"), request(**asked))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +37,7 @@ BATCH = {
 @pytest.mark.parametrize("loader", ["hf-decoder", "hf-auto"])
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_does_not_run_as_features_from_block_to_block_is_refused_by_name(
-    reason: str, loader: str, tmp_path: pathlib.Path
+    reason: str, loader: str, tmp_path: Path
 ) -> None:
     config = REFUSED[reason]
     config.save_pretrained(tmp_path)
@@ -88,7 +88,7 @@ def test_what_is_done_behind_the_head_stretches_scores_by_so_much(name: str, slo
     assert lm.slope == slope and (lm.behind is None) == (name == "GPT-2")
 
 
-def test_an_encoder_that_may_answer_is_no_causal_model(tmp_path: pathlib.Path) -> None:
+def test_an_encoder_that_may_answer_is_no_causal_model(tmp_path: Path) -> None:
     """Its tokens read those behind them; and no loader writes a folder with the base's head."""
     config = {"model_type": "bert", "architectures": ["BertLMHeadModel"], "vocab_size": 40, **TINY}
     (tmp_path / "config.json").write_text(json.dumps(config))

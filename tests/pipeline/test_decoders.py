@@ -144,7 +144,7 @@ def test_every_merge_method_takes_decoders(name: str, tmp_path: Path) -> None:
 @pytest.mark.shows("attribution", "sites", files="hf-decoder", heads="each model's own", reloads="yes")
 @pytest.mark.parametrize("config", families("GPT-2", "Granite", "Phi"))
 def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
-    config: Any, tmp_path: pathlib.Path
+    config: Any, tmp_path: Path
 ) -> None:
     """The head too, which is merged and no site; hf-auto takes no model without it. And transformers answers alike."""
     few = {"compute": {"dtype": "float64"}, "metrics": {"jacobian": {"nodes": 8, "samples": 2}}}
@@ -194,7 +194,7 @@ def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
 
 @pytest.mark.shows("live")
 @pytest.mark.parametrize("config", families("GPT-2"))
-def test_live_models_answer_as_their_own_library_lets_them(config: Any, tmp_path: pathlib.Path) -> None:
+def test_live_models_answer_as_their_own_library_lets_them(config: Any, tmp_path: Path) -> None:
     base = perturbed(
         with_seed(lambda: transformers.AutoModelForCausalLM.from_config(config))(), 0, 0.2
     ).eval()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -43,7 +43,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def adapted(base: pathlib.Path, folder: pathlib.Path, options: dict[str, Any]) -> Any:
+def adapted(base: Path, folder: Path, options: dict[str, Any]) -> Any:
     """The base in float32 with random adapters, small beside its numbers' steps; saved by peft."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.random.fork_rng():
@@ -62,7 +62,7 @@ def adapted(base: pathlib.Path, folder: pathlib.Path, options: dict[str, Any]) -
 @pytest.mark.parametrize(("config", "options"), OPTIONS.values(), ids=list(OPTIONS))
 @torch.no_grad()
 def test_features_of_an_expert_are_those_that_peft_computes(
-    config: Any, options: dict[str, Any], stored: torch.dtype, tmp_path: pathlib.Path
+    config: Any, options: dict[str, Any], stored: torch.dtype, tmp_path: Path
 ) -> None:
     saved(config, tmp_path / "base")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").to(stored)

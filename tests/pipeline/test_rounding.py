@@ -204,7 +204,7 @@ def test_a_merge_keeps_what_its_type_can_hold_and_tells_what_it_lost(
 
 
 def test_a_calibration_keeps_what_its_type_can_hold_and_tells_what_it_lost(
-    world: World, tmp_path: pathlib.Path
+    world: World, tmp_path: Path
 ) -> None:
     spec = with_models(world, tmp_path, (torch.bfloat16, torch.bfloat16), moved_by(1)) | {"metrics": {}}
     folder = tmp_path / "run"

@@ -8,9 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.refusals import family_of_keys
-from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader, renamed
+from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader, renamed, require_key
 
 
 class Layout(Protocol):
@@ -49,12 +51,47 @@ TEXT_SIDE = ("text_model.", "logit_scale", "logit_bias")
 """How models of images and texts begin what is of their texts, where the image tower is taken apart as it runs."""
 
 
+_ROWS = re.compile(r"(?P<whole>.+)\[(?P<start>\d+):(?P<stop>\d+)\]")
+"""How rows of a tensor are called that are a tensor of their own."""
+
+
+def whole(key: str) -> str:
+    """The tensor that a key names, or that it names rows of."""
+    rows = _ROWS.fullmatch(key)
+    return key if rows is None else rows["whole"]
+
+
+class Parted:
+    """A checkpoint in which rows of some tensors are tensors of their own: queries, keys and values that files fuse."""
+
+    def __init__(self, source: StateSource, parts: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+        self.name, self.whole = source.name, source
+        self._places: dict[str, tuple[str, int]] = {}
+        self.headers: dict[str, TensorHeader] = {}
+        for key, header in source.headers.items():
+            for start, stop in parts.get(key, ()):
+                part = f"{key}[{start}:{stop}]"
+                self.headers[part] = TensorHeader((stop - start, *header.shape[1:]), header.dtype)
+                self._places[part] = key, start
+            if key not in parts:
+                self.headers[key] = header
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, or rows [start, stop) of it."""
+        require_key(self, key)
+        stored, first = self._places.get(key, (key, 0))
+        if stored == key:
+            return self.whole.read(key, rows)
+        start, stop = rows or (0, self.headers[key].shape[0])
+        return self.whole.read(stored, (first + start, first + stop))
+
+
 @dataclass(frozen=True)
 class Spellings:
     """Checkpoints that hold a whole model under one of several spellings, as versions of a library wrote them.
 
     Attributes:
-        names: per spelling, the skeleton's key -> its name in the file.
+        names: per spelling, the skeleton's key -> its name in the file, or `NAME[START:STOP]` of rows of what has one.
         left_out: beginnings of names that are no part of the model: classifiers, poolers that nobody reads.
         ignored: patterns of names that the library itself passes over.
     """
@@ -62,6 +99,15 @@ class Spellings:
     names: Sequence[Mapping[str, str]]
     left_out: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+
+    def parted(self, source: StateSource) -> StateSource:
+        """The checkpoint, in parts where it fuses what the model in memory has apart."""
+        named = {name for names in self.names for name in names.values() if name.endswith("]")}
+        parts: dict[str, list[tuple[int, int]]] = {}
+        for rows in (_ROWS.fullmatch(wrapper + name) for wrapper in _WRAPPERS for name in named):
+            if rows is not None and rows["whole"] in source.headers:
+                parts.setdefault(rows["whole"], []).append((int(rows["start"]), int(rows["stop"])))
+        return Parted(source, {key: sorted(rows) for key, rows in parts.items()}) if parts else source
 
     def key_map(
         self, headers: Mapping[str, TensorHeader], wanted: Collection[str], name: str
@@ -83,6 +129,7 @@ class Spellings:
         self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
     ) -> StateSource:
         """See `Layout`; what is missing is missing, but of another family nearly all is."""
+        source = self.parted(source)
         stored = self.key_map(source.headers, wanted, source.name)
         count = sum(key in stored for key in wanted)
         if 2 * count < len(wanted) and (family := family_of_keys(source.headers)):

@@ -24,7 +24,10 @@ MODEL_TYPES = {
     "hf-clip": ("clip", "clip_vision_model"),
     "hf-vit": ("deit", "dinov2", "dinov2_with_registers", "siglip", "siglip_vision_model", "vit"),
     "hf-t5": ("t5",),
-    "hf-encoder": ("bert", "roberta", "xlm-roberta", "distilbert", "deberta", "deberta-v2"),
+    "hf-encoder": (
+        *("bert", "roberta", "xlm-roberta", "distilbert", "deberta", "deberta-v2"),
+        *("nomic_bert", "gte", "jina_embeddings_v3"),
+    ),
 }
 """By loader, the model types of transformers that it reads; hf-decoder reads causal ones, hf-auto the others."""
 _WITH_LM_HEAD = ("CausalLM", "LMHead")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from driftlens.base.errors import CheckpointError, IncompatibleModelsError, RunError, ShapeError, SpecError
@@ -26,6 +27,7 @@ from driftlens.base.files import (
     write_json_atomic,
     write_text_atomic,
 )
+from driftlens.checkpoints.alignment import whole
 from driftlens.checkpoints.loading import companion_files, library_folder, read_json
 from driftlens.checkpoints.sentences import MODULES, flat
 from driftlens.checkpoints.sources import (
@@ -125,7 +127,7 @@ def save_state_dict(
     """
     # The safetensors library writes only what is in memory as a whole, hence the twenty lines below.
     if isinstance(tensors, Patched):
-        headers, pairs = tensors.headers, iter(tensors)
+        headers, pairs = _joined(tensors)
     else:
         collected = dict(tensors)
         headers = {key: TensorHeader(tuple(value.shape), value.dtype) for key, value in collected.items()}
@@ -140,6 +142,24 @@ def save_state_dict(
             file.seek(len(head) + spans[key][0])
             file.write(raw_bytes(tensor))
             del tensor  # before the next one is made
+
+
+def _joined(source: Patched) -> tuple[dict[str, TensorHeader], Iterator[tuple[str, Tensor]]]:
+    """Headers and tensors of a source, those of which it has parts by rows whole again."""
+    parts: dict[str, list[str]] = {}
+    for key in source.headers:
+        parts.setdefault(whole(key), []).append(key)
+    headers = dict[str, TensorHeader]()
+    for name, keys in parts.items():
+        first = source.headers[keys[0]]
+        rows = [source.headers[key].shape[0] for key in keys] if keys != [name] else []
+        headers[name] = TensorHeader((sum(rows), *first.shape[1:]), first.dtype) if rows else first
+    read = source.read
+    pairs = (
+        (name, torch.cat([*map(read, keys)]) if keys != [name] else read(name))
+        for name, keys in parts.items()
+    )
+    return headers, pairs
 
 
 def _spans(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, int]]:
@@ -219,7 +239,7 @@ def save_model(
         for name, part in files.items():
             save_state_dict(folder / name, patched(part), metadata)
         if len(files) > 1:
-            places = {key: name for name, part in files.items() for key in part}
+            places = {whole(key): name for name, part in files.items() for key in part}
             size = sum(base.headers[key].nbytes for key in names.values())
             index = {"metadata": {"total_size": size}, "weight_map": places}
             write_json_atomic(folder / f"{form.weights}.index.json", index)
@@ -274,11 +294,11 @@ def _files(base: StateSource, names: Mapping[str, str], form: FolderFormat) -> d
     """The files of weights to write, each with its part of `names`: the base's own shards, or one for all."""
     # Not every library looks for an index.
     shards = shards_of(base) if f"{form.weights}.index.json" in WEIGHT_FILES else {}
-    if not all(key in shards for key in names.values()):
+    if not all(whole(key) in shards for key in names.values()):
         return {form.weights: dict(names)}
     files: dict[str, dict[str, str]] = {}
     for name, key in names.items():
-        shard = pathlib.PurePath(shards[key]).stem.replace("pytorch_model", "model")
+        shard = pathlib.PurePath(shards[whole(key)]).stem.replace("pytorch_model", "model")
         files.setdefault(f"{shard}.safetensors", {})[name] = key
     return files if len(files) > 1 else {form.weights: dict(names)}
 

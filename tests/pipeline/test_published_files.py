@@ -24,7 +24,8 @@ from driftlens.jobs.study.suspicion import companions
 from driftlens.models.architecture import load_architecture
 from driftlens.models.saving import save_model
 from driftlens.spec import load_spec
-from tests.zoo.decoders import CONFIGS, TINY, saved
+from tests.zoo.cases import with_seed
+from tests.zoo.decoders import CONFIGS, MORE, TINY, saved
 from tests.zoo.tokenizers import word_tokenizer
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
@@ -217,6 +218,95 @@ def test_adapters_beside_linear_maps_are_read_as_peft_runs_them(
     questions = torch.tensor([[1, 5, 2, 9], [4, 4, 3, 39]])
     with torch.no_grad():
         torch.testing.assert_close(plain(questions).logits, adapted.eval()(questions).logits[..., :rows])
+
+
+def test_a_head_that_files_call_otherwise_is_saved_once(tmp_path: Path) -> None:
+    for seed, name in enumerate(("base", "one")):
+        saved(MORE["GPT-NeoX"], tmp_path / name, seed)
+    merge_experts(load_spec(spec_of(tmp_path, "base", "one")), "average", {}, tmp_path / "out", Context())
+    merged = weights_of(tmp_path / "out")
+    assert merged.keys() == weights_of(tmp_path / "one").keys()
+    for key, value in weights_of(tmp_path / "one").items():
+        torch.testing.assert_close(merged[key], value)
+
+
+TOKENS = {"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 4, "max_position_embeddings": 64}
+BLOCKS = {"num_hidden_layers": 2, "intermediate_size": 24, "pad_token_id": 0}
+SWIGLU = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "use_swiglu_ffn": True}
+SWIGLU |= {"image_size": 16, "patch_size": 8}
+FUSED = {
+    "NomicBert": ("hf-encoder", TOKENS | BLOCKS),
+    "Gte": ("hf-encoder", TOKENS | BLOCKS),
+    "JinaEmbeddingsV3": ("hf-encoder", TOKENS | BLOCKS),
+    "Dinov2": ("hf-vit", SWIGLU),
+}
+"""Families whose files fuse what the library has apart in memory."""
+
+
+def fused(name: str, folder: Path, seed: int, **shards: Any) -> Any:
+    """A model of one of these families, as its library saves it."""
+    config = getattr(transformers, f"{name}Config")(**FUSED[name][1])
+    model = with_seed(lambda: getattr(transformers, f"{name}Model")(config))().eval()
+    generator = torch.Generator().manual_seed(seed)
+    for value in model.parameters():
+        value.data += 0.1 * torch.randn(value.shape, generator=generator)
+    model.save_pretrained(folder, **shards)
+    word_tokenizer("encoder").save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "4KB"}], ids=["one file", "shards"])
+@pytest.mark.parametrize("name", FUSED)
+def test_what_files_fuse_and_the_library_has_apart_is_merged_and_saved_as_it_was(
+    name: str, shards: dict[str, Any], tmp_path: Path
+) -> None:
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip("this transformers has no such model")
+    fused(name, tmp_path / "base", 0, **shards)
+    models = {seed: fused(name, tmp_path / f"expert-{seed}", seed) for seed in (1, 2)}
+    stored = weights_of(tmp_path / "base")
+    assert len(stored) < len(models[1].state_dict())
+    # Another has the names of the model in memory, as training code writes them.
+    save_file(dict(models[2].state_dict()), tmp_path / "expert-2" / "model.safetensors", {"format": "pt"})
+    described = spec_of(tmp_path, "base", "expert-1", "expert-2")
+    described["architecture"]["loader"] = FUSED[name][0]
+    merge_experts(load_spec(described), "average", {}, tmp_path / "out", Context())
+    merged, info = type(models[1]).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()) and weights_of(tmp_path / "out").keys() == stored.keys()
+    assert bool(list((tmp_path / "out").glob("*.index.json"))) == bool(shards)
+    first, second = (model.state_dict() for model in models.values())
+    for key, value in merged.state_dict().items():
+        if "pooler" not in key and value.is_floating_point():  # which belongs to a head
+            torch.testing.assert_close(value, (first[key] + second[key]) / 2)
+
+
+@pytest.mark.parametrize("module", ["self_attn.k_proj", "attn.Wqkv"])
+def test_adapters_fit_what_is_fused_by_either_name(module: str, tmp_path: Path) -> None:
+    """As the library has it in memory, or as files and the code that was once beside them."""
+    if not hasattr(transformers, "NomicBertConfig"):
+        pytest.skip("this transformers has no such model")
+    base = fused("NomicBert", tmp_path / "base", 0).state_dict()
+    rows = 48 if module.endswith("Wqkv") else 16
+    generator = torch.Generator().manual_seed(1)
+    down, up = (torch.randn(shape, generator=generator) for shape in ((2, 16), (rows, 2)))
+    path = f"layers.1.{module}" if rows == 16 else f"encoder.layers.1.{module}"
+    weights = {
+        f"base_model.model.{path}.lora_{half}.weight": value for half, value in (("A", down), ("B", up))
+    }
+    (tmp_path / "adapter").mkdir()
+    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": [module.rpartition(".")[2]]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    described = spec_of(tmp_path, "base", "adapter")
+    described["architecture"]["loader"] = "hf-encoder"
+    expert = open_models(load_spec(described)).sources["expert:adapter"]
+    for place, part in enumerate(("q_proj", "k_proj", "v_proj")):
+        key = f"layers.1.self_attn.{part}.weight"
+        name = next(stored for stored in expert.headers if stored.endswith(key))
+        delta = up @ down if rows == 16 else (up @ down)[16 * place : 16 * place + 16]
+        changed = part == "k_proj" or rows == 48
+        torch.testing.assert_close(expert.read(name) - base[key], delta if changed else 0 * delta)
+        assert torch.equal(expert.read(name, (3, 5)), expert.read(name)[3:5])
 
 
 @pytest.mark.parametrize("tag", ["Infinity", "-Infinity"])

@@ -19,6 +19,7 @@ from driftlens.base.metrics import METRICS
 from driftlens.base.settings import resolve
 from driftlens.base.variants import baseline, expert_of, task_of
 from driftlens.calibration.calibrator import calibrators, over_preset, require_task_id
+from driftlens.checkpoints.alignment import Parted, Spellings
 from driftlens.checkpoints.loading import fetched, library_folder, open_checkpoint
 from driftlens.checkpoints.lora import LoraSource, is_lora_folder
 from driftlens.checkpoints.sentences import require_same_reading
@@ -159,9 +160,9 @@ def _with_a_head(
     base = stored.get("base")
     if base is None or known.layout is None or known.lm is None or not known.lm.is_apart:
         return None
-    key = known.layout.wrapper(base.headers, base.name) + known.lm.head
-    if key in base.headers:
+    if known.lm.head in known.layout.key_map(base.headers, known.keys, base.name):  # by whatever name
         return None
+    key = known.layout.wrapper(base.headers, base.name) + known.lm.head
     return Composed(
         base.name, {name: (base, name) for name in base.headers} | {key: (sources["base"], known.lm.key)}
     )
@@ -173,8 +174,9 @@ def _opened(place: str, known: Architecture, base: StateSource | None, access: A
     if model is not None:
         base = open_checkpoint(model, offline=access.offline)
     if base is not None and is_lora_folder(pathlib.Path(file)):
-        base = known.lora_base(base, file)
-    return open_checkpoint(file, base=base, offline=access.offline)
+        base = known.lora_base(base.whole if isinstance(base, Parted) else base, file)
+    opened = open_checkpoint(file, base=base, offline=access.offline)
+    return known.layout.parted(opened) if isinstance(known.layout, Spellings) else opened
 
 
 def known_places(place: str, known: Architecture, access: Access) -> tuple[str | None, str]:

@@ -8,6 +8,7 @@ what its blocks are given beside features (masks, rotary tables) comes of runnin
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -299,14 +300,39 @@ def built(model_class: Any, config: Any) -> nn.Module:
 
 
 def file_names(skeleton: Any) -> dict[str, str]:
-    """The skeleton's key -> what `save_pretrained` calls it: since transformers 5 these are not always the same."""
+    """The skeleton's key -> what `save_pretrained` calls it: since transformers 5 these are not always the same.
+
+    What the library fuses as it saves is called by its rows, as `Spellings` has it.
+    """
     state = skeleton.state_dict()
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # transformers 4 wrote what it had
         return {key: key for key in state}
     written = {id(value): key for key, value in revert_weight_conversion(skeleton, dict(state)).items()}
-    return {key: written.get(id(value), key) for key, value in state.items()}
+    names = {key: written.get(id(value), key) for key, value in state.items()}
+    ends = list(itertools.accumulate(len(value) if value.dim() else 1 for value in state.values()))
+    spans = {
+        key: (end - (len(state[key]) if state[key].dim() else 1), end)
+        for key, end in zip(state, ends, strict=True)
+    }
+    # Numbered rows show where those of weights go that are written as others.
+    probes = {
+        key: torch.arange(*spans[key]).reshape(-1, *[1] * (value.dim() - 1))
+        for key, value in state.items()
+        if id(value) not in written
+    }
+    try:
+        fused = revert_weight_conversion(skeleton, dict(probes)) if probes else {}
+    except Exception:  # of what more is done to than to put rows behind each other
+        return names
+    for name, rows in fused.items():
+        numbers = rows.flatten().tolist()
+        places = {key: numbers.index(start) for key, (start, _) in spans.items() if start in numbers}
+        parts = {key: (place, place + spans[key][1] - spans[key][0]) for key, place in places.items()}
+        if all(numbers[start:stop] == list(range(*spans[key])) for key, (start, stop) in parts.items()):
+            names |= {key: f"{name}[{start}:{stop}]" for key, (start, stop) in parts.items()}
+    return names
 
 
 def _beside_core(skeleton: Any) -> tuple[str, ...]:

@@ -165,7 +165,8 @@ class LoraSource:
 
     def _token_rows(self) -> dict[str, tuple[Sequence[int], str]]:
         """By table of embeddings, the rows that were trained and the adapter's key of what they are now."""
-        given, tables = self._config.get("trainable_token_indices"), {}
+        given = self._config.get("trainable_token_indices")
+        tables: dict[str, tuple[Sequence[int], str]] = {}
         for key in (key for key in self._adapters.headers if key.endswith(_TOKENS)):
             module = key.removeprefix(_WRAPPER).removesuffix(_TOKENS)
             by_module = given if isinstance(given, dict) else {module: given}

@@ -52,11 +52,7 @@ class Ahead:
 
 
 def ahead(manifest: Manifest, job: Job, at: ProgressEvent) -> Ahead:
-    """What a calibration has still before it, from its last word.
-
-    Choosing tells itself how many calibrations it takes. Of the stage at hand its own pace counts more the more of it
-    is done; later ones are off by as much as what this job measured so far.
-    """
+    """What a calibration has still before it: the more of a stage is done, the more its own pace tells of the rest."""
     began = {name: phase for name, phase in manifest.phases.items() if phase.started >= job.started}
     took_so_far = _by_stage({name: phase for name, phase in began.items() if phase.state == "done"}, job.name)
     usual = _usual(manifest, job.name)

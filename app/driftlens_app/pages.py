@@ -14,11 +14,7 @@ from driftlens_app import views
 
 @dataclass(frozen=True)
 class Page:
-    """A page of the dashboard, as its file in `views/` declares it; the navigation is by `order`, ascending.
-
-    One that is not listed is led to by another. Where `says` tells in a line of Markdown what it shows, the shell draws
-    the title; and unless it needs no run, the shell opens one.
-    """
+    """A page, as its file declares it; the shell draws the title of one that `says` what it shows, and opens a run."""
 
     title: str
     icon: str

@@ -28,11 +28,7 @@ _LONE = 0.2
 
 @dataclass(frozen=True)
 class Curves:
-    """What each task's panel shows of the rows of a layer table, or one of its panels.
-
-    `band` fills the area between two columns, `error` has those of the ends of error bars; `beside` is the column of
-    open markers, and what they are; `line` is a value marked in all panels; `is_norm`: values are in feature units.
-    """
+    """What a panel shows of a layer table; `band`, `error`: columns of ends; `beside`: of open markers, in words."""
 
     column: str
     title: str

@@ -156,11 +156,10 @@ def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
     )
 
 
-def _no_perplexity(run: DriftRun, options: ChartOptions) -> str | None:
-    asked = "with `data.TASK.metric: [perplexity]` in the spec, `driftlens analyze SPEC --out NEW` adds it."
-    return (
-        None if len(_scores(run, options, is_averaged=False)) else f"no task is scored by perplexity; {asked}"
-    )
+_NO_PERPLEXITY = (
+    "no task is scored by perplexity; with `data.TASK.metric: [perplexity]` in the spec, `driftlens analyze SPEC --out "
+    "NEW` adds it."
+)
 
 
 @chart(
@@ -169,7 +168,7 @@ def _no_perplexity(run: DriftRun, options: ChartOptions) -> str | None:
     section="accuracy",
     rank=20,
     needs=("accuracy", ("value",)),
-    lacks=_no_perplexity,
+    lacks=lambda run, chosen: None if len(_scores(run, chosen, is_averaged=False)) else _NO_PERPLEXITY,
     applies=is_of_language,
     caption="Perplexity of the targets of every task's test samples with 95 % intervals, from base to expert.",
     hint="Lower is better; 1 is certainty. Perplexities of different tasks have no common mean.",

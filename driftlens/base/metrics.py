@@ -6,6 +6,7 @@ Facts only, without torch and pandas: how a metric is computed stands in `pipeli
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -33,6 +34,8 @@ class Metric:
     kind: Literal["share", "number"] = "share"
     needs: Literal["head", "choices", "target", "number", ""] = ""
     hub: str = ""
+    is_directed: bool = True
+    """Whether `worse` is known; of what other tools name it may not be."""
 
     @property
     def is_averaged(self) -> bool:
@@ -45,8 +48,9 @@ class Metric:
         """What it is, its range and direction, for a reader."""
         low, high = self.range
         ends = [] if low is None else [f"at least {low:g}" if high is None else f"{low:g} to {high:g}"]
-        better = "lower" if self.worse == "higher" else "higher"
-        return f"{self.says or 'Measured by another tool.'} {', '.join([*ends, f'{better} is better']).capitalize()}."
+        better = f"{'lower' if self.worse == 'higher' else 'higher'} is better"
+        ends.append(better if self.is_directed else "which way is better its name doesn't tell")
+        return f"{self.says or 'Measured by another tool.'} {', '.join(ends).capitalize()}."
 
     @property
     def is_attached(self) -> bool:
@@ -102,10 +106,17 @@ METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric
 
 ACCURACY = METRICS["accuracy"]
 
-_SHARES = frozenset({"acc", "acc_norm", "acc_norm_nospace", "exact_match", "em", "f1", "mc1", "mc2"})
-_LOWER = frozenset(
-    {"perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "ter", "wer", "brier_score"}
+_Way = tuple[Literal["share", "number"], Literal["higher", "lower"]]
+_BY_NAME: tuple[tuple[str, _Way], ...] = (
+    (r"perplexity|^(bits_per_byte|ter|wer|brier_score)$", ("number", "higher")),
+    # XSTest's safe prompts should be answered, its contrasting ones refused: RTA is "refuses to answer".
+    (r"^inverted_rta_(?!.*contrast)|^rta_(?!harm)(?=.*contrast)|^inverted_.*(asr|harm)", ("share", "lower")),
+    (r"benign$|^refusal_prf", ("share", "lower")),
+    (r"^(inverted_)?rta_|(\b|_)(asr|harm(fulness)?)(\b|_)", ("share", "higher")),
+    (r"^(acc|exact_match|em|f1|mc[12])(_|$)|accuracy|_acc$|\bpass(@|_at_)", ("share", "lower")),
+    (r"^(bleu|blue|chrf|meteor|mcc|pearson|rouge|spearman)", ("number", "lower")),
 )
+"""What the names of other tools' metrics tell, in lower case; the first that is found counts."""
 
 
 def metric_called(name: str) -> Metric:
@@ -117,16 +128,27 @@ def metric_called(name: str) -> Metric:
         return METRICS[name]
     if not name.startswith(ATTACHED):
         return Metric(name, name, hub=name)
-    plain_name = name.removeprefix(ATTACHED)
-    plain = plain_name.partition(",")[0]
-    if plain in _LOWER:
-        return Metric(name, plain_name, range=(0.0, None), worse="higher", kind="number", hub=plain)
-    if plain in _SHARES or plain.startswith("pass@"):
-        return Metric(name, plain_name, hub=plain)
-    return Metric(name, plain_name, range=ANY, kind="number", hub=plain)
+    title = name.removeprefix(ATTACHED)
+    hub, _, part = title.partition(",")
+    # A part of a task's samples has the metric of the whole, but harmless prompts should be answered.
+    told = f"{hub},benign" if part == "benign" else hub
+    kind, worse = next((way for found, way in _BY_NAME if re.search(found, told.lower())), ("number", ""))
+    ends: Range = (0.0, 1.0) if kind == "share" else (0.0, None) if worse == "higher" else ANY
+    return Metric(name, title, "", ends, worse or "lower", kind, hub=hub, is_directed=bool(worse))
 
 
 def title_of(metrics: Iterable[Metric]) -> str:
     """What several metrics that are shown together are called: its name if it is one, else `score` and their names."""
     titles = list(dict.fromkeys(metric.title for metric in metrics))
     return titles[0] if len(titles) == 1 else f"score ({', '.join(titles)})"
+
+
+def says_of(metrics: Iterable[Metric]) -> list[str]:
+    """What each is, its range and direction; those of which the same is said together."""
+    names: dict[str, dict[str, None]] = {}
+    for metric in metrics:
+        name = metric.hub if metric.is_attached else metric.title
+        names.setdefault(metric.described, {})[f"{name[:1].upper()}{name[1:]}" if metric.says else name] = (
+            None
+        )
+    return [f"{', '.join(named)}: {text}" for text, named in names.items()]

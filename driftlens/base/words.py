@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def counted(n: int, noun: str) -> str:
@@ -13,3 +13,9 @@ def counted(n: int, noun: str) -> str:
 def listed(names: Iterable[str]) -> str:
     """Names in a row: "lam, rho and alpha"."""
     return " and ".join(filter(None, ", ".join(names).rsplit(", ", 1)))
+
+
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many more there are: "a, b, c and 2 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"

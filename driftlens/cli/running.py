@@ -263,11 +263,12 @@ def attach(
     run: RunFolder,
     variant: Annotated[str, typer.Option(help="What was measured: a variant of the run, or expert:TASK.")],
     results: Annotated[
-        Path, typer.Option(metavar="FILE", help="The JSON that `lm_eval --output_path` wrote.")
+        Path,
+        typer.Option(metavar="FILE", help="The JSON that lm_eval, bigcode's harness or safety-eval wrote."),
     ],
     as_json: JsonFlag = False,
 ) -> None:
-    """Put results of the lm-evaluation-harness beside a variant's own scores."""
+    """Put results of lm-evaluation-harness, bigcode's or safety-eval beside a variant's own scores."""
     from driftlens.jobs.study.card import renew_cards
     from driftlens.runs.attaching import attach as attach_results
     from driftlens_reports.terminal import accuracy_text

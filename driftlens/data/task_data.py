@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError
+from driftlens.base.words import some_of
 from driftlens.data.rows import as_texts
 from driftlens.data.samples import COUNT_KEYS, SampleSet, draw, samples_at
 from driftlens.data.sources import Picture, Split, SplitView, data_sources
@@ -262,5 +263,4 @@ def plain_form(name: str) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:SHOWN])
-    return f"{shown} and {len(names) - SHOWN} more" if len(names) > SHOWN else shown
+    return some_of([*map(repr, names)], SHOWN)

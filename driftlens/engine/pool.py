@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.base.variants import task_of
+from driftlens.base.words import some_of
 from driftlens.checkpoints.sources import StateSource, Table, TensorHeader, check_finite
 from driftlens.engine.attached import (
     Attachment,
@@ -379,8 +380,7 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
 
 
 def _some(keys: list[str]) -> str:
-    shown = ", ".join(repr(key) for key in keys[:3])
-    return shown if len(keys) <= 3 else f"{shown} and {len(keys) - 3} more"
+    return some_of([*map(repr, keys)])
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from driftlens.base.intervals import Interval, mean_over_tasks, p_of
-from driftlens.base.metrics import ACCURACY, metric_called, title_of
+from driftlens.base.metrics import ACCURACY, metric_called, says_of, title_of
 from driftlens.base.variants import calibrated, title
 from driftlens.base.words import counted
 from driftlens.findings.frame import Finding, Measure, paired_by_task, pairing
@@ -164,7 +164,7 @@ def _features(run: DriftRun, rows: pd.DataFrame, name: str) -> Table:
 def _told(metrics: Iterable[str]) -> tuple[str, bool, list[str]]:
     """What scores of these metrics are called, whether all are shares, and what each is unless all are accuracies."""
     measures = [metric_called(name) for name in dict.fromkeys(metrics)] or [ACCURACY]
-    says = [] if measures == [ACCURACY] else [f"{at.title.capitalize()}: {at.described}" for at in measures]
+    says = [] if measures == [ACCURACY] else says_of(measures)
     return title_of(measures), all(at.kind == "share" for at in measures), says
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from driftlens.base.intervals import Interval, mean_over_tasks
 from driftlens.base.metrics import ACCURACY
 from driftlens.base.variants import calibrated, calibration_of, part_of, title
-from driftlens.base.words import counted
+from driftlens.base.words import counted, some_of
 from driftlens.findings.checks import self_checks
 from driftlens.findings.frame import Measure, paired_by_task, pairing
 from driftlens.findings.measures import (
@@ -170,7 +170,7 @@ def _sentences(
     judgement: Verdict, on_worst: Mapping[str, Interval], which: str, kept: str, failed: int
 ) -> tuple[str, ...]:
     """The verdict in words, of levels on the worst task, `which` calibration it is, and how many checks `failed`."""
-    bad = [f"Experts worse than base: {_listed(judgement.bad_experts)}."] if judgement.bad_experts else []
+    bad = [f"Experts worse than base: {some_of(judgement.bad_experts, 2)}."] if judgement.bad_experts else []
     is_told = len(judgement.tasks) > 1 and judgement.worst and not bad
     worst = [f"Worst: {judgement.worst} ({_values(on_worst, judgement.measure.kind)})."] if is_told else []
     end = [f"Self-checks failed: {failed}."] if failed else []
@@ -354,13 +354,8 @@ def _of_source(source: Source | None, variant: str, *, whole: bool = True) -> It
     share, n = source.share, f" (n = {source.share.n})" if source.share.n else ""
     known = is_measured(share.low)
     ends = f"{100 * share.low:.0f} to {100 * share.high:.0f} %" if known else f"{100 * share.value:.0f} %"
-    rivals = f"; or {_listed(source.rivals, most=1)}" * bool(source.rivals)
+    rivals = f"; or {some_of(source.rivals, 1)}" * bool(source.rivals)
     yield f"{start}, {ends} of {title(variant)}'s drift{n}{rivals}."
-
-
-def _listed(names: Sequence[str], most: int = 2) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
 
 
 def task_sheet(run: DriftRun, judgement: Verdict) -> Table:

@@ -1,18 +1,21 @@
-"""Scores that another tool has measured, beside a run's own: results of the lm-evaluation-harness."""
+"""Scores that other tools have measured, beside a run's own: of lm-evaluation-harness, bigcode's, safety-eval."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from statistics import NormalDist
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
 
 from driftlens.base.errors import DataError, RunError, did_you_mean
 from driftlens.base.files import PathLike, from_json, plain_file
+from driftlens.base.intervals import wilson
 from driftlens.base.metrics import ATTACHED, metric_called
 from driftlens.base.variants import expert_of
 from driftlens.runs.manifest import read_manifest
@@ -21,18 +24,46 @@ from driftlens.runs.standing import is_analyzed
 from driftlens.runs.status import utc_now
 from driftlens.runs.writer import RunWriter
 
+_HARNESS, _BIGCODE, _SAFETY = "lm-evaluation-harness", "bigcode-evaluation-harness", "safety-eval"
+TOOLS: Mapping[str, str] = MappingProxyType(
+    {
+        _HARNESS: "https://github.com/EleutherAI/lm-evaluation-harness",
+        _BIGCODE: "https://github.com/bigcode-project/bigcode-evaluation-harness",
+        _SAFETY: "https://github.com/allenai/safety-eval",
+    }
+)
+"""Whose files are read, and where each is published."""
 _Z = NormalDist().inv_cdf(0.975)
 _ERROR = "_stderr"
 _COUNTS = ("sample_len", "sample_count")
 """Numbers beside the metrics of a task that are none."""
+_WHOLE = ("overall", "micro", "macro")
+"""How metrics over all samples of a task begin; they stand before those of a part."""
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What a file tells: by task and metric the score and its standard error, NaN without; samples by task."""
+
+    tool: str
+    scores: Mapping[str, Mapping[str, tuple[float, float]]]
+    counts: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, list[str]] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
 
 
 def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
-    """Put the results of an lm-evaluation-harness file (0.3 or 0.4) into a run, as scores of one of its models.
+    """Put the results that another tool has written into a run, as scores of one of its models.
 
-    They stand in the accuracy table under the names that the harness gives, `harness:acc` for example, of the tasks
-    that it names; intervals are of the standard errors it states. The manifest keeps the file's digest. Attached again,
-    a task's results take the place of the earlier ones. `variant` is what the harness has measured, `expert:TASK` too.
+    Read are files of the lm-evaluation-harness (0.3 or 0.4), of bigcode-evaluation-harness and of safety-eval. Scores
+    stand in the accuracy table under the names that the tool gives, `harness:acc` for example, of the tasks that it
+    names. Intervals are of the standard errors or counts it states; where it states neither, there is none. A share in
+    percent becomes one in [0, 1]. The manifest keeps the file's digest and which tasks are groups of others. Attached
+    again, a task's results take the place of the earlier ones. `variant` is what was measured, `expert:TASK` too.
+
+    Raises:
+        DataError: the file can't be read, is none of these, or its numbers can't be; the run has no such variant.
+        RunError: the run is unfinished.
     """
     folder, file = pathlib.Path(run), pathlib.Path(results)
     manifest = read_manifest(folder)
@@ -45,14 +76,11 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
     if not is_analyzed(manifest):
         raise RunError(f"{folder} is unfinished", hint="`driftlens analyze ... --resume` goes on with it.")
     content = _content(file)
-    document = _document(content, file)
-    rows = [{"variant": variant, **row} for row in _rows(document, file)]
-    settings = _part(document, "config")
+    measured = _measured(content, file)
+    rows = [{"variant": variant, **row} for row in _rows(measured, file)]
     about = {
         **{"variant": variant, "file": file.name, "sha256": hashlib.sha256(content).hexdigest()},
-        "tool": "lm-evaluation-harness",
-        **{"version": document.get("lm_eval_version"), "date": document.get("date")},
-        **{name: settings.get(name) for name in ("model", "model_args", "limit")},
+        **{"tool": measured.tool, **measured.about, "groups": measured.groups},
         **{"tasks": list(dict.fromkeys(row["task"] for row in rows)), "attached": utc_now()},
     }
     with RunWriter.resume(folder) as writer:
@@ -61,73 +89,174 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
     return open_run(folder)
 
 
+def tool_of(run: DriftRun, variant: str, task: str) -> str:
+    """Which tool has measured a variant on a task; the newest that was attached."""
+    files = [of for of in run.manifest.attached.values() if of["variant"] == variant and task in of["tasks"]]
+    return max(files, key=lambda about: str(about["attached"]))["tool"] if files else _HARNESS
+
+
+def attached_shares(run: DriftRun) -> pd.DataFrame:
+    """One share for each variant and task that other tools measured, more being better; groups for their subtasks."""
+    rows = run.accuracy()
+    metrics = {name: metric_called(name) for name in rows["metric"].unique()}
+    shares = [name for name, of in metrics.items() if of.is_attached and of.is_averaged]
+    rows = rows[rows["value"].notna() & rows["metric"].isin(shares)].drop_duplicates(["variant", "task"])
+    return rows[rows["task"].isin(ungrouped(run, rows["task"], leaves=False))]
+
+
+def ungrouped(run: DriftRun, tasks: Iterable[str], *, leaves: bool = True) -> list[str]:
+    """Of tasks that other tools name, those that no other stands for: subtasks without their groups.
+
+    With `leaves` false groups without their subtasks. Runs that attached before groups were kept don't tell: then no
+    task is known to be a leaf.
+    """
+    names, subtasks = [*dict.fromkeys(tasks)], dict[str, set[str]]()
+    for about in run.manifest.attached.values():
+        if "groups" not in about:
+            return [] if leaves else names
+        for group, members in about["groups"].items():
+            subtasks.setdefault(group, set()).update(members)
+
+    def below(group: str, seen: frozenset[str]) -> set[str]:
+        members = subtasks.get(group, set()) - seen
+        return members.union(*(below(member, seen | members) for member in members))
+
+    inside = {name: below(name, frozenset({name})) & {*names} for name in names}
+    if leaves:
+        return [name for name in names if not inside[name]]
+    return [name for name in names if not any(name in members for members in inside.values())]
+
+
 def _content(file: pathlib.Path) -> bytes:
     try:
         return plain_file(file).read_bytes()
     except OSError as error:
-        raise DataError(
-            f"{file} can't be read: {error.strerror}",
-            hint="Give the file that `lm_eval --output_path` wrote.",
-        ) from error
+        raise DataError(f"{file} can't be read: {error.strerror}", hint=_HINT) from error
 
 
-def _document(content: bytes, file: pathlib.Path) -> dict[str, Any]:
+def _measured(content: bytes, file: pathlib.Path) -> _Results:
+    """The results of a file, whichever tool wrote it."""
     try:
-        found = from_json(content)
+        document = from_json(content)
     except ValueError as error:
         raise _refused(file, f"no JSON: {str(error).splitlines()[0]}") from error
-    results = found.get("results") if isinstance(found, dict) else None
-    if not isinstance(results, dict) or not all(isinstance(scores, dict) for scores in results.values()):
-        raise _refused(file, "an object with `results: {task: {metric: value}}` is expected")
-    return found
+    if not isinstance(document, dict):
+        raise _refused(file, "an object such as `results: {task: {metric: value}}` is expected")
+    if "results" in document:
+        scores = document["results"]
+        if not isinstance(scores, dict) or not all(isinstance(of, dict) for of in scores.values()):
+            raise _refused(file, "an object with `results: {task: {metric: value}}` is expected")
+        return _of_harness(document)
+    scores = {task: of for task, of in document.items() if task != "config"}
+    if not scores or not all(isinstance(of, dict) for of in scores.values()):
+        raise _refused(file, "neither `results: {task: {metric: value}}` nor `{task: {metric: value}}`")
+    by_task = {task: dict(sorted(_flat(of, task), key=_is_of_part)) for task, of in scores.items()}
+    if isinstance(document.get("config"), dict):
+        kept = {name: document["config"].get(name) for name in ("model", "limit", "n_samples", "temperature")}
+        return _Results(_BIGCODE, by_task, about=kept)
+    names = [f"{ATTACHED}{name}" for of in by_task.values() for name in of]
+    if names and not any(metric_called(name).is_directed for name in names):
+        raise _refused(file, f"{names[0].removeprefix(ATTACHED)!r} is no metric of one of these tools")
+    return _Results(_SAFETY, by_task)
 
 
-def _rows(found: Mapping[str, Any], file: pathlib.Path) -> list[dict[str, Any]]:
-    counts = _part(found, "n-samples")
-    rows = [
-        {"task": task, **row, "n": _count(counts.get(task))}
-        for task, scores in found["results"].items()
-        for row in _scores(scores)
-    ]
+def _of_harness(document: Mapping[str, Any]) -> _Results:
+    """Version 0.4 writes "acc,none" and "acc_stderr,none", 0.3 without the filter; 0.4.3 and later count samples."""
+    scores: dict[str, dict[str, tuple[float, float]]] = {}
+    for task, of in document["results"].items():
+        scores[task] = {}
+        for key, value in of.items():
+            name, comma, part = key.partition(",")
+            if name.endswith(_ERROR) or name in _COUNTS or not _is_number(value):
+                continue
+            error = of.get(f"{name}{_ERROR}{comma}{part}")
+            shown = name if part in ("", "none") else key
+            scores[task][shown] = (float(value), float(error) if _is_number(error) else math.nan)
+    stated = {task: _part(_part(document, "n-samples"), task).get("effective") for task in scores}
+    counts = {task: n for task, n in stated.items() if isinstance(n, int) and n > 0}
+    settings = _part(document, "config")
+    about = {"version": document.get("lm_eval_version"), "date": document.get("date")}
+    about |= {name: settings.get(name) for name in ("model", "model_args", "limit")}
+    return _Results(_HARNESS, scores, counts, _groups(document), about)
+
+
+def _groups(document: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The members of each group; files that don't list them write subtasks below their group, further in."""
+    listed = {
+        group: [str(name) for name in members]
+        for group, members in _part(document, "group_subtasks").items()
+        if isinstance(members, list) and members
+    }
+    above: list[tuple[int, str]] = []
+    for task, of in document["results"].items():
+        name = str(of.get("alias", ""))
+        depth = len(name) - len(name.lstrip(" -"))
+        above = [(at, group) for at, group in above if at < depth]
+        if above and "group_subtasks" not in document:
+            listed.setdefault(above[-1][1], []).append(task)
+        above.append((depth, task))
+    return listed
+
+
+def _flat(
+    scores: Mapping[str, Any], task: str, before: str = ""
+) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Every number of one task, by metric; that of a part of the task's samples with the part behind a comma."""
+    for key, value in scores.items():
+        name = f"{before}{key}"
+        if isinstance(value, dict) and not before:
+            yield from _flat(value, task, f"{key},")
+        elif _is_number(value):
+            # WildJailbreak's harmless prompts are to be complied with, under the name of an attack's success.
+            yield f"{name},benign" if "benign" in task and "," not in name else name, (float(value), math.nan)
+
+
+def _is_of_part(score: tuple[str, Any]) -> bool:
+    return not score[0].startswith(_WHOLE)
+
+
+def _rows(measured: _Results, file: pathlib.Path) -> list[dict[str, Any]]:
+    """Rows of the accuracy table."""
+    rows = []
+    for task, scores in measured.scores.items():
+        n = measured.counts.get(task)
+        for name, (value, error) in scores.items():
+            metric = metric_called(f"{ATTACHED}{name}")
+            low, high = (
+                sign * math.inf if end is None else end
+                for end, sign in zip(metric.range, (-1, 1), strict=True)
+            )
+            if metric.kind == "share" and 1 < value <= 100:
+                value, error = value / 100, error / 100
+            if not low <= value <= high:
+                raise _refused(file, f"{name} of {task} is {value:g}, and lies between {low:g} and {high:g}")
+            ends = (math.nan, math.nan)
+            # No error at all is what one right or wrong answer after the other gives, and no certainty.
+            if error > 0:
+                ends = max(value - _Z * error, low), min(value + _Z * error, high)
+            elif n is not None and metric.kind == "share" and math.isclose(value * n, round(value * n)):
+                ends = wilson(round(value * n), n)
+            row = {"task": task, "metric": metric.name, "value": value, "n": n}
+            rows.append(row | dict(zip(("ci_low", "ci_high"), ends, strict=True)))
     if not rows:
-        raise _refused(file, "its `results` hold no number")
+        raise _refused(file, "its results hold no number")
     return rows
 
 
-def _scores(scores: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The metrics of one task: version 0.4 writes "acc,none" and "acc_stderr,none", 0.3 without the filter."""
-    for key, value in scores.items():
-        name, comma, filter_ = key.partition(",")
-        if name.endswith(_ERROR) or name in _COUNTS or not _is_number(value):
-            continue
-        metric = metric_called(f"{ATTACHED}{name if filter_ in ('', 'none') else key}")
-        error = scores.get(f"{name}{_ERROR}{comma}{filter_}")
-        half = _Z * float(error) if error is not None and _is_number(error) else math.nan
-        low, high = (
-            math.inf * sign if end is None else end for end, sign in zip(metric.range, (-1, 1), strict=True)
-        )
-        # The first of two where the second is NaN.
-        ends = {"ci_low": max(value - half, low), "ci_high": min(value + half, high)}
-        yield {"metric": metric.name, "value": float(value), **ends}
-
-
-def _part(found: Mapping[str, Any], name: str) -> dict[str, Any]:
-    part = found.get(name)
+def _part(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    part = document.get(name)
     return part if isinstance(part, dict) else {}
-
-
-def _count(stated: Any) -> int | None:
-    """How many samples of a task were measured; 0.4.3 and later say so."""
-    count = stated.get("effective") if isinstance(stated, dict) else None
-    return count if isinstance(count, int) and count > 0 else None
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+_HINT = (
+    "Give the results_*.json that `lm_eval --output_path` wrote, or what bigcode-evaluation-harness wrote to "
+    "`--metric_output_path`, or safety-eval to `--report_output_path`."
+)
+
+
 def _refused(file: pathlib.Path, reason: str) -> DataError:
-    return DataError(
-        f"{file} is no results file of the lm-evaluation-harness: {reason}",
-        hint="Give the results_*.json that `lm_eval --output_path` wrote.",
-    )
+    return DataError(f"{file} is no results file that is read: {reason}", hint=_HINT)

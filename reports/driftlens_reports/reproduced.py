@@ -10,12 +10,12 @@ from typing import Any
 
 from driftlens.base.errors import SpecError
 from driftlens.base.intervals import Interval, mean_over_tasks, over_draws, wilson
-from driftlens.base.metrics import ATTACHED
 from driftlens.base.variants import calibrated
 from driftlens.findings.before_after import arena_rows
 from driftlens.findings.reading import Kind
 from driftlens.findings.swept import ABLATION, ablation_sheets, with_scores
 from driftlens.findings.table import Table
+from driftlens.runs.attaching import attached_shares
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain, plain_rows
 from driftlens.suites.reproduce import PROTOCOLS, Printed, Suite
@@ -112,9 +112,7 @@ def attached_rows(
     wanted = [canonical(name) for name in table.columns if name != AVERAGE]
     rows = []
     for merger, run in runs.items():
-        found = run.accuracy()
-        found = found[found["metric"].str.startswith(ATTACHED) & found["value"].notna()]
-        found = found.drop_duplicates(["variant", "task"])
+        found = attached_shares(run)
         found = found.assign(model=found["variant"].astype(str).str.removeprefix("calibrated:"))
         kept = found["model"].isin(["base", "merged", "expert", *names])
         best = found[kept].sort_values("value", kind="stable").drop_duplicates(["model", "task"], keep="last")

@@ -10,7 +10,7 @@ import numpy as np
 
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.intervals import mean_over_tasks
-from driftlens.base.metrics import ACCURACY, metric_called
+from driftlens.base.metrics import ACCURACY, metric_called, says_of
 from driftlens.base.variants import control_of, part_of, title
 from driftlens.base.words import counted
 from driftlens.findings.before_after import arena_sheet, calibration_sheets, selection_sentences
@@ -242,7 +242,7 @@ def accuracy_table(run: DriftRun) -> Table:
     others = {name: metric for name, metric in metrics.items() if metric != ACCURACY}
     intervals = "95 % intervals" if others else "Wilson intervals"
     notes = [f"{intervals}. Each expert is scored on its own task."]
-    notes += [f"{name}: {metric.described}" for name, metric in others.items()]
+    notes += says_of(others.values())
     heading = f"{'Scores' if others else 'Accuracy'} on test samples"
     return Table.of("accuracy", heading, kinds, [*zip(*rows, strict=True)], " ".join(notes))
 

@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 
 from driftlens.base.intervals import Interval, mean_over_tasks, p_of, wilson
-from driftlens.base.metrics import ACCURACY, METRICS, metric_called, title_of
+from driftlens.base.metrics import ACCURACY, METRICS, metric_called, says_of, title_of
 from driftlens.base.variants import calibrated, title
-from driftlens.base.words import counted
+from driftlens.base.words import counted, some_of
 from driftlens.findings import reading
 from driftlens.findings.before_after import calibration_sheets, selection_sentences
 from driftlens.findings.checks import CheckReport, self_checks
@@ -24,6 +24,7 @@ from driftlens.findings.reading import NOT_MEASURED, Kind, estimate, is_measured
 from driftlens.findings.swept import ABLATION, CONTROL, FACTORS, ablation_sheets, settings_of
 from driftlens.findings.table import Table
 from driftlens.findings.verdict import final_sheet, others_sheet, task_sheet, verdict
+from driftlens.runs.attaching import ungrouped
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import TOLERANCE, Equality, VerifyResult
 from driftlens_reports import facts
@@ -130,10 +131,11 @@ def _score_sections(run: DriftRun) -> Iterator[tuple[str, list[str]]]:
     is_accuracy = own["metric"].nunique() == 0 or set(own["metric"]) == {ACCURACY.name}
     yield f"{'Accuracy' if is_accuracy else 'Scores'} on test samples", _score_lines(own)
     if is_attached.any():
-        yield "Scores attached from other tools", _score_lines(rows[is_attached])
+        yield "Scores attached from other tools", _score_lines(rows[is_attached], run)
 
 
-def _score_lines(rows: pd.DataFrame) -> list[str]:
+def _score_lines(rows: pd.DataFrame, attached_to: DriftRun | None = None) -> list[str]:
+    """A line per task and metric, then means; of scores `attached_to` a run over tasks without those they stand for."""
     order = ("base", "expert", "merged")
     variants = sorted(
         rows["variant"].unique(), key=lambda name: order.index(name) if name in order else len(order)
@@ -153,15 +155,22 @@ def _score_lines(rows: pd.DataFrame) -> list[str]:
 
     groups = rows.groupby(["task", "metric"], sort=False).groups
     lines = [line(task, name, scores[name, task], counts[name, task]) for task, name in groups]
+    notes = []
     for name in (name for name, metric in metrics.items() if metric.is_averaged):
-        of_tasks = [by_variant for (metric, _), by_variant in scores.items() if metric == name]
+        tasks = every = [task for metric, task in scores if metric == name]
+        if attached_to is not None:
+            tasks = ungrouped(attached_to, every)
+        of_tasks = [scores[name, task] for task in tasks]
         shared = [variant for variant in variants if all(variant in scored for scored in of_tasks)]
         means = {variant: mean_over_tasks([scored[variant] for scored in of_tasks]) for variant in shared}
         if len(of_tasks) > 1:
-            lines.append(line(f"mean of {len(of_tasks)}", name, means, counts[name].sum()))
+            lines.append(line(f"mean of {len(of_tasks)}", name, means, counts[name][tasks].sum()))
+            left = [task for task in every if task not in tasks]
+            over = f"Mean of {len(tasks)} {metrics[name].title}: {some_of(tasks)}"
+            notes += [f"{over}; not {some_of(left)}, in whose place their subtasks are."] * bool(left)
     header = ["task", *([] if is_accuracy else ["metric"]), *map(title, variants), "samples"]
-    says = [] if is_accuracy else [f"{metric.title}: {metric.described}" for metric in metrics.values()]
-    return [*aligned([header, *lines], num_names=1 if is_accuracy else 2), *says] if lines else []
+    says = [] if is_accuracy else says_of(metrics.values())
+    return [*aligned([header, *lines], num_names=1 if is_accuracy else 2), *notes, *says] if lines else []
 
 
 def checks_text(report: CheckReport) -> str:

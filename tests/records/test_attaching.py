@@ -1,4 +1,4 @@
-"""Results of the lm-evaluation-harness beside a run's own: what is taken over, and what is refused."""
+"""Results of other tools beside a run's own: what is taken over, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from driftlens.base.errors import DataError
+from driftlens.base.intervals import wilson
+from driftlens.base.metrics import metric_called
 from driftlens.findings.measures import findings
-from driftlens.runs.attaching import attach
+from driftlens.runs.attaching import attach, attached_shares, tool_of, ungrouped
 from driftlens.runs.manifest import read_manifest, write_manifest
-from driftlens.runs.run import open_run
+from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
 from driftlens_reports.paper.published import family
-from driftlens_reports.terminal import summary
+from driftlens_reports.terminal import accuracy_text, summary
 from tests.records.full_run import Size, write_full_run
 
 NEW = {
@@ -78,12 +81,147 @@ def test_both_forms_of_the_file_become_rows_of_their_own(folder: Path) -> None:
         ("[1]", "results"),
         ({"results": {"a": 1}}, "results"),
         ({"results": {"a": {"acc,none": "N/A"}}}, "no number"),
+        ({"results": {"a": {"acc,none": -0.5}}}, "acc of a is -0.5"),
+        ({"humaneval": 0.5, "config": {"model": "merged"}}, "task: {metric: value}"),
+        ({"humaneval": {"pass@1": float("nan")}, "config": {}}, "no number"),
+        ({"model": {"width": 64}, "data": {"n": 3}}, "'width' is no metric"),
+        ({"config": {"model": "merged"}}, "task: {metric: value}"),
     ],
 )
 def test_other_files_are_refused_and_nothing_is_written(folder: Path, content: Any, said: str) -> None:
     with pytest.raises(DataError, match=said) as caught:
         attach(folder, "merged", written(folder, content))
     assert "lm_eval" in caught.value.hint and open_run(folder).manifest.attached == {}
+
+
+def rows_of(run: DriftRun) -> dict[tuple[str, str], dict[str, Any]]:
+    rows = run.accuracy()
+    kept = rows[rows["metric"].str.startswith("harness:")].to_dict("records")
+    return {(row["task"], row["metric"].removeprefix("harness:")): row for row in kept}
+
+
+def mean_lines(run: DriftRun) -> list[str]:
+    text = accuracy_text(run)
+    return [line.strip() for line in text.splitlines() if line.strip().lower().startswith("mean of")]
+
+
+GROUPED = {"mmlu": 0.5, "mmlu_stem": 0.4, "astronomy": 0.3, "physics": 0.5, "arc": 0.8}
+LISTED = {"mmlu": ["mmlu_stem"], "mmlu_stem": ["astronomy", "physics"], "arc": []}
+INDENTED = {"mmlu": "", "mmlu_stem": " - ", "astronomy": "  - ", "physics": "  - ", "arc": ""}
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_mean_is_over_leaves_and_says_which(folder: Path, *, is_listed: bool) -> None:
+    scores = {
+        task: {"acc,none": value, "acc_stderr,none": 0.01, "alias": f"{INDENTED[task]}{task}"}
+        for task, value in GROUPED.items()
+    }
+    content = {"results": scores} | ({"group_subtasks": LISTED} if is_listed else {"groups": {"mmlu": {}}})
+    run = attach(folder, "merged", written(folder, content))
+    leaves = [GROUPED[task] for task in ("astronomy", "physics", "arc")]
+    line, note = mean_lines(run)
+    assert line.startswith("mean of 3") and f"{100 * sum(leaves) / 3:.1f} %" in line
+    assert "astronomy, physics, arc; not mmlu, mmlu_stem" in note
+    # A group whose subtasks another file lacks is a leaf there; exhibits show it in the place of those it stands for.
+    assert ungrouped(run, ["mmlu", "arc"]) == ["mmlu", "arc"]
+    assert [*attached_shares(run)["task"]] == ["mmlu", "arc"]
+
+
+def test_a_mean_is_not_guessed_where_an_older_run_tells_of_no_groups(folder: Path) -> None:
+    run = attach(folder, "merged", written(folder, {"results": {"mmlu": {"acc": 0.5}, "law": {"acc": 0.1}}}))
+    assert len(mean_lines(run)) == 1
+    manifest = read_manifest(folder)
+    older = {name: {k: v for k, v in of.items() if k != "groups"} for name, of in manifest.attached.items()}
+    write_manifest(folder, dataclasses.replace(manifest, attached=older))
+    assert mean_lines(open_run(folder)) == []
+
+
+def test_code_by_bigcode_has_a_mean_and_no_intervals_as_the_file_tells_no_number(
+    folder: Path,
+) -> None:
+    content = {
+        "humanevalplus": {"pass@1": 0.25, "pass@10": 0.5},
+        "mbppplus": {"pass@1": 0.75, "pass@10": 0.875},
+        "config": {"model": "merged", "n_samples": 10, "limit": None, "use_auth_token": "secret"},
+    }
+    run = attach(folder, "merged", written(folder, content))
+    rows = rows_of(run)
+    assert {key: row["value"] for key, row in rows.items()} == {
+        (task, metric): value
+        for task, of in content.items()
+        if task != "config"
+        for metric, value in of.items()
+    }
+    assert all(math.isnan(row["ci_low"]) and pd.isna(row["n"]) for row in rows.values())
+    assert {metric_called(row["metric"]).described for row in rows.values()} == {
+        "Measured by another tool. 0 to 1, higher is better."
+    }
+    assert [line.split()[:5] for line in mean_lines(run)] == [
+        ["mean", "of", "2", "pass@1", "50.0"],
+        ["mean", "of", "2", "pass@10", "68.8"],
+    ]
+    (about,) = run.manifest.attached.values()
+    assert about["tool"] == "bigcode-evaluation-harness" and "secret" not in str(about)
+    assert tool_of(run, "merged", "mbppplus") == about["tool"]
+
+
+HIGHER, LOWER, EITHER = "higher is better", "lower is better", "which way is better its name doesn't tell"
+
+
+@pytest.mark.parametrize(
+    ("task", "scores", "metric", "way"),
+    [
+        ("wildguardtest", {"micro harm (lower)": 0.4}, "micro harm (lower)", LOWER),
+        (
+            "wildguardtest",
+            {"prompt_type harm (lower)": {"others": 0.4}},
+            "prompt_type harm (lower),others",
+            LOWER,
+        ),
+        ("harmbench", {"micro ASR (lower)": 0.4}, "micro ASR (lower)", LOWER),
+        (
+            "harmbench",
+            {"SemanticCategory ASR (lower)": {"benign": 0.4}},
+            "SemanticCategory ASR (lower),benign",
+            "",
+        ),
+        ("harmbench", {"inverted_micro_asr_lower": 0.4}, "inverted_micro_asr_lower", HIGHER),
+        ("do_anything_now", {"macro ASR": 0.4}, "macro ASR", LOWER),
+        ("wildjailbreak:benign", {"macro ASR": 0.4}, "macro ASR,benign", HIGHER),
+        ("xstest", {"inverted_rta_all_safe": 0.4}, "inverted_rta_all_safe", HIGHER),
+        ("xstest", {"inverted_rta_contrast_homonyms": 0.4}, "inverted_rta_contrast_homonyms", LOWER),
+        ("xstest", {"rta_all_contrast": 0.4}, "rta_all_contrast", HIGHER),
+        ("xstest", {"rta_all_safe": 0.4}, "rta_all_safe", LOWER),
+        ("xstest", {"rta_harmfulness_all_contrast": 0.4}, "rta_harmfulness_all_contrast", LOWER),
+        ("xstest", {"refusal_prf": {"f1": 0.4}}, "refusal_prf,f1", HIGHER),
+        ("or_bench:toxic", {"accuracy": 0.5, "refusal_rate_mean": 0.4}, "refusal_rate_mean", EITHER),
+    ],
+)
+def test_of_safety_the_direction_is_said_and_nothing_that_is_worse_higher_is_averaged(
+    folder: Path, task: str, scores: dict[str, Any], metric: str, way: str
+) -> None:
+    run = attach(folder, "merged", written(folder, {task: scores, f"{task} again": scores}))
+    row = rows_of(run)[task, metric]
+    assert row["value"] == 0.4 and math.isnan(row["ci_low"])
+    assert way in metric_called(row["metric"]).described
+    assert metric_called(row["metric"]).is_averaged == (way == HIGHER)
+    assert next(iter(run.manifest.attached.values()))["tool"] == "safety-eval"
+
+
+def test_intervals_come_from_errors_or_counts_and_percent_is_a_share(folder: Path) -> None:
+    scores = {
+        "counted": {"acc,none": 0.25, "acc_stderr,none": "N/A"},
+        "certain": {"acc,none": 0.0, "acc_stderr,none": 0.0},
+        "unknown": {"acc,none": 0.0, "acc_stderr,none": 0.0},
+        "percent": {"f1,none": 88.5, "f1_stderr,none": 1.0},
+    }
+    counts = {task: {"effective": 40} for task in ("counted", "certain", "percent")}
+    rows = rows_of(attach(folder, "merged", written(folder, {"results": scores, "n-samples": counts})))
+    ends = {task: (row["ci_low"], row["ci_high"]) for (task, _), row in rows.items()}
+    assert ends["counted"] == wilson(10, 40) and ends["certain"] == wilson(0, 40)
+    assert all(map(math.isnan, ends["unknown"]))
+    assert rows["percent", "f1"]["value"] == pytest.approx(0.885)
+    assert ends["percent"] == pytest.approx((0.885 - 0.0196, 0.885 + 0.0196), abs=1e-5)
 
 
 def test_an_unknown_variant_is_refused_by_name(folder: Path) -> None:

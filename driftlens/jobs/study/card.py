@@ -19,6 +19,7 @@ from driftlens.base.words import counted
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import is_hub_id, library_folder, repository_of
 from driftlens.findings.reading import printable, setting_text
+from driftlens.runs.attaching import TOOLS, tool_of
 from driftlens.runs.layout import SPEC, calibration_attachments, calibration_folder
 from driftlens.runs.manifest import CalibrationInfo, versions
 from driftlens.runs.standing import is_live
@@ -48,7 +49,6 @@ _PIPELINES = {
     **dict.fromkeys(("hf-clip", "open-clip"), "zero-shot-image-classification"),
     **dict.fromkeys(("hf-vit", "timm"), "image-classification"),
 }
-_HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
 
 
 def model_card(run: DriftRun, name: str, usage: str = "") -> str:
@@ -298,6 +298,7 @@ def _measured(run: DriftRun, name: str) -> list[EvalResult]:
     for row in run.accuracy(variant=calibrated(name)).to_dict("records"):
         task, metric = row["task"], metric_called(row["metric"])
         ends = None if pd.isna(row["ci_low"]) else [float(row["ci_low"]), float(row["ci_high"])]
+        tool = tool_of(run, calibrated(name), task) if metric.is_attached else None
         results.append(
             EvalResult(
                 task_type=kind or by_input.get(read, "classification"),
@@ -309,8 +310,8 @@ def _measured(run: DriftRun, name: str) -> list[EvalResult]:
                 metric_value=float(row["value"]),
                 metric_name=None if metric == ACCURACY else metric.title,
                 metric_args=None if ends is None else {"confidence_interval_95": ends},
-                source_name="lm-evaluation-harness" if metric.is_attached else None,
-                source_url=_HARNESS if metric.is_attached else None,
+                source_name=tool,
+                source_url=None if tool is None else TOOLS[tool],
             )
         )
     return results

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from driftlens.base.errors import DriftLensError, IncompatibleModelsError, NumericsError, SpecError
+from driftlens.base.words import some_of
 from driftlens.models.chain import TENSOR, TEXT, Layer, LayerChain, Modality, Site, Slot
 from driftlens.models.frames import Mask, mapped, raw_inputs, result
 from driftlens.models.taking_apart.dissection import (
@@ -259,9 +260,7 @@ def _shown(lists: dict[str, list[nn.Module]]) -> str:
     if not lists:
         return "there is none"
     entries = [f"{path or '(the module itself)'} with {len(children)}" for path, children in lists.items()]
-    return (
-        "there are " + ", ".join(entries[:8]) + (f" and {len(entries) - 8} more" if len(entries) > 8 else "")
-    )
+    return f"there are {some_of(entries, 8)}"
 
 
 class _Seen(NamedTuple):

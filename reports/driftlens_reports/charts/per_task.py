@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from driftlens.base.intervals import Interval, mean_interval, mean_over_tasks
-from driftlens.base.metrics import ACCURACY, METRICS, metric_called, title_of
+from driftlens.base.metrics import ACCURACY, METRICS, metric_called, says_of, title_of
 from driftlens.findings.measures import main_metrics
 from driftlens.findings.reading import estimate, number, percent
 from driftlens.runs.run import DriftRun
@@ -151,7 +151,7 @@ def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
             f"Whiskers: {said}s; that of the mean over tasks is over samples, of these very tasks.",
             *([] if column == "accuracy" else [f"Metrics: {by_task}."]),
             *_unmeasured(run),
-            *(f"{metric.title}: {metric.described}" for metric in metrics.values() if metric != ACCURACY),
+            *says_of(metric for metric in metrics.values() if metric != ACCURACY),
         ),
     )
 

@@ -11,10 +11,11 @@ from typing import Any
 import pandas as pd
 
 from driftlens.base.intervals import mean_over_tasks
-from driftlens.base.metrics import ACCURACY, Metric, metric_called
+from driftlens.base.metrics import ACCURACY, Metric
 from driftlens.base.variants import control_of, expert_of, is_control, part_of
 from driftlens.findings.measures import changed_score, main_metrics
 from driftlens.findings.swept import swept_methods
+from driftlens.runs.attaching import attached_shares
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.words import between, called, title
 from driftlens_reports.paper import published
@@ -244,13 +245,10 @@ def _domain_grid(run: DriftRun, options: ExhibitOptions, *, is_single: bool) -> 
 
 
 def _domain_rows(run: DriftRun, *, is_single: bool) -> pd.DataFrame:
-    """The attached shares, the first of each task, which is a domain; of single models without any their own scores."""
-    rows = run.accuracy()
-    metrics = {name: metric_called(name) for name in rows["metric"].unique()}
-    shares = [name for name, metric in metrics.items() if metric.is_attached and metric.kind == "share"]
-    attached = rows[rows["value"].notna() & rows["metric"].isin(shares)]
+    """The attached scores of each task, which is a domain; of single models without any their own scores."""
+    attached = attached_shares(run)
     if len(attached) or not is_single:
-        return attached.drop_duplicates(["variant", "task"])
+        return attached
     scores = _shown_scores(run)
     experts = [*map(expert_of, scores["task"])]
     return scores.assign(variant=scores["variant"].where(scores["variant"] != "expert", experts))

@@ -32,11 +32,11 @@ from driftlens.findings.measures import (
     mean,
     mean_change,
 )
+from driftlens.findings.next_step import nearer_merge, next_command
 from driftlens.findings.reading import Kind, is_measured, written
 from driftlens.findings.swept import rho_control
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun, remembered
-from driftlens.runs.standing import is_live
 from driftlens.runs.tables import plain
 
 MOST_WORDS = 60
@@ -133,7 +133,8 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
         behind = {task: abs(gap.by_task[task].value) for task in gap.worse} if gap else {}
     worst = max(behind, key=lambda task: behind[task], default="")
     bad = gaps["expert", "base"].worse if ("expert", "base") in gaps else ()
-    command = _next(run, gaps.get((after or merged, "expert")), bad)
+    to_experts = gaps.get((after or merged, "expert"))
+    command = next_command(run, to_experts.side if to_experts else -1, bad)
     shown = tuple(gaps[pair] for pair in pairs if pair in gaps)
     means = {variant: mean(run, about, tasks, variant).interval for variant in compared}
     judgement = Verdict(about, tasks, merged, after, means, shown, worst, bad, source, command, ())
@@ -141,7 +142,8 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     which = " (newest calibration)" if len(made) > 1 and after == made[-1] else ""
     kept = run.calibration_info(calibration_of(after) or "").kept if after else ""
     failed = self_checks(run).count("fail")
-    return replace(judgement, sentences=_sentences(judgement, on_worst, which, kept, failed))
+    nearer = [*nearer_merge(run)] if merged == "merged" else []
+    return replace(judgement, sentences=_sentences(judgement, on_worst, which, kept, failed, nearer))
 
 
 def _judged_by(
@@ -167,9 +169,17 @@ UNCHANGED = {
 
 
 def _sentences(
-    judgement: Verdict, on_worst: Mapping[str, Interval], which: str, kept: str, failed: int
+    judgement: Verdict,
+    on_worst: Mapping[str, Interval],
+    which: str,
+    kept: str,
+    failed: int,
+    nearer: Sequence[str],
 ) -> tuple[str, ...]:
-    """The verdict in words, of levels on the worst task, `which` calibration it is, and how many checks `failed`."""
+    """The verdict in words, of levels on the worst task, `which` calibration it is, and how many checks `failed`.
+
+    `nearer` says which merge is nearer to the experts.
+    """
     bad = [f"Experts worse than base: {some_of(judgement.bad_experts, 2)}."] if judgement.bad_experts else []
     is_told = len(judgement.tasks) > 1 and judgement.worst and not bad
     worst = [f"Worst: {judgement.worst} ({_values(on_worst, judgement.measure.kind)})."] if is_told else []
@@ -181,7 +191,7 @@ def _sentences(
     for counting, whole, rank in _ROOM:
         parts = (
             (0, [_of_means(judgement), *unchanged, *_of_gaps(judgement, which, counting)]),
-            (1, bad),
+            (1, [*bad, *nearer]),
             (3, worst),
             (2, _of_source(judgement.source, judgement.merged, whole=whole)),
             (0, end),
@@ -219,25 +229,6 @@ def _gap(run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str,
     better, worse = (tuple(task for task, row in by_task.items() if row.side == way) for way in (1, -1))
     intervals = {task: row.interval for task, row in by_task.items()}
     return Gap(*pair, over.interval, intervals, over.side, better, worse)
-
-
-def _next(run: DriftRun, gap: Gap | None, bad: Sequence[str]) -> str:
-    """The command that most likely helps, by the last model's gap to the experts and the experts that are bad.
-
-    Empty for live modules, which no command can open.
-    """
-    at = shlex.quote(str(run.path))
-    if is_live(run.manifest):
-        return ""
-    if not run.manifest.finished:
-        return f"driftlens analyze {at}/spec.yaml --out {at} --resume"
-    if bad:
-        return f"driftlens validate {at}/spec.yaml --deep"
-    if gap is not None and gap.side >= 0:
-        return f"driftlens report {at}"
-    if not any(info.automatic for info in run.manifest.calibrations.values()):
-        return f"driftlens calibrate {at} --name best --auto"
-    return f"driftlens advise {at} --search"
 
 
 def _of_means(judgement: Verdict) -> str:

@@ -14,6 +14,15 @@ from driftlens.linalg.cholesky import solve_in_range
 from driftlens.merging.averages import MATRIX, MOST_STEPS, average, stepped
 from driftlens.merging.method import StateDict, merge_methods
 
+_RATE = 1 / 20
+"""Of WUDI's descent, for task vectors whose entries have a root mean square of 1: 300 steps go as far as 15 of them.
+
+The published rate, 1e-5, is an absolute one, for the experts it was published with. Where entries are so large that 300
+steps of it hardly leave the sum of the task vectors, the merge is farther from the experts than the base: by held-out
+KL .75 against .60 nat on four real experts (entries of .006), .59 against .26 on eight drawn ones (.002). With rates of
+1/60 to 1/12 of the entries it was .37 to .40 there, with 1/23 to 1/5 of them .16 to .15 here.
+"""
+
 LAWS = {"expert_order_free", "equal_experts_are_fixed", "one_expert_is_fixed"}
 
 
@@ -106,7 +115,9 @@ def wudi(
         Literal["adam", "closed_form"], "the published descent, or where it would end (unpublished)"
     ] = "adam",
     steps: Annotated[int, Bounds(0, MOST_STEPS), "of the descent"] = 300,
-    learning_rate: Annotated[float, Bounds(0, low_open=True), "of the descent"] = 1e-5,
+    learning_rate: Annotated[
+        float, Bounds(0), "of the descent; published: 1e-5 for CLIP; 0: by the size of the task vectors"
+    ] = 0.0,
     ridge: Annotated[
         float,
         Bounds(0),
@@ -116,7 +127,9 @@ def wudi(
     """base + the step t with the least sum_i |(t - t_i) t_i'|^2 / |t_i|^2, from the sum of the task vectors t_i.
 
     The published descent ends long before the least is reached, by design: no entry moves by more than about
-    steps * learning_rate. What is no matrix of a linear module takes the mean task vector.
+    steps * learning_rate. An absolute rate suits task vectors of one size only; at 0 it is a twentieth of the root mean
+    square of a matrix's task vectors, so that twice as long ones give a step twice as long. What is no matrix of a
+    linear module takes the mean task vector.
     """
     solve = partial(_descended, steps=steps, rate=learning_rate)
     return stepped(base, experts, 1.0, solve if solver == "adam" else partial(_solved, ridge=ridge))
@@ -135,10 +148,14 @@ def _curvature(vectors: list[Tensor]) -> tuple[Tensor, Tensor]:
     return curvature, wanted
 
 
-def _descended(vectors: list[Tensor], *, steps: int, rate: float) -> Tensor:
+def _descended(vectors: list[Tensor], *, steps: int, rate: float, eps: float = 1e-8) -> Tensor:
+    if not rate and (moved := [vector for vector in vectors if vector.any()]):
+        size = torch.stack(moved).square().mean().sqrt()
+        # The larger eps keeps what is rounding alone, where no expert has a say, from being taken for a slope.
+        return size * _descended([vector / size for vector in vectors], steps=steps, rate=_RATE, eps=1e-6)
     curvature, wanted = _curvature(vectors)
     step = torch.stack(vectors).sum(dim=0).requires_grad_()
-    adam = torch.optim.Adam([step], lr=rate)
+    adam = torch.optim.Adam([step], lr=rate, eps=eps)
     for _ in range(steps):
         step.grad = 2 * (step.detach() @ curvature - wanted)
         adam.step()

@@ -7,6 +7,8 @@ import re
 MANIFEST = "manifest.json"
 SPEC = "spec.yaml"
 COMPARISON = "merges.json"
+MERGES = "merges"
+"""The folder of a run that holds a comparison of other merges of its experts, where one was made."""
 STATUS = "status.json"
 EVENTS = "events.jsonl"
 LOCK = "run.lock"
@@ -18,11 +20,22 @@ SCRATCH = "scratch"
 
 ENTRIES = (
     *(MANIFEST, SPEC, STATUS, EVENTS, LOCK, GUARD, SCRATCH),
-    *("tables", "features", "models", "projections", "calibrations", "thumbs", "figures", "reports", "logs"),
+    *(
+        "tables",
+        "features",
+        "models",
+        "projections",
+        "calibrations",
+        "thumbs",
+        "figures",
+        "reports",
+        "logs",
+        MERGES,
+    ),
 )
 """Everything DriftLens puts directly into a run directory."""
 
-VOLATILE = (MANIFEST, STATUS, EVENTS, LOCK, GUARD, SCRATCH, "logs")
+VOLATILE = (MANIFEST, STATUS, EVENTS, LOCK, GUARD, SCRATCH, "logs", MERGES)
 """What the manifest's file list leaves out: it changes while nothing of the run does."""
 
 THUMB_SIDE = 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from torch import Tensor
 import driftlens as dl
 from driftlens.base.errors import Cancelled, RunError, SpecError
 from driftlens.base.progress import CancelToken, ProgressEvent
+from driftlens.findings.verdict import verdict
 from driftlens.runs.run import DriftRun
+from driftlens.runs.verify import verify
 from tests.cli.conftest import Cli
 from tests.cli.worker import started
 from tests.zoo.towers import under_transformers_names
@@ -198,6 +201,31 @@ def test_merges_are_compared_without_labels_and_failures_are_rows(
     assert kinds == {".csv", ".json", ".png", ".svg", ".html"}
     page = (out / "merges.html").read_text()
     assert "<script" not in page and html.escape(broken["reason"]) in page and "lane" not in page
+
+
+def test_the_commands_that_a_verdict_proposes_about_merges_work(folder: Path, run_cli: Cli) -> None:
+    command = shlex.split(verdict(dl.open_run(folder)).command)
+    assert command[1] == "merge"
+    done = run_cli(*command[1:], "--progress", "none")
+    assert done.code == 0, done.err
+    file = folder / "merges" / "merges.json"
+    found = json.loads(file.read_text())
+    rows = {row["merge"]: row for row in found["merges"]}
+    assert found["present"] == f"task_arithmetic scaling={SCALING}" and found["present"] in rows
+    own = rows[found["present"]]
+    for name in ("base", "average", "tsv_m"):
+        row = rows[name]
+        assert row["nearer_low"] <= row["nearer"] == pytest.approx(own["kl"] - row["kl"])
+    assert verify(folder).ok and verdict(dl.open_run(folder)).command.split()[1] != "merge"
+
+    rows["average"].update(nearer=0.2, nearer_low=0.1, nearer_high=0.3, place=1)
+    file.write_text(json.dumps(found))
+    better = shlex.split(verdict(dl.open_run(folder)).command)
+    assert better[1] == "analyze"
+    done = run_cli(*better[1:], "--no-attribution", "--progress", "none")
+    assert done.code == 0, done.err
+    made = dl.open_run(better[-1])
+    assert made.manifest.merge["method"] == "average" and {*made.tasks} == {*dl.open_run(folder).tasks}
 
 
 def test_a_comparison_is_refused_where_its_folder_is_taken_before_anything_is_opened(

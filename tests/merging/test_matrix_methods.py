@@ -134,7 +134,7 @@ def test_wudi_descends_as_published_and_its_closed_form_is_where_that_would_end(
     base, *experts = matrices(6, 9)
     base, experts = base / 100, [base / 100 + expert / 1000 for expert in experts]
     deltas = [expert - base for expert in experts]
-    found = merged("wudi", base, experts, steps=40) - base
+    found = merged("wudi", base, experts, steps=40, learning_rate=1e-5) - base
     torch.testing.assert_close(found, reference.wudi(deltas, 40, 1e-5), rtol=1e-9, atol=1e-12)
 
     end = (merged("wudi", base, experts, solver="closed_form", ridge=0.0) - base).requires_grad_()
@@ -149,6 +149,20 @@ def test_wudi_descends_as_published_and_its_closed_form_is_where_that_would_end(
     still = merged("wudi", base, [base, experts[0]], solver="closed_form", ridge=0.0)
     torch.testing.assert_close(still, experts[0], rtol=1e-9, atol=1e-12)  # one that did not move has no say
     assert torch.equal(merged("wudi", base, [base, base]), base)
+
+
+@pytest.mark.parametrize("factor", [2.0**-13, 2.0**5])
+def test_wudis_own_rate_descends_as_far_whatever_the_size_of_the_task_vectors(factor: float) -> None:
+    base, *experts = (matrix.float() for matrix in matrices(48, 64))
+    deltas = [0.01 * (expert - base) for expert in experts]
+    steps = [merged("wudi", 0 * base, [size * delta for delta in deltas]) for size in (1.0, factor)]
+    assert torch.equal(steps[1], factor * steps[0])
+    losses = [float(reference.interference(at, deltas)) for at in (sum(deltas), steps[0])]
+    assert losses[1] < 0.1 * losses[0]
+    # Where no expert has a say the sum of the task vectors stays.
+    narrow = [torch.cat([delta, 0 * delta], dim=1) for delta in deltas]
+    wide = merged("wudi", torch.cat([base, base], dim=1) * 0, narrow)
+    assert float(wide[:, 64:].abs().max()) < 1e-6
 
 
 def test_moments_are_those_of_each_experts_own_forward_and_of_the_merged_prefix() -> None:

@@ -179,12 +179,6 @@ HIGHER, LOWER, EITHER = "higher is better", "lower is better", "which way is bet
             LOWER,
         ),
         ("harmbench", {"micro ASR (lower)": 0.4}, "micro ASR (lower)", LOWER),
-        (
-            "harmbench",
-            {"SemanticCategory ASR (lower)": {"benign": 0.4}},
-            "SemanticCategory ASR (lower),benign",
-            "",
-        ),
         ("harmbench", {"inverted_micro_asr_lower": 0.4}, "inverted_micro_asr_lower", HIGHER),
         ("do_anything_now", {"macro ASR": 0.4}, "macro ASR", LOWER),
         ("wildjailbreak:benign", {"macro ASR": 0.4}, "macro ASR,benign", HIGHER),
@@ -203,7 +197,7 @@ def test_of_safety_the_direction_is_said_and_nothing_that_is_worse_higher_is_ave
     run = attach(folder, "merged", written(folder, {task: scores, f"{task} again": scores}))
     row = rows_of(run)[task, metric]
     assert row["value"] == 0.4 and math.isnan(row["ci_low"])
-    assert way in metric_called(row["metric"]).described
+    assert way in metric_called(row["metric"]).described.lower()
     assert metric_called(row["metric"]).is_averaged == (way == HIGHER)
     assert next(iter(run.manifest.attached.values()))["tool"] == "safety-eval"
 

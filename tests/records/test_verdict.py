@@ -191,11 +191,12 @@ def test_half_of_an_interval_is_the_longer_and_reaches_zero_only_where_it_does(
 @pytest.mark.parametrize(
     ("right", "command"),
     [
-        (at(base=[50, 50], expert=[95, 95], merged=[60, 60]), "calibrate"),
+        (at(base=[50, 50], expert=[95, 95], merged=[60, 60]), "merge"),
+        (at(expert=[95], merged=[60]), "calibrate"),
         (at(base=[50, 50], expert=[95, 95], merged=[95, 95]), "report"),
         (at(base=[90, 50], expert=[60, 95], merged=[60, 60]), "validate"),
         (at(expert=[95, 95], merged=[60, 60], cal=[95, 94]), "report"),
-        (at(expert=[95, 95], merged=[90, 90], cal=[30, 30]), "calibrate"),
+        (at(expert=[95, 95], merged=[90, 90], cal=[30, 30]), "merge"),
     ],
 )
 def test_the_next_step_fits_what_was_found(manifest: Manifest, right: Right, command: str) -> None:

@@ -94,13 +94,15 @@ def compare_merges(
     No label is read. Where one of the methods reads calibration samples, they get three quarters and all are judged
     on the fourth; otherwise on all. `behind` is by how much one is farther from the experts than the first, with an
     interval over the same samples that holds for all pairs together (Bonferroni); where that reaches 0 it is tied.
+    `nearer` is by how much one is nearer than the `present` one, which the spec names or makes.
 
-    A merged model that the spec names is compared too, and so is the base. What is measured is kept under `out` until
+    That is compared too, and so is the base. What is measured is kept under `out` until
     all is written there, so that the same comparison, once stopped, goes on; `keep` saves every merge there, too.
     Of the `merges`, best first, one that can't be made has a `reason` instead of numbers.
     """
     study, models = open_study(spec, access=context.access)
     place = None if out is None else Path(out)
+    wanted, present = _with_present(spec, wanted)
     compared = _Compared(study, models, wanted, place if keep else None, context.reporter(), context.cancel)
     with torch.no_grad(), _keeping(place, _identity(spec, study, models, compared.judged)) as kept:
         outcomes = compared.outcomes(kept)
@@ -109,7 +111,8 @@ def compare_merges(
             "score": compared.deciding,
             "samples": {task: len(samples) for task, samples in compared.judged.items()},
             "held_out": compared.held_out,
-            "merges": _ranked(outcomes, compared.deciding),
+            "present": present,
+            "merges": _ranked(outcomes, compared.deciding, present),
         }
         if place is not None:
             write(found, place)
@@ -321,7 +324,22 @@ def _samples(
     return shown, judged
 
 
-def _ranked(met: Sequence[tuple[Candidate, Outcome[Scored]]], deciding: str) -> list[dict[str, Any]]:
+def _with_present(spec: RunSpec, wanted: Sequence[Candidate]) -> tuple[Sequence[Candidate], str]:
+    """The merges wanted, the spec's own among them, and what that one is called: "merged" where it is stored."""
+    if spec.merge is None:
+        return wanted, "merged"
+    given = spec.merge.method, spec.merge.parameters
+    made = merge_called(*given)
+    names = [merge.name for merge in wanted if merge_called(merge.method, merge.settings) == made]
+    if names:
+        return wanted, names[0]
+    own = wanted_merges([given])
+    return [*wanted, *own], own[0].name
+
+
+def _ranked(
+    met: Sequence[tuple[Candidate, Outcome[Scored]]], deciding: str, present: str
+) -> list[dict[str, Any]]:
     """A row for each that was compared with its numbers, best first; those that can't be made come last."""
     ranking = {
         merge.name: Scores({task: of[deciding] for task, of in outcome.value.items()})
@@ -346,6 +364,9 @@ def _ranked(met: Sequence[tuple[Candidate, Outcome[Scored]]], deciding: str) -> 
             behind = ranking[order[0]].compared_with(own, among=pairs)
             row |= _ends("behind", Interval(behind.advantage, behind.low, behind.high))
             row["is_tied"] = row["place"] > 1 and not behind.is_clear
+            if present in ranking and merge.name != present:
+                gain = own.compared_with(ranking[present], among=pairs)
+                row |= _ends("nearer", Interval(gain.advantage, gain.low, gain.high))
             row["n"] = sum(map(len, own.by_task.values()))
         rows.append(row)
     return sorted(rows, key=lambda row: row["place"] or math.inf)

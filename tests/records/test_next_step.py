@@ -1,0 +1,119 @@
+"""The next step: another merge where a comparison says that it is nearer, and no claim beyond its interval."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+import shlex
+from typing import Any
+
+import pytest
+
+from driftlens.findings.next_step import CONTENDERS, comparison
+from driftlens.findings.verdict import MOST_WORDS, num_words, verdict
+from driftlens.merging.method import merge_methods
+from driftlens.runs.manifest import read_manifest
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.verify import verify
+from driftlens.runs.writer import RunWriter
+from tests.records.full_run import Size, write_full_run
+
+TASKS = ("cars", "dtd")
+OWN = {"method": "task_arithmetic", "parameters": {"scaling": 0.3}}
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    folder = write_full_run(tmp_path / "run", tasks=TASKS, size=Size(blocks=1, samples=8))
+    with RunWriter.resume(folder) as writer:
+        writer.describe(merge=OWN)
+    return folder
+
+
+def row(merge: str, place: int, low: float | None = None, **settings: Any) -> dict[str, Any]:
+    name = " ".join([merge, *(f"{key}={value}" for key, value in settings.items())])
+    ends = {} if low is None else {"nearer": low + 0.1, "nearer_low": low, "nearer_high": low + 0.2}
+    return {
+        "merge": name,
+        "method": "" if merge == "base" else merge,
+        "settings": settings,
+        "place": place,
+    } | ends
+
+
+def compared(place: pathlib.Path, *rows: dict[str, Any], **other: Any) -> None:
+    present = row("task_arithmetic", len(rows) + 1, scaling=0.3)
+    found = {"name": read_manifest(place.parent / "run").name, "score": "kl", "present": present["merge"]}
+    found |= {"samples": dict.fromkeys(TASKS, 8), "merges": [*rows, present]} | other
+    place.mkdir()
+    (place / "merges.json").write_text(json.dumps(found))
+
+
+def of_merges(run: DriftRun) -> list[str]:
+    return [text for text in verdict(run).sentences if "nearer" in text]
+
+
+def test_where_nothing_was_compared_a_comparison_is_next(folder: pathlib.Path) -> None:
+    command = shlex.split(verdict(open_run(folder)).command)
+    assert command[:3] == ["driftlens", "merge", f"{folder}/spec.yaml"] and not of_merges(open_run(folder))
+    assert command[command.index("--out") + 1] == f"{folder}/merges"
+    assert {*",".join(CONTENDERS.values()).split(",")} <= {*merge_methods}
+    assert all(not merge_methods[name].runs_models for name in CONTENDERS[True].split(","))
+    assert not any(merge_methods[name].needs_base for name in CONTENDERS[False].split(","))
+
+
+def test_the_best_of_the_merges_that_are_clearly_nearer_is_named(folder: pathlib.Path) -> None:
+    rows = row("base", 1, 0.4), row("ties", 2, 0.25, scaling=0.4), row("average", 3, 0.2)
+    compared(folder / "merges", *rows)
+    run = open_run(folder)
+    assert of_merges(run) == [
+        "ties scaling=0.4 is nearer to the experts than this merge: KL 0.35 nat lower (0.25 to 0.45)."
+    ]
+    command = shlex.split(verdict(run).command)
+    assert command[:3] == ["driftlens", "analyze", f"{folder}/spec.yaml"]
+    sets = dict(text.split("=", 1) for flag, text in itertools.pairwise(command) if flag == "--set")
+    assert json.loads(sets["merge"]) == {"method": "ties", "scaling": 0.4} and sets["merged"] == "null"
+    assert command[-2:] == ["--out", f"{folder}-ties"]
+    assert sum(map(num_words, verdict(run).sentences)) <= MOST_WORDS and verify(folder).ok
+
+
+@pytest.mark.parametrize("low", [-0.01, 0.0, None])
+def test_what_an_interval_does_not_say_is_not_claimed_and_repairs_are_next(
+    folder: pathlib.Path, low: float | None
+) -> None:
+    compared(folder / "merges", row("average", 1, low), row("base", 2, 0.3))
+    run = open_run(folder)
+    assert not of_merges(run) and verdict(run).command == f"driftlens calibrate {folder} --name best --auto"
+
+
+@pytest.mark.parametrize(
+    ("other", "is_taken"),
+    [
+        ({}, True),
+        ({"name": "another"}, False),
+        ({"samples": {"cars": 8}}, False),
+        ({"present": "task_arithmetic scaling=1"}, False),
+        ({"present": "average"}, False),
+        ({"merges": None}, False),
+        ({"merges": [{"place": 1}]}, False),
+    ],
+)
+def test_a_comparison_beside_the_run_counts_if_it_is_about_it(
+    folder: pathlib.Path, other: dict[str, Any], *, is_taken: bool
+) -> None:
+    compared(
+        folder.parent / "beside", row("average", 1, 0.1), row("task_arithmetic", 2, 0.1, scaling=1), **other
+    )
+    run = open_run(folder)
+    assert bool(comparison(run)) == is_taken == bool(of_merges(run))
+    assert verdict(run).command.startswith("driftlens analyze" if is_taken else "driftlens merge")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"merges": [{"method": "a", "nearer_low": "x"}]}', '{"merges": 3}']
+)
+def test_a_file_that_is_no_comparison_is_none(folder: pathlib.Path, content: str) -> None:
+    (folder / "merges").mkdir()
+    (folder / "merges" / "merges.json").write_text(content)
+    assert verdict(open_run(folder)).command.startswith("driftlens merge")

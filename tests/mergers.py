@@ -24,8 +24,9 @@ folder: `driftlens merge SPEC --method ties --set scaling=0.4 --out FOLDER`; in 
 Defaults are those published; where a paper searches a setting on labelled data, the default is a middling value of
 its range, and `--set` or the spec decides. WUDI's published rate, 1e-5, is absolute and suits the experts it was
 published with; by default the rate follows the size of the task vectors, and `learning_rate=1e-5` is as published.
-The cost is beside reading every file once and a few tensors in memory: for {EXPERTS} experts, {SAMPLES} samples of a task and {CLASSES} classes at the defaults, operations on one matrix of
-{WIDTH} x {WIDTH}. `driftlens validate` says what a merge takes of your models. Nothing here is a ranking.
+The cost is beside reading every file once and a few tensors in memory: for {EXPERTS} experts, {SAMPLES} samples of a
+task and {CLASSES} classes at the defaults, operations on one matrix of {WIDTH} x {WIDTH}. `driftlens validate` says
+what a merge takes of your models. Nothing here is a ranking.
 
 """
 

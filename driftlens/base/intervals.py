@@ -85,6 +85,12 @@ def wilson(k: int, n: int) -> tuple[float, float]:
     return (0.0 if k == 0 else middle - half), (1.0 if k == n else middle + half)
 
 
+def share_of_samples(share: float, n: int) -> Interval:
+    """A share of `n` samples with Wilson's interval; NaN of none, or where the share is."""
+    ends = wilson(round(share * n), n) if n and share == share else (math.nan, math.nan)
+    return Interval(share if n else math.nan, *ends, n)
+
+
 def mcnemar(
     before_right: Sequence[bool] | NDArray[Any], after_right: Sequence[bool] | NDArray[Any]
 ) -> Paired:

@@ -287,7 +287,7 @@ def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
     what = "KL" if record["score"].startswith("KL") else "relative drift"
     interval = f"95 % interval, {record['correction']}"
     if record["kept"] == "merged":
-        text = "the merged model was kept as it is, as nothing was clearly better"
+        text = "nothing was clearly better than the merged model"
         if best:
             text += f": the best of the others, {best['title']}, {_lower(best, what, interval)}"
     elif record["kept"] == "base":

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from driftlens.base import intervals
-from driftlens.base.intervals import Array, Interval, MeanChange, Paired, mean_over_tasks, wilson
+from driftlens.base.intervals import Array, Interval, MeanChange, Paired, mean_over_tasks, share_of_samples
 from driftlens.base.metrics import ACCURACY, METRICS, Metric, metric_called, title_of
 from driftlens.base.variants import part_of
 from driftlens.findings.frame import Finding, Measure, finding
@@ -218,8 +218,8 @@ def _flips(run: DriftRun) -> Iterator[Finding]:
     rows = run.outputs()
     rows = rows[rows["flipped"].notna()]
     for (task, variant), flipped in rows.groupby(["task", "variant"], sort=False)["flipped"]:
-        count, n = int(flipped.sum()), len(flipped)
-        yield finding(FLIPS, Interval(count / n, *wilson(count, n), n), str(task), str(variant))
+        share = share_of_samples(int(flipped.sum()) / len(flipped), len(flipped))
+        yield finding(FLIPS, share, str(task), str(variant))
 
 
 def _score_changes(
@@ -358,8 +358,7 @@ def interval_of(metric: Metric, values: Array, references: Array) -> Interval:
     """The metric of single results, [n] each, as the table `scores` holds them, with its 95 % interval."""
     n = len(values)
     if metric.kind == "share":
-        right = round(float(values.sum()))
-        return Interval(right / n, *wilson(right, n), n)
+        return share_of_samples(round(float(values.sum())) / n, n)
     value, *drawn = _statistic(metric, values, references, _draws(n))
     # Numbers that are all alike are correlated with nothing.
     return Interval(float(np.nan_to_num(value)), *_ends(np.array(drawn)), n)

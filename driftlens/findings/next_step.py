@@ -37,7 +37,7 @@ def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
     if (better := _nearest(compared)) is not None:
         merge = json.dumps({"method": better["method"], **better["settings"]})
         sets = f"--set {shlex.quote(f'merge={merge}')} --set merged=null"
-        return f"driftlens analyze {at}/spec.yaml {sets} --out {at}-{better['method']}"
+        return f"driftlens analyze {at}/spec.yaml {sets} --out {at}-{shlex.quote(better['method'])}"
     if not compared and len(run.tasks) > 1:
         return f"driftlens merge {at}/spec.yaml --compare {CONTENDERS['base' in run.variants]} --out {at}/{MERGES}"
     if not any(info.automatic for info in run.manifest.calibrations.values()):
@@ -45,9 +45,8 @@ def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
     return f"driftlens advise {at} --search"
 
 
-def nearer_merge(run: DriftRun) -> Iterator[str]:
-    """That another merge is clearly nearer to the experts than the run's, where a comparison says so."""
-    compared = comparison(run)
+def nearer_merge(compared: Mapping[str, Any]) -> Iterator[str]:
+    """That another merge is clearly nearer to the experts than the present one, where a comparison says so."""
     if (row := _nearest(compared)) is not None:
         value, low, high = (brief(row[f"nearer{end}"]) for end in ("", "_low", "_high"))
         lower = _LOWER[compared["score"]].format(value)
@@ -62,7 +61,7 @@ def comparison(run: DriftRun) -> Mapping[str, Any]:
         try:
             found = from_json(file.read_text(encoding="utf-8"))
             if file.parent.parent == run.path or _is_about(found, run):
-                _nearest(found)
+                [*nearer_merge(found)]  # all that will be read of it
                 return dict(found)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # a stranger's file, or none

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from driftlens.base.files import from_json
-from driftlens.base.intervals import Interval, over_draws, wilson
+from driftlens.base.intervals import Interval, mean_over_tasks, over_draws, share_of_samples
 from driftlens.base.metrics import ACCURACY, METRICS
 from driftlens.base.variants import calibrated, title
 from driftlens.base.words import counted
@@ -82,6 +82,31 @@ def level(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) 
     return float(values.reindex([*tasks]).mean(skipna=False))
 
 
+def over_seeds(rows: pd.DataFrame, by: str, measure: str, tasks: int = 1) -> pd.DataFrame:
+    """What rows of a sweep reached at every value of `by`: over tasks for each seed first, then over seeds.
+
+    A seed that lacks one of the `tasks` is left out, as its mean would be over others. `low` and `high` are over seeds,
+    `tested_low` and `tested_high` of accuracies over test samples: seeds share these, so ends are averaged like values.
+    """
+    rows = rows.astype({measure: float, "n_test": float})
+    by_seed = rows.groupby([by, "seed"])
+    is_whole = by_seed[measure].count() == tasks
+    seeds = by_seed[measure].mean().where(is_whole).groupby(level=0)
+    points = pd.DataFrame({"mean": seeds.mean(), "std over seeds": seeds.std(), "seeds": seeds.count()})
+    points[["low", "high"]] = [over_draws(values.to_numpy()).ends[1:] for _, values in seeds]
+    points["n_test"] = by_seed["n_test"].min().where(is_whole).groupby(level=0).min()
+    points = points.assign(tested_low=math.nan, tested_high=math.nan)
+    if measure in ("accuracy", "score") and rows["accuracy"].notna().all():
+        shares = [
+            share_of_samples(share, int(n)) for share, n in zip(rows[measure], rows["n_test"], strict=True)
+        ]
+        means = pd.Series(shares, rows.index).groupby([rows[by], rows["seed"]]).agg(list).map(mean_over_tasks)
+        for end in ("low", "high"):
+            ends = means.map(lambda mean, end=end: getattr(mean, end)).where(is_whole)
+            points[f"tested_{end}"] = ends.groupby(level=0).mean()
+    return points.reset_index()
+
+
 def scope(run: DriftRun, name: str) -> str:
     """To which layers and sites a calibration is restricted, as the sweep of its control is called; else empty."""
     made = run.manifest.calibrations[name]
@@ -127,9 +152,8 @@ def _rows_of_point(run: DriftRun, variant: str, point: pd.Series[Any]) -> Iterat
     )
     for about, value in ((DRIFT, drift), (RELATIVE, relative), (COSINE, cosine)):
         yield finding(about, Interval(value), point["task"], variant)
-    has_ends = metric.kind == "share" and n and score == score
-    low, high = wilson(round(score * n), n) if has_ends else (math.nan, math.nan)
-    yield finding(measure_of(metric), Interval(score, low, high, n), point["task"], variant)
+    reached = share_of_samples(score, n) if metric.kind == "share" and n else Interval(score, n=n)
+    yield finding(measure_of(metric), reached, point["task"], variant)
 
 
 def ablation_sheets(run: DriftRun, name: str) -> list[Table]:

@@ -32,7 +32,7 @@ from driftlens.findings.measures import (
     mean,
     mean_change,
 )
-from driftlens.findings.next_step import nearer_merge, next_command
+from driftlens.findings.next_step import comparison, nearer_merge, next_command
 from driftlens.findings.reading import Kind, is_measured, written
 from driftlens.findings.swept import rho_control
 from driftlens.findings.table import Table
@@ -140,10 +140,10 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     judgement = Verdict(about, tasks, merged, after, means, shown, worst, bad, source, command, ())
     on_worst = {variant: level(run, about, worst, variant).interval for variant in means} if worst else {}
     which = " (newest calibration)" if len(made) > 1 and after == made[-1] else ""
-    kept = run.calibration_info(calibration_of(after) or "").kept if after else ""
+    unchanged = run.calibration_info(calibration_of(after) or "").unchanged if after else ""
     failed = self_checks(run).count("fail")
-    nearer = [*nearer_merge(run)] if merged == "merged" else []
-    return replace(judgement, sentences=_sentences(judgement, on_worst, which, kept, failed, nearer))
+    nearer = [*nearer_merge(comparison(run))] if merged == "merged" else []
+    return replace(judgement, sentences=_sentences(judgement, on_worst, which, unchanged, failed, nearer))
 
 
 def _judged_by(
@@ -161,18 +161,11 @@ def _judged_by(
     return (*most, tuple(compared)) if most else None
 
 
-UNCHANGED = {
-    "base": "The calibrated model is the base, unchanged: don't use the merge.",
-    "merged": "The calibrated model is the merged one, unchanged: no repair was clearly better.",
-}
-"""What is said of a calibration whose choice left a model as it is."""
-
-
 def _sentences(
     judgement: Verdict,
     on_worst: Mapping[str, Interval],
     which: str,
-    kept: str,
+    unchanged: str,
     failed: int,
     nearer: Sequence[str],
 ) -> tuple[str, ...]:
@@ -185,12 +178,12 @@ def _sentences(
     worst = [f"Worst: {judgement.worst} ({_values(on_worst, judgement.measure.kind)})."] if is_told else []
     end = [f"Self-checks failed: {failed}."] if failed else []
     end += [f"Next: `{judgement.command}`."] if judgement.command else []
-    unchanged = [UNCHANGED[kept]] if kept in UNCHANGED else []
+    is_unchanged = [f"The calibrated model is {unchanged}."] if unchanged else []
     said: tuple[str, ...] = ()
     # Tasks are counted as far as that leaves room: for the source, or else for experts that are bad themselves.
     for counting, whole, rank in _ROOM:
         parts = (
-            (0, [_of_means(judgement), *unchanged, *_of_gaps(judgement, which, counting)]),
+            (0, [_of_means(judgement), *is_unchanged, *_of_gaps(judgement, which, counting)]),
             (1, [*bad, *nearer]),
             (3, worst),
             (2, _of_source(judgement.source, judgement.merged, whole=whole)),

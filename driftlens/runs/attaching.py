@@ -15,7 +15,7 @@ import pandas as pd
 
 from driftlens.base.errors import DataError, RunError, did_you_mean
 from driftlens.base.files import PathLike, from_json, plain_file
-from driftlens.base.intervals import wilson
+from driftlens.base.intervals import share_of_samples
 from driftlens.base.metrics import ATTACHED, metric_called
 from driftlens.base.variants import expert_of
 from driftlens.runs.manifest import read_manifest
@@ -235,7 +235,7 @@ def _rows(measured: _Results, file: pathlib.Path) -> list[dict[str, Any]]:
             if error > 0:
                 ends = max(value - _Z * error, low), min(value + _Z * error, high)
             elif n is not None and metric.kind == "share" and math.isclose(value * n, round(value * n)):
-                ends = wilson(round(value * n), n)
+                ends = share_of_samples(value, n).ends[1:]
             row = {"task": task, "metric": metric.name, "value": value, "n": n}
             rows.append(row | dict(zip(("ci_low", "ci_high"), ends, strict=True)))
     if not rows:

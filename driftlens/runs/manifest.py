@@ -60,8 +60,27 @@ class FileInfo:
     rows: int | None = None
 
 
+class Chosen:
+    """What came of a choice among repairs and models as they are, by the record of it."""
+
+    selection: Mapping[str, Any]
+
+    @property
+    def kept(self) -> str:
+        """Which model the choice left as it is, `merged` or `base`: then nothing is calibrated; empty elsewhere."""
+        return str(self.selection.get("kept") or "")
+
+    @property
+    def unchanged(self) -> str:
+        """What that model is, for a reader; empty where something is calibrated."""
+        return {
+            "base": "the base, unchanged: don't use the merge",
+            "merged": "the merged model, unchanged: no repair was clearly better",
+        }.get(self.kept, "")
+
+
 @dataclass(frozen=True)
-class CalibrationInfo:
+class CalibrationInfo(Chosen):
     """One calibration, as far as a reader without torch is concerned; its folder holds `config.yaml` with the rest.
 
     Attributes:
@@ -98,11 +117,6 @@ class CalibrationInfo:
     attached: int = 0
     out_dtype: str = ""
     change: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def kept(self) -> str:
-        """Which model a choice left as it is, `merged` or `base`: then nothing was calibrated; empty elsewhere."""
-        return str(self.selection.get("kept") or "")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from driftlens.base.errors import DataError
-from driftlens.base.intervals import Interval, wilson
+from driftlens.base.intervals import Interval, share_of_samples
 from driftlens.base.variants import title
 from driftlens.base.words import counted
 from driftlens.findings.checks import CheckResult
@@ -111,8 +111,8 @@ def decisions(outputs: pd.DataFrame, variant: str) -> Iterator[str]:
 
 def _share(column: pd.Series[Any]) -> Interval:
     """The share of samples of which it is true, with Wilson's interval."""
-    hits, n = int(column.sum()), int(column.count())
-    return Interval(hits / n, *wilson(hits, n), n) if n else Interval(math.nan)
+    n = int(column.count())
+    return share_of_samples(int(column.sum()) / n if n else math.nan, n)
 
 
 def advice(run: DriftRun) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from driftlens.base.errors import SpecError
-from driftlens.base.intervals import Interval, mean_over_tasks, over_draws, wilson
 from driftlens.base.variants import calibrated
 from driftlens.findings.before_after import arena_rows
 from driftlens.findings.reading import Kind
-from driftlens.findings.swept import ABLATION, ablation_sheets, with_scores
+from driftlens.findings.swept import ABLATION, ablation_sheets, over_seeds, with_scores
 from driftlens.findings.table import Table
 from driftlens.runs.attaching import attached_shares
 from driftlens.runs.run import DriftRun
@@ -140,16 +139,13 @@ def swept_rows(
         every = with_scores(run, run.sweeps())
         every = every.assign(varied=[str(name).rpartition(":")[2] for name in every["sweep"]])
         for _, own in every[every["varied"].isin(factors)].groupby(["sweep", "point"], sort=False):
-            first, drawn = own.iloc[0], own.groupby("seed")["score"].mean()
+            first = own.iloc[0]
             varied, at = first["varied"], plain(first[first["varied"]])
-            reached = over_draws(drawn.to_numpy())
-            if len(drawn) == 1 and own["accuracy"].notna().all():
-                of = own[["score", "n_test"]].astype(float).to_numpy()
-                ends = [Interval(one, *wilson(round(one * n), int(n))) for one, n in of]
-                reached = mean_over_tasks(ends)
+            (reached,) = over_seeds(own, "point", "score", own["task"].nunique()).to_dict("records")
+            ends = ("low", "high") if reached["seeds"] > 1 else ("tested_low", "tested_high")
             row = {"merger": merger, "model": first["method"], "method": first["method"], "task": MEAN}
-            row |= {"varied": varied, "at": at, "value": reached.value, "draws": len(drawn)}
-            row |= {"low": plain(reached.low), "high": plain(reached.high)}
+            row |= {"varied": varied, "at": at, "value": reached["mean"], "draws": reached["seeds"]}
+            row |= {key: plain(reached[end]) for key, end in zip(("low", "high"), ends, strict=True)}
             column = f"n={at}" if varied == "n" else CORRUPTED.get(str(at), "")
             rows.append(row | (_published(row, Printed(table=table), column) if table else {}))
     rows.sort(key=lambda row: (row["merger"], factors.index(row["varied"])))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.base.intervals import Interval, mean_over_tasks, p_of, wilson
+from driftlens.base.intervals import Interval, mean_over_tasks, p_of
 from driftlens.base.metrics import ACCURACY, METRICS, metric_called, says_of, title_of
 from driftlens.base.variants import calibrated, title
 from driftlens.base.words import counted, some_of
@@ -21,7 +21,7 @@ from driftlens.findings.listing import RunSummary
 from driftlens.findings.measures import DRIFT, SCORE, level, main_metrics
 from driftlens.findings.projection import Projection
 from driftlens.findings.reading import NOT_MEASURED, Kind, estimate, is_measured, number, printable
-from driftlens.findings.swept import ABLATION, CONTROL, FACTORS, ablation_sheets, settings_of
+from driftlens.findings.swept import ABLATION, CONTROL, FACTORS, ablation_sheets, over_seeds, settings_of
 from driftlens.findings.table import Table
 from driftlens.findings.verdict import final_sheet, others_sheet, task_sheet, verdict
 from driftlens.runs.attaching import ungrouped
@@ -306,7 +306,14 @@ def sweep_text(run: DriftRun, name: str) -> str:
         values = [settings_of(row)[factor] for _, row in rows.iterrows()]
         rows = rows.assign(**{factor: [*map(reading.setting_text, values)]})
     factors = [at for at in dict.fromkeys([*FACTORS, *varied]) if rows[at].notna().any()]
-    swept = _sweep_points(rows, factors)
+    tasks = rows["task"].nunique()
+    swept = rows.drop_duplicates("point")[["point", *factors]].set_index("point")
+    for measure in ("drift_l2_mean", "drift_rel", "cos_mean", "kl", *METRICS, "seconds"):
+        points = over_seeds(rows, "point", measure, tasks).set_index("point")
+        swept[measure] = points["mean"]
+        if measure == ACCURACY.name:
+            swept[["std", "low", "high"]] = points[["std over seeds", "tested_low", "tested_high"]]
+    swept = swept.reset_index()
     swept = swept.sort_values("point" if varied in ([], ["corruption"]) else varied, kind="stable")
     has_accuracy = bool(swept["accuracy"].notna().any())
     others = [
@@ -321,7 +328,7 @@ def sweep_text(run: DriftRun, name: str) -> str:
     columns["s"] = ("number", "seconds")
     swept[factors] = swept[factors].map(lambda value: value if isinstance(value, str) else f"{value:g}")
     lines = Table.from_rows("sweep", name, columns, swept.to_dict("records")).texts(gap=NOT_MEASURED)
-    means = f"{name}: means of {counted(rows['task'].nunique(), 'task')}, {counted(rows['seed'].nunique(), 'seed')}"
+    means = f"{name}: means of {counted(tasks, 'task')}, {counted(rows['seed'].nunique(), 'seed')}"
     notes = [means, *_sweep_notes(run, rows, has_accuracy=has_accuracy)]
     return "\n".join([*aligned(lines, num_names=0), "", "; ".join(notes)])
 
@@ -338,18 +345,3 @@ def _sweep_notes(run: DriftRun, rows: pd.DataFrame, *, has_accuracy: bool) -> It
         step = run.manifest.merge.get("title", "the merge")
         yield f"the anchor is base + {rho} (merged - base), so {rho} times the step of {step}"
     yield "a sweep keeps no samples, so its drifts and cosines have no interval"
-
-
-def _sweep_points(rows: pd.DataFrame, factors: Sequence[str]) -> pd.DataFrame:
-    """Means over tasks, then over seeds, which share their test samples: so ends are averaged like their values."""
-    measured = ["drift_l2_mean", "drift_rel", "cos_mean", "kl", *METRICS, "seconds"]
-    points_of, means = ["point", *factors], []
-    for key, own in rows.astype({"n": float}).groupby(["seed", *points_of]):
-        scored = own[["accuracy", "n_test"]].dropna().astype(float).to_numpy()
-        accuracy = Interval(math.nan)
-        if len(scored) == len(own):
-            accuracy = mean_over_tasks([Interval(at, *wilson(round(at * n), int(n))) for at, n in scored])
-        ends = {"low": accuracy.low, "high": accuracy.high}
-        means.append({**dict(zip(["seed", *points_of], key, strict=True)), **own[measured].mean(), **ends})
-    groups = pd.DataFrame(means).groupby(points_of)
-    return groups[[*measured, "low", "high"]].mean().assign(std=groups["accuracy"].std()).reset_index()

@@ -254,16 +254,14 @@ def test_a_model_that_is_its_expert_is_kept_as_it_is(world: World, tmp_path: Pat
     weights = load_file(tmp_path / f"run/calibrations/{NAME}/weights.safetensors")
     assert all(torch.equal(weights[key], merged[key]) for key in merged)
     assert info.layers == [] and not info.control and run.calibration(NAME).empty
-    assert info.notices == [
-        "no calibration was clearly better than the merged model, so that this is the merged model as it is"
-    ]
+    assert info.notices == [f"this is {info.unchanged}"] and info.unchanged.startswith("the merged model")
     said, _ = selection_sentences(run, NAME)
-    assert "the merged model was kept as it is" in said
+    assert "nothing was clearly better than the merged model" in said
     card = (tmp_path / f"run/calibrations/{NAME}/README.md").read_text()
     assert "Calibration | none" in card and escaped(said) in card
-    assert "as it was merged: no calibration was clearly better" in card
+    assert f"This is {info.unchanged}." in card
     assert "in closed form" not in card and "feature-calibration" not in card and "| lam |" not in card
-    assert any("is the merged one, unchanged" in text for text in verdict(run, NAME).sentences)
+    assert f"The calibrated model is {info.unchanged}." in verdict(run, NAME).sentences
     found_drift = [
         run.value("drift_l2_mean", task=TASKS[0], variant=v) for v in ("merged", f"calibrated:{NAME}")
     ]

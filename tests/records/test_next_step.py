@@ -111,7 +111,15 @@ def test_a_comparison_beside_the_run_counts_if_it_is_about_it(
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"merges": [{"method": "a", "nearer_low": "x"}]}', '{"merges": 3}']
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"score": "kl", "merges": [{"method": "a", "merge": "a", "settings": {}, "place": 1, "nearer_low": 1}]}',
+        '{"merges": [{"method": "a", "nearer_low": "x"}]}',
+        '{"merges": 3}',
+    ],
 )
 def test_a_file_that_is_no_comparison_is_none(folder: pathlib.Path, content: str) -> None:
     (folder / "merges").mkdir()

@@ -402,13 +402,7 @@ def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[st
             *seen,
             "weights are those of the merged model; what is attached wants to know the task of an input",
         ]
-    if plan.kept == "base":
-        return [
-            "no calibration was clearly better than the base, so that this is the base as it is: don't use the merge"
-        ]
-    return [
-        "no calibration was clearly better than the merged model, so that this is the merged model as it is"
-    ]
+    return [f"this is {plan.unchanged}"]
 
 
 def _anchor(plan: CalibrationPlan, manifest: Manifest) -> list[str]:

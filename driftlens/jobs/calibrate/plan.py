@@ -21,7 +21,7 @@ from driftlens.engine.sites import select_sites, updated_sites
 from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
 from driftlens.runs.layout import calibration_weights
-from driftlens.runs.manifest import CalibrationInfo, Manifest, ids_digest
+from driftlens.runs.manifest import CalibrationInfo, Chosen, Manifest, ids_digest
 from driftlens.runs.run import DriftRun
 from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest
 
@@ -49,7 +49,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class CalibrationPlan:
+class CalibrationPlan(Chosen):
     """A calibration with everything resolved; `sites` are names by layer, `selection` how settings were chosen.
 
     Attributes:
@@ -97,11 +97,6 @@ class CalibrationPlan:
             sites = updated_sites(study.pool.chain, self.sites, calibrator.update)
             plan = dataclasses.replace(plan, method=method_called(calibrator), sites=sites)
         return plan.settled(calibrator, study)
-
-    @property
-    def kept(self) -> str:
-        """The model that was chosen as it is, `merged` or `base`; empty where modules are solved for."""
-        return str(self.selection.get("kept", ""))
 
     @property
     def asked(self) -> dict[str, Any]:

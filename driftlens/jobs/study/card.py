@@ -245,9 +245,9 @@ def _written(
 def _about(run: DriftRun, info: CalibrationInfo) -> str:
     text = f"One model merged from {counted(len(run.tasks), 'expert')} ({', '.join(run.tasks)})"
     if info.kept == "base":
-        return "This is the base, unchanged: no merge and no repair of one was clearly nearer to the experts."
+        return f"This is {info.unchanged}."
     if info.kept:
-        return f"{text}, as it was merged: no calibration was clearly better. Same architecture, no added modules."
+        return f"{text}. This is {info.unchanged}. Same architecture, no added modules."
     text += " and"
     if info.attached:
         return (
@@ -324,10 +324,7 @@ def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
     merged = f"{merge['method']}{f' ({given})' if given else ''}" if merge else "a given checkpoint"
     yield "Merge", merged
     if info.kept:
-        yield (
-            "Calibration",
-            f"none: of those that were tried none was clearly better than the {info.kept} model",
-        )
+        yield "Calibration", f"none; this is {info.unchanged}"
         return
     yield "Calibration", f"{info.method} on layers {_ranges(info.layers)}" if info.layers else "none"
     if info.seed is not None:  # else an older run does not say which sites were meant

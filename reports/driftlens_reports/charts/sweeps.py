@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens.base.intervals import over_draws
 from driftlens.base.metrics import METRICS
 from driftlens.base.variants import calibrated
 from driftlens.findings import swept
 from driftlens.findings.reading import number
+from driftlens.findings.swept import over_seeds
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import SWEEPS
 from driftlens_reports.charts import panels, picking, theme, words
@@ -176,7 +176,7 @@ def draw_samples(run: DriftRun, options: ChartOptions) -> Drawn:
     for at, measure in enumerate(measures):
         lines = []
         for name, part in rows.groupby("method", sort=False):
-            points = over_seeds(part, "n", measure, len(tasks)).drop(columns=["n_test", "std over seeds"])
+            points = over_seeds(part, "n", measure, len(tasks))[["n", "mean", "seeds", "low", "high"]]
             points = points.rename(columns={"mean": "value", "seeds": "draws"})
             ends = points["low"], points["high"]
             lines.append(made.line(calibrated(str(name)), points["n"], points["value"], ends, name=name))
@@ -268,18 +268,6 @@ def _notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
     if others:
         notes.append(f"Not drawn here: {', '.join(others)}.")
     return notes
-
-
-def over_seeds(rows: pd.DataFrame, setting: str, measure: str, tasks: int = 1) -> pd.DataFrame:
-    """At every value of a setting the mean over tasks of each seed that has all of them, then over seeds."""
-    by_seed = rows.astype({measure: float}).groupby([setting, "seed"])
-    is_whole = by_seed[measure].count() == tasks
-    seeds = by_seed[measure].mean().where(is_whole).groupby(level=0)
-    spread = pd.DataFrame({"mean": seeds.mean(), "std over seeds": seeds.std(), "seeds": seeds.count()})
-    intervals = [vars(over_draws(values.to_numpy())) for _, values in seeds]
-    ends = pd.DataFrame(intervals, spread.index, columns=["low", "high"])
-    n_test = by_seed["n_test"].min().where(is_whole).groupby(level=0).min()
-    return spread.assign(low=ends["low"], high=ends["high"], n_test=n_test).reset_index()
 
 
 def _by_task(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:

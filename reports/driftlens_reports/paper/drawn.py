@@ -18,10 +18,9 @@ from driftlens.base.metrics import ACCURACY
 from driftlens.findings.checks import CheckResult
 from driftlens.findings.checks import self_checks as checks_of
 from driftlens.findings.reading import printable
-from driftlens.findings.swept import level, sweep_named, swept_methods, with_scores
+from driftlens.findings.swept import level, over_seeds, sweep_named, swept_methods, with_scores
 from driftlens.runs.run import DriftRun
 from driftlens.suites.reproduce import GRIDS, SAMPLES
-from driftlens_reports.charts.sweeps import over_seeds
 from driftlens_reports.charts.words import between, spaced, title
 from driftlens_reports.facts import check_sentence
 from driftlens_reports.paper.exhibit import ROUNDED, Exhibited, ExhibitOptions, figure, origin
@@ -170,7 +169,7 @@ def sweep_points(run: DriftRun, factor: str, tasks: Sequence[str], method: str =
     rows = with_scores(run, rows[(rows["sweep"] == sweep_named(factor, method)) & rows["task"].isin(tasks)])
     rows = rows.assign(setting=rows[factor].astype(str if factor == "corruption" else float))
     points = over_seeds(rows, "setting", "score", len(tasks)).rename(columns={"std over seeds": "std"})
-    return points[points["mean"].notna()]
+    return points[points["mean"].notna()].drop(columns=["tested_low", "tested_high"])
 
 
 def _draw_lines(

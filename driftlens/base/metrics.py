@@ -132,9 +132,10 @@ def metric_called(name: str) -> Metric:
     hub, _, part = title.partition(",")
     # A part of a task's samples has the metric of the whole, but harmless prompts should be answered.
     told = f"{hub},benign" if part == "benign" else hub
-    kind, worse = next((way for found, way in _BY_NAME if re.search(found, told.lower())), ("number", ""))
+    way = next((way for pattern, way in _BY_NAME if re.search(pattern, told.lower())), None)
+    kind, worse = way or ("number", "lower")
     ends: Range = (0.0, 1.0) if kind == "share" else (0.0, None) if worse == "higher" else ANY
-    return Metric(name, title, "", ends, worse or "lower", kind, hub=hub, is_directed=bool(worse))
+    return Metric(name, title, "", ends, worse, kind, hub=hub, is_directed=way is not None)
 
 
 def title_of(metrics: Iterable[Metric]) -> str:

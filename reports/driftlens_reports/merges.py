@@ -45,6 +45,9 @@ def merges_sheet(ranking: Mapping[str, Any]) -> Table:
     )
     if tied:
         said.append(f"{', '.join(tied)}: not told apart from the first by these samples.")
+    nearer = [row["merge"] for row in placed if (row.get("nearer_low") or 0) > 0]
+    if nearer:
+        said.append(f"Clearly nearer than the present merge, {ranking['present']}: {', '.join(nearer)}.")
     return Table.from_rows("merges", f"Merges of {ranking['name']}", columns, placed, " ".join(said))
 
 

@@ -72,6 +72,10 @@ def _show_verdict(run: DriftRun) -> None:
     with st.container(border=True):
         st.markdown("\n\n".join(with_command(run, text, judged.command) for text in judged.sentences))
         with st.container(horizontal=True, vertical_alignment="center"):
+            if " merge " in judged.command and st.button(
+                "Compare merges", type="primary", icon=":material/call_merge:", key="to-merges"
+            ):
+                st.switch_page(path_of("new_run"))
             is_next = any(word in judged.command for word in (" calibrate ", " advise "))
             kind: Literal["primary", "secondary"] = "primary" if is_next else "secondary"
             if st.button("Repair", type=kind, icon=":material/build:", key="to-repair"):

@@ -22,7 +22,7 @@ from torch import Tensor
 import driftlens as dl
 from driftlens.base.errors import Cancelled, RunError, SpecError
 from driftlens.base.progress import CancelToken, ProgressEvent
-from driftlens.findings.verdict import verdict
+from driftlens.findings.next_step import next_command
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import verify
 from tests.cli.conftest import Cli
@@ -204,7 +204,7 @@ def test_merges_are_compared_without_labels_and_failures_are_rows(
 
 
 def test_the_commands_that_a_verdict_proposes_about_merges_work(folder: Path, run_cli: Cli) -> None:
-    command = shlex.split(verdict(dl.open_run(folder)).command)
+    command = shlex.split(next_command(dl.open_run(folder), -1, ()))
     assert command[1] == "merge"
     done = run_cli(*command[1:], "--progress", "none")
     assert done.code == 0, done.err
@@ -216,11 +216,11 @@ def test_the_commands_that_a_verdict_proposes_about_merges_work(folder: Path, ru
     for name in ("base", "average", "tsv_m"):
         row = rows[name]
         assert row["nearer_low"] <= row["nearer"] == pytest.approx(own["kl"] - row["kl"])
-    assert verify(folder).ok and verdict(dl.open_run(folder)).command.split()[1] != "merge"
+    assert verify(folder).ok and next_command(dl.open_run(folder), -1, ()).split()[1] != "merge"
 
     rows["average"].update(nearer=0.2, nearer_low=0.1, nearer_high=0.3, place=1)
     file.write_text(json.dumps(found))
-    better = shlex.split(verdict(dl.open_run(folder)).command)
+    better = shlex.split(next_command(dl.open_run(folder), -1, ()))
     assert better[1] == "analyze"
     done = run_cli(*better[1:], "--no-attribution", "--progress", "none")
     assert done.code == 0, done.err

@@ -44,7 +44,8 @@ def row(merge: str, place: int, low: float | None = None, **settings: Any) -> di
 
 def compared(place: pathlib.Path, *rows: dict[str, Any], **other: Any) -> None:
     present = row("task_arithmetic", len(rows) + 1, scaling=0.3)
-    found = {"name": read_manifest(place.parent / "run").name, "score": "kl", "present": present["merge"]}
+    run = place.parent if place.name == "merges" else place.parent / "run"
+    found = {"name": read_manifest(run).name, "score": "kl", "present": present["merge"]}
     found |= {"samples": dict.fromkeys(TASKS, 8), "merges": [*rows, present]} | other
     place.mkdir()
     (place / "merges.json").write_text(json.dumps(found))

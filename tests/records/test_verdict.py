@@ -120,7 +120,8 @@ def follows_the_tables(
         assert list(found.bad_experts) == bad and ("Experts worse than base" in text) == bool(bad)
     last = CAL if CAL in models else "merged"
     is_behind = interval(right, n, (last, "expert"), tasks, stored=stored)[1] < 0
-    command = "validate" if found.bad_experts else "calibrate" if is_behind else "report"
+    better = "merge" if len(tasks) > 1 else "calibrate"
+    command = "validate" if found.bad_experts else better if is_behind else "report"
     assert found.command.split()[1] == command and f"Next: `{found.command}`." in found.sentences
     if found.worst:
         assert interval(right, n, (last, "expert"), [found.worst], stored=stored)[1] < 0
@@ -363,7 +364,7 @@ def test_its_answers_are_those_of_the_tables(name: str, runs: dict[str, DriftRun
     assert answers[7] == f"{found.source.share.n} samples" == f"{8 * len(tasks)} samples"
     bad = [task for task in tasks if right[task, "expert"] < right[task, "base"]]
     assert list(found.bad_experts) == bad and answers[8].startswith(f"yes, {bad[0]}:" if bad else "no ")
-    assert {"good": "report", "below": "calibrate", "expert": "validate"}[name] in answers[9]
+    assert {"good": "report", "below": "merge", "expert": "validate"}[name] in answers[9]
     assert f"driftlens {answers[9].split()[-1]}" in found.command or name != "good"
 
 

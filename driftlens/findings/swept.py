@@ -93,7 +93,8 @@ def over_seeds(rows: pd.DataFrame, by: str, measure: str, tasks: int = 1) -> pd.
     is_whole = by_seed[measure].count() == tasks
     seeds = by_seed[measure].mean().where(is_whole).groupby(level=0)
     points = pd.DataFrame({"mean": seeds.mean(), "std over seeds": seeds.std(), "seeds": seeds.count()})
-    points[["low", "high"]] = [over_draws(values.to_numpy()).ends[1:] for _, values in seeds]
+    ends = [over_draws(values.to_numpy()).ends[1:] for _, values in seeds]
+    points = points.join(pd.DataFrame(ends, points.index, columns=["low", "high"]))
     points["n_test"] = by_seed["n_test"].min().where(is_whole).groupby(level=0).min()
     points = points.assign(tested_low=math.nan, tested_high=math.nan)
     if measure in ("accuracy", "score") and rows["accuracy"].notna().all():
@@ -102,8 +103,8 @@ def over_seeds(rows: pd.DataFrame, by: str, measure: str, tasks: int = 1) -> pd.
         ]
         means = pd.Series(shares, rows.index).groupby([rows[by], rows["seed"]]).agg(list).map(mean_over_tasks)
         for end in ("low", "high"):
-            ends = means.map(lambda mean, end=end: getattr(mean, end)).where(is_whole)
-            points[f"tested_{end}"] = ends.groupby(level=0).mean()
+            tested = means.map(lambda mean, end=end: getattr(mean, end)).where(is_whole)
+            points[f"tested_{end}"] = tested.groupby(level=0).mean()
     return points.reset_index()
 
 

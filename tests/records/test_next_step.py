@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import pathlib
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ OWN = {"method": "task_arithmetic", "parameters": {"scaling": 0.3}}
 
 
 @pytest.fixture
-def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+def folder(tmp_path: Path) -> Path:
     folder = write_full_run(tmp_path / "run", tasks=TASKS, size=Size(blocks=1, samples=8))
     with RunWriter.resume(folder) as writer:
         writer.describe(merge=OWN)
@@ -42,7 +42,7 @@ def row(merge: str, place: int, low: float | None = None, **settings: Any) -> di
     } | ends
 
 
-def compared(place: pathlib.Path, *rows: dict[str, Any], **other: Any) -> None:
+def compared(place: Path, *rows: dict[str, Any], **other: Any) -> None:
     present = row("task_arithmetic", len(rows) + 1, scaling=0.3)
     run = place.parent if place.name == "merges" else place.parent / "run"
     found = {"name": read_manifest(run).name, "score": "kl", "present": present["merge"]}
@@ -55,7 +55,7 @@ def of_merges(run: DriftRun) -> list[str]:
     return [text for text in verdict(run).sentences if "nearer" in text]
 
 
-def test_where_nothing_was_compared_a_comparison_is_next(folder: pathlib.Path) -> None:
+def test_where_nothing_was_compared_a_comparison_is_next(folder: Path) -> None:
     command = shlex.split(verdict(open_run(folder)).command)
     assert command[:3] == ["driftlens", "merge", f"{folder}/spec.yaml"] and not of_merges(open_run(folder))
     assert command[command.index("--out") + 1] == f"{folder}/merges"
@@ -64,7 +64,7 @@ def test_where_nothing_was_compared_a_comparison_is_next(folder: pathlib.Path) -
     assert not any(merge_methods[name].needs_base for name in CONTENDERS[False].split(","))
 
 
-def test_the_best_of_the_merges_that_are_clearly_nearer_is_named(folder: pathlib.Path) -> None:
+def test_the_best_of_the_merges_that_are_clearly_nearer_is_named(folder: Path) -> None:
     rows = row("base", 1, 0.4), row("ties", 2, 0.25, scaling=0.4), row("average", 3, 0.2)
     compared(folder / "merges", *rows)
     run = open_run(folder)
@@ -81,7 +81,7 @@ def test_the_best_of_the_merges_that_are_clearly_nearer_is_named(folder: pathlib
 
 @pytest.mark.parametrize("low", [-0.01, 0.0, None])
 def test_what_an_interval_does_not_say_is_not_claimed_and_repairs_are_next(
-    folder: pathlib.Path, low: float | None
+    folder: Path, low: float | None
 ) -> None:
     compared(folder / "merges", row("average", 1, low), row("base", 2, 0.3))
     run = open_run(folder)
@@ -101,7 +101,7 @@ def test_what_an_interval_does_not_say_is_not_claimed_and_repairs_are_next(
     ],
 )
 def test_a_comparison_beside_the_run_counts_if_it_is_about_it(
-    folder: pathlib.Path, other: dict[str, Any], *, is_taken: bool
+    folder: Path, other: dict[str, Any], *, is_taken: bool
 ) -> None:
     compared(
         folder.parent / "beside", row("average", 1, 0.1), row("task_arithmetic", 2, 0.1, scaling=1), **other
@@ -122,7 +122,7 @@ def test_a_comparison_beside_the_run_counts_if_it_is_about_it(
         '{"merges": 3}',
     ],
 )
-def test_a_file_that_is_no_comparison_is_none(folder: pathlib.Path, content: str) -> None:
+def test_a_file_that_is_no_comparison_is_none(folder: Path, content: str) -> None:
     (folder / "merges").mkdir()
     (folder / "merges" / "merges.json").write_text(content)
     assert verdict(open_run(folder)).command.startswith("driftlens merge")

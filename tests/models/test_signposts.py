@@ -31,13 +31,13 @@ FEW = ("bert", "funnel", "gpt2", "mixtral", "wav2vec2")
 GROUPS = 12
 
 
-def _short(config: dict[str, Any]) -> dict[str, Any]:
+def _short(config: dict[Any, Any]) -> dict[str, Any]:
     """A configuration of two layers that knows the words of the tokenizer beside it."""
     for key, value in config.items():
-        if key in ("id2label", "label2id"):
-            continue
         if isinstance(value, dict):
             _short(value)
+        elif not isinstance(key, str):  # of labels or layers
+            continue
         elif isinstance(value, int) and _SHORT.fullmatch(key):
             config[key] = 2
         elif isinstance(value, list) and key in _BY_LAYER:

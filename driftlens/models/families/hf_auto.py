@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from driftlens.base.errors import IncompatibleModelsError
+from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.loading import TOKENIZERS, library_folder, needed_config, with_floats
 from driftlens.checkpoints.refusals import (
@@ -165,8 +165,12 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, notice))))
     ignored = tuple(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())
     layout = Spellings(spellings(names, skeleton), _left_out(classifier, own_head, skeleton), ignored)
-    with running(source):
-        chain = sequential_chain(skeleton, example, blocks=blocks)
+    try:
+        with running(source):
+            chain = sequential_chain(skeleton, example, blocks=blocks)
+    except DataError as error:
+        needs = f"{source} reads more than {'images' if reads_images else 'texts'}: {error.message}"
+        raise IncompatibleModelsError(needs, hint=LIVE) from error
     parameter_names = {name.rpartition(".")[2] for name, _ in skeleton.named_parameters()}
     image = replace(
         IMAGE, pool="mean" if parameter_names.isdisjoint(("cls_token", "class_embedding")) else "cls"

@@ -183,7 +183,7 @@ def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
     "changes",
     [
         {"parameters": {"lam": 0.1, "update": ["linear"]}, "layers": (2, 3), "attribution": False},
-        {"preset": "demo-clip", "sites": ["*.mlp.*"], "samples": 3},
+        pytest.param({"preset": "demo-clip", "sites": ["*.mlp.*"], "samples": 3}, marks=pytest.mark.slow),
     ],
 )
 def test_the_command_that_is_named_goes_on_whatever_was_asked_for(

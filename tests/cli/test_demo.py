@@ -56,6 +56,7 @@ def test_the_demo_runs_on_the_text_suite(
     assert (tmp_path / "demo/reports/report.html").is_file()
 
 
+@pytest.mark.slow
 def test_attribution_is_left_out_and_added_later(
     world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:

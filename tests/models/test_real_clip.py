@@ -18,6 +18,7 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sources import StateSource
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.heads import file_head, text_head
+from tests.quick import few
 from tests.zoo.towers import under_transformers_names
 from tests.zoo.walking import chain_states
 
@@ -73,7 +74,7 @@ def test_real_class_embeddings_are_made_from_the_names_and_templates(real: Path)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("model", ["base", "expert"])
+@pytest.mark.parametrize("model", few(["base", "expert"], quick=["expert"]))
 @pytest.mark.parametrize(
     "task", [pytest.param(task, marks=[] if task == "clothing10" else pytest.mark.slow) for task in TASKS]
 )

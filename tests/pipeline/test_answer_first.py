@@ -386,9 +386,9 @@ def test_more_batches_don_t_make_a_device_wait_more_often(
 ) -> None:
     waits = Waits(monkeypatch)
     found: dict[tuple[str, int], Counter[str]] = {}
-    for batch_size in (6, 2):
+    for batch_size in (4, 2):
         spec = world.one_task(metrics={"jacobian": {"samples": 2}})
-        defaults = {"n": 6, "n_diagnosis": 6, "batch_size": batch_size}
+        defaults = {"n": 4, "n_diagnosis": 4, "batch_size": batch_size}
         spec["data"] = {"flowers": spec["data"]["flowers"], "defaults": defaults}
         out = tmp_path / f"run-{batch_size}"
         for step in ("analyze", method):
@@ -400,7 +400,7 @@ def test_more_batches_don_t_make_a_device_wait_more_often(
                     dl.calibrate(out, method=step, name=step, progress="none")
     for (step, batch_size), lines in found.items():
         assert lines.total() > 0
-        assert lines == found[step, 6], (step, batch_size)
+        assert lines == found[step, 4], (step, batch_size)
 
 
 @pytest.mark.slow

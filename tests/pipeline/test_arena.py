@@ -210,6 +210,7 @@ def test_one_calibration_is_no_arena(light: DriftRun) -> None:
     assert "driftlens arena RUN" in (charts["arena"].missing(light, ChartOptions()) or "")
 
 
+@pytest.mark.slow
 def test_what_the_spec_says_of_a_method_takes_the_place_of_the_preset_of_its_kind(
     light: DriftRun, tmp_path: Path
 ) -> None:

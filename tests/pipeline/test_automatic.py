@@ -341,6 +341,7 @@ def test_a_candidate_that_can_not_be_solved_for_is_out_and_the_others_stay(
         chosen(study, FeatCal(lam=0.004))
 
 
+@pytest.mark.slow
 def test_without_a_base_the_anchor_stays_where_it_is(study: Study) -> None:
     bare = dataclasses.replace(study, variants=("merged",))
     _, record = chosen(bare, FeatCal(rho=1.0))

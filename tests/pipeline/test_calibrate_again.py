@@ -38,6 +38,7 @@ from tests.pipeline.calibrating import (
     request,
     same_rows,
 )
+from tests.quick import few
 from tests.zoo.cases import Stack, perturbed, with_seed
 from tests.zoo.world import TASKS, World, build
 
@@ -171,7 +172,7 @@ def test_a_name_is_given_once_unless_it_is_to_be_replaced(
     )
 
 
-@pytest.mark.parametrize("end", ["failed", "cancelled"])
+@pytest.mark.parametrize("end", few(["failed", "cancelled"], quick=["cancelled"]))
 def test_what_has_the_name_stays_until_its_successor_is_solved_for(
     folder: Path, whole: DriftRun, end: str
 ) -> None:

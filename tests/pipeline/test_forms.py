@@ -112,6 +112,7 @@ def in_float16(folders: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_real_weights_of_equal_rounding_give_equal_rows(
     real: Path, real_open_clip: DriftRun, tmp_path: Path
 ) -> None:

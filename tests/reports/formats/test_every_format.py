@@ -324,9 +324,8 @@ def hostile_pages(tmp_path_factory: pytest.TempPathFactory) -> list[Page]:
         class_names=[BREAKING, "b"],
         size=Size(1, 4, 3, 2, 10),
     )
-    reports = {"html": Report(folder, "full", raw=True), "html-light": Report(folder)}
-    files = [report.files([form]) for form, report in reports.items()]
-    return [Page(data.decode()) for each in files for data in each.values()]
+    files = Report(folder, raw=True).files(["html", "html-light"])
+    return [Page(data.decode()) for data in files.values()]
 
 
 def digest(text: str) -> str:

@@ -362,6 +362,10 @@ PLANTED: dict[Check, dict[str, Fault]] = {
 }
 
 
+SLOW = {"transposed_expert_weight", "token_weights_counted_twice", "crossed_output_of_the_wrong_model"}
+"""Whose checks take a second or more; a fault of each kind is quick."""
+
+
 @cache
 def holds(check: Check) -> None:
     """Of what nobody spoiled; once for all faults that it has to find."""
@@ -371,7 +375,7 @@ def holds(check: Check) -> None:
 @pytest.mark.parametrize(
     ("fault", "check"),
     [
-        pytest.param(fault, check, id=name)
+        pytest.param(fault, check, id=name, marks=[pytest.mark.slow] * (name in SLOW))
         for check, faults in PLANTED.items()
         for name, fault in faults.items()
     ],

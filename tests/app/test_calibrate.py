@@ -279,7 +279,7 @@ def end_new_run(root: Path) -> None:
     until(lambda: state(root / "mine") == "done", "it is done")
 
 
-@pytest.mark.parametrize("view", few(["new_run", "runs", "layers"], quick=["new_run", "layers"]))
+@pytest.mark.parametrize("view", few(["new_run", "runs", "layers"], quick=["layers"]))
 def test_a_visitor_who_waits_for_a_run_lands_on_it(open_app: Open, root: Path, run: Path, view: str) -> None:
     """Also who meets the welcome in the place of another page, where there is no run yet."""
     if view == "layers":

@@ -192,6 +192,7 @@ def told(root: Path, name: str) -> str:
     return job.log.read_text()
 
 
+@pytest.mark.slow
 def test_several_merges_are_compared_by_a_job_and_shown(open_app: Open, root: Path) -> None:
     (root / "mine.yaml").write_text("version: 1\n")
     app = choose(open_app(root, "new_run"), "average", "task_arithmetic")

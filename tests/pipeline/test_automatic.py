@@ -323,6 +323,7 @@ def test_a_start_that_can_be_improved_is_left(study: Study, monkeypatch: pytest.
     assert min(final, key=lambda entry: entry["score"])["lam"] == found.lam, "found anew on all folds"
 
 
+@pytest.mark.slow
 def test_a_candidate_that_can_not_be_solved_for_is_out_and_the_others_stay(
     study: Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,7 @@ def test_a_sweep_of_live_modules_is_of_the_calibrations_that_it_would_make(tmp_p
             assert row["accuracy"] == pytest.approx(hits[task])
 
 
+@pytest.mark.slow
 def test_samples_that_serve_twice_are_stamped(analyzed: Any) -> None:
     told = calibrate(analyzed, "same").manifest.calibrations["same"].notices[:2]
     assert [text.partition(",")[0] for text in told] == [

@@ -315,7 +315,7 @@ def clips(build: Callable[[], nn.Module], batch: Any) -> dict[str, Any]:
     "build",
     [
         pytest.param(whole_hf, id="hf", marks=TRANSFORMERS_CLIP),
-        pytest.param(whole_open_clip, id="open_clip", marks=OPEN_CLIP),
+        pytest.param(whole_open_clip, id="open_clip", marks=[OPEN_CLIP, pytest.mark.slow]),
     ],
 )
 def test_a_whole_clip_is_measured_and_calibrated_by_its_image_tower(

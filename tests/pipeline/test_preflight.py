@@ -19,12 +19,13 @@ from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.preflight.rehearsal import Cost
 from driftlens.jobs.study.suspicion import Finding
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
+from tests.quick import few
 from tests.zoo.world import MODEL, Weights, World, write_spec
 
 EXPERT = "expert of flowers"
 
 
-@pytest.mark.parametrize("form", ["open_clip", "hf"])
+@pytest.mark.parametrize("form", few(["open_clip", "hf"], quick=["hf"]))
 def test_a_sound_spec_has_neither_problems_nor_notices(world: World, form: Any) -> None:
     result = check(world.spec(form), estimate=True)
     assert {finding.level for finding in result.findings} == {"ok"}, result.text()

@@ -121,6 +121,7 @@ def test_corrupted_points_stand_in_table_and_sheet_as_the_sweep_has_them(ran: Ra
     assert 0 <= said["featcal", "none"]["low"] < said["featcal", "none"]["value"]
 
 
+@pytest.mark.slow
 def test_numbers_of_samples_are_told_by_method_over_draws(ran: Ran) -> None:
     runs, told = ran("samples")
     rows = runs["task_arithmetic"].sweeps()

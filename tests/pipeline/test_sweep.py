@@ -467,6 +467,7 @@ def test_a_point_of_what_is_trained_or_maps_per_task_is_a_plain_calibration(
         assert row.accuracy == plain.accuracy(task=row.task, variant=VARIANT).iloc[0]["value"]
 
 
+@pytest.mark.slow
 def test_corrupted_calibration_is_that_of_pictures_corrupted_beforehand(
     world: World, folder: Path, tmp_path: Path
 ) -> None:

@@ -190,6 +190,7 @@ def test_identities_hold_with_what_a_trained_calibrator_attaches(
     np.testing.assert_allclose(finals["hidden"].numpy(), stored, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_what_is_attached_brings_features_nearer_to_the_experts(folder: Path) -> None:
     """Trained on the samples that the run diagnoses its drift on, long enough, it must."""
     run = calibrate(folder, request("toy", method="toy-map", parameters={"epochs": 300}))

@@ -19,6 +19,7 @@ from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, lack
 from driftlens_reports.charts.theme import DARK, LIGHT, Palette, look, readable, shade
 from driftlens_reports.charts.words import counted, label, literal, ranged
 from driftlens_reports.sections import PRESETS, TITLES
+from tests.quick import few
 from tests.reports.charts.recording import (
     NUMBER,
     XYZ,
@@ -132,7 +133,10 @@ def test_the_control_stands_beside_the_calibrated_variant(name: str, full: Drift
 
 
 @every_chart
-@pytest.mark.parametrize("kind", ["single", "uncalibrated", "crowded", "unmeasured"])
+@pytest.mark.parametrize(
+    "kind",
+    few(["single", "uncalibrated", "crowded", "unmeasured"], quick=["single", "crowded", "unmeasured"]),
+)
 def test_it_draws_or_says_what_is_missing(name: str, kind: str, request: pytest.FixtureRequest) -> None:
     run: DriftRun = request.getfixturevalue(kind)
     reason = charts[name].missing(run, ChartOptions())

@@ -14,7 +14,7 @@ from driftlens.base.errors import NumericsError, SpecError
 from driftlens.base.settings import settings_of
 from driftlens.jobs.calibrate.job import _anchor
 from driftlens.merging.method import merge_methods
-from driftlens.merging.sparse import keep_chances
+from driftlens.merging.sparse import keep_chances, ranked
 from tests.merging.applying import LAWS, Tensors, apply, assert_same, random_model, random_state, states
 from tests.reference import merging as slow
 from tests.refusing import refusing
@@ -321,3 +321,14 @@ def test_what_can_not_be_merged_is_refused() -> None:
     half = {task: {name: value.half() for name, value in expert.items()} for task, expert in MODELS.items()}
     wider = {task: {name: value.float() for name, value in expert.items()} for task, expert in half.items()}
     assert_same(apply(merge_methods["ties"], WHOLE, half), apply(merge_methods["ties"], WHOLE, wider))
+
+
+@pytest.mark.parametrize("shape", [(1,), (40,), (7, 40)])
+def test_entries_are_ranked_as_a_stable_sort_ranks_them(shape: tuple[int, ...]) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    for values in (3, 1000):  # many equal ones, and few
+        magnitudes = torch.randint(values, shape, generator=drawn).float()
+        order = magnitudes.argsort(dim=-1, descending=True, stable=True)
+        for first, count in ((0, 0), (0, 7), (2, 9), (5, 35), (40, 3), (0, 1)):
+            wanted = torch.zeros(shape, dtype=torch.bool).scatter(-1, order[..., first : first + count], True)
+            assert torch.equal(ranked(magnitudes, first, count), wanted), (values, first, count)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from driftlens.base.errors import SpecError
+from driftlens.base.files import require_free
 from driftlens.cli.app import Job, JsonFlag, RunFolder, app, limited_threads, note, say, say_json, say_saved
 from driftlens.cli.flags import flagged
 from driftlens.cli.looking import show_run
@@ -151,6 +152,8 @@ def merge(
             recipe = recipe_of(given)
             if request.out_dtype is not None:
                 recipe = dataclasses.replace(recipe, out_dtype=request.out_dtype)
+            if out.suffix != ".safetensors":
+                require_free(out)  # before torch is imported, which takes a second
             from driftlens.jobs.study.recipe import merge_recipe
 
             for text in merge_recipe(recipe, out, job.access):

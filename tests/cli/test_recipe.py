@@ -137,6 +137,29 @@ def test_no_tokenizer_is_opened_to_merge_weights(
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
 
 
+def test_what_is_missing_or_taken_is_refused_before_libraries_are_imported(
+    folders: Folders, tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(*_: object, **__: object) -> None:
+        raise AssertionError("models were opened")
+
+    monkeypatch.setattr("driftlens.jobs.study.recipe.open_models", opened)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    there, gone = folders["one"], str(tmp_path / "gone")
+    for models, out, said in (
+        ((there, folders["two"]), "taken", "exists already"),
+        ((there, gone), "out", "gone"),
+        ((there, f"{there}+{gone}"), "out", "gone"),
+        ((there, "nobody/nothing"), "out", "nobody/nothing"),
+    ):
+        made = recipe(folders, "linear")
+        for entry, place in zip(made["models"], models, strict=True):
+            entry["model"] = place
+        done = run_cli("merge", written(made, tmp_path), "--out", tmp_path / out, "--offline")
+        assert done.code and said in done.err.splitlines()[0], done.err
+
+
 def test_merging_reads_no_tables() -> None:
     """Half of what a merge imports of its own would be for tables that it hasn't."""
     code = (

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from driftlens.base.access import Access
 from driftlens.base.errors import NumericsError
-from driftlens.base.files import PathLike, plain_file
+from driftlens.base.files import PathLike, expanded, plain_file
 from driftlens.base.rounding import Change
 from driftlens.base.threads import computing_with
-from driftlens.checkpoints.loading import library_folder
+from driftlens.checkpoints.loading import fetched, is_hub_id, library_folder, open_checkpoint
 from driftlens.checkpoints.rounding import written
 from driftlens.checkpoints.sources import InDtypes, StateSource, TensorHeader, check_finite
 from driftlens.jobs.study.merging import pieces, save_merge
@@ -158,6 +158,7 @@ def merge_recipe(recipe: Recipe, path: PathLike, access: Access) -> list[str]:
         SpecError: its slices end elsewhere than the models, or a parameter is missing.
         DriftLensError: as for `open_models` and `save_merge`.
     """
+    _require_there(recipe, access)
     models, by_name = _opened(recipe, access)
     headers = next(iter(by_name.values())).headers
     numbers = (layer_of(key) for key in headers)
@@ -184,6 +185,18 @@ def merge_recipe(recipe: Recipe, path: PathLike, access: Access) -> list[str]:
     merge = Merge(method, {"recipe": recipe.text})
     doubts = [doubt.text for doubt in companions(models)]
     return [*recipe.notices, *save_merge(models, merge, path, source=merged, notices=doubts)[1]]
+
+
+def _require_there(recipe: Recipe, access: Access) -> None:
+    """Refuse models that are missing before libraries are imported to read the others."""
+    for name in recipe.models:
+        for part in [name] if expanded(name).exists() else name.split("+"):
+            if ":" in part or expanded(part).exists():
+                continue
+            if access.offline:
+                fetched(part, offline=True)
+            if not is_hub_id(part):
+                open_checkpoint(part)
 
 
 def _opened(recipe: Recipe, access: Access) -> tuple[OpenModels, dict[str, StateSource]]:

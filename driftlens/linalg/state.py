@@ -176,11 +176,13 @@ def forward_mode_attention() -> Iterator[None]:
             yield
         except RuntimeError as error:
             first = str(error).partition("\n")[0]
-            if not isinstance(error, NotImplementedError) and not first.startswith("vmap: "):
+            undifferentiable = ("vmap: ", "In order to use an autograd.Function")
+            if not isinstance(error, NotImplementedError) and not first.startswith(undifferentiable):
                 raise
             raise IncompatibleModelsError(
                 f"a layer can't be differentiated: {first[:160]}",
-                hint="The experts of a mixture are chosen by their input, for instance. Leave its Jacobians out: "
+                hint="The experts of a mixture are chosen by their input, for instance; BLOOM's activation is a "
+                "function of its own. Leave its Jacobians out: "
                 "`metrics: {jacobian: false}` in a spec, jacobian=None in Python.",
             ) from error
 

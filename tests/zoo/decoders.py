@@ -169,7 +169,11 @@ def families(*fast: str) -> list[Any]:
         pytest.param(
             config,
             id=name,
-            marks=[pytest.mark.family(name.partition(",")[0]), *([] if name in fast else [pytest.mark.slow])],
+            marks=[
+                pytest.mark.family(name.partition(",")[0]),
+                *([] if name in fast else [pytest.mark.slow]),
+                *([pytest.mark.shows(attribution="refused by name")] if name == "BLOOM" else []),
+            ],
         )
         for name, config in (CONFIGS | MORE).items()
     ]

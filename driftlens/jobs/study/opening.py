@@ -289,9 +289,9 @@ def lm_head(data: TaskData, source: StateSource, lm: LmScores) -> LmHead:
     """Scores of the tokens with which a task's answers begin; of the whole vocabulary where those tell none apart."""
     reader = None if data.test.texts is None else data.test.texts.reader
     assert reader is not None
-    first = {name: reader.answer_tokens(answer)[0] for name, answer in data.answers().items()}
-    if first and len(set(first.values())) == len(first):
-        return LmHead(tuple(first), source, lm, tuple(first.values()))
+    first = {name: reader.answer_tokens(answer)[:1] for name, answer in data.answers().items()}
+    if first and all(first.values()) and len(set(first.values())) == len(first):
+        return LmHead(tuple(first), source, lm, tuple(token for (token,) in first.values()))
     tokens = reader.tokenizer.convert_ids_to_tokens(list(range(len(reader.tokenizer))))
     names = [token.translate(_SPACES) for token in tokens]
     size = source.headers[lm.key].shape[0]

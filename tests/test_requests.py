@@ -12,7 +12,7 @@ import typer
 
 import driftlens as dl
 from driftlens.base.errors import SpecError
-from driftlens.cli.flags import flagged
+from driftlens.cli.app import flagged
 from driftlens.spec.requests import (
     AnalysisRequest,
     ArenaRequest,

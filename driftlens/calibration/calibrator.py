@@ -14,8 +14,9 @@ from typing import Any, ClassVar, Self
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.registry import Registry
 from driftlens.base.settings import read, settings_of
-from driftlens.engine.calibrating import Ground
-from driftlens.engine.problems import CalibratedLayer, Layerwise, Method
+from driftlens.engine.calibrating import Ground, Method
+from driftlens.engine.problems import CalibratedLayer
+from driftlens.engine.snapshot import Layerwise
 from driftlens.engine.training import AttachmentTrainer
 
 

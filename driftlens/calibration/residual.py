@@ -11,7 +11,8 @@ from driftlens.base.errors import DataError, SingularGramError, SpecError
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.featcal import relative_change
-from driftlens.engine.problems import SiteReport, SiteUpdate, StepProblem, Stepwise
+from driftlens.engine.problems import SiteReport, SiteUpdate, StepProblem
+from driftlens.engine.steps import Stepwise
 from driftlens.linalg.joint_ridge import BIAS_INPUT, Ridges, choose_ridges, solve_joint, total
 
 

@@ -12,7 +12,8 @@ from driftlens.base.errors import SpecError
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.featcal import relative_change
-from driftlens.engine.problems import SiteReport, SiteUpdate, WeightProblem, Weightwise
+from driftlens.engine.calibrating import Weightwise
+from driftlens.engine.problems import SiteReport, SiteUpdate, WeightProblem
 
 
 @calibrators.register("svc")

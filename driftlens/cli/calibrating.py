@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from driftlens.base.access import Context
-from driftlens.cli.app import Job, JsonFlag, RunFolder, app, manner, note, say, say_json, say_saved
-from driftlens.cli.flags import flagged
+from driftlens.cli.app import Job, JsonFlag, RunFolder, app, flagged, manner, note, say, say_json, say_saved
 from driftlens.spec.requests import ArenaRequest, CalibrationRequest, SweepRequest
 from driftlens.suites.reproduce import PROTOCOLS
 
@@ -31,16 +30,18 @@ def calibrate(
     as_json: JsonFlag = False,
 ) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
+    from driftlens.jobs.contest.automatic import choice_of
+
+    choose = choice_of(request) if request.auto else None
     if dry_run:
-        from driftlens.jobs.contest.automatic import choice_of
         from driftlens.jobs.preflight.calibrating import rehearse
 
         asked = Context(job.access)
-        choose = choice_of(request) if request.auto else None
         checks = manner.team.once(lambda: rehearse(run, request, asked, choose=choose))
         say_json(checks.as_dict()) if as_json else say(checks.text())
         raise typer.Exit(checks.exit_code)
-    from driftlens.front.api import calibrated
+    from driftlens.jobs.calibrate.job import calibrate as run_calibration
+    from driftlens.jobs.contest.sweep import control
     from driftlens_reports.terminal import before_after_text, first_numbers_text
 
     name, is_watched = request.name, job.progress == "jsonl"
@@ -49,13 +50,15 @@ def calibrate(
         note(first_numbers_text(measured, name))
 
     with job.context() as context:
-        finished = calibrated(
+        finished = run_calibration(
             run,
             request,
             context,
+            choose=choose,
             on_first=None if is_watched else note,
             on_measured=None if is_watched else show_first,
         )
+        finished = control(run, name, context) if request.control else finished
     if as_json:
         for text in finished.manifest.calibrations[name].notices:  # the text has them
             note(f"notice: {text}")

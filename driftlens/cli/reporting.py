@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from driftlens.base.errors import DataError, SpecError
-from driftlens.cli.app import Job, JsonFlag, RunFolder, app, note, say, say_json
-from driftlens.cli.flags import flagged
+from driftlens.cli.app import Job, JsonFlag, RunFolder, app, flagged, note, say, say_json
 from driftlens.spec.requests import ExportRequest, ProjectionRequest
 from driftlens.spec.words import parts
 

@@ -11,8 +11,18 @@ import typer
 
 from driftlens.base.errors import SpecError
 from driftlens.base.files import require_free
-from driftlens.cli.app import Job, JsonFlag, RunFolder, app, limited_threads, note, say, say_json, say_saved
-from driftlens.cli.flags import flagged
+from driftlens.cli.app import (
+    Job,
+    JsonFlag,
+    RunFolder,
+    app,
+    flagged,
+    limited_threads,
+    note,
+    say,
+    say_json,
+    say_saved,
+)
 from driftlens.cli.looking import show_run
 from driftlens.spec.requests import (
     AnalysisRequest,

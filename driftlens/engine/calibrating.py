@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,12 +36,14 @@ from driftlens.engine.problems import (
     SiteUpdate,
     StepProblem,
     WeightProblem,
-    Weightwise,
 )
 from driftlens.engine.sites import site_path
 from driftlens.engine.walk import FeatureStore, Given, Part, Parts, Passage, forward_order
 from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, Parameters, Pool, Site
+
+if TYPE_CHECKING:
+    from driftlens.engine.snapshot import Lane
 
 EXPERT, TRUNK = "expert", "merged"
 FEATURE_BUDGET = 2 * 2**30
@@ -170,6 +172,44 @@ class Ground:
 def _batches_of(part: Part, first: int, behind: int) -> Part:
     """Some batches of a part; those before them are read, too, for a part may be able to do no other."""
     return Given(lambda: itertools.islice(part.batches(), first, behind), part.ids)
+
+
+class Method:
+    """What every way to calibrate says of itself.
+
+    Attributes:
+        takes_sites: whether a user may say which modules it solves for.
+    """
+
+    takes_sites: ClassVar[bool] = True
+
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """What is calibrated on some ground, by settings that were checked; see `Calibrator.calibrate`."""
+        raise NotImplementedError(f"{type(self).__name__} doesn't say how it calibrates")
+
+    def lane(self, parts: frozenset[int] = frozenset({0})) -> Lane | None:
+        """Its lane beside other calibrations on these parts of the samples; None where it walks alone."""
+        return None
+
+    def boundaries(self, num_layers: int) -> Sequence[int]:
+        """Layers that it changes, or attaches something to, whatever sites are chosen."""
+        return ()
+
+
+class ClosedForm(Method, ABC):
+    """A calibrator that never holds a model: `Layerwise` and `Stepwise` solve from moments, `Weightwise` from weights.
+
+    Attributes:
+        solve_dtype: `float32` or `float64`, in which moments are summed and systems solved.
+        update: kinds of parameters that are solved for: `linear`, `bias`, `norm`.
+    """
+
+    solve_dtype: str = "float64"
+    update: Sequence[str] = ("linear", "bias", "norm")
+
+    @abstractmethod
+    def check(self, *, has_base: bool) -> None:
+        """Refuse settings that make no sense."""
 
 
 @dataclass(frozen=True)
@@ -419,9 +459,16 @@ def in_words(model: str, *, calibrated: bool = False) -> str:
     return plain.get(model, f"calibrated model {model}")
 
 
-def from_weights(ground: Ground, calibrator: Weightwise) -> Iterator[CalibratedLayer]:
-    """Calibrated layers in forward order."""
-    return (layer for [layer] in _WeightWalk(ground, calibrator).walked())
+class Weightwise(ClosedForm):
+    """A calibrator that solves linear sites from the weights of merged model, base and experts alone."""
+
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """No sample is read."""
+        return (layer for [layer] in _WeightWalk(ground, self).walked())
+
+    @abstractmethod
+    def solve(self, problem: WeightProblem) -> Sequence[SiteUpdate]:
+        """New weights of the problem's site."""
 
 
 class _WeightWalk(CalibrationWalk):

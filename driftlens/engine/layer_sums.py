@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,6 @@ from driftlens.base.errors import SpecError
 from driftlens.base.team import Team
 from driftlens.engine.problems import (
     InputSums,
-    Layerwise,
     LinearProblem,
     NormProblem,
     TaskMoments,
@@ -25,6 +25,9 @@ from driftlens.linalg.gram import GramPool, GramSum
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.linalg.ridge import NormMoments
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
+
+if TYPE_CHECKING:
+    from driftlens.engine.snapshot import Layerwise
 
 
 class LayerSums:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from driftlens.base.team import Team
@@ -17,10 +15,6 @@ from driftlens.linalg.joint_ridge import JointMoments
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.linalg.ridge import Moments, NormMoments
 from driftlens.models.chain import Parameters, Site, SiteKind
-
-if TYPE_CHECKING:
-    from driftlens.engine.calibrating import Ground
-    from driftlens.engine.snapshot import Lane
 
 
 @dataclass(frozen=True)
@@ -273,148 +267,6 @@ class WeightedFold:
     def mean_bias(self) -> dict[str, Tensor]:
         """The experts' biases by site, each counting its task weight."""
         return {name: bias / self._weight for name, bias in self._bias.items()}
-
-
-class Method:
-    """What every way to calibrate says of itself.
-
-    Attributes:
-        takes_sites: whether a user may say which modules it solves for.
-    """
-
-    takes_sites: ClassVar[bool] = True
-
-    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
-        """What is calibrated on some ground, by settings that were checked; see `Calibrator.calibrate`."""
-        raise NotImplementedError(f"{type(self).__name__} doesn't say how it calibrates")
-
-    def lane(self, parts: frozenset[int] = frozenset({0})) -> Lane | None:
-        """Its lane beside other calibrations on these parts of the samples; None where it walks alone."""
-        return None
-
-    def boundaries(self, num_layers: int) -> Sequence[int]:
-        """Layers that it changes, or attaches something to, whatever sites are chosen."""
-        return ()
-
-
-class ClosedForm(Method, ABC):
-    """A calibrator that never holds a model: `Layerwise` and `Stepwise` solve from moments, `Weightwise` from weights.
-
-    Attributes:
-        solve_dtype: `float32` or `float64`, in which moments are summed and systems solved.
-        update: kinds of parameters that are solved for: `linear`, `bias`, `norm`.
-    """
-
-    solve_dtype: str = "float64"
-    update: Sequence[str] = ("linear", "bias", "norm")
-
-    @abstractmethod
-    def check(self, *, has_base: bool) -> None:
-        """Refuse settings that make no sense."""
-
-
-class Layerwise(ClosedForm):
-    """Solves all sites of a layer from one snapshot: it says which moments it wants, folds those of the tasks, solves.
-
-    What is here wants the experts' own outputs and counts every task alike; a subclass adds `solve`.
-
-    Attributes:
-        inputs: what the layer is fed while its moments are summed up: `deployed`, what the layers calibrated before it
-            really give; `merged`, what the merged model's give, calibrated or not; `expert`, what the expert's give.
-    """
-
-    inputs: str = "deployed"
-
-    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
-        """All sites of a layer are solved from one snapshot of its features."""
-        from driftlens.engine.snapshot import from_snapshots  # which knows the problems
-
-        return from_snapshots(ground, self)
-
-    def lane(self, parts: frozenset[int] = frozenset({0})) -> Lane:
-        """The same moments serve many of them."""
-        from driftlens.engine.snapshot import Lane
-
-        return Lane(self, parts)
-
-    @property
-    def moments_key(self) -> Hashable:
-        """Equal for calibrators that want the same moments and fold them alike: those with equal settings."""
-        return type(self), repr(self)
-
-    def wants(self, site: Site, *, in_last_block: bool) -> Wanted:
-        """Which moments of a site are wanted; tokens count as the adapter says."""
-        return Wanted(1.0, site.token_weights)
-
-    def task_weight(self, gram_norm: Tensor) -> Tensor:
-        """How much a task counts whose Gram matrix has this Frobenius norm."""
-        return torch.ones_like(gram_norm)
-
-    def fold(self, grams: GramPool) -> WeightedFold:
-        """An empty fold of tasks for one group of linear sites; Gram matrices come from `grams`."""
-        return WeightedFold(grams, self.task_weight)
-
-    def fold_norm(self, total: NormMoments | None, task: NormMoments) -> NormMoments:
-        """A norm's moments of one more task folded into those of the tasks before, each counting 1."""
-        return task if total is None else total + task
-
-    @abstractmethod
-    def solve(self, problem: Problem) -> Sequence[SiteUpdate]:
-        """New parameters of the problem's sites; nothing that is handed in is modified.
-
-        The Gram matrix of a linear problem is lent for this call: its memory serves the next layer too.
-
-        Raises:
-            NumericsError: the moments hold NaN or infinite entries.
-            SingularGramError: a system can't be solved as asked.
-        """
-
-
-class Stepwise(ClosedForm):
-    """A calibrator whose sites are solved step by step inside a layer, the inputs of each collected after the last.
-
-    Attributes:
-        order: `steps`, or `block` to solve all sites of a layer from one snapshot.
-        residual: the largest share of upstream repair; 0 asks for none.
-        weights: `gradient` for token weights from random backward passes of the experts, or `uniform`.
-        mu: share of the gradients' second moment in the output metric.
-        seed: of the backward passes.
-    """
-
-    order: str
-    residual: float
-    weights: str
-    mu: float
-    seed: int
-
-    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
-        """Layers are solved in several steps."""
-        from driftlens.engine.steps import step_by_step  # which knows the problems
-
-        return step_by_step(ground, self)
-
-    @property
-    @abstractmethod
-    def num_folds(self) -> int:
-        """Parts that the samples fall into; 1 where nothing is held out."""
-
-    @abstractmethod
-    def solve(self, problem: StepProblem) -> Sequence[SiteUpdate]:
-        """New parameters of the problem's sites; errors as for `Layerwise`."""
-
-
-class Weightwise(ClosedForm):
-    """A calibrator that solves linear sites from the weights of merged model, base and experts alone."""
-
-    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
-        """No sample is read."""
-        from driftlens.engine.calibrating import from_weights  # which knows the problems
-
-        return from_weights(ground, self)
-
-    @abstractmethod
-    def solve(self, problem: WeightProblem) -> Sequence[SiteUpdate]:
-        """New weights of the problem's site."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from there on every lane carries features of its own.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,7 @@ from driftlens.base.threads import exact_products
 from driftlens.engine.calibrating import (
     EXPERT,
     CalibrationWalk,
+    ClosedForm,
     Ground,
     Solved,
     in_words,
@@ -31,13 +33,68 @@ from driftlens.engine.calibrating import (
     solved_by_all,
 )
 from driftlens.engine.layer_sums import LayerSums
-from driftlens.engine.problems import CalibratedLayer, InputSums, Layerwise, Problem
+from driftlens.engine.problems import CalibratedLayer, InputSums, Problem, SiteUpdate, Wanted, WeightedFold
 from driftlens.engine.sites import SiteRows, rows_and_output, site_path
 from driftlens.engine.walk import WaitingBatch
-from driftlens.models.chain import Layer, Parameters, SideInputs, State
+from driftlens.linalg.gram import GramPool
+from driftlens.linalg.ridge import NormMoments
+from driftlens.models.chain import Layer, Parameters, SideInputs, Site, State
 
 _MANY = 1 << 40
 """Batches of a task: so many that their number makes no difference."""
+
+
+class Layerwise(ClosedForm):
+    """Solves all sites of a layer from one snapshot: it says which moments it wants, folds those of the tasks, solves.
+
+    What is here wants the experts' own outputs and counts every task alike; a subclass adds `solve`.
+
+    Attributes:
+        inputs: what the layer is fed while its moments are summed up: `deployed`, what the layers calibrated before it
+            really give; `merged`, what the merged model's give, calibrated or not; `expert`, what the expert's give.
+    """
+
+    inputs: str = "deployed"
+
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """All sites of a layer are solved from one snapshot of its features."""
+        return (layer for [layer] in calibrate_side_by_side(ground, [Lane(self)]))
+
+    def lane(self, parts: frozenset[int] = frozenset({0})) -> Lane:
+        """The same moments serve many of them."""
+        return Lane(self, parts)
+
+    @property
+    def moments_key(self) -> Hashable:
+        """Equal for calibrators that want the same moments and fold them alike: those with equal settings."""
+        return type(self), repr(self)
+
+    def wants(self, site: Site, *, in_last_block: bool) -> Wanted:
+        """Which moments of a site are wanted; tokens count as the adapter says."""
+        return Wanted(1.0, site.token_weights)
+
+    def task_weight(self, gram_norm: Tensor) -> Tensor:
+        """How much a task counts whose Gram matrix has this Frobenius norm."""
+        return torch.ones_like(gram_norm)
+
+    def fold(self, grams: GramPool) -> WeightedFold:
+        """An empty fold of tasks for one group of linear sites; Gram matrices come from `grams`."""
+        return WeightedFold(grams, self.task_weight)
+
+    def fold_norm(self, total: NormMoments | None, task: NormMoments) -> NormMoments:
+        """A norm's moments of one more task folded into those of the tasks before, each counting 1."""
+        return task if total is None else total + task
+
+    @abstractmethod
+    def solve(self, problem: Problem) -> Sequence[SiteUpdate]:
+        """New parameters of the problem's sites; nothing that is handed in is modified.
+
+        The Gram matrix of a linear problem is lent for this call: its memory serves the next layer too.
+
+        Raises:
+            NumericsError: the moments hold NaN or infinite entries.
+            SingularGramError: a system can't be solved as asked.
+        """
 
 
 @dataclass(frozen=True)
@@ -60,11 +117,6 @@ def calibrate_side_by_side(ground: Ground, lanes: Sequence[Lane]) -> Iterator[li
     Only a lane alone can have layers that are done, and tells the drift behind every layer.
     """
     return SnapshotWalk(ground, [lane.parts for lane in lanes], lanes).walked()
-
-
-def from_snapshots(ground: Ground, calibrator: Layerwise) -> Iterator[CalibratedLayer]:
-    """The same of one calibration."""
-    return (layer for [layer] in calibrate_side_by_side(ground, [Lane(calibrator)]))
 
 
 @dataclass

@@ -10,6 +10,7 @@ there is no such sum and the term drops out.
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +26,13 @@ from driftlens.engine.calibrating import (
     EXPERT,
     TRUNK,
     CalibrationWalk,
+    ClosedForm,
     Ground,
     in_words,
     solve_layer,
     solved_by_all,
 )
-from driftlens.engine.problems import CalibratedLayer, SiteReport, StepProblem, Stepwise
+from driftlens.engine.problems import CalibratedLayer, SiteReport, SiteUpdate, StepProblem
 from driftlens.engine.sites import ENTERED, added_to, require_rule, rows_and_output, site_path, stacked
 from driftlens.engine.step_weights import (
     NUM_PASSES,
@@ -84,9 +86,35 @@ class _Sums:
         )
 
 
-def step_by_step(ground: Ground, calibrator: Stepwise) -> Iterator[CalibratedLayer]:
-    """Calibrated layers in forward order, each solved in several steps."""
-    return (layer for [layer] in StepWalk(ground, calibrator).walked())
+class Stepwise(ClosedForm):
+    """A calibrator whose sites are solved step by step inside a layer, the inputs of each collected after the last.
+
+    Attributes:
+        order: `steps`, or `block` to solve all sites of a layer from one snapshot.
+        residual: the largest share of upstream repair; 0 asks for none.
+        weights: `gradient` for token weights from random backward passes of the experts, or `uniform`.
+        mu: share of the gradients' second moment in the output metric.
+        seed: of the backward passes.
+    """
+
+    order: str
+    residual: float
+    weights: str
+    mu: float
+    seed: int
+
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """Layers are solved in several steps."""
+        return (layer for [layer] in StepWalk(ground, self).walked())
+
+    @property
+    @abstractmethod
+    def num_folds(self) -> int:
+        """Parts that the samples fall into; 1 where nothing is held out."""
+
+    @abstractmethod
+    def solve(self, problem: StepProblem) -> Sequence[SiteUpdate]:
+        """New parameters of the problem's sites; errors as for `Layerwise`."""
 
 
 class StepWalk(CalibrationWalk):

@@ -20,9 +20,9 @@ from driftlens.base.errors import IncompatibleModelsError
 from driftlens.base.variants import expert_of
 from driftlens.data.samples import Batch
 from driftlens.engine.attached import Attachment, attachment_tensors, attachments_from
-from driftlens.engine.calibrating import Ground, Memory, Step
+from driftlens.engine.calibrating import Ground, Memory, Method, Step
 from driftlens.engine.pool import LayerMap, ModelPool
-from driftlens.engine.problems import CalibratedLayer, Method
+from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.sites import added_to
 from driftlens.engine.walk import Passage, WaitingBatch, forward_order, on_device
 from driftlens.models.chain import Layer, Slot

@@ -591,3 +591,46 @@ def _numbered(inputs: Iterable[Any]) -> Iterator[Batch]:
         first = next(iter(batch.values())) if isinstance(batch, Mapping) else batch
         yield Batch(start, start + len(first), batch)
         start += len(first)
+
+
+_RELATIVE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+"""How far two ways to compute one drift may be apart, relative to it: orders above what either dtype rounds."""
+
+ROUNDING = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
+"""The same relative to the features. Drift is their difference, so it inherits rounding of their size, some tens of
+machine epsilons after many layers; where models hardly differ, that is all there is to see."""
+
+
+def tolerance(dtype: str, drift_rel: float) -> float:
+    """The largest error, relative to the drift, that rounding explains; `drift_rel` is relative to the features."""
+    return _RELATIVE[dtype] + ROUNDING[dtype] / drift_rel
+
+
+def require_closed(rows: Iterable[Mapping[Any, Any]], dtype: str) -> None:
+    """Refuse a run whose drift is not that of ordinary forward passes.
+
+    `rows` are of its layer table, with `closure_error` and `drift_rel`; `dtype` is what its features were computed in.
+    """
+    for row in rows:
+        error, drift = row["closure_error"], row["drift_rel"]
+        if error > 0 and drift > 0 and error > tolerance(dtype, drift):  # false for NaN: nothing was measured
+            limit = tolerance(dtype, drift)
+            raise not_closed(row["layer"], row["path"], row["task"], row["variant"], error, limit)
+
+
+def not_closed(
+    layer: int, path: str, task: str, variant: str, error: float, limit: float, model: str = ""
+) -> NumericsError:
+    """The refusal of a drift that the library does not have."""
+    of_model = f"{model}: " if model else ""
+    return NumericsError(
+        f"{of_model}the drift of {variant} behind layer {layer} ({path}), task {task!r}, is not that of ordinary "
+        f"forward passes: closure error {error:.2g}, at most {limit:.1g} is rounding",
+        hint="The layers taken apart are not the model: its blocks may hand on more than features, or the mask leave "
+        "out tokens that others read. Pass blocks= another list or mask=, or wrap the model.",
+        layer=layer,
+        task=task,
+        variant=variant,
+        closure_error=error,
+        tolerance=limit,
+    )

@@ -1,7 +1,7 @@
 """What each command is asked to do, one model per command: flags, keywords, forms, plans and records are made of them.
 
 A field says once what it is called, of which type, within which bounds, what it is if nobody says, and what it does.
-`driftlens.cli.flags` makes flags of the fields, `driftlens.front.keywords` keywords of Python.
+`driftlens.cli.app` makes flags of the fields, `driftlens.front.keywords` keywords of Python.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import driftlens as dl
 from driftlens.base.errors import IncompatibleModelsError, NumericsError, SpecError
-from driftlens.jobs.analyze.diagnosis import LibraryDrift, check_closure, require_closed
+from driftlens.engine.walk import require_closed
+from driftlens.jobs.analyze.diagnosis import LibraryDrift, check_closure
 from driftlens.jobs.analyze.live import live_study
 from driftlens.jobs.analyze.modules import Modules
 from driftlens.jobs.study import reopening

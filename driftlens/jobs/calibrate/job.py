@@ -28,7 +28,7 @@ from driftlens.engine.attached import attachment_tensors
 from driftlens.engine.calibrating import Ground, Step
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.engine.sites import coverage
-from driftlens.jobs.analyze.diagnosis import require_closed
+from driftlens.engine.walk import require_closed
 from driftlens.jobs.analyze.evaluation import first_look
 from driftlens.jobs.analyze.job import Phases
 from driftlens.jobs.calibrate.plan import (

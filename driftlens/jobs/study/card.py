@@ -19,7 +19,6 @@ from driftlens.base.words import counted
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import is_hub_id, library_folder, repository_of
 from driftlens.findings.reading import printable, setting_text
-from driftlens.runs.attaching import TOOLS, tool_of
 from driftlens.runs.layout import SPEC, calibration_attachments, calibration_folder
 from driftlens.runs.manifest import CalibrationInfo, versions
 from driftlens.runs.standing import is_live
@@ -286,6 +285,8 @@ def _license(origin: str) -> dict[str, Any]:
 def _measured(run: DriftRun, name: str) -> list[EvalResult]:
     """Scores on test samples as the Hub lists results; none with attachments, which whoever loads the weights lacks."""
     import pandas as pd
+
+    from driftlens.runs.attaching import TOOLS, tool_of
 
     if (run.path / calibration_attachments(name)).exists():
         return []

@@ -192,7 +192,10 @@ def test_the_spec_and_preflight_know_it_and_its_settings(
 
 def test_a_run_is_made_of_it_and_says_so(toy: str, world: World, spec_file: Path, run_cli: Cli) -> None:
     run = dl.analyze(spec_of(world, toy), out=spec_file.parent / "run", progress="none")
-    assert read_manifest(run.path).merge == {
+    merge = dict(read_manifest(run.path).merge)
+    assert merge.pop("change")["changed"] > 0  # what its number type left of it
+    assert ("samples" in merge) == (toy in ("samples", "moments")) and merge.pop("samples", "some")
+    assert merge == {
         "method": f"toy_{toy}",
         "title": f"Toy of {toy}",
         "source": "arXiv:0000.0000",
@@ -264,7 +267,9 @@ def test_files_are_read_as_often_as_preflight_says(
     )
     total = sum(value.numel() for value in tower(world.state("base")).values())
     passes = [counts[str(world.weights(task))] / total for task in world.tasks]
-    assert len(counts) == 1 + len(world.tasks) and max(counts.values()) / total <= said + 0.5
+    # What rounding loses is told from the beginning of the base's tensors, which is all of such small ones.
+    base = counts.pop(str(world.weights("base"))) / total
+    assert base <= said + 1.5 and max(counts.values()) / total <= said + 0.5
     # The toy that looks at samples reads one tensor again, and says two.
     assert all(1 < count < said for count in passes) if toy == "samples" else passes == [said, said]
 

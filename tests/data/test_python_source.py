@@ -15,6 +15,8 @@ from tests.data.sources import images, labels_of, opened, shades
 from tests.refusing import refusing
 
 MODULE = """
+from pathlib import Path
+
 import numpy as np
 
 Path(__file__).with_name("ran").touch()

@@ -250,7 +250,7 @@ def test_without_a_calibration_there_is_no_after(tmp_path: Path) -> None:
     verdict = Report(plain, "summary").content.verdict
     assert (verdict.before, verdict.control, verdict.after) == ("merged", None, None)
     assert all(change.after is change.change is None for change in verdict.changes)
-    assert "driftlens calibrate" in verdict.command and verdict.gaps[0].against == "expert"
+    assert "driftlens merge" in verdict.command and verdict.gaps[0].against == "expert"
 
 
 def test_an_empty_run_has_no_verdict(tmp_path: Path) -> None:

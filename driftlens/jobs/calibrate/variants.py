@@ -40,7 +40,6 @@ from driftlens.runs.manifest import CalibrationInfo, Manifest, versions
 from driftlens.runs.run import open_run
 from driftlens.runs.schema import CALIBRATION
 from driftlens.runs.writer import RunWriter
-from driftlens.spec.yaml_text import from_yaml, to_yaml
 
 ATTACHED_FILE = "attachments.safetensors"
 """Where a saved folder holds what is attached."""
@@ -149,12 +148,16 @@ def save_variants(
         "notices": [*info.notices, *lost_of(change)],
         "versions": versions(),
     }
+    from driftlens.spec.yaml_text import to_yaml  # live modules are fitted without the library of yaml
+
     with writer.file(f"{calibration_folder(plan.name)}/config.yaml") as path:
         path.write_text(to_yaml(config), encoding="utf-8")
 
 
 def kept_change(run: pathlib.Path, name: str) -> dict[str, Any]:
     """What `save_variants` has counted of a calibration; empty where nothing was solved for."""
+    from driftlens.spec.yaml_text import from_yaml
+
     place = run / calibration_folder(name) / "config.yaml"
     return dict(from_yaml(place.read_text(encoding="utf-8"), place.name).get("change") or {})
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from driftlens.base.errors import IncompatibleModelsError, SpecError
 from driftlens.checkpoints.refusals import LIVE
 from driftlens.models.chain import TEXT, LayerChain
-from driftlens.models.families.sequential import block_list, sequential_chain
+from driftlens.models.families.sequential import block_list, sequential_chain, with_ways_out
 from driftlens.models.frames import find_features
 from driftlens.models.heads import LmScores
 from driftlens.models.own_heads import followed
@@ -43,7 +43,12 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
     Raises:
         IncompatibleModelsError: it can't be taken apart so that this is its library's forward pass.
     """
-    path, of_blocks = block_list(whole, blocks)
+    try:
+        path, of_blocks = block_list(whole, blocks)
+    except SpecError as error:
+        if blocks is not None:
+            raise
+        raise with_ways_out(error, whole, lambda shell, path: causal_chain(shell, example, path)) from error
     if any(name.endswith("experts") for block in of_blocks.values() for name, _ in block.named_modules()):
         raise not_causal(whole, "its blocks mix experts", LIVE)
     head, table = whole.get_output_embeddings(), whole.get_input_embeddings()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from driftlens.base.errors import DataError, IncompatibleModelsError
+from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.loading import TOKENIZERS, library_folder, needed_config, with_floats
 from driftlens.checkpoints.refusals import (
@@ -168,9 +168,13 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     try:
         with running(source):
             chain = sequential_chain(skeleton, example, blocks=blocks)
-    except DataError as error:
-        needs = f"{source} reads more than {'images' if reads_images else 'texts'}: {error.message}"
-        raise IncompatibleModelsError(needs, hint=LIVE) from error
+    except (DataError, SpecError) as error:
+        if "blocks=" in error.hint:
+            raise
+        batch = "images" if reads_images else "texts"
+        raise IncompatibleModelsError(
+            f"{source} can't be followed on plain {batch}: {error.message}", hint=LIVE
+        ) from error
     parameter_names = {name.rpartition(".")[2] for name, _ in skeleton.named_parameters()}
     image = replace(
         IMAGE, pool="mean" if parameter_names.isdisjoint(("cls_token", "class_embedding")) else "cls"

@@ -68,14 +68,14 @@ def sequential_chain(
             raise
         if hint is None and not any(weight.is_meta for weight in module.parameters()):
             run(module, raw_inputs(example))  # a mistake of the module's own is shown as it is
-        raise _with_ways_out(error, module, partial(attempt, example=fitted(module, example))) from error
+        raise with_ways_out(error, module, partial(attempt, example=fitted(module, example))) from error
 
 
 _MOST_TRIED = 12
 """How many lists of blocks are tried in the place of one that can't be followed."""
 
 
-def _with_ways_out(
+def with_ways_out(
     error: Exception, module: nn.Module, attempt: Callable[[nn.Module, str], object]
 ) -> DriftLensError:
     """The refusal to follow one list of blocks, whose hint names those that can be followed, or says that none can."""

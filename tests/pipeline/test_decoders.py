@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 import driftlens as dl
 from driftlens.base.errors import IncompatibleModelsError, SpecError
@@ -25,12 +24,11 @@ from tests.merging.applying import FEW
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import CONFIGS, families
 from tests.zoo.suite import files_of, spec_of_folders
-from tests.zoo.tensors import assert_every_tensor
+from tests.zoo.tensors import assert_every_tensor, site_keys, weights_in
 from tests.zoo.tokenizers import WORDS, word_tokenizer
 
 LLAMA = pytest.mark.family("Llama")
 GEMMA = pytest.mark.family("Gemma 3")
-FILE = "model.safetensors"
 TASKS = {"a": ("yes", "no"), "b": ("red", "green", "blue")}
 
 
@@ -107,7 +105,8 @@ def test_from_files_to_a_folder_that_transformers_loads(name: str, tmp_path: Pat
         [tmp_path / task for task in TASKS],
         tmp_path / "out",
         scaling=0.3,
-        solved=run.path / "calibrations/small/weights.safetensors",
+        solved=site_keys(load_architecture("hf-decoder", str(tmp_path / "base")), tmp_path / "base"),
+        shared=1,
     )
 
 
@@ -152,11 +151,8 @@ def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
     spec["architecture"]["loader"] = "hf-auto"
     spec["data"]["defaults"] |= {"n": 12, "n_diagnosis": 6}
     dl.merge(spec, out=tmp_path / "merged", method="task_arithmetic", parameters={"scaling": 0.3})
-    base, merged, *experts = (load_file(tmp_path / name / FILE) for name in ("base", "merged", *TASKS))
-    assert merged.keys() == base.keys()
-    for key, start in base.items():
-        wanted = start + 0.3 * sum(expert[key] - start for expert in experts)
-        torch.testing.assert_close(merged[key], wanted, rtol=1e-5, atol=1e-6, msg=key)
+    folders = tmp_path / "base", [tmp_path / task for task in TASKS]
+    assert_every_tensor(*folders, tmp_path / "merged", scaling=0.3, shared=1)
     if config.model_type == "bloom":  # a function of its own has no forward-mode derivative
         with pytest.raises(IncompatibleModelsError, match="a layer can't be differentiated"):
             dl.analyze(spec, out=tmp_path / "refused")
@@ -169,18 +165,13 @@ def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
     run = run.calibrate(dl.FeatCal(lam=1e-3, rho=1), name="small", save_weights=tmp_path / "out")
     known, stored = load_architecture("hf-decoder", str(tmp_path / "base")), open_checkpoint(tmp_path / "out")
     assert known.lm is not None and known.layout is not None and known.preprocess is not None
-    names = known.layout.key_map(stored.headers, known.keys, "out")
-    sites = {
-        names[slot.key]: site.kind
-        for layer in known.chain.layers
-        for site in layer.sites
-        for name, slot in layer.parameters.items()
-        if name.rpartition(".")[0] == site.name
+    solved = site_keys(known, tmp_path / "base")
+    assert_every_tensor(*folders, tmp_path / "out", scaling=0.3, solved=solved, shared=1)
+    merged = weights_in(tmp_path / "merged")
+    others = {
+        key for key, value in weights_in(tmp_path / "out").items() if not torch.equal(value, merged[key])
     }
-    saved = load_file(tmp_path / "out" / FILE)
-    changed = {key for key, value in saved.items() if not torch.equal(value, merged[key])}
-    assert saved.keys() == merged.keys() and changed <= sites.keys()
-    assert {key for key, kind in sites.items() if kind == "linear" and key.endswith("weight")} <= changed
+    assert others <= solved.keys()
     # The library's features and scores of the folder are those that were measured of it.
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64).eval()
     rows = [json.loads(line)["input"] for line in (tmp_path / "b-test.jsonl").read_text().splitlines()]

@@ -22,11 +22,12 @@ from driftlens.base.errors import SpecError
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.opening import open_study
+from driftlens.models.architecture import load_architecture
 from driftlens.models.own_heads import OwnHead
 from driftlens.spec import load_spec
 from tests.zoo.encoders import PARAMS, encoder, logits, save
 from tests.zoo.suite import files_of, real_files_of, spec_of_folders
-from tests.zoo.tensors import assert_every_tensor
+from tests.zoo.tensors import assert_every_tensor, site_keys
 from tests.zoo.tokenizers import WORDS, word_tokenizer
 
 TASKS = {"colours": ("red", "green", "blue"), "answers": ("yes", "no")}
@@ -111,7 +112,7 @@ def test_an_encoder_is_measured_calibrated_and_reloaded(name: str, tmp_path: Pat
         tmp_path / "saved",
         scaling=0.4,
         heads=tuple(_head(suite.base)),
-        solved=tmp_path / "run" / "calibrations/featcal/weights.safetensors",
+        solved=site_keys(load_architecture("hf-encoder", str(tmp_path / "base")), tmp_path / "base"),
     )
     notices = dl.open_run(tmp_path / "run").manifest.notices
     assert any("is the task's own" in text and "classifier" in text for text in notices)

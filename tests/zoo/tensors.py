@@ -2,57 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.models.architecture import Architecture
 
-def stored(folder: Path) -> dict[str, Tensor]:
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
     """All weights in the files of a folder."""
     return {
         key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()
     }
 
 
+def site_keys(known: Architecture, folder: Path) -> dict[str, str]:
+    """The tensors in a folder that are solved for in blocks -> the kind of their site."""
+    headers = open_checkpoint(folder).headers
+    names = {key: key for key in known.keys}
+    if known.layout is not None:
+        names = known.layout.key_map(headers, known.keys, folder.name)
+    return {
+        names[slot.key]: site.kind
+        for layer in known.chain.blocks
+        for site in layer.sites
+        for name, slot in layer.parameters.items()
+        if name.rpartition(".")[0] == site.name
+    }
+
+
 def assert_every_tensor(
     base: Path,
     experts: Iterable[Path],
-    merged: Path,
+    saved: Path,
     *,
     scaling: float,
     heads: str | tuple[str, ...] = (),
-    solved: Path | None = None,
+    solved: Mapping[str, str] = MappingProxyType({}),
+    shared: int = 0,
 ) -> None:
     """A folder merged by Task Arithmetic holds `base + scaling * sum(expert - base)` in each of its tensors.
 
     Args:
         base: the base's folder; experts' folders use the same names.
         experts: theirs.
-        merged: what was saved.
+        saved: what was saved.
         scaling: of task vectors.
         heads: beginning, or beginnings, of what belongs to each task and stays the base's.
-        solved: the file of weights that a calibration solved; these stand in the place of the merged ones.
+        solved: the tensors that a calibration solved for, by kind: these alone may differ, and linear weights do.
+        shared: how many tensors no expert changes.
     """
-    before, after = stored(base), stored(merged)
-    changed = [stored(expert) for expert in experts]
-    new = {} if solved is None else load_file(solved)
-    assert after.keys() == before.keys() and (solved is None or new)
-    solved_keys = set()
+    before, after, changed = weights_in(base), weights_in(saved), [weights_in(expert) for expert in experts]
+    assert after.keys() == before.keys() and solved.keys() <= before.keys()
+    alike, kept = 0, []
     for key, value in before.items():
-        own = key if key in new else next((name for name in new if key.endswith(f".{name}")), None)
-        if own is not None:
-            solved_keys.add(own)
-            wanted = new[own].to(value.dtype)
-        elif not value.is_floating_point() or key.startswith(heads):
+        if not value.is_floating_point() or key.startswith(heads):
             wanted = value
         else:
-            assert any(not torch.equal(value, one[key]) for one in changed), f"no expert changes {key}"
+            alike += all(torch.equal(value, one[key]) for one in changed)
             change = torch.stack([one[key].double() - value.double() for one in changed]).sum(0)
             wanted = (value.double() + scaling * change).to(value.dtype)
-        torch.testing.assert_close(
-            after[key], wanted, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
-        )
-    assert solved_keys == new.keys()
+        if key not in solved:
+            torch.testing.assert_close(
+                after[key], wanted, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
+            )
+        elif solved[key] == "linear" and key.endswith("weight") and torch.allclose(after[key], wanted):
+            kept.append(key)
+    assert not kept and alike == shared

@@ -233,21 +233,7 @@ def _form_fields(
         help="Numbers or patterns on module paths, with commas between them.",
     )
     said["layers"] = layers_named(layers) or None
-    said["export"] = st.checkbox(
-        "Also export a folder that the original library loads",
-        start.save_weights is not None and may_export,
-        key="save_weights",
-        disabled=not may_export,
-        help="Beside the run, with config, preprocessor and model card. The weights alone are saved anyway.",
-    )
-    said["out_dtype"] = st.selectbox(
-        "Saved in",
-        get_args(OutDtype),
-        index=None if start.out_dtype is None else get_args(OutDtype).index(start.out_dtype),
-        placeholder="the base's own number type",
-        key="out_dtype",
-        help="float32 keeps the small changes that a half-precision type would round away.",
-    )
+    said |= _saved_fields(start, may_export=may_export)
     said["replace"] = st.checkbox(REPLACE, key="replace")
     with st.container(horizontal=True):
         calibrate = st.form_submit_button(
@@ -255,6 +241,27 @@ def _form_fields(
         )
         estimate = st.form_submit_button("Estimate", icon=":material/timer:", disabled=blocked, key=_ESTIMATE)
     return said, "calibrate" if calibrate else "estimate" if estimate else ""
+
+
+def _saved_fields(start: CalibrationRequest, *, may_export: bool) -> dict[str, Any]:
+    """Whether weights are exported, and the number type that they are saved in."""
+    types = get_args(OutDtype)
+    export = st.checkbox(
+        "Also export a folder that the original library loads",
+        start.save_weights is not None and may_export,
+        key="save_weights",
+        disabled=not may_export,
+        help="Beside the run, with config, preprocessor and model card. The weights alone are saved anyway.",
+    )
+    out_dtype = st.selectbox(
+        "Saved in",
+        types,
+        index=None if start.out_dtype is None else types.index(start.out_dtype),
+        placeholder="the base's own number type",
+        key="out_dtype",
+        help="float32 keeps the small changes that a half-precision type would round away.",
+    )
+    return {"export": export, "out_dtype": out_dtype}
 
 
 def _tried_by_best(known: Mapping[str, Method], first: Method, preset: str | None) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from driftlens.base.errors import CheckpointError
 from driftlens.base.files import from_json, plain_file
+from driftlens.base.words import some_of
 from driftlens.checkpoints.guarded import MOST_MEMORY, guarded
 from driftlens.checkpoints.pickles import BYTES, Inert, Stored, Unpickled
 from driftlens.checkpoints.refusals import by_hand, conversion, damaged, refuse_pointer, refuse_torchscript
@@ -93,10 +94,8 @@ def folder_notices(source: StateSource) -> list[str]:
             )
     ghosts = [key for key in shards_of(source) if key not in source.headers]
     if ghosts:
-        more = f" and {len(ghosts) - 1} more" if len(ghosts) > 1 else ""
-        notices.append(
-            f"{folder}: its index names {ghosts[0]!r}{more}, which no file holds and nothing reads"
-        )
+        named = some_of([*map(repr, ghosts)], 1)
+        notices.append(f"{folder}: its index names {named}, which no file holds and nothing reads")
     return notices
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -244,7 +244,7 @@ def save_model(
             index = {"metadata": {"total_size": size}, "weight_map": places}
             write_json_atomic(folder / f"{form.weights}.index.json", index)
         if card is not None:
-            save_card(architecture, base, folder, card, heads)
+            _write_card(folder, card, form, names, [*beside, *heads])
 
 
 def save_card(
@@ -254,11 +254,21 @@ def save_card(
     card: Callable[[str], str],
     heads: Collection[str] = (),
 ) -> None:
-    """Write the card of a folder that `save_model` wrote or writes, perhaps anew; arguments as there."""
+    """Write the card of a folder that `save_model` wrote anew; arguments as there."""
     form = architecture.folder
     assert form is not None
     names, beside = _library_names(architecture, base, form), _companions(architecture, base, form)
-    write_text_atomic(folder / "README.md", card(form.usage(names, [*form.configs, *beside, *heads])))
+    _write_card(folder, card, form, names, [*beside, *heads])
+
+
+def _write_card(
+    folder: pathlib.Path,
+    card: Callable[[str], str],
+    form: FolderFormat,
+    names: Collection[str],
+    files: Sequence[str],
+) -> None:
+    write_text_atomic(folder / "README.md", card(form.usage(names, [*form.configs, *files])))
 
 
 def library_prefix(architecture: Architecture, base: StateSource, key: str) -> str:

@@ -9,6 +9,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,11 @@ class _Compared:
         self._reporter.step(PHASE, len(self._wanted), len(self._wanted))
         return [(candidate, met[candidate.name]) for candidate in (*there, *self._wanted)]
 
+    @cached_property
+    def _doubts(self) -> list[str]:
+        """What is odd about the models, which is the same of all their merges."""
+        return [doubt.text for doubt in companions(self._models)]
+
     def _made(self, merge: Candidate, folder: Path) -> tuple[StateSource, float]:
         """A merge, saved where it is to be kept, and the seconds that took."""
         began, seen = time.perf_counter(), self._study.blinded(self.shown)
@@ -185,8 +191,7 @@ class _Compared:
         source = merged_source(self._models, made, seen, beside=folder / "merged", reporter=self._quiet)
         if (place := self._places.get(merge.name)) is not None:
             remove_tree(place)  # of a sitting that was stopped before it was measured
-            doubts = [doubt.text for doubt in companions(self._models)]
-            save_merge(self._models, made, place, seen, source=source, notices=doubts)
+            save_merge(self._models, made, place, seen, source=source, notices=self._doubts)
         return source, round(time.perf_counter() - began, 3)
 
     def _measured(self, model: str, task: str, features: Tensor, expert: Tensor) -> dict[str, Values]:

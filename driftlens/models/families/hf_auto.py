@@ -38,11 +38,11 @@ from driftlens.models.architecture import (
     require_own_blocks,
     weightless,
 )
-from driftlens.models.chain import IMAGE, TEXT
+from driftlens.models.chain import IMAGE, TEXT, LayerChain
 from driftlens.models.families.causal import causal_chain
-from driftlens.models.families.sequential import sequential_chain
+from driftlens.models.families.sequential import asks_for_blocks, sequential_chain
 from driftlens.models.own_heads import HeadForm, Tokens, behind_core
-from driftlens.models.preprocessing import hf_image_preprocess, hf_text_preprocess
+from driftlens.models.preprocessing import Preprocess, hf_image_preprocess, hf_text_preprocess
 from driftlens.models.saving import HEADS, FolderFormat
 
 _BESIDE = (
@@ -161,20 +161,10 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
         preprocess = hf_image_preprocess(source, config, offline)
     else:
         preprocess = hf_text_preprocess(source, config, offline, "encoder")
-    example = preprocess.example()
     preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, notice))))
     ignored = tuple(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())
     layout = Spellings(spellings(names, skeleton), _left_out(classifier, own_head, skeleton), ignored)
-    try:
-        with running(source):
-            chain = sequential_chain(skeleton, example, blocks=blocks)
-    except (DataError, SpecError) as error:
-        if "blocks=" in error.hint:
-            raise
-        batch = "images" if reads_images else "texts"
-        raise IncompatibleModelsError(
-            f"{source} can't be followed on plain {batch}: {error.message}", hint=LIVE
-        ) from error
+    chain = _followed(skeleton, preprocess, blocks, source)
     parameter_names = {name.rpartition(".")[2] for name, _ in skeleton.named_parameters()}
     image = replace(
         IMAGE, pool="mean" if parameter_names.isdisjoint(("cls_token", "class_embedding")) else "cls"
@@ -199,6 +189,20 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
         classifier=classifier,
         own_head=own_head,
     )
+
+
+def _followed(skeleton: nn.Module, preprocess: Preprocess, blocks: str | None, source: str) -> LayerChain:
+    """The model taken apart on what its processor makes of a sample; refused where it reads more than that."""
+    try:
+        with running(source):
+            return sequential_chain(skeleton, preprocess.example(), blocks=blocks)
+    except (DataError, SpecError) as error:
+        if asks_for_blocks(error):
+            raise
+        batch = "images" if preprocess.texts is None else "texts"
+        raise IncompatibleModelsError(
+            f"{source} can't be followed on plain {batch}: {error.message}", hint=LIVE
+        ) from error
 
 
 def _unused_classifier(source: str, read: str) -> str:

@@ -63,12 +63,17 @@ def sequential_chain(
     try:
         return attempt(module, blocks, example)
     except Exception as error:
-        hint = error.hint if isinstance(error, DriftLensError) else None
-        if blocks is not None or example is None or (hint is not None and "blocks=" not in hint):
+        is_ours = isinstance(error, DriftLensError)
+        if blocks is not None or example is None or (is_ours and not asks_for_blocks(error)):
             raise
-        if hint is None and not any(weight.is_meta for weight in module.parameters()):
+        if not is_ours and not any(weight.is_meta for weight in module.parameters()):
             run(module, raw_inputs(example))  # a mistake of the module's own is shown as it is
         raise with_ways_out(error, module, partial(attempt, example=fitted(module, example))) from error
+
+
+def asks_for_blocks(error: Exception) -> bool:
+    """Whether a refusal says that another list of blocks may do."""
+    return isinstance(error, DriftLensError) and "blocks=" in error.hint
 
 
 _MOST_TRIED = 12

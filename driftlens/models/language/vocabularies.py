@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.base.files import from_json, plain_file
+from driftlens.base.words import some_of
 from driftlens.checkpoints.loading import with_floats
 from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader
 from driftlens.models.language.texts import MEANING, plain_part
@@ -180,9 +181,8 @@ def with_rows(
     key, count = next(iter(differing.items()))
     added = _added(json_object(folder, "tokenizer.json"))
     beyond = [text for row, text in added.items() if isinstance(row, int) and row >= rows[key]]
-    tokens = f", and tokens of its own: {', '.join(map(repr, beyond[:_SHOWN]))}" if beyond else ""
-    more = f" and {len(beyond) - _SHOWN} more" if len(beyond) > _SHOWN else ""
-    problem = f"{source.name}: its vocabulary has {count} rows, the base's {rows[key]} ({key}){tokens}{more}"
+    tokens = f", and tokens of its own: {some_of([*map(repr, beyond)], _SHOWN)}" if beyond else ""
+    problem = f"{source.name}: its vocabulary has {count} rows, the base's {rows[key]} ({key}){tokens}"
     if not align:
         hint = "Set architecture.vocab: {rows: base}: further rows are then left out, and missing ones the base's."
         raise IncompatibleModelsError(problem, hint=hint)

@@ -211,7 +211,7 @@ class FeatCal(ClosedFormBase):
     title = "FeatCal"
     source = "arXiv:2605.13030"
     presets = PRESETS
-    suited: ClassVar[Mapping[str, str]] = {"hf-t5": "flan-t5", "hf-decoder": "llama-3b"}
+    suited: ClassVar[Mapping[str, str]] = {"hf-t5": "flan-t5", "hf-decoder": "llama-3b", "hf-vlm": "llama-3b"}
     searched = ("lam", "alpha", "rho")
     # As far as each may go: lam in the steps of the automatic choice, rho over the merged model.
     swept: ClassVar[Mapping[str, Sequence[float]]] = {

@@ -29,7 +29,10 @@ MODEL_TYPES = {
         *("nomic_bert", "gte", "jina_embeddings_v3"),
     ),
 }
-"""By loader, the model types of transformers that it reads; hf-decoder reads causal ones, hf-auto the others."""
+"""By loader, the model types of transformers that it reads.
+
+hf-decoder reads causal ones, hf-vlm those with a vision tower, hf-auto the others.
+"""
 _WITH_LM_HEAD = ("CausalLM", "LMHead")
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 _FAMILIES = (
@@ -105,7 +108,7 @@ def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> Incom
     elif kind in CONFIG_MAPPING and not num_experts(config):
         # Of two streams no family but T5 is taken apart.
         other = "" if config.get("is_encoder_decoder") or answers(config) else "hf-auto"
-        other = "hf-decoder" if is_causal(config) else other
+        other = "hf-decoder" if is_causal(config) else "hf-vlm" if is_vision_language(config) else other
         loader = next((name for name, kinds in MODEL_TYPES.items() if kind in kinds), other)
     mixture = f", a mixture of {count} experts" if (count := num_experts(config)) else ""
     unknown = "The transformers that is installed knows no such model type. "
@@ -134,6 +137,19 @@ def is_causal(config: Mapping[str, Any]) -> bool:
     beside = set(getattr(stated, "sub_configs", ())) - {"attn_config"}
     is_other = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or getattr(stated, "is_encoder_decoder", False)
     return not beside and not is_other and (not named or any(part in named for part in _WITH_LM_HEAD))
+
+
+def is_vision_language(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is that of a model of transformers whose decoder reads the features of a vision tower."""
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind, named = config.get("model_type"), (config.get("architectures") or [""])[0]
+    model = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
+    if kind not in CONFIG_MAPPING or named not in ("", model):
+        return False
+    parts = set(getattr(CONFIG_MAPPING[kind], "sub_configs", ()))
+    return model is not None and {"text_config", "vision_config"} <= parts
 
 
 def num_experts(config: Mapping[str, Any]) -> int:

@@ -105,7 +105,7 @@ class Architecture:
         with contextlib.suppress(CheckpointError, IncompatibleModelsError):
             aligned = self.align(base)
             places = {key: (aligned, key) for key in aligned.headers} | self._pooler(base)
-            head = self.lm.head if self.loader == "hf-decoder" and self.lm is not None else ""
+            head = self.lm.head if self.loader in CAUSAL and self.lm is not None else ""
             if head and head not in places:
                 table = next(key for key in vocabulary_keys(self.skeleton) if key != head)
                 headed = Composed(base.name, {**places, head: (aligned, table)})
@@ -183,6 +183,8 @@ loaders: Registry[Callable[[ArchitectureRequest], Architecture]] = Registry(
 )
 """A request -> the architecture that its source describes."""
 
+CAUSAL = ("hf-decoder", "hf-vlm")
+"""The loaders of models that say, by a head that adapters and experts may untie, which token comes next."""
 PYTHON = "python:"
 """What stands before the loaders that are functions of the user's."""
 

@@ -40,6 +40,7 @@ _LIBRARIES = {"open": "open_clip", "hf": "transformers", "timm": "timm"}
 _SHOWN_VERSIONS = ("driftlens", "python", "torch", "open_clip_torch", "transformers", "safetensors")
 _TASKS = {
     **{"hf-t5": "text2text-generation", "hf_t5": "text2text-generation", "hf-decoder": "text-generation"},
+    "hf-vlm": "image-text-to-text",
     "hf-encoder": "text-classification",
 }
 """What the Hub calls the tasks of models of text, by loader or adapter."""

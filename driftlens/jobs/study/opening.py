@@ -29,7 +29,7 @@ from driftlens.data.task_data import TaskData, open_task_data, plain_form, requi
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
-from driftlens.models.architecture import Architecture, load_architecture
+from driftlens.models.architecture import CAUSAL, Architecture, load_architecture
 from driftlens.models.chain import LayerChain
 from driftlens.models.families.open_clip_vit import resolve_pretrained
 from driftlens.models.heads import (
@@ -210,7 +210,7 @@ def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) ->
         unread=unread,
     )
     known = load()
-    if known.loader != "hf-decoder" or known.lm is None or known.lm.is_apart:
+    if known.loader not in CAUSAL or known.lm is None or known.lm.is_apart:
         return known
     base = None
     for name, place in origins_of(spec).items():

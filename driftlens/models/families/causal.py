@@ -60,7 +60,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
     paths = {id(module): name for name, module in whole.named_modules()}
     weight = f"{paths[id(head)]}.weight"
     both = (f"{paths[id(table)]}.weight", weight)
-    is_tied = whole.config.get_text_config().tie_word_embeddings and weight in (
+    is_tied = getattr(whole.config, "tie_word_embeddings", False) and weight in (
         getattr(whole, "_tied_weights_keys", None) or ()
     )
     try:

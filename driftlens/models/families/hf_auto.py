@@ -25,6 +25,7 @@ from driftlens.checkpoints.refusals import (
     MODEL_TYPES,
     answers,
     is_causal,
+    is_vision_language,
     num_experts,
     require_plain,
     running,
@@ -109,11 +110,12 @@ def load_hf_vit(request: ArchitectureRequest) -> Architecture:
 def load_hf_auto(request: ArchitectureRequest) -> Architecture:
     """The architecture of a model of transformers; its source is a folder or Hub id.
 
-    A causal language model is taken with its head, as `hf-decoder` takes it.
+    A causal language model is taken with its head, as `hf-decoder` takes it, and one of images and texts as `hf-vlm`.
     """
-    is_of_sentences = sentence_folder(library_folder(request.source)) is not None
-    if not is_of_sentences and is_causal(read_plain_config(request, "hf-auto")):
-        return load_hf_decoder(request)
+    if sentence_folder(library_folder(request.source)) is None:
+        stated = read_plain_config(request, "hf-auto")
+        if is_causal(stated) or is_vision_language(stated):
+            return loaders["hf-decoder" if is_causal(stated) else "hf-vlm"](request)
     return load_transformers(request, "hf-auto")
 
 
@@ -405,9 +407,9 @@ inputs = reader("a question", return_tensors="pt")
 features = model(**inputs, output_hidden_states=True).hidden_states[-1]
 answer = reader.decode(model.generate(**inputs, max_new_tokens=16)[0])
 """
-_PADDED = {"input_ids": torch.tensor([[0, 0], [0, 0]]), "attention_mask": torch.tensor([[1, 0], [1, 1]])}
+PADDED = {"input_ids": torch.tensor([[0, 0], [0, 0]]), "attention_mask": torch.tensor([[1, 0], [1, 1]])}
 """Two rows to look at a decoder by, one of them padded, where no tokenizer makes any."""
-_BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
+BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
 """What old checkpoints hold beside weights."""
 
 
@@ -434,9 +436,9 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
     skeleton = weightless(partial(built, model_class, config), source)
     preprocess = None if request.unread else hf_text_preprocess(source, config, offline, "decoder")
     with running(source):
-        example = _PADDED if preprocess is None else dict(preprocess.example())
+        example = PADDED if preprocess is None else dict(preprocess.example())
         chain, lm = causal_chain(skeleton, example, request.blocks)
-    ignored = (*(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()), *_BUFFERS)
+    ignored = (*(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()), *BUFFERS)
     names = file_names(skeleton)
     return Architecture(
         loader="hf-decoder",

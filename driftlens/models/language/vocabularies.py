@@ -158,7 +158,7 @@ def _ties(folder: pathlib.Path | None) -> bool:
     if stated.get("model_type") not in CONFIG_MAPPING:
         return False
     config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
-    return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def with_rows(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from driftlens.base.errors import IncompatibleModelsError
@@ -53,6 +56,7 @@ TEXT_SIDE = ("text_model.", "logit_scale", "logit_bias")
 
 _ROWS = re.compile(r"(?P<whole>.+)\[(?P<start>\d+):(?P<stop>\d+)\]")
 """How rows of a tensor are called that are a tensor of their own."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def whole(key: str) -> str:
@@ -61,29 +65,163 @@ def whole(key: str) -> str:
     return key if rows is None else rows["whole"]
 
 
-class Parted:
-    """A checkpoint in which rows of some tensors are tensors of their own: queries, keys and values that files fuse."""
+def joint_name(names: Sequence[str]) -> str:
+    """What tensors of files are called together that lie end to end in one of memory, as in `experts.*.{w1,w3}.weight`.
 
-    def __init__(self, source: StateSource, parts: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+    A star is a number that counts from 0, braces hold what stands at one place; empty where names are none of these.
+    """
+    parts = []
+    for column in zip(*(name.split(".") for name in names), strict=False):
+        kinds = [*dict.fromkeys(column)]
+        several = "*" if kinds == [*map(str, range(len(kinds)))] else f"{{{','.join(kinds)}}}"
+        parts.append(kinds[0] if len(kinds) == 1 else several)
+    joint = ".".join(parts)
+    count = len(names) // len(_alternatives(joint))
+    return joint if ("*" in joint or "{" in joint) and names_of(joint, count) == [*names] else ""
+
+
+def _alternatives(joint: str) -> list[str]:
+    before, brace, rest = joint.partition("{")
+    inside, _, after = rest.partition("}")
+    return [before + part + after for part in inside.split(",")] if brace else [joint]
+
+
+def names_of(joint: str, count: int) -> list[str]:
+    """The names that a joint one stands for, numbers below `count`, in the order in which they lie."""
+    names = _alternatives(joint)
+    return [name.replace("*", str(n)) for n in range(count) for name in names] if "*" in joint else names
+
+
+class Refitted:
+    """A checkpoint with the tensors of a model in memory: rows of what files fuse, joints of what they keep apart.
+
+    Args:
+        source: the checkpoint under its own names.
+        rows: by tensor, the rows [start, stop) that are tensors of their own: queries, keys and values.
+        joints: by joint name, the names of tensors that lie end to end in one: the experts of a mixture.
+    """
+
+    def __init__(
+        self,
+        source: StateSource,
+        rows: Mapping[str, Sequence[tuple[int, int]]],
+        joints: Mapping[str, Sequence[str]],
+    ) -> None:
         self.name, self.whole = source.name, source
         self._places: dict[str, tuple[str, int]] = {}
         self.headers: dict[str, TensorHeader] = {}
+        first, joined = {names[0]: key for key, names in joints.items()}, {*itertools.chain(*joints.values())}
         for key, header in source.headers.items():
-            for start, stop in parts.get(key, ()):
+            for start, stop in rows.get(key, ()):
                 part = f"{key}[{start}:{stop}]"
                 self.headers[part] = TensorHeader((stop - start, *header.shape[1:]), header.dtype)
                 self._places[part] = key, start
-            if key not in parts:
+            if key in first:
+                self.headers[first[key]] = self._joint(first[key], joints[first[key]])
+            elif key not in rows and key not in joined:
                 self.headers[key] = header
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, or rows [start, stop) of it; of what lies in none of these nothing is read."""
+        require_key(self, key)
+        header = self.headers[key]
+        start, stop = rows or (0, header.shape[0] if header.shape else 0)
+        if header.parts:
+            return self._joined(header, start, stop)
+        stored, first = self._places.get(key, (key, 0))
+        return self.whole.read(stored, (first + start, first + stop) if stored != key else rows)
+
+    def _joint(self, key: str, names: Sequence[str]) -> TensorHeader:
+        """The header of tensors that lie end to end, those of one number, or all, behind each other by their rows."""
+        headers = [self.whole.headers[name] for name in names]
+        each = len(_alternatives(key))
+        length = sum(header.shape[0] for header in headers[:each])
+        shape = (length, *headers[0].shape[1:])
+        for name, header, like in zip(names, headers, itertools.cycle(headers[:each])):
+            if header.shape != like.shape or header.shape[1:] != shape[1:]:
+                raise IncompatibleModelsError(
+                    f"{self.name}: {name!r} has shape {list(header.shape)}, which does not fit that of "
+                    f"{names[0]!r}, {list(headers[0].shape)}",
+                    hint="The experts of a mixture are all of one size; copy, download or save the model again.",
+                    key=name,
+                )
+        # Adapters on some experts make them wider than the others.
+        dtype = functools.reduce(torch.promote_types, (header.dtype for header in headers))
+        count = (len(names) // each,) if "*" in key else ()
+        parts = tuple((name, header.shape) for name, header in zip(names, headers, strict=True))
+        return TensorHeader((*count, *shape), dtype, parts)
+
+    def _joined(self, header: TensorHeader, start: int, stop: int) -> Tensor:
+        joined = torch.empty((stop - start, *header.shape[1:]), dtype=header.dtype)
+        flat, each = joined.view(-1), math.prod(header.shape[1:])
+        for name, place, wanted in _overlaps(header, start * each, stop * each):
+            read, behind = _entries(self.whole, name, wanted), max(0, place - start * each)
+            flat[behind : behind + len(read)] = read
+        return joined
+
+
+class Stored:
+    """Tensors as a model has them in memory, as files hold them: the way back from `Refitted`, a part at a time.
+
+    Args:
+        source: under the names of a `Refitted` checkpoint, with its headers.
+        wrapper: what its files have before these names.
+    """
+
+    def __init__(self, source: StateSource, wrapper: str = "") -> None:
+        self.name, self._source = source.name, source
+        self._rows: dict[str, list[str]] = {}
+        self._joints: dict[str, tuple[str, int]] = {}
+        self.headers: dict[str, TensorHeader] = {}
+        for key, header in source.headers.items():
+            place = 0
+            for stored, shape in header.parts:
+                name = stored.removeprefix(wrapper)
+                self.headers[name] = TensorHeader(shape, header.dtype)
+                self._joints[name] = key, place
+                place += math.prod(shape)
+            if not place:
+                self._rows.setdefault(whole(key), []).append(key)
+        for name, keys in self._rows.items():
+            header = source.headers[keys[0]]
+            length = [sum(source.headers[key].shape[0] for key in keys)] if keys != [name] else []
+            self.headers[name] = TensorHeader((*length, *header.shape[len(length) :]), header.dtype)
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
         """The tensor, or rows [start, stop) of it."""
         require_key(self, key)
-        stored, first = self._places.get(key, (key, 0))
-        if stored == key:
-            return self.whole.read(key, rows)
-        start, stop = rows or (0, self.headers[key].shape[0])
-        return self.whole.read(stored, (first + start, first + stop))
+        if key in self._joints:
+            joint, place = self._joints[key]
+            shape = self.headers[key].shape
+            tensor = _entries(self._source, joint, (place, place + math.prod(shape))).reshape(shape)
+        elif self._rows[key] == [key]:
+            return self._source.read(key, rows)
+        else:
+            tensor = torch.cat([*map(self._source.read, self._rows[key])])
+        return tensor if rows is None else tensor[slice(*rows)]
+
+
+def _overlaps(header: TensorHeader, start: int, stop: int) -> Iterator[tuple[str, int, tuple[int, int]]]:
+    """Of entries [start, stop) of a joint: a tensor, where it begins in the joint, which of its entries are wanted."""
+    place = 0
+    for name, shape in header.parts:
+        size = math.prod(shape)
+        low, high = max(start, place), min(stop, place + size)
+        if low < high:
+            yield name, place, (low - place, high - place)
+        place += size
+
+
+def _entries(source: StateSource, key: str, wanted: tuple[int, int]) -> Tensor:
+    """Entries [start, stop) of a tensor, flat; only the rows that they lie in are read."""
+    shape = source.headers[key].shape
+    start, stop = wanted
+    if not shape or wanted == (0, math.prod(shape)):
+        return source.read(key).flatten()
+    each = math.prod(shape[1:])
+    first = start // each
+    read = source.read(key, (first, -(-stop // each))).flatten()
+    return read[start - first * each : stop - first * each]
 
 
 @dataclass(frozen=True)
@@ -91,7 +229,8 @@ class Spellings:
     """Checkpoints that hold a whole model under one of several spellings, as versions of a library wrote them.
 
     Attributes:
-        names: per spelling, the skeleton's key -> its name in the file, or `NAME[START:STOP]` of rows of what has one.
+        names: per spelling, the skeleton's key -> its name in the file, or `NAME[START:STOP]` of rows of what has one,
+            or the joint name of what files keep apart, see `joint_name`.
         left_out: beginnings of names that are no part of the model: classifiers, poolers that nobody reads.
         ignored: patterns of names that the library itself passes over.
     """
@@ -100,14 +239,41 @@ class Spellings:
     left_out: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
 
-    def parted(self, source: StateSource) -> StateSource:
-        """The checkpoint, in parts where it fuses what the model in memory has apart."""
-        named = {name for names in self.names for name in names.values() if name.endswith("]")}
-        parts: dict[str, list[tuple[int, int]]] = {}
-        for rows in (_ROWS.fullmatch(wrapper + name) for wrapper in _WRAPPERS for name in named):
-            if rows is not None and rows["whole"] in source.headers:
-                parts.setdefault(rows["whole"], []).append((int(rows["start"]), int(rows["stop"])))
-        return Parted(source, {key: sorted(rows) for key, rows in parts.items()}) if parts else source
+    def refitted(self, source: StateSource) -> StateSource:
+        """The checkpoint with its tensors cut and joined to those of memory, where they are not the same.
+
+        Raises:
+            IncompatibleModelsError: of tensors that are counted, as the experts of a mixture are, some are missing.
+        """
+        named = {
+            name
+            for names in self.names
+            for name in names.values()
+            if name.endswith("]") or "{" in name or "*" in name
+        }
+        rows: dict[str, list[tuple[int, int]]] = {}
+        joints: dict[str, list[str]] = {}
+        numbers = _numbers(source.headers) if named else {}
+        for key in (wrapper + name for wrapper in _WRAPPERS for name in named):
+            if part := _ROWS.fullmatch(key):
+                if part["whole"] in source.headers:
+                    rows.setdefault(part["whole"], []).append((int(part["start"]), int(part["stop"])))
+                continue
+            count = max((len(numbers.get(name, ())) for name in _alternatives(key)), default=0)
+            names = names_of(key, count)
+            if not names or not any(name in source.headers for name in names):
+                continue
+            missing = [name for name in names if name not in source.headers]
+            if missing:
+                raise IncompatibleModelsError(
+                    f"{source.name} lacks {missing[0]!r}, though it holds {len(names) - len(missing)} tensors that "
+                    "belong with it",
+                    hint="Experts are counted from 0 and none is left out; copy, download or save the model again.",
+                    missing=missing,
+                )
+            joints[key] = names
+        cut = {key: sorted(part) for key, part in rows.items()}
+        return Refitted(source, cut, joints) if cut or joints else source
 
     def key_map(
         self, headers: Mapping[str, TensorHeader], wanted: Collection[str], name: str
@@ -129,7 +295,7 @@ class Spellings:
         self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
     ) -> StateSource:
         """See `Layout`; what is missing is missing, but of another family nearly all is."""
-        source = self.parted(source)
+        source = self.refitted(source)
         stored = self.key_map(source.headers, wanted, source.name)
         count = sum(key in stored for key in wanted)
         if 2 * count < len(wanted) and (family := family_of_keys(source.headers)):
@@ -159,6 +325,15 @@ class Spellings:
             for wrapper, names in itertools.product(_WRAPPERS, self.names)  # of equals, the plain one
         )
         return max(tried, key=lambda candidate: len(candidate[0]))
+
+
+def _numbers(keys: Collection[str]) -> dict[str, list[int]]:
+    """By name with a star for one number, the numbers that files have there."""
+    numbers: dict[str, list[int]] = {}
+    for key in keys:
+        for found in _NUMBER.finditer(key):
+            numbers.setdefault(f"{key[: found.start()]}*{key[found.end() :]}", []).append(int(found[0]))
+    return numbers
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -45,10 +45,11 @@ KEPT_OPEN = 16 << 20
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a checkpoint says of a tensor before it is read."""
+    """What a checkpoint says of a tensor before it is read; `parts`, names and shapes, are what it is joined of."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    parts: tuple[tuple[str, tuple[int, ...]], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +125,7 @@ class InDtypes:
     def __init__(self, source: StateSource, dtypes: Mapping[str, torch.dtype]) -> None:
         self.name = source.name
         self.headers: Mapping[str, TensorHeader] = {
-            key: TensorHeader(header.shape, dtypes.get(key, header.dtype))
+            key: replace(header, dtype=dtypes.get(key, header.dtype))
             for key, header in source.headers.items()
         }
         self._source = source

@@ -13,9 +13,8 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor
 
 from driftlens.base.errors import CheckpointError, IncompatibleModelsError, RunError, ShapeError, SpecError
@@ -27,12 +26,12 @@ from driftlens.base.files import (
     write_json_atomic,
     write_text_atomic,
 )
-from driftlens.checkpoints.alignment import whole
+from driftlens.checkpoints.alignment import Stored
 from driftlens.checkpoints.loading import companion_files, library_folder, read_json
 from driftlens.checkpoints.sentences import MODULES, flat
 from driftlens.checkpoints.sources import (
     DTYPES,
-    OnDemand,
+    Composed,
     StateSource,
     TensorHeader,
     check_finite,
@@ -83,8 +82,9 @@ class Patched:
     An update is asked for, checked and cast to the base's dtype whenever it is read.
     """
 
-    def __init__(self, base: StateSource, updates: Mapping[str, Tensor]) -> None:
-        for key in updates:
+    def __init__(self, base: StateSource, updates: Mapping[str, Tensor] | StateSource) -> None:
+        self._keys = updates if isinstance(updates, Mapping) else updates.headers
+        for key in self._keys:
             require_key(base, key)
         self.name = base.name
         self.headers = base.headers
@@ -93,12 +93,14 @@ class Patched:
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
         """The update of `key` in the base's dtype, or the base's own tensor."""
-        if key not in self._updates:
+        if key not in self._keys:
             return self._base.read(key, rows)
-        header, update = self.headers[key], self._updates[key].detach()
-        if tuple(update.shape) != header.shape:
+        header, updates = self.headers[key], self._updates
+        update = updates[key].detach() if isinstance(updates, Mapping) else updates.read(key, rows)
+        shape = tuple(update.shape) if isinstance(updates, Mapping) else updates.headers[key].shape
+        if shape != header.shape:
             raise ShapeError(
-                f"{key!r} has shape {list(header.shape)} in {self.name}, its update {list(update.shape)}",
+                f"{key!r} has shape {list(header.shape)} in {self.name}, its update {list(shape)}",
                 hint="Updates come in the layout of the base's own checkpoint.",
                 key=key,
             )
@@ -106,7 +108,8 @@ class Patched:
             raise CheckpointError(
                 f"{self.name}: {key!r} is {header.dtype}, an update of it would be cut to integers"
             )
-        value = (update if rows is None else update[slice(*rows)]).to("cpu", header.dtype)
+        is_cut = rows is not None and isinstance(updates, Mapping)
+        value = (update[slice(*rows)] if is_cut and rows else update).to("cpu", header.dtype)
         check_finite(f"the update of {self.name}", key, value)
         return value
 
@@ -117,21 +120,23 @@ class Patched:
 
 def save_state_dict(
     path: str | os.PathLike[str],
-    tensors: Patched | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    tensors: StateSource | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write tensors as a safetensors file; on any failure nothing is left and a file that was there stays.
 
-    A `Patched` source is streamed, so that one tensor is in memory at a time; other iterables are collected first.
+    A source is streamed, so that one tensor is in memory at a time; other iterables are collected first.
     Tensors that share storage are written separately. `format: pt`, which readers expect, is added to the metadata.
     """
-    # The safetensors library writes only what is in memory as a whole, hence the twenty lines below.
-    if isinstance(tensors, Patched):
-        headers, pairs = _joined(tensors)
+    # The safetensors library writes only what is in memory as a whole, hence the lines below.
+    pairs: Iterable[tuple[str, Tensor]]
+    if isinstance(tensors, Patched | Stored | Composed):
+        source, headers = tensors, dict(tensors.headers)
+        pairs = ((key, source.read(key)) for key in headers)
     else:
-        collected = dict(tensors)
+        collected = dict(cast("Mapping[str, Tensor]", tensors))
         headers = {key: TensorHeader(tuple(value.shape), value.dtype) for key, value in collected.items()}
-        pairs = iter(collected.items())
+        pairs = collected.items()
     spans = _spans(headers)
     head = _head(headers, spans, {"format": "pt", **(metadata or {})})
     total = len(head) + sum(header.nbytes for header in headers.values())
@@ -142,24 +147,6 @@ def save_state_dict(
             file.seek(len(head) + spans[key][0])
             file.write(raw_bytes(tensor))
             del tensor  # before the next one is made
-
-
-def _joined(source: Patched) -> tuple[dict[str, TensorHeader], Iterator[tuple[str, Tensor]]]:
-    """Headers and tensors of a source, those of which it has parts by rows whole again."""
-    parts: dict[str, list[str]] = {}
-    for key in source.headers:
-        parts.setdefault(whole(key), []).append(key)
-    headers = dict[str, TensorHeader]()
-    for name, keys in parts.items():
-        first = source.headers[keys[0]]
-        rows = [source.headers[key].shape[0] for key in keys] if keys != [name] else []
-        headers[name] = TensorHeader((sum(rows), *first.shape[1:]), first.dtype) if rows else first
-    read = source.read
-    pairs = (
-        (name, torch.cat([*map(read, keys)]) if keys != [name] else read(name))
-        for name, keys in parts.items()
-    )
-    return headers, pairs
 
 
 def _spans(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, int]]:
@@ -213,17 +200,21 @@ def save_model(
     require_target(architecture, path)
     canonical = _stored_keys(architecture, base, model)
 
-    def patched(names: Mapping[str, str]) -> Patched:
+    def stored(names: Mapping[str, str], wrapper: str) -> Stored:
         updates = {name: canonical[key] for name, key in names.items() if key in canonical}
-        return Patched(renamed(base, names), OnDemand(updates, lambda name: model.read(updates[name])))
+        return Stored(Patched(renamed(base, names), renamed(model, updates)), wrapper)
 
     target, form = pathlib.Path(path), architecture.folder
     if target.suffix == ".safetensors":
-        save_state_dict(target, patched({key: key for key in base.headers}), metadata)
+        save_state_dict(target, stored({key: key for key in base.headers}, ""), metadata)
         return
-    assert form is not None  # `require_target` refused it
-    names = _library_names(architecture, base, form)
-    files = _files(base, names, form)
+    assert form is not None and architecture.layout is not None  # `require_target` refused it
+    names, wrapper = (
+        _library_names(architecture, base, form),
+        architecture.layout.wrapper(base.headers, base.name),
+    )
+    tensors = stored(names, wrapper)
+    files = _files(base, tensors.headers, wrapper, form)
     beside = _companions(architecture, base, form)
     with atomic_folder(target) as folder:
         for name, place in beside.items():
@@ -237,10 +228,10 @@ def save_model(
             (folder / name).parent.mkdir(exist_ok=True)
             save_state_dict(folder / name, Patched(head, {}))
         for name, part in files.items():
-            save_state_dict(folder / name, patched(part), metadata)
+            save_state_dict(folder / name, renamed(tensors, {key: key for key in part}), metadata)
         if len(files) > 1:
-            places = {whole(key): name for name, part in files.items() for key in part}
-            size = sum(base.headers[key].nbytes for key in names.values())
+            places = {key: name for name, part in files.items() for key in part}
+            size = sum(header.nbytes for header in tensors.headers.values())
             index = {"metadata": {"total_size": size}, "weight_map": places}
             write_json_atomic(folder / f"{form.weights}.index.json", index)
         if card is not None:
@@ -300,17 +291,19 @@ def require_target(architecture: Architecture, path: str | os.PathLike[str]) -> 
     require_free(place)
 
 
-def _files(base: StateSource, names: Mapping[str, str], form: FolderFormat) -> dict[str, dict[str, str]]:
-    """The files of weights to write, each with its part of `names`: the base's own shards, or one for all."""
+def _files(
+    base: StateSource, keys: Collection[str], wrapper: str, form: FolderFormat
+) -> dict[str, list[str]]:
+    """The files of weights to write, each with its part of `keys`: the base's own shards, or one for all."""
     # Not every library looks for an index.
     shards = shards_of(base) if f"{form.weights}.index.json" in WEIGHT_FILES else {}
-    if not all(whole(key) in shards for key in names.values()):
-        return {form.weights: dict(names)}
-    files: dict[str, dict[str, str]] = {}
-    for name, key in names.items():
-        shard = pathlib.PurePath(shards[whole(key)]).stem.replace("pytorch_model", "model")
-        files.setdefault(f"{shard}.safetensors", {})[name] = key
-    return files if len(files) > 1 else {form.weights: dict(names)}
+    if not all(wrapper + key in shards for key in keys):
+        return {form.weights: [*keys]}
+    files: dict[str, list[str]] = {}
+    for key in keys:
+        shard = pathlib.PurePath(shards[wrapper + key]).stem.replace("pytorch_model", "model")
+        files.setdefault(f"{shard}.safetensors", []).append(key)
+    return files if len(files) > 1 else {form.weights: [*keys]}
 
 
 def _companions(architecture: Architecture, base: StateSource, form: FolderFormat) -> dict[str, pathlib.Path]:

@@ -19,7 +19,7 @@ from driftlens.base.metrics import METRICS
 from driftlens.base.settings import resolve
 from driftlens.base.variants import baseline, expert_of, task_of
 from driftlens.calibration.calibrator import calibrators, over_preset, require_task_id
-from driftlens.checkpoints.alignment import Parted, Spellings
+from driftlens.checkpoints.alignment import Refitted, Spellings
 from driftlens.checkpoints.loading import fetched, library_folder, open_checkpoint
 from driftlens.checkpoints.lora import LoraSource, is_lora_folder
 from driftlens.checkpoints.sentences import require_same_reading
@@ -174,9 +174,9 @@ def _opened(place: str, known: Architecture, base: StateSource | None, access: A
     if model is not None:
         base = open_checkpoint(model, offline=access.offline)
     if base is not None and is_lora_folder(pathlib.Path(file)):
-        base = known.lora_base(base.whole if isinstance(base, Parted) else base, file)
+        base = known.lora_base(base.whole if isinstance(base, Refitted) else base, file)
     opened = open_checkpoint(file, base=base, offline=access.offline)
-    return known.layout.parted(opened) if isinstance(known.layout, Spellings) else opened
+    return known.layout.refitted(opened) if isinstance(known.layout, Spellings) else opened
 
 
 def known_places(place: str, known: Architecture, access: Access) -> tuple[str | None, str]:

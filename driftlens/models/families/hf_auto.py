@@ -7,8 +7,9 @@ what its blocks are given beside features (masks, rotary tables) comes of runnin
 
 from __future__ import annotations
 
+import bisect
 import functools
-import itertools
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.checkpoints.alignment import Spellings
+from driftlens.checkpoints.alignment import Spellings, joint_name
 from driftlens.checkpoints.loading import TOKENIZERS, library_folder, needed_config, with_floats
 from driftlens.checkpoints.refusals import (
     LIVE,
@@ -316,7 +317,7 @@ def built(model_class: Any, config: Any) -> nn.Module:
 def file_names(skeleton: Any) -> dict[str, str]:
     """The skeleton's key -> what `save_pretrained` calls it: since transformers 5 these are not always the same.
 
-    What the library fuses as it saves is called by its rows, as `Spellings` has it.
+    What the library fuses as it saves is called by its rows, what it takes apart by a joint name, see `Spellings`.
     """
     state = skeleton.state_dict()
     try:
@@ -325,28 +326,44 @@ def file_names(skeleton: Any) -> dict[str, str]:
         return {key: key for key in state}
     written = {id(value): key for key, value in revert_weight_conversion(skeleton, dict(state)).items()}
     names = {key: written.get(id(value), key) for key, value in state.items()}
-    ends = list(itertools.accumulate(len(value) if value.dim() else 1 for value in state.values()))
-    spans = {
-        key: (end - (len(state[key]) if state[key].dim() else 1), end)
-        for key, end in zip(state, ends, strict=True)
-    }
-    # Numbered rows show where those of weights go that are written as others.
-    probes = {
-        key: torch.arange(*spans[key]).reshape(-1, *[1] * (value.dim() - 1))
-        for key, value in state.items()
-        if id(value) not in written
-    }
+    # Numbered entries, few of each row, show where those of weights go that are written as others.
+    probes, spans, end = dict[str, torch.Tensor](), dict[str, tuple[int, int]](), 0
+    for key, value in state.items():
+        if id(value) not in written:
+            few = [min(size, _PROBED) for size in value.shape[1:-1]] + [1] * (value.dim() > 1)
+            shape = (*value.shape[:1], *few)
+            start, end = end, end + math.prod(shape)
+            spans[key], probes[key] = (start, end), torch.arange(start, end).reshape(shape)
     try:
-        fused = revert_weight_conversion(skeleton, dict(probes)) if probes else {}
-    except Exception:  # of what more is done to than to put rows behind each other
+        changed = revert_weight_conversion(skeleton, dict(probes)) if probes else {}
+    except Exception:  # of what more is done to than to lay tensors end to end
         return names
-    for name, rows in fused.items():
-        numbers = rows.flatten().tolist()
-        places = {key: numbers.index(start) for key, (start, _) in spans.items() if start in numbers}
+    pieces: dict[str, list[tuple[int, str, int]]] = {}
+    keys, starts = [*spans], [start for start, _ in spans.values()]
+    for name, entries in changed.items():
+        numbers = entries.flatten()
+        first, size = int(numbers[0]), len(numbers)
+        key = keys[bisect.bisect(starts, first) - 1]
+        if torch.equal(numbers, torch.arange(first, first + size)) and first + size <= spans[key][1]:
+            pieces.setdefault(key, []).append((first, name, size))
+            continue
+        listed = numbers.tolist()
+        places = {key: listed.index(start) for key, (start, _) in spans.items() if start in listed}
         parts = {key: (place, place + spans[key][1] - spans[key][0]) for key, place in places.items()}
-        if all(numbers[start:stop] == list(range(*spans[key])) for key, (start, stop) in parts.items()):
-            names |= {key: f"{name}[{start}:{stop}]" for key, (start, stop) in parts.items()}
+        if all(listed[start:stop] == list(range(*spans[key])) for key, (start, stop) in parts.items()):
+            each = {key: probes[key][0].numel() for key in parts}
+            names |= {
+                key: f"{name}[{start // each[key]}:{stop // each[key]}]"
+                for key, (start, stop) in parts.items()
+            }
+    for key, found in pieces.items():
+        if sum(size for *_, size in found) == probes[key].numel():
+            names[key] = joint_name([name for _, name, _ in sorted(found)]) or key
     return names
+
+
+_PROBED = 12
+"""Entries of an axis that stand for all of it; most numbers of tensors that lie end to end divide it."""
 
 
 def _beside_core(skeleton: Any) -> tuple[str, ...]:

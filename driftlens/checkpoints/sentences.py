@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from driftlens.base.errors import CheckpointError, IncompatibleModelsError
@@ -62,12 +62,60 @@ def sentence_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
     )
 
 
-def pooling_of(folder: pathlib.Path) -> str:
-    """How one vector is made of a text's tokens, in the library's own words; `mean` where nothing is said."""
-    pooling = next((module.place for module in modules_of(folder) if module.kind == "Pooling"), None)
-    stated = {} if pooling is None else _object(folder / pooling / "config.json")
+class Pooling(NamedTuple):
+    """How one vector is made of a text's tokens, in the library's own words; the width of features where it is said."""
+
+    modes: tuple[str, ...] = ("mean",)
+    includes_prompt: bool = True
+    width: int | None = None
+
+    @property
+    def said(self) -> str:
+        """The modes, for a reader."""
+        return " and ".join(self.modes)
+
+
+def pooling_of(folder: pathlib.Path) -> Pooling:
+    """What a folder's Pooling says; the mean where nothing is said.
+
+    Raises:
+        IncompatibleModelsError: it names a mode that the library doesn't have.
+    """
+    place = next((module.place for module in modules_of(folder) if module.kind == "Pooling"), None)
+    stated = {} if place is None else settings_in(folder / place)
     modes = stated.get("pooling_mode") or [mode for key, mode in _POOLS.items() if stated.get(key)] or "mean"
-    return modes if isinstance(modes, str) else " and ".join(map(str, modes))
+    modes = (modes,) if isinstance(modes, str) else tuple(map(str, modes))
+    if odd := [mode for mode in modes if mode not in _POOLS.values()]:
+        raise IncompatibleModelsError(
+            f"{folder} pools by {odd[0]!r}; expected {', '.join(_POOLS.values())}",
+            hint="Restore its Pooling from the original.",
+        )
+    width = stated.get("embedding_dimension", stated.get("word_embedding_dimension"))
+    return Pooling(modes, stated.get("include_prompt") is not False, width)
+
+
+class Prompts(NamedTuple):
+    """What a folder puts before texts: by name, before all where nobody says otherwise, and how texts are compared."""
+
+    by_name: Mapping[str, str] = {}
+    default: str = ""
+    similarity: str = "cosine"
+
+    def before(self, *names: str) -> str:
+        """The first of these that it has, else the default."""
+        return next((self.by_name[name] for name in names if name in self.by_name), self.default)
+
+
+def prompts_of(folder: pathlib.Path) -> Prompts:
+    """What `config_sentence_transformers.json` says."""
+    settings = _object(folder / "config_sentence_transformers.json")
+    prompts, similarity = settings.get("prompts"), settings.get("similarity_fn_name") or "cosine"
+    by_name = (
+        {name: text for name, text in prompts.items() if isinstance(text, str)}
+        if isinstance(prompts, dict)
+        else {}
+    )
+    return Prompts(by_name, by_name.get(str(settings.get("default_prompt_name")), ""), str(similarity))
 
 
 def require_followed(folder: pathlib.Path) -> None:
@@ -83,42 +131,45 @@ def require_followed(folder: pathlib.Path) -> None:
         )
 
 
-def reading_notices(folder: pathlib.Path, pool: str | None) -> Iterator[str]:
-    """What a folder has behind its transformer; `pool` is how features are pooled, None where that is not as there."""
-    names = [module.place or module.kind for module in modules_of(folder)[1:] if module.kind != "Pooling"]
-    behind = f"; behind it stand, unmeasured and kept in saved folders, {', '.join(names)}" if names else ""
-    mode = pooling_of(folder)
-    linear = (
-        ""
-        if pool
-        else ", which is no linear map of them and not followed: here it is their mean, or layers.pool"
+def reading_notices(folder: pathlib.Path) -> Iterator[str]:
+    """What a folder's modules make of its transformer's features, and what it puts before texts."""
+    steps = [module.kind for module in modules_of(folder)[1:] if module.kind not in ("Pooling", "Dropout")]
+    behind = f", then by {', '.join(steps)}" if steps else ""
+    yield (
+        f"{folder} is of sentence-transformers: the final feature is a text's embedding, made of its tokens by "
+        f"{pooling_of(folder).said}{behind}; what makes it is kept in saved folders"
     )
-    yield f"{folder} is of sentence-transformers: a text's feature is pooled from its tokens by {mode}{linear}{behind}"
-    settings = _object(folder / "config_sentence_transformers.json")
-    prompts, default = settings.get("prompts"), settings.get("default_prompt_name")
-    if isinstance(prompts, dict) and prompts.get(default):
-        yield (
-            f"{folder}: its library puts {prompts[default]!r} before every text; here a task's `prompt` has to say so"
-        )
+    if prompt := prompts_of(folder).default:
+        yield f"{folder}: {prompt!r} stands before every text, as its library has it; a task's `prompt` replaces it"
 
 
 def require_same_reading(base: pathlib.Path | None, other: pathlib.Path | None) -> str:
-    """Refuse a model with other weights behind its transformer than the base has; what else differs is returned."""
+    """Refuse a model whose tokens become another embedding than the base's; what else differs is returned."""
     roots = [sentence_folder(folder) for folder in (base, other)]
     if roots[1] is None:
         return ""
-    of_base, own = ([] if root is None else _weights_behind(root) for root in roots)
-    if own != of_base:
-        place = (own or of_base)[0][0]
+    hint = f"Train it with the base's modules; or give its transformer's folder without {MODULES}."
+    of_base, behind = ([] if root is None else _weights_behind(root) for root in roots)
+    if behind != of_base:
+        place = (behind or of_base)[0][0]
         raise IncompatibleModelsError(
             f"{roots[1]}: what reads its transformer ({place}) has other weights than the base's, and only "
             "transformers are merged",
             hint=f"Train it with the base's {place} frozen; or give its transformer's folder without {MODULES}.",
         )
-    modes = [pooling_of(root) for root in roots if root is not None]
-    if len(set(modes)) < 2:
+    if roots[0] is None:
         return ""
-    return f"{roots[1]} pools the tokens of a text by {modes[1]}, the base by {modes[0]}, as is done here"
+    of_base_pool, pool = (pooling_of(root) for root in roots if root is not None)
+    if pool[:2] != of_base_pool[:2]:
+        prompt = "" if pool.modes != of_base_pool.modes else ", one of them without its prompt"
+        raise IncompatibleModelsError(
+            f"{roots[1]} pools the tokens of a text by {pool.said}, the base by {of_base_pool.said}{prompt}",
+            hint=hint,
+        )
+    ends = [[module.kind == "Normalize" for module in modules_of(root)].count(True) for root in roots if root]
+    if ends[0] != ends[1]:
+        return f"of {roots[1]} and the base only one normalizes embeddings; here they are as the base's"
+    return ""
 
 
 def sentence_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
@@ -142,10 +193,15 @@ def _weights_behind(folder: pathlib.Path) -> list[tuple[str, str, Any]]:
     """Place, digest of the weights and settings of every module behind the transformer that has weights."""
     places = [folder / module.place for module in modules_of(folder)[1:] if module.place]
     return [
-        (place.name, content_digest(open_folder(place)), _object(place / "config.json"))
+        (place.name, content_digest(open_folder(place)), settings_in(place))
         for place in places
         if any((place / name).is_file() for name in WEIGHT_FILES)
     ]
+
+
+def settings_in(place: pathlib.Path) -> dict[str, Any]:
+    """What the `config.json` of a module says; nothing where it has none."""
+    return _object(place / "config.json")
 
 
 def _object(file: pathlib.Path) -> dict[str, Any]:

@@ -115,6 +115,8 @@ def as_texts(
     form = None if reader is None else reader.form
     if reader is not None and entry.max_length is not None:
         reader = reader.limited(entry.max_length, f"data.{task}.max_length")
+    if reader is not None and entry.prompt is not None:
+        reader = replace(reader, lead="")  # the task's own stands in its place
     if reader is not None and entry.chat:
         asked = reader.chats([row.input for row in rows])
         rows = [Text(question, row.target) for question, row in zip(asked, rows, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,15 +19,16 @@ from driftlens.checkpoints.alignment import KeyLayout, Layout, Spellings
 from driftlens.checkpoints.loading import library_folder
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.refusals import LIVE, running
-from driftlens.checkpoints.sentences import pooling_of, reading_notices, require_followed, sentence_folder
+from driftlens.checkpoints.sentences import prompts_of, reading_notices, require_followed, sentence_folder
 from driftlens.checkpoints.sources import Composed, StateSource, renamed
-from driftlens.models.chain import IMAGE, LayerChain, Pool, adapters
+from driftlens.models.chain import IMAGE, LayerChain, adapters
 from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.heads import LmScores, TextTower
 from driftlens.models.language.vocabularies import vocabulary_keys
 from driftlens.models.own_heads import HeadForm
 from driftlens.models.preprocessing import Preprocess, image_preprocess
 from driftlens.models.saving import FolderFormat
+from driftlens.models.sentences import readout_of, with_embedding
 
 
 @dataclass(frozen=True)
@@ -242,23 +243,27 @@ def _follow_sign(
             pass
 
 
-_POOLS: Mapping[str, Pool] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-"""By the names of sentence-transformers, its ways of pooling that are linear maps of the tokens."""
-
-
 def _as_sentences(known: Architecture) -> Architecture:
-    """The architecture with features pooled as its folder of sentence-transformers says, if it is one."""
-    root = sentence_folder(library_folder(known.source)) if known.chain.modality.name == "text" else None
-    if root is None or known.preprocess is None:
+    """The architecture with the embedding as its final feature, if its folder is one of sentence-transformers."""
+    is_asked = known.chain.modality.name == "text" and known.lm is None
+    root = sentence_folder(library_folder(known.source)) if is_asked else None
+    if root is None or known.preprocess is None or known.preprocess.texts is None:
         return known
     require_followed(root)
-    pool = _POOLS.get(pooling_of(root))
-    notices = filter(None, (known.preprocess.notice, *reading_notices(root, pool)))
-    modality = replace(known.chain.modality, pool=pool or "mean")
+    configs: list[Any] = [part.config for part in known.skeleton.modules() if hasattr(part, "config")]
+    readout, stated = readout_of(root, configs[0].get_text_config().hidden_size), prompts_of(root)
+    notices = filter(None, (known.preprocess.notice, *reading_notices(root)))
+    reader = replace(
+        known.preprocess.texts,
+        prompts=stated,
+        lead=stated.default,
+        pools_lead=readout.pooling.includes_prompt,
+    )
     return replace(
         known,
-        chain=replace(known.chain, modality=modality),
-        preprocess=replace(known.preprocess, notice="; ".join(notices)),
+        chain=with_embedding(known.chain, readout),
+        own_head=None,  # classifiers of experts read something else than the embedding
+        preprocess=replace(known.preprocess, transform=reader, texts=reader, notice="; ".join(notices)),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -177,7 +177,9 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
     if tokenizer is not None and stated.get("max_seq_length"):  # which sentence-transformers puts over it
         tokenizer.model_max_length = stated["max_seq_length"]
     with running(source):
-        return text_preprocess(tokenizer, config, generation, form, source, code=code)
+        made = text_preprocess(tokenizer, config, generation, form, source, code=code)
+    reader = replace(cast("TextReader", made.texts), lowers=bool(stated.get("do_lower_case")))
+    return replace(made, transform=reader, texts=reader)
 
 
 def text_preprocess(

@@ -4,60 +4,32 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
 
 from driftlens.base.access import Context
-from driftlens.base.errors import CheckpointError, DriftLensError, IncompatibleModelsError
+from driftlens.base.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sentences import modules_of, pooling_of
+from driftlens.data.samples import Batch
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.walk import forward
 from driftlens.jobs.study.merging import merge_experts
 from driftlens.jobs.study.opening import open_models, settings_of
 from driftlens.models.architecture import load_architecture
 from driftlens.spec import load_spec
 from tests.refusing import refusing
-from tests.zoo.encoders import TEXTS, encoder, save
+from tests.zoo.encoders import TEXTS
+from tests.zoo.sentences import EMBEDDERS, embedder, sentences
 from tests.zoo.suite import spec_of_folders
-
-KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
-
-
-def sentences(
-    root: Path,
-    seed: int,
-    *,
-    inside: str = "",
-    pooling: dict[str, Any] | None = None,
-    dense: float = 1.0,
-) -> Path:
-    """A tiny BERT as sentence-transformers lays it out, its transformer in the root or in a folder `inside`."""
-    model = encoder("BERT", seed=seed)
-    save(model.bert, root / inside)
-    width, places = model.config.hidden_size, [inside, "1_Pooling", "2_Dense", "3_Normalize"]
-    modules = [
-        {"idx": at, "name": str(at), "path": place, "type": f"sentence_transformers.models.{kind}"}
-        for at, (kind, place) in enumerate(zip(KINDS, places, strict=True))
-    ]
-    for place in places[1:3]:
-        (root / place).mkdir()
-    weights = {"linear.weight": dense * torch.eye(width), "linear.bias": torch.zeros(width)}
-    save_file(weights, root / "2_Dense" / "model.safetensors", {"format": "pt"})
-    activation = {"activation_function": "torch.nn.modules.linear.Identity"}
-    contents = {
-        "modules.json": modules,
-        "1_Pooling/config.json": {"word_embedding_dimension": width}
-        | (pooling or {"pooling_mode_cls_token": True}),
-        "2_Dense/config.json": {"in_features": width, "out_features": width, "bias": True} | activation,
-        "config_sentence_transformers.json": {"prompts": {"q": "query: "}, "default_prompt_name": "q"},
-        f"{inside or '.'}/sentence_bert_config.json": {"max_seq_length": 7, "do_lower_case": False},
-    }
-    for name, content in contents.items():
-        (root / name).write_text(json.dumps(content))
-    return root
 
 
 def spec_of(root: Path, *experts: str) -> Any:
@@ -78,7 +50,7 @@ def test_a_folder_of_sentences_is_opened_and_saved_whole(inside: str, tmp_path: 
     known = load_architecture("hf-encoder", str(tmp_path / "base"))
     assert settings_of(spec, known.chain).pool == "cls"
     assert known.preprocess is not None and known.preprocess.settings["max_length"] == 7
-    assert all(word in known.notices[0] for word in ("by cls", "2_Dense, 3_Normalize", "'query: '"))
+    assert all(word in known.notices[0] for word in ("by cls, then by Dense, Normalize", "'query: '"))
     merge_experts(spec, "average", {}, tmp_path / "out", Context())
     merged = load_file(tmp_path / "out" / "model.safetensors")
     sources = [open_checkpoint(tmp_path / name) for name in ("one", "two")]
@@ -100,40 +72,139 @@ def test_a_folder_of_sentences_is_opened_and_saved_whole(inside: str, tmp_path: 
     assert load_architecture("hf-encoder", str(tmp_path / "out")).chain.modality.pool == "cls"
 
 
+LONG = [*TEXTS, "red green blue is it"]
+"""Of different lengths, so that shorter ones are padded."""
+
+
+def embeddings(root: Path, texts: list[str], loader: str = "hf-auto", **of_reader: Any) -> Tensor:
+    """What the walk gives for a padded batch of texts, which has to be what ordinary forward passes give."""
+    known = load_architecture(loader, str(root))
+    assert known.preprocess is not None and known.preprocess.texts is not None
+    reader = replace(known.preprocess.texts, **of_reader)
+    source = known.align(open_checkpoint(root))
+    pool = ModelPool(
+        known.chain, known.skeleton, {"base": source}, device=torch.device("cpu"), dtype=torch.float64
+    )
+    batch = Batch(0, len(texts), reader([(text, "") for text in texts]))
+    [(_, features)] = forward(pool, "base", [batch])
+    closing = pool.library_states("base", batch.inputs)[-1]["hidden"]
+    torch.testing.assert_close(features, closing, rtol=1e-9, atol=1e-11)
+    return features
+
+
+def tokens_of(root: Path, family: str, text: str) -> Tensor:
+    """Features [t, d] of the tokens of one text alone, by transformers."""
+    model = embedder(family, 0).double()
+    ids = load_architecture("hf-auto", str(root)).preprocess.texts.questions([text])[0]  # type: ignore[union-attr]
+    with torch.no_grad():
+        features: Tensor = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+    return features
+
+
+def read(root: Path, pooled: Tensor) -> Tensor:
+    """What Dense and Normalize make of a vector."""
+    weight = load_file(root / "2_Dense" / "model.safetensors")["linear.weight"].double()
+    return F.normalize(weight @ pooled, dim=0)
+
+
+def by_places(tokens: Tensor) -> Tensor:
+    places = torch.arange(1, len(tokens) + 1).double()
+    return (places @ tokens) / places.sum()
+
+
+POOLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x.mean(0),
+    "cls": lambda x: x[0],
+    "max": lambda x: x.amax(0),
+    "lasttoken": lambda x: x[-1],
+    "weightedmean": by_places,
+    "mean_sqrt_len_tokens": lambda x: x.sum(0) / len(x) ** 0.5,
+}
+"""Every pool of sentence-transformers, of the tokens of one text that nothing pads."""
+
+
 @pytest.mark.parametrize(
-    ("stated", "mode", "pool"),
+    "stated",
     [
-        pytest.param({"pooling_mode_mean_tokens": True}, "mean", "mean", id="before version 6"),
-        pytest.param({"pooling_mode": "lasttoken"}, "lasttoken", "last", id="since version 6"),
-        pytest.param({"pooling_mode_max_tokens": True}, "max", "mean", id="no linear map"),
+        *(pytest.param({"pooling_mode": mode}, id=mode) for mode in POOLS),
+        pytest.param({"pooling_mode": ["mean_sqrt_len_tokens", "cls"]}, id="two in an order of their own"),
         pytest.param(
-            {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
-            "cls and mean",
-            "mean",
-            id="two",
+            {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, id="two before version 6"
         ),
     ],
 )
-def test_features_are_pooled_as_the_folder_says(
-    stated: dict[str, Any], mode: str, pool: str, tmp_path: Path
+def test_the_final_feature_is_the_embedding_however_its_batch_is_padded(
+    stated: dict[str, Any], tmp_path: Path
 ) -> None:
-    sentences(tmp_path / "base", 0, pooling=stated)
-    known = load_architecture("hf-encoder", str(tmp_path / "base"))
-    assert (pooling_of(tmp_path / "base"), known.chain.modality.pool) == (mode, pool)
-    assert f"by {mode}" in known.notices[0]
-    assert ("no linear map" in known.notices[0]) == (mode not in ("mean", "lasttoken"))
+    root = sentences(tmp_path / "base", 0, pooling=stated, dense=1.5)
+    modes = pooling_of(root).modes
+    for text, embedding in zip(LONG, embeddings(root, LONG), strict=True):
+        tokens = tokens_of(root, "BERT", text)
+        expected = read(root, torch.cat([POOLS[mode](tokens) for mode in modes]))
+        torch.testing.assert_close(embedding, expected, rtol=1e-7, atol=1e-9)
 
 
-def test_an_expert_with_other_weights_behind_its_transformer_is_refused(tmp_path: Path) -> None:
+@pytest.mark.shows("drift", files="hf-auto", heads="its embedding")
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.family(f"{name}, in sentence-transformers")) for name in EMBEDDERS],
+)
+def test_a_familys_embeddings_are_those_of_its_library(family: str, tmp_path: Path) -> None:
+    root = sentences(tmp_path / "base", 0, family=family, pooling={"pooling_mode": "lasttoken"})
+    found = embeddings(root, LONG)
+    expected = [read(root, tokens_of(root, family, text)[-1]) for text in LONG]
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-6, atol=1e-7)
+
+
+def test_a_prompt_stands_before_texts_and_may_be_left_out_of_the_pool(tmp_path: Path) -> None:
+    settings = {"prompts": {"q": "yes"}, "default_prompt_name": "q"}
+    stated = {"pooling_mode": "mean", "include_prompt": False}
+    root = sentences(tmp_path / "base", 0, pooling=stated, settings=settings)
+    (found,) = embeddings(root, [" red"])
+    tokens = tokens_of(root, "BERT", " red")  # begin, the prompt, red, end
+    torch.testing.assert_close(found, read(root, tokens[-2:].mean(0)), rtol=1e-7, atol=1e-9)
+    (whole,) = embeddings(root, [" red"], pools_lead=True)
+    torch.testing.assert_close(whole, read(root, tokens.mean(0)), rtol=1e-7, atol=1e-9)
+    (bare,) = embeddings(root, ["yes red"], lead="")  # as of a task with a prompt of its own
+    torch.testing.assert_close(bare, whole)
+    (lowered,) = embeddings(root, [" RED"], lowers=True)
+    torch.testing.assert_close(lowered, found)
+
+
+def test_an_expert_that_makes_other_embeddings_of_its_tokens_is_refused(tmp_path: Path) -> None:
     sentences(tmp_path / "base", 0)
     sentences(tmp_path / "one", 1, dense=2.0)
     with refusing(IncompatibleModelsError, "2_Dense", "other weights than the base's", hint="frozen"):
         open_models(spec_of(tmp_path, "one"))
     sentences(tmp_path / "two", 1, pooling={"pooling_mode": "mean"})
-    (told,) = open_models(spec_of(tmp_path, "two")).notices
-    assert "pools the tokens of a text by mean, the base by cls" in told
+    with refusing(IncompatibleModelsError, "by mean, the base by cls", hint="without modules.json"):
+        open_models(spec_of(tmp_path, "two"))
     (tmp_path / "one" / "modules.json").unlink()
     assert not open_models(spec_of(tmp_path, "one")).notices
+    chain = load_architecture("hf-encoder", str(tmp_path / "base")).chain
+    spec = spec_of(tmp_path, "one")
+    other = spec.model_copy(update={"layers": spec.layers.model_copy(update={"pool": "mean"})})
+    with refusing(SpecError, "layers.pool is 'mean'", "by cls", hint="out", code=2):
+        settings_of(other, chain)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        pytest.param("1_Pooling/config.json", {"word_embedding_dimension": 8}, "8 entries", id="width"),
+        pytest.param("1_Pooling/config.json", {"pooling_mode": "middle"}, "'middle'", id="pool"),
+        pytest.param("2_Dense/config.json", {"in_features": 8}, "it is given 16", id="map of others"),
+        pytest.param("2_Dense/config.json", {"out_features": 8}, "expected [8]", id="weights"),
+        pytest.param("2_Dense/config.json", {"activation_function": "os.system"}, "'os.system'", id="code"),
+        pytest.param("2_Dense/config.json", {"module_input_name": "x"}, "something else", id="input"),
+    ],
+)
+def test_modules_that_contradict_each_other_are_refused(
+    name: str, change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    root = sentences(tmp_path / "base", 0, changes={name: change})
+    with refusing(IncompatibleModelsError, words):
+        load_architecture("hf-encoder", str(root))
 
 
 @pytest.mark.parametrize(
@@ -177,3 +248,5 @@ def test_the_library_reads_sentences_from_what_is_saved(inside: str, tmp_path: P
         SentenceTransformer(str(tmp_path / name), device="cpu").encode(list(TEXTS)) for name in ("out", "one")
     )
     torch.testing.assert_close(torch.tensor(read), torch.tensor(expected))
+    found = embeddings(tmp_path / "out", list(TEXTS)).float()
+    torch.testing.assert_close(torch.tensor(read), found, rtol=1e-5, atol=1e-6)

@@ -54,6 +54,7 @@ from driftlens.models.language.vocabularies import (
 )
 from driftlens.models.own_heads import OwnHead
 from driftlens.models.saving import HEADS
+from driftlens.models.sentences import POOLED
 from driftlens.models.taking_apart.interception import settle
 from driftlens.runs.layout import escape
 from driftlens.spec.published import PublishedTask, published_task
@@ -507,6 +508,10 @@ _LACKING = {
 }
 
 
+_LIBRARY_POOLS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
+"""Pools by what sentence-transformers calls them."""
+
+
 def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] | None = None) -> Settings:
     """What a spec asks to be computed; features are pooled as heads of the experts' own read them."""
     pool = spec.layers.pool
@@ -517,6 +522,12 @@ def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] 
                 f"{head.form.pool!r}",
                 hint=f"Take `pool` out, or give heads.{task} that reads them so.",
             )
+    stated = chain.settings.get(POOLED, pool)
+    if pool in _LIBRARY_POOLS and stated in _LIBRARY_POOLS.values() and stated != _LIBRARY_POOLS[pool]:
+        raise SpecError(
+            f"layers.pool is {pool!r}, but the base's folder of sentence-transformers pools by {stated}",
+            hint="Take `pool` out; the final feature is the embedding that the folder makes.",
+        )
     metrics, jacobian = spec.metrics, None
     if metrics.jacobian is not False:
         jacobian = JacobianSettings(

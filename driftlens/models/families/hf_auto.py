@@ -157,6 +157,9 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
         model_class, classifier = type(skeleton.get_submodule(core)), ""
         if blocks is not None and not blocks.startswith(f"{core}."):
             blocks = f"{core}.{blocks}"
+    elif classifier and sentence_folder(library_folder(source)) is not None:  # which reads tokens
+        skeleton, classifier = Tokens(getattr(skeleton, core), core), ""
+        model_class = type(skeleton.get_submodule(core))
     elif classifier:
         skeleton.set_submodule(classifier, nn.Identity())
     reads_images = skeleton.main_input_name == "pixel_values"

@@ -24,6 +24,8 @@ from driftlens.checkpoints.guarded import SECONDS, guarded
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from driftlens.checkpoints.sentences import Prompts
+
 Form = Literal["encoder", "decoder", "encoder-decoder"]
 """What a language model is made of, which decides where an answer stands."""
 UNLIMITED = 1 << 30
@@ -52,6 +54,10 @@ class TextReader:
         limit: the most that `max_length` may be.
         start: the token a decoder of its own begins with; None elsewhere.
         ends: tokens with which the model ends an answer, as its files say; that of the tokenizer is the first.
+        prompts: what the model's folder says that stands before texts; None where it says nothing.
+        lead: what does stand before every text.
+        pools_lead: whether the tokens of that count where one vector is made of a text's.
+        lowers: whether texts are read in lower case.
     """
 
     tokenizer: Any
@@ -60,6 +66,10 @@ class TextReader:
     limit: int = UNLIMITED
     start: int | None = None
     ends: tuple[int, ...] = ()
+    prompts: Prompts | None = None
+    lead: str = ""
+    pools_lead: bool = True
+    lowers: bool = False
 
     def __call__(self, samples: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
         """Ids and masks of a batch, [n, t], padded on the right; for an encoder-decoder those of both streams."""
@@ -72,6 +82,10 @@ class TextReader:
         columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
         if self.form == "encoder" and "token_type_ids" in asked:
             columns["token_type_ids"] = asked["token_type_ids"]
+        if self.lead and not self.pools_lead:
+            (begin,) = replace(self, lead="").questions([self.lead])
+            led = len(begin) - (begin[-1] in self.tokenizer.all_special_ids)
+            columns["pooling_mask"] = [[0] * min(led, len(row)) + [1] * (len(row) - led) for row in rows]
         if self.form == "encoder-decoder":
             answers = [
                 [self.start or 0, *self.answer_tokens(target)][: self.max_length] for _, target in samples
@@ -186,7 +200,8 @@ class TextReader:
 
     def _encoded(self, texts: Sequence[str], room: Sequence[int]) -> dict[str, list[list[int]]]:
         """What the tokenizer gives for questions, each cut to its room."""
-        columns: dict[str, list[list[int]]] = dict(self.tokenizer(list(texts), verbose=False))
+        texts = [self.lead + (text.lower() if self.lowers else text) for text in texts]
+        columns: dict[str, list[list[int]]] = dict(self.tokenizer(texts, verbose=False))
         if (
             self.form == "decoder"
         ):  # some end every text, and the answer would follow the end; a template may begin it

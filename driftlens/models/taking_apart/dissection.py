@@ -45,49 +45,52 @@ from driftlens.models.taking_apart.sites import BLOCK_ITSELF, Reader, readers, s
 
 
 class _Positions(nn.Module):
-    """Returns the embeddings of relative positions that an encoder of DeBERTa gives to all its blocks."""
+    """Returns what `method` of an encoder computes of relative positions for all its blocks, perhaps of features."""
 
-    def __init__(self, encoder: nn.Module) -> None:
+    def __init__(self, encoder: nn.Module, method: str, *, reads: bool) -> None:
         super().__init__()
-        self.encoder = encoder
+        self.encoder, self.method, self.reads = encoder, method, reads
 
-    def forward(self) -> Tensor:
-        embeddings: Tensor = self.encoder.get_rel_embedding()  # type: ignore[operator]
-        return embeddings
+    def forward(self, hidden: Tensor) -> Tensor:
+        positions: Tensor = getattr(self.encoder, self.method)(*[hidden][: self.reads])
+        return positions
 
 
 @dataclass(frozen=True, eq=False)
 class Computed:
     """An argument of blocks that depends on weights alone, which blocks therefore count among theirs.
 
-    `positions` computes it of the weights `names`, by their names in the whole model.
+    `positions` computes it of the weights `names`, by their names in the whole model, and of the features' shape.
     """
 
     positions: nn.Module
     names: Mapping[str, str]
 
-    def value(self, parameters: Parameters) -> Tensor:
+    def value(self, parameters: Parameters, hidden: Tensor) -> Tensor:
         """What one model gives its blocks, of parameters that hold these weights under the whole model's names."""
         weights = {name: parameters[key] for key, name in self.names.items()}
-        value: Tensor = call(self.positions, weights, (), {})
+        value: Tensor = call(self.positions, weights, (hidden,), {})
         return value
 
 
 def computed_arguments(module: nn.Module) -> dict[str, Computed]:
-    """By their names, the arguments of a model's blocks that are known to be computed of weights outside them."""
+    """By names or places, the arguments of a model's blocks that are known to be computed of weights outside them."""
+    known = (  # DeBERTa's, by keyword, and MPNet's, by place
+        ("rel_embeddings", "get_rel_embedding", ("rel_embeddings", "LayerNorm"), False),
+        ("2", "compute_position_bias", ("relative_attention_bias",), True),
+    )
     for path, part in module.named_modules():
-        if hasattr(part, "get_rel_embedding") and isinstance(
-            table := getattr(part, "rel_embeddings", None), nn.Embedding
-        ):
-            inside: list[tuple[str, nn.Module]] = [("rel_embeddings", table)]
-            if isinstance(norm := getattr(part, "LayerNorm", None), nn.LayerNorm):
-                inside.append(("LayerNorm", norm))
+        for argument, method, owners, reads in known:
+            if not hasattr(part, method) or not isinstance(getattr(part, owners[0], None), nn.Embedding):
+                continue
+            inside = [(name, getattr(part, name, None)) for name in owners]
             names = {
                 f"{path}.{name}.{leaf}".lstrip("."): f"encoder.{name}.{leaf}"
                 for name, owner in inside
+                if isinstance(owner, nn.Embedding | nn.LayerNorm)
                 for leaf, _ in owner.named_parameters()
             }
-            return {"rel_embeddings": Computed(_Positions(part), names)}
+            return {argument: Computed(_Positions(part, method, reads=reads), names)}
     return {}
 
 
@@ -218,14 +221,19 @@ class Dissection:
         """Features that leave one block."""
         block = self.blocks[position]
         # A copy, because blocks may write into their input (residual sums, in-place activations).
-        args, kwargs = frame_at(side, position).arguments(state["hidden"].clone())
-        kwargs |= {name: of.value(parameters) for name, of in self.computed.items() if name in kwargs}
+        given, kwargs = frame_at(side, position).arguments(state["hidden"].clone())
+        args: list[Any] = list(given)
+        for name, of in self.computed.items():
+            if name in kwargs:
+                kwargs[name] = of.value(parameters, state["hidden"])
+            elif name.isdecimal():
+                args[int(name)] = of.value(parameters, state["hidden"])
         path, slots = self.paths[position], self.slots[position]
         weights = {
             slots[name].key.removeprefix(f"{path}."): slots[name].stored(parameters[name]) for name in slots
         }
         with tapped(block, sites, tap):
-            hidden = features_of(path, call(block, weights, args, kwargs))
+            hidden = features_of(path, call(block, weights, tuple(args), kwargs))
         return {"hidden": self._features(position + 1, hidden, side.mask("hidden"))}
 
     def head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:

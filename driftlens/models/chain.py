@@ -39,9 +39,41 @@ What it returns, unless None, is called with the site's output; what that return
 ParameterKey = tuple[int, str]
 """Layer index, and a parameter name of the layer's own."""
 
+GATED = "gated"
+"""The rule of token weights of a mixture's experts: a token counts the square of its gate, 0 for other experts."""
+
 Role = Literal["stem", "block", "head"]
 SiteKind = Literal["linear", "layer_norm", "rms_norm"]
 Pool = Literal["cls", "mean", "last", "all"]
+
+
+@dataclass(eq=False)
+class Routes:
+    """Where tokens go in one pass through a block that is a mixture of experts.
+
+    `chosen` [T, k] are the experts of every token and `gates` [T, k] how much each counts, written by the pass unless
+    they are given. A pass that is given them takes these experts in the place of those that its own router would, by
+    gates that its router makes of them.
+    """
+
+    chosen: Tensor | None = None
+    gates: Tensor | None = None
+    is_given: bool = False
+
+    def record(self, chosen: Tensor, gates: Tensor) -> None:
+        """Keep where tokens went, unless that was given."""
+        if not self.is_given:
+            self.chosen, self.gates = (part.reshape(-1, part.shape[-1]) for part in (chosen, gates))
+
+    def of(self, expert: int) -> tuple[Tensor, Tensor]:
+        """The tokens of one expert in the order in which it is handed them, [m], and their gates, [m]."""
+        assert self.chosen is not None and self.gates is not None
+        place, token = torch.where((self.chosen == expert).mT)
+        return token, self.gates[token, place]
+
+    def given(self) -> Routes:
+        """The same for another pass to take."""
+        return Routes(self.chosen, self.gates, is_given=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +87,7 @@ class SideInputs(Mapping[str, Tensor]):
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     frames: tuple[Frame, ...] = ()
     inputs: Inputs | None = None
+    routes: Routes | None = None
 
     def __post_init__(self) -> None:
         for name, value in self.tensors.items():
@@ -115,23 +148,32 @@ class Slot:
 
     `rows` selects rows [start, stop) of a fused tensor (an attention in-projection); `transposed` says that the
     checkpoint stores the matrix as [in, out] where the layer wants [out, in]; `kernel` [in, h, w] that it stores each
-    row of the matrix as the kernel of a convolution.
+    row of the matrix as the kernel of a convolution; `is_stacked` that the one row is the parameter, one of a stack.
     """
 
     key: str
     rows: tuple[int, int] | None = None
     transposed: bool = False
     kernel: tuple[int, ...] = ()
+    is_stacked: bool = False
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Of the parameter in the layer's layout, given that of the checkpoint's tensor."""
         shape = stored if self.rows is None else (self.rows[1] - self.rows[0], *stored[1:])
+        if self.is_stacked:
+            shape = shape[1:]
         if self.kernel:
             shape = (shape[0], math.prod(self.kernel))
         return shape[::-1] if self.transposed else shape
 
+    def of(self, whole: Tensor) -> Tensor:
+        """The rows of the checkpoint's tensor that it lies in; no copy."""
+        return whole if self.rows is None else whole[slice(*self.rows)]
+
     def own(self, stored: Tensor) -> Tensor:
         """The parameter in the layer's layout, given the rows of the checkpoint's tensor that it lies in; no copy."""
+        if self.is_stacked:
+            stored = stored[0]
         if self.kernel:
             stored = stored.flatten(1)
         return stored.mT if self.transposed else stored
@@ -140,6 +182,8 @@ class Slot:
         """The rows of the checkpoint's tensor, given the parameter in the layer's layout; no copy."""
         if self.transposed:
             parameter = parameter.mT
+        if self.is_stacked:
+            return parameter[None]
         return parameter.reshape(len(parameter), *self.kernel) if self.kernel else parameter
 
 
@@ -153,7 +197,8 @@ class Site:
     of a norm. `mixes_tokens` says that other tokens read this site's output at one token, as attention reads keys
     and values. `runs` is how often one pass through the layer calls the module; one that runs twice has no one input
     to be calibrated on. `stream` is the entry of the state whose tokens it reads, where that is not the layer's own.
-    `only_named` leaves it alone unless a pattern of sites names it.
+    `only_named` leaves it alone unless a pattern of sites names it. `expert` is the number of the expert of a mixture
+    that it belongs to, which reads the tokens that are sent there alone.
     """
 
     name: str
@@ -165,6 +210,7 @@ class Site:
     runs: int = 1
     stream: str = ""
     only_named: bool = False
+    expert: int | None = None
 
 
 class LayerCall(Protocol):

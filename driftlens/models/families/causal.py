@@ -49,8 +49,6 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
         if blocks is not None:
             raise
         raise with_ways_out(error, whole, lambda shell, path: causal_chain(shell, example, path)) from error
-    if any(name.endswith("experts") for block in of_blocks.values() for name, _ in block.named_modules()):
-        raise not_causal(whole, "its blocks mix experts", LIVE)
     head, table = whole.get_output_embeddings(), whole.get_input_embeddings()
     if not isinstance(table, nn.Embedding):
         raise not_causal(whole, f"its embeddings are a {type(table).__name__}")

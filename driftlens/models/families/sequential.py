@@ -279,7 +279,10 @@ class _Seen(NamedTuple):
 
 
 def _registered(parts: Dissection) -> _Seen:
-    sites = [registered_sites(block, slots) for block, slots in zip(parts.blocks, parts.slots, strict=True)]
+    sites = [
+        (*registered_sites(block, slots), *(() if mixture is None else mixture.sites()))
+        for block, slots, mixture in zip(parts.blocks, parts.slots, parts.mixtures, strict=True)
+    ]
     return _Seen(sites, [False] * len(sites), frozenset(), frozenset(), _read_by(parts.module))
 
 
@@ -304,11 +307,14 @@ def _traced(parts: Dissection, example: Any) -> _Seen:
             features, beside = {"hidden": features["hidden"].to(bare)}, side.to(bare)
             for position, (block, slots) in enumerate(zip(parts.blocks, parts.slots, strict=True)):
                 parameters = {
-                    name: slot.own(weights[slot.key].detach().to(bare))
+                    name: slot.own(slot.of(weights[slot.key].detach()).to(bare))
                     for name, slot in parts.parameters(position).items()
                 }
                 alone = partial(parts.block, position, (), parameters, features, beside)
-                block_sites, features = traced_sites(block, slots, alone, features)
+                with parts.shapes_only():
+                    block_sites, features = traced_sites(block, slots, alone, features)
+                if (mixture := parts.mixtures[position]) is not None:
+                    block_sites = (*block_sites, *mixture.sites())
                 sites.append(_of_tokens(block_sites) if parts.computed else block_sites)
                 is_residual.append(side.frames[position].entered == side.frames[position].left)
         if parts.is_hollow:

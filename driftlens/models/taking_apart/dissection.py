@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,8 +39,10 @@ from driftlens.models.taking_apart.interception import (
     evaluating,
     hollow,
     observe,
+    replaced_forwards,
     run_until,
 )
+from driftlens.models.taking_apart.mixtures import assembled, mixing, mixture_of
 from driftlens.models.taking_apart.sites import BLOCK_ITSELF, Reader, readers, site_kind, slot_of, tapped
 
 
@@ -110,6 +112,7 @@ class Dissection:
         self.paths = list(blocks)
         self.blocks = list(blocks.values())
         self.computed = computed_arguments(module)
+        self.mixtures = [mixture_of(block) for block in self.blocks]
         self._frames: list[Frame] | None = None
         self.slots = [self._slots(position) for position in range(len(self.blocks))]
         # Of features at the boundaries 0..L - 1, until a forward pass shows what reads them.
@@ -130,7 +133,14 @@ class Dissection:
         """Names of a block's weights -> where they lie; those of a block that is one site are called after it."""
         block, path = self.blocks[position], self.paths[position]
         prefix = "" if site_kind(block) is None else f"{BLOCK_ITSELF}."
-        return {f"{prefix}{name}": slot_of(block, name, f"{path}.{name}") for name in own_weights(block)}
+        mixture = self.mixtures[position]
+        experts = {} if mixture is None else mixture.slots(lambda name: f"{path}.{name}")
+        stacked = {slot.key for slot in experts.values()}
+        return {
+            f"{prefix}{name}": slot_of(block, name, key)
+            for name in own_weights(block)
+            if (key := f"{path}.{name}") not in stacked
+        } | experts
 
     def parameters(self, position: int) -> dict[str, Slot]:
         """What a block computes with: its own weights, and outer ones that its other arguments are computed of."""
@@ -156,6 +166,11 @@ class Dissection:
     def is_hollow(self) -> bool:
         """Whether the module has shapes only."""
         return next((weight.is_meta for weight in self.module.parameters()), False)
+
+    def shapes_only(self) -> AbstractContextManager[None]:
+        """While this is open, mixtures that have shapes only return as much: who goes where depends on numbers."""
+        modules = [mixture.module for mixture in self.mixtures if mixture is not None and self.is_hollow]
+        return replaced_forwards((module, lambda features, *_, **__: torch.empty_like(features)) for module in modules)
 
     def stand_ins(self, device: torch.device, number: float = 0.0) -> dict[str, Tensor]:
         """The weights outside the blocks; those that have shapes only as one number, which takes no memory."""
@@ -191,7 +206,7 @@ class Dissection:
         return first
 
     def _shell_frames(self, inputs: Inputs, outer: Mapping[str, Tensor]) -> list[Frame]:
-        with hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):
+        with self.shapes_only(), hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):
             return self._observed(self.module, inputs, past=self.blocks[-1], outer=outer).frames
 
     def whole(self, inputs: Any) -> Any:
@@ -200,7 +215,7 @@ class Dissection:
         if not self.is_hollow:
             return run(self.module, named)
         device = next(value.device for value in named.values.values() if isinstance(value, Tensor))
-        with hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):
+        with self.shapes_only(), hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):
             return run(self.module, named, self.stand_ins(device))
 
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
@@ -229,10 +244,12 @@ class Dissection:
             elif name.isdecimal():
                 args[int(name)] = of.value(parameters, state["hidden"])
         path, slots = self.paths[position], self.slots[position]
-        weights = {
-            slots[name].key.removeprefix(f"{path}."): slots[name].stored(parameters[name]) for name in slots
-        }
-        with tapped(block, sites, tap):
+        parts: defaultdict[str, list[Tensor]] = defaultdict(list)
+        for name, slot in slots.items():
+            parts[slot.key.removeprefix(f"{path}.")].append(slot.stored(parameters[name]))
+        weights = {name: of[0] if len(of) == 1 else assembled(of) for name, of in parts.items()}
+        mixed = mixing(self.mixtures[position], weights, sites, tap, side.routes)
+        with tapped(block, [site for site in sites if site.expert is None], tap), mixed:
             hidden = features_of(path, call(block, weights, tuple(args), kwargs))
         return {"hidden": self._features(position + 1, hidden, side.mask("hidden"))}
 

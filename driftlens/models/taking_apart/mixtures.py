@@ -1,0 +1,223 @@
+"""Experts of a mixture that lie in fused tensors: each of their matrices as a site of its own, and who goes where.
+
+A mixture is found by what it is: a module with matrices of all its experts in tensors [experts, ., .], which either is
+told which experts every token goes to and how much each counts, or is handed the tokens of every expert. Nothing of its
+forward pass is replaced: what it reads of its tensors is watched while it runs, and where tokens go is what the router
+takes of the largest scores.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+
+from driftlens.models.chain import GATED, Routes, Site, Slot, Tap
+
+_READ = (torch.Tensor.__getitem__, torch.select, torch.Tensor.select)
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
+_BATCHED = (torch.bmm, torch.Tensor.bmm)
+_TOP = (torch.topk, torch.Tensor.topk)
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """Experts of one block in one module.
+
+    Attributes:
+        path: the module's, in the block.
+        module: lends its structure.
+        size: how many experts there are.
+        matrices: names of its tensors [experts, ., .].
+        is_routed: whether the module is told who goes where; otherwise it is handed the tokens of every expert.
+    """
+
+    path: str
+    module: nn.Module
+    size: int
+    matrices: tuple[str, ...]
+    is_routed: bool
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether its matrices are stored as [in, out]."""
+        return bool(getattr(self.module, "is_transposed", not self.is_routed))
+
+    def slots(self, key: Callable[[str], str]) -> dict[str, Slot]:
+        """Name of every expert's parameter in the block -> where it lies; `key` names a block's parameter elsewhere."""
+        return {
+            f"{self.site(expert, matrix)}.{leaf}": Slot(
+                key(f"{self.path}.{fused}"),
+                rows=(expert, expert + 1),
+                transposed=leaf == "weight" and self.is_transposed,
+                is_stacked=True,
+            )
+            for matrix in self.matrices
+            for leaf, fused in (("weight", matrix), ("bias", f"{matrix}_bias"))
+            if hasattr(self.module, fused)
+            for expert in range(self.size)
+        }
+
+    def site(self, expert: int, matrix: str) -> str:
+        """The name of an expert's matrix as a site."""
+        return f"{self.path}.{expert}.{matrix}"
+
+    def sites(self) -> tuple[Site, ...]:
+        """Every expert's matrices, in the order in which they run; each reads what its own expert is sent."""
+        return tuple(
+            Site(name, "linear", name, token_weights=GATED, expert=expert)
+            for expert in range(self.size)
+            for matrix in self.matrices
+            for name in [self.site(expert, matrix)]
+        )
+
+
+def mixture_of(block: nn.Module) -> Mixture | None:
+    """The mixture of a block, where it has one; of several none is followed."""
+    several = [
+        mixture for path, module in block.named_modules() if (mixture := _mixture(path, module)) is not None
+    ]
+    return several[0] if len(several) == 1 else None
+
+
+def _mixture(path: str, module: nn.Module) -> Mixture | None:
+    """The module as a mixture, unless it is none."""
+    stacks = {name: weight for name, weight in module.named_parameters(recurse=False) if weight.dim() == 3}
+    sizes = {len(weight) for weight in stacks.values()}
+    if not path or len(stacks) < 2 or len(sizes) != 1 or isinstance(module, _ConvNd):
+        return None
+    wanted = [
+        each
+        for each in inspect.signature(type(module).forward).parameters.values()
+        if each.name != "self" and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    if len(wanted) not in (1, 3):
+        return None
+    return Mixture(path, module, sizes.pop(), tuple(stacks), len(wanted) == 3)
+
+
+def assembled(parts: Sequence[Tensor]) -> Tensor:
+    """Experts' parts [1, ...] as one tensor: a view where they lie one behind the other in one memory."""
+    first = parts[0]
+    step = first.stride(0) if first.dim() else 0
+    if all(
+        part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and part.stride() == first.stride()
+        and part.storage_offset() == first.storage_offset() + place * step
+        for place, part in enumerate(parts)
+    ):
+        return first.as_strided((len(parts), *first.shape[1:]), first.stride(), first.storage_offset())
+    return torch.cat(list(parts))
+
+
+@contextmanager
+def mixing(
+    mixture: Mixture | None,
+    weights: Mapping[str, Tensor],
+    sites: Collection[Site],
+    tap: Tap | None,
+    routes: Routes | None,
+) -> Iterator[None]:
+    """While this is open, the mixture's block runs with `weights` by their names in it, and `tap` hears of experts' matrices.
+
+    Who goes where is written to `routes`, or read from there where it is given.
+    """
+    if mixture is None or (routes is None and tap is None):
+        yield
+        return
+    names = {site.name for site in sites}
+    watch = _Watch(mixture, weights, names, tap, Routes() if routes is None else routes)
+    handle = mixture.module.register_forward_pre_hook(watch.told, with_kwargs=True)
+    try:
+        with watch:
+            yield
+    finally:
+        handle.remove()
+
+
+class _Watch(TorchFunctionMode):
+    """Follows one mixture through one pass: what its router takes, what it reads of its tensors and multiplies."""
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        weights: Mapping[str, Tensor],
+        names: Collection[str],
+        tap: Tap | None,
+        routes: Routes,
+    ) -> None:
+        super().__init__()
+        self.mixture, self.names, self.tap, self.routes = mixture, names, tap, routes
+        self.biases = {
+            mixture.site(expert, matrix): bias
+            for matrix in mixture.matrices
+            for expert, bias in enumerate(weights.get(f"{mixture.path}.{matrix}_bias", ()))
+        }
+        self.stacks = {id(weights[f"{mixture.path}.{matrix}"]): matrix for matrix in mixture.matrices}
+        self.read: dict[int, tuple[str, Tensor]] = {}  # keeps what was read, so that no other takes its id
+
+    def told(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the mixture runs: who goes where, and how much each counts."""
+        if self.mixture.is_routed:
+            _, chosen, gates = (*args, *kwargs.values())
+            self.routes.record(chosen, gates)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _TOP and args[0].shape[-1] == self.mixture.size:
+            return self._top(func, args, kwargs)
+        if func in _READ and id(args[0]) in self.stacks:
+            part = func(*args, **kwargs)
+            if part.dim() == 2:
+                self.read[id(part)] = self.mixture.site(int(args[-1]), self.stacks[id(args[0])]), part
+            return part
+        if self.tap is not None:
+            if func is torch.nn.functional.linear and id(args[1]) in self.read:
+                return self._heard(self.read[id(args[1])][0], args[0], lambda: func(*args, **kwargs))
+            if func in _PRODUCTS and id(args[1]) in self.read:
+                return self._heard(self.read[id(args[1])][0], args[0], lambda: func(*args, **kwargs))
+            if func in _BATCHED and id(args[1]) in self.stacks:
+                return self._each(self.stacks[id(args[1])], *args)
+        return func(*args, **kwargs)
+
+    def _top(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The largest scores, or those of the experts that are given."""
+        given = self.routes.chosen if self.routes.is_given else None
+        if given is None or (kwargs.get("k") or args[1]) != given.shape[-1]:
+            top = func(*args, **kwargs)
+            if not self.mixture.is_routed:
+                self.routes.record(top.indices, torch.ones_like(top.values))
+            return top
+        scores = args[0]
+        return torch.return_types.topk((scores.gather(-1, given.reshape(*scores.shape[:-1], -1)), given))
+
+    def _heard(self, site: str, x: Tensor, run: Callable[[], Tensor]) -> Tensor:
+        """What a matrix makes of its rows, or what whoever listens wants in its place."""
+        if site not in self.names or self.tap is None:
+            return run()
+        hear, y = self.tap(site, x.clone()), run()
+        if hear is None:
+            return y
+        bias = self.biases.get(site, 0.0)
+        changed = hear(y + bias)
+        return y if changed is None else changed - bias
+
+    def _each(self, matrix: str, rows: Tensor, weights: Tensor) -> Tensor:
+        """The same of all experts, each of which is handed every token, with zeros where it isn't meant."""
+        outputs = torch.bmm(rows, weights)
+        for expert in range(self.mixture.size):
+            meant = self.routes.of(expert)[0]
+            site = self.mixture.site(expert, matrix)
+            outputs[expert, meant] = self._heard(
+                site, rows[expert, meant], lambda expert=expert, meant=meant: outputs[expert, meant]
+            )
+        return outputs

@@ -301,6 +301,10 @@ class FeatCal(ClosedFormBase):
         """omega = 1 / max(|G|_F, eps) (Eq. 14): every task counts alike, however large its features are."""
         return 1 / gram_norm.clamp_min(self.eps)
 
+    def least_rows(self, width: int) -> int:
+        """Without a pull, as many rows as inputs: fewer leave more than one solution."""
+        return 1 if self.pull else width
+
     def anchor_of(self, merged: Parameters, base: Parameters | None) -> dict[str, Tensor] | None:
         """The parameters towards which solves are pulled (Eq. 11), in `solve_dtype`; None where nothing pulls."""
         if self.anchor == "none":

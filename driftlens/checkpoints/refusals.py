@@ -44,8 +44,8 @@ _FAMILIES = (
     ("embeddings.class_embedding", "a CLIP saved by transformers", "hf-clip"),
     ("transformer.resblocks.", "a CLIP saved by open_clip", "open-clip"),
     ("lora_A.", "LoRA adapters", "adapters"),
-    ("block_sparse_moe.", "a mixture of experts", ""),
-    (".experts.", "a mixture of experts", ""),
+    ("block_sparse_moe.", "a mixture of experts", "hf-decoder"),
+    (".experts.", "a mixture of experts", "hf-decoder"),
     ("layer.0.SelfAttention.relative_attention_bias.", "a T5", "hf-t5"),
     ("embeddings.cls_token", "a ViT, DeiT or DINOv2 of transformers", "hf-vit"),
     ("blocks.0.attn.qkv.", "a vision transformer of timm", "timm"),
@@ -105,7 +105,7 @@ def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> Incom
         what, loader = "a model of open_clip", "open-clip"
     elif kind is None and isinstance(config.get("architecture"), str):
         what, loader = f"a timm model ({config['architecture']})", "timm"
-    elif kind in CONFIG_MAPPING and not num_experts(config):
+    elif kind in CONFIG_MAPPING and (is_causal(config) or not num_experts(config)):
         # Of two streams no family but T5 is taken apart.
         other = "" if config.get("is_encoder_decoder") or answers(config) else "hf-auto"
         other = "hf-decoder" if is_causal(config) else "hf-vlm" if is_vision_language(config) else other

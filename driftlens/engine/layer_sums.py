@@ -119,7 +119,9 @@ class LayerSums:
             wanted_rows = _flat(expert_rows.inputs[group.sites[0].name])
             outputs = [_flat(expert_rows.outputs[site.name]) for site in group.sites]
             weights = weights_of(group.sites[0], group.wanted.token_weights)
-            group.add(rows, wanted_rows, outputs, weights, expert, len(rows) * max(1, num_batches), task)
+            group.add(
+                rows, wanted_rows, outputs, weights, expert, max(1, len(rows)) * max(1, num_batches), task
+            )
         for norm in self._norms:
             rows = _flat(merged_rows.inputs[norm.site.name])
             norm.add(rows, weights_of(norm.site, norm.rule))
@@ -212,7 +214,7 @@ class LinearSums:
             gram = self._gram = self._gram or self.grams.lend(k, self.dtype, device)
             gram.clear()
         zeros = torch.zeros(k, dtype=self.dtype, device=device)
-        return InputSums(gram, zeros, zeros.new_zeros(()))
+        return InputSums(gram, zeros, zeros.new_zeros(()), zeros.new_zeros(()))
 
     def end_task(self, expert: Parameters) -> None:
         """Fold the task at hand into the sums over tasks."""
@@ -262,6 +264,7 @@ class LinearSums:
             expert_bias=self.fold.mean_bias(),
             merged=_of_sites(merged, self.sites),
             base=None if base is None else _of_sites(base, self.sites),
+            num_rows=self.fold.num_rows,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ class LinearProblem:
         expert_bias: by site, the average of the experts' biases over tasks, each counting its task weight.
         merged: the sites' parameters in the merged model, by the layer's own names.
         base: the same in the base, or None without one.
+        num_rows: over how many rows that count anything the moments are.
     """
 
     sites: tuple[Site, ...]
@@ -34,6 +35,7 @@ class LinearProblem:
     expert_bias: Mapping[str, Tensor]
     merged: Parameters
     base: Parameters | None
+    num_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class SiteReport:
 
     Attributes:
         site: the module's path in the library's own names; a calibrator gives its name in the layer.
-        kind: of the solve.
+        kind: of the solve; `kept` where an expert of a mixture stays as merged, for want of rows.
         lam: ridge, relative to a Gram matrix of Frobenius norm 1; 0 without an anchor.
         objective_before: objective (Eq. 15 or 57) at the merged parameters; None where nobody asked for it.
         objective_after: objective at the calibrated parameters; never more than before.
@@ -102,12 +104,13 @@ class SiteReport:
         upstream_share: share in [0, 1] of that repair which held-out samples supported.
         stationarity_error: of the equations that the weights solve, see `stationarity_error` in `linalg.cholesky`; None
             where they are solved by iteration or not at all.
+        num_rows: rows that an expert of a mixture was sent; None for what every token passes.
         change: how much of the way from the merged parameters is left in the dtype that is saved; the entries of a
             `Change` in `base.rounding`.
     """
 
     site: str
-    kind: SiteKind
+    kind: SiteKind | Literal["kept"]
     lam: float
     objective_before: float | None
     objective_after: float | None
@@ -120,6 +123,7 @@ class SiteReport:
     upstream_ridge: float | None = None
     upstream_share: float | None = None
     stationarity_error: float | None = None
+    num_rows: int | None = None
     change: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -144,11 +148,15 @@ class Wanted:
 
 
 class InputSums(NamedTuple):
-    """Sums over the rows of one task that belong to inputs alone: Gram matrix [k, k], inputs [k], weights []."""
+    """Sums over the rows of one task that belong to inputs alone: Gram matrix [k, k], inputs [k], weights [].
+
+    `count` [] is of the rows that count anything.
+    """
 
     gram: GramSum
     rows: Tensor
     weight_sum: Tensor
+    count: Tensor
 
 
 class TaskMoments:
@@ -162,7 +170,7 @@ class TaskMoments:
     def __init__(
         self, inputs: InputSums, cross: OutputCross, shape: Sequence[int], *, is_known: bool = False
     ) -> None:
-        self.gram, self.rows, self.weight_sum = inputs
+        self.gram, self.rows, self.weight_sum, self.count = inputs
         self.cross = cross
         self.shape = shape
         self.biases: dict[str, Tensor] = {}
@@ -170,7 +178,7 @@ class TaskMoments:
 
     def tensors(self) -> list[Tensor]:
         """All sums of these rows, in their own memory, to be added to; those that layers share, once."""
-        inputs = [] if self._is_known else [*self.gram.tiles(), self.rows, self.weight_sum]
+        inputs = [] if self._is_known else [*self.gram.tiles(), self.rows, self.weight_sum, self.count]
         return [*inputs, *self.cross.tensors()]
 
     def add(
@@ -182,9 +190,11 @@ class TaskMoments:
             return
         if weights is None:
             self.weight_sum += len(rows)
+            self.count += len(rows)
             self.rows += rows.sum(dim=0)
         else:
             self.weight_sum += weights.sum()
+            self.count += weights.count_nonzero()
             self.rows += weights @ rows
             # With both factors of the product scaled by the root, each row counts its weight.
             rows = rows * weights.sqrt()[:, None]
@@ -210,7 +220,7 @@ class WeightedFold:
             self._gram = self._grams.lend(k, like.dtype, like.device)
             self._cross = like.new_zeros(outputs, k)
             self._rows, self._targets = like.new_zeros(k), like.new_zeros(outputs)
-            self._weight = like.new_zeros(())
+            self._weight, self._count = like.new_zeros(()), like.new_zeros(())
         return self._gram
 
     def join(
@@ -228,7 +238,7 @@ class WeightedFold:
         device, and `biases` has the outputs of every site that has a bias.
         """
         gram = self._begun(shape, like)
-        sums = [*gram.tiles(), self._cross, self._rows, self._targets, self._weight]
+        sums = [*gram.tiles(), self._cross, self._rows, self._targets, self._weight, self._count]
         if energies:
             self._energy = like.new_zeros(shape[0]) if self._energy is None else self._energy
             sums.append(self._energy)
@@ -236,8 +246,11 @@ class WeightedFold:
         team.sum([*sums, *self._bias.values()], to=to)
 
     def add(self, task: TaskMoments) -> None:
-        """Take in one task; its memory serves the next task afterwards."""
+        """Take in one task, unless no row of it counts; its memory serves the next task afterwards."""
         gram = self._begun(task.shape, task.rows)
+        if not task.count:
+            return
+        self._count += task.count
         omega = self._task_weight(task.gram.norm() / task.weight_sum)
         scale = float(omega / task.weight_sum)
         sums = task.cross.sums(task.gram)
@@ -251,6 +264,11 @@ class WeightedFold:
         self._weight += omega
         for name, bias in task.biases.items():
             self._bias[name] = self._bias.get(name, 0.0) + omega * bias.to(self._rows.dtype)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows of all tasks count anything."""
+        return int(self._count)
 
     def moments(self) -> Moments:
         """Of all tasks together, divided by the sum of their task weights."""

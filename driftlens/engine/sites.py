@@ -8,7 +8,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from driftlens.base.errors import IncompatibleModelsError, LayerNotFoundError, SpecError
 from driftlens.base.layers import select_layers
 from driftlens.checkpoints.sources import StateSource
-from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
+from driftlens.models.chain import GATED, Layer, LayerChain, Parameters, Routes, SideInputs, Site, State
 from driftlens.models.taking_apart.sites import BLOCK_ITSELF
 
 
@@ -252,8 +252,12 @@ _ROWS = 64
 
 @dataclass(frozen=True)
 class SiteRows:
-    """Inputs and outputs of sites by their names, [n, t, k] or [n, k] each."""
+    """Inputs and outputs of sites by their names, [n, t, k] or [n, k] each, those of experts of a mixture [m, k].
 
+    `side` has the routes by which tokens came to experts.
+    """
+
+    side: SideInputs
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
@@ -276,9 +280,12 @@ def rows_and_output(
 
     With `stops`, what the layer does after the last of them is not computed, and no state leaves it. Layers are pure
     functions of what they are given, so nothing is left behind by stopping one in the middle. A site that runs twice
-    before the pass ends, or not at all, is refused.
+    before the pass ends, or not at all, is refused; an expert that no token is sent to has no rows.
     """
-    seen = SiteRows()
+    experts = {site.name for site in layer.sites if site.expert is not None}
+    if not experts.isdisjoint({*inputs, *outputs}) and side.routes is None:
+        side = replace(side, routes=Routes())
+    seen = SiteRows(side)
 
     def stop_after_all() -> None:
         if stops and len(seen.inputs) == len(inputs) and len(seen.outputs) == len(outputs):
@@ -303,6 +310,10 @@ def rows_and_output(
     with contextlib.suppress(_SeenAll):
         stop_after_all()
         out = layer.call(parameters, state, side, tap if inputs or outputs else None)
+    for rows, names, axis in ((seen.inputs, inputs, 1), (seen.outputs, outputs, 0)):
+        for name in experts.intersection(names).difference(rows):
+            weight = parameters[f"{name}.weight"]
+            rows[name] = weight.new_zeros(0, weight.shape[axis])
     missing = (set(inputs) - set(seen.inputs)) | (set(outputs) - set(seen.outputs))
     if missing:
         raise IncompatibleModelsError(
@@ -324,9 +335,15 @@ def row_weights(
         x: [n, t, k]; also per head [n, t, h, k] or [n, h, t, k], flattened [n * t, k], or one row per sample [n, k], of
             which none is padding.
         state: what enters the layer.
-        side: side inputs of the batch.
+        side: side inputs of the batch; of an expert's rows with the routes by which they came.
         rule: by which tokens count; the site's own if left out.
     """
+    if site.expert is not None:
+        assert side.routes is not None
+        tokens, gates = side.routes.of(site.expert)
+        mask = side.mask(layer.stream)
+        counts = gates.square() if mask is None else gates.square() * mask.reshape(-1)[tokens]
+        return counts.to(x)
     rule, mask = rule or site.token_weights, side.mask(site.stream or layer.stream)
     weights = None if rule == UNIFORM else chain.token_weights[rule](state, side)
     if mask is not None and (x.dim() > 2 or len(x) == mask.numel()):
@@ -350,7 +367,7 @@ def row_weights(
 
 def require_rule(chain: LayerChain, rule: str) -> None:
     """Refuse a rule of token weights that the architecture doesn't have."""
-    if rule != UNIFORM and rule not in chain.token_weights:
+    if rule not in (UNIFORM, GATED, *chain.token_weights):
         raise SpecError(
             f"{chain.architecture} has no token weights called {rule!r}",
             hint=f"It has {', '.join([UNIFORM, *chain.token_weights.keys() - {UNIFORM}])}.",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -33,7 +33,16 @@ from driftlens.engine.calibrating import (
     solved_by_all,
 )
 from driftlens.engine.layer_sums import LayerSums
-from driftlens.engine.problems import CalibratedLayer, InputSums, Problem, SiteUpdate, Wanted, WeightedFold
+from driftlens.engine.problems import (
+    CalibratedLayer,
+    InputSums,
+    NormProblem,
+    Problem,
+    SiteReport,
+    SiteUpdate,
+    Wanted,
+    WeightedFold,
+)
 from driftlens.engine.sites import SiteRows, rows_and_output, site_path
 from driftlens.engine.walk import WaitingBatch
 from driftlens.linalg.gram import GramPool
@@ -84,6 +93,21 @@ class Layerwise(ClosedForm):
     def fold_norm(self, total: NormMoments | None, task: NormMoments) -> NormMoments:
         """A norm's moments of one more task folded into those of the tasks before, each counting 1."""
         return task if total is None else total + task
+
+    def least_rows(self, width: int) -> int:
+        """How many rows an expert of a mixture needs whose inputs are so wide; with fewer it stays as merged."""
+        return 1
+
+    def solve_or_keep(self, problem: Problem) -> Sequence[SiteUpdate]:
+        """What `solve` says, and of an expert that was sent too few tokens that it stays as it is."""
+        if isinstance(problem, NormProblem) or problem.sites[0].expert is None:
+            return self.solve(problem)
+        [site], rows = problem.sites, problem.num_rows
+        if rows < self.least_rows(problem.merged[f"{site.name}.weight"].shape[1]):
+            return [SiteUpdate({}, SiteReport(site.name, "kept", 0.0, None, None, 0.0, num_rows=rows))]
+        return [
+            replace(update, report=replace(update.report, num_rows=rows)) for update in self.solve(problem)
+        ]
 
     @abstractmethod
     def solve(self, problem: Problem) -> Sequence[SiteUpdate]:
@@ -184,7 +208,7 @@ class SnapshotWalk(CalibrationWalk):
         every = [sums for by_key in self.sums.values() for sums in by_key.values()]
         inputs = {site for sums in every for site in sums.expert_inputs}
         outputs = {site for sums in every for site in sums.expert_outputs}
-        entered, seen = State(), SiteRows()
+        entered, seen = State(), SiteRows(SideInputs())
 
         def heard(state: State, side: SideInputs) -> State:
             nonlocal entered, seen
@@ -220,6 +244,8 @@ class SnapshotWalk(CalibrationWalk):
     ) -> None:
         # What depends on it, processes that share a task must decide alike.
         num_batches = _MANY if task in self.divided else len(self.passage.waiting.get((task, part), ()))
+        routes = seen.side.routes
+        side = batch.side if routes is None else replace(batch.side, routes=routes.given())
         for branch in self.branches:
             lanes = [self.calibrations[index] for index, parts in branch.lanes.items() if part in parts]
             readers: dict[bool, list[LayerSums]] = {}
@@ -229,9 +255,10 @@ class SnapshotWalk(CalibrationWalk):
                 with self.shared(branch.lanes):
                     state = expert_state if reads_expert else batch.get(branch.name)
                     read = {site for sums in all_sums for site in sums.merged_inputs}
-                    rows, _ = rows_and_output(layer, merged, state, batch.side, read, stops=True)
+                    # Rows of an expert of a mixture are pairs where both models send tokens where the expert does.
+                    rows, _ = rows_and_output(layer, merged, state, side, read, stops=True)
                     for sums in all_sums:
-                        sums.add(rows, seen, state, batch.side, expert, num_batches, task)
+                        sums.add(rows, seen, state, side, expert, num_batches, task)
 
     def _solve(self, layer: Layer, merged: Parameters) -> list[Solved]:
         """New parameters and reports of the layer, lane by lane; every problem is solved by one process."""
@@ -279,7 +306,7 @@ class SnapshotWalk(CalibrationWalk):
                         layer,
                         # What a solved problem holds makes room for the next one.
                         left if wanted_again else (left.pop(0) for _ in range(len(left))),
-                        lane.calibrator.solve,
+                        lane.calibrator.solve_or_keep,
                         stored_in=self.ground.stored_in,
                     )
         return [solved[index] for index in range(len(self.lanes))]

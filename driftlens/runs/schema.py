@@ -386,6 +386,7 @@ CALIBRATION = Table(
             "|W S v - R v| / (|W S v| + |R v|) of the solved equations W S = R, v one random direction.",
             "higher",
         ),
+        _count("num_rows", "rows", "Tokens that an expert of a mixture was solved from, empty elsewhere."),
     ),
     "driftlens calibrate RUN --name NAME",
 )

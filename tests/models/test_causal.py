@@ -25,7 +25,6 @@ REFUSED = {
         **PER_LAYER,
         **SLIDING | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
     ),
-    "mixture of 4 experts": of("mixtral", "head_dim", num_local_experts=4),
     "runs one block after the other|not what one module makes": of("nanochat", "head_dim"),
 }
 BATCH = {

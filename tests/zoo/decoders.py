@@ -75,12 +75,12 @@ _WIDE = (
 _GPT: dict[str, Any] = {"n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 64}
 _GPT_WITHOUT = (*_WIDE, "head_dim", "max_position_embeddings")
 _FALCON = ("intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
-_LINEAR = {
+LINEAR = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 4},
     **{"linear_value_head_dim": 4, "linear_conv_kernel_dim": 4},
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
-_MAMBA = {
+MAMBA = {
     "mamba_n_heads": 4,
     "mamba_d_head": 8,
     "mamba_n_groups": 1,
@@ -144,13 +144,13 @@ MORE = {
         **{"hidden_size": 16, "num_layers": 3, "num_heads": 4, "max_position_embeddings": 64},
         **{"attention_types": [[["global", "local", "global"], 1]], "window_size": 3},
     ),
-    "Qwen3.5": of("qwen3_5_text", **_LINEAR),
+    "Qwen3.5": of("qwen3_5_text", **LINEAR),
     "LFM2": of("lfm2", "head_dim", layer_types=["conv", "full_attention", "conv"], block_multiple_of=8),
-    "Falcon-H1": of("falcon_h1", **_MAMBA | {"mamba_d_ssm": 32}),
-    "Bamba": of("bamba", "head_dim", attn_layer_indices=[1], **_MAMBA),
+    "Falcon-H1": of("falcon_h1", **MAMBA | {"mamba_d_ssm": 32}),
+    "Bamba": of("bamba", "head_dim", attn_layer_indices=[1], **MAMBA),
     "Granite 4, dense": of(
         *("granitemoehybrid", "head_dim"),
-        **_MAMBA | {"num_local_experts": 0, "shared_intermediate_size": 24},
+        **MAMBA | {"num_local_experts": 0, "shared_intermediate_size": 24},
         layer_types=["mamba", "attention", "mamba"],
     ),
     "Mamba": of("mamba", *_GPT_WITHOUT, hidden_size=16, num_hidden_layers=3, state_size=4),

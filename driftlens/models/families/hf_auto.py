@@ -450,8 +450,6 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
     if request.untied:
         stated = stated | {"tie_word_embeddings": False}
     config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
-    if num_experts(config.to_dict()):
-        raise wrong_family(config.to_dict(), source, "one without a mixture of experts")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     skeleton = weightless(partial(built, model_class, config), source)
     preprocess = None if request.unread else hf_text_preprocess(source, config, offline, "decoder")

@@ -170,7 +170,9 @@ class Dissection:
     def shapes_only(self) -> AbstractContextManager[None]:
         """While this is open, mixtures that have shapes only return as much: who goes where depends on numbers."""
         modules = [mixture.module for mixture in self.mixtures if mixture is not None and self.is_hollow]
-        return replaced_forwards((module, lambda features, *_, **__: torch.empty_like(features)) for module in modules)
+        return replaced_forwards(
+            (module, lambda features, *_, **__: torch.empty_like(features)) for module in modules
+        )
 
     def stand_ins(self, device: torch.device, number: float = 0.0) -> dict[str, Tensor]:
         """The weights outside the blocks; those that have shapes only as one number, which takes no memory."""

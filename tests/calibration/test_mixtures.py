@@ -1,0 +1,112 @@
+"""Experts of a mixture, each solved on the tokens that the task's expert sends it, against sums over single tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from driftlens.calibration.featcal import FeatCal
+from driftlens.engine.calibrating import Ground
+from driftlens.engine.sites import select_sites
+from tests.calibration.helpers import TASKS, batched, given, updates_of
+from tests.reference import calibration as reference
+from tests.zoo.cases import Family, family
+from tests.zoo.mixtures import case
+
+N = 4
+SETTINGS = {"lam": 0.03, "rho": 1.7, "alpha": 0.4}
+
+
+def experts_calibrated(models: Family, size: int = N, **settings: Any) -> dict[tuple[int, str], Tensor]:
+    """New parameters of the first block alone, by layer and name."""
+    calibrator = FeatCal(**SETTINGS | settings)
+    batches = batched(models.batches[0].inputs, size)
+    ground = Ground(
+        models.pool,
+        {task: given(batches) for task in TASKS},
+        select_sites(models.pool.chain, layers=[2], update=calibrator.update),
+    )
+    return updates_of(list(calibrator.calibrate(ground)))
+
+
+def enters(model: nn.Module, inputs: Any) -> Tensor:
+    """What the first block's mixture is fed, one row a token."""
+    seen: list[Tensor] = []
+    mlp = model.model.layers[0].mlp  # type: ignore[union-attr]
+    hook = mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0]))  # type: ignore[union-attr]
+    with torch.no_grad():
+        model(**inputs)
+    hook.remove()
+    return seen[0].flatten(0, 1)
+
+
+def gates(model: Any, x: Tensor) -> Tensor:
+    """How much each expert counts for one token; 0 for those that it is not sent to."""
+    mlp = model.model.layers[0].mlp
+    router = getattr(mlp, "gate", None) or mlp.router
+    scores = router.weight @ x + (0 if getattr(router, "bias", None) is None else router.bias)
+    best = scores.argsort(descending=True)[:2]
+    return torch.zeros(4, dtype=x.dtype).scatter(0, best, scores[best].softmax(dim=0))
+
+
+def matrices(model: Any, expert: int) -> tuple[nn.Linear, nn.Linear]:
+    """An expert's two maps as plain modules."""
+    experts, made = model.model.layers[0].mlp.experts, []
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(experts, name)[expert].detach()
+        bias = getattr(experts, f"{name}_bias", None)
+        weight = weight if bias is None else weight.T  # gpt-oss keeps them the other way round
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+        linear.weight.data.copy_(weight)
+        if bias is not None:
+            linear.bias.data.copy_(bias[expert].detach())
+        made.append(linear)
+    return made[0], made[1]
+
+
+def between(name: str, rows: Tensor) -> Tensor:
+    """What an expert makes of what its first map returns."""
+    if name == "gpt-oss":
+        gate, up = rows[::2].clamp(max=7), rows[1::2].clamp(-7, 7)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    gate, up = rows.chunk(2)
+    return nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])
+@torch.no_grad()
+def test_every_expert_agrees_with_sums_over_the_tokens_it_is_sent(name: str) -> None:
+    models = family(case(name), n=N, batch_size=N)
+    found, modules = experts_calibrated(models), models.modules
+    inputs = models.batches[0].inputs
+    real = inputs["attention_mask"].flatten().bool()
+    features = {role: enters(module, inputs)[real] for role, module in modules.items()}
+    for expert in range(4):
+        maps = {role: matrices(module, expert) for role, module in modules.items()}
+        rows: dict[int, dict[str, list[Any]]] = {0: {}, 1: {}}
+        for task in TASKS:
+            theirs = f"expert:{task}"
+            for place in rows:
+                rows[place][task] = []
+            for x, e in zip(features["merged"], features[theirs], strict=True):
+                gate = float(gates(modules[theirs], e)[expert])
+                if gate:
+                    rows[0][task].append((gate**2, x, e))
+                    inner = (between(name, maps[role][0](u)) for role, u in (("merged", x), (theirs, e)))
+                    rows[1][task].append((gate**2, *inner))
+        for place, matrix in enumerate(("gate_up_proj", "down_proj")):
+            want = reference._linear(
+                maps["merged"][place],
+                maps["base"][place],
+                {task: maps[f"expert:{task}"][place] for task in TASKS},
+                {task: of_task for task, of_task in rows[place].items() if of_task},
+                reference.Settings(**SETTINGS),
+            )
+            assert len(want) == (2 if name == "gpt-oss" else 1)
+            for part, value in want.items():
+                ours = found[2, f"mlp.experts.{expert}.{matrix}.{part}"]
+                # Mixtral's router takes its softmax in float32.
+                assert float((ours - value).norm()) <= 1e-6 * float(value.norm()), (expert, matrix, part)

@@ -150,13 +150,13 @@ class Wanted:
 class InputSums(NamedTuple):
     """Sums over the rows of one task that belong to inputs alone: Gram matrix [k, k], inputs [k], weights [].
 
-    `count` [] is of the rows that count anything.
+    `num_rows` [] are those that count anything.
     """
 
     gram: GramSum
     rows: Tensor
     weight_sum: Tensor
-    count: Tensor
+    num_rows: Tensor
 
 
 class TaskMoments:
@@ -170,7 +170,7 @@ class TaskMoments:
     def __init__(
         self, inputs: InputSums, cross: OutputCross, shape: Sequence[int], *, is_known: bool = False
     ) -> None:
-        self.gram, self.rows, self.weight_sum, self.count = inputs
+        self.gram, self.rows, self.weight_sum, self.num_rows = inputs
         self.cross = cross
         self.shape = shape
         self.biases: dict[str, Tensor] = {}
@@ -178,7 +178,7 @@ class TaskMoments:
 
     def tensors(self) -> list[Tensor]:
         """All sums of these rows, in their own memory, to be added to; those that layers share, once."""
-        inputs = [] if self._is_known else [*self.gram.tiles(), self.rows, self.weight_sum, self.count]
+        inputs = [] if self._is_known else [*self.gram.tiles(), self.rows, self.weight_sum, self.num_rows]
         return [*inputs, *self.cross.tensors()]
 
     def add(
@@ -190,11 +190,11 @@ class TaskMoments:
             return
         if weights is None:
             self.weight_sum += len(rows)
-            self.count += len(rows)
+            self.num_rows += len(rows)
             self.rows += rows.sum(dim=0)
         else:
             self.weight_sum += weights.sum()
-            self.count += weights.count_nonzero()
+            self.num_rows += weights.count_nonzero()
             self.rows += weights @ rows
             # With both factors of the product scaled by the root, each row counts its weight.
             rows = rows * weights.sqrt()[:, None]
@@ -248,9 +248,9 @@ class WeightedFold:
     def add(self, task: TaskMoments) -> None:
         """Take in one task, unless no row of it counts; its memory serves the next task afterwards."""
         gram = self._begun(task.shape, task.rows)
-        if not task.count:
+        if not task.num_rows:
             return
-        self._count += task.count
+        self._count += task.num_rows
         omega = self._task_weight(task.gram.norm() / task.weight_sum)
         scale = float(omega / task.weight_sum)
         sums = task.cross.sums(task.gram)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.base.errors import IncompatibleModelsError, SpecError
-from driftlens.checkpoints.refusals import LIVE
 from driftlens.models.chain import TEXT, LayerChain
 from driftlens.models.families.sequential import block_list, sequential_chain, with_ways_out
 from driftlens.models.frames import find_features

@@ -22,7 +22,10 @@ from torch.overrides import TorchFunctionMode
 from driftlens.models.chain import GATED, Routes, Site, Slot, Tap
 
 _READ = (torch.Tensor.__getitem__, torch.select, torch.Tensor.select)
-_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
+_PRODUCTS = (
+    *(torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__),
+    *(torch.mm, torch.Tensor.mm),
+)
 _BATCHED = (torch.bmm, torch.Tensor.bmm)
 _TOP = (torch.topk, torch.Tensor.topk)
 
@@ -125,7 +128,7 @@ def mixing(
     tap: Tap | None,
     routes: Routes | None,
 ) -> Iterator[None]:
-    """While this is open, the mixture's block runs with `weights` by their names in it, and `tap` hears of experts' matrices.
+    """While this is open, the block runs with `weights` by their names in it, and `tap` hears of experts' matrices.
 
     Who goes where is written to `routes`, or read from there where it is given.
     """
@@ -181,10 +184,8 @@ class _Watch(TorchFunctionMode):
                 self.read[id(part)] = self.mixture.site(int(args[-1]), self.stacks[id(args[0])]), part
             return part
         if self.tap is not None:
-            if func is torch.nn.functional.linear and id(args[1]) in self.read:
-                return self._heard(self.read[id(args[1])][0], args[0], lambda: func(*args, **kwargs))
             if func in _PRODUCTS and id(args[1]) in self.read:
-                return self._heard(self.read[id(args[1])][0], args[0], lambda: func(*args, **kwargs))
+                return self._heard(self.read[id(args[1])][0], args[0], func(*args, **kwargs))
             if func in _BATCHED and id(args[1]) in self.stacks:
                 return self._each(self.stacks[id(args[1])], *args)
         return func(*args, **kwargs)
@@ -200,12 +201,9 @@ class _Watch(TorchFunctionMode):
         scores = args[0]
         return torch.return_types.topk((scores.gather(-1, given.reshape(*scores.shape[:-1], -1)), given))
 
-    def _heard(self, site: str, x: Tensor, run: Callable[[], Tensor]) -> Tensor:
+    def _heard(self, site: str, x: Tensor, y: Tensor) -> Tensor:
         """What a matrix makes of its rows, or what whoever listens wants in its place."""
-        if site not in self.names or self.tap is None:
-            return run()
-        hear, y = self.tap(site, x.clone()), run()
-        if hear is None:
+        if site not in self.names or self.tap is None or (hear := self.tap(site, x.clone())) is None:
             return y
         bias = self.biases.get(site, 0.0)
         changed = hear(y + bias)
@@ -216,8 +214,6 @@ class _Watch(TorchFunctionMode):
         outputs = torch.bmm(rows, weights)
         for expert in range(self.mixture.size):
             meant = self.routes.of(expert)[0]
-            site = self.mixture.site(expert, matrix)
-            outputs[expert, meant] = self._heard(
-                site, rows[expert, meant], lambda expert=expert, meant=meant: outputs[expert, meant]
-            )
+            y = outputs[expert, meant]
+            outputs[expert, meant] = self._heard(self.mixture.site(expert, matrix), rows[expert, meant], y)
         return outputs

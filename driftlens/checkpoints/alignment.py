@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -155,7 +155,10 @@ class Refitted:
         joined = torch.empty((stop - start, *header.shape[1:]), dtype=header.dtype)
         flat, each = joined.view(-1), math.prod(header.shape[1:])
         for name, place, wanted in _overlaps(header, start * each, stop * each):
-            read, behind = _entries(self.whole, name, wanted), max(0, place - start * each)
+            read, behind = (
+                _entries(self.whole.read, self.whole.headers[name], name, wanted),
+                max(0, place - start * each),
+            )
             flat[behind : behind + len(read)] = read
         return joined
 
@@ -170,6 +173,7 @@ class Stored:
 
     def __init__(self, source: StateSource, wrapper: str = "") -> None:
         self.name, self._source = source.name, source
+        self._last: tuple[tuple[str, tuple[int, int] | None], Tensor] | None = None
         self._rows: dict[str, list[str]] = {}
         self._joints: dict[str, tuple[str, int]] = {}
         self.headers: dict[str, TensorHeader] = {}
@@ -193,12 +197,22 @@ class Stored:
         if key in self._joints:
             joint, place = self._joints[key]
             shape = self.headers[key].shape
-            tensor = _entries(self._source, joint, (place, place + math.prod(shape))).reshape(shape)
+            entries = _entries(
+                self._kept, self._source.headers[joint], joint, (place, place + math.prod(shape))
+            )
+            tensor = entries.reshape(shape)
         elif self._rows[key] == [key]:
             return self._source.read(key, rows)
         else:
             tensor = torch.cat([*map(self._source.read, self._rows[key])])
         return tensor if rows is None else tensor[slice(*rows)]
+
+    def _kept(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """Rows of a joint, which may have to be computed; what lies beside in them is mostly asked for next."""
+        if self._last is None or self._last[0] != (key, rows):
+            self._last = None
+            self._last = (key, rows), self._source.read(key, rows)
+        return self._last[1]
 
 
 def _overlaps(header: TensorHeader, start: int, stop: int) -> Iterator[tuple[str, int, tuple[int, int]]]:
@@ -212,16 +226,15 @@ def _overlaps(header: TensorHeader, start: int, stop: int) -> Iterator[tuple[str
         place += size
 
 
-def _entries(source: StateSource, key: str, wanted: tuple[int, int]) -> Tensor:
+def _entries(read: Callable[..., Tensor], header: TensorHeader, key: str, wanted: tuple[int, int]) -> Tensor:
     """Entries [start, stop) of a tensor, flat; only the rows that they lie in are read."""
-    shape = source.headers[key].shape
     start, stop = wanted
-    if not shape or wanted == (0, math.prod(shape)):
-        return source.read(key).flatten()
-    each = math.prod(shape[1:])
+    if wanted == (0, math.prod(header.shape)):
+        return read(key).flatten()
+    each = math.prod(header.shape[1:])
     first = start // each
-    read = source.read(key, (first, -(-stop // each))).flatten()
-    return read[start - first * each : stop - first * each]
+    rows: Tensor = read(key, (first, -(-stop // each)))
+    return rows.flatten()[start - first * each : stop - first * each]
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.sources import StateSource, TensorsSource
 from driftlens.jobs.study.recipe import Followed
 from driftlens.spec.mergekit import METHODS, recipe_of
 from tests.cli.conftest import Cli
 from tests.zoo.decoders import CONFIGS, saved
+from tests.zoo.mixtures import MIXTURES
 
 MERGEKIT = os.environ.get("DRIFTLENS_MERGEKIT") or shutil.which("mergekit-yaml")
 MODELS = ("base", "one", "two")
@@ -323,7 +325,7 @@ def stored(family: str, dtype: str, root: Path) -> Folders:
     """The three models of a family, as this dtype stores them."""
     made = {}
     for seed, name in enumerate(MODELS):
-        saved(CONFIGS[family], root / name, seed)
+        saved((CONFIGS | MIXTURES)[family], root / name, seed)
         model = AutoModelForCausalLM.from_pretrained(root / name, dtype=getattr(torch, dtype))
         model.save_pretrained(root / name)
         made[name] = str(root / name)
@@ -367,7 +369,16 @@ def units_apart(a: Tensor, b: Tensor) -> int:
     return int((places[0] - places[1]).abs().max())
 
 
-STORED = [*((family, "bfloat16") for family in FAMILIES), (FAMILIES[0], "float16"), (FAMILIES[0], "float32")]
+def in_memory(folder: Path) -> StateSource:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    return TensorsSource(str(folder), model.state_dict())
+
+
+STORED = [
+    *((family, "bfloat16") for family in FAMILIES),
+    (FAMILIES[0], "float16"),
+    *((family, "float32") for family in (FAMILIES[0], "Mixtral", "Qwen3-MoE")),
+]
 Made = tuple[Folders, dict[str, dict[str, Any]], dict[str, Path]]
 
 
@@ -397,8 +408,14 @@ def test_what_mergekit_makes_is_made(made_there: Made, tmp_path: Path, run_cli: 
     for number, (case, made) in enumerate(recipes.items()):
         done = run_cli("merge", written(made, tmp_path), "--out", tmp_path / f"{number}")
         assert done.code == 0, (case, done.err)
-        theirs = open_checkpoint(str(outs[case]))
+        theirs: StateSource = open_checkpoint(str(outs[case]))
         ours = weights(tmp_path / f"{number}")
+        if any(
+            "experts" in key for key in theirs.headers
+        ):  # it writes those of a mixture as they are in memory
+            theirs, after = map(in_memory, (outs[case], tmp_path / f"{number}"))
+            assert ours.keys() == base.keys()
+            ours = {key: after.read(key) for key in after.headers}
         assert set(theirs.headers) == set(ours), case
         for key, value in ours.items():
             wanted = theirs.read(key)
@@ -406,7 +423,8 @@ def test_what_mergekit_makes_is_made(made_there: Made, tmp_path: Path, run_cli: 
                 wanted = wanted.to(value.dtype)  # it leaves them wider than its own config.json says
             assert value.dtype == wanted.dtype, (case, key)
             assert units_apart(value, wanted) <= (0 if value.dtype == torch.float32 else 1), (case, key)
-        assert any(not torch.equal(base[key].to(value), value) for key, value in ours.items()), case
+        merged = weights(tmp_path / f"{number}")
+        assert any(not torch.equal(base[key].to(value), value) for key, value in merged.items()), case
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,19 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from driftlens.base.access import Context
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.alignment import Spellings, Stored, joint_name, names_of
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sources import StateSource
+from driftlens.jobs.study.merging import merge_experts
 from driftlens.models.architecture import weightless
 from driftlens.models.families.hf_auto import built, file_names, spellings
+from driftlens.spec import RunSpec, load_spec
 from tests.zoo.cases import perturbed, with_seed
-from tests.zoo.decoders import of
+from tests.zoo.decoders import of, saved
+from tests.zoo.mixtures import MIXTURES, mixtures
+from tests.zoo.tensors import assert_every_tensor, weights_in
 
 EXPERTS = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
 CONFIGS = {
@@ -130,6 +137,71 @@ def test_an_expert_of_another_size_is_named(tmp_path: Path) -> None:
     known, keys = layout_of(CONFIGS["Mixtral"])
     with pytest.raises(IncompatibleModelsError, match=f"'{key}' has shape \\[5, 16\\]"):
         known.align(open_checkpoint(tmp_path), keys, None)
+
+
+def spec_of(root: Path, base: str, *experts: str) -> RunSpec:
+    described: dict[str, Any] = {
+        "version": 1,
+        "architecture": {"loader": "hf-decoder", "source": str(root / base)},
+        "base": {"weights": str(root / base)},
+        "experts": {name: {"weights": str(root / name)} for name in experts},
+        "merge": {"method": "average"},
+    }
+    return load_spec(described)
+
+
+def rewrite_fused(folder: Path) -> None:
+    """The same weights as memory has them."""
+    state = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for file in folder.glob("model*"):
+        file.unlink()
+    save_file(
+        {key: value.clone() for key, value in state.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+
+
+@pytest.mark.shows("reloads", files="hf-decoder")
+@pytest.mark.parametrize("family", mixtures("Mixtral", "Qwen3-MoE"))
+def test_a_merge_has_the_layout_of_its_base_whatever_that_of_its_experts(family: str, tmp_path: Path) -> None:
+    for seed, name in enumerate(("base", "one", "two")):
+        saved(MIXTURES[family], tmp_path / name, seed)
+    for name in ("base", "two"):
+        shutil.copytree(tmp_path / name, tmp_path / f"{name}-fused")
+        rewrite_fused(tmp_path / f"{name}-fused")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path / "base", max_shard_size="8KB")
+    logits = {}
+    for base in ("base", "base-fused"):
+        spec, out = spec_of(tmp_path, base, "one", "two-fused"), tmp_path / f"of-{base}"
+        merge_experts(spec, "task_arithmetic", {"scaling": 0.4}, out, Context())
+        assert weights_in(out).keys() == weights_in(tmp_path / base).keys()
+        for file in (tmp_path / base).glob("*.safetensors"):
+            assert load_file(file).keys() == load_file(out / file.name).keys()
+        merged, info = type(model).from_pretrained(out, output_loading_info=True)
+        assert not any(info.values())
+        logits[base] = merged(input_ids=torch.arange(4, 16)[None]).logits
+    assert torch.equal(*logits.values())
+    experts = [tmp_path / "one", tmp_path / "two"]
+    buffers = [
+        name for name, _ in model.named_buffers() if name in model.state_dict()
+    ]  # no expert changes one
+    assert_every_tensor(tmp_path / "base", experts, tmp_path / "of-base", scaling=0.4, shared=len(buffers))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_count_of_experts_that_differs_is_refused_before_anything_is_written(
+    fused: bool, tmp_path: Path
+) -> None:
+    saved(MIXTURES["Mixtral"], tmp_path / "base", 0)
+    other = copy.deepcopy(MIXTURES["Mixtral"])
+    other.num_local_experts = 3
+    saved(other, tmp_path / "one", 1)
+    if fused:
+        rewrite_fused(tmp_path / "one")
+    with pytest.raises(IncompatibleModelsError, match=r"has shape \[3, .*wants \[4, "):
+        merge_experts(spec_of(tmp_path, "base", "one"), "average", {}, tmp_path / "out", Context())
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,22 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_copy_of_the_embeddings_is_a_head_of_nobodys_own(tmp_path: Path) -> None:
+    """Training code writes it beside them; what the library saves has none."""
+    for seed, name in enumerate(("base", "one", "two")):
+        saved(CONFIGS["Llama"], tmp_path / name, seed)
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    weights[HEAD] = weights[TABLE].clone()
+    save_file(weights, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    merge_experts(
+        load_spec(spec_of(tmp_path, "base", "one", "two")), "average", {}, tmp_path / "out", Context()
+    )
+    merged = weights_of(tmp_path / "out")
+    one, two = (weights_of(tmp_path / name)[TABLE] for name in ("one", "two"))
+    torch.testing.assert_close(merged[TABLE], (one + two) / 2)
+    assert torch.equal(merged[HEAD], merged[TABLE])
+
+
 def in_shards(folder: Path) -> Path:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     (folder / "model.safetensors").unlink()

@@ -13,7 +13,7 @@ from driftlens.base.errors import IncompatibleModelsError
 from driftlens.base.files import from_json, plain_file
 from driftlens.base.words import some_of
 from driftlens.checkpoints.loading import with_floats
-from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader
+from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader, renamed
 from driftlens.models.language.texts import MEANING, plain_part
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ def with_head(
     if lm.key in source.headers:
         head = None if lm.is_apart else own_head(stored, source, lm)
         if head is None:
-            return source, ""
+            kept = {name: name for name in source.headers if lm.is_apart or name != lm.head}
+            return renamed(source, kept), ""
         raise IncompatibleModelsError(
             f"{stored.name} has a head of its own ({head!r}), and the base's is its embeddings",
             hint="Merge it with a base whose head is apart too: tie_word_embeddings false in all of them.",

@@ -27,7 +27,8 @@ from driftlens.data.sources import (
     require_column,
 )
 from driftlens.data.text_files import encoding_of, separated_text
-from driftlens.models.language.texts import Form, Text, TextReader
+from driftlens.models.language.pictures import PictureReader
+from driftlens.models.language.texts import Form, Pictured, Text, TextReader
 
 if TYPE_CHECKING:
     from driftlens.spec.data import JsonlData, TableData, TextEntry
@@ -52,11 +53,12 @@ def text_view(
     origin: str,
     unit: str = "row",
     names: Sequence[str] | None = None,
+    folder: Path = Path(),
 ) -> SplitView:
     """The samples of a split whose rows are texts; `row` gives those columns of a row that are asked.
 
     A split that serves no scores may lack the answers; of the test split all have one, where the column is named in the
-    spec. `names` are what whole numbers among the targets mean, `unit` what an id counts.
+    spec. `names` are what whole numbers among the targets mean, `unit` what an id counts, `folder` where images lie.
     """
     from driftlens.spec.data import filled
 
@@ -77,7 +79,7 @@ def text_view(
             entry, row(position).get(entry.answers), names, known, f"{where}, {unit} {ids[position]}"
         )
 
-    def read(position: int) -> Text:
+    def read(position: int) -> Text | Pictured:
         values, place = row(position), f"{where}, {unit} {ids[position]}"
         fields = {name: _text(values, column, place) for name, column in asked.items()}
         if not any(text.strip() for text in fields.values()):
@@ -85,7 +87,10 @@ def text_view(
                 f"{place}: nothing is asked, {' and '.join(map(repr, asked.values()))} is empty",
                 hint="Leave such rows out, or name the column that holds the text as `input`.",
             )
-        return Text(filled(entry.prompt or "{input}", fields), target(position))
+        question = filled(entry.prompt or "{input}", fields)
+        if entry.pictures is not None:
+            return Pictured(question, target(position), str(folder / values[entry.pictures]))
+        return Text(question, target(position))
 
     def label(position: int) -> str | None:
         are_classes = entry.classes not in (None, False) or entry.words is not None
@@ -113,18 +118,19 @@ def as_texts(
             hint="Give all rows one, or none.",
         )
     form = None if reader is None else reader.form
+    reader = _of_pictures(task, split, rows, reader)
     if reader is not None and entry.max_length is not None:
         reader = reader.limited(entry.max_length, f"data.{task}.max_length")
     if reader is not None and entry.prompt is not None:
         reader = replace(reader, lead="")  # the task's own stands in its place
     if reader is not None and entry.chat:
         asked = reader.chats([row.input for row in rows])
-        rows = [Text(question, row.target) for question, row in zip(asked, rows, strict=True)]
+        rows = [row._replace(input=question) for question, row in zip(asked, rows, strict=True)]
     answer = entry.answer or (" {target}" if form == "decoder" and not entry.chat else "{target}")
     shown = _shown(task, entry, form, any(have)) if split == "calibration" else "none"
     texts = Texts(rows.__getitem__, reader, answer, shown)
-    rows = [Text(row.input, texts.answered(row.target) if row.target else "") for row in rows]
-    given = [row if shown == "target" else Text(row.input) for row in rows]
+    rows = [row._replace(target=texts.answered(row.target) if row.target else "") for row in rows]
+    given = [row if shown == "target" else row._replace(target="") for row in rows]
     on_answers = (f"{task}: calibration shows the expert's own greedy answers",) if shown == "expert" else ()
     return replace(
         samples,
@@ -134,6 +140,20 @@ def as_texts(
         + (() if reader is None else _too_long(samples, given, entry, reader)),
         texts=replace(texts, read=rows.__getitem__),
     )
+
+
+def _of_pictures(task: str, split: str, rows: Sequence[Text], reader: TextReader | None) -> TextReader | None:
+    """The reader, which opens the images of rows; refused where rows have images or the reader wants some, not both."""
+    reads_pictures = isinstance(reader, PictureReader)
+    if reader is not None and any(isinstance(row, Pictured) != reads_pictures for row in rows):
+        have, want = ("no images", "images and texts") if reads_pictures else ("images", "texts alone")
+        raise DataError(
+            f"task {task}: {split} samples have {have}, and the model reads {want}",
+            hint="Images beside texts need the loader hf-vlm; `image: COLUMN` names their paths, of all tasks or none.",
+        )
+    if isinstance(reader, PictureReader):
+        return replace(reader, opened=lambda image: read_image(Path(image)))
+    return reader
 
 
 def _too_long(
@@ -227,8 +247,11 @@ def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
         )
     ids, values = list(rows), list(rows.values())
     keys = dict.fromkeys(key for row in values for key in row)
-    origin = str(file.resolve())
-    return text_view(entry, split, ids, keys, values.__getitem__, where=str(file), origin=origin, unit="line")
+    if entry.pictures is not None:
+        require_column(entry.pictures, keys, "image", str(file))
+        require_there([row.get(entry.pictures) for row in values], file.parent, str(file))
+    named = {"where": str(file), "origin": str(file.resolve()), "unit": "line"}
+    return text_view(entry, split, ids, keys, values.__getitem__, **named, folder=file.parent)
 
 
 def _lines(file: Path) -> list[str]:
@@ -262,9 +285,9 @@ def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
     """
     if entry.holds_texts:
         return _open_texts(entry, split)
-    wanted = {"image": entry.image, "label": entry.label}
+    wanted = {"image": entry.paths, "label": entry.label}
     file, where, origin, _, columns = _rows(entry, split, wanted)
-    paths = _paths(columns[entry.image], file.parent, where)
+    paths = _paths(columns[entry.paths], file.parent, where)
     labels = [None if label == "" else label for label in columns.get(entry.label or "", [None] * len(paths))]
     names, class_names = named(labels, listed_classes(entry.classes), where)
     if split != "calibration" and getattr(entry, split) != entry.calibration:
@@ -282,13 +305,17 @@ def _open_texts(entry: TableData, split: Split) -> SplitView:
     wanted = {
         **{f"{{{name}}}": column for name, column in columns_asked(entry).items()},
         "target": entry.answers,
+        "image": entry.pictures,
     }
-    _, where, origin, rows, columns = _rows(entry, split, wanted)
+    file, where, origin, rows, columns = _rows(entry, split, wanted)
+    if entry.pictures is not None:
+        require_there(columns[entry.pictures], file.parent, where)
 
     def row(position: int) -> dict[str, Any]:
         return {name: values[position] for name, values in columns.items()}
 
-    return text_view(entry, split, list(map(str, rows)), columns, row, where=where, origin=origin)
+    ids = list(map(str, rows))
+    return text_view(entry, split, ids, columns, row, where=where, origin=origin, folder=file.parent)
 
 
 def _rows(
@@ -319,8 +346,8 @@ def _rows(
 
 def _require_apart(entry: TableData, places: Iterable[str], where: str, origin: str) -> None:
     """Refuse images that are calibration samples too, unless one list serves both: then drawing keeps them apart."""
-    file, _, calibration, _, columns = _rows(entry, "calibration", {"image": entry.image})
-    listed = [path for path in columns[entry.image] if isinstance(path, str)]
+    file, _, calibration, _, columns = _rows(entry, "calibration", {"image": entry.paths})
+    listed = [path for path in columns[entry.paths] if isinstance(path, str)]
     shared = sorted(set(places).intersection(_places(listed, file.parent)))
     if shared and calibration != origin:
         raise DataError(
@@ -364,15 +391,21 @@ def _columns(file: Path, wanted: Collection[str | None], entry: TableData) -> di
 
 def _paths(paths: Sequence[Any], folder: Path, where: str) -> list[str]:
     """Paths of images that are all there, each once."""
+    require_there(paths, folder, where)
+    twice = [path for path, count in Counter(_places(paths, folder)).items() if count > 1]
+    if twice:
+        raise DataError(f"{where}: {twice[0]} occurs more than once", hint="Name every image once.")
+    return list(paths)
+
+
+def require_there(paths: Sequence[Any], folder: Path, where: str) -> None:
+    """Refuse what are no paths, and paths of images that are not there."""
     odd = [path for path in paths if not isinstance(path, str) or not path]
     if odd:
         raise DataError(
             f"{where}: a path is {type(odd[0]).__name__} {str(odd[0])[:40]!r}, expected text",
             hint="Images themselves can't stand in the table; a data set that holds them is of kind hf.",
         )
-    twice = [path for path, count in Counter(_places(paths, folder)).items() if count > 1]
-    if twice:
-        raise DataError(f"{where}: {twice[0]} occurs more than once", hint="Name every image once.")
     with refused(f"{where}: a path can't be looked up", "Paths of images are expected.", OSError, ValueError):
         missing = [path for path in paths if not (folder / path).is_file()]
     if missing:
@@ -380,4 +413,3 @@ def _paths(paths: Sequence[Any], folder: Path, where: str) -> list[str]:
             f"{where}: {len(missing)} of {len(paths)} images are not there, the first is {missing[0]}",
             hint=f"Relative paths are resolved against {folder}.",
         )
-    return list(paths)

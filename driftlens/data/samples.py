@@ -6,13 +6,14 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from driftlens.base.errors import DataError
 from driftlens.data.sources import Split, SplitView
-from driftlens.models.language.texts import Text, TextReader
+from driftlens.models.language.texts import Pictured, Text, TextReader
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,7 +158,7 @@ class SampleSet:
 
     def answering(self, answers: Sequence[str]) -> SampleSet:
         """The same questions of a model's with these answers, which `load` shows it; an empty one shows none."""
-        given = tuple(Text(self.text(row).input, answer) for row, answer in enumerate(answers))
+        given = tuple(self.text(row)._replace(target=answer) for row, answer in enumerate(answers))
         texts = replace(cast("Texts", self.texts), read=given.__getitem__, shown="target")
         reader = cast("TextReader", texts.reader)
 
@@ -266,7 +267,9 @@ def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
 
 
 def _contents(value: Any) -> Iterable[bytes]:
-    if isinstance(value, Mapping):
+    if isinstance(value, Pictured):  # wherever its image lies
+        yield from _contents([value.input, value.target, Path(value.image).read_bytes()])
+    elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield str(key).encode()
             yield from _contents(value[key])

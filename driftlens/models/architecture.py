@@ -169,7 +169,7 @@ class ArchitectureRequest:
     """What a loader is asked for: a source as it reads it, and the path of the list of blocks where that is named.
 
     `untied` asks for a head of its own where a language model's is its embeddings, `unread` for no tokenizer, where no
-    text will be read; loaders of others heed neither.
+    text will be read, `pictured` for a chain that reads images beside texts; loaders of others heed none of them.
     """
 
     source: str
@@ -177,6 +177,7 @@ class ArchitectureRequest:
     access: Access = Access()
     untied: bool = False
     unread: bool = False
+    pictured: bool = False
 
 
 loaders: Registry[Callable[[ArchitectureRequest], Architecture]] = Registry(
@@ -198,6 +199,7 @@ def load_architecture(
     access: Access = Access(),
     untied: bool = False,
     unread: bool = False,
+    pictured: bool = False,
 ) -> Architecture:
     """The architecture that `source` describes; where a family has an adapter, no weights are read for it.
 
@@ -209,8 +211,9 @@ def load_architecture(
         access: what may be used.
         untied: whether a language model gets a head of its own where the source has its embeddings for one.
         unread: whether no text will be read: a decoder's tokenizer is then neither opened nor missed.
+        pictured: whether samples are texts with an image each.
     """
-    request = ArchitectureRequest(source, blocks, access, untied, unread)
+    request = ArchitectureRequest(source, blocks, access, untied, unread, pictured)
     if loader.startswith(PYTHON) and loader not in loaders:
         return _from_python(loader, request)
     return _opened(loader, request)

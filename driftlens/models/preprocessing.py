@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -18,13 +18,16 @@ from driftlens.checkpoints.loading import (
     tokenizer_in,
 )
 from driftlens.checkpoints.refusals import running
-from driftlens.models.language.texts import UNLIMITED, Form, TextReader
+from driftlens.models.language.pictures import PictureReader
+from driftlens.models.language.texts import UNLIMITED, Form, Pictured, TextReader
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _OFFSET = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
 """Model types whose positions are counted from behind the number of the padding token."""
+_PROCESSOR = "Put the base's processor_config.json and preprocessor_config.json beside its config.json."
+_EXAMPLES = ("a word", "and a few more")
 _FILLERS = ("pad_token", "eos_token", "sep_token")
 
 
@@ -55,7 +58,9 @@ class Preprocess:
     def example(self) -> Any:
         """The raw inputs of two samples, on which a model can be looked at."""
         pictures = [np.zeros((64, 64, 3), dtype=np.uint8)] * 2
-        return self(pictures if self.texts is None else [("a word", ""), ("and a few more", "")])
+        if isinstance(self.texts, PictureReader):
+            return self([Pictured(text, image=_rgb(pictures[0])) for text in _EXAMPLES])
+        return self(pictures if self.texts is None else [(text, "") for text in _EXAMPLES])
 
 
 def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str) -> Preprocess:
@@ -180,6 +185,33 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
         made = text_preprocess(tokenizer, config, generation, form, source, code=code)
     reader = replace(cast("TextReader", made.texts), lowers=bool(stated.get("do_lower_case")))
     return replace(made, transform=reader, texts=reader)
+
+
+def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
+    """How texts with an image each become the inputs of a model, by the processor beside its configuration."""
+    import transformers
+
+    texts = hf_text_preprocess(source, config, offline, "decoder")
+    assert texts.texts is not None
+    try:
+        processor: Any = transformers.AutoProcessor.from_pretrained(
+            files_beside_weights(source, offline=offline), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # whatever its files hold
+        raise IncompatibleModelsError(
+            f"{source}: its processor can't be read ({type(error).__name__}: {str(error).splitlines()[0]})",
+            hint=_PROCESSOR,
+        ) from error
+    if not hasattr(processor, "image_token") or getattr(processor, "image_processor", None) is None:
+        raise IncompatibleModelsError(
+            f"{source}: its processor is a {type(processor).__name__}; expected one of images and texts",
+            hint=_PROCESSOR,
+        )
+    shared = {part.name: getattr(texts.texts, part.name) for part in fields(texts.texts)}
+    reader = PictureReader(**shared | {"tokenizer": texts.texts.tokenizer}, processor=processor)
+    processor.tokenizer.padding_side = "right"
+    settings = {**texts.settings, "images": processor.image_processor.to_dict()}
+    return Preprocess(f"transformers {type(processor).__name__}", reader, settings, texts=reader)
 
 
 def text_preprocess(

@@ -159,6 +159,11 @@ class TextEntry(Entry):
         """The column of the answers."""
         return self.target or "target"
 
+    @property
+    def pictures(self) -> str | None:
+        """The column of the paths of images that questions are about; None where they are about none."""
+        return getattr(self, "image", None) if self.holds_texts and self.kind != "hf" else None
+
     @model_validator(mode="after")
     def _texts_agree(self) -> Self:
         fields = type(self).model_fields
@@ -172,7 +177,8 @@ class TextEntry(Entry):
                     "Add `input: COLUMN`, or a `prompt` with {COLUMN} in it.",
                 )
             return self
-        if images := [name for name in ("image", "label") if name in given]:
+        can_have_images = self.kind in ("jsonl", "table")
+        if images := [name for name in ("image", "label")[can_have_images:] if name in given]:
             raise problem(
                 f"{images[0]} belongs to images, and texts are asked for",
                 "Take out one of the two; the column of answers is `target`.",
@@ -249,10 +255,11 @@ class HfData(TextEntry):
 
 
 class JsonlData(Places, TextEntry):
-    """Text tasks: files with one JSON object per line."""
+    """Text tasks: files with one JSON object per line; `image` names the key of the path of a question's image."""
 
     kind: Literal["jsonl"]
     input: Text = "input"
+    image: Text | None = None
 
 
 def _file_or_value(value: str, info: ValidationInfo) -> str:
@@ -281,7 +288,8 @@ def _separator(given: str) -> str:
 class TableData(TextEntry):
     """CSV, TSV or Parquet files of image paths and labels, or with `input` or `prompt` of texts.
 
-    One per split, or `file` with a column of splits. `encoding` and `separator` are those of CSV files: UTF-8 and
+    One per split, or `file` with a column of splits. `image` is the column of paths, `path` if left out; beside texts
+    that of the images that they are about. `encoding` and `separator` are those of CSV files: UTF-8 and
     commas if left out, or tabs where a file's name ends in `.tsv`.
     """
 
@@ -291,11 +299,16 @@ class TableData(TextEntry):
     calibration: Rows
     test: Rows
     diagnosis: Rows | None = None
-    image: Text = "path"
+    image: Text | None = None
     label: Text | None = "label"
     classes: Classes = None
     encoding: Annotated[Text, AfterValidator(_encoding)] | None = None
     separator: Annotated[Text, AfterValidator(_separator)] | None = None
+
+    @property
+    def paths(self) -> str:
+        """The column of the paths of images."""
+        return self.image or "path"
 
 
 class WebdatasetData(Places):

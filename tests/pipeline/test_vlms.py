@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from PIL import Image
 
 import driftlens as dl
-from driftlens.base.errors import IncompatibleModelsError
+from driftlens.base.errors import DataError, DriftLensError, IncompatibleModelsError
 from driftlens.models.architecture import load_architecture
 from tests.zoo.cases import perturbed
 from tests.zoo.tensors import assert_every_tensor, site_keys, weights_in
-from tests.zoo.vlms import TASKS, saved_vlms, text_spec, vlms
+from tests.zoo.vlms import PROCESSORS, TASKS, picture_spec, saved_vlms, text_spec, vlms
 
 
 def logits(folder: Path, text: str) -> torch.Tensor:
@@ -22,6 +24,20 @@ def logits(folder: Path, text: str) -> torch.Tensor:
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).eval()
     with torch.no_grad():
         return model(**transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")).logits
+
+
+def asked(folder: Path, question: str, picture: Path) -> torch.Tensor:
+    """What a folder's head reads where its answer to a question about a picture begins, by transformers alone."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).eval()
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    said = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
+    text = processor.apply_chat_template(said, add_generation_prompt=True)
+    given = processor(text=[text], images=[[Image.open(picture)]], return_tensors="pt")
+    read: list[torch.Tensor] = []
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0][:, -1]))
+    with torch.no_grad():
+        model(**{key: value.double() if value.is_floating_point() else value for key, value in given.items()})
+    return read[0]
 
 
 @pytest.mark.shows("drift", "sites", files="hf-vlm", heads="each model's own", reloads="yes")
@@ -40,6 +56,29 @@ def test_of_texts_every_tensor_is_what_merging_and_calibrating_made_of_it(name: 
         tmp_path / "base", [tmp_path / task for task in TASKS], tmp_path / "out", scaling=0.3, solved=solved
     )
     assert torch.isfinite(logits(tmp_path / "out", "is it red")).all()
+
+
+@pytest.mark.shows("drift", "attribution", "sites", files="hf-vlm", heads="each model's own", reloads="yes")
+@pytest.mark.parametrize("name", vlms("LLaVA", "Qwen3-VL", only=PROCESSORS))
+def test_of_pictures_tower_and_decoder_are_measured_and_repaired(name: str, tmp_path: Path) -> None:
+    saved_vlms(name, tmp_path)
+    spec = picture_spec(tmp_path, metrics={"jacobian": {"nodes": 8, "samples": 2}})
+    run = dl.analyze(spec, out=tmp_path / "run")
+    layers = run.layers(variant="merged")
+    assert layers["closure_error"].max() < 1e-9 and layers["jacobian_error"].median() < 1e-2
+    run = run.calibrate(dl.FeatCal(lam=1e-3, rho=1), name="small", save_weights=tmp_path / "out")
+    known = load_architecture("hf-vlm", str(tmp_path / "base"), pictured=True)
+    solved = site_keys(known, tmp_path / "base")
+    assert {layer.stream for layer in known.chain.layers} == {"vision", "hidden"}
+    assert any("vi" in key and "weight" in key for key in solved)
+    assert_every_tensor(
+        tmp_path / "base", [tmp_path / task for task in TASKS], tmp_path / "out", scaling=0.3, solved=solved
+    )
+    # What the library and the folder's own processor make of the pictures is what was measured.
+    rows = [json.loads(line) for line in (tmp_path / "b-test.jsonl").read_text().splitlines()]
+    features = torch.cat([asked(tmp_path / "out", row["input"], tmp_path / row["picture"]) for row in rows])
+    measured = torch.tensor(run.features("b", "calibrated:small", layer="final")).double()  # kept in float16
+    assert torch.cdist(measured, features).min(dim=1).values.max() < 1e-3 * features.norm(dim=1).max()
 
 
 @pytest.mark.parametrize("loader", ["hf-vlm", "hf-auto"])
@@ -64,3 +103,70 @@ def test_a_language_model_is_an_expert_of_the_decoder(loader: str, tmp_path: Pat
     with pytest.raises(IncompatibleModelsError, match="a language model alone"):
         dl.merge(spec, out=tmp_path / "none", method="task_arithmetic", parameters={"scaling": 0.3})
     assert not (tmp_path / "none").exists()
+
+
+def broken_pictures(folder: Path, spec: Any) -> None:
+    (folder / "a-train-3.png").unlink()
+
+
+def broken_column(folder: Path, spec: Any) -> None:
+    spec["data"]["a"]["image"] = "file"
+
+
+def broken_task(folder: Path, spec: Any) -> None:
+    del spec["data"]["b"]["image"]
+
+
+def broken_processor(folder: Path, spec: Any) -> None:
+    PROCESSORS["Qwen2.5-VL"]().save_pretrained(folder / "base")
+
+
+def broken_size(folder: Path, spec: Any) -> None:
+    """Twice as many image tokens as the tower has pieces."""
+    file = folder / "base" / "processor_config.json"
+    file.write_text(file.read_text().replace('"patch_size": 4', '"patch_size": 2'))
+
+
+def broken_base(folder: Path, spec: Any) -> None:
+    (folder / "base" / "processor_config.json").unlink()
+
+
+def broken_loader(folder: Path, spec: Any) -> None:
+    whole = transformers.AutoConfig.from_pretrained(folder / "base")
+    transformers.LlamaForCausalLM(whole.text_config).save_pretrained(folder / "base")
+
+
+@pytest.mark.parametrize(
+    ("broken", "code", "says"),
+    [
+        (broken_pictures, 4, "1 of 8 images are not there, the first is a-train-3.png"),
+        (broken_column, 4, "no column 'file'"),
+        (broken_task, 4, "calibration samples have no images, and the model reads images and texts"),
+        (broken_processor, 4, "can't be used as it is"),
+        (broken_size, 4, "can't be used as it is"),
+        (broken_base, 4, "processor"),
+        (broken_loader, 4, "expected a vision-language model"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_paragraph_and_nothing_stays(
+    broken: Any, code: int, says: str, tmp_path: Path
+) -> None:
+    saved_vlms("LLaVA", tmp_path)
+    spec = picture_spec(tmp_path)
+    broken(tmp_path, spec)
+    with pytest.raises(DriftLensError) as refused:
+        dl.analyze(spec, out=tmp_path / "run")
+    assert says in refused.value.message and "\n" not in refused.value.message and refused.value.hint
+    assert refused.value.exit_code == code
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_texts_refuses_pictures(tmp_path: Path) -> None:
+    saved_vlms("LLaVA", tmp_path)
+    spec = picture_spec(tmp_path)
+    whole = transformers.AutoConfig.from_pretrained(tmp_path / "base")
+    for part in ("base", *TASKS):
+        transformers.LlamaForCausalLM(whole.text_config).save_pretrained(tmp_path / part)
+    spec["architecture"]["loader"] = "hf-decoder"
+    with pytest.raises(DataError, match="samples have images, and the model reads texts alone"):
+        dl.analyze(spec, out=tmp_path / "run")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
+from PIL import Image
 
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import SLIDING, TINY
@@ -16,14 +19,26 @@ from tests.zoo.suite import files_of, spec_of_folders
 from tests.zoo.tokenizers import WORDS, word_tokenizer
 
 TASKS = {"a": ("yes", "no"), "b": ("red", "green", "blue")}
-IMAGE = 39
-"""The token that stands for a piece of an image."""
+IMAGE_TOKEN, _VIDEO, _START, _END = range(26, 30)
+"""The token that stands for a piece of an image, and those around it."""
+_NAMED = {
+    **{"image_token": "<image>", "context_image_token": "<image>", "video_token": "<video>"},
+    **dict.fromkeys(("boi_token", "vision_start_token", "start_image_token"), "<start>"),
+    **dict.fromkeys(("eoi_token", "vision_end_token", "end_image_token"), "<end>"),
+    "image_break_token": "<break>",
+}
+"""What processors call these tokens."""
+_TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}MARK{% else %} question : {{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endfor %} answer :"
+)
 _TOWER: dict[str, Any] = {
     **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2},
     **{"image_size": 8, "patch_size": 4},
 }
 _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}
-_QWEN_IDS = {"video_token_id": 38, "vision_start_token_id": 37, "vision_end_token_id": 36}
+_QWEN_IDS = {"video_token_id": _VIDEO, "vision_start_token_id": _START, "vision_end_token_id": _END}
 _QWEN_TOWER = {
     **{"hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 16, "depth": 3},
     **{"patch_size": 4, "spatial_merge_size": 2},
@@ -31,7 +46,7 @@ _QWEN_TOWER = {
 
 
 def _of(kind: str, tower: Any, text: Any, **settings: Any) -> Any:
-    ids = {"image_token_id": IMAGE, "image_token_index": IMAGE}
+    ids = {"image_token_id": IMAGE_TOKEN, "image_token_index": IMAGE_TOKEN}
     return transformers.AutoConfig.for_model(kind, vision_config=tower, text_config=text, **ids | settings)
 
 
@@ -51,12 +66,8 @@ VLMS = {
     "Gemma 3 with images": lambda: _of(
         "gemma3",
         {"model_type": "siglip_vision_model", **_TOWER},
-        _text(
-            "gemma3_text",
-            sliding_window=3,
-            layer_types=SLIDING["layer_types"],
-        ),
-        **{"boi_token_index": 37, "eoi_token_index": 38, "mm_tokens_per_image": 4},
+        _text("gemma3_text", **SLIDING),
+        **{"boi_token_index": _START, "eoi_token_index": _END, "mm_tokens_per_image": 4},
     ),
     "Qwen2.5-VL": lambda: _of(
         "qwen2_5_vl",
@@ -85,10 +96,65 @@ VLMS = {
 """A configuration of each family."""
 
 
-def vlms(*fast: str) -> list[Any]:
+def vlms(*fast: str, only: Iterable[str] | None = None) -> list[Any]:
     """Parameters of tests that show what works with each family; all but `fast` ones are slow."""
     slow = {name: [] if name in fast else [pytest.mark.slow] for name in VLMS}
-    return [pytest.param(name, id=name, marks=[pytest.mark.family(name), *slow[name]]) for name in VLMS]
+    names = VLMS if only is None else only
+    return [pytest.param(name, id=name, marks=[pytest.mark.family(name), *slow[name]]) for name in names]
+
+
+def _qwen(kind: str) -> Any:
+    images = transformers.Qwen2VLImageProcessor(patch_size=4, merge_size=2, min_pixels=64, max_pixels=256)
+    videos = getattr(transformers, f"{kind.replace('2_5_', '2')}VideoProcessor")(patch_size=4, merge_size=2)
+    return getattr(transformers, f"{kind}Processor")(images, _tokenizer(), videos, chat_template=_asking())
+
+
+def _tokenizer() -> Any:
+    return word_tokenizer(extra_special_tokens=_NAMED)
+
+
+def _asking(mark: str = "<image>") -> str:
+    return _TEMPLATE.replace("MARK", mark)
+
+
+_SQUARE = {"height": 8, "width": 8}
+PROCESSORS = {
+    "LLaVA": lambda: transformers.LlavaProcessor(
+        transformers.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size=_SQUARE),
+        _tokenizer(),
+        **{"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        chat_template=_asking(),
+    ),
+    "Gemma 3 with images": lambda: transformers.Gemma3Processor(
+        transformers.Gemma3ImageProcessor(size=_SQUARE),
+        _tokenizer(),
+        chat_template=_asking("<start>"),
+        image_seq_length=4,
+    ),
+    "Qwen2.5-VL": lambda: _qwen("Qwen2_5_VL"),
+    "Qwen3-VL": lambda: _qwen("Qwen3VL"),
+    "InternVL 3": lambda: transformers.InternVLProcessor(
+        transformers.GotOcr2ImageProcessor(size=_SQUARE),
+        _tokenizer(),
+        transformers.InternVLVideoProcessor(size=_SQUARE),
+        chat_template=_asking(),
+        image_seq_length=1,
+    ),
+    "Mistral 3": lambda: transformers.PixtralProcessor(
+        transformers.PixtralImageProcessor(size={"longest_edge": 16}, patch_size={"height": 4, "width": 4}),
+        _tokenizer(),
+        **{"patch_size": 4, "spatial_merge_size": 2, "image_token": "<image>"},
+        **{"image_break_token": "<break>", "image_end_token": "<end>"},
+        chat_template=_asking(),
+    ),
+    "Idefics 3": lambda: transformers.Idefics3Processor(
+        transformers.Idefics3ImageProcessor(size={"longest_edge": 16}, max_image_size={"longest_edge": 8}),
+        _tokenizer(),
+        chat_template=_asking(),
+        image_seq_len=1,
+    ),
+}
+"""A processor of each family but SmolVLM, whose needs a package of its own."""
 
 
 def model_of(name: str) -> Any:
@@ -102,7 +168,26 @@ def saved_vlms(name: str, folder: Path) -> None:
     for at, part in enumerate(("base", *TASKS)):
         model = perturbed(base, at, 0.1) if at else base
         model.save_pretrained(folder / part)
-        word_tokenizer().save_pretrained(folder / part)
+        (PROCESSORS[name]() if name in PROCESSORS else _tokenizer()).save_pretrained(folder / part)
+
+
+def picture_spec(folder: Path, **more: Any) -> dict[str, Any]:
+    """A spec of the models in a folder and questions about pictures of several shapes, whose files are written."""
+    spec = text_spec(folder, **more)
+    generator = np.random.default_rng(0)
+    for task in TASKS:
+        for split in ("train", "test"):
+            file = folder / f"{task}-{split}.jsonl"
+            rows = [json.loads(line) for line in file.read_text().splitlines()][:8]
+            for at, row in enumerate(rows):
+                row["picture"] = f"{task}-{split}-{at}.png"
+                size = (12, (8, 24, 16)[at % 3], 3)
+                pixels = generator.integers(0, 256, size=size, dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / row["picture"])
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        spec["data"][task] |= {"image": "picture", "chat": True}
+    spec["data"]["defaults"] |= {"n": 8, "n_diagnosis": 4}
+    return spec
 
 
 def text_spec(folder: Path, **more: Any) -> dict[str, Any]:

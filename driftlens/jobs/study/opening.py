@@ -209,6 +209,7 @@ def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) ->
         blocks=entry.blocks,
         access=access,
         unread=unread,
+        pictured=any(getattr(task, "pictures", None) for task in spec.data.tasks.values()),
     )
     known = load()
     if known.loader not in CAUSAL or known.lm is None or known.lm.is_apart:

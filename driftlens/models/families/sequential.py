@@ -298,7 +298,7 @@ def _traced(parts: Dissection, example: Any) -> _Seen:
     sites: list[tuple[Site, ...]] = []
     is_residual: list[bool] = []
     with torch.no_grad():
-        with _Watch() as before:
+        with Watch() as before:
             features = parts.stem(outer, state, side)
         weights = own_weights(module)  # buffers among them may be real where parameters have shapes only
         device = features["hidden"].device
@@ -319,11 +319,11 @@ def _traced(parts: Dissection, example: Any) -> _Seen:
                 is_residual.append(side.frames[position].entered == side.frames[position].left)
         if parts.is_hollow:
             features = {"hidden": torch.zeros(features["hidden"].shape, device=device)}
-        with _Watch() as behind:
+        with Watch() as behind:
             parts.head(outer, features, side)
     lies_in_space = any(len(frame.left) > 2 for frame in side.frames)
     modality = replace(TENSOR, pool="mean") if lies_in_space else _read_by(module)
-    return _Seen(sites, is_residual, _among(outer, before), _among(outer, behind), modality)
+    return _Seen(sites, is_residual, among(outer, before), among(outer, behind), modality)
 
 
 def _read_by(module: nn.Module) -> Modality:
@@ -334,7 +334,8 @@ def _read_by(module: nn.Module) -> Modality:
     return replace(TEXT, pool="last" if is_causal else "mean")
 
 
-def _among(weights: dict[str, Tensor], watch: _Watch) -> frozenset[str]:
+def among(weights: dict[str, Tensor], watch: Watch) -> frozenset[str]:
+    """The names of weights that an operation was given."""
     return frozenset(name for name, value in weights.items() if id(value) in watch.seen)
 
 
@@ -345,7 +346,7 @@ def _of_tokens(sites: tuple[Site, ...]) -> tuple[Site, ...]:
     return tuple(replace(site, input=readers.setdefault(site.input, site.name)) for site in kept)
 
 
-class _Watch(TorchFunctionMode):
+class Watch(TorchFunctionMode):
     """Remembers all that operations are given, by `id`; ask only for what is alive throughout."""
 
     def __init__(self) -> None:

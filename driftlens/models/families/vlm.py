@@ -29,7 +29,8 @@ from driftlens.models.families.hf_auto import (
     usage_of_texts,
 )
 from driftlens.models.families.sequential import block_list
-from driftlens.models.preprocessing import hf_text_preprocess
+from driftlens.models.families.vlm_chain import sighted_chain, tower_list
+from driftlens.models.preprocessing import Preprocess, hf_picture_preprocess, hf_text_preprocess
 from driftlens.models.saving import FolderFormat
 
 _BLIND = "all samples are texts: the vision tower saw nothing and stays as merged, as does what projects its features"
@@ -77,7 +78,7 @@ def load_hf_vlm(request: ArchitectureRequest) -> Architecture:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    source, offline = request.source, request.access.offline
+    source = request.source
     stated = read_plain_config(request, "hf-vlm")
     if not is_vision_language(stated):
         raise wrong_family(stated, source, "a vision-language model")
@@ -87,13 +88,12 @@ def load_hf_vlm(request: ArchitectureRequest) -> Architecture:
     model_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     skeleton = weightless(partial(built, model_class, config), source)
     decoder = decoder_path(skeleton)
-    preprocess = None if request.unread else hf_text_preprocess(source, config, offline, "decoder")
-    if preprocess is not None:
-        preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, _BLIND))))
+    preprocess = _preprocess(request, config)
     with running(source):
-        example = PADDED if preprocess is None else dict(preprocess.example())
         blocks, _ = block_list(skeleton.get_submodule(decoder), None)
-        chain, lm = causal_chain(skeleton, example, request.blocks or f"{decoder}.{blocks}")
+        chain, lm = causal_chain(skeleton, PADDED, request.blocks or f"{decoder}.{blocks}")
+        if preprocess is not None and request.pictured:
+            chain = sighted_chain(skeleton, preprocess.example(), tower_list(skeleton, decoder), chain)
     ignored = (*(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()), *BUFFERS)
     names = file_names(skeleton)
     plain = plain_names(names, decoder, lm.head)
@@ -109,6 +109,16 @@ def load_hf_vlm(request: ArchitectureRequest) -> Architecture:
         ),
         lm=lm,
     )
+
+
+def _preprocess(request: ArchitectureRequest, config: Any) -> Preprocess | None:
+    """How samples become inputs; None where nobody reads any."""
+    if request.unread:
+        return None
+    if request.pictured:
+        return hf_picture_preprocess(request.source, config, request.access.offline)
+    texts = hf_text_preprocess(request.source, config, request.access.offline, "decoder")
+    return replace(texts, notice=" ".join(filter(None, (texts.notice, _BLIND))))
 
 
 def decoder_path(whole: Any) -> str:

@@ -45,6 +45,14 @@ class Text(NamedTuple):
     target: str = ""
 
 
+class Pictured(NamedTuple):
+    """A sample of an image and a text: what is asked of it, what the answer should be, or nothing, and its file."""
+
+    input: str
+    target: str = ""
+    image: Any = ""
+
+
 @dataclass(frozen=True)
 class TextReader:
     """Samples of text -> a batch of token ids, as the library takes it.
@@ -71,14 +79,14 @@ class TextReader:
     pools_lead: bool = True
     lowers: bool = False
 
-    def __call__(self, samples: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
+    def __call__(self, samples: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         """Ids and masks of a batch, [n, t], padded on the right; for an encoder-decoder those of both streams."""
         import torch
 
-        asked = self._encoded([text for text, _ in samples], self._room(samples))
+        asked = self._encoded([sample[0] for sample in samples], self._room(samples))
         rows, batch = asked["input_ids"], {}
         if self.form == "decoder":
-            rows = [row + self._answer(target) for row, (_, target) in zip(rows, samples, strict=True)]
+            rows = [row + self._answer(sample[1]) for row, sample in zip(rows, samples, strict=True)]
         columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
         if self.form == "encoder" and "token_type_ids" in asked:
             columns["token_type_ids"] = asked["token_type_ids"]
@@ -88,7 +96,7 @@ class TextReader:
             columns["pooling_mask"] = [[0] * min(led, len(row)) + [1] * (len(row) - led) for row in rows]
         if self.form == "encoder-decoder":
             answers = [
-                [self.start or 0, *self.answer_tokens(target)][: self.max_length] for _, target in samples
+                [self.start or 0, *self.answer_tokens(sample[1])][: self.max_length] for sample in samples
             ]
             columns["decoder_input_ids"] = answers
             columns["decoder_attention_mask"] = [[1] * len(row) for row in answers]
@@ -137,14 +145,14 @@ class TextReader:
             )
         return replace(self, max_length=max_length)
 
-    def lengths(self, samples: Sequence[tuple[str, str]]) -> list[int]:
+    def lengths(self, samples: Sequence[Sequence[Any]]) -> list[int]:
         """Tokens of each sample's row, the longer one of an encoder-decoder's, before anything is cut."""
         free = replace(self, max_length=UNLIMITED)
         lengths: list[int] = []
         for first in range(0, len(samples), 256):
             part = samples[first : first + 256]
-            for row, (_, target) in zip(free.questions([text for text, _ in part]), part, strict=True):
-                answer = free._answer(target)
+            for row, sample in zip(free.questions([sample[0] for sample in part]), part, strict=True):
+                answer = free._answer(sample[1])
                 lengths.append(
                     len(row) + len(answer) if self.form == "decoder" else max(len(row), len(answer))
                 )
@@ -153,18 +161,23 @@ class TextReader:
     def chats(self, messages: Sequence[str]) -> list[str]:
         """What the model reads where a user says each of `messages` and it is its turn to answer."""
         name = self.tokenizer.name_or_path
-        if not self.tokenizer.chat_template:
-            raise SpecError(
-                f"chat: the tokenizer of {name} has no chat template",
-                hint="Take `chat` out and write the prompt in `prompt`, or use the tokenizer of the chat model.",
-            )
         try:
-            template, special = self.tokenizer.get_chat_template(), self.tokenizer.special_tokens_map
-            seconds = SECONDS + SECONDS_PER_MESSAGE * len(messages)
-            texts: list[str] = guarded("template", template, special, messages, seconds=seconds)
-            return texts
+            if template := self.template:
+                special = self.tokenizer.special_tokens_map
+                seconds = SECONDS + SECONDS_PER_MESSAGE * len(messages)
+                texts: list[str] = guarded("template", template, special, messages, seconds=seconds)
+                return texts
         except ValueError as error:
             raise SpecError(f"chat: the chat template of {name} can't be used: {error}") from error
+        raise SpecError(
+            f"chat: the tokenizer of {name} has no chat template",
+            hint="Take `chat` out and write the prompt in `prompt`, or use the tokenizer of the chat model.",
+        )
+
+    @property
+    def template(self) -> Any:
+        """The chat template that questions go through; None without one."""
+        return self.tokenizer.get_chat_template() if self.tokenizer.chat_template else None
 
     @property
     def rule(self) -> str:
@@ -192,11 +205,11 @@ class TextReader:
         ids = [*self.answer_tokens(target), *(() if self.end is None else (self.end,))]
         return ids[: self.max_length - 1]
 
-    def _room(self, samples: Sequence[tuple[str, str]]) -> list[int]:
+    def _room(self, samples: Sequence[Sequence[Any]]) -> list[int]:
         """Tokens left for every question."""
         if self.form != "decoder":
             return [self.max_length] * len(samples)
-        return [self.max_length - len(self._answer(target)) for _, target in samples]
+        return [self.max_length - len(self._answer(sample[1])) for sample in samples]
 
     def _encoded(self, texts: Sequence[str], room: Sequence[int]) -> dict[str, list[list[int]]]:
         """What the tokenizer gives for questions, each cut to its room."""

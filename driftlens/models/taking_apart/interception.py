@@ -146,14 +146,35 @@ def _shell(path: str, block: nn.Module, forms: dict[str, Any], *args: Any, **kwa
     def bare(value: Any) -> Any:
         return value.to("meta") if isinstance(value, Tensor) else value
 
-    with buffers_on(block, torch.device("meta")):
-        output = type(block).forward(block, *mapped(args, bare), **mapped(kwargs, bare))
+    try:
+        with buffers_on(block, torch.device("meta")):
+            output = type(block).forward(block, *mapped(args, bare), **mapped(kwargs, bare))
+    except NotImplementedError:  # it reads numbers, such as the lengths of what is packed
+        zeros = {f"module.{name}": value for name, value in zeros_like_weights(block, features).items()}
+        output = call(_Unheard(block), zeros, args, kwargs)
     rest = None if isinstance(output, Tensor) else list(output[1:])
     form = partial(_dressed, type(output), rest, features.device)
     shape = features_of(path, output).shape
     if shape == features.shape and not any(isinstance(value, Tensor) for value in rest or ()):
         forms[path] = form
     return form(features.new_zeros(shape))
+
+
+class _Unheard(nn.Module):
+    """Runs the forward of its module's class, of which no hook hears."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def zeros_like_weights(module: nn.Module, like: Tensor) -> dict[str, Tensor]:
+    """Zeros for weights that have shapes only, of another tensor's dtype and device; they take no memory."""
+    weights = module.named_parameters()
+    return {name: like.new_zeros(()).expand(weight.shape) for name, weight in weights if weight.is_meta}
 
 
 def _dressed(kind: Any, rest: list[Any] | None, device: torch.device, hidden: Tensor) -> Any:
@@ -186,8 +207,13 @@ class Recording:
     output: Any = None
 
 
-def observe(blocks: Mapping[str, nn.Module], run: Callable[[], object], *, keep: bool) -> Recording:
-    """What flows through `blocks` while `run` runs without gradients; the hooks are gone afterwards."""
+def observe(
+    blocks: Mapping[str, nn.Module], run: Callable[[], object], *, keep: bool, is_added_to: bool = False
+) -> Recording:
+    """What flows through `blocks` while `run` runs without gradients; the hooks are gone afterwards.
+
+    Where features are added to between blocks, what was kept of a block is what the next one is given.
+    """
     recording, paths = Recording(), list(blocks)
     left: tuple[Tensor, int] | None = None
 
@@ -199,6 +225,9 @@ def observe(blocks: Mapping[str, nn.Module], run: Callable[[], object], *, keep:
             )
         _, hidden = find_features(path, args, kwargs)
         if left is not None and not _unchanged(*left, hidden):
+            if is_added_to:
+                recording.features[-1:] = [hidden.clone()] * keep
+                return
             raise SpecError(
                 f"the model changes the features between {paths[position - 1]!r} and {path!r}",
                 hint=OTHER_LIST,

@@ -1,0 +1,395 @@
+"""A vision-language model taken apart with its images: tower, projector and decoder as layers of one chain.
+
+`vision` [n, m, d] flows through the blocks of the vision tower, the m tokens of a sample's image with zeros behind
+those of smaller ones; the library's own blocks are given them as it has them, packed or image by image. What of the
+tower's blocks is read later too (features of several blocks, deepstack's) stays in the state as `vision_<block>`. The
+projector is a layer: all that happens between the last block of the tower and the first of the decoder, where image
+features take the place of image tokens in `hidden` [n, t, d]. Deepstack's features depend on weights, so that they are
+states, too: `deepstack_<block>` [n, t, d] waits for what leaves that block of the decoder, and is added to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from driftlens.base.errors import DataError, SpecError
+from driftlens.models.chain import TEXT, Layer, LayerChain, Parameters, SideInputs, Site, Slot, State, Tap
+from driftlens.models.families.causal import not_causal
+from driftlens.models.families.sequential import Watch, among, block_list
+from driftlens.models.frames import Inputs, frame_at, inputs_in, padding_mask, raw_inputs
+from driftlens.models.language.pictures import ROWS, as_the_library
+from driftlens.models.taking_apart.dissection import Dissection, own_weights, run
+from driftlens.models.taking_apart.interception import (
+    Recording,
+    buffers_on,
+    call,
+    observe,
+    replaced_forwards,
+    run_until,
+    zeros_like_weights,
+)
+from driftlens.models.taking_apart.sites import no_sites, traced_sites
+
+_OF_TOWER = ("vision_mask", "vision_places", "vision_rows")
+_DEEPSTACK = "deepstack_visual_embeds"
+"""What the decoder is given of features that it adds to those of its first blocks, where it adds any."""
+
+
+def tower_list(whole: Any, decoder: str) -> str:
+    """The path of the list of blocks of the vision tower, beside the decoder."""
+    parent, found = decoder.rpartition(".")[0], dict[str, int]()
+    for name, child in whole.get_submodule(parent).named_children():
+        with contextlib.suppress(SpecError):
+            if f"{parent}.{name}" != decoder:
+                path, blocks = block_list(child, None)
+                found[f"{parent}.{name}.{path}"] = len(blocks)
+    if not found:
+        raise not_causal(
+            whole, "nothing beside its decoder holds a list of blocks, which a vision tower does"
+        )
+    return max(found, key=lambda path: found[path])
+
+
+def sighted_chain(whole: Any, example: Any, tower: str, blind: LayerChain) -> LayerChain:
+    """A vision-language model, perhaps with shapes only, taken apart on a batch with images.
+
+    Args:
+        whole: the library's model with its head.
+        example: a batch as `together` and the tokenizer make it.
+        tower: path of the list of the tower's blocks.
+        blind: the chain of its decoder alone.
+    """
+    parts = Sighted(whole, tower, blind)
+    seen = parts.traced(example)
+    return replace(
+        blind,
+        layers=seen,
+        start=parts.start,
+        library_states=parts.library_states,
+        require_shared=parts.require_shared,
+        modality=replace(TEXT, pool="last"),
+        settings={**blind.settings, "tower": tower},
+    )
+
+
+class Sighted(Dissection):
+    """The pieces of a vision-language model: blocks of the tower, then those of the decoder, and what lies between."""
+
+    def __init__(self, whole: Any, tower: str, blind: LayerChain) -> None:
+        _, towers = block_list(whole, tower)
+        _, decoders = block_list(whole, str(blind.settings["blocks"]))
+        super().__init__(whole, {**towers, **decoders}, None, blind.final or "")
+        self.count, self.blind, self.tower = len(towers), blind, tower
+        self.decoder = whole.get_decoder()
+        self.kept: tuple[int, ...] = ()
+
+    def start(self, inputs: Any) -> tuple[State, SideInputs]:
+        """See `Dissection.start`; pixels are side inputs, as they come image by image and not sample by sample."""
+        batch = _require_pictured(inputs)
+        _, side = super().start(as_the_library(batch))
+        return {}, replace(side, tensors={**side.tensors, **self._places(batch)})
+
+    def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
+        """See `Dissection.library_states`."""
+        batch = _require_pictured(inputs)
+        named, places = raw_inputs(as_the_library(batch)), self._places(batch)
+        past = module.get_submodule(self.final)
+        with _given(module.get_decoder()) as given:  # type: ignore[operator]
+            recording = self._observed(module, named, keep=True, past=past)
+        tower, decoder = recording.features[: self.count + 1], recording.features[self.count + 1 :]
+        side = SideInputs(places)
+        states: list[State] = []
+        for boundary, native in enumerate(tower):
+            kept = {name: value for name, value in (states[-1] if states else {}).items() if name != "vision"}
+            kept |= {f"vision_{boundary - 1}": _by_sample(native, side)} if boundary - 1 in self.kept else {}
+            states.append({**kept, "vision": _by_sample(native, side)})
+        mask, deep = padding_mask(named, None), _deepstack(given)
+        for boundary, hidden in enumerate(decoder):
+            if boundary:
+                deep.pop(f"deepstack_{boundary - 1}", None)
+            states.append({**deep, "hidden": self._features(self.count + boundary, hidden, mask)})
+        return [*states, {"hidden": self._output(recording.output, mask)}]
+
+    def require_shared(self, models: Any, inputs: Any) -> None:
+        """See `Dissection.require_shared`."""
+        super().require_shared(models, as_the_library(_require_pictured(inputs)))
+
+    def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
+        """What reaches the first block of the tower."""
+        args, kwargs = inputs_in(side).arguments({})
+        native = run_until(self.blocks[0], lambda: call(self.module, parameters, args, kwargs))
+        return {"vision": _by_sample(native, side)}
+
+    def tower_block(
+        self,
+        position: int,
+        sites: tuple[Site, ...],
+        parameters: Parameters,
+        state: State,
+        side: SideInputs,
+        tap: Tap | None = None,
+    ) -> State:
+        """What leaves a block of the tower; sites hear of samples' tokens, however the block has them."""
+        shape = (-1, *frame_at(side, position).entered)
+        bare = replace(side, tensors={key: x for key, x in side.tensors.items() if key != "hidden_mask"})
+        given = {"hidden": _packed(state["vision"], side).reshape(shape)}
+        heard = None if tap is None else _of_samples(tap, side)
+        native = super().block(position, sites, parameters, given, bare, heard)["hidden"]
+        vision = _by_sample(native, side)
+        kept = {f"vision_{position}": vision} if position in self.kept else {}
+        return {**state, **kept, "vision": vision}
+
+    def projector(
+        self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None
+    ) -> State:
+        """What reaches the first block of the decoder, and what is added behind others."""
+        return self._projected(parameters, self._tower_outputs(state, side), side)
+
+    def _projected(self, parameters: Parameters, outputs: Sequence[Any], side: SideInputs) -> State:
+        """See `projector`, where blocks of the tower return `outputs`."""
+        args, kwargs = inputs_in(side).arguments({})
+        bypassed = [
+            (block, lambda *_, output=output, **__: output)
+            for block, output in zip(self.blocks[: self.count], outputs, strict=True)
+        ]
+        with replaced_forwards(bypassed), _given(self.decoder) as given:
+            hidden = run_until(self.blocks[self.count], lambda: call(self.module, parameters, args, kwargs))
+        return {**_deepstack(given), "hidden": self._features(self.count, hidden, side.mask("hidden"))}
+
+    def _tower_outputs(self, state: State, side: SideInputs) -> list[Any]:
+        """What the blocks of the tower returned, as far as the state holds it."""
+        frames = [frame_at(side, position) for position in range(self.count)]
+        visions = [state.get(f"vision_{position}", state["vision"]) for position in range(self.count)]
+        return [
+            frame.output(_packed(vision, side).reshape(-1, *frame.left))
+            for frame, vision in zip(frames, visions, strict=True)
+        ]
+
+    def decoder_block(
+        self,
+        position: int,
+        sites: tuple[Site, ...],
+        parameters: Parameters,
+        state: State,
+        side: SideInputs,
+        tap: Tap | None = None,
+    ) -> State:
+        """What leaves a block of the decoder, with the deepstack features that are added there."""
+        hidden = super().block(position, sites, parameters, state, side, tap)["hidden"]
+        waiting = {name: value for name, value in state.items() if name != "hidden"}
+        added = waiting.pop(f"deepstack_{position - self.count}", None)
+        return {**waiting, "hidden": hidden if added is None else hidden + added}
+
+    def traced(self, example: Any) -> tuple[Layer, ...]:
+        """The layers, with what a batch shows of them: which weights and sites each has."""
+        state, side = self.start(example)
+        outer = self.stand_ins(next(tensor.device for tensor in side.values()))
+        with torch.no_grad():
+            with Watch() as before:
+                state = self.stem(outer, state, side)
+            outputs = self._tower_outputs(state, side)
+            with Watch() as between:
+                self._projected(outer, outputs, side)
+        read = [id(output if isinstance(output, Tensor) else output[0]) in between.seen for output in outputs]
+        self.kept = tuple(position for position in range(self.count - 1) if read[position])
+        blocks = [self._sites(position, side) for position in range(len(self.blocks))]
+        stem = among(outer, before)
+        projected = [name for name in outer if name in among(outer, between)]
+        return self._layers(blocks, [name for name in outer if name in stem], projected, side)
+
+    def _layers(
+        self, blocks: list[tuple[Site, ...]], stem: list[str], projected: list[str], side: SideInputs
+    ) -> tuple[Layer, ...]:
+        """See `traced`, given the sites of all blocks and the weights before the tower and behind it."""
+        layers = [
+            Layer(
+                1,
+                "stem",
+                "stem",
+                {name: Slot(name) for name in stem},
+                self.stem,
+                stream="vision",
+                pool="mean",
+            )
+        ]
+        for position, sites in enumerate(blocks):
+            if position == self.count:
+                slots = {name: Slot(name) for name in projected}
+                path = self._projector_path([name for name in projected if name not in stem])
+                layers.append(Layer(len(layers) + 1, "block", path, slots, self.projector, pool="mean"))
+            is_tower, frame = position < self.count, frame_at(side, position)
+            run_block = self.tower_block if is_tower else self.decoder_block
+            layers.append(
+                Layer(
+                    index=len(layers) + 1,
+                    role="block",
+                    path=self.paths[position],
+                    parameters=self.parameters(position),
+                    call=partial(run_block, position, sites),
+                    sites=sites,
+                    stream="vision" if is_tower else "hidden",
+                    pool="mean" if is_tower else None,
+                    is_residual=frame.entered == frame.left,
+                    no_sites=no_sites(self.blocks[position], self.slots[position], sites),
+                )
+            )
+        head = self.blind.layers[-1]
+        return (*layers, replace(head, index=len(layers) + 1, call=self.head))
+
+    def _projector_path(self, names: list[str]) -> str:
+        """Of weights behind the tower the module that the last one lies in, those of texts left out."""
+        table = f"{self.blind.layers[0].path}."
+        single = [name for name in names if not any(map(str.isdecimal, name.split(".")))]
+        last = [name for name in single if not name.startswith(table)][-1:] or [table]
+        inside, tower = last[0].split("."), self.tower.split(".")
+        shared = next(
+            (at for at, (one, other) in enumerate(zip(inside, tower, strict=False)) if one != other), 0
+        )
+        return ".".join(inside[: shared + 1]).rstrip(".")
+
+    def _sites(self, position: int, side: SideInputs) -> tuple[Site, ...]:
+        """The sites of one block, run on features of the right shape."""
+        frame, block, is_tower = frame_at(side, position), self.blocks[position], position < self.count
+        count = len(side["vision_rows"]) if is_tower else len(side["inputs.input_ids"])
+        tokens = frame.entered.numel() // frame.entered[-1] if is_tower else 1
+        # Blocks of a tower may read numbers, such as the lengths of what is packed; a decoder's are too large for that.
+        bare = self.is_hollow and not is_tower
+        device = torch.device("meta") if bare else side["inputs.input_ids"].device
+        features = {"hidden": torch.zeros(count // tokens, *frame.entered, device=device, dtype=frame.dtype)}
+        weights = own_weights(block) | (zeros_like_weights(block, features["hidden"]) if is_tower else {})
+        prefix = f"{self.paths[position]}."
+        parameters = {
+            name: slot.own(weights[slot.key.removeprefix(prefix)].detach().to(device))
+            for name, slot in self.parameters(position).items()
+        }
+        tensors = {key: tensor.to(device) for key, tensor in side.tensors.items() if key != "hidden_mask"}
+        alone = partial(super().block, position, (), parameters, features, replace(side, tensors=tensors))
+        with buffers_on(self.module, device) if bare else contextlib.nullcontext():
+            return traced_sites(block, self.slots[position], alone, features)[0]
+
+    def _observed(
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        *,
+        keep: bool = False,
+        past: nn.Module | None = None,
+        outer: Parameters | None = None,
+    ) -> Recording:
+        """See `Dissection`; what the model adds to features behind the first blocks of the decoder is part of them."""
+
+        def forward() -> Any:
+            whole = partial(run, module, inputs, outer)
+            return whole() if past is None else run_until(past, whole, past=True)
+
+        blocks = {path: module.get_submodule(path) for path in self.paths}
+        tower = dict(list(blocks.items())[: self.count])
+        decoder = dict(list(blocks.items())[self.count :])
+        inner: list[Recording] = []
+
+        def decoded() -> Any:
+            inner.append(observe(decoder, forward, keep=keep, is_added_to=True))
+            return inner[0].output
+
+        outside = observe(tower, decoded, keep=keep)
+        return Recording(
+            [*outside.frames, *inner[0].frames], [*outside.features, *inner[0].features], outside.output
+        )
+
+    def _places(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Which of the tower's tokens are whose: see `_by_sample` and `_packed`."""
+        counts = [self._num_tokens(row_of(batch, row)) for row in range(len(batch["input_ids"]))]
+        most, device = max(counts), batch["input_ids"].device
+        ends = torch.tensor(counts).cumsum(0)
+        within = torch.arange(most)[None]
+        mask = within < torch.tensor(counts)[:, None]
+        places = ((ends - torch.tensor(counts))[:, None] + within).where(mask, 0)
+        rows = mask.flatten().nonzero()[:, 0]
+        tensors = dict(zip(_OF_TOWER, (mask, places, rows), strict=True))
+        if bool(mask.all()):
+            del tensors["vision_mask"]
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+    def _num_tokens(self, sample: Mapping[str, Tensor]) -> int:
+        """How many tokens reach the tower's first block of one sample's images."""
+        named, device = raw_inputs(as_the_library(sample)), sample["input_ids"].device
+        outer = self.stand_ins(device) if self.is_hollow else None
+        native = run_until(self.blocks[0], lambda: run(self.module, named, outer))
+        if native.dim() > 3:
+            raise not_causal(self.module, "its vision tower keeps features in space, channels beside it")
+        return native.numel() // native.shape[-1]
+
+
+def row_of(batch: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
+    """One sample of a batch."""
+    return {name: value[row : row + 1] for name, value in batch.items()}
+
+
+def _require_pictured(inputs: Any) -> dict[str, Tensor]:
+    """A batch with images; refused where it has none."""
+    batch = dict(inputs) if isinstance(inputs, Mapping) else {}
+    if "input_ids" not in batch or not any(name.endswith(ROWS) for name in batch):
+        raise DataError(
+            f"a batch holds {', '.join(map(str, batch)) or type(inputs).__name__} and no images",
+            hint="Every sample of a vision-language run with images needs one: name its column as `image`.",
+        )
+    return batch
+
+
+def _by_sample(native: Tensor, side: SideInputs) -> Tensor:
+    """The tower's tokens [..., d] by samples [n, m, d], with zeros where a sample has fewer."""
+    rows = native.reshape(-1, native.shape[-1])[side["vision_places"]]
+    mask = side.mask("vision")
+    return rows if mask is None else rows.masked_fill(~mask[..., None], 0)
+
+
+def _packed(vision: Tensor, side: SideInputs) -> Tensor:
+    """The tower's tokens by samples one after the other, [r, d]."""
+    return vision.flatten(0, 1)[side["vision_rows"]]
+
+
+def _of_samples(tap: Tap, side: SideInputs) -> Tap:
+    """A tap that hears of tokens by samples, of sites that are given them packed."""
+
+    def heard(name: str, native: Tensor) -> Any:
+        hear = tap(name, _by_sample(native, side))
+        if hear is None:
+            return None
+
+        def left(output: Tensor) -> Tensor | None:
+            changed = hear(_by_sample(output, side))
+            return None if changed is None else _packed(changed, side).reshape(output.shape)
+
+        return left
+
+    return heard
+
+
+@contextlib.contextmanager
+def _given(decoder: nn.Module) -> Iterator[dict[str, Any]]:
+    """What the decoder is given by name, once it is called while this is open."""
+    given: dict[str, Any] = {}
+    hook = decoder.register_forward_pre_hook(
+        lambda _module, _args, kwargs: given.update(kwargs), with_kwargs=True, prepend=True
+    )
+    try:
+        yield given
+    finally:
+        hook.remove()
+
+
+def _deepstack(given: Mapping[str, Any]) -> State:
+    """What the decoder adds behind its first blocks, by their numbers, with zeros where it adds nothing, [n, t, d]."""
+    states: State = {}
+    for number, values in enumerate(given.get(_DEEPSTACK) or ()):
+        mask = given["visual_pos_masks"]
+        places = mask.flatten().cumsum(0).reshape(mask.shape).sub(1).clamp_min(0)
+        states[f"deepstack_{number}"] = values[places].masked_fill(~mask[..., None], 0)
+    return states

@@ -1,0 +1,124 @@
+"""Vision-language models taken apart with their images, against their library's own forward pass in float64."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from driftlens.base.errors import DataError
+from driftlens.models.architecture import weightless
+from driftlens.models.chain import LayerChain
+from driftlens.models.families.causal import causal_chain
+from driftlens.models.families.hf_auto import PADDED, built
+from driftlens.models.families.sequential import block_list
+from driftlens.models.families.vlm import decoder_path
+from driftlens.models.families.vlm_chain import sighted_chain, tower_list
+from driftlens.models.language.pictures import as_the_library
+from tests.zoo.cases import perturbed
+from tests.zoo.vlm_batches import batch_of
+from tests.zoo.vlms import IMAGE_TOKEN, model_of, vlms
+
+
+def whole_of(name: str) -> Any:
+    return perturbed(model_of(name), 0, 0.2).eval().double()
+
+
+def taken_apart(module: Any, batch: Any) -> LayerChain:
+    """As from files: the skeleton has shapes only."""
+    shell = weightless(partial(built, type(module), copy.deepcopy(module.config)), "shell")
+    decoder = decoder_path(shell)
+    blocks, _ = block_list(shell.get_submodule(decoder), None)
+    blind, _ = causal_chain(shell, PADDED, f"{decoder}.{blocks}")
+    return sighted_chain(shell, batch, tower_list(shell, decoder), blind)
+
+
+def walked(chain: LayerChain, module: Any, batch: Any) -> list[dict[str, Tensor]]:
+    """The states at all boundaries."""
+    weights, (state, side), states = module.state_dict(), chain.start(batch), []
+    for layer in chain.layers:
+        own = {name: slot.own(weights[slot.key]) for name, slot in layer.parameters.items()}
+        state = layer.call(own, state, side)
+        states.append(state)
+    return states
+
+
+def largest_error(states: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> float:
+    """Of all entries of all states, against the norm of what was wanted."""
+    assert [state.keys() for state in states] == [state.keys() for state in wanted]
+    return max(
+        float((state[name] - want[name]).norm() / want[name].norm())
+        for state, want in zip(states, wanted, strict=True)
+        for name in want
+    )
+
+
+@pytest.mark.shows("drift")
+@pytest.mark.parametrize("name", vlms("LLaVA", "Qwen3-VL"))
+def test_a_chain_is_the_librarys_forward_pass(name: str) -> None:
+    """Deepstack, windows, mrope, images of several sizes or tiles: boundary by boundary, and to the last score."""
+    module, batch = whole_of(name), batch_of(name, torch.Generator().manual_seed(0))
+    chain = taken_apart(module, batch)
+    states = walked(chain, module, batch)
+    assert largest_error(states, chain.library_states(module, batch)) < 1e-12
+    with torch.no_grad():
+        logits = module(**as_the_library(batch)).logits
+        scores = module.get_output_embeddings()(states[-1]["hidden"])
+    counts = batch["attention_mask"].bool()
+    torch.testing.assert_close(scores[counts], logits[counts], rtol=1e-9, atol=1e-9)
+    # Every weight that moves a score belongs to a layer, but the head's own.
+    keys = set(chain.parameter_keys())
+    module.zero_grad()
+    module(**as_the_library(batch)).logits[counts].square().sum().backward()
+    moving = {key for key, value in module.named_parameters() if value.grad is not None and value.grad.any()}
+    assert moving - {"lm_head.weight"} <= keys
+
+
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen3-VL", "Mistral 3", "Idefics 3"])
+def test_no_sample_depends_on_the_others_of_its_batch(name: str) -> None:
+    module, batch = whole_of(name), batch_of(name, torch.Generator().manual_seed(0))
+    chain = taken_apart(module, batch)
+    together = walked(chain, module, batch)
+    for row in range(2):
+        alone = walked(chain, module, {key: value[row : row + 1] for key, value in batch.items()})
+        for one, many in zip(alone, together, strict=True):
+            for stream, value in one.items():
+                length = value.shape[1]
+                torch.testing.assert_close(many[stream][row : row + 1, :length], value, rtol=1e-9, atol=1e-9)
+
+
+def dropped(chain: LayerChain, batch: Any) -> LayerChain:
+    """The fault: image tokens are read as zeros."""
+    at_images = (batch["input_ids"] == IMAGE_TOKEN)[..., None]
+
+    def blind(call: Any, *given: Any) -> Any:
+        state = call(*given)
+        return {**state, "hidden": state["hidden"].masked_fill(at_images, 0)}
+
+    first = next(layer.index for layer in chain.layers if layer.stream == "hidden")
+    layers = [
+        replace(layer, call=partial(blind, layer.call)) if layer.index == first else layer
+        for layer in chain.layers
+    ]
+    return replace(chain, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen2.5-VL"])
+def test_dropped_image_tokens_are_found(name: str) -> None:
+    module, batch = whole_of(name), batch_of(name, torch.Generator().manual_seed(0))
+    chain = taken_apart(module, batch)
+    wanted = chain.library_states(module, batch)
+    assert largest_error(walked(chain, module, batch), wanted) < 1e-12
+    assert largest_error(walked(dropped(chain, batch), module, batch), wanted) > 0.1
+
+
+def test_a_batch_without_images_is_refused() -> None:
+    module, batch = whole_of("LLaVA"), batch_of("LLaVA", torch.Generator().manual_seed(0))
+    chain = taken_apart(module, batch)
+    with pytest.raises(DataError, match="no images"):
+        chain.start({name: batch[name] for name in ("input_ids", "attention_mask")})

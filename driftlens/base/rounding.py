@@ -8,7 +8,7 @@ from dataclasses import dataclass
 SAID = 0.01
 """Share of a change, lost to a number type, from which on it is said."""
 COARSE = 0.5
-"""Share of a change at one step of a number type from which on it is said: rounding is as large as the change then."""
+"""Share of a change, lost or at one step of a number type, from which on rounding is as large as the change."""
 
 
 @dataclass(frozen=True)

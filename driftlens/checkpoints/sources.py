@@ -135,6 +135,11 @@ class InDtypes:
         return self._source.read(key, rows).to(self.headers[key].dtype)
 
 
+def floats_in(source: StateSource, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """This dtype for every tensor of numbers with a point."""
+    return {key: dtype for key, header in source.headers.items() if header.dtype.is_floating_point}
+
+
 class SafetensorsSource:
     """One `.safetensors` file. The header is read at once, a tensor when it is asked for."""
 

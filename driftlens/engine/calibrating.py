@@ -26,6 +26,7 @@ from driftlens.base.team import ALONE, Team
 from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
 from driftlens.checkpoints.rounding import written
+from driftlens.checkpoints.sources import StateSource
 from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.engine.problems import (
     CalibratedLayer,
@@ -101,7 +102,7 @@ class Ground:
         objectives: whether reports hold the objectives of linear sites; on CPUs they cost about a tenth of the time.
         seed: every task and boundary that is trained draws from a generator of its own.
         memory: keeps how far a training is; what it has is not trained again.
-        out_dtype: what all of the calibrated model is saved in; None for the base's own.
+        like: in whose dtypes the calibrated model is saved; None for the base, or without one the merged model.
     """
 
     pool: ModelPool
@@ -117,7 +118,7 @@ class Ground:
     objectives: bool = True
     seed: int = 0
     memory: Memory | None = None
-    out_dtype: torch.dtype | None = None
+    like: StateSource | None = None
 
     @property
     def tasks(self) -> list[str]:
@@ -125,8 +126,8 @@ class Ground:
         return sorted(self.parts)
 
     def stored_in(self, key: str) -> torch.dtype:
-        """The dtype that a tensor of the calibrated model is saved in: the base's, where none was asked for."""
-        return self.out_dtype or self.pool.source(self.base or "merged").headers[key].dtype
+        """The dtype that a tensor of the calibrated model is saved in."""
+        return (self.like or self.pool.source(self.base or "merged")).headers[key].dtype
 
     def store(self) -> FeatureStore:
         """An empty one for the features that wait."""

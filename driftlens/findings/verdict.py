@@ -16,6 +16,7 @@ from typing import Any
 
 from driftlens.base.intervals import Interval, mean_over_tasks
 from driftlens.base.metrics import ACCURACY
+from driftlens.base.rounding import COARSE, Change
 from driftlens.base.variants import calibrated, calibration_of, part_of, title
 from driftlens.base.words import counted, some_of
 from driftlens.findings.checks import self_checks
@@ -143,7 +144,21 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     unchanged = run.calibration_info(calibration_of(after) or "").unchanged if after else ""
     failed = self_checks(run).count("fail")
     nearer = [*nearer_merge(comparison(run))] if merged == "merged" else []
+    nearer += _lost(run, merged, after)
     return replace(judgement, sentences=_sentences(judgement, on_worst, which, unchanged, failed, nearer))
+
+
+def _lost(run: DriftRun, merged: str, after: str) -> list[str]:
+    """That most of what the merge or the calibration changes is lost to the number type that it is saved in."""
+    of_merge = (run.manifest.merge or {}).get("change") if merged == "merged" else None
+    of_calibration = run.calibration_info(calibration_of(after) or "").change if after else None
+    made = {"the merge": of_merge, "the calibration": of_calibration}
+    changes = {what: Change(**change) for what, change in made.items() if change}
+    return [
+        f"{change.dtype} loses about {change.lost_share:.0%} of the entries that {what} changes."
+        for what, change in changes.items()
+        if change.lost_share >= COARSE
+    ]
 
 
 def _judged_by(
@@ -171,7 +186,7 @@ def _sentences(
 ) -> tuple[str, ...]:
     """The verdict in words, of levels on the worst task, `which` calibration it is, and how many checks `failed`.
 
-    `nearer` says which merge is nearer to the experts.
+    `nearer` says which merge is nearer to the experts, and what a number type loses.
     """
     bad = [f"Experts worse than base: {some_of(judgement.bad_experts, 2)}."] if judgement.bad_experts else []
     is_told = len(judgement.tasks) > 1 and judgement.worst and not bad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from driftlens.checkpoints.rounding import change_of
+from driftlens.checkpoints.sources import StateSource
+from driftlens.engine.pool import ModelPool
+from driftlens.findings.verdict import verdict
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.contest.automatic import choice_of
+from driftlens.jobs.contest.contest import LANE
 from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.study.merging import merge_experts
 from driftlens.jobs.study.opening import open_models
@@ -21,6 +27,7 @@ from driftlens.runs.layout import calibration_folder, calibration_weights
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from tests.models.writing import train
+from tests.pipeline.calibrating import roomy_run
 from tests.pipeline.checking import saved, visual
 from tests.zoo.world import Weights, World, clip
 
@@ -203,13 +210,18 @@ def test_a_merge_keeps_what_its_type_can_hold_and_tells_what_it_lost(
     assert [line.startswith(text) for line in told_of] == [True] * (out_dtype is None)
 
 
+@pytest.mark.parametrize(
+    ("method", "settings", "layers"),
+    [("featcal", {"lam": 30.0, "rho": 1.0}, (2,)), ("distill", {"steps": 2, "lr": 1e-5}, None)],
+    ids=["solved", "trained"],
+)
 def test_a_calibration_keeps_what_its_type_can_hold_and_tells_what_it_lost(
-    world: World, tmp_path: Path
+    method: str, settings: dict[str, float], layers: tuple[int, ...] | None, world: World, tmp_path: Path
 ) -> None:
     spec = with_models(world, tmp_path, (torch.bfloat16, torch.bfloat16), moved_by(1)) | {"metrics": {}}
     folder = tmp_path / "run"
     analyze(spec, AnalysisRequest(out=folder, attribution=False))
-    asked = {"method": "featcal", "lam": 30.0, "rho": 1.0, "attribution": False, "layers": [2]}
+    asked: dict[str, Any] = {"method": method, "parameters": settings, "attribution": False, "layers": layers}
     wide = CalibrationRequest(
         name="wide", out_dtype="float32", save_weights=tmp_path / "saved.safetensors", **asked
     )
@@ -225,7 +237,8 @@ def test_a_calibration_keeps_what_its_type_can_hold_and_tells_what_it_lost(
         )
     )
     changed = equal = 0
-    for key in (key for key in merged if key.startswith("visual.transformer.resblocks.0.")):
+    part = "visual.transformer.resblocks.0." if layers else "visual."
+    for key in (key for key in merged if key.startswith(part)):
         assert own[key].dtype == merged[key].dtype == torch.bfloat16 and exact[key].dtype == torch.float32
         assert torch.equal(own[key], exact[key].bfloat16()) and torch.equal(copy[key], exact[key])
         differs = exact[key] != merged[key].float()
@@ -244,3 +257,30 @@ def test_a_calibration_keeps_what_its_type_can_hold_and_tells_what_it_lost(
         False,
         True,
     ]
+    verdicts = [" ".join(verdict(run, name).sentences) for name in infos]
+    told = f"bfloat16 loses about {equal / changed:.0%} of the entries that the calibration changes"
+    assert [told in text for text in verdicts] == [equal / changed >= 0.5, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("out_dtype", [None, "float32"])
+def test_candidates_compete_as_they_would_be_saved(
+    out_dtype: str | None, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = with_models(world, tmp_path, (torch.bfloat16, torch.bfloat16), moved_by(1))
+    run = roomy_run(world, tmp_path, base=given["base"], experts=given["experts"])
+    tried = set[torch.dtype]()
+    add = ModelPool.add
+
+    def watched(pool: ModelPool, model: str, source: StateSource, *more: Any) -> None:
+        if model == LANE:
+            key = "visual.transformer.resblocks.0.mlp.c_fc.weight"
+            weight = source.read(next(known for known in source.headers if key.endswith(known)))
+            is_rounded = torch.equal(weight.float(), weight.bfloat16().float())
+            tried.add(torch.bfloat16 if is_rounded else weight.dtype)
+        add(pool, model, source, *more)
+
+    monkeypatch.setattr(ModelPool, "add", watched)
+    request = CalibrationRequest(name="best", out_dtype=out_dtype, attribution=False, layers=(2,))
+    calibrate(run.path, request, choose=choice_of(request))
+    assert tried == {getattr(torch, out_dtype or "bfloat16")}

@@ -195,11 +195,13 @@ def open_calibration(
     study, models = reopening.reopened(
         folder, context, num_calibration=request.samples, with_calibrations=False
     )
+    models = all_in(models, request.out_dtype)
+    study = dataclasses.replace(study, out_dtype=models.out_dtype)
     spec = driftlens.spec.load_spec(folder / layout.SPEC) if context.live is None else None
     plan = plan_calibration(request, run, spec, study)
     asked = request.changed(resume=False, replace=False).words()
     words = [*(word for word in asked if not word.startswith("--name=")), *context.access.words]
-    return OpenCalibration(folder, run.manifest, study, all_in(models, request.out_dtype), plan, words)
+    return OpenCalibration(folder, run.manifest, study, models, plan, words)
 
 
 def require_terms(request: CalibrationRequest, opened: OpenCalibration, *, is_chosen: bool) -> None:
@@ -531,7 +533,7 @@ def solve(
         team=study.team,
         seed=plan.seed,
         memory=scratch.kept("training", elapsed),
-        out_dtype=getattr(torch, plan.out_dtype) if plan.out_dtype else None,
+        like=study.like,
     )
     for layer in plan.calibrator.calibrate(ground):
         solution.attachments |= {(task, layer.layer): each for task, each in layer.attachments.items()}

@@ -18,11 +18,12 @@ from driftlens.base.errors import CheckpointError, DriftLensError, RunError
 from driftlens.base.rounding import Change, saved_words
 from driftlens.base.variants import calibrated
 from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.rounding import written
 from driftlens.checkpoints.sources import InDtypes, OnDemand, StateSource, TensorsSource, content_digest
 from driftlens.engine.attached import Attachment, Attachments, attachment_tensors, portable_tensors
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.jobs.calibrate.plan import CalibrationPlan
-from driftlens.jobs.study.opening import OpenModels, floats_in, head_files
+from driftlens.jobs.study.opening import OpenModels, head_files
 from driftlens.jobs.study.reopening import attached_by
 from driftlens.jobs.study.study import Study, model_info
 from driftlens.models.architecture import Architecture
@@ -76,11 +77,19 @@ class Solution:
         keys = [(index, name) for index, layer in self.layers.items() for name in layer.updates]
         return OnDemand(dict.fromkeys(keys), lambda key: self.layers[key[0]].updates[key[1]])
 
-    @property
-    def change(self) -> dict[str, Any]:
-        """What the number type that is saved in left of all that was solved for; empty where nothing was."""
-        of_sites = [Change(**report.change) for _, report in self.reports if report.change]
-        return vars(sum(of_sites, Change(""))) if of_sites else {}
+    def change(self, study: Study) -> dict[str, Any]:
+        """What the number types that are saved in leave of all that was solved for or trained; empty where nothing was.
+
+        What is solved for was rounded, and counted, before the layers behind it saw it; what is trained is neither.
+        """
+        counted = [Change(**report.change) for _, report in self.reports if report.change]
+        merged, layers = study.pool.source("merged"), study.pool.chain.layers
+        for (index, name), value in self.updates.items():
+            if not self.layers[index].reports:
+                slot = layers[index - 1].parameters[name]
+                dtype = study.like.headers[slot.key].dtype
+                counted.append(written(merged, slot.key, slot.stored(value).float(), dtype, slot.rows))
+        return vars(sum(counted, Change(""))) if counted else {}
 
     @property
     def reports(self) -> list[tuple[int, SiteReport]]:
@@ -121,10 +130,7 @@ def save_variants(
         if variant == plan.control:
             base, reach = pool.source("base"), plan.calibrator.anchor_reach
             parameters = anchors(pool.chain, merged, base, reach, solution.updates)
-        like = study.like
-        if models.out_dtype is not None:
-            like = InDtypes(like, floats_in(like, models.out_dtype))
-        source = with_parameters(pool.chain, merged, like, parameters)
+        source = with_parameters(pool.chain, merged, study.like, parameters)
         with writer.file(relative) as path:
             save_model(
                 models.architecture, models.own_form, source, path, metadata=weights_metadata(variant, info)
@@ -135,7 +141,7 @@ def save_variants(
             save_state_dict(path, attachment_tensors(solution.attachments))
     if solution.reports:
         writer.append("calibration", pd.DataFrame(history_rows(plan.name, solution.reports)), replace=True)
-    change = solution.change
+    change = solution.change(study)
     config = {
         "name": plan.name,
         "variant": plan.variant,

@@ -408,6 +408,7 @@ class Trials:
             pooling=settings.pool,
             team=self.study.team,
             seed=self.seed,
+            like=self.study.like,
             on_step=step,
         )
 

@@ -28,6 +28,7 @@ from driftlens.checkpoints.sources import (
     TensorHeader,
     TensorsSource,
     check_finite,
+    floats_in,
     require_key,
 )
 from driftlens.data.samples import SampleSet
@@ -255,7 +256,7 @@ def _asked(study: Study, merge: Merge, reporter: Reporter) -> Study:
 
 def _on_disk(start: StateSource, beside: PathLike | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Room for a model like `start`, whose integers it holds, in files that lose their names: none is left behind."""
-    headers = start.headers if dtype is None else InDtypes(start, opening.floats_in(start, dtype)).headers
+    headers = start.headers if dtype is None else InDtypes(start, floats_in(start, dtype)).headers
     floats, need = _Weights(start), sum(header.nbytes for header in headers.values())
     with scratch_beside(Path(beside or Path(tempfile.gettempdir(), "merged")), need) as folder:
         return {

@@ -23,7 +23,7 @@ from driftlens.checkpoints.alignment import Refitted, Spellings
 from driftlens.checkpoints.loading import fetched, library_folder, open_checkpoint
 from driftlens.checkpoints.lora import LoraSource, is_lora_folder
 from driftlens.checkpoints.sentences import require_same_reading
-from driftlens.checkpoints.sources import Composed, InDtypes, StateSource
+from driftlens.checkpoints.sources import Composed, InDtypes, StateSource, floats_in
 from driftlens.data.samples import SampleSet, unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data, plain_form, require_same_classes
 from driftlens.diagnostics.attribution import JacobianSettings
@@ -611,11 +611,6 @@ def all_in(models: OpenModels, name: str | None) -> OpenModels:
         return models
     dtype: torch.dtype = getattr(torch, name)
     return replace(saved_in(models, floats_in(models.own_form, dtype)), out_dtype=dtype)
-
-
-def floats_in(source: StateSource, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """This dtype for every tensor of numbers with a point."""
-    return {key: dtype for key, header in source.headers.items() if header.dtype.is_floating_point}
 
 
 def dtype_notices(models: OpenModels) -> list[str]:

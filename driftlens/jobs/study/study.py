@@ -12,7 +12,7 @@ import torch
 from driftlens.base.diagnostic import Diagnostic, chosen
 from driftlens.base.team import ALONE, Team
 from driftlens.base.variants import expert_of
-from driftlens.checkpoints.sources import StateSource, TensorsSource, content_digest
+from driftlens.checkpoints.sources import InDtypes, StateSource, TensorsSource, content_digest, floats_in
 from driftlens.data.samples import SampleSet
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.attached import Attachments, attachment_tensors
@@ -82,6 +82,7 @@ class Study:
 
     `provenance` says where every model came from, `preprocessing` which code made inputs, `architecture` what the
     manifest says beyond the chain's own settings; `head_marks` are numbers by which a head is known again.
+    `out_dtype` is the one number type that was asked for to save in.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Study:
     architecture: Mapping[str, Any] = field(default_factory=dict)
     head_marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
     team: Team = ALONE
+    out_dtype: torch.dtype | None = None
 
     def owner(self, task: str) -> int:
         """The process that measures a task."""
@@ -134,8 +136,9 @@ class Study:
 
     @property
     def like(self) -> StateSource:
-        """The model in whose dtypes others are saved: the base, or without one an expert."""
-        return self.pool.source("base" if self.has_base else expert_of(next(iter(self.tasks))))
+        """A model whose dtypes are saved in: the base, or without one an expert, unless others were asked for."""
+        like = self.pool.source("base" if self.has_base else expert_of(next(iter(self.tasks))))
+        return like if self.out_dtype is None else InDtypes(like, floats_in(like, self.out_dtype))
 
     @property
     def explained_variants(self) -> tuple[str, ...]:

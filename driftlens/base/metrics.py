@@ -23,7 +23,8 @@ class Metric:
     """One way to score a variant on a task.
 
     A `share` of samples answered rightly has Wilson's interval and changes by pairs, any other number intervals by
-    drawing samples again. It `needs` class scores (`head`), answers to choose from, wanted ones (`target`), or numbers.
+    drawing samples again. It `needs` class scores (`head`), answers to choose from, wanted ones (`target`), numbers, or
+    passages to look among.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Metric:
     range: Range = (0.0, 1.0)
     worse: Literal["higher", "lower"] = "lower"
     kind: Literal["share", "number"] = "share"
-    needs: Literal["head", "choices", "target", "number", ""] = ""
+    needs: Literal["head", "choices", "target", "number", "passages", ""] = ""
     hub: str = ""
     is_directed: bool = True
     """Whether `worse` is known; of what other tools name it may not be."""
@@ -84,7 +85,8 @@ _ALL = (
     Metric(
         "spearman",
         "Spearman correlation",
-        "Rank correlation of the numbers that are generated with those wanted; no number counts as 0.",
+        "Rank correlation of numbers with those wanted: of pairs of texts how alike their embeddings are, else what is "
+        "generated, where no number counts as 0.",
         range=(-1.0, 1.0),
         kind="number",
         needs="number",
@@ -99,6 +101,38 @@ _ALL = (
         kind="number",
         needs="target",
         hub="perplexity",
+    ),
+    Metric(
+        "ndcg@10",
+        "nDCG@10",
+        "Mean over queries of the gain of what answers them among the first 10 passages, discounted by the logarithm "
+        "of their ranks, as a share of the best possible.",
+        kind="number",
+        needs="passages",
+        hub="ndcg_at_10",
+    ),
+    Metric(
+        "accuracy@1",
+        "accuracy@1",
+        "Share of queries whose most similar passage answers them.",
+        needs="passages",
+        hub="accuracy_at_1",
+    ),
+    Metric(
+        "precision@5",
+        "precision@5",
+        "Mean over queries of the share of their 5 most similar passages that answer them.",
+        kind="number",
+        needs="passages",
+        hub="precision_at_5",
+    ),
+    Metric(
+        "mrr@10",
+        "MRR@10",
+        "Mean over queries of 1 by the rank of the first passage that answers them, 0 where it is beyond 10.",
+        kind="number",
+        needs="passages",
+        hub="mrr_at_10",
     ),
 )
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _ALL})

@@ -13,6 +13,7 @@ from driftlens.base.access import Access
 from driftlens.base.errors import DataError, did_you_mean
 from driftlens.base.files import plain_file
 from driftlens.data.images import read_image
+from driftlens.data.related import related_columns
 from driftlens.data.rows import columns_asked, text_view
 from driftlens.data.sources import Picture, Split, SplitView, data_sources, named, refused, require_column
 
@@ -57,7 +58,8 @@ def _open_texts(entry: HfData, split: Split, rows: Any, where: str, origin: str)
     from datasets import ClassLabel
 
     columns = rows.column_names
-    wanted = [column for column in (*columns_asked(entry).values(), entry.answers) if column in columns]
+    asked = (*columns_asked(entry).values(), entry.answers, *related_columns(entry).values())
+    wanted = [column for column in asked if column in columns]
     feature = rows.features.get(entry.answers)
     return text_view(
         entry,

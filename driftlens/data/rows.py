@@ -15,6 +15,7 @@ from driftlens.base.access import Access
 from driftlens.base.errors import DataError, SpecError, did_you_mean
 from driftlens.base.files import from_json, plain_file
 from driftlens.data.images import read_image
+from driftlens.data.related import Comparison, related_columns, related_in
 from driftlens.data.samples import SampleSet, Shown, Texts
 from driftlens.data.sources import (
     PATHS_HINT,
@@ -92,11 +93,16 @@ def text_view(
             return Pictured(question, target(position), str(folder / values[entry.pictures]))
         return Text(question, target(position))
 
+    def place(position: int) -> str:
+        return f"{where}, {unit} {ids[position]}"
+
     def label(position: int) -> str | None:
         are_classes = entry.classes not in (None, False) or entry.words is not None
         return (target(position) or None) if are_classes else None
 
-    return SplitView(origin, tuple(ids), known, label, read, holds="text")
+    is_compared = split == "test" and ids and related_columns(entry)
+    related = related_in(entry, columns, row, place) if is_compared else None
+    return SplitView(origin, tuple(ids), known, label, read, holds="text", related=related)
 
 
 def as_texts(
@@ -105,6 +111,7 @@ def as_texts(
     entry: TextEntry,
     reader: TextReader | None,
     preprocess: Callable[[list[Text]], Any],
+    compared: Comparison | None = None,
 ) -> SampleSet:
     """A set of samples whose `rows` are these, read by the task's own rules; without a `reader`, by the model's code.
 
@@ -127,8 +134,9 @@ def as_texts(
         asked = reader.chats([row.input for row in rows])
         rows = [row._replace(input=question) for question, row in zip(asked, rows, strict=True)]
     answer = entry.answer or (" {target}" if form == "decoder" and not entry.chat else "{target}")
-    shown = _shown(task, entry, form, any(have)) if split == "calibration" else "none"
-    texts = Texts(rows.__getitem__, reader, answer, shown)
+    shows = split == "calibration" and not related_columns(entry)
+    shown = _shown(task, entry, form, any(have)) if shows else "none"
+    texts = Texts(rows.__getitem__, reader, answer, shown, compared)
     rows = [row._replace(target=texts.answered(row.target) if row.target else "") for row in rows]
     given = [row if shown == "target" else row._replace(target="") for row in rows]
     on_answers = (f"{task}: calibration shows the expert's own greedy answers",) if shown == "expert" else ()
@@ -306,6 +314,7 @@ def _open_texts(entry: TableData, split: Split) -> SplitView:
         **{f"{{{name}}}": column for name, column in columns_asked(entry).items()},
         "target": entry.answers,
         "image": entry.pictures,
+        **related_columns(entry),
     }
     file, where, origin, rows, columns = _rows(entry, split, wanted)
     if entry.pictures is not None:
@@ -327,7 +336,7 @@ def _rows(
     wanted = {**wanted, "split": entry.split if entry.file else None}
     columns = _columns(file, wanted.values(), entry)
     optional = {"target"} if entry.target is None else set()
-    optional |= {"label", "target"} if split != "test" else set()
+    optional |= {"label", "target", *related_columns(entry)} if split != "test" else set()
     wanted = {key: column for key, column in wanted.items() if key not in optional or column in columns}
     for key, column in wanted.items():
         if column is not None:

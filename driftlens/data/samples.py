@@ -18,6 +18,8 @@ from driftlens.models.language.texts import Pictured, Text, TextReader
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from driftlens.data.related import Comparison
+
 COUNT_KEYS: Mapping[Split, str] = {"calibration": "n", "diagnosis": "n_diagnosis", "test": "n_test"}
 """The spec's key for the number of samples of each split."""
 _PROBES = 8
@@ -75,12 +77,14 @@ class Texts:
         reader: what makes token ids of them; None where nobody knows the model.
         answer: how an answer is written; the word stands for `{target}`.
         shown: which answers `SampleSet.load` gives the model beside the questions.
+        compared: what test samples are compared with; None where that is nothing.
     """
 
     read: Callable[[int], Text]
     reader: TextReader | None = None
     answer: str = "{target}"
     shown: Shown = "none"
+    compared: Comparison | None = None
 
     def answered(self, word: str) -> str:
         """How the model should say a word, such as the name of a class."""
@@ -192,7 +196,12 @@ def part_of(samples: SampleSet, positions: Sequence[int]) -> SampleSet:
         ids=tuple(samples.ids[position] for position in chosen),
         labels=None if samples.labels is None else tuple(samples.labels[position] for position in chosen),
         load=lambda wanted: samples.load([chosen[position] for position in wanted]),
-        texts=texts and replace(texts, read=lambda position: texts.read(chosen[position])),
+        texts=texts
+        and replace(
+            texts,
+            read=lambda position: texts.read(chosen[position]),
+            compared=texts.compared and texts.compared.at(chosen),
+        ),
         picture=picture and (lambda position: picture(chosen[position])),
     )
 

@@ -20,6 +20,8 @@ from driftlens.base.registry import Registry
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from driftlens.data.related import Related
+
     Picture: TypeAlias = Image | np.ndarray[Any, np.dtype[np.uint8]]
 else:
     Picture: TypeAlias = Any
@@ -39,6 +41,7 @@ class SplitView:
         read: position -> the image, or the pair of texts (input, target).
         holds: what the samples are, `image` or `text`; a model reads one of them (`models.chain.Modality`).
         notices: what a reader of the results must be told about the split.
+        related: position -> what a text is compared with; None where that is nothing.
     """
 
     origin: str
@@ -48,6 +51,7 @@ class SplitView:
     read: Callable[[int], Any]
     holds: str = "image"
     notices: tuple[str, ...] = ()
+    related: Callable[[int], Related] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError
 from driftlens.base.words import some_of
+from driftlens.data.related import comparison
 from driftlens.data.rows import as_texts
 from driftlens.data.samples import COUNT_KEYS, SampleSet, draw, samples_at
 from driftlens.data.sources import Picture, Split, SplitView, data_sources
@@ -122,7 +123,17 @@ def open_task_data(
         if holds != "text":
             return samples
         rows = [view.read(position) for position in positions]
-        return as_texts(samples, rows, rules, reader, preprocess)
+        read_by, compared = reader, None
+        if split == "test":
+            compared = comparison(task, rules, view, positions, reader, access)
+            if (
+                compared is not None
+                and compared.passages is not None
+                and reader is not None
+                and reader.prompts
+            ):
+                read_by = replace(reader, lead=reader.prompts.before("query"))
+        return as_texts(samples, rows, rules, read_by, preprocess, compared)
 
     calibration = drawn("calibration")
     # Accuracy is never measured on calibration samples, and diagnosis draws from the test samples unless
@@ -209,7 +220,8 @@ def _notices(
             f"the {num_calibration} calibration samples are kept out of the test"
         )
     texts = sets["test"].texts
-    if sets["test"].labels is None and (texts is None or not texts.read(0).target):
+    is_compared = texts is not None and texts.compared is not None
+    if sets["test"].labels is None and not is_compared and (texts is None or not texts.read(0).target):
         lacking = "labels, so there is no accuracy" if texts is None else "targets, so answers aren't scored"
         yield f"{task}: the test samples have no {lacking}"
 

@@ -396,6 +396,9 @@ def _statistic(metric: Metric, values: Array, references: Array, counts: Array) 
     with np.errstate(all="ignore"):
         if metric.name == "spearman":
             return _correlations(_ranks(values, counts), _ranks(references, counts), counts)
+        if metric.needs == "passages":
+            mean: Array = counts @ values / counts.sum(axis=1)
+            return mean
         if metric.name == "perplexity":
             found: Array = np.exp(counts @ values / (counts @ references))
             return found

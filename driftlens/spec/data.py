@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -118,6 +118,34 @@ def _flag_or_names(given: Any) -> Any:
     return given if isinstance(given, bool) else class_names_given(given)
 
 
+class Corpus(Part):
+    """The passages among which queries look: a file, or a split of the entry's own data.
+
+    Attributes:
+        text: column of the passages.
+        key: column of what queries call them by, which several may share; if left out, their text.
+        prompt: what is read of a passage; `{text}` or other columns stand in braces.
+    """
+
+    file: LocalPath | None = None
+    split: Text | None = None
+    text: Text = "text"
+    key: Text | None = None
+    prompt: Annotated[Text, AfterValidator(_with_field)] | None = None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.file is None) == (self.split is None):
+            raise problem(
+                "a corpus is a file or a split", "Give `file: FILE`, or `split: NAME` of the entry's data."
+            )
+        return self
+
+
+def _file_alone(given: Any) -> Any:
+    return {"file": given} if isinstance(given, str) else given
+
+
 Classes = Annotated[Flag | tuple[Text, ...] | LocalPath | None, BeforeValidator(_flag_or_names)]
 """Whether labels are classes that others name, or the names of all classes, or a JSON file of them."""
 
@@ -136,6 +164,10 @@ class TextEntry(Entry):
         max_length: tokens of a row at most; the model's own limit if left out.
         too_long: whether longer questions are cut, or refused.
         decoder_inputs: the answers that calibration shows the model: the data's, the expert's own greedy ones, or none.
+        pair: column of the text that the first is compared with; `target` is how alike they are, a number.
+        positive: column of what answers a query: texts, or keys of the corpus; a list of them, or one.
+        negative: column of the texts among which a query's positives are looked for, where that is no corpus.
+        corpus: among what queries look; if left out, all positives.
     """
 
     input: Text | None = None
@@ -148,6 +180,10 @@ class TextEntry(Entry):
     max_length: Count | None = None
     too_long: Literal["cut", "refuse"] = "cut"
     decoder_inputs: Literal["target", "expert", "none"] | None = None
+    pair: Text | None = None
+    positive: Text | None = None
+    negative: Text | None = None
+    corpus: Annotated[Corpus | None, BeforeValidator(_file_alone)] = None
 
     @property
     def holds_texts(self) -> bool:
@@ -185,10 +221,26 @@ class TextEntry(Entry):
             )
         if self.words is not None and isinstance(self.classes, str | tuple):
             raise problem("both words and the names of classes are given", "The words are the names.")
+        self._require_one_comparison(given)
         asked = {self.input if name == "input" else name for name in fields_of(self.prompt or "")}
         if self.answers in asked:
             raise problem(f"the prompt shows the answer, {self.answers}", "Ask without it.")
         return self
+
+    def _require_one_comparison(self, given: Collection[str]) -> None:
+        others: dict[str, tuple[str, ...]] = {
+            "pair": ("positive", "negative", "corpus", "classes", "words", "chat", "answer"),
+            "positive": ("classes", "words", "chat", "answer", "target"),
+            "negative": ("corpus",),
+        }
+        for key, odd in others.items():
+            if key in given and (both := [name for name in odd if name in given]):
+                raise problem(f"{both[0]} doesn't go together with {key}", "Take out one of the two.")
+        for key in ("negative", "corpus"):
+            if key in given and "positive" not in given:
+                raise problem(
+                    f"{key} is given, and nothing says what answers a query", "Add `positive: COLUMN`."
+                )
 
 
 class Places(Entry):

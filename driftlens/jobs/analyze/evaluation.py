@@ -17,15 +17,17 @@ import torch
 from torch import Tensor
 
 from driftlens.base.errors import DataError
-from driftlens.base.metrics import ACCURACY, metric_called
+from driftlens.base.metrics import ACCURACY, METRICS, metric_called
 from driftlens.base.progress import Reporter, TaskMeter
 from driftlens.base.variants import expert_of, title
+from driftlens.data.related import Comparison, Related, number_of
 from driftlens.data.samples import SampleSet, few_of, part_of
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward, input_bytes, waiting_bytes
 from driftlens.findings.measures import interval_of, results
 from driftlens.findings.reading import estimate
 from driftlens.jobs.study.study import Study
+from driftlens.linalg.ranking import DEEPEST, RANKINGS, similarities
 from driftlens.linalg.state import expert_cosine
 from driftlens.models.chain import Pool
 from driftlens.models.heads import is_of_vocabulary
@@ -226,6 +228,8 @@ def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter
     metrics = [name for name in metrics_of(study, task) if name != ACCURACY.name]
     if samples is None or not metrics:
         return found
+    if samples.texts is not None and samples.texts.compared is not None:
+        return _compared(study, task, variants, reporter, part)
     asked = _Asked.of(samples, study.tasks[task].choices, metrics)
     total, at_once = len(variants) * len(part), max(1, samples.batch_size)
     for place, variant in enumerate(variants):
@@ -249,6 +253,73 @@ def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter
     return found
 
 
+def _compared(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Said:
+    """How alike the embeddings of test samples and of what they are compared with are, by each metric; as `answers`."""
+    found, samples = Said(), study.tasks[task].test
+    assert samples is not None and samples.texts is not None and samples.texts.compared is not None
+    beside, metrics = samples.texts.compared, metrics_of(study, task)
+    related = [beside.of(position) for position in part]
+    others = [of.pair for of in related] if beside.passages is None else list(beside.passages.texts)
+    total = len(variants) * len(part)
+    for place, variant in enumerate(variants):
+        if not related:
+            break
+        reporter.step("answer", place * len(part), total, f"task {task}: {variant}")
+        model = expert_of(task) if variant == "expert" else variant
+        asked = [samples.text(position).input for position in part]
+        queries = _embeddings(study, model, samples, samples.texts.reader, asked)
+        passages = _embeddings(study, model, samples, beside.reader, others)
+        if beside.passages is None:
+            alike = similarities(queries, passages, beside.similarity, paired=True).tolist()
+            wanted = [samples.text(position).target.strip() for position in part]
+            rows = zip(alike, wanted, strict=True)
+            found.results[variant, "spearman"] = [(one, float(number), None, number) for one, number in rows]
+            continue
+        ranked = [
+            _ranked(beside, of, similarities(query[None], passages, beside.similarity)[0])
+            for of, query in zip(related, queries, strict=True)
+        ]
+        for name in metrics:
+            found.results[variant, name] = [
+                (RANKINGS[name](hits, wanted), None, best and best[:_SHOWN], of.positive[0][:_SHOWN])
+                for (hits, wanted, best), of in zip(ranked, related, strict=True)
+            ]
+    reporter.step("answer", total, total, f"task {task}")
+    return found
+
+
+_SHOWN = 300
+"""Characters of a passage that are kept beside a score."""
+
+
+def _embeddings(
+    study: Study, model: str, samples: SampleSet, reader: TextReader | None, texts: Sequence[str]
+) -> Tensor:
+    """Final features [n, d] of texts that stand beside a task's samples; those of like length go together."""
+    assert reader is not None
+    unique = sorted(dict.fromkeys(texts), key=len)
+    given = dataclasses.replace(
+        samples,
+        ids=tuple(map(str, range(len(unique)))),
+        labels=None,
+        texts=None,
+        load=lambda positions: reader([(unique[position], "") for position in positions]),
+    )
+    made = final_features(study.pool, model, samples.task, given, study.settings.pool)
+    place = {text: at for at, text in enumerate(unique)}
+    return made[[place[text] for text in texts]]
+
+
+def _ranked(beside: Comparison, of: Related, alike: Tensor) -> tuple[list[bool], int, str | None]:
+    """Whether each of the passages in the order of likeness answers a query, how many do, and the first of them."""
+    assert beside.passages is not None
+    places, answers = beside.passages.candidates(of), beside.passages.answers(of)
+    order = alike[places].argsort(descending=True, stable=True)[:DEEPEST].tolist()
+    ranked = [places[at] for at in order]
+    best = beside.passages.texts[ranked[0]] if ranked else None
+    return [place in answers for place in ranked], len(answers), best
+
+
 def metrics_of(study: Study, task: str) -> tuple[str, ...]:
     """What a task is scored by: its data entry's metrics, else accuracy by classes, else the answers themselves."""
     at = study.tasks[task]
@@ -257,6 +328,9 @@ def metrics_of(study: Study, task: str) -> tuple[str, ...]:
     if at.test.labels is not None and at.head is not None and not is_of_vocabulary(at.head):
         return (ACCURACY.name,)
     texts = at.test.texts
+    if texts is not None and texts.compared is not None:
+        needs = "number" if texts.compared.passages is None else "passages"
+        return tuple(name for name, metric in METRICS.items() if metric.needs == needs)
     if texts is None or texts.reader is None or texts.reader.form == "encoder" or not at.test.text(0).target:
         return ()
     return ("choice",) if at.choices else ("exact_match",)
@@ -285,7 +359,7 @@ class _Asked:
             )
         numbers = []
         for name, text in zip(samples.ids, texts, strict=True) if "spearman" in metrics else ():
-            numbers.append(_number(text.target))
+            numbers.append(number_of(text.target))
             if math.isnan(numbers[-1]):
                 raise DataError(
                     f"task {samples.task}: the target of test sample {name}, {text.target!r}, is no number",
@@ -301,15 +375,6 @@ class _Asked:
         if any("\n" in text.target.strip() for text in self.texts):
             return answers
         return [answer.strip().partition("\n")[0] for answer in answers]
-
-
-def _number(text: str) -> float:
-    """NaN where it is none, or infinite."""
-    try:
-        number = float(text)
-    except ValueError:
-        return math.nan
-    return number if math.isfinite(number) else math.nan
 
 
 def _plain(text: str) -> str:
@@ -328,7 +393,7 @@ def _exact_match(asked: _Asked, module: Any, part: range) -> Results:
 
 def _spearman(asked: _Asked, module: Any, part: range) -> Results:
     for at, answer in zip(part, asked.generated(module, part), strict=True):
-        number = _number(answer)
+        number = number_of(answer)
         yield 0.0 if math.isnan(number) else number, asked.numbers[at], answer, asked.texts[at].target.strip()
 
 

@@ -143,7 +143,14 @@ def first_samples(task: TaskSamples, count: int, pool: ModelPool, batch: int) ->
     """A task with the first samples of every split; `pool` gives the answers that an expert is to show itself."""
 
     def first(samples: SampleSet) -> SampleSet:
-        return part_of(dataclasses.replace(samples, batch_size=batch), range(min(count, len(samples))))
+        part = part_of(dataclasses.replace(samples, batch_size=batch), range(min(count, len(samples))))
+        texts = part.texts
+        if texts is None or texts.compared is None or texts.compared.passages is None:
+            return part
+        passages = texts.compared.passages  # as many of them as of the queries
+        few = passages.first(-(-len(passages.texts) * len(part) // len(samples)))
+        beside = dataclasses.replace(texts.compared, passages=few)
+        return dataclasses.replace(part, texts=dataclasses.replace(texts, compared=beside))
 
     return dataclasses.replace(
         task,

@@ -480,11 +480,15 @@ def task_samples(
     choices = {} if test.labels is None else data.answers()
     reader = None if texts is None else texts.reader
     answers = reader is not None and reader.form != "encoder"
+    compared = None if texts is None else texts.compared
     has = {"head": head is not None and test.labels is not None and not is_of_vocabulary(head)}
     has |= {"choices": answers and bool(choices), "target": answers and bool(test.text(0).target)}
+    has |= {"passages": compared is not None and compared.passages is not None}
+    has |= {"number": has["target"] if compared is None else not has["passages"]}
+    has |= {"target": has["target"] and compared is None}
     for name in metrics:
         need = METRICS[name].needs
-        if not has.get(need, has["target"]):
+        if not has[need or "target"]:
             raise SpecError(
                 f"data.{task}.metric: {name} {_LACKING[need or 'target']}", hint="Name another metric."
             )
@@ -492,7 +496,7 @@ def task_samples(
         diagnosis = replace(diagnosis, labels=None)  # the head's rows are other names
     return TaskSamples(
         diagnosis=diagnosis,
-        test=test if test.labels is not None or has["target"] else None,
+        test=test if test.labels is not None or has["target"] or compared is not None else None,
         head=head,
         calibration=with_own_answers(data.calibration, pool),
         picture=functools.partial(data.picture, "diagnosis") if data.has_pictures else None,
@@ -505,7 +509,8 @@ _LACKING = {
     "head": "needs labels, and a head whose rows are their classes",
     "choices": "needs classes of answers and a model that generates text",
     "target": "needs test samples with targets and a model that generates text",
-    "number": "needs test samples with targets that are numbers and a model that generates text",
+    "number": "needs test samples with targets that are numbers, and pairs of texts or a model that generates text",
+    "passages": "needs queries with a column of positives",
 }
 
 

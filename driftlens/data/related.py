@@ -1,0 +1,220 @@
+"""What texts are compared with: the other one of a pair, or passages, some of which answer a query."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError
+from driftlens.data.sources import SplitView, data_sources, require_column
+from driftlens.models.language.texts import TextReader
+
+if TYPE_CHECKING:
+    from driftlens.spec.data import TextEntry
+
+
+class Related(NamedTuple):
+    """The other text of a pair; of a query what answers it, texts or keys of the corpus, and texts that don't."""
+
+    pair: str = ""
+    positive: tuple[str, ...] = ()
+    negative: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Passages:
+    """What queries are answered from.
+
+    Attributes:
+        texts: each once.
+        keys: by the name that queries call them by, their places; several may have one.
+        is_whole: whether every query looks among all of them; else each has its own.
+    """
+
+    texts: tuple[str, ...]
+    keys: Mapping[str, tuple[int, ...]]
+    is_whole: bool = True
+
+    def first(self, count: int) -> Passages:
+        """At most so many of them."""
+        keys = {key: tuple(place for place in places if place < count) for key, places in self.keys.items()}
+        return replace(self, texts=self.texts[:count], keys=keys)
+
+    def candidates(self, of: Related) -> list[int]:
+        """The places of the passages that a query looks among; of its own, positives last, so that ties are wrong."""
+        if self.is_whole:
+            return list(range(len(self.texts)))
+        return [place for name in (*of.negative, *of.positive) for place in self.keys.get(name, ())]
+
+    def answers(self, of: Related) -> frozenset[int]:
+        """The places of the passages that answer a query."""
+        return frozenset(place for name in of.positive for place in self.keys.get(name, ()))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the test samples of a task are compared with.
+
+    Attributes:
+        of: position -> what the sample of that position is compared with.
+        passages: what queries are answered from; None for pairs.
+        reader: what makes token ids of the other texts.
+    """
+
+    of: Callable[[int], Related]
+    reader: TextReader | None
+    passages: Passages | None = None
+
+    @property
+    def similarity(self) -> str:
+        """How embeddings are compared, as the model's folder has it."""
+        prompts = None if self.reader is None else self.reader.prompts
+        return "cosine" if prompts is None else prompts.similarity
+
+    def at(self, chosen: Sequence[int]) -> Comparison:
+        """The same of some samples."""
+        return replace(self, of=lambda position: self.of(chosen[position]))
+
+
+_COLUMNS = ("pair", "positive", "negative")
+
+
+def related_columns(entry: TextEntry) -> dict[str, str]:
+    """The columns of what texts are compared with, by the key of the entry that names each."""
+    return {key: column for key in _COLUMNS if (column := getattr(entry, key)) is not None}
+
+
+def related_in(
+    entry: TextEntry,
+    columns: Collection[str],
+    row: Callable[[int], Mapping[str, Any]],
+    where: Callable[[int], str],
+) -> Callable[[int], Related]:
+    """Position -> what a row says of these columns, which have to be there."""
+    wanted = related_columns(entry)
+    for key, column in wanted.items():
+        require_column(column, columns, key, where(0).rpartition(",")[0])
+
+    def read(position: int) -> Related:
+        values, place = row(position), where(position)
+        told = {key: _several(values.get(column), column, place) for key, column in wanted.items()}
+        if "pair" in told and len(told["pair"]) != 1:
+            raise DataError(f"{place}: {entry.pair!r} is {len(told['pair'])} texts, expected one")
+        if not told.get("positive", ("",)):
+            raise DataError(
+                f"{place}: {entry.positive!r} is empty, so nothing answers the query",
+                hint="Name what does, or leave the row out.",
+            )
+        pair = "".join(told.get("pair", ()))
+        if pair and entry.prompt is not None:
+            pair = _as_asked(entry, pair, values)
+        return Related(pair, told.get("positive", ()), told.get("negative", ()))
+
+    return read
+
+
+def _as_asked(entry: TextEntry, text: str, values: Mapping[str, Any]) -> str:
+    """The second text of a pair, in the prompt in the place of the first."""
+    from driftlens.spec.data import fields_of, filled
+
+    assert entry.prompt is not None
+    names = fields_of(entry.prompt)
+    first = names if len(names) == 1 else ("input", entry.input)
+    return filled(entry.prompt, {name: text if name in first else str(values.get(name)) for name in names})
+
+
+def _several(value: Any, column: str, place: str) -> tuple[str, ...]:
+    values = value if isinstance(value, list | tuple) else [] if value is None or value == "" else [value]
+    if odd := [one for one in values if isinstance(one, bool) or not isinstance(one, str | int | float)]:
+        raise DataError(
+            f"{place}: {column!r} holds {odd[0]!r}, expected text",
+            hint="A text, or a list of texts; in CSV files one text a row.",
+        )
+    return tuple(str(one) for one in values)
+
+
+def comparison(
+    task: str,
+    entry: TextEntry,
+    view: SplitView,
+    drawn: Sequence[int],
+    reader: TextReader | None,
+    access: Access,
+) -> Comparison | None:
+    """What the drawn test samples of a task are compared with; None where the entry says nothing of that.
+
+    Raises:
+        DataError: a pair has no number, or a query nothing that answers it.
+    """
+    if view.related is None or not related_columns(entry):
+        return None
+    rows = [view.related(position) for position in drawn]
+    if reader is not None:
+        if entry.max_length is not None:
+            reader = reader.limited(entry.max_length, f"data.{task}.max_length")
+        if entry.prompt is not None or (entry.corpus is not None and entry.corpus.prompt is not None):
+            reader = replace(reader, lead="")
+        elif reader.prompts is not None and entry.pair is None:
+            reader = replace(reader, lead=reader.prompts.before(*_PASSAGE))
+    if entry.pair is not None:
+        for position in drawn:
+            if math.isnan(number_of(target := view.read(position).target)):
+                raise DataError(
+                    f"task {task}: test sample {view.ids[position]} says {target!r} of how alike its pair is, "
+                    "expected a number",
+                    hint="Name the column of numbers as `target`.",
+                )
+        return Comparison(rows.__getitem__, reader)
+    passages = _passages(entry, rows, access)
+    known = [bool(passages.answers(row)) for row in rows]
+    if not all(known):
+        lost = known.index(False)
+        raise DataError(
+            f"task {task}: of {len(rows)} queries {known.count(False)} have no positive in the corpus; the first is "
+            f"test sample {view.ids[drawn[lost]]}, whose {entry.positive!r} is {', '.join(rows[lost].positive)[:80]!r}",
+            hint="Positives are texts of the corpus, or what its column `key` holds, letter by letter; add them there, "
+            "or leave such queries out.",
+        )
+    return Comparison(rows.__getitem__, reader, passages)
+
+
+_PASSAGE = ("document", "passage", "corpus")
+"""What sentence-transformers looks for as the name of a passage's prompt."""
+
+
+def number_of(text: str) -> float:
+    """NaN where it is none, or infinite."""
+    try:
+        number = float(text)
+    except ValueError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def _passages(entry: TextEntry, rows: Sequence[Related], access: Access) -> Passages:
+    """The corpus of an entry; without one, what its queries name."""
+    corpus = entry.corpus
+    if corpus is None:
+        named = dict.fromkeys(name for row in rows for name in (*row.positive, *row.negative))
+        return Passages(
+            tuple(named), {name: (at,) for at, name in enumerate(named)}, is_whole=entry.negative is None
+        )
+    asked = {
+        "input": corpus.text,
+        "prompt": corpus.prompt,
+        "target": corpus.key,
+        "test": corpus.split or corpus.file,
+    }
+    asked |= dict.fromkeys(_COLUMNS) | {"corpus": None} | ({"file": None} if corpus.file else {})
+    known = {name: value for name, value in asked.items() if name in type(entry).model_fields}
+    view = data_sources[entry.kind](entry.model_copy(update=known), "test", access)
+    texts: dict[str, int] = {}
+    keys: dict[str, dict[int, None]] = {}
+    for position in range(len(view)):
+        passage = view.read(position)
+        place = texts.setdefault(passage.input, len(texts))
+        keys.setdefault(passage.target if corpus.key else passage.input, {})[place] = None
+    return Passages(tuple(texts), {key: tuple(places) for key, places in keys.items()})

@@ -1,0 +1,271 @@
+"""Embedding models from spec to verdict: pairs with numbers, queries with passages, sentences without labels."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from scipy.stats import spearmanr
+
+import driftlens as dl
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError, DriftLensError, SpecError
+from driftlens.findings.verdict import verdict
+from driftlens.jobs.study.opening import open_data
+from driftlens.spec import load_spec
+from tests.refusing import refusing
+from tests.zoo.sentences import embedder, sentences, tokenizer_of
+from tests.zoo.suite import spec_of_folders
+from tests.zoo.tokenizers import WORDS
+
+PROMPTS = {"query": "question ", "document": "answer "}
+DRAW = np.random.default_rng(0)
+SENTENCES = [" ".join(DRAW.choice(WORDS, size=2 + row % 4)) for row in range(60)]
+
+
+def table(path: Path, rows: list[dict[str, Any]]) -> str:
+    """The rows as a file of the kind that its name says."""
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    elif path.suffix == ".csv":
+        pd.DataFrame(rows).to_csv(path, index=False)
+    else:
+        pd.DataFrame(rows).to_parquet(path)
+    return str(path)
+
+
+KINDS = {".jsonl": "jsonl", ".csv": "table", ".parquet": "table"}
+
+
+def entries(folder: Path, ending: str = ".jsonl") -> dict[str, Any]:
+    """A task of pairs, one of queries in a corpus, one of queries with passages of their own; sentences calibrate."""
+    calibration = table(folder / f"sentences{ending}", [{"text": text} for text in SENTENCES[:20]])
+    pairs = zip(SENTENCES[20:40], SENTENCES[40:60], strict=True)
+    rows = [{"text": one, "other": two, "score": (at * 7) % 20 / 4} for at, (one, two) in enumerate(pairs)]
+    by_key = [{"passage": text, "topic": f"t{at % 4}"} for at, text in enumerate(SENTENCES[:40])]
+    queries = [{"text": text, "topic": f"t{at % 4}"} for at, text in enumerate(SENTENCES[40:52])]
+    plain = {"kind": KINDS[ending], "calibration": calibration, "input": "text"}
+    found = {
+        "sts": plain | {"test": table(folder / f"pairs{ending}", rows), "pair": "other", "target": "score"},
+        "topics": plain
+        | {"test": table(folder / f"queries{ending}", queries), "positive": "topic"}
+        | {
+            "corpus": {
+                "file": table(folder / f"corpus{ending}", by_key),
+                "text": "passage",
+                "key": "topic",
+            }
+        },
+    }
+    if ending != ".csv":  # which has no lists
+        own = [
+            {"text": text, "good": [SENTENCES[at], SENTENCES[at + 1]], "bad": SENTENCES[30:36]}
+            for at, text in enumerate(SENTENCES[52:])
+        ]
+        rerank = {"test": table(folder / f"rerank{ending}", own), "positive": "good", "negative": "bad"}
+        found["rerank"] = plain | rerank
+    return found
+
+
+def spec_of(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """Two experts of a base that has prompts; their average is repaired."""
+    settings = {"prompts": PROMPTS, "similarity_fn_name": "cosine"}
+    names = ["base", *data]
+    for seed, name in enumerate(names):
+        if not (folder / name).exists():
+            sentences(folder / name, seed, pooling={"pooling_mode": "mean"}, settings=settings)
+    return spec_of_folders(
+        "hf-encoder",
+        folder / "base",
+        {task: folder / task for task in data},
+        {"defaults": {"n": 12, "n_diagnosis": 6, "batch_size": 5}, **data},
+        merge={"method": "average"},
+    )
+
+
+def embeddings(folder: Path, seed: int, texts: list[str], prompt: str = "") -> torch.Tensor:
+    """What transformers makes of each text alone, pooled, mapped and normalised by hand."""
+    model, tokenizer = embedder("BERT", seed), tokenizer_of("BERT")
+    weight = load_file(folder / "base" / "2_Dense" / "model.safetensors")["linear.weight"]
+    made = []
+    for text in texts:
+        ids = tokenizer(prompt + text, truncation=True, max_length=7)["input_ids"]
+        with torch.no_grad():
+            made.append(model(input_ids=torch.tensor([ids])).last_hidden_state[0].mean(0))
+    return F.normalize(torch.stack(made) @ weight.T, dim=1)
+
+
+def by_hand(ranked: list[bool], wanted: int) -> dict[str, float]:
+    """The metrics of one query in loops."""
+    gain = ideal = first = 0.0
+    for rank in range(1, 11):
+        hit = rank <= len(ranked) and ranked[rank - 1]
+        gain += hit / np.log2(rank + 1)
+        ideal += (rank <= wanted) / np.log2(rank + 1)
+        first = first or (1 / rank if hit else 0.0)
+    return {
+        "ndcg@10": gain / ideal,
+        "accuracy@1": float(ranked[0]),
+        "precision@5": sum(ranked[:5]) / 5,
+        "mrr@10": first,
+    }
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dl.DriftRun]:
+    folder = tmp_path_factory.mktemp("embeddings")
+    data = entries(folder)
+    run = dl.analyze(spec_of(folder, data), out=folder / "run", progress="none")
+    run.calibrate(dl.FeatCal(), name="featcal", save_weights=folder / "saved")
+    return folder, data, dl.open_run(folder / "run")
+
+
+def rows_of(entry: dict[str, Any], key: str = "test") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(entry[key]).read_text().split("\n")]
+
+
+def test_pairs_are_scored_by_how_alike_their_embeddings_are(
+    measured: tuple[Path, dict[str, Any], dl.DriftRun],
+) -> None:
+    folder, data, run = measured
+    rows = rows_of(data["sts"])
+    for variant, seed in (("base", 0), ("expert", 1)):
+        sides = [embeddings(folder, seed, [row[name] for row in rows]) for name in ("text", "other")]
+        alike = (sides[0] * sides[1]).sum(1).numpy()
+        stored = run.scores("sts", variant)
+        np.testing.assert_allclose(stored["value"].astype(float), alike, atol=1e-5)
+        (score,) = run.accuracy("sts", variant).to_dict("records")
+        assert score["metric"] == "spearman" and score["n"] == len(rows)
+        assert score["value"] == pytest.approx(spearmanr(alike, [row["score"] for row in rows])[0], abs=1e-6)
+        assert score["ci_low"] < score["value"] < score["ci_high"]
+
+
+@pytest.mark.parametrize("task", ["topics", "rerank"])
+def test_queries_are_scored_by_where_what_answers_them_is_ranked(
+    task: str, measured: tuple[Path, dict[str, Any], dl.DriftRun]
+) -> None:
+    folder, data, run = measured
+    seed = list(data).index(task) + 1
+    corpus = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().split("\n")]
+    queries = rows_of(data[task])
+    asked = embeddings(folder, seed, [row["text"] for row in queries], PROMPTS["query"])
+    wanted: dict[str, list[float]] = {}
+    for row, query in zip(queries, asked, strict=True):
+        if task == "topics":
+            passages = list(dict.fromkeys(one["passage"] for one in corpus))
+            right = {one["passage"] for one in corpus if one["topic"] == row["topic"]}
+        else:
+            passages, right = [*row["bad"], *row["good"]], set(row["good"])
+        alike = embeddings(folder, seed, passages, PROMPTS["document"]) @ query
+        ranked = [passages[at] in right for at in alike.argsort(descending=True, stable=True)]
+        for name, value in by_hand(ranked, len(right)).items():
+            wanted.setdefault(name, []).append(value)
+    found = run.accuracy(task, "expert").set_index("metric")
+    for name, values in wanted.items():
+        assert found.loc[name, "value"] == pytest.approx(np.mean(values), abs=1e-9), name
+        assert found.loc[name, "ci_low"] <= found.loc[name, "value"] <= found.loc[name, "ci_high"]
+
+
+def test_scores_of_embeddings_stand_in_the_verdict_with_intervals_of_changes(
+    measured: tuple[Path, dict[str, Any], dl.DriftRun],
+) -> None:
+    _, _, run = measured
+    first, *others = verdict(run).sentences
+    assert "Score (nDCG@10, Spearman correlation) (3 tasks, n = 40)" in first
+    assert any("featcal" in text and "+-" in text for text in others)
+    table = run.before_after("featcal").set_index(["task", "variant"])
+    for task, metric in (("sts", "spearman"), ("topics", "ndcg@10"), ("rerank", "ndcg@10")):
+        row = table.loc[(task, "calibrated:featcal")]
+        assert row["metric"] == metric and row["low"] <= row["score"] <= row["high"]
+    assert run.layers()["closure_error"].max() < 1e-4
+
+
+def test_embeddings_of_the_repaired_folder_are_those_that_were_measured(
+    measured: tuple[Path, dict[str, Any], dl.DriftRun],
+) -> None:
+    folder, data, run = measured
+    if importlib.util.find_spec("sentence_transformers") is None:
+        pytest.skip("sentence-transformers is not installed")
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(folder / "saved"), device="cpu")
+    rows = rows_of(data["sts"])
+    sides = [model.encode([row[name] for row in rows]) for name in ("text", "other")]
+    stored = run.scores("sts", "calibrated:featcal")["value"].astype(float)
+    np.testing.assert_allclose(stored, (sides[0] * sides[1]).sum(1), atol=1e-5)
+
+
+@pytest.mark.parametrize("ending", [".csv", ".parquet"])
+def test_tables_hold_what_json_lines_hold(ending: str, tmp_path: Path) -> None:
+    spec = load_spec(spec_of(tmp_path, entries(tmp_path, ending)))
+    lines = load_spec(spec_of(tmp_path, entries(tmp_path)))
+    for task in spec.tasks:
+        found, expected = (open_data(one, task, None, access=Access()).test for one in (spec, lines))
+        assert found.texts is not None and expected.texts is not None
+        one, other = found.texts.compared, expected.texts.compared
+        assert one is not None and other is not None and one.passages == other.passages
+        assert [one.of(at) for at in range(len(found))] == [other.of(at) for at in range(len(expected))]
+
+
+def _without_positives(data: dict[str, Any]) -> None:
+    data["topics"]["corpus"]["key"] = "passage"
+
+
+def _without_numbers(data: dict[str, Any]) -> None:
+    data["sts"]["target"] = "other"
+
+
+def _other_metric(data: dict[str, Any]) -> None:
+    data["sts"]["metric"] = "ndcg@10"
+
+
+def _no_column(data: dict[str, Any]) -> None:
+    data["sts"]["pair"] = "second"
+
+
+def _both(data: dict[str, Any]) -> None:
+    data["sts"]["positive"] = "other"
+
+
+def _corpus_alone(data: dict[str, Any]) -> None:
+    del data["topics"]["positive"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "words", "hint"),
+    [
+        pytest.param(
+            _without_positives,
+            DataError,
+            "12 have no positive in the corpus",
+            "letter by letter",
+            id="corpus",
+        ),
+        pytest.param(_without_numbers, DataError, "expected a number", "target", id="numbers"),
+        pytest.param(_other_metric, SpecError, "needs queries", "another", id="metric"),
+        pytest.param(_no_column, DataError, "second", "", id="column"),
+        pytest.param(_both, SpecError, "doesn't go together", "", id="both"),
+        pytest.param(_corpus_alone, SpecError, "nothing says what answers", "", id="alone"),
+    ],
+)
+def test_what_cant_be_compared_is_refused_before_anything_is_written(
+    spoil: Callable[[dict[str, Any]], None],
+    error: type[DriftLensError],
+    words: str,
+    hint: str,
+    tmp_path: Path,
+) -> None:
+    data = entries(tmp_path)
+    spoil(data)
+    with refusing(error, match=words, hint=hint):
+        dl.analyze(spec_of(tmp_path, data), out=tmp_path / "run", progress="none")
+    assert not (tmp_path / "run").exists()

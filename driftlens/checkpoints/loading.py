@@ -13,7 +13,7 @@ import os
 import pathlib
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError
@@ -73,7 +73,11 @@ log = logging.getLogger("driftlens")
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], *, offline: bool = False, base: StateSource | None = None
+    path: str | os.PathLike[str],
+    *,
+    offline: bool = False,
+    base: StateSource | None = None,
+    in_by_out: Collection[str] = (),
 ) -> StateSource:
     """The weights at `path`, ready to be read tensor by tensor; only headers have been read.
 
@@ -83,6 +87,7 @@ def open_checkpoint(
             a revision (`organisation/name@v1.0`).
         offline: whether the Hub may not be asked; what is in its local cache is used all the same.
         base: the model that LoRA adapters are added to, for a folder that holds adapters only.
+        in_by_out: of the base, the stacks of weights that are [in, out], see `Architecture.in_by_out`.
 
     Raises:
         CheckpointError: the file is missing, incomplete, of a kind that can't be read safely, or holds no
@@ -92,7 +97,7 @@ def open_checkpoint(
     try:
         place = place if place.exists() else expanded(place)  # a run's folder may really be called so
         if place.is_dir():
-            return _open_folder(place, base)
+            return _open_folder(place, base, in_by_out)
         _require_readable(place)
         return open_file(place)
     except OSError as error:
@@ -109,7 +114,7 @@ def fetched(path: str, *, offline: bool = False) -> str:
     return str(hub_folder(path, offline=offline))
 
 
-def _open_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
+def _open_folder(folder: pathlib.Path, base: StateSource | None, in_by_out: Collection[str]) -> StateSource:
     if not is_lora_folder(folder):
         folder = transformer_folder(folder)
         _require_plain_folder(folder)
@@ -119,7 +124,7 @@ def _open_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
             f"{folder} holds LoRA adapters, not a whole model",
             hint="Give it as an expert, next to the base it was trained on; or merge it into that and save.",
         )
-    return LoraSource(base, folder)
+    return LoraSource(base, folder, in_by_out)
 
 
 def _require_plain_folder(folder: pathlib.Path) -> None:

@@ -31,7 +31,6 @@ _UNSUPPORTED = (
     "use_dora",
     "lora_bias",
     "layer_replication",
-    "target_parameters",
     "use_qalora",
     "use_bdlora",
     "alora_invocation_tokens",
@@ -47,6 +46,7 @@ _TOKENS = ".token_adapter.trainable_tokens_delta"
 _OF_ADAPTERS = re.compile(r"\.lora_|\.original_module\.|\.trainable_tokens_delta$")
 _COPIES = re.compile(r"(\.(modules_to_save|base_layer|token_adapter))+\.")
 """What peft puts between a module's path and the names of tensors that are saved whole."""
+_NESTED = re.compile(r"(\.base_layer)+$")
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` under which the base stays what it is."""
 
@@ -64,12 +64,16 @@ def named_base(folder: pathlib.Path) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class _Update:
-    """What is added to one weight [out, in]: scaling * up @ down, transposed where it is stored as [in, out]."""
+    """What is added to one weight [out, in]: scaling * up @ down, transposed where it is stored as [in, out].
+
+    Of a stack of `count` weights, down is [count * rank, in] and up [out, rank * count].
+    """
 
     down: str
     up: str
     scaling: float
     is_transposed: bool
+    count: int = 0
 
 
 class LoraSource:
@@ -77,14 +81,19 @@ class LoraSource:
 
     `scaling` is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`; `rank_pattern` and `alpha_pattern` are
     honoured. Adapters find their weight by the end of its name, so that they fit whether the base was saved with a
-    wrapper's prefix or without. The sum is in float32 at least and not rounded to the base's dtype, as a model runs
-    whose adapters are not merged: in half precision most of a small change would be lost. What was saved whole
+    wrapper's prefix or without; those of `target_parameters` lie on stacks of weights, as the experts of a mixture are,
+    in the base's order. The sum is in float32 at least and not rounded to the base's dtype, as a model runs whose
+    adapters are not merged: in half precision most of a small change would be lost. What was saved whole
     (`modules_to_save`, biases, embeddings of a vocabulary that has grown) is as it was saved, whether the base has it
     or not, and so are the rows of `trainable_token_indices`. Source: LoRA (arXiv:2106.09685), Section 4.1.
     """
 
-    def __init__(self, base: StateSource, place: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, base: StateSource, place: str | os.PathLike[str], in_by_out: Collection[str] = ()
+    ) -> None:
+        """`in_by_out` are keys of stacks whose weights are [in, out]: of square ones, shapes don't tell."""
         folder = pathlib.Path(place)
+        self._in_by_out = in_by_out
         self.name, self._folder = str(folder), folder
         self._config = _config(folder)
         self._is_transposed = bool(self._config.get("fan_in_fan_out"))
@@ -128,16 +137,27 @@ class LoraSource:
         """Rank -> largest scaling, of adapters with `use_rslora`; empty of others."""
         scalings: dict[int, float] = {}
         for update in self._updates.values() if self._config.get("use_rslora") else ():
-            rank = self._adapters.headers[update.down].shape[0]
+            rank = self._adapters.headers[update.down].shape[0] // max(1, update.count)
             scalings[rank] = max(update.scaling, scalings.get(rank, update.scaling))
         return dict(sorted(scalings.items()))
 
     def _delta(self, update: _Update, rows: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
+        if update.count:
+            return self._stack(update, rows or (0, update.count), dtype)
         down, up = self._adapters.read(update.down).to(dtype), self._adapters.read(update.up).to(dtype)
         if rows is not None:
             down, up = (down[:, slice(*rows)], up) if update.is_transposed else (down, up[slice(*rows)])
         delta = update.scaling * (up @ down)
         return delta.T if update.is_transposed else delta
+
+    def _stack(self, update: _Update, rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Of weights [start, stop) of a stack; peft has the weight's number first in A, and last in B."""
+        (start, stop), rank = rows, self._adapters.headers[update.down].shape[0] // update.count
+        down = self._adapters.read(update.down, (start * rank, stop * rank)).to(dtype)
+        up = self._adapters.read(update.up)
+        up = up.reshape(len(up), rank, update.count)[..., start:stop].to(dtype)
+        delta = update.scaling * (up.permute(2, 0, 1) @ down.reshape(stop - start, rank, -1))
+        return delta.mT if update.is_transposed else delta
 
     def _wide(self, key: str) -> TensorHeader:
         header = self._base.headers[key]
@@ -191,33 +211,40 @@ class LoraSource:
             raise _refusal(self._folder, f"bias is {kind!r}, but {lost[0]!r} was not saved", _RESTORE)
 
     def _matched(self) -> dict[str, _Update]:
-        pairs = self._pairs()
+        pairs, stacks = self._pairs()
         ranks = self._numbers("r", "rank_pattern", pairs)
         alphas = self._numbers("lora_alpha", "alpha_pattern", pairs)
         updates: dict[str, _Update] = {}
-        for module, (down, up) in pairs.items():
+        for name, (down, up) in pairs.items():
             is_transposed = self._is_transposed or "lora_embedding" in down
             down_shape, up_shape = self._adapters.headers[down].shape, self._adapters.headers[up].shape
             if len(down_shape) != 2 or len(up_shape) != 2:
-                reason = f"{module!r} is not linear: its lora_A has shape {list(down_shape)}"
+                reason = f"{name!r} is not linear: its lora_A has shape {list(down_shape)}"
                 raise _refusal(self._folder, reason)
-            rank = down_shape[0]
-            if not 0 < rank == up_shape[1] == ranks[module]:
-                reason = f"{module!r} has rank {rank} in the weights and {ranks[module]:g} in {_CONFIG}"
-                entry = f'"rank_pattern": {{"{module.rpartition(".")[2]}": {rank}}}'
+            stack = self._base.headers[stacks[name]].shape if name in stacks else ()
+            count = stack[0] if len(stack) == 3 else 1
+            rank = down_shape[0] // count
+            if not 0 < rank * count == down_shape[0] == up_shape[1] or rank != ranks[name]:
+                reason = f"{name!r} has rank {rank} in the weights and {ranks[name]:g} in {_CONFIG}"
+                entry = f'"rank_pattern": {{"{name.rpartition(".")[2]}": {rank}}}'
                 raise _refusal(
                     self._folder, reason, f"Put the entry that it lost back into {_CONFIG}: {entry}."
                 )
             shape = up_shape[0], down_shape[1]
-            key = self._weight_key(f"{module}.weight", shape[::-1] if is_transposed else shape)
+            if len(stack) == 3 and stack[1:] in (shape, shape[::-1]):
+                key = stacks[name]
+                is_transposed = stack[1:] != shape or (shape[0] == shape[1] and key in self._in_by_out)
+            else:
+                wanted = stacks.get(name, f"{name}.weight")
+                key = self._weight_key(wanted, shape[::-1] if is_transposed else shape)
             if key in updates:
                 raise _refusal(self._folder, f"two adapters fit {key!r} of {self._base.name}")
             root = math.sqrt(rank) if self._config.get("use_rslora") else rank
-            updates[key] = _Update(down, up, alphas[module] / root, is_transposed)
+            updates[key] = _Update(down, up, alphas[name] / root, is_transposed, count if count > 1 else 0)
         return updates
 
-    def _pairs(self) -> dict[str, tuple[str, str]]:
-        """Module path -> keys of A and B."""
+    def _pairs(self) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
+        """Path of a module or parameter -> keys of A and B; and of parameters, path -> the base's key."""
         halves: dict[str, dict[str, str]] = {}
         for key in (key for key in self._adapters.headers if ".lora_" in key):
             parts = re.fullmatch(r"(?P<module>.+)\.lora_(embedding_)?(?P<half>[AB])(?(2)|\.weight)", key)
@@ -227,7 +254,35 @@ class LoraSource:
         for module, pair in halves.items():
             if len(pair) != 2:
                 raise _refusal(self._folder, f"{module!r} has only one of lora_A and lora_B")
-        return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
+        pairs = {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
+        targets = self._config.get("target_parameters") or []
+        if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+            raise _refusal(
+                self._folder, f"target_parameters is {str(targets)[:80]!r}, expected names", _RESTORE
+            )
+        keys = [
+            key for key in self._base.headers if f".{key}".endswith(tuple(f".{name}" for name in targets))
+        ]
+        owned: dict[str, list[str]] = {}
+        for module in sorted(pairs, key=len, reverse=True) if keys else ():
+            owned.setdefault(_NESTED.sub("", module), []).append(module)
+        stacks: dict[str, str] = {}
+        for module, nested in owned.items():
+            own = [key for key in keys if f".{key.rpartition('.')[0]}".endswith(f".{module}")]
+            if own and len(own) != len(nested):
+                reason = (
+                    f"{module!r} has {len(nested)} adapters and {len(own)} parameters in target_parameters"
+                )
+                raise _refusal(self._folder, reason, _RESTORE)
+            # peft wraps a module once for each parameter, the first one innermost.
+            for key, wrapped in zip(own, nested, strict=False):
+                path = f"{module}.{key.rpartition('.')[2]}"
+                pairs[path], stacks[path] = pairs.pop(wrapped), key
+        if lost := [key for key in keys if key not in stacks.values()]:
+            raise _refusal(
+                self._folder, f"target_parameters names {lost[0]!r}, of which there is no adapter", _RESTORE
+            )
+        return pairs, stacks
 
     def _numbers(self, key: str, option: str, modules: Collection[str]) -> dict[str, float]:
         """A number for every module: that of the first pattern that matches the end of its path, as peft reads them."""

@@ -176,7 +176,7 @@ def _opened(place: str, known: Architecture, base: StateSource | None, access: A
         base = open_checkpoint(model, offline=access.offline)
     if base is not None and is_lora_folder(pathlib.Path(file)):
         base = known.lora_base(base.whole if isinstance(base, Refitted) else base, file)
-    opened = open_checkpoint(file, base=base, offline=access.offline)
+    opened = open_checkpoint(file, base=base, offline=access.offline, in_by_out=known.in_by_out)
     return known.layout.refitted(opened) if isinstance(known.layout, Spellings) else opened
 
 

@@ -20,7 +20,7 @@ from driftlens.base.diagnostic import diagnostic
 from driftlens.base.errors import ShapeError
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.sites import GROUPS, parameter_groups
-from driftlens.engine.walk import LayerView, decompose
+from driftlens.engine.walk import LayerView, smooth_layer, smooth_split
 from driftlens.linalg.state import (
     PathJacobian,
     State,
@@ -233,7 +233,7 @@ class Contributions:
         """Carry what came so far through one more layer and add the layer's own mismatch."""
         _require_next(view, self.seen)
         self.seen += 1
-        split = decompose(view)
+        split = smooth_split(view)
         carried = self._carry(view, split.propagation) if view.layer.index > 1 else {}
         if self.settings.contributions:
             self.vectors = {
@@ -262,7 +262,7 @@ class Contributions:
         stack = _stacked(self.vectors, riders)
         nodes = self.settings.nodes
         while True:
-            operator = PathJacobian(view.crossed_layer, view.expert_in, view.merged_in, nodes)
+            operator = PathJacobian(smooth_layer(view), view.expert_in, view.merged_in, nodes)
             pushed = operator.jvps(stack)
             along_drift = _item(pushed, -len(riders))
             error = float(relative_error(along_drift, propagation))

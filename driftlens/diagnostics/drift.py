@@ -25,6 +25,7 @@ _OF_LAYERS = (
     *(name for name in LAYERS.names if name.startswith(("drift_", "amplification"))),
     *("cos_mean", "cos_std", "mismatch_l2_mean", "propagation_l2_mean", "cross_term", "residual_l2_mean"),
     *("gain_excess_mean", "mismatch_ratio_mean", "growth_holds"),
+    *("rerouted", "rerouted_l2_mean", "rerouted_share"),
 )
 
 
@@ -78,6 +79,12 @@ def layer_values(seen: Seen) -> dict[str, float]:
             "gain_excess_mean": _mean(gain_excess),
             "mismatch_ratio_mean": _mean(mismatch_ratio),
             "growth_holds": holds[defined].mean() if defined.any() else np.nan,
+        }
+    if "rerouted" in columns:
+        values |= {
+            "rerouted": columns["rerouted"].mean(),
+            "rerouted_l2_mean": columns["rerouted_l2"].mean(),
+            "rerouted_share": _total_ratio(columns["rerouted_along"], drift**2),
         }
     return {name: float(value) for name, value in values.items()}
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -22,10 +23,10 @@ from torch import Tensor, nn
 from driftlens.base.errors import DataError, NumericsError, RunError
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.engine.pool import ModelPool, moved
-from driftlens.linalg.state import expert_cosine, norm, subtract
+from driftlens.engine.pool import LayerMap, ModelPool, moved
+from driftlens.linalg.state import added, expert_cosine, norm, subtract
 from driftlens.models.architecture import architecture_of
-from driftlens.models.chain import Layer, Pool, SideInputs, State
+from driftlens.models.chain import Layer, Pool, Routes, SideInputs, State
 
 T = TypeVar("T")
 
@@ -381,6 +382,22 @@ class LayerView:
     side: SideInputs
     crossed_layer: Callable[[State], State]
     """The map that took the crossing input to `crossed_out`: the merged layer for reference "expert"."""
+    routes: Mapping[str, Routes] = field(default_factory=dict)
+    """Of a mixture of experts, where tokens went in the pass that gave `merged`, `expert` and `crossed`."""
+    variant_along: Callable[[State, Routes], State] | None = None
+    """Of a mixture of experts, the merged layer with tokens sent where they are told."""
+
+    def rerouted(self, by: str) -> State:
+        """What leaves the merged layer, minus the same with tokens sent where they went in another pass.
+
+        Exactly zero where both send them to the same experts; empty where the layer mixes none.
+        """
+        if self.variant_along is None:
+            return {}
+        given = self.routes[by].given()
+        is_same = not bool(self.routes["merged"].changed(given).any())
+        other = self.merged_out if is_same else self.variant_along(self.merged_in, given)
+        return subtract(self.merged_out, other)
 
 
 @dataclass(frozen=True)
@@ -410,6 +427,25 @@ def decompose(view: LayerView) -> Split:
     )
 
 
+def smooth_split(view: LayerView) -> Split:
+    """The same, parted where the crossed layer can be differentiated: p = A e along the routes of the crossed pass.
+
+    On the way from the expert's features to the merged ones tokens of a mixture of experts jump to other experts, which
+    no Jacobian sees. What that changes counts as the layer's own, so that e = m + p still. Reference "expert".
+    """
+    split, jump = decompose(view), view.rerouted("crossed")
+    if not jump:
+        return split
+    return Split(split.drift, added(split.local_mismatch, jump), subtract(split.propagation, jump))
+
+
+def smooth_layer(view: LayerView) -> Callable[[State], State]:
+    """The crossed layer as a map that can be differentiated, see `smooth_split`."""
+    if view.variant_along is None:
+        return view.crossed_layer
+    return partial(view.variant_along, routes=view.routes["crossed"].given())
+
+
 def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
     """What one layer does to the drift of each sample.
 
@@ -423,7 +459,9 @@ def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
     Returns:
         Columns [n]. Of pooled vectors: `drift_l2` |e|, `expert_l2` |h_expert|, `cos`, `mismatch_l2` |m|,
         `propagation_l2` |p|, `mixed` 2 <m, p>, and for residual layers `residual_l2` |r|. Of the full state:
-        `state_in` |e_in|, `state_mismatch` |m|, `state_propagation` |p|, `state_drift` |e|.
+        `state_in` |e_in|, `state_mismatch` |m|, `state_propagation` |p|, `state_drift` |e|. Of a mixture of experts
+        `rerouted`, the share of tokens that go to other experts than in the expert model; with c what that changes in
+        the pooled vector, e = (e - c) + c: `rerouted_l2` |c| and `rerouted_along` <c, e>.
     """
     split = decompose(view)
 
@@ -445,6 +483,14 @@ def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
     }
     drift_in = subtract(view.merged_in, view.expert_in)
     columns["state_in"] = norm(drift_in) if drift_in else torch.zeros_like(columns["drift_l2"])
+    if changed := view.rerouted("expert"):
+        elsewhere, c = view.routes["merged"].changed(view.routes["expert"]), pool_of(changed)
+        mask = view.side.mask(view.layer.stream)
+        real = elsewhere.new_ones(elsewhere.shape) if mask is None else mask.reshape(-1).bool()
+        by_sample = (part.reshape(len(c), -1).sum(dim=1).to(c) for part in (elsewhere & real, real))
+        columns["rerouted"] = torch.div(*by_sample)
+        columns["rerouted_l2"] = torch.linalg.vector_norm(c, dim=1)
+        columns["rerouted_along"] = (c * pool_of(split.drift)).sum(dim=1)
     if view.layer.is_residual:
         columns["residual_l2"] = torch.linalg.vector_norm(propagation - pool_of(drift_in), dim=1)
     return columns
@@ -485,17 +531,22 @@ def walk(
         crossing = passage.crossing(layer, task)
         for batch in crossing:
             entered = {model: batch.get(model) for model in models}
-            left = {expert: crossing.take(batch, expert, maps[expert])}
+            routes = {model: Routes() for model in models} if layer.num_experts else {}
+            through = {model: partial(_through, maps[model], routes=routes.get(model)) for model in models}
+            left = {expert: crossing.take(batch, expert, through[expert])}
             for variant in variants:
                 if variant != expert:
-                    left[variant] = crossing.take(batch, variant, maps[variant])
-                crossed_layer = maps[variant if is_forth else expert].at(batch.side)
+                    left[variant] = crossing.take(batch, variant, through[variant])
+                crossed_map = maps[variant if is_forth else expert]
+                crossed_layer = crossed_map.at(batch.side)
+                of_crossed = Routes() if routes else None
                 # Models agree at boundary 0, so the stem's crossed output is already known.
                 crossed = (
                     left[variant if is_forth else expert]
                     if layer.index == 1
-                    else crossed_layer(entered[expert if is_forth else variant])
+                    else crossed_map(entered[expert if is_forth else variant], batch.side.along(of_crossed))
                 )
+                passes = {"merged": routes.get(variant), "expert": routes.get(expert), "crossed": of_crossed}
                 yield LayerView(
                     layer=layer,
                     task=task,
@@ -510,11 +561,22 @@ def walk(
                     crossed_out=crossed,
                     side=batch.side,
                     crossed_layer=crossed_layer,
+                    routes={name: of for name, of in passes.items() if of is not None},
+                    variant_along=partial(_along, maps[variant], batch.side) if routes else None,
                 )
             entered.clear()  # before the next batch is taken: both would be alive
         maps.clear()  # before the next layer is read
 
     return forward_order(visit, pool.chain.layers)
+
+
+def _through(layer_map: LayerMap, state: State, side: SideInputs, *, routes: Routes | None) -> State:
+    """The map, which writes where tokens of a mixture of experts go, or sends them there."""
+    return layer_map(state, side.along(routes))
+
+
+def _along(layer_map: LayerMap, side: SideInputs, state: State, routes: Routes) -> State:
+    return layer_map(state, side.along(routes))
 
 
 def layer_states(

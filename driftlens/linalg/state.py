@@ -47,6 +47,11 @@ def subtract(left: State, right: State) -> State:
     return {name: leaf - right[name] for name, leaf in left.items() if leaf.is_floating_point()}
 
 
+def added(left: State, right: State) -> State:
+    """left + right, of the same floating leaves."""
+    return {name: leaf + right[name] for name, leaf in left.items()}
+
+
 def inner(left: State, right: State) -> Tensor:
     """Inner product per sample over all leaves and tokens, [n]."""
     products = [(leaf * right[name]).flatten(1).sum(dim=1) for name, leaf in left.items()]

@@ -71,6 +71,18 @@ class Routes:
         place, token = torch.where((self.chosen == expert).mT)
         return token, self.gates[token, place]
 
+    def counts(self, num_experts: int, mask: Tensor | None) -> Tensor:
+        """Tokens that go to every expert, and the sum of their gates, [2, experts]; padding counts nothing."""
+        assert self.chosen is not None and self.gates is not None
+        real = self.gates.new_ones(len(self.gates)) if mask is None else mask.reshape(-1).to(self.gates)
+        goes = torch.nn.functional.one_hot(self.chosen, num_experts).to(self.gates) * real[:, None, None]
+        return torch.stack([goes.sum(dim=(0, 1)), (goes * self.gates[..., None]).sum(dim=(0, 1))])
+
+    def changed(self, other: Routes) -> Tensor:
+        """Which tokens the other sends to other experts, [T]; their order doesn't matter."""
+        assert self.chosen is not None and other.chosen is not None
+        return (self.chosen.sort(dim=-1).values != other.chosen.sort(dim=-1).values).any(dim=-1)
+
     def given(self) -> Routes:
         """The same for another pass to take."""
         return Routes(self.chosen, self.gates, is_given=True)
@@ -109,6 +121,10 @@ class SideInputs(Mapping[str, Tensor]):
     def mask(self, stream: str) -> Tensor | None:
         """Where tokens of a stream count, [n, t]; None where all of them do."""
         return self.tensors.get(f"{stream}_mask")
+
+    def along(self, routes: Routes | None) -> SideInputs:
+        """The same with routes through a mixture of experts, to be written or to be taken."""
+        return self if routes is None else replace(self, routes=routes)
 
     @property
     def nbytes(self) -> int:
@@ -251,6 +267,11 @@ class Layer:
     pool: Pool | None = None
     is_residual: bool = False
     no_sites: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts tokens are sent to some of; 0 where it mixes none."""
+        return max((site.expert + 1 for site in self.sites if site.expert is not None), default=0)
 
     def vectors(self, state: State, side: SideInputs, how: Pool) -> Tensor:
         """One vector per sample of the layer's own stream, see `pooled`; linear in the state."""

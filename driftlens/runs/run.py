@@ -144,6 +144,10 @@ class DriftRun:
         """Rows of the table of module groups' shares in mismatch and final drift (`metrics.groups`), as `layers`."""
         return self._rows(schema.GROUP_CONTRIBUTIONS, task=task, variant=variant)
 
+    def routing(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
+        """Rows of the table of mixtures: how many tokens go to every expert. Arguments as for `layers`."""
+        return self._rows(schema.ROUTING, task=task, variant=variant)
+
     def params(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
         """Rows of the parameter table: task vectors compared. Arguments as for `layers`."""
         return self._rows(schema.PARAMS, task=task, variant=variant)

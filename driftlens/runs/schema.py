@@ -15,7 +15,7 @@ from driftlens.base.diagnostic import Column as Column
 from driftlens.base.errors import RunError, SchemaTooNewError
 from driftlens.base.metrics import METRICS
 
-SCHEMA_VERSION = "1.8"
+SCHEMA_VERSION = "1.9"
 
 NOT_NEGATIVE: Range = (0.0, None)
 SHARE: Range = (0.0, 1.0)
@@ -170,6 +170,21 @@ LAYERS = Table(
         _length("propagation_l2_mean", "Mean norm of p, the drift that the layer passes on."),
         _pure("cross_term", "2 <m, p> / |e|^2: positive where mismatch and propagation add up.", None, ANY),
         _length("residual_l2_mean", "Mean norm of p minus the incoming drift; residual layers only."),
+        _pure(
+            "rerouted",
+            "Share of tokens that go to other experts than in the expert model; mixtures only.",
+            "higher",
+            SHARE,
+        ),
+        _length(
+            "rerouted_l2_mean", "Mean norm of c, what going there changes in the features; mixtures only."
+        ),
+        _pure(
+            "rerouted_share",
+            "<c, e> / |e|^2: the drift's share that is c; the rest has the same routes.",
+            None,
+            ANY,
+        ),
         _pure("amplification", "Norm of p against that of the incoming drift.", "higher"),
         *_ends("amplification", over="n samples"),
         _pure("gain_excess_mean", "Mean of gamma, the amplification minus 1.", "higher", (-1.0, None)),
@@ -300,6 +315,19 @@ GROUP_CONTRIBUTIONS = Table(
             _pure("final_share", "Signed share of the final drift; they sum to the layer's.", None, ANY),
             _pure("split_error", "|sum over groups - m| / |m| of the layer.", "higher"),
         ),
+    ),
+)
+
+ROUTING = Table(
+    "routing",
+    ("task", "variant", "layer", "expert"),
+    (
+        TASK,
+        VARIANT,
+        LAYER,
+        Column("expert", "int", "", "Number of the expert in its mixture, from 0.", None, NOT_NEGATIVE),
+        _count("tokens", "tokens", "Tokens of the diagnosis samples that go there."),
+        _pure("gate_mean", "How much the expert counts for them, mean; empty where none goes there."),
     ),
 )
 
@@ -459,7 +487,7 @@ RESOURCES = Table(
 TABLES = {
     table.name: table
     for table in (
-        *(LAYERS, SAMPLES, OUTPUTS, ADJOINT, GROUP_CONTRIBUTIONS, PARAMS),
+        *(LAYERS, SAMPLES, OUTPUTS, ADJOINT, GROUP_CONTRIBUTIONS, ROUTING, PARAMS),
         *(ACCURACY, SCORES, CALIBRATION, SWEEPS, EXCESS, RESOURCES),
     )
 }

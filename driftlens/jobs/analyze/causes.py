@@ -20,9 +20,9 @@ from driftlens.base.variants import expert_of
 from driftlens.data.samples import SampleSet
 from driftlens.diagnostics import attribution
 from driftlens.diagnostics.drift import share_intervals
-from driftlens.engine.walk import LayerView, decompose, walk
+from driftlens.engine.walk import LayerView, decompose, smooth_split, walk
 from driftlens.jobs.study.study import Study
-from driftlens.linalg.state import State, inner, norm
+from driftlens.linalg.state import State, inner, norm, subtract
 from driftlens.models.chain import pooled
 from driftlens.models.heads import class_rows
 from driftlens.runs.schema import GROUP_CONTRIBUTIONS
@@ -236,6 +236,8 @@ def group_rows(study: Study, task: str, variant: str, nodes: Mapping[int, int]) 
                 attribution.group_mismatches(expert, merged, view.expert_in, view.side),
                 step.local_mismatch,
             )
+            if view.routes:  # what going elsewhere changes is no module's
+                parts["routing"] = subtract(whole, decompose(view).local_mismatch)
             rest = {name: leaf - sum(part[name] for part in parts.values()) for name, leaf in whole.items()}
             common = norm(rest), inner(whole, whole), inner(drift, drift), norm(whole)
             for group, part in parts.items():
@@ -254,23 +256,26 @@ def _taken_back(
     assert settings is not None
     samples = _first_samples(study, task)
     views: dict[int, list[LayerView]] = defaultdict(list)
+    mismatches: dict[int, list[State]] = defaultdict(list)
     for view in walk(study.pool, task, [variant], samples.batches()):
-        # The view's own layer function holds the layer's parameters; they are read again on the way back.
-        views[view.start].append(dataclasses.replace(view, crossed_layer=_forgotten))
+        mismatches[view.start].append(smooth_split(view).local_mismatch)
+        # The view's own layer functions hold the layer's parameters; they are read again on the way back.
+        views[view.start].append(dataclasses.replace(view, crossed_layer=_forgotten, variant_along=None))
 
     def call(view: LayerView, state: State) -> State:
-        return study.pool.layer_map(variant, view.layer, task)(state, view.side)
+        routes = view.routes["crossed"].given() if view.routes else None
+        return study.pool.layer_map(variant, view.layer, task)(state, view.side.along(routes))
 
-    for seen in views.values():
+    for start, seen in views.items():
         steps = [
             attribution.Step(
                 call=partial(call, view),
                 expert_in=view.expert_in,
                 merged_in=view.merged_in,
-                local_mismatch=decompose(view).local_mismatch,
+                local_mismatch=mismatch,
                 nodes=nodes.get(view.layer.index, settings.nodes),
             )
-            for view in seen
+            for view, mismatch in zip(seen, mismatches[start], strict=True)
         ]
         yield seen, steps
 

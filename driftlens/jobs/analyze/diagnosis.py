@@ -50,6 +50,7 @@ class TaskDiagnosis:
     layers: list[Row] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     outputs: list[dict[str, Any]] = field(default_factory=list)
+    routing: list[Row] = field(default_factory=list)
     features: dict[tuple[str, int], NDArray[np.float32]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     precision_error: float = float("nan")
@@ -59,11 +60,13 @@ class TaskDiagnosis:
 class Walked:
     """What the walk saw of some batches of a task: numbers of every sample and features by (variant, layer).
 
+    Of mixtures of experts also `routing`, tokens and sums of gates by expert, [2, experts].
     Of the first batch alone `closure`, |e - e_library| / |e|; of the first task's `precision_error`, against float64.
     """
 
     columns: dict[tuple[str, int], dict[str, Array]]
     features: Features
+    routing: Mapping[tuple[str, int], Array] = field(default_factory=dict)
     closure: Mapping[tuple[str, int], float] = field(default_factory=dict)
     precision_error: float = float("nan")
     warnings: list[str] = field(default_factory=list)
@@ -85,7 +88,7 @@ def walked(study: Study, task: str, reporter: Reporter, first: int, last: int) -
             recorder.add(view)
             if library is not None:
                 library.compare(view)
-    found = Walked(recorder.columns(), recorder.features())
+    found = Walked(recorder.columns(), recorder.features(), recorder.routing)
     if library is not None:
         found.closure = library.error
         if task == next(iter(study.tasks)):
@@ -118,6 +121,7 @@ class _Recorder:
         self._per_view = dict.fromkeys(entry.per_view for entry in measured if entry.per_view is not None)
         self._first_variant = first_variant
         self._layer = 0
+        self.routing: dict[tuple[str, int], Array] = {}
         self._names: dict[tuple[str, int], list[str]] = {}
         self._seen: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
         self._vectors: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
@@ -135,8 +139,17 @@ class _Recorder:
         self._names[key] = list(columns)
         self._seen[key].append(torch.stack(list(columns.values())).double())
         self._keep_features(key, view, view.merged_out)
+        self._count_tokens(key, view, "merged")
         if view.variant == self._first_variant:
             self._keep_features(("expert", view.layer.index), view, view.expert_out)
+            self._count_tokens(("expert", view.layer.index), view, "expert")
+
+    def _count_tokens(self, key: tuple[str, int], view: LayerView, model: str) -> None:
+        """Who went where in a mixture of experts."""
+        if model in view.routes:
+            mask = view.side.mask(view.layer.stream)
+            counts = view.routes[model].counts(view.layer.num_experts, mask).double().cpu().numpy()
+            self.routing[key] = self.routing.get(key, 0.0) + counts
 
     def _keep_features(self, key: tuple[str, int], view: LayerView, state: State) -> None:
         vectors = view.layer.vectors(state, view.side, self._pool)
@@ -180,6 +193,12 @@ def diagnosis_of(
         precision_error=first.precision_error,
     )
     all_columns = {key: _end_to_end([part.columns[key] for part in parts]) for key in first.columns}
+    for variant, index in first.routing:
+        tokens, gates = sum(part.routing[variant, index] for part in parts)
+        of_layer = {"task": task, "variant": variant, "layer": index}
+        for expert, (count, total) in enumerate(zip(tokens, gates, strict=True)):
+            mean = total / count if count else math.nan
+            found.routing.append(of_layer | {"expert": expert, "tokens": int(count), "gate_mean": mean})
     layers, kept, samples = study.pool.chain.layers, study.settings.stored_layers, at_hand.diagnosis
     labels = samples.labels if samples.labels is not None else [None] * len(samples)
     identified = {"sample_id": list(samples.ids), "label": list(labels)}

@@ -292,6 +292,8 @@ class Phases:
         tables = {"layers": pd.DataFrame(found.layers), "samples": _stacked(found.samples)}
         if found.outputs:
             tables["outputs"] = _stacked(found.outputs)
+        if found.routing:
+            writer.append("routing", pd.DataFrame(found.routing), replace=True)
         for name, frame in tables.items():
             filling = (entry for entry in chosen(study.settings.options) if entry.table == name)
             columns = [column for entry in filling for column in entry.columns]

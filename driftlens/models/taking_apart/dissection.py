@@ -246,10 +246,14 @@ class Dissection:
             elif name.isdecimal():
                 args[int(name)] = of.value(parameters, state["hidden"])
         path, slots = self.paths[position], self.slots[position]
-        parts: defaultdict[str, list[Tensor]] = defaultdict(list)
+        weights, stacks = dict[str, Tensor](), defaultdict[str, list[str]](list)
         for name, slot in slots.items():
-            parts[slot.key.removeprefix(f"{path}.")].append(slot.stored(parameters[name]))
-        weights = {name: of[0] if len(of) == 1 else assembled(of) for name, of in parts.items()}
+            if slot.is_stacked:
+                stacks[slot.key.removeprefix(f"{path}.")].append(name)
+            else:
+                weights[slot.key.removeprefix(f"{path}.")] = slot.stored(parameters[name])
+        for stack, names in stacks.items():
+            weights[stack] = assembled([slots[name] for name in names], [parameters[name] for name in names])
         mixed = mixing(self.mixtures[position], weights, sites, tap, side.routes)
         with tapped(block, [site for site in sites if site.expert is None], tap), mixed:
             hidden = features_of(path, call(block, weights, tuple(args), kwargs))

@@ -106,18 +106,19 @@ def _mixture(path: str, module: nn.Module) -> Mixture | None:
     return Mixture(path, module, sizes.pop(), tuple(stacks), len(wanted) == 3)
 
 
-def assembled(parts: Sequence[Tensor]) -> Tensor:
-    """Experts' parts [1, ...] as one tensor: a view where they lie one behind the other in one memory."""
+def assembled(slots: Sequence[Slot], parts: Sequence[Tensor]) -> Tensor:
+    """Parameters as the fused tensor: a view where they lie one behind the other in one memory."""
     first = parts[0]
-    step = first.stride(0) if first.dim() else 0
-    if all(
-        part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        and part.stride() == first.stride()
-        and part.storage_offset() == first.storage_offset() + place * step
+    if any(
+        part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+        or part.stride() != first.stride()
+        or part.storage_offset() != first.storage_offset() + place * first.numel()
         for place, part in enumerate(parts)
     ):
-        return first.as_strided((len(parts), *first.shape[1:]), first.stride(), first.storage_offset())
-    return torch.cat(list(parts))
+        return torch.cat([slot.stored(part) for slot, part in zip(slots, parts, strict=True)])
+    order = slice(None, None, -1) if slots[0].transposed else slice(None)
+    shape, strides = (len(parts), *first.shape[order]), (first.numel(), *first.stride()[order])
+    return first.as_strided(shape, strides, first.storage_offset())
 
 
 @contextmanager
@@ -132,7 +133,7 @@ def mixing(
 
     Who goes where is written to `routes`, or read from there where it is given.
     """
-    if mixture is None or (routes is None and tap is None):
+    if mixture is None:
         yield
         return
     names = {site.name for site in sites}
@@ -164,10 +165,12 @@ class _Watch(TorchFunctionMode):
             for expert, bias in enumerate(weights.get(f"{mixture.path}.{matrix}_bias", ()))
         }
         self.stacks = {id(weights[f"{mixture.path}.{matrix}"]): matrix for matrix in mixture.matrices}
+        self.is_inside = False
         self.read: dict[int, tuple[str, Tensor]] = {}  # keeps what was read, so that no other takes its id
 
     def told(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the mixture runs: who goes where, and how much each counts."""
+        self.is_inside = True
         if self.mixture.is_routed:
             _, chosen, gates = (*args, *kwargs.values())
             self.routes.record(chosen, gates)
@@ -176,6 +179,9 @@ class _Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.zeros_like and self.is_inside:
+            # What is added up in it may carry derivatives, also for many vectors at once.
+            return args[0] * 0
         if func in _TOP and args[0].shape[-1] == self.mixture.size:
             return self._top(func, args, kwargs)
         if func in _READ and id(args[0]) in self.stacks:

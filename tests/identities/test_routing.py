@@ -1,0 +1,102 @@
+"""Mixtures of experts: who goes where in both models, what going elsewhere changes, attribution beside the jumps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from driftlens.diagnostics.attribution import Contributions, JacobianSettings
+from driftlens.engine.walk import LayerView, decompose, drift_columns, smooth_split, walk
+from driftlens.linalg.state import inner, norm, relative_error, subtract
+from tests.zoo.cases import Family, family
+from tests.zoo.mixtures import case, mixtures
+
+SETTINGS = JacobianSettings(nodes=4, max_nodes=128, tolerance=1e-7, prefix=False)
+
+
+def of(name: str) -> Family:
+    return family(case(name), n=3, batch_size=3)
+
+
+@torch.no_grad()
+def views(models: Family) -> list[LayerView]:
+    return list(walk(models.pool, "a", ["merged"], models.batches))
+
+
+def mixed(seen: list[LayerView]) -> list[LayerView]:
+    found = [view for view in seen if view.layer.num_experts]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("name", mixtures("Mixtral", "gpt-oss", "Llama 4"))
+@torch.no_grad()
+def test_drift_of_mixtures_is_what_the_library_gives_and_parts_sum_to_it(name: str) -> None:
+    models = of(name)
+    seen, batch = views(models), models.batches[0]
+    expert, merged = (
+        models.chain.library_states(models.modules[model], batch.inputs) for model in ("expert:a", "merged")
+    )
+    for view, e, m in zip(seen, expert, merged, strict=True):
+        split, want = decompose(view), subtract(m, e)
+        assert relative_error(split.drift, want) <= 1e-9
+        for parts in (split, smooth_split(view)):
+            total = {key: parts.local_mismatch[key] + parts.propagation[key] for key in parts.drift}
+            assert relative_error(total, split.drift) <= 1e-12
+
+
+@pytest.mark.parametrize("name", mixtures("Mixtral"))
+def test_contributions_sum_to_the_drift_where_tokens_go_elsewhere(name: str) -> None:
+    models, contributions = of(name), Contributions(SETTINGS)
+    seen = views(models)
+    with torch.no_grad():
+        for view in seen:
+            contributions.add(view)
+    drift = decompose(seen[-1]).drift
+    assert relative_error(subtract(drift, contributions.remainder()), drift) <= 1e-5
+    # Without the jumps, Jacobians miss what routers do.
+    assert any(float(norm(view.rerouted("crossed")).sum()) > 0 for view in mixed(seen))
+
+
+def chosen(view: LayerView, model: str, models: Family) -> tuple[list[list[int]], Tensor]:
+    """Experts of every token and the features before the block's mixture, by hooks on the library's own forward."""
+    kept: list[Any] = []
+    module = models.modules[model]
+    experts = next(part for name, part in module.named_modules() if name == f"{view.layer.path}.mlp.experts")
+    hook = experts.register_forward_pre_hook(lambda _, args: kept.append(args))
+    with torch.no_grad():
+        module(**models.batches[0].inputs)
+    hook.remove()
+    return kept[0][1].tolist(), kept[0][2]
+
+
+@torch.no_grad()
+def test_routes_are_the_librarys_own_and_what_they_change_is_exact() -> None:
+    models = of("Mixtral")
+    mask = models.batches[0].inputs["attention_mask"]
+    real = mask.flatten().bool()  # the library sends padding somewhere, too
+    for view in mixed(views(models)):
+        by_model = {}
+        for role, model in (("merged", "merged"), ("expert", "expert:a")):
+            indices, gates = chosen(view, model, models)
+            assert view.routes[role].chosen[real].tolist() == torch.tensor(indices)[real].tolist()
+            assert torch.allclose(view.routes[role].gates[real], gates[real], rtol=1e-5)
+            by_model[role] = [set(row) for row in indices]
+        differ = [one != other for one, other in zip(*by_model.values(), strict=True)]
+        elsewhere = (torch.tensor(differ).reshape(mask.shape) & mask.bool()).sum(dim=1) / mask.sum(dim=1)
+        columns = drift_columns(view, "last")
+        assert torch.allclose(columns["rerouted"], elsewhere.to(columns["rerouted"]))
+        changed = view.rerouted("expert")
+        rows = norm({"hidden": changed["hidden"].flatten(0, 1)[:, None]})
+        is_changed = (rows > 0).reshape(mask.shape)
+        assert torch.equal(is_changed, torch.tensor(differ).reshape(mask.shape) & mask.bool())
+        # <e - c, e> + <c, e> = |e|^2
+        drift = view.layer.vectors(decompose(view).drift, view.side, "last")
+        c = view.layer.vectors(changed, view.side, "last")
+        assert torch.allclose(columns["rerouted_along"], (c * drift).sum(dim=1))
+        assert torch.allclose(
+            ((drift - c) * drift).sum(dim=1) + columns["rerouted_along"], inner({"": drift}, {"": drift})
+        )

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from driftlens.base.errors import IncompatibleModelsError
 from driftlens.diagnostics.attribution import Contributions, JacobianSettings
 from driftlens.engine.walk import LayerView, decompose, drift_columns, smooth_split, walk
 from driftlens.linalg.state import inner, norm, relative_error, subtract
 from tests.zoo.cases import Family, family
+from tests.zoo.decoders import UNDIFFERENTIABLE
 from tests.zoo.mixtures import case, mixtures
 
 SETTINGS = JacobianSettings(nodes=4, max_nodes=128, tolerance=1e-7, prefix=False)
@@ -52,6 +54,10 @@ def test_drift_of_mixtures_is_what_the_library_gives_and_parts_sum_to_it(name: s
 def test_contributions_sum_to_the_drift_where_tokens_go_elsewhere(name: str) -> None:
     models, contributions = of(name), Contributions(SETTINGS)
     seen = views(models)
+    if name in UNDIFFERENTIABLE:
+        with torch.no_grad(), pytest.raises(IncompatibleModelsError, match="can't be differentiated"):
+            [contributions.add(view) for view in seen]
+        return
     with torch.no_grad():
         for view in seen:
             contributions.add(view)

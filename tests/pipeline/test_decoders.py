@@ -27,6 +27,12 @@ from tests.zoo.suite import files_of, spec_of_folders
 from tests.zoo.tensors import assert_every_tensor, site_keys, weights_in
 from tests.zoo.tokenizers import WORDS, word_tokenizer
 
+
+def with_shapes(config: Any) -> Any:
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
 LLAMA = pytest.mark.family("Llama")
 GEMMA = pytest.mark.family("Gemma 3")
 TASKS = {"a": ("yes", "no"), "b": ("red", "green", "blue")}
@@ -152,8 +158,11 @@ def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
     spec["data"]["defaults"] |= {"n": 12, "n_diagnosis": 6}
     dl.merge(spec, out=tmp_path / "merged", method="task_arithmetic", parameters={"scaling": 0.3})
     folders = tmp_path / "base", [tmp_path / task for task in TASKS]
-    assert_every_tensor(*folders, tmp_path / "merged", scaling=0.3, shared=1)
-    if config.model_type == "bloom":  # a function of its own has no forward-mode derivative
+    kept = {name.rpartition(".")[2] for name, _ in with_shapes(config).named_buffers()}  # training moves none
+    alike = 1 + sum(key.rpartition(".")[2] in kept for key in weights_in(tmp_path / "base"))
+    assert_every_tensor(*folders, tmp_path / "merged", scaling=0.3, shared=alike)
+    undifferentiable = config.model_type in ("bloom", "phimoe")
+    if undifferentiable:
         with pytest.raises(IncompatibleModelsError, match="a layer can't be differentiated"):
             dl.analyze(spec, out=tmp_path / "refused")
         spec["metrics"] = {"jacobian": False}
@@ -161,12 +170,12 @@ def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
     layers = run.layers(variant="merged")
     assert layers["closure_error"].max() < 1e-9
     # Where random norms read features near zero, or a ReLU has its kinks, a path bends more than its nodes follow.
-    assert config.model_type == "bloom" or layers["jacobian_error"].median() < 1e-2
+    assert undifferentiable or layers["jacobian_error"].median() < 1e-2
     run = run.calibrate(dl.FeatCal(lam=1e-3, rho=1), name="small", save_weights=tmp_path / "out")
     known, stored = load_architecture("hf-decoder", str(tmp_path / "base")), open_checkpoint(tmp_path / "out")
     assert known.lm is not None and known.layout is not None and known.preprocess is not None
     solved = site_keys(known, tmp_path / "base")
-    assert_every_tensor(*folders, tmp_path / "out", scaling=0.3, solved=solved, shared=1)
+    assert_every_tensor(*folders, tmp_path / "out", scaling=0.3, solved=solved, shared=alike)
     merged = weights_in(tmp_path / "merged")
     others = {
         key for key, value in weights_in(tmp_path / "out").items() if not torch.equal(value, merged[key])
@@ -174,6 +183,8 @@ def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
     assert others <= solved.keys()
     # The library's features and scores of the folder are those that were measured of it.
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64).eval()
+    if hasattr(model.config, "_experts_implementation"):
+        model.set_experts_implementation("eager")  # the others know no float64
     rows = [json.loads(line)["input"] for line in (tmp_path / "b-test.jsonl").read_text().splitlines()]
     read: list[Any] = []
     model.get_output_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0][:, -1]))

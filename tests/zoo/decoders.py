@@ -75,12 +75,12 @@ _WIDE = (
 _GPT: dict[str, Any] = {"n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 64}
 _GPT_WITHOUT = (*_WIDE, "head_dim", "max_position_embeddings")
 _FALCON = ("intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
-LINEAR = {
+_LINEAR = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 4},
     **{"linear_value_head_dim": 4, "linear_conv_kernel_dim": 4},
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
-MAMBA = {
+_MAMBA = {
     "mamba_n_heads": 4,
     "mamba_d_head": 8,
     "mamba_n_groups": 1,
@@ -144,13 +144,13 @@ MORE = {
         **{"hidden_size": 16, "num_layers": 3, "num_heads": 4, "max_position_embeddings": 64},
         **{"attention_types": [[["global", "local", "global"], 1]], "window_size": 3},
     ),
-    "Qwen3.5": of("qwen3_5_text", **LINEAR),
+    "Qwen3.5": of("qwen3_5_text", **_LINEAR),
     "LFM2": of("lfm2", "head_dim", layer_types=["conv", "full_attention", "conv"], block_multiple_of=8),
-    "Falcon-H1": of("falcon_h1", **MAMBA | {"mamba_d_ssm": 32}),
-    "Bamba": of("bamba", "head_dim", attn_layer_indices=[1], **MAMBA),
+    "Falcon-H1": of("falcon_h1", **_MAMBA | {"mamba_d_ssm": 32}),
+    "Bamba": of("bamba", "head_dim", attn_layer_indices=[1], **_MAMBA),
     "Granite 4, dense": of(
         *("granitemoehybrid", "head_dim"),
-        **MAMBA | {"num_local_experts": 0, "shared_intermediate_size": 24},
+        **_MAMBA | {"num_local_experts": 0, "shared_intermediate_size": 24},
         layer_types=["mamba", "attention", "mamba"],
     ),
     "Mamba": of("mamba", *_GPT_WITHOUT, hidden_size=16, num_hidden_layers=3, state_size=4),
@@ -163,6 +163,69 @@ MORE = {
 """Families beside these, of which no other test makes use."""
 
 
+TWO_OF_FOUR: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+_LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_SMALL: dict[str, Any] = TWO_OF_FOUR | {"moe_intermediate_size": 12}
+_SHARED: dict[str, Any] = _SMALL | {"shared_expert_intermediate_size": 8}
+_GROUPED: dict[str, Any] = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1},
+    **{"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+}
+_LATENT: dict[str, Any] = {
+    **{"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4},
+    **{"qk_nope_head_dim": 4, "v_head_dim": 4},
+}
+_CONV = {"num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]}
+
+MIXTURES = {
+    "Mixtral": of("mixtral", "head_dim", **_LOCAL),
+    "Qwen2-MoE": of("qwen2_moe", "head_dim", **_SHARED),
+    "Qwen3-MoE": of("qwen3_moe", **_SMALL),
+    "Qwen3-Next": of("qwen3_next", **_SHARED, **_LINEAR),
+    "Qwen3.5-MoE": of("qwen3_5_moe_text", **_SHARED, **_LINEAR),
+    "OLMoE": of("olmoe", "head_dim", **TWO_OF_FOUR),
+    "FlexOlmo": of("flex_olmo", "head_dim", **TWO_OF_FOUR),
+    "gpt-oss": of(
+        *("gpt_oss",),
+        **_LOCAL,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=3,
+    ),
+    "DeepSeek-V2": of("deepseek_v2", "head_dim", **_GROUPED, **_LATENT),
+    "DeepSeek-V3": of("deepseek_v3", "head_dim", **_GROUPED, **_LATENT),
+    "Llama 4": of(
+        "llama4_text",
+        **_LOCAL | {"num_experts_per_tok": 1},
+        intermediate_size_mlp=16,
+        interleave_moe_layer_step=1,
+    ),
+    "GLM4-MoE": of("glm4_moe", **_GROUPED | {"n_group": 1}),
+    "Granite MoE": of("granitemoe", "head_dim", **_LOCAL),
+    "Granite 4": of(
+        *("granitemoehybrid", "head_dim"),
+        **_LOCAL | _MAMBA,
+        shared_intermediate_size=24,
+        layer_types=["mamba", "attention", "mamba"],
+    ),
+    "Phi-3.5-MoE": of("phimoe", "head_dim", **_LOCAL),
+    "LFM2-MoE": of("lfm2_moe", "head_dim", **_SMALL, **_CONV),
+    "Hunyuan": of("hunyuan_v1_moe", num_experts=4, moe_topk=2),
+    "MiniMax": of("minimax", **_LOCAL),
+    "MiniMax-M2": of("minimax_m2", **_LOCAL),
+    "dots.llm1": of("dots1", "head_dim", **_GROUPED | {"n_group": 1}),
+    "Jamba": of(
+        *("jamba", "head_dim"),
+        **TWO_OF_FOUR | {"mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2},
+        **{"attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    ),
+}
+"""A mixture of experts of each family; of 4 experts two take every token, of Llama 4 one."""
+
+
+UNDIFFERENTIABLE = ("BLOOM", "Phi-3.5-MoE")
+"""A function of its own, a router that looks at numbers."""
+
+
 def families(*fast: str) -> list[Any]:
     """Parameters of tests that show what works with each; all but `fast` ones are slow."""
     return [
@@ -172,10 +235,10 @@ def families(*fast: str) -> list[Any]:
             marks=[
                 pytest.mark.family(name.partition(",")[0]),
                 *([] if name in fast else [pytest.mark.slow]),
-                *([pytest.mark.shows(attribution="refused by name")] if name == "BLOOM" else []),
+                *([pytest.mark.shows(attribution="refused by name")] if name in UNDIFFERENTIABLE else []),
             ],
         )
-        for name, config in (CONFIGS | MORE).items()
+        for name, config in (CONFIGS | MORE | MIXTURES).items()
     ]
 
 

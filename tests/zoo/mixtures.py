@@ -9,69 +9,7 @@ import torch
 import transformers
 
 from tests.zoo.cases import Case, with_seed
-from tests.zoo.decoders import LINEAR, MAMBA, of
-
-TWO_OF_FOUR: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
-_LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_SMALL: dict[str, Any] = TWO_OF_FOUR | {"moe_intermediate_size": 12}
-_SHARED: dict[str, Any] = _SMALL | {"shared_expert_intermediate_size": 8}
-_GROUPED: dict[str, Any] = {
-    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1},
-    **{"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
-}
-_LATENT: dict[str, Any] = {
-    **{"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4},
-    **{"qk_nope_head_dim": 4, "v_head_dim": 4},
-}
-_CONV = {"num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]}
-
-MIXTURES = {
-    "Mixtral": of("mixtral", "head_dim", **_LOCAL),
-    "Qwen2-MoE": of("qwen2_moe", "head_dim", **_SHARED),
-    "Qwen3-MoE": of("qwen3_moe", **_SMALL),
-    "Qwen3-Next": of("qwen3_next", **_SHARED, **LINEAR),
-    "Qwen3.5-MoE": of("qwen3_5_moe_text", **_SHARED, **LINEAR),
-    "OLMoE": of("olmoe", "head_dim", **TWO_OF_FOUR),
-    "FlexOlmo": of("flex_olmo", "head_dim", **TWO_OF_FOUR),
-    "gpt-oss": of(
-        *("gpt_oss",),
-        **_LOCAL,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        sliding_window=3,
-    ),
-    "DeepSeek-V2": of("deepseek_v2", "head_dim", **_GROUPED, **_LATENT),
-    "DeepSeek-V3": of("deepseek_v3", "head_dim", **_GROUPED, **_LATENT),
-    "Llama 4": of(
-        "llama4_text",
-        **_LOCAL | {"num_experts_per_tok": 1},
-        intermediate_size_mlp=16,
-        interleave_moe_layer_step=1,
-    ),
-    "GLM4-MoE": of("glm4_moe", **_GROUPED | {"n_group": 1}),
-    "Granite MoE": of("granitemoe", "head_dim", **_LOCAL),
-    "Granite 4": of(
-        *("granitemoehybrid", "head_dim"),
-        **_LOCAL | MAMBA,
-        shared_intermediate_size=24,
-        layer_types=["mamba", "attention", "mamba"],
-    ),
-    "ERNIE 4.5": of(
-        *("ernie4_5_moe", "head_dim"),
-        **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12, "moe_num_shared_experts": 1},
-    ),
-    "Phi-3.5-MoE": of("phimoe", "head_dim", **_LOCAL),
-    "LFM2-MoE": of("lfm2_moe", "head_dim", **_SMALL, **_CONV),
-    "Hunyuan": of("hunyuan_v1_moe", num_experts=4, moe_topk=2),
-    "MiniMax": of("minimax", **_LOCAL),
-    "MiniMax-M2": of("minimax_m2", **_LOCAL),
-    "dots.llm1": of("dots1", "head_dim", **_GROUPED | {"n_group": 1}),
-    "Jamba": of(
-        *("jamba", "head_dim"),
-        **TWO_OF_FOUR | {"mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2},
-        **{"attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
-    ),
-}
-"""A mixture of each family; of 4 experts two take every token, of Llama 4 one."""
+from tests.zoo.decoders import MIXTURES
 
 
 def mixtures(*fast: str) -> list[Any]:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from driftlens.checkpoints.alignment import names_of
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.architecture import Architecture
 
@@ -23,17 +24,26 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
 
 def site_keys(known: Architecture, folder: Path) -> dict[str, str]:
     """The tensors in a folder that are solved for in blocks -> the kind of their site."""
-    headers = open_checkpoint(folder).headers
-    names = {key: key for key in known.keys}
+    source = open_checkpoint(folder)
+    headers, names = source.headers, {key: key for key in known.keys}
     if known.layout is not None:
-        names = known.layout.key_map(headers, known.keys, folder.name)
+        names = known.layout.key_map(known.layout.refitted(source).headers, known.keys, folder.name)
     return {
-        names[slot.key]: site.kind
+        stored: site.kind
         for layer in known.chain.blocks
         for site in layer.sites
         for name, slot in layer.parameters.items()
         if name.rpartition(".")[0] == site.name
+        for stored in (_of_expert(names[slot.key], site.expert, layer.num_experts, headers))
     }
+
+
+def _of_expert(name: str, expert: int | None, count: int, headers: Mapping[str, object]) -> list[str]:
+    """The tensors of a file that hold one expert's part of what memory fuses."""
+    if expert is None or name in headers:
+        return [name]
+    each = len(apart := names_of(name, count)) // count
+    return apart[expert * each : (expert + 1) * each]
 
 
 def assert_every_tensor(

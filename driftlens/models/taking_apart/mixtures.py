@@ -168,12 +168,26 @@ class _Watch(TorchFunctionMode):
         self.is_inside = False
         self.read: dict[int, tuple[str, Tensor]] = {}  # keeps what was read, so that no other takes its id
 
-    def told(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the mixture runs: who goes where, and how much each counts."""
+    def told(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before the mixture runs: who goes where, and how much each counts.
+
+        A router that doesn't look for the largest scores is overruled here, where tokens are to go elsewhere: its gates
+        are those that are given.
+        """
         self.is_inside = True
-        if self.mixture.is_routed:
-            _, chosen, gates = (*args, *kwargs.values())
-            self.routes.record(chosen, gates)
+        if not self.mixture.is_routed:
+            return None
+        features, chosen, gates = (*args, *kwargs.values())
+        self.routes.record(chosen, gates)
+        elsewhere = self.routes.changed(Routes(chosen, gates))[:, None]
+        if not self.routes.is_given or not bool(elsewhere.any()):
+            return None
+        assert self.routes.chosen is not None and self.routes.gates is not None
+        return (
+            features,
+            torch.where(elsewhere, self.routes.chosen, chosen),
+            torch.where(elsewhere, self.routes.gates, gates),
+        ), {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

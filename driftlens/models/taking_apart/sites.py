@@ -146,11 +146,15 @@ def traced_sites(
     """
     # Keeps the tensors, so that none is taken for a later one at the same address.
     calls: defaultdict[str, list[_Seen]] = defaultdict(list)
+    others: set[str] = (
+        set()
+    )  # linear modules by descent alone, as routers that return more than their product
     known: dict[str, tuple[SiteKind, nn.Module]] = {}
     with contextlib.ExitStack() as hooks:
         for name, kind, module in _candidates(block, parameters):
             known[name] = kind, module
             hooks.callback(_on_input(module, partial(_append, calls, name, _geometry(module))))
+            hooks.callback(module.register_forward_hook(partial(_note_other, others, name)).remove)
         output = run()
     whole = [_num_places(features["hidden"]) for features in (state, output)]
     reads_rows = {name for name, inputs in calls.items() if any(x.dim() == 2 for x, _, _ in inputs)}
@@ -169,9 +173,15 @@ def traced_sites(
         Site(name, kind, _first_reader(calls, name), eps=_eps(module), runs=len(inputs))
         for name, inputs in calls.items()
         for kind, module in [known[name]]
+        if name not in others
         if name not in reads_rows or _unnumbered(name) not in partial_readers
     ]
     return tuple(sites), output
+
+
+def _note_other(others: set[str], name: str, _module: nn.Module, _args: object, output: object) -> None:
+    if not isinstance(output, Tensor):
+        others.add(name)
 
 
 def _num_places(features: Tensor) -> int:

@@ -32,7 +32,7 @@ from driftlens.engine.attached import (
 )
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Slot, State, Tap
 from driftlens.models.heads import LmHead, ScoreMap
-from driftlens.models.taking_apart.interception import buffers_on
+from driftlens.models.taking_apart.interception import buffers_on, plain_experts
 
 
 class ReadAhead:
@@ -311,6 +311,8 @@ class ModelPool:
                 weights = _weights(self._skeleton)
                 stack.enter_context(_replaced(self._skeleton, weights, self._reader(model)))
             module = self._modules.get(model, self._skeleton)
+            if self.dtype == torch.float64:
+                stack.enter_context(plain_experts(module))
             stack.enter_context(attached_to(module, self.chain, attached))
             last = len(self.chain.layers)
             if last in attached:

@@ -29,13 +29,16 @@ from driftlens.models.language.texts import Text
 from driftlens.models.own_heads import OwnHead, behind_core
 from driftlens.models.saving import save_model
 from tests.zoo.cases import perturbed, samples
-from tests.zoo.decoders import CONFIGS, families, saved
+from tests.zoo.decoders import CONFIGS, MIXTURES, families, in_float64, saved
 from tests.zoo.encoders import PARAMS, TEXTS, encoder, logits, save
 from tests.zoo.hand_made import two_texts
 from tests.zoo.tokenizers import word_tokenizer
 from tests.zoo.walking import chain_states, largest_difference
 
-FLOAT32 = ("gemma", "gemma2", "gemma3_text", "gpt_neo", "mpt", "mamba", "mamba2", "qwen3_5_text")
+FLOAT32 = (
+    *("gemma", "gemma2", "gemma3_text", "gpt_neo", "mpt", "mamba", "mamba2", "qwen3_5_text"),
+    *(config.model_type for config in MIXTURES.values()),
+)
 """Of these parts compute in float32 whatever the model's dtype, and round by how many rows there are."""
 ASKED = [Text("is it red"), Text("question : is it blue or green ?"), Text("no")]
 
@@ -62,8 +65,7 @@ def test_features_scores_and_answers_are_those_of_the_library(config: Any, tmp_p
     assert all(parameter.is_meta for parameter in found.skeleton.parameters())
     assert found.preprocess is not None and found.preprocess.texts is not None
     inputs = found.preprocess(ASKED)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    loaded.eval().requires_grad_(False)
+    loaded = in_float64(tmp_path)
     mask = inputs["attention_mask"].bool()
     [(_, final)] = forward(pool, "merged", [Batch(0, 3, inputs)])
     assert not final[~mask].any()
@@ -77,7 +79,7 @@ def test_features_scores_and_answers_are_those_of_the_library(config: Any, tmp_p
         # Mamba's list of hidden states has no features before the first block.
         states = [] if "mamba" in config.model_type else pool.library_states("merged", alone)[:-2]
         for layer, state in enumerate(states):
-            torch.testing.assert_close(state["hidden"], wanted.hidden_states[layer], rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(state["hidden"], wanted.hidden_states[layer], **apart)
         torch.testing.assert_close(final[row][mask[row]], wanted.hidden_states[-1][0], **apart)
     # The head at the last token of each question, in a batch with padding that no window is short of.
     whole = found.preprocess([Text("is it red"), Text("is it blue red"), Text("is it")])
@@ -86,7 +88,8 @@ def test_features_scores_and_answers_are_those_of_the_library(config: Any, tmp_p
         scores = loaded(**whole).logits[range(3), whole["attention_mask"].sum(dim=1) - 1].double()
     assert found.lm is not None
     made = LmHead(tuple(map(str, range(40))), pool.source("merged"), found.lm).scores(features)
-    assert (made - scores).norm() <= 1e-9 * scores.norm()
+    # Hunyuan's router multiplies in float32, whose last bits are those of a batch.
+    assert (made - scores).norm() <= (1e-7 if "hunyuan" in config.model_type else 1e-9) * scores.norm()
     last = mask.sum(dim=1) - 1
     rows = torch.arange(3)
     assert found.lm is not None

@@ -22,7 +22,7 @@ from driftlens.models.heads import LmHead
 from driftlens.models.language.texts import Text
 from tests.merging.applying import FEW
 from tests.zoo.cases import perturbed, with_seed
-from tests.zoo.decoders import CONFIGS, families
+from tests.zoo.decoders import CONFIGS, families, in_float64
 from tests.zoo.suite import files_of, spec_of_folders
 from tests.zoo.tensors import assert_every_tensor, site_keys, weights_in
 from tests.zoo.tokenizers import WORDS, word_tokenizer
@@ -182,9 +182,7 @@ def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
     }
     assert others <= solved.keys()
     # The library's features and scores of the folder are those that were measured of it.
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64).eval()
-    if hasattr(model.config, "_experts_implementation"):
-        model.set_experts_implementation("eager")  # the others know no float64
+    model = in_float64(tmp_path / "out")
     rows = [json.loads(line)["input"] for line in (tmp_path / "b-test.jsonl").read_text().splitlines()]
     read: list[Any] = []
     model.get_output_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0][:, -1]))

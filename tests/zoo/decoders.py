@@ -242,6 +242,14 @@ def families(*fast: str) -> list[Any]:
     ]
 
 
+def in_float64(folder: Path) -> Any:
+    """The model of a folder as its library runs it; fused experts of a mixture know no float64."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    if getattr(model.config, "_experts_implementation", None) is not None:
+        model.set_experts_implementation("eager")
+    return model.eval().requires_grad_(False)
+
+
 def saved(config: Any, folder: Path, seed: int = 0) -> None:
     model = perturbed(with_seed(lambda: transformers.AutoModelForCausalLM.from_config(config))(), seed, 0.2)
     model.save_pretrained(folder)

@@ -287,9 +287,8 @@ FAMILIES = {
         words,
         found="layers",
         widths=(WIDTH,) * 3,
-        of_blocks=14,
-        left_alone=("2 MixtralExperts (", "2 MixtralTopKRouter"),
-        is_smooth=False,
+        of_blocks=98,
+        left_alone=("2 MixtralTopKRouter",),
     ),
     "T5": Family(
         partial(small, "T5EncoderModel", vocab_size=WORDS),

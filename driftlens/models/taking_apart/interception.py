@@ -32,23 +32,43 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     pass to pass (timm's LeViT its biases), as the next pass may have others.
     """
     parts = list(module.modules())
-    configs = {id(config): config for part in parts if (config := getattr(part, "config", None))}
     changes: list[tuple[Any, str, Any]] = [(part, "training", False) for part in parts if part.training]
-    changes += [
-        (config, name, plain)
-        for config in configs.values()
-        for name, plain in _PLAIN.items()
-        if getattr(config, name, None) not in (None, plain)
-    ]
+    changes += _of_configs(module, _PLAIN)
     changes += [
         (part, name, {})
         for part in parts
         for name, value in vars(part).items()
         if name.endswith("_cache") and isinstance(value, dict)
     ]
-    before = [getattr(owner, name) for owner, name, _ in changes]
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with _changed(changes):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
+def plain_experts(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """While this is open, experts of a mixture run one by one, in whatever dtype: fused ones know no float64."""
+    return _changed(_of_configs(module, {"_experts_implementation": "eager"}))
+
+
+def _of_configs(module: nn.Module, plain: Mapping[str, Any]) -> list[tuple[Any, str, Any]]:
+    """What there is to change in the configurations of a module."""
+    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None))}
+    return [
+        (config, name, value)
+        for config in configs.values()
+        for name, value in plain.items()
+        if getattr(config, name, None) not in (None, value)
+    ]
+
+
+@contextlib.contextmanager
+def _changed(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Attributes with other values, each put back to what it was."""
+    before = [getattr(owner, name) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
             setattr(owner, name, value)
@@ -56,7 +76,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for (owner, name, _), value in zip(changes, before, strict=True):
             setattr(owner, name, value)
-        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def settle(module: nn.Module, device: torch.device) -> None:

@@ -89,7 +89,7 @@ that runs mergekit where it is installed). Methods: {", ".join(f"`{name}`" for n
 - `arcee_fusion` takes its quartiles of a tensor of more than a million entries from a sample, of its own draw.
 
 Methods of ours of the same name follow their papers in float32 instead. What can't be followed is refused by name
-before a model is opened.
+before torch is imported, so far as recipe, configurations and headers of files show it.
 """
 
 

@@ -14,16 +14,17 @@ import pathlib
 import re
 import struct
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError
 from driftlens.base.files import expanded, from_json, plain_file
 from driftlens.checkpoints.guarded import MOST_MEMORY, SECONDS, guarded
-from driftlens.checkpoints.lora import LoraSource, is_lora_folder
 from driftlens.checkpoints.refusals import conversion, require_unquantised, wrong_family
 from driftlens.checkpoints.sentences import sentence_files, sentence_folder, transformer_folder
-from driftlens.checkpoints.sources import StateSource
-from driftlens.checkpoints.weight_files import open_file, open_folder
+from driftlens.checkpoints.stated import is_lora_folder
+
+if TYPE_CHECKING:  # torch is imported when something is opened: what isn't there is refused before
+    from driftlens.checkpoints.sources import StateSource
 
 _READABLE = (".safetensors", ".pt", ".pth", ".bin")
 _PICKLES = (".ckpt", ".pkl", ".pickle")
@@ -99,6 +100,8 @@ def open_checkpoint(
         if place.is_dir():
             return _open_folder(place, base, in_by_out)
         _require_readable(place)
+        from driftlens.checkpoints.weight_files import open_file
+
         return open_file(place)
     except OSError as error:
         raise CheckpointError(
@@ -118,12 +121,16 @@ def _open_folder(folder: pathlib.Path, base: StateSource | None, in_by_out: Coll
     if not is_lora_folder(folder):
         folder = transformer_folder(folder)
         _require_plain_folder(folder)
+        from driftlens.checkpoints.weight_files import open_folder
+
         return open_folder(folder)
     if base is None:
         raise CheckpointError(
             f"{folder} holds LoRA adapters, not a whole model",
             hint="Give it as an expert, next to the base it was trained on; or merge it into that and save.",
         )
+    from driftlens.checkpoints.lora import LoraSource
+
     return LoraSource(base, folder, in_by_out)
 
 

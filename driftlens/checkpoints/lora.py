@@ -17,16 +17,16 @@ from driftlens.base.errors import CheckpointError
 from driftlens.base.files import from_json, plain_file
 from driftlens.checkpoints.guarded import guarded
 from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader, require_key
+from driftlens.checkpoints.stated import ADAPTER
 from driftlens.checkpoints.weight_files import open_file
 
-_CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _WRAPPER = "base_model.model."
 _REMEDY = (
     "Merge it with peft: PeftModel.from_pretrained(model, FOLDER).merge_and_unload().save_pretrained(OUT), "
     "and give OUT instead."
 )
-_RESTORE = f"Correct {_CONFIG}, or save the adapters with peft again."
+_RESTORE = f"Correct {ADAPTER}, or save the adapters with peft again."
 _UNSUPPORTED = (
     "use_dora",
     "lora_bias",
@@ -49,11 +49,6 @@ _COPIES = re.compile(r"(\.(modules_to_save|base_layer|token_adapter))+\.")
 _NESTED = re.compile(r"(\.base_layer)+$")
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` under which the base stays what it is."""
-
-
-def is_lora_folder(folder: pathlib.Path) -> bool:
-    """Whether a folder holds adapters as peft saves them, rather than a whole model."""
-    return (folder / _CONFIG).is_file()
 
 
 def named_base(folder: pathlib.Path) -> tuple[str, str]:
@@ -225,10 +220,10 @@ class LoraSource:
             count = stack[0] if len(stack) == 3 else 1
             rank = down_shape[0] // count
             if not 0 < rank * count == down_shape[0] == up_shape[1] or rank != ranks[name]:
-                reason = f"{name!r} has rank {rank} in the weights and {ranks[name]:g} in {_CONFIG}"
+                reason = f"{name!r} has rank {rank} in the weights and {ranks[name]:g} in {ADAPTER}"
                 entry = f'"rank_pattern": {{"{name.rpartition(".")[2]}": {rank}}}'
                 raise _refusal(
-                    self._folder, reason, f"Put the entry that it lost back into {_CONFIG}: {entry}."
+                    self._folder, reason, f"Put the entry that it lost back into {ADAPTER}: {entry}."
                 )
             shape = up_shape[0], down_shape[1]
             if len(stack) == 3 and stack[1:] in (shape, shape[::-1]):
@@ -337,9 +332,9 @@ class LoraSource:
 def _config(folder: pathlib.Path) -> dict[str, Any]:
     """The adapter's settings, once it is certain that they mean plain LoRA."""
     try:
-        config = from_json(plain_file(folder / _CONFIG).read_bytes())
+        config = from_json(plain_file(folder / ADAPTER).read_bytes())
     except (OSError, ValueError) as error:
-        raise _refusal(folder, f"{_CONFIG} can't be read", "Copy or download the folder again.") from error
+        raise _refusal(folder, f"{ADAPTER} can't be read", "Copy or download the folder again.") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise _refusal(folder, f"peft_type is {kind!r}, only LORA is understood")

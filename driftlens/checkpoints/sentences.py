@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from driftlens.base.errors import CheckpointError, IncompatibleModelsError
 from driftlens.base.files import from_json, plain_file
-from driftlens.checkpoints.sources import content_digest
-from driftlens.checkpoints.weight_files import WEIGHT_FILES, open_folder
+from driftlens.checkpoints.stated import WEIGHT_FILES
 
 MODULES = "modules.json"
 _SETTINGS = (MODULES, "config_sentence_transformers.json", "sentence_*_config.json")
@@ -191,6 +190,9 @@ def flat(modules: Any) -> Any:
 
 def _weights_behind(folder: pathlib.Path) -> list[tuple[str, str, Any]]:
     """Place, digest of the weights and settings of every module behind the transformer that has weights."""
+    from driftlens.checkpoints.sources import content_digest
+    from driftlens.checkpoints.weight_files import open_folder
+
     places = [folder / module.place for module in modules_of(folder)[1:] if module.place]
     return [
         (place.name, content_digest(open_folder(place)), settings_in(place))

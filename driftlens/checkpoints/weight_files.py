@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from driftlens.base.errors import CheckpointError
-from driftlens.base.files import from_json, plain_file
 from driftlens.base.words import some_of
 from driftlens.checkpoints.guarded import MOST_MEMORY, guarded
 from driftlens.checkpoints.pickles import BYTES, Inert, Stored, Unpickled
@@ -24,16 +23,7 @@ from driftlens.checkpoints.sources import (
     renamed,
     require_key,
 )
-
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "open_clip_model.safetensors",
-    "open_clip_pytorch_model.bin",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-"""Names under which weights are looked for in a folder, best first."""
+from driftlens.checkpoints.stated import WEIGHT_FILES, weight_map
 
 
 def open_folder(folder: pathlib.Path) -> StateSource:
@@ -55,7 +45,7 @@ def shards_of(source: StateSource) -> Mapping[str, str]:
     """The file name of each tensor's shard, of a source that `open_folder` made of shards; nothing for others."""
     folder = pathlib.Path(source.name)
     index = next((path for name in WEIGHT_FILES if (path := folder / name).is_file()), None)
-    return _weight_map(index) if index is not None and index.suffix == ".json" else {}
+    return weight_map(index) if index is not None and index.suffix == ".json" else {}
 
 
 def open_file(path: pathlib.Path) -> StateSource:
@@ -69,7 +59,7 @@ def _open_shards(index: pathlib.Path) -> StateSource:
 
     Tensors that the index alone knows are left out: whoever needs one misses it, and nobody else should.
     """
-    shards = _weight_map(index)
+    shards = weight_map(index)
     sources = {shard: _open_shard(index, shard) for shard in sorted(set(shards.values()))}
     there = {key: (sources[shard], key) for key, shard in shards.items() if key in sources[shard].headers}
     if 2 * len(there) < len(shards):
@@ -110,23 +100,6 @@ def _open_shard(index: pathlib.Path, shard: str) -> StateSource:
             f"{path} is missing, though {index.name} lists it", hint="Download or copy the missing shard."
         )
     return open_file(path)
-
-
-def _weight_map(index: pathlib.Path) -> Mapping[str, str]:
-    try:
-        shards = from_json(plain_file(index).read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError):
-        shards = None
-    if (
-        not isinstance(shards, dict)
-        or not shards
-        or not all(isinstance(shard, str) for shard in shards.values())
-    ):
-        raise CheckpointError(
-            f"{index} is not an index of shards",
-            hint="It should be JSON with a `weight_map` from tensor names to files; download it again.",
-        )
-    return shards
 
 
 SECONDS, MEMORY_PER_BYTE = 10.0, 2

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from driftlens.base.errors import SpecError
-from driftlens.base.files import require_free
 from driftlens.cli.app import (
     Job,
     JsonFlag,
@@ -162,8 +161,9 @@ def merge(
             recipe = recipe_of(given)
             if request.out_dtype is not None:
                 recipe = dataclasses.replace(recipe, out_dtype=request.out_dtype)
-            if out.suffix != ".safetensors":
-                require_free(out)  # before torch is imported, which takes a second
+            from driftlens.jobs.study.foreseen import require_foreseeable
+
+            require_foreseeable(recipe, out, job.access)  # before torch is imported, which takes a second
             from driftlens.jobs.study.recipe import merge_recipe
 
             for text in merge_recipe(recipe, out, job.access):

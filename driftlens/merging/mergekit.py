@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import NumericsError, SpecError
+from driftlens.base.errors import NumericsError
 from driftlens.merging.sparse import keep_mask
 
 _TIE = 1e-8
@@ -367,18 +367,9 @@ def _order(step: Tensor, *, descending: bool) -> Tensor:
 
 
 def _magnitude_chances(step: Tensor, density: float, spread: float, key: str) -> Tensor:
-    """DELLA's draw: chances from density - spread for a row's smallest entry to density + spread for its largest.
-
-    Raises:
-        SpecError: these are no chances.
-    """
+    """DELLA's draw: chances from density - spread for a row's smallest entry to density + spread for its largest."""
     if density <= 0:
         return torch.zeros_like(step)
-    if density + spread >= 1 or density - spread <= 0:
-        raise SpecError(
-            f"mergekit recipe: density is {density:g} and epsilon {spread:g}",
-            hint="density - epsilon and density + epsilon lie between 0 and 1.",
-        )
     rows = step if step.dim() > 1 else step.unsqueeze(0)
     ranks = rows.abs().argsort(dim=1).argsort(dim=1).float() + 1
     low, high = ranks.amin(dim=1, keepdim=True), ranks.amax(dim=1, keepdim=True)

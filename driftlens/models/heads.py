@@ -18,7 +18,7 @@ from driftlens.base.errors import CheckpointError, DataError, ShapeError, SpecEr
 from driftlens.base.files import from_json, plain_file
 from driftlens.checkpoints.loading import library_folder, open_checkpoint, read_json
 from driftlens.checkpoints.sources import StateSource, check_finite
-from driftlens.checkpoints.weight_files import WEIGHT_FILES
+from driftlens.checkpoints.stated import WEIGHT_FILES
 from driftlens.models.language.vocabularies import HEAD
 
 ClassNames = Sequence[str] | str | os.PathLike[str]

@@ -240,6 +240,13 @@ class Recipe:
                 source for source in part.sources if parameter.scope == "model" or source.model != self.base
             ]
             resolved[name] = [value(name, (source.settings, *shared), source.model) for source in sources]
+        if self.known.near == "della":
+            for density, spread in zip(resolved["density"], resolved["epsilon"], strict=True):
+                if 0 < density < 1 and not spread < density < 1 - spread:
+                    raise refused(
+                        f"density is {density:g} and epsilon {spread:g}",
+                        "density - epsilon and density + epsilon lie between 0 and 1.",
+                    )
         return resolved
 
 

@@ -18,14 +18,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sources import StateSource, TensorsSource
 from driftlens.jobs.study.recipe import Followed
 from driftlens.spec.mergekit import METHODS, recipe_of
 from tests.cli.conftest import Cli
-from tests.zoo.decoders import CONFIGS, saved
+from tests.zoo.decoders import CONFIGS, TINY, saved
 from tests.zoo.mixtures import MIXTURES
 
 MERGEKIT = os.environ.get("DRIFTLENS_MERGEKIT") or shutil.which("mergekit-yaml")
@@ -137,29 +137,6 @@ def test_no_tokenizer_is_opened_to_merge_weights(
     assert done.code == 0, done.err
     for file in Path(folders["base"]).glob("token*.json"):
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
-
-
-def test_what_is_missing_or_taken_is_refused_before_libraries_are_imported(
-    folders: Folders, tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def opened(*_: object, **__: object) -> None:
-        raise AssertionError("models were opened")
-
-    monkeypatch.setattr("driftlens.jobs.study.recipe.open_models", opened)
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "file").touch()
-    there, gone = folders["one"], str(tmp_path / "gone")
-    for models, out, said in (
-        ((there, folders["two"]), "taken", "exists already"),
-        ((there, gone), "out", "gone"),
-        ((there, f"{there}+{gone}"), "out", "gone"),
-        ((there, "nobody/nothing"), "out", "nobody/nothing"),
-    ):
-        made = recipe(folders, "linear")
-        for entry, place in zip(made["models"], models, strict=True):
-            entry["model"] = place
-        done = run_cli("merge", written(made, tmp_path), "--out", tmp_path / out, "--offline")
-        assert done.code and said in done.err.splitlines()[0], done.err
 
 
 def test_merging_reads_no_tables() -> None:
@@ -538,25 +515,76 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "adapters": ({"base_model": "model+lora+lora"}, "is no path or Hub id"),
     "no models": ({"models": "all"}, "models is 'all'"),
     "weight missing": ({"models": [{"model": "one"}]}, "weight is missing for"),
+    "no tokenizer": ({"base_model": "bare", "tokenizer_source": "union"}, "the tokenizer of bare is asked"),
+    "tokenizer gone": ({"tokenizer_source": "gone"}, "the tokenizer of gone is asked for"),
+    "model gone": ({"models": ("one", "gone")}, "there is no model gone"),
+    "adapter gone": ({"models": ("one", "two+gone")}, "there is no model gone"),
+    "no adapter": ({"models": ("one", "two+one")}, "one holds no adapter"),
+    "not in the cache": ({"models": ("one", "nobody/nothing")}, "nobody/nothing"),
+    "other shapes": ({"models": ("one", "wide")}, "and of base differ in shape: [16, 32] for [16, 24]"),
+    "other depth": ({"models": ("one", "deep")}, "deep has 4 layers, and base 3"),
+    "place taken": ({"models": ("one", "two")}, "exists already"),
     "dtype": ({"dtype": "int64"}, "dtype is 'int64'"),
     "out_dtype": ({"out_dtype": "half"}, "out_dtype is 'half'"),
 }
 
 
-@pytest.mark.parametrize("fault", REFUSED)
-def test_what_a_recipe_may_not_ask_is_refused_by_name(
-    fault: str, folders: Folders, tmp_path: Path, run_cli: Cli
-) -> None:
-    more, message = REFUSED[fault]
-    made = recipe(folders, "ties", **more)
-    if fault == "weight missing":
-        made["models"] = [{"model": folders["one"]}]
-    if fault.startswith(("slices", "no slices", "no layers")):
-        models = made.pop("models")
+ANSWERS = """
+import contextlib, io, json, sys
+from driftlens.cli import main
+for file, out in json.load(sys.stdin):
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            main(["merge", file, "--out", out, "--offline"])
+    except SystemExit as leaving:
+        print(json.dumps([leaving.code, said.getvalue(), sorted({"torch", "transformers"} & set(sys.modules))]))
+"""
+
+
+def to_refuse(more: dict[str, Any]) -> dict[str, Any]:
+    """A recipe of ties with something in it; models may be names, and slices spans of layers."""
+    made = recipe({name: name for name in MODELS}, "ties", **more)
+    if isinstance(names := more.get("models"), tuple):
+        made["models"] = [{"model": name, "parameters": {"weight": 1}} for name in names]
+    if "slices" in more and more["slices"] != [{}]:
+        models = [*made.pop("models"), {"model": "base"}]
         made["slices"] = [
-            {"sources": [{**model, "layer_range": span} for model in [*models, {"model": folders["base"]}]]}
-            for span in more["slices"]
+            {"sources": [{**model, "layer_range": span} for model in models]} for span in more["slices"]
         ]
-    done = run_cli("merge", written(made, tmp_path), "--out", tmp_path / "out")
-    assert done.code == 2 and message in done.err.replace("\n", " "), done.err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.yml"]
+    return made
+
+
+@pytest.fixture(scope="module")
+def refusals(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Code, message and large libraries that were imported, of every faulty recipe in one process."""
+    root = tmp_path_factory.mktemp("refused")
+    for name, folder in folders.items():
+        (root / name).symlink_to(folder)
+    for name, config in {"wide": {"intermediate_size": 32}, "deep": {"num_hidden_layers": 4}}.items():
+        saved(LlamaConfig(**TINY | config), root / name)
+    shutil.copytree(folders["base"], root / "bare", ignore=shutil.ignore_patterns("token*"))
+    (root / "taken").mkdir()
+    (root / "taken" / "file").touch()
+    pairs = []
+    for fault, (more, _) in REFUSED.items():
+        (folder := root / "recipes" / fault).mkdir(parents=True)
+        pairs.append(
+            [str(written(to_refuse(more), folder)), "taken" if "taken" in fault else f"{folder}/out"]
+        )
+    done = subprocess.run(
+        [sys.executable, "-c", ANSWERS], cwd=root, input=json.dumps(pairs), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert all([*folder.iterdir()] == [folder / "recipe.yml"] for folder in (root / "recipes").iterdir())
+    return dict(zip(REFUSED, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_a_recipe_may_not_ask_is_refused_by_name_before_torch_is_imported(
+    fault: str, refusals: dict[str, list[Any]]
+) -> None:
+    """Importing takes most of the second and a half that a refusal may take."""
+    code, said, imported = refusals[fault]
+    assert code and REFUSED[fault][1] in said.replace("\n", " "), said
+    assert not imported

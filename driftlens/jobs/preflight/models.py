@@ -12,9 +12,9 @@ from driftlens.base.errors import DriftLensError, IncompatibleModelsError
 from driftlens.base.files import expanded
 from driftlens.checkpoints.alignment import KeyLayout
 from driftlens.checkpoints.loading import read_json, with_floats
-from driftlens.checkpoints.lora import is_lora_folder
 from driftlens.checkpoints.refusals import running
 from driftlens.checkpoints.sources import StateSource
+from driftlens.checkpoints.stated import is_lora_folder
 from driftlens.engine.pool import require_same_parameters
 from driftlens.jobs.preflight.outcome import Preflight
 from driftlens.jobs.study.opening import OpenModels, dtype_notices, model_folder, open_models, origins_of

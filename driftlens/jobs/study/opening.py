@@ -21,9 +21,10 @@ from driftlens.base.variants import baseline, expert_of, task_of
 from driftlens.calibration.calibrator import calibrators, over_preset, require_task_id
 from driftlens.checkpoints.alignment import Refitted, Spellings
 from driftlens.checkpoints.loading import fetched, library_folder, open_checkpoint
-from driftlens.checkpoints.lora import LoraSource, is_lora_folder
+from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.sentences import require_same_reading
 from driftlens.checkpoints.sources import Composed, InDtypes, StateSource, floats_in
+from driftlens.checkpoints.stated import is_lora_folder
 from driftlens.data.samples import SampleSet, unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data, plain_form, require_same_classes
 from driftlens.diagnostics.attribution import JacobianSettings

@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from driftlens.base.access import Access
 from driftlens.base.errors import NumericsError
-from driftlens.base.files import PathLike, expanded, plain_file
+from driftlens.base.files import PathLike, plain_file
 from driftlens.base.rounding import Change
 from driftlens.base.threads import computing_with
-from driftlens.checkpoints.loading import fetched, is_hub_id, library_folder, open_checkpoint
+from driftlens.checkpoints.loading import library_folder
 from driftlens.checkpoints.rounding import written
 from driftlens.checkpoints.sources import InDtypes, StateSource, TensorHeader, check_finite
+from driftlens.jobs.study.foreseen import require_settings, require_tokenizer
 from driftlens.jobs.study.merging import pieces, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_models, open_pool, saved_in
 from driftlens.jobs.study.suspicion import companions
@@ -28,7 +30,7 @@ from driftlens.merging.method import Merge, MergeMethod, merge_methods
 from driftlens.models.language.vocabularies import json_object, vocabulary_keys
 from driftlens.models.saving import require_target
 from driftlens.spec import load_spec
-from driftlens.spec.mergekit import Recipe, layer_of, refused
+from driftlens.spec.mergekit import Recipe, layer_of
 
 PIECE = 2**20
 """Entries that are merged at a time, of methods that can: they fit into a processor's cache."""
@@ -158,20 +160,14 @@ def merge_recipe(recipe: Recipe, path: PathLike, access: Access) -> list[str]:
         SpecError: its slices end elsewhere than the models, or a parameter is missing.
         DriftLensError: as for `open_models` and `save_merge`.
     """
-    _require_there(recipe, access)
     models, by_name = _opened(recipe, access)
     headers = next(iter(by_name.values())).headers
     numbers = (layer_of(key) for key in headers)
     layers = 1 + max((number for number in numbers if number is not None), default=0)
-    if recipe.slices[-1].end not in (None, layers):
-        raise refused(
-            f"its slices end before or behind layer {layers}", "They take all layers of the models."
-        )
     require_target(models.architecture, path)
-    for key in headers:
-        recipe.values(key, layers)  # refused here, before anything is written
+    require_settings(recipe, headers, layers)
     merged = Followed(recipe, by_name, layers, _tokens(recipe, models))
-    models = _written_as(models, recipe, merged, by_name)
+    models = _written_as(models, recipe, merged, require_tokenizer(recipe, access))
     known = merge_methods[recipe.known.near]
     method = MergeMethod(
         f"mergekit:{recipe.method}",
@@ -185,18 +181,6 @@ def merge_recipe(recipe: Recipe, path: PathLike, access: Access) -> list[str]:
     merge = Merge(method, {"recipe": recipe.text})
     doubts = [doubt.text for doubt in companions(models)]
     return [*recipe.notices, *save_merge(models, merge, path, source=merged, notices=doubts)[1]]
-
-
-def _require_there(recipe: Recipe, access: Access) -> None:
-    """Refuse models that are missing before libraries are imported to read the others."""
-    for name in recipe.models:
-        for part in [name] if expanded(name).exists() else name.split("+"):
-            if ":" in part or expanded(part).exists():
-                continue
-            if access.offline:
-                fetched(part, offline=True)
-            if not is_hub_id(part):
-                open_checkpoint(part)
 
 
 def _opened(recipe: Recipe, access: Access) -> tuple[OpenModels, dict[str, StateSource]]:
@@ -232,20 +216,16 @@ def _tokens(recipe: Recipe, models: OpenModels) -> dict[str, int]:
 
 
 def _written_as(
-    models: OpenModels, recipe: Recipe, merged: StateSource, by_name: Mapping[str, StateSource]
+    models: OpenModels, recipe: Recipe, merged: StateSource, tokenizer: Path | None
 ) -> OpenModels:
     """The models with a form of their own: the dtypes, tokenizer and chat template that the recipe has saved."""
     models = saved_in(models, _by_stored_key(models, merged))
     known, folder = models.architecture, models.architecture.folder
     assert folder is not None  # that of decoders
     configs: dict[str, Any] = dict(folder.configs)
-    home, source = library_folder(known.source), recipe.tokenizer
-    if source not in (None, "base", "union"):
-        home = library_folder(str(source))
-        if home is None:
-            raise refused(f"tokenizer_source is {source!r}, and no such folder is there", "Name a model.")
+    home = tokenizer or library_folder(known.source)
     texts = dict[str, str]()
-    template = _template(by_name) if recipe.chat_template == "auto" else recipe.chat_template
+    template = _template(recipe.models) if recipe.chat_template == "auto" else recipe.chat_template
     if template is not None:
         texts["chat_template.jinja"] = template
         stated = json_object(home, "tokenizer_config.json")

@@ -18,10 +18,11 @@ from driftlens.base.errors import DriftLensError, NumericsError
 from driftlens.base.rounding import Change, coarse_words, lost_words
 from driftlens.base.variants import part_of, task_of
 from driftlens.checkpoints.alignment import TEXT_SIDE, KeyLayout
-from driftlens.checkpoints.lora import LoraSource, is_lora_folder, named_base
+from driftlens.checkpoints.lora import LoraSource, named_base
 from driftlens.checkpoints.refusals import foreign_code
 from driftlens.checkpoints.rounding import task_vector
 from driftlens.checkpoints.sources import StateSource, check_finite
+from driftlens.checkpoints.stated import is_lora_folder
 from driftlens.checkpoints.weight_files import folder_notices
 from driftlens.jobs.study.opening import OpenModels, model_folder
 from driftlens.models.chain import LayerChain, Slot

@@ -1,0 +1,122 @@
+"""What a recipe is refused for before torch is imported: models that are missing, or unlike, by what files state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from driftlens.base.access import Access
+from driftlens.base.errors import RunError
+from driftlens.base.files import PathLike, expanded, require_free
+from driftlens.base.words import some_of
+from driftlens.checkpoints.loading import TOKENIZERS, fetched, files_beside_weights, is_hub_id, read_config
+from driftlens.checkpoints.sentences import transformer_folder
+from driftlens.checkpoints.stated import ADAPTER, is_lora_folder, stated_shapes
+from driftlens.spec.mergekit import Recipe, layer_of, refused
+
+Shapes = Mapping[str, tuple[int, ...]]
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""What configurations call the number of layers."""
+_ALIKE = "All models have one architecture, and one vocabulary."
+
+
+def require_foreseeable(recipe: Recipe, path: PathLike, access: Access) -> None:
+    """Refuse what recipe, configurations and headers of files show; what they leave open, opening the models shows.
+
+    Raises:
+        DriftLensError: `path` is taken, a model is missing or has another shape than the first, slices end elsewhere
+            than the models, a parameter is missing.
+    """
+    place = Path(path)
+    if place.suffix != ".safetensors":
+        require_free(place)
+    elif place.is_dir():
+        raise RunError(f"{place} is a folder", hint="Give the path of a file, or one without the ending.")
+    folders = {name: _folder(name, access) for name in recipe.models}
+    require_tokenizer(recipe, access)
+    shapes = {
+        name: stated_shapes(folder)
+        for name, folder in folders.items()
+        if folder is not None and folder.is_dir() and not is_lora_folder(folder)
+    }
+    first = recipe.base or recipe.models[0]
+    depths = {name: depth for name, folder in folders.items() if (depth := _layers(folder)) is not None}
+    layers = depths.get(first)
+    if layers is None or not shapes.get(first):
+        return
+    if other := next((name for name, depth in depths.items() if depth != layers), None):
+        raise refused(f"{other} has {depths[other]} layers, and {first} {layers}", _ALIKE)
+    shared = set.intersection(*(set(each) for each in shapes.values() if each))
+    keys = [key for key in shapes[first] if key in shared and (layer_of(key) or 0) < layers]
+    require_settings(recipe, keys, layers)
+    for name, each in shapes.items():
+        _require_same_shapes(first, shapes[first], name, each, keys)
+
+
+def require_settings(recipe: Recipe, keys: Iterable[str], layers: int) -> None:
+    """Refuse slices that end elsewhere than models of so many layers, and parameters that a tensor of `keys` lacks."""
+    if recipe.slices[-1].end not in (None, layers):
+        raise refused(
+            f"its slices end before or behind layer {layers}", "They take all layers of the models."
+        )
+    for key in keys:
+        recipe.values(key, layers)
+
+
+def require_tokenizer(recipe: Recipe, access: Access) -> Path | None:
+    """The folder of the tokenizer that is asked for; None where none is. Refuses one that isn't there."""
+    if recipe.tokenizer is None:
+        return None
+    first = (recipe.base or recipe.models[0]).partition("+")[0]
+    name = first if recipe.tokenizer in ("base", "union") else recipe.tokenizer
+    folder = files_beside_weights(name, offline=access.offline)
+    if folder is None or not any((folder / file).is_file() for file in TOKENIZERS):
+        raise refused(
+            f"the tokenizer of {name} is asked for, and there is none", "Name a model that has one."
+        )
+    return folder
+
+
+def _folder(name: str, access: Access) -> Path | None:
+    """The folder or file of a model, that of its adapter seen to be there; None where it would be downloaded."""
+    model, *adapter = [name] if expanded(name).exists() else name.split("+")
+    for part in adapter:
+        if (place := _place(part, access)) is not None and not is_lora_folder(place):
+            raise refused(
+                f"{part} holds no adapter ({ADAPTER})", "Behind a `+` stands one that peft has saved."
+            )
+    place = _place(model, access)
+    return transformer_folder(place) if place is not None and place.is_dir() else place
+
+
+def _place(part: str, access: Access) -> Path | None:
+    place = expanded(part)
+    if place.exists():
+        return place
+    if not is_hub_id(part):
+        raise refused(
+            f"there is no model {part}",
+            "Write a folder, as seen from where the command runs, or a Hub id (OWNER/NAME).",
+        )
+    return Path(fetched(part, offline=True)) if access.offline else None
+
+
+def _layers(folder: Path | None) -> int | None:
+    """How many layers the configuration of a model states; None where it doesn't."""
+    if folder is None or not folder.is_dir():
+        return None
+    stated = read_config(str(folder), "config.json", offline=True) or {}
+    nested = stated.get("text_config")
+    counts = [each.get(key) for each in (stated, nested) if isinstance(each, dict) for key in _DEPTHS]
+    return next((count for count in counts if type(count) is int), None)
+
+
+def _require_same_shapes(first: str, wanted: Shapes, name: str, shapes: Shapes, keys: Iterable[str]) -> None:
+    unlike = [key for key in keys if key in shapes and shapes[key] != wanted[key]]
+    if unlike:
+        key = unlike[0]
+        raise refused(
+            f"{some_of([*map(repr, unlike)])} of {name} and of {first} differ in shape: {list(shapes[key])} for "
+            f"{list(wanted[key])}",
+            _ALIKE,
+        )

@@ -169,15 +169,26 @@ def require_plain(config: Mapping[str, Any], source: str) -> None:
         )
 
 
+_LOADED_WIDE = {
+    "mxfp4": "Mxfp4Config",
+    "fp8": "FineGrainedFP8Config",
+    "mxfp8": "FineGrainedFP8Config",
+    "compressed-tensors": "CompressedTensorsConfig",
+}
+"""By the method of quantised weights, the class of transformers that has them widened as they are loaded."""
+
+
 def require_unquantised(config: Mapping[str, Any], source: str) -> None:
     """Refuse a `config.json` of quantised weights, whose tensors are packed integers."""
     quantised = config.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+        loaded = "from_pretrained(SOURCE).dequantize()"
+        if isinstance(method, str) and method in _LOADED_WIDE:  # which have no way back once they are loaded
+            loaded = f"from_pretrained(SOURCE, quantization_config={_LOADED_WIDE[method]}(dequantize=True))"
         raise IncompatibleModelsError(
             f"{source} holds quantised weights ({method or 'quantization_config in config.json'})",
-            hint="Give the weights it was made from, or save them anew: "
-            "from_pretrained(SOURCE).dequantize().save_pretrained(OUT).",
+            hint=f"Give the weights it was made from, or save them anew: {loaded}.save_pretrained(OUT).",
         )
 
 

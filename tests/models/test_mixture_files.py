@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -255,6 +256,63 @@ def test_adapters_on_one_experts_modules_fit_files_that_have_them_apart(tmp_path
     wanted["model.layers.1.mlp.experts.gate_up_proj"][2, 24:] += 3.0 * (up @ down)
     for key, value in wanted.items():
         torch.testing.assert_close(models["expert:one"].read(key), value)
+
+
+def in_mxfp4(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """gpt-oss as it is published: experts in blocks of 32 numbers of 4 bits, with a scale each."""
+    packed = dict(weights)
+    for key in (key for key in weights if key.endswith(("gate_up_proj", "down_proj"))):
+        count, width, out = packed.pop(key).shape
+        blocks = torch.arange(count * out * width // 2) % 256
+        packed[f"{key}_blocks"] = blocks.to(torch.uint8).reshape(count, out, width // 32, 16)
+        packed[f"{key}_scales"] = torch.full((count, out, width // 32), 120, dtype=torch.uint8)
+    return packed
+
+
+def in_fp8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As DeepSeek and MiniMax publish theirs, in blocks of 8 x 8 numbers."""
+    scaled = dict(weights)
+    for key in (key for key, value in weights.items() if "layers" in key and value.dim() == 2):
+        if "gate.weight" not in key:
+            scaled[f"{key}_scale_inv"] = torch.full([-(-size // 8) for size in scaled[key].shape], 0.5)
+            scaled[key] = (scaled[key] * 2).to(torch.float8_e4m3fn)
+    return scaled
+
+
+WIDE = {"hidden_size": 32, "intermediate_size": 32}
+QUANTISED: dict[str, Any] = {
+    "mxfp4": (
+        MIXTURES["gpt-oss"],
+        WIDE,
+        in_mxfp4,
+        {"modules_to_not_convert": ["self_attn", "router", "embed", "head"]},
+    ),
+    "fp8": (MIXTURES["Mixtral"], {}, in_fp8, {"weight_block_size": [8, 8], "activation_scheme": "dynamic"}),
+}
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+def test_quantised_experts_are_refused_with_a_remedy_that_works(method: str, tmp_path: Path) -> None:
+    config, sizes, pack, settings = QUANTISED[method]
+    config = copy.deepcopy(config)
+    config.update(sizes)
+    saved(config, tmp_path / "base", 0)
+    saved(config, tmp_path / "one", 1)
+    file, stated = tmp_path / "one" / "model.safetensors", tmp_path / "one" / "config.json"
+    save_file(pack(load_file(file)), file, {"format": "pt"})
+    quantised = {"quantization_config": {"quant_method": method} | settings}
+    stated.write_text(json.dumps(json.loads(stated.read_text()) | quantised))
+    with pytest.raises(
+        IncompatibleModelsError, match=rf"one holds quantised weights \({method}\)"
+    ) as refused:
+        open_models(spec_of(tmp_path, "base", "one"))
+    named = re.search(r"quantization_config=(\w+)\(dequantize=True\)", refused.value.hint)
+    assert named is not None
+    wide = getattr(transformers, named[1])(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one", quantization_config=wide)
+    model.save_pretrained(tmp_path / "wide")
+    expert = open_models(spec_of(tmp_path, "base", "wide")).sources["expert:wide"]
+    assert all(torch.equal(expert.read(key), value) for key, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -24,7 +24,7 @@ class Metric:
 
     A `share` of samples answered rightly has Wilson's interval and changes by pairs, any other number intervals by
     drawing samples again. It `needs` class scores (`head`), answers to choose from, wanted ones (`target`), numbers, or
-    passages to look among.
+    passages to look among, or one score for each text of a `pair`.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Metric:
     range: Range = (0.0, 1.0)
     worse: Literal["higher", "lower"] = "lower"
     kind: Literal["share", "number"] = "share"
-    needs: Literal["head", "choices", "target", "number", "passages", ""] = ""
+    needs: Literal["head", "choices", "target", "number", "passages", "pair", ""] = ""
     hub: str = ""
     is_directed: bool = True
     """Whether `worse` is known; of what other tools name it may not be."""
@@ -85,12 +85,19 @@ _ALL = (
     Metric(
         "spearman",
         "Spearman correlation",
-        "Rank correlation of numbers with those wanted: of pairs of texts how alike their embeddings are, else what is "
-        "generated, where no number counts as 0.",
+        "Rank correlation of numbers with those wanted: of pairs of texts how alike their embeddings are, of a "
+        "head with one score that, else what is generated, where no number counts as 0.",
         range=(-1.0, 1.0),
         kind="number",
         needs="number",
         hub="spearmanr",
+    ),
+    Metric(
+        "preference",
+        "preference accuracy",
+        "Share of pairs of which the text that is preferred, the input, scores above the other one, the target.",
+        needs="pair",
+        hub="accuracy",
     ),
     Metric(
         "perplexity",

@@ -381,3 +381,8 @@ class LmHead:
 def is_of_vocabulary(head: ScoreMap | None) -> bool:
     """Whether a head scores every token there is: its rows are no classes of a task."""
     return isinstance(head, LmHead) and head.tokens is None
+
+
+def gives_one_score(head: ScoreMap | None) -> bool:
+    """Whether a head gives a number instead of choosing a class: that of a reward model, or of a regression."""
+    return head is not None and len(head.classes) == 1

@@ -26,16 +26,20 @@ _SLOPES = {
 
 
 class Tokens(nn.Module):
-    """The core of a model under the names that whole models give its weights; returns the features of its tokens."""
+    """The core of a model under the names that whole models give its weights; returns the features of its tokens.
 
-    def __init__(self, core: Any, name: str) -> None:
+    With a `pool` it returns one vector per sample, of the tokens that `attention_mask` counts.
+    """
+
+    def __init__(self, core: Any, name: str, pool: Pool | None = None) -> None:
         super().__init__()
-        self.base_model_prefix, self.main_input_name = name, core.main_input_name
+        self.base_model_prefix, self.main_input_name, self.pool = name, core.main_input_name, pool
         self.add_module(name, core)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Features [n, t, d], or as images have them, of what the core takes."""
-        return result(self.get_submodule(self.base_model_prefix)(*args, **kwargs))
+        """Features [n, t, d] or [n, d], or as images have them, of what the core takes."""
+        features = result(self.get_submodule(self.base_model_prefix)(*args, **kwargs))
+        return features if self.pool is None else pooled(features, self.pool, kwargs.get("attention_mask"))
 
 
 class _Given(nn.Module):

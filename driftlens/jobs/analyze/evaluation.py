@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from driftlens.base.errors import DataError
 from driftlens.base.metrics import ACCURACY, METRICS, metric_called
@@ -30,7 +31,7 @@ from driftlens.jobs.study.study import Study
 from driftlens.linalg.ranking import DEEPEST, RANKINGS, similarities
 from driftlens.linalg.state import expert_cosine
 from driftlens.models.chain import Pool
-from driftlens.models.heads import is_of_vocabulary
+from driftlens.models.heads import gives_one_score, is_of_vocabulary
 from driftlens.models.language.generation import generate, log_likelihoods
 from driftlens.models.language.texts import Text, TextReader
 from driftlens.runs.run import DriftRun
@@ -232,16 +233,19 @@ def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter
         return _compared(study, task, variants, reporter, part)
     asked = _Asked.of(samples, study.tasks[task].choices, metrics)
     total, at_once = len(variants) * len(part), max(1, samples.batch_size)
+    scored = gives_one_score(study.tasks[task].head)
     for place, variant in enumerate(variants):
         model = expert_of(task) if variant == "expert" else variant
         try:
-            study.pool.require_room(model)
+            if not scored:
+                study.pool.require_room(model)
         except DataError as error:
             reason = f"{error.message}. {error.hint}"
             found.notices.append(f"{task}: {', '.join(metrics)} of {variant} not measured: {reason}")
             continue
         said: dict[str, list[tuple[Any, ...]]] = {name: [] for name in metrics}
-        with study.pool.loaded(model, task) as module:
+        one_score = partial(_one_score, study, task, variant, samples, asked.reader)
+        with nullcontext(one_score) if scored else study.pool.loaded(model, task) as module:
             for first in part[::at_once]:
                 done = place * len(part) + first - part.start
                 reporter.step("answer", done, total, f"task {task}: {variant}")
@@ -391,7 +395,29 @@ def _exact_match(asked: _Asked, module: Any, part: range) -> Results:
         yield float(_plain(answer) == _plain(target)), None, answer, target
 
 
+def _one_score(
+    study: Study, task: str, variant: str, samples: SampleSet, reader: TextReader, texts: Sequence[str]
+) -> list[float]:
+    """The number that a variant's head gives each text, by features that are read layer by layer."""
+    model, head = expert_of(task) if variant == "expert" else variant, study.head(task, variant)
+    assert head is not None
+    scores: list[float] = head.scores(_embeddings(study, model, samples, reader, texts))[:, 0].tolist()
+    return scores
+
+
+def _preference(asked: _Asked, one_score: Any, part: range) -> Results:
+    texts = [asked.texts[at] for at in part]
+    preferred, others = (one_score([text[side] for text in texts]) for side in (0, 1))
+    for text, better, worse in zip(texts, preferred, others, strict=True):
+        yield float(better > worse), None, f"{better:.6g} against {worse:.6g}", text.target.strip()
+
+
 def _spearman(asked: _Asked, module: Any, part: range) -> Results:
+    if not isinstance(module, nn.Module):
+        scores = module([asked.texts[at].input for at in part])
+        for at, score in zip(part, scores, strict=True):
+            yield score, asked.numbers[at], f"{score:.6g}", asked.texts[at].target.strip()
+        return
     for at, answer in zip(part, asked.generated(module, part), strict=True):
         number = number_of(answer)
         yield 0.0 if math.isnan(number) else number, asked.numbers[at], answer, asked.texts[at].target.strip()
@@ -419,5 +445,6 @@ _MEASURES: dict[str, Callable[[_Asked, Any, range], Results]] = {
     "exact_match": _exact_match,
     "choice": _choice,
     "spearman": _spearman,
+    "preference": _preference,
     "perplexity": _perplexity,
 }

@@ -40,6 +40,7 @@ from driftlens.models.heads import (
     TextTower,
     class_names,
     file_head,
+    gives_one_score,
     is_of_vocabulary,
     linear_head,
     stated_classes,
@@ -257,7 +258,8 @@ def open_heads(
     tower: TextTower | None = None  # read once for all tasks, and only if one needs it
     heads: dict[str, ScoreMap] = {}
     for task, entry in heads_of(spec, models).items():
-        classes = classes_of(task, entry, data.get(task) or named_by_expert(spec, task, entry))
+        named = data.get(task) or named_by_expert(spec, task, entry) or only_score(entry, task, models)
+        classes = classes_of(task, entry, named)
         if isinstance(entry, LinearHead):
             heads[task] = _linear_head(task, entry, classes, models)
             continue
@@ -331,6 +333,14 @@ def named_by_expert(spec: RunSpec, task: str, entry: Head | None) -> tuple[str, 
     """The classes of a classifier that comes with an expert, as the expert's folder names them; None elsewhere."""
     is_own = isinstance(entry, LinearHead) and entry.linear == "own"
     return stated_classes(spec.experts[task].weights) if is_own else None
+
+
+def only_score(entry: Head, task: str, models: OpenModels) -> tuple[str, ...] | None:
+    """What the row of an expert's classifier that gives one number is called; None where it gives several."""
+    stored, is_own = models.stored[expert_of(task)], isinstance(entry, LinearHead) and entry.linear == "own"
+    shapes = [stored.headers[key].shape for key in models.architecture.classifier_keys(stored) or ()]
+    rows = [shape[0] for shape in shapes if len(shape) == 2]
+    return ("score",) if is_own and rows[-1:] == [1] else None
 
 
 def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -418,7 +428,7 @@ def _notices(
         yield from opened.notices
     for task, entry in heads_of(spec, models).items():
         is_own = isinstance(entry, LinearHead) and entry.linear == "own" and entry.classes is None
-        if is_own and named_by_expert(spec, task, entry) is None:
+        if is_own and not gives_one_score(heads[task]) and named_by_expert(spec, task, entry) is None:
             yield (
                 f"{task}: nobody but the data names the classes of the expert's classifier, so its rows are taken in "
                 "the data's order; `heads.TASK.classes` gives another"
@@ -482,11 +492,12 @@ def task_samples(
     reader = None if texts is None else texts.reader
     answers = reader is not None and reader.form != "encoder"
     compared = None if texts is None else texts.compared
+    shows = texts is not None and compared is None and bool(test.text(0).target)
     has = {"head": head is not None and test.labels is not None and not is_of_vocabulary(head)}
-    has |= {"choices": answers and bool(choices), "target": answers and bool(test.text(0).target)}
+    has |= {"choices": answers and bool(choices), "target": answers and shows}
+    has |= {"pair": shows and gives_one_score(head)}
     has |= {"passages": compared is not None and compared.passages is not None}
-    has |= {"number": has["target"] if compared is None else not has["passages"]}
-    has |= {"target": has["target"] and compared is None}
+    has |= {"number": has["target"] or has["pair"] if compared is None else not has["passages"]}
     for name in metrics:
         need = METRICS[name].needs
         if not has[need or "target"]:
@@ -497,7 +508,7 @@ def task_samples(
         diagnosis = replace(diagnosis, labels=None)  # the head's rows are other names
     return TaskSamples(
         diagnosis=diagnosis,
-        test=test if test.labels is not None or has["target"] or compared is not None else None,
+        test=test if test.labels is not None or has["number"] or compared is not None else None,
         head=head,
         calibration=with_own_answers(data.calibration, pool),
         picture=functools.partial(data.picture, "diagnosis") if data.has_pictures else None,
@@ -510,8 +521,10 @@ _LACKING = {
     "head": "needs labels, and a head whose rows are their classes",
     "choices": "needs classes of answers and a model that generates text",
     "target": "needs test samples with targets and a model that generates text",
-    "number": "needs test samples with targets that are numbers, and pairs of texts or a model that generates text",
+    "number": "needs test samples with targets that are numbers, and pairs of texts or a model that generates text or "
+    "gives one score",
     "passages": "needs queries with a column of positives",
+    "pair": "needs test samples with targets, the texts that should score less, and a model that gives one score",
 }
 
 

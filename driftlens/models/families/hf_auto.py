@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -160,13 +160,13 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     elif classifier and sentence_folder(library_folder(source)) is not None:  # which reads tokens
         skeleton, classifier = Tokens(getattr(skeleton, core), core), ""
         model_class = type(skeleton.get_submodule(core))
-    elif classifier:
-        skeleton.set_submodule(classifier, nn.Identity())
     reads_images = skeleton.main_input_name == "pixel_values"
     if reads_images:
         preprocess = hf_image_preprocess(source, config, offline)
     else:
         preprocess = hf_text_preprocess(source, config, offline, "encoder")
+    if classifier:
+        skeleton = _unclassified(skeleton, classifier, preprocess)
     preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, notice))))
     ignored = tuple(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())
     layout = Spellings(spellings(names, skeleton), _left_out(classifier, own_head, skeleton), ignored)
@@ -182,7 +182,7 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
         chain=replace(
             chain,
             architecture=f"hf_{config.model_type}",
-            modality=image if reads_images else TEXT,
+            modality=image if reads_images else replace(TEXT, pool="last" if is_decoder(config) else "mean"),
             settings={**chain.settings, "model": model_class.__name__},
         ),
         layout=layout,
@@ -195,6 +195,24 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
         classifier=classifier,
         own_head=own_head,
     )
+
+
+def _unclassified(skeleton: Any, classifier: str, preprocess: Preprocess) -> nn.Module:
+    """The model without its linear classifier, which its library may find the last token for by a token that pads.
+
+    Where a batch is padded with another one, or the library knows none, the mask says which token that is.
+    """
+    if preprocess.texts is not None and is_decoder(skeleton.config):
+        core, tokenizer = skeleton.base_model_prefix, preprocess.texts.tokenizer
+        if skeleton.config.get_text_config().pad_token_id != tokenizer.pad_token_id:
+            return Tokens(getattr(skeleton, core), core, "last")
+    skeleton.set_submodule(classifier, nn.Identity())
+    return cast(nn.Module, skeleton)
+
+
+def is_decoder(config: Any) -> bool:
+    """Whether models of this configuration's type are causal language models, of whose tokens the last has read all."""
+    return is_causal({"model_type": config.model_type})
 
 
 def _followed(skeleton: nn.Module, preprocess: Preprocess, blocks: str | None, source: str) -> LayerChain:
@@ -302,7 +320,7 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
         auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     )
     # A decoder's classifier reads one token, which it looks for by padding; without it, all features are there.
-    is_core = is_causal({"model_type": kind}) and "Classification" not in named[0]
+    is_core = is_decoder(config) and "Classification" not in named[0]
     for choice in (auto.MODEL_MAPPING,) if is_core else (of_images, of_text, auto.MODEL_MAPPING):
         if type(config) in choice:
             model_class = choice[type(config)]

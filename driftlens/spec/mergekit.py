@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -155,12 +155,16 @@ class Source(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Layers from `first` to `end`, None the last, of these models, and what is set for all of them."""
+    """Layers from `first` to `end`, None the last, of these models, and what is set for all of them.
+
+    `base` is the base of the method, where it knows one.
+    """
 
     first: int
     end: int | None
     sources: tuple[Source, ...]
     settings: Settings
+    base: str | None
 
 
 @dataclass(frozen=True)
@@ -237,9 +241,13 @@ class Recipe:
                 resolved[name] = value(name, shared)
                 continue
             sources = [
-                source for source in part.sources if parameter.scope == "model" or source.model != self.base
+                source for source in part.sources if parameter.scope == "model" or source.model != part.base
             ]
             resolved[name] = [value(name, (source.settings, *shared), source.model) for source in sources]
+        averaged = self.method == "linear" and resolved["normalize"]
+        averaged |= self.method == "multislerp" and resolved["normalize_weights"]
+        if averaged and not sum(resolved["weight"]):
+            raise refused(f"the weights sum to 0 for {key}", "They are divided by their sum: give others.")
         if self.known.near == "della":
             for density, spread in zip(resolved["density"], resolved["epsilon"], strict=True):
                 if 0 < density < 1 and not spread < density < 1 - spread:
@@ -270,13 +278,15 @@ def recipe_of(given: Settings) -> Recipe:
         raise refused(f"merge_method is {method!r}", hint)
     raw, outer = _without_modules(raw)
     notices = _passed_over(raw, method)
-    base = _base(raw, method)
+    base = None if raw.get("base_model") is None else _model(raw["base_model"])
     settings = tuple(_settings(level, method, notices) for level in (*outer, raw.get("parameters")))
     slices = tuple(_slices(raw, method, base, notices))
-    _require_models(method, base, slices)
+    if METHODS[method].base == "ignored":
+        slices = tuple(part._replace(base=None) for part in slices)
+    _require_models(method, slices)
     dtype, out_dtype = (_dtype(raw, key) for key in ("dtype", "out_dtype"))
     tokenizer, template = _tokenizer(raw)
-    known = None if METHODS[method].base == "ignored" else base
+    known = None if METHODS[method].base == "ignored" else base or slices[0].base
     said = tuple(dict.fromkeys(notices))
     return Recipe(
         method, known, slices, settings, dtype, out_dtype, tokenizer, template, said, to_yaml(dict(given))
@@ -303,28 +313,20 @@ def _without_modules(raw: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
 
 def _passed_over(raw: Settings, method: str) -> list[str]:
     """What is said of keys that mergekit reads nothing of; a SpecError for what nobody wrote on purpose."""
-    unknown = [key for key in raw if key not in _KEYS and key not in _IGNORED]
-    if unknown:
-        hint = isinstance(unknown[0], str) and did_you_mean(unknown[0], _KEYS)
-        listed = ", ".join(map(str, unknown))
-        raise refused(f"{listed} can't be followed", hint or f"What is read: {', '.join(_KEYS)}.")
     notices = []
-    for key in raw.keys() - _KEYS:
+    for key in [key for key in raw if key not in _KEYS]:
+        if (hint := _slip(key, _KEYS)) and key not in _IGNORED:
+            raise refused(f"{key} can't be followed", hint)
         text = f"`{key}` at the top of the recipe is passed over, as mergekit does"
         is_known = key in METHODS[method].parameters
         notices.append(f"{text}; to be used it stands under `parameters`" if is_known else text)
     return notices
 
 
-def _base(raw: Settings, method: str) -> str | None:
-    base = raw.get("base_model")
-    if base is None and METHODS[method].base == "required":
-        raise refused(f"{method} needs base_model", "Name the model that the others were trained from.")
-    return None if base is None else _model(base)
-
-
 def _model(name: Any) -> str:
-    """`MODEL` or `MODEL+ADAPTER`."""
+    """`MODEL` or `MODEL+ADAPTER`, which may be spelled out as a mapping."""
+    if isinstance(name, dict) and "model" in name:
+        name = "+".join(_path(part) for part in (name["model"], name.get("lora")) if part)
     if not isinstance(name, str) or not name or name.count("+") > 1 or not all(name.split("+")):
         raise refused(
             f"the model {name!r} is no path or Hub id",
@@ -333,31 +335,45 @@ def _model(name: Any) -> str:
     return name
 
 
+def _path(part: Any) -> str:
+    if not isinstance(part, dict):
+        return str(part)
+    return f"{part.get('path')}@{part['revision']}" if part.get("revision") else str(part.get("path"))
+
+
 def _slices(raw: Settings, method: str, base: str | None, notices: list[str]) -> Iterator[Slice]:
     if "models" in raw:
         sources = _sources(raw["models"], method, notices)
         if base is not None and base not in [source.model for source in sources]:
             sources = (*sources, Source(base, {}))  # as mergekit adds it
-        yield Slice(0, None, sources, {})
+        yield Slice(0, None, sources, {}, base)
         return
     parts = raw["slices"]
     first = 0
     for part in parts if isinstance(parts, list) else [parts]:
-        if not isinstance(part, dict) or part.keys() - {"sources", "parameters", "base_model"}:
+        if not isinstance(part, dict) or "sources" not in part:
             raise refused(f"a slice is {part!r}", "It has `sources`, and may have `parameters`.")
-        if part.get("base_model") not in (None, base):
-            raise refused("a slice has a base_model of its own", "Name one base for all of them.")
+        own = base if part.get("base_model") is None else _model(part["base_model"])
         sources = _sources(part.get("sources"), method, notices)
         spans = [entry.get("layer_range") for entry in part["sources"]]
-        span = spans[0]
-        if not isinstance(span, list) or [*map(type, span)] != [int, int] or span[0] >= span[1]:
+        read = [_span(span) for span in spans]
+        if (span := read[0]) is None or None in read or span[0] >= span[1]:
             raise refused(
                 f"a slice takes the layers {spans}", "Write `layer_range: [FIRST, END]` for every source."
             )
-        if span[0] != first or any(each != span for each in spans):
+        if span[0] != first or any(each != span for each in read):
             raise refused(f"a slice takes the layers {spans}, and layer {first} comes next", _STACKED)
-        yield Slice(first, span[1], sources, _settings(part.get("parameters"), method, notices))
+        yield Slice(first, span[1], sources, _settings(part.get("parameters"), method, notices), own)
         first = span[1]
+
+
+def _span(given: Any) -> tuple[int, int] | None:
+    """First layer and end, as mergekit takes them: numbers may be text."""
+    try:
+        first, end = _reader(tuple[int, int]).validate_python(given)
+    except ValidationError:
+        return None
+    return first, end
 
 
 def _sources(entries: Any, method: str, notices: list[str]) -> tuple[Source, ...]:
@@ -372,11 +388,13 @@ def _sources(entries: Any, method: str, notices: list[str]) -> tuple[Source, ...
     return sources
 
 
-def _require_models(method: str, base: str | None, slices: Sequence[Slice]) -> None:
+def _require_models(method: str, slices: Sequence[Slice]) -> None:
     known = METHODS[method]
     low, high = known.models
     for part in slices:
-        names = [source.model for source in part.sources]
+        names, base = [source.model for source in part.sources], part.base
+        if base is None and known.base == "required":
+            raise refused(f"{method} needs base_model", "Name the model that the others were trained from.")
         if known.base == "required" and base not in names:
             raise refused("a slice leaves the base out", f"{method} reads it: list {base} among the sources.")
         count = len(names) - (known.base == "optional" and base in names)
@@ -396,12 +414,17 @@ def _settings(given: Any, method: str, notices: list[str]) -> Settings:
     for name, value in given.items():
         if name in known:
             _require_setting(value, name, known[name])
-        elif name in _IGNORED:
-            notices.append(f"`{name}` is no parameter of {method}, and is passed over, as mergekit does")
-        else:
-            hint = (isinstance(name, str) and did_you_mean(name, known)) or f"It takes {', '.join(known)}."
+        elif (hint := _slip(name, known)) and name not in _IGNORED:
             raise refused(f"{method} has no parameter {name!r}", hint)
+        else:
+            notices.append(f"`{name}` is no parameter of {method}, and is passed over, as mergekit does")
     return {name: value for name, value in given.items() if name in known}
+
+
+def _slip(name: Any, known: Collection[str]) -> str:
+    """What somebody meant who wrote a name that nothing has, or what there is if it is none; else nothing."""
+    there = f"What is read: {', '.join(known)}."
+    return did_you_mean(name, known) if isinstance(name, str) and name else there
 
 
 def _require_setting(value: Any, name: str, parameter: Parameter) -> None:

@@ -487,17 +487,67 @@ def test_layers_of_different_models_follow_each_other(folders: Folders, tmp_path
 def test_what_mergekit_passes_over_is_passed_over_and_said(
     folders: Folders, tmp_path: Path, run_cli: Cli
 ) -> None:
-    made = recipe(folders, "linear", normalize=False, parameters={"embed_slerp": True})
-    done = run_cli("merge", written(made, tmp_path), "--out", tmp_path / "out")
-    assert done.code == 0 and "`normalize`" in done.err and "`embed_slerp`" in done.err
+    more = {"normalize": False, "tags": ["merge"], "parameters": {"embed_slerp": True, "adaptive": 1}}
+    done = run_cli("merge", written(recipe(folders, "linear", **more), tmp_path), "--out", tmp_path / "out")
+    assert done.code == 0, done.err
+    assert all(f"`{name}`" in done.err for name in ("normalize", "tags", "embed_slerp", "adaptive"))
     right = run_cli("merge", written(recipe(folders, "linear"), tmp_path), "--out", tmp_path / "right")
     assert right.code == 0
     merged = weights(tmp_path / "out")
     assert all(torch.equal(value, merged[key]) for key, value in weights(tmp_path / "right").items())
 
 
+SPELLED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a model as a mapping": (
+        {"models": [{"model": {"model": {"path": "a"}, "lora": "b"}}, {"model": {"model": "c"}}]},
+        {"models": [{"model": "a+b"}, {"model": "c"}]},
+    ),
+    "a revision": (
+        {"models": [{"model": {"model": {"path": "a/b", "revision": "v1"}}}]},
+        {"models": [{"model": "a/b@v1"}]},
+    ),
+    "layers as text": (
+        {"slices": [{"sources": [{"model": "a", "layer_range": ["0", 2.0]}], "residual_weight": 1}]},
+        {"slices": [{"sources": [{"model": "a", "layer_range": [0, 2]}]}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", SPELLED)
+def test_models_and_layers_are_spelled_as_mergekit_reads_them(form: str) -> None:
+    read = [recipe_of({"merge_method": "linear", **made}) for made in SPELLED[form]]
+    assert read[0].slices == read[1].slices
+
+
+def test_slices_have_bases_of_their_own(folders: Folders, tmp_path: Path, run_cli: Cli) -> None:
+    slices = [
+        {
+            "sources": [{"model": folders[name], "layer_range": span} for name in ("one", "two")],
+            "base_model": folders[base],
+        }
+        for base, span in (("one", [0, 1]), ("two", [1, 3]))
+    ]
+    made = {"merge_method": "slerp", "slices": slices, "parameters": {"t": 0}, "dtype": "float32"}
+    done = run_cli("merge", written(made, tmp_path), "--out", tmp_path / "out")
+    assert done.code == 0, done.err
+    one, two = (weights(folders[name]) for name in ("one", "two"))
+    for key, value in weights(tmp_path / "out").items():
+        base = one if "layers.0" in key or "embed" in key else two
+        torch.testing.assert_close(value, base[key], msg=key)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"merge_method": "tise"}, "merge_method is 'tise'"),
+    "weights of 0": (
+        {
+            "merge_method": "linear",
+            "models": [
+                {"model": name, "parameters": {"weight": at}} for name, at in (("one", 0.5), ("two", -0.5))
+            ],
+            "base_model": None,
+        },
+        "the weights sum to 0",
+    ),
     "epsilon": ({"merge_method": "della", "parameters": {"epsilon": 0.6}}, "epsilon 0.6"),
     "models and slices": ({"slices": [{}]}, "it has models and slices"),
     "no slices": ({"slices": []}, "it has none of them"),

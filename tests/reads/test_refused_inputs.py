@@ -144,7 +144,7 @@ def test_settings_that_a_recipe_can_not_have_are_refused(
     [
         ({"parameters": [1]}, r"parameters is \[1\]"),
         ({"models": [{"model": "one", "parameters": "x"}]}, "parameters is 'x'"),
-        ({5: 1, "x": 2}, "5, x can't be followed"),
+        ({5: 1}, "5 can't be followed"),
         ({"slices": [[{"model": "one", "layer_range": [0, 2]}]]}, r"a slice is \[{"),
         ({"slices": [{"sources": [{"model": "one", "layer_range": [0, "x"]}]}]}, "a slice takes the layers"),
         ({"slices": [{"sources": [{"model": "one", "layer_range": [0, 0.5]}]}]}, "a slice takes the layers"),

@@ -30,7 +30,7 @@ from driftlens.merging.method import Merge, MergeMethod, merge_methods
 from driftlens.models.language.vocabularies import json_object, vocabulary_keys
 from driftlens.models.saving import require_target
 from driftlens.spec import load_spec
-from driftlens.spec.mergekit import Recipe, layer_of
+from driftlens.spec.mergekit import Recipe, Slice, layer_of
 
 PIECE = 2**20
 """Entries that are merged at a time, of methods that can: they fit into a processor's cache."""
@@ -77,7 +77,7 @@ class Followed:
         recipe, header = self._recipe, self.headers[key]
         part, _ = recipe.slice_of(key, self._layers)
         names = [source.model for source in part.sources]
-        start = recipe.base if recipe.base in names else names[0]
+        start = part.base if part.base in names else names[0]
         if not header.dtype.is_floating_point:
             return self._models[names[0]].read(key)
         values, shape = recipe.values(key, self._layers), header.shape
@@ -86,11 +86,11 @@ class Followed:
             slot.rows for slot in pieces(key, shape, PIECE if by_entry(recipe.method, values) else None)
         ]
         if len(places) == 1 and shape == header.shape:
-            return self._rounded(key, self._piece(key, names, None, values))
+            return self._rounded(key, self._piece(key, part, None, values))
         merged = torch.empty(header.shape, dtype=header.dtype)
         for rows in places:
             rows = rows or (0, shape[0])
-            merged[slice(*rows)] = self._rounded(key, self._piece(key, names, rows, values), rows)
+            merged[slice(*rows)] = self._rounded(key, self._piece(key, part, rows, values), rows)
         if shape != header.shape:
             merged[shape[0] :] = self._models[start].read(key, (shape[0], header.shape[0]))
         return merged
@@ -103,10 +103,11 @@ class Followed:
         return value.to(dtype)
 
     def _piece(
-        self, key: str, names: Sequence[str], rows: tuple[int, int] | None, values: Mapping[str, Any]
+        self, key: str, part: Slice, rows: tuple[int, int] | None, values: Mapping[str, Any]
     ) -> Tensor:
         """What the method makes of some rows; models are read one after the other, as it asks for them."""
-        base, computed = self._recipe.base, self._computed(key)
+        base, computed = part.base, self._computed(key)
+        names = [source.model for source in part.sources]
 
         def read(name: str) -> Tensor:
             source = self._models[name]

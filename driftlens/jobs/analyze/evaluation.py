@@ -374,7 +374,7 @@ class _Asked:
 
     def generated(self, module: Any, part: range) -> list[str]:
         """Greedy answers, up to the first line break where no target has one."""
-        questions = [self.texts[at].input for at in part]
+        questions = [self.reader.asked(self.texts[at]) for at in part]
         answers = generate(module, self.reader, questions, self.new_tokens, batch_size=len(questions))
         if any("\n" in text.target.strip() for text in self.texts):
             return answers
@@ -426,7 +426,7 @@ def _spearman(asked: _Asked, module: Any, part: range) -> Results:
 def _choice(asked: _Asked, module: Any, part: range) -> Results:
     assert asked.labels is not None
     names, answers = [*asked.choices], [*asked.choices.values()]
-    questions = [asked.texts[at].input for at in part]
+    questions = [asked.reader.asked(asked.texts[at]) for at in part]
     sums, _ = log_likelihoods(module, asked.reader, questions, [answers] * len(questions))
     for at, best in zip(part, sums.argmax(dim=1).tolist(), strict=True):
         yield float(names[best] == asked.labels[at]), None, names[best], asked.labels[at]
@@ -434,9 +434,8 @@ def _choice(asked: _Asked, module: Any, part: range) -> Results:
 
 def _perplexity(asked: _Asked, module: Any, part: range) -> Results:
     texts = [asked.texts[at] for at in part]
-    sums, counts = log_likelihoods(
-        module, asked.reader, [text.input for text in texts], [[text.target] for text in texts]
-    )
+    questions, answers = map(asked.reader.asked, texts), [[text.target] for text in texts]
+    sums, counts = log_likelihoods(module, asked.reader, [*questions], answers)
     for text, total, count in zip(texts, sums[:, 0].tolist(), counts[:, 0].tolist(), strict=True):
         yield -total, count, None, text.target.strip()
 

@@ -475,7 +475,7 @@ def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
 
     @functools.cache
     def shown() -> SampleSet:
-        questions = [texts.read(at).input for at in range(count)]
+        questions = [reader.asked(texts.read(at)) for at in range(count)]
         with pool.loaded(expert_of(samples.task)) as module:
             found = generate(module, reader, questions, NEW_TOKENS, batch_size=samples.batch_size)
         return samples.answering([space + answer if answer else "" for answer in found])

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.models.language.texts import TextReader
+from driftlens.models.taking_apart.dissection import fitted
 
 
 def generate(
-    module: nn.Module, reader: TextReader, inputs: Sequence[str], max_new_tokens: int, *, batch_size: int = 32
+    module: nn.Module, reader: TextReader, inputs: Sequence[Any], max_new_tokens: int, *, batch_size: int = 32
 ) -> list[str]:
     """What a model answers to each question: always the likeliest next token, up to a token that ends answers.
 
@@ -27,27 +28,20 @@ def generate(
     with _greedy(module, reader, max_new_tokens) as settings:
         for first in range(0, len(inputs), batch_size):
             batch = _batch(reader, inputs[first : first + batch_size], max_new_tokens)
-            device = next(module.parameters()).device
             whole: Tensor = module.generate(  # type: ignore[operator]
-                **{name: value.to(device) for name, value in batch.items()}, generation_config=settings
+                **fitted(module, batch), generation_config=settings
             )
             skipped = batch["input_ids"].shape[1] if reader.form == "decoder" else 1
             answers += [_answer(reader, row) for row in whole[:, skipped:].tolist()]
     return answers
 
 
-def _batch(reader: TextReader, inputs: Sequence[str], max_new_tokens: int) -> dict[str, Tensor]:
+def _batch(reader: TextReader, inputs: Sequence[Any], max_new_tokens: int) -> dict[str, Tensor]:
     """Questions as `generate` wants them: those of decoders padded on the left, so that all go on at one place."""
     if reader.form != "decoder":
         batch = reader([(text, "") for text in inputs])
         return {name: batch[name] for name in ("input_ids", "attention_mask")}
-    rows = reader.questions(inputs, spare=max_new_tokens)
-    longest = max(map(len, rows))
-    pad = reader.tokenizer.pad_token_id
-    return {
-        "input_ids": torch.tensor([[pad] * (longest - len(row)) + row for row in rows]),
-        "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
-    }
+    return reader.continued(inputs, [()] * len(inputs), spare=max_new_tokens)
 
 
 def _answer(reader: TextReader, ids: Sequence[int]) -> str:
@@ -82,7 +76,7 @@ def _greedy(module: Any, reader: TextReader, max_new_tokens: int) -> Iterator[An
 
 @torch.no_grad()
 def log_likelihoods(
-    module: nn.Module, reader: TextReader, questions: Sequence[str], answers: Sequence[Sequence[str]]
+    module: nn.Module, reader: TextReader, questions: Sequence[Any], answers: Sequence[Sequence[str]]
 ) -> tuple[Tensor, Tensor]:
     """Log-likelihoods in nat of every question's answers and their numbers of tokens, [n, c], on the CPU in float64.
 
@@ -121,24 +115,20 @@ def _summed(scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool) ->
 
 
 def _continued(
-    module: Any, reader: TextReader, questions: Sequence[str], columns: Sequence[Sequence[str]]
+    module: Any, reader: TextReader, questions: Sequence[Any], columns: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Of a decoder: rows of question and answer, padded on the left, so that scores of few places are asked for."""
-    device, takes = next(module.parameters()).device, inspect.signature(module.forward).parameters
+    takes = inspect.signature(module.forward).parameters
     every = [[reader.answer_tokens(answer) for answer in column] for column in columns]
-    asked = reader.questions(questions, spare=max(len(tokens) for column in every for tokens in column))
+    spare = max(len(tokens) for column in every for tokens in column)
     for tokens in every:
-        rows = [[*question, *answer] for question, answer in zip(asked, tokens, strict=True)]
-        longest = max(map(len, rows))
-        ids = torch.tensor([[reader.tokenizer.pad_token_id] * (longest - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-        kept = max(map(len, tokens)) + 1
+        batch, kept = reader.continued(questions, tokens, spare=spare), max(map(len, tokens)) + 1
         # Not every model takes places or keeps a part of the scores: of those, the mask says all.
-        given = {"position_ids": (mask.cumsum(dim=1) - 1).clamp_min(0).to(device), "logits_to_keep": kept}
-        given = {name: value for name, value in given.items() if name in takes}
-        scores = module(
-            input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False, **given
-        ).logits
+        given: dict[str, Any] = {"logits_to_keep": kept}
+        if "mm_token_type_ids" not in batch:  # of which places in images are made
+            given["position_ids"] = (batch["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
+        given = batch | {name: value for name, value in given.items() if name in takes}
+        scores = module(**fitted(module, given), use_cache=False).logits
         yield _summed(scores[:, -kept:-1], tokens, at_end=True)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from driftlens.base.errors import DataError, SpecError
+from driftlens.base.errors import DataError
 from driftlens.models.language.texts import Pictured, TextReader
 
 if TYPE_CHECKING:
@@ -36,24 +36,30 @@ class PictureReader(TextReader):
         """Entries by tokens, [n, t], padded on the right, and those of images as `together` has them."""
         import torch
 
-        rows, images = zip(*(self._made(sample) for sample in samples), strict=True)
-        longest = max(len(row["input_ids"]) for row in rows)
+        rows, images = zip(
+            *(self._made(sample, self._answer(sample.target)) for sample in samples), strict=True
+        )
+        cut = [
+            {name: value[: self.max_length] for name, value in row.items()} for row in rows
+        ]  # at most answers
+        longest = max(len(row["input_ids"]) for row in cut)
         batch = {}
-        for name in rows[0]:
+        for name in cut[0]:
             filler = self.tokenizer.pad_token_id if name == "input_ids" else 0
-            batch[name] = torch.tensor([row[name] + [filler] * (longest - len(row[name])) for row in rows])
+            batch[name] = torch.tensor([row[name] + [filler] * (longest - len(row[name])) for row in cut])
         return batch | together(images)
 
-    def questions(self, texts: Sequence[str], *, spare: int = 0) -> list[list[int]]:
-        """Refused: without its image a question is another one."""
-        raise SpecError(
-            "answers to questions about images are scored by the token that they begin with alone",
-            hint="Set `classes: true` (or their names, or `words`) in the task's entry, and take `metric` out.",
-        )
+    def asked(self, sample: Any) -> Any:
+        """See `TextReader`: without its image a question would be another one."""
+        return sample
 
-    def lengths(self, samples: Sequence[Sequence[Any]]) -> list[int]:
-        """None is known before its picture is read, and none is cut."""
-        return [0] * len(samples)
+    def continued(
+        self, questions: Sequence[Any], tails: Sequence[Sequence[int]], *, spare: int = 0
+    ) -> dict[str, Tensor]:
+        """See `TextReader`; with what belongs to images as the library takes it. No question is cut."""
+        asked = zip(questions, tails, strict=True)
+        rows, images = zip(*(self._made(question, list(tail)) for question, tail in asked), strict=True)
+        return self.left_padded(rows) | as_the_library(together(images))
 
     def chats(self, messages: Sequence[Any]) -> list[str]:
         """See `TextReader`; every message has its image before its text."""
@@ -72,18 +78,17 @@ class PictureReader(TextReader):
         mark: str = getattr(self.processor, "boi_token", None) or self.processor.image_token
         return mark
 
-    def _made(self, sample: Pictured) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
-        """A sample's entries by tokens, and those of its image."""
+    def _made(self, sample: Pictured, answer: list[int]) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
+        """A question's entries by tokens, those of an answer behind it, and the entries of its image."""
         text = sample.input if self.mark in sample.input else f"{self.mark} {sample.input}"
         made = self.processor(text=[text], images=[[self.opened(sample.image)]], return_tensors="pt")
         whole = made["input_ids"][0].tolist()
         kept = self._open_ended(whole)
         first = int(whole[:2] == [self.tokenizer.bos_token_id] * 2)  # of which one is kept
-        answer = self._answer(sample.target)
-        if len(kept) + len(answer) > self.max_length:
+        if len(kept) >= self.max_length:
             raise DataError(
-                f"a question with its image and answer has {len(kept) + len(answer)} tokens; at most {self.max_length} "
-                "are read, and image tokens can't be cut",
+                f"a question and its image have {len(kept)} tokens; with an answer at most {self.max_length} are "
+                "read, and image tokens can't be cut",
                 hint="Raise max_length, or give smaller images and shorter questions.",
             )
         by_token = {

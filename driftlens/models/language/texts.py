@@ -112,6 +112,32 @@ class TextReader:
         rows: list[list[int]] = self._encoded(texts, [room] * len(texts))["input_ids"]
         return rows
 
+    def asked(self, sample: Any) -> Any:
+        """What is asked of a sample, as `continued` takes it."""
+        return sample.input
+
+    def continued(
+        self, questions: Sequence[Any], tails: Sequence[Sequence[int]], *, spare: int = 0
+    ) -> dict[str, Tensor]:
+        """Questions, each with token ids behind it, as a decoder takes them, padded on the left: all end together.
+
+        Questions are cut where they leave fewer than `spare` tokens.
+        """
+        asked = self.questions(questions, spare=spare)
+        rows = [[*question, *tail] for question, tail in zip(asked, tails, strict=True)]
+        return self.left_padded([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows])
+
+    def left_padded(self, rows: Sequence[Mapping[str, list[int]]]) -> dict[str, Tensor]:
+        """Entries by tokens of some rows as one batch, with zeros, or pad tokens, before the shorter ones."""
+        import torch
+
+        longest = max(len(row["input_ids"]) for row in rows)
+        fill = {name: self.tokenizer.pad_token_id if name == "input_ids" else 0 for name in rows[0]}
+        return {
+            name: torch.tensor([[fill[name]] * (longest - len(row[name])) + row[name] for row in rows])
+            for name in rows[0]
+        }
+
     def answer_tokens(self, answer: str) -> tuple[int, ...]:
         """Token ids of an answer as it follows a question, without the token that ends it."""
 

@@ -106,9 +106,9 @@ def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> Incom
     elif kind is None and isinstance(config.get("architecture"), str):
         what, loader = f"a timm model ({config['architecture']})", "timm"
     elif kind in CONFIG_MAPPING and (is_causal(config) or not num_experts(config)):
-        # Of two streams no family but T5 is taken apart.
         other = "" if config.get("is_encoder_decoder") or answers(config) else "hf-auto"
         other = "hf-decoder" if is_causal(config) else "hf-vlm" if is_vision_language(config) else other
+        other = "hf-seq2seq" if is_seq2seq(config) else other
         loader = next((name for name, kinds in MODEL_TYPES.items() if kind in kinds), other)
     mixture = f", a mixture of {count} experts" if (count := num_experts(config)) else ""
     unknown = "The transformers that is installed knows no such model type. "
@@ -150,6 +150,20 @@ def is_vision_language(config: Mapping[str, Any]) -> bool:
         return False
     parts = set(getattr(CONFIG_MAPPING[kind], "sub_configs", ()))
     return model is not None and {"text_config", "vision_config"} <= parts
+
+
+def is_seq2seq(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is that of an encoder-decoder of transformers that reads texts and answers by them."""
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind, named = config.get("model_type"), (config.get("architectures") or [""])[0]
+    model = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if kind not in CONFIG_MAPPING or named not in ("", model) or num_experts(config):
+        return False
+    parts = set(getattr(CONFIG_MAPPING[kind], "sub_configs", ()))
+    is_pair = config.get("is_encoder_decoder", getattr(CONFIG_MAPPING[kind], "is_encoder_decoder", False))
+    return model is not None and bool(is_pair) and parts <= {"encoder", "decoder"}
 
 
 def num_experts(config: Mapping[str, Any]) -> int:

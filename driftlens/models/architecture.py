@@ -200,7 +200,7 @@ loaders: Registry[Callable[[ArchitectureRequest], Architecture]] = Registry(
 )
 """A request -> the architecture that its source describes."""
 
-CAUSAL = ("hf-decoder", "hf-vlm")
+CAUSAL = ("hf-decoder", "hf-vlm", "hf-seq2seq")
 """The loaders of models that say, by a head that adapters and experts may untie, which token comes next."""
 PYTHON = "python:"
 """What stands before the loaders that are functions of the user's."""

@@ -362,8 +362,10 @@ class LmHead:
             yield self._read(first, min(first + _ROWS, count))
 
     def _read(self, first: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        weight, *bias = (self.source.read(key, (first, stop)) for key in self.lm.keys)
-        return weight, bias[0] if bias else None
+        weight, bias = self.source.read(self.lm.key, (first, stop)), self.lm.bias
+        if bias and len(self.source.headers[bias].shape) == 2:  # in one row, as BART and its kin have it
+            return weight, self.source.read(bias)[0, first:stop]
+        return weight, self.source.read(bias, (first, stop)) if bias else None
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor | None]:

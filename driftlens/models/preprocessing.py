@@ -241,6 +241,7 @@ def text_preprocess(
         limit -= 1 + (config.pad_token_id or 0)
     # A model's own settings of generation know more than its configuration: they were made later.
     start = generation.get("decoder_start_token_id", getattr(config, "decoder_start_token_id", None))
+    start = generation.get("bos_token_id", getattr(config, "bos_token_id", None)) if start is None else start
     if form == "encoder-decoder" and start is None:
         raise SpecError(
             f"{source} doesn't say with which token its decoder begins",

@@ -25,12 +25,12 @@ def images(generator: torch.Generator, n: int, dtype: torch.dtype) -> Tensor:
 
 
 INPUTS: dict[str, Callable[[torch.Generator, int, torch.dtype], Any]] = {
-    "hf_t5": lambda generator, n, dtype: two_texts(generator, n)
+    "seq2seq": lambda generator, n, dtype: two_texts(generator, n)
 }
 """Raw inputs of tiny models that don't take images: (generator, samples, dtype) -> inputs."""
-SCORES = {"hf_t5": {"lm_head.weight"}}
+SCORES = {"seq2seq": {"lm_head.weight"}}
 """Weights that make scores of final features, and belong to no layer."""
-ROUNDS = {"hf_t5"}
+ROUNDS = {"seq2seq"}
 """Adapters whose library takes the mean square of its norms in float32, whatever the dtype of the model."""
 
 

@@ -83,7 +83,7 @@ def test_the_experts_own_task_vector_aligns_with_itself() -> None:
 
 
 def test_a_group_is_all_its_modules_at_once_and_groups_are_the_backbone_and_its_head() -> None:
-    t5 = adapters["hf_t5"]
+    t5 = adapters["seq2seq"]
     models = family(Case(t5.tiny, t5.chain, lambda generator, n: token_batch(generator, n, targets=True)))
     rows = {row["path"]: row for row in alignment_rows(models.pool, "a", "merged") if row["scope"] == "group"}
     state = {name: module.state_dict() for name, module in models.modules.items()}

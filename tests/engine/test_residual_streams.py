@@ -53,8 +53,8 @@ def decoder(name: str) -> Opened:
 
 
 def t5() -> Opened:
-    model = moved(adapters["hf_t5"].tiny)
-    return adapters["hf_t5"].chain(model), model, two_texts(generator(), 3)
+    model = moved(adapters["seq2seq"].tiny)
+    return adapters["seq2seq"].chain(model), model, two_texts(generator(), 3)
 
 
 PRE_NORM_DECODER = {"self_attn.o_proj": ENTERS, "mlp.down_proj": "post_attention_layernorm"}

@@ -85,7 +85,7 @@ def test_parts_of_a_block_are_known_whatever_the_library_calls_them(name: str, e
 
 
 def test_each_attention_of_a_decoder_block_has_its_own_parts() -> None:
-    t5 = adapters["hf_t5"]
+    t5 = adapters["seq2seq"]
     chain = t5.chain(t5.tiny())
     groups = site_groups(chain.blocks[-1])
     for name, group in groups.items():

@@ -20,7 +20,7 @@ from driftlens.base.errors import NumericsError
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sources import StateSource, TensorsSource, content_digest
 from driftlens.models.architecture import Architecture, load_architecture
-from driftlens.models.families.hf_t5 import HfT5
+from driftlens.models.families.seq2seq import HfSeq2Seq
 from driftlens.models.heads import text_head
 from driftlens.models.saving import Patched, save_model
 from tests.zoo import encoders
@@ -301,7 +301,7 @@ def decoder_folder(name: str) -> Callable[[Path], tuple[str, Any]]:
 
 
 def t5_folder(folder: Path) -> tuple[str, Any]:
-    model = HfT5().tiny()
+    model = HfSeq2Seq().tiny()
     model.save_pretrained(folder)
     word_tokenizer("encoder-decoder").save_pretrained(folder)
     return "hf-t5", model

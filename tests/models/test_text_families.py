@@ -22,7 +22,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.chain import State, pooled
-from driftlens.models.families.hf_t5 import HfT5
+from driftlens.models.families.seq2seq import HfSeq2Seq
 from driftlens.models.heads import LmHead
 from driftlens.models.language.generation import generate
 from driftlens.models.language.texts import Text
@@ -297,12 +297,15 @@ QUESTIONS = [("is it red ?", "yes"), ("green", ""), ("is it blue or is it green 
 
 
 def flan() -> nn.Module:
-    return HfT5().tiny()
+    return HfSeq2Seq().tiny()
 
 
 def version_1() -> nn.Module:
     """Of one embedding for everything, ReLU instead of gates."""
-    config = HfT5().tiny().config.to_dict() | {"feed_forward_proj": "relu", "scale_decoder_outputs": True}
+    config = HfSeq2Seq().tiny().config.to_dict() | {
+        "feed_forward_proj": "relu",
+        "scale_decoder_outputs": True,
+    }
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(transformers.T5Config.from_dict(config)).eval()
     assert model.lm_head.weight is model.shared.weight
@@ -372,7 +375,7 @@ def test_files_of_every_form_give_the_librarys_features(
 @T5
 @pytest.mark.shows("live", "attribution")
 def test_padding_batches_and_order_change_no_feature() -> None:
-    module = HfT5().tiny().double()
+    module = HfSeq2Seq().tiny().double()
     chain = architecture_of(module).chain
     inputs = two_texts(torch.Generator().manual_seed(0), 3)
     wide = {name: torch.nn.functional.pad(value, (0, 4), value=0) for name, value in inputs.items()}
@@ -391,7 +394,7 @@ def test_padding_batches_and_order_change_no_feature() -> None:
 
 def test_every_block_computes_positions_from_its_own_models_table() -> None:
     """Else e = m + p would lack what the tables add to every block behind the first."""
-    module = HfT5().tiny().double()
+    module = HfSeq2Seq().tiny().double()
     chain = architecture_of(module).chain
     inputs = two_texts(torch.Generator().manual_seed(0), 3)
     other = perturbed(module, 1)
@@ -440,7 +443,7 @@ def test_a_saved_folder_reloads_with_every_weight_that_was_merged(is_flan: bool,
 
 
 def test_a_batch_without_tokens_or_with_unknown_ones_is_refused() -> None:
-    chain = architecture_of(HfT5().tiny()).chain
+    chain = architecture_of(HfSeq2Seq().tiny()).chain
     with pytest.raises(DataError, match="without input_ids"):
         chain.start({"ids": torch.ones(2, 3)})
     with pytest.raises(DataError, match="the model knows 40"):

@@ -16,7 +16,7 @@ import transformers
 from PIL import Image
 
 import driftlens as dl
-from driftlens.models.families.hf_t5 import HfT5
+from driftlens.models.families.seq2seq import HfSeq2Seq
 from driftlens.spec.templates import template_text
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import CONFIGS
@@ -48,7 +48,7 @@ def texts(key: str, target: str, answers: list[Any]) -> list[dict[str, Any]]:
 
 
 def t5(models: Path, data: Path) -> None:
-    base = HfT5().tiny()
+    base = HfSeq2Seq().tiny()
     for module, name in ((base, "base"), (perturbed(base, 1, 0.05), "rte")):
         module.save_pretrained(models / name)
         word_tokenizer("encoder-decoder", words=WORDS).save_pretrained(models / name)

@@ -290,10 +290,16 @@ FAMILIES = {
         of_blocks=98,
         left_alone=("2 MixtralTopKRouter",),
     ),
-    "T5": Family(
+    "T5, its encoder": Family(
         partial(small, "T5EncoderModel", vocab_size=WORDS),
         words,
-        refused="computed from weights",
+        found="encoder.block",
+        widths=(WIDTH,) * 3,
+        of_blocks=99,
+        left_alone=("1 Embedding",),
+    ),
+    "LongT5, its encoder": Family(
+        partial(small, "LongT5EncoderModel", vocab_size=WORDS), words, refused="compute_bias"
     ),
 }
 

@@ -118,7 +118,7 @@ class ExactNorm(T5LayerNorm):
 
 
 def exact_t5() -> nn.Module:
-    model = adapters["hf_t5"].tiny()
+    model = adapters["seq2seq"].tiny()
     for module in model.modules():
         if isinstance(module, T5LayerNorm):
             module.__class__ = ExactNorm
@@ -199,7 +199,7 @@ WORLDS: dict[str, World] = {
     "llama": decoder_world(LlamaForCausalLM, LlamaConfig),
     "qwen3": decoder_world(Qwen3ForCausalLM, Qwen3Config),
     "t5": World(
-        Case(exact_t5, adapters["hf_t5"].chain, two_texts),
+        Case(exact_t5, adapters["seq2seq"].chain, two_texts),
         t5.blocks,
         enter_t5,
         lambda block, state, inputs, sample: block(state),

@@ -20,7 +20,7 @@ from driftlens.base.files import plain_file
 from driftlens.base.layers import select_layers
 from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of, task_of
-from driftlens.checkpoints.refusals import MODEL_TYPES, is_causal
+from driftlens.checkpoints.refusals import is_causal, is_seq2seq
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.live import live_samples, live_texts
 from driftlens.data.samples import SampleSet
@@ -41,7 +41,7 @@ from driftlens.jobs.study.study import Settings, Study, TaskSamples
 from driftlens.models.architecture import Architecture, architecture_of
 from driftlens.models.chain import IMAGE, LayerChain, Pool, pooled
 from driftlens.models.families.causal import causal_chain
-from driftlens.models.families.hf_t5 import lm_scores
+from driftlens.models.families.seq2seq import seq2seq_chain
 from driftlens.models.families.sequential import check_deterministic, sequential_chain
 from driftlens.models.families.vit import PIXELS
 from driftlens.models.frames import Mask, raw_inputs, unmasked_padding
@@ -302,8 +302,9 @@ def _chain(
     if form == "decoder":
         return causal_chain(module, example, settings.blocks)
     if settings.blocks is None and settings.mask is None:
-        chain = architecture_of(module, example).chain
-        return chain, lm_scores(module.config, chain) if form == "encoder-decoder" else None
+        if form == "encoder-decoder":
+            return seq2seq_chain(module, example)
+        return architecture_of(module, example).chain, None
     return sequential_chain(module, example, blocks=settings.blocks, mask=settings.mask), None
 
 
@@ -314,14 +315,14 @@ def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
     config, answers = getattr(module, "config", None), getattr(module, "can_generate", bool)()
     kind = getattr(config, "model_type", None)
     form: Form = "encoder"
-    if answers and kind in MODEL_TYPES["hf-t5"]:
+    if answers and is_seq2seq({"model_type": kind, "architectures": [type(module).__name__]}):
         form = "encoder-decoder"
     elif answers and is_causal({"model_type": kind, "architectures": [type(module).__name__]}):
         form = "decoder"
     elif answers or kind is None:
         raise IncompatibleModelsError(
             f"the {type(module).__name__} is of type {kind}; of models of transformers that answer by text tokenizer= "
-            "serves T5 and causal language models",
+            "serves encoder-decoders and causal language models",
             hint="Leave it out and give batches of what the model reads: drift is measured, answers are not.",
         )
     own: Any = getattr(module, "generation_config", None) or config

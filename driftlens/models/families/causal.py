@@ -8,22 +8,23 @@ found by running the library's own forward pass once, hollow where the model has
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from driftlens.base.errors import IncompatibleModelsError, SpecError
-from driftlens.models.chain import TEXT, LayerChain
+from driftlens.models.chain import TEXT, LayerChain, Parameters
 from driftlens.models.families.sequential import block_list, sequential_chain, with_ways_out
 from driftlens.models.frames import find_features
 from driftlens.models.heads import LmScores
 from driftlens.models.own_heads import followed
 from driftlens.models.taking_apart.dissection import Dissection
-from driftlens.models.taking_apart.interception import replaced_forwards
+from driftlens.models.taking_apart.interception import call, replaced_forwards
 
 _WRAPPED = (
     "No loader takes it yet. Live modules do where they are wrapped so that features alone flow from block to block: "
@@ -78,7 +79,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
         head=weight,
         bias="" if head.bias is None else f"{paths[id(head)]}.bias",
         behind=behind,
-        slope=1.0 if behind is None else _slope(behind, head.out_features),
+        slope=1.0 if behind is None else slope(behind, head.out_features),
     )
 
 
@@ -96,28 +97,35 @@ class Behind:
 
     Attributes:
         whole: the model; none of its weights is read.
-        core: the part that gives the head its features, which does not run.
-        answer: the class of what the core returns.
+        cores: the parts that give the head its features, which do not run, and the classes of what they return.
         head: does not run either.
+        asked: what the model is given tokens as.
     """
 
     whole: Any
-    core: nn.Module
-    answer: Any
+    cores: tuple[tuple[nn.Module, Any], ...]
     head: nn.Module
+    asked: tuple[str, ...] = ("input_ids",)
 
     def __call__(self, scores: Tensor) -> Tensor:
         """Scores [n, classes] of the head's output for one token each, [n, classes]."""
         features = torch.zeros(len(scores), 1, 1, dtype=scores.dtype, device=scores.device)
-        answer = self.answer(last_hidden_state=features)
-        forwards = [(self.core, lambda *_, **__: answer), (self.head, lambda *_: scores[:, None])]
-        ids = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
-        with replaced_forwards(forwards):
-            made: Tensor = self.whole(input_ids=ids, use_cache=False, return_dict=True).logits
-        return made[:, 0]
+        return self.made(features, lambda *_: scores[:, None])[:, 0]
+
+    def made(
+        self, features: Tensor, head: Callable[..., Tensor], weights: Parameters = MappingProxyType({})
+    ) -> Tensor:
+        """Scores of features that leave the cores, by another head; `weights` stand for some of the model's."""
+        answers = [(core, answer(last_hidden_state=features)) for core, answer in self.cores]
+        forwards = [(core, lambda *_, answer=answer, **__: answer) for core, answer in answers]
+        ids = torch.zeros(features.shape[:2], dtype=torch.long, device=features.device)
+        given = {**dict.fromkeys(self.asked, ids), "use_cache": False, "return_dict": True}
+        with replaced_forwards([*forwards, (self.head, head)]):
+            made: Tensor = call(self.whole, weights, (), given).logits
+        return made
 
 
-def _slope(behind: Behind, width: int) -> float:
+def slope(behind: Behind, width: int) -> float:
     """The most that scores move for one step of what leaves the head; not-a-number where it isn't known."""
     return float(followed(behind, torch.zeros(1, width, dtype=torch.float64)))
 
@@ -147,7 +155,7 @@ class _Trace:
 
         with replaced_forwards([(self.head, score)]), self._watching():
             made: Tensor = Dissection(self.whole, blocks).whole(example).logits
-        behind = Behind(self.whole, *self.answers[-1], self.head)
+        behind = Behind(self.whole, (self.answers[-1],), self.head)
         return self._final(read[-1]), self._checked(behind, given[-1][:, -1], made[:, -1])
 
     def _final(self, read: Tensor) -> str:

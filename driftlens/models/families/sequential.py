@@ -11,11 +11,12 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,13 @@ NAME = "sequential"
 
 
 def sequential_chain(
-    module: nn.Module, example: Any = None, *, blocks: str | None = None, mask: Mask = None, final: str = ""
+    module: nn.Module,
+    example: Any = None,
+    *,
+    blocks: str | None = None,
+    mask: Mask = None,
+    final: str = "",
+    beside: Mapping[str, str] = MappingProxyType({}),
 ) -> LayerChain:
     """A module that holds its blocks in a list, taken apart; parameter names are those of `module.state_dict()`.
 
@@ -58,8 +65,9 @@ def sequential_chain(
             stages, all of which hold such a list, the stages are the blocks.
         mask: which tokens count; see `driftlens.models.frames.Mask`.
         final: path of the module that the final feature leaves, the whole head; "" takes what the model returns.
+        beside: raw input -> the stream that it is: features of other tokens, which blocks read beside their own.
     """
-    attempt = partial(_taken_apart, mask=mask, final=final)
+    attempt = partial(_taken_apart, mask=mask, final=final, beside=beside)
     try:
         return attempt(module, blocks, example)
     except Exception as error:
@@ -108,11 +116,17 @@ def with_ways_out(
 
 
 def _taken_apart(
-    module: nn.Module, blocks: str | None, example: Any, *, mask: Mask, final: str
+    module: nn.Module,
+    blocks: str | None,
+    example: Any,
+    *,
+    mask: Mask,
+    final: str,
+    beside: Mapping[str, str],
 ) -> LayerChain:
     """See `sequential_chain`."""
     path, blocks_by_path = block_list(module, blocks)
-    parts = Dissection(module, blocks_by_path, mask, final)
+    parts = Dissection(module, blocks_by_path, mask, final, beside)
     seen = _registered(parts) if example is None else _traced(parts, example)
     layers = [
         Layer(
@@ -305,6 +319,7 @@ def _traced(parts: Dissection, example: Any) -> _Seen:
         bare = torch.device("meta") if parts.is_hollow else device
         with buffers_on(module, bare) if parts.is_hollow else nullcontext():
             features, beside = {"hidden": features["hidden"].to(bare)}, side.to(bare)
+            streams = {stream: beside[f"inputs.{name}"] for name, stream in parts.beside.items()}
             for position, (block, slots) in enumerate(zip(parts.blocks, parts.slots, strict=True)):
                 parameters = {
                     name: slot.own(slot.of(weights[slot.key].detach()).to(bare))
@@ -312,7 +327,7 @@ def _traced(parts: Dissection, example: Any) -> _Seen:
                 }
                 alone = partial(parts.block, position, (), parameters, features, beside)
                 with parts.shapes_only():
-                    block_sites, features = traced_sites(block, slots, alone, features)
+                    block_sites, features = traced_sites(block, slots, alone, features, streams)
                 if (mixture := parts.mixtures[position]) is not None:
                     block_sites = (*block_sites, *mixture.sites())
                 sites.append(_of_tokens(block_sites) if parts.computed else block_sites)

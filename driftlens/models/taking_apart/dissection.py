@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,12 +50,12 @@ from driftlens.models.taking_apart.sites import BLOCK_ITSELF, Reader, readers, s
 class _Positions(nn.Module):
     """Returns what `method` of an encoder computes of relative positions for all its blocks, perhaps of features."""
 
-    def __init__(self, encoder: nn.Module, method: str, *, reads: bool) -> None:
+    def __init__(self, encoder: nn.Module, method: str, reads: Callable[[Tensor], tuple[Any, ...]]) -> None:
         super().__init__()
         self.encoder, self.method, self.reads = encoder, method, reads
 
     def forward(self, hidden: Tensor) -> Tensor:
-        positions: Tensor = getattr(self.encoder, self.method)(*[hidden][: self.reads])
+        positions: Tensor = getattr(self.encoder, self.method)(*self.reads(hidden))
         return positions
 
 
@@ -62,25 +63,33 @@ class _Positions(nn.Module):
 class Computed:
     """An argument of blocks that depends on weights alone, which blocks therefore count among theirs.
 
-    `positions` computes it of the weights `names`, by their names in the whole model, and of the features' shape.
+    `positions` computes it of the weights `names`, by their names in the whole model, and of the features' shape; where
+    there are none, blocks compute it themselves as they are given nothing.
     """
 
-    positions: nn.Module
+    positions: nn.Module | None
     names: Mapping[str, str]
 
-    def value(self, parameters: Parameters, hidden: Tensor) -> Tensor:
+    def value(self, parameters: Parameters, hidden: Tensor) -> Tensor | None:
         """What one model gives its blocks, of parameters that hold these weights under the whole model's names."""
+        if self.positions is None:
+            return None
         weights = {name: parameters[key] for key, name in self.names.items()}
         value: Tensor = call(self.positions, weights, (hidden,), {})
         return value
 
 
-def computed_arguments(module: nn.Module) -> dict[str, Computed]:
+def computed_arguments(module: nn.Module, block: nn.Module) -> dict[str, Computed]:
     """By names or places, the arguments of a model's blocks that are known to be computed of weights outside them."""
-    known = (  # DeBERTa's, by keyword, and MPNet's, by place
-        ("rel_embeddings", "get_rel_embedding", ("rel_embeddings", "LayerNorm"), False),
-        ("2", "compute_position_bias", ("relative_attention_bias",), True),
+    known = (  # DeBERTa's, by keyword, MPNet's and T5's, by place
+        ("rel_embeddings", "get_rel_embedding", ("rel_embeddings", "LayerNorm"), lambda _: ()),
+        ("2", "compute_position_bias", ("relative_attention_bias",), lambda hidden: (hidden,)),
+        ("2", "compute_bias", ("relative_attention_bias",), lambda hidden: (hidden.shape[1],) * 2),
     )
+    places = list(inspect.signature(block.forward).parameters)
+    tables = sum(hasattr(part, "relative_attention_bias") for part in module.modules())
+    if tables != 1 or places[2:3] != ["position_bias"]:
+        known = known[:1]
     for path, part in module.named_modules():
         for argument, method, owners, reads in known:
             if not hasattr(part, method) or not isinstance(getattr(part, owners[0], None), nn.Embedding):
@@ -92,7 +101,10 @@ def computed_arguments(module: nn.Module) -> dict[str, Computed]:
                 if isinstance(owner, nn.Embedding | nn.LayerNorm)
                 for leaf, _ in owner.named_parameters()
             }
-            return {argument: Computed(_Positions(part, method, reads=reads), names)}
+            computed = {argument: Computed(_Positions(part, method, reads), names)}
+            if "encoder_decoder_position_bias" in places:  # of no table: zeros
+                computed[str(places.index("encoder_decoder_position_bias"))] = Computed(None, {})
+            return computed
     return {}
 
 
@@ -100,18 +112,25 @@ class Dissection:
     """The pieces of one module, as functions of parameters and features; the module stays as it is.
 
     `blocks` is path -> block, in forward order; `final` is the path of the module, behind all blocks, that the final
-    feature leaves, "" what the model returns.
+    feature leaves, "" what the model returns. `beside` is raw input -> the stream that it is, of features of other
+    tokens that blocks read.
     """
 
     def __init__(
-        self, module: nn.Module, blocks: Mapping[str, nn.Module], mask: Mask = None, final: str = ""
+        self,
+        module: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        mask: Mask = None,
+        final: str = "",
+        beside: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.module = module
         self.mask = mask
         self.final = final
+        self.beside = beside
         self.paths = list(blocks)
         self.blocks = list(blocks.values())
-        self.computed = computed_arguments(module)
+        self.computed = computed_arguments(module, self.blocks[0])
         self.mixtures = [mixture_of(block) for block in self.blocks]
         self._frames: list[Frame] | None = None
         self.slots = [self._slots(position) for position in range(len(self.blocks))]
@@ -144,7 +163,8 @@ class Dissection:
 
     def parameters(self, position: int) -> dict[str, Slot]:
         """What a block computes with: its own weights, and outer ones that its other arguments are computed of."""
-        return self.slots[position] | {key: Slot(key) for of in self.computed.values() for key in of.names}
+        slots, computed = self.slots[position], {key for of in self.computed.values() for key in of.names}
+        return slots | {key: Slot(key) for key in sorted(computed) if Slot(key) not in slots.values()}
 
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
         """State at boundary 0 (the floating-point inputs) and all that the layers need beside it.
@@ -155,12 +175,23 @@ class Dissection:
         frames = self._frames
         if frames is None:
             frames = self._hollow(named) if self.is_hollow else self._observed(self.module, named).frames
+            frames = [self._with_streams(frame, named) for frame in frames]
         state = {
             name: value
             for name, value in named.values.items()
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
         }
         return state, side_inputs(self.paths, frames, named, padding_mask(named, self.mask))
+
+    def _with_streams(self, frame: Frame, inputs: Inputs) -> Frame:
+        """A frame that holds streams beside the features as the raw inputs do, of which a forward pass sees copies."""
+        streams = [inputs.values[name] for name in self.beside]
+
+        def shared(value: Any) -> Any:
+            known = (stream for stream in streams if isinstance(value, Tensor) and same_values(value, stream))
+            return next(known, value)
+
+        return replace(frame, args=mapped(frame.args, shared), kwargs=mapped(frame.kwargs, shared))
 
     @property
     def is_hollow(self) -> bool:
@@ -243,7 +274,7 @@ class Dissection:
         for name, of in self.computed.items():
             if name in kwargs:
                 kwargs[name] = of.value(parameters, state["hidden"])
-            elif name.isdecimal():
+            elif name.isdecimal() and args[int(name)] is not None:  # else the block has the weights itself
                 args[int(name)] = of.value(parameters, state["hidden"])
         path, slots = self.paths[position], self.slots[position]
         weights, stacks = dict[str, Tensor](), defaultdict[str, list[str]](list)

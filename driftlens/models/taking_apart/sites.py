@@ -6,6 +6,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ def site_kind(module: nn.Module) -> SiteKind | None:
     """What kind of site a module is, or None.
 
     Linear modules, those of GPT-2 included; convolutions, each a linear map of the patches that it reads; layer norms
-    over one axis, and modules called like an RMS norm that have a weight vector and no bias.
+    over one axis, and modules called like an RMS norm, as T5 and its kin call theirs too, that have a weight vector and
+    no bias.
     """
     if isinstance(module, nn.Linear) or _is_transposed(module) or _is_convolution(module):
         return "linear"
@@ -34,7 +36,8 @@ def site_kind(module: nn.Module) -> SiteKind | None:
         return None
     if isinstance(module, nn.LayerNorm):
         return "layer_norm"
-    if "RMSNorm" in type(module).__name__ and getattr(module, "bias", None) is None:
+    called = type(module).__name__
+    if ("RMSNorm" in called or "T5LayerNorm" in called) and getattr(module, "bias", None) is None:
         return "rms_norm"
     return None
 
@@ -134,7 +137,11 @@ def registered_sites(block: nn.Module, parameters: Collection[str]) -> tuple[Sit
 
 
 def traced_sites(
-    block: nn.Module, parameters: Collection[str], run: Callable[[], State], state: State
+    block: nn.Module,
+    parameters: Collection[str],
+    run: Callable[[], State],
+    state: State,
+    streams: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[tuple[Site, ...], State]:
     """Sites in the order of their first call while `run` runs the block on `state`, and what `run` returned.
 
@@ -170,7 +177,14 @@ def traced_sites(
         )
     }
     sites = [
-        Site(name, kind, _first_reader(calls, name), eps=_eps(module), runs=len(inputs))
+        Site(
+            name,
+            kind,
+            _first_reader(calls, name),
+            eps=_eps(module),
+            runs=len(inputs),
+            stream=next((stream for stream, x in streams.items() if inputs[0][0] is x), ""),
+        )
         for name, inputs in calls.items()
         for kind, module in [known[name]]
         if name not in others

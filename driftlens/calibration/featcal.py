@@ -211,7 +211,10 @@ class FeatCal(ClosedFormBase):
     title = "FeatCal"
     source = "arXiv:2605.13030"
     presets = PRESETS
-    suited: ClassVar[Mapping[str, str]] = {"hf-t5": "flan-t5", "hf-decoder": "llama-3b", "hf-vlm": "llama-3b"}
+    suited: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("hf-t5", "hf-seq2seq"), "flan-t5"),
+        **dict.fromkeys(("hf-decoder", "hf-vlm"), "llama-3b"),
+    }
     searched = ("lam", "alpha", "rho")
     # As far as each may go: lam in the steps of the automatic choice, rho over the merged model.
     swept: ClassVar[Mapping[str, Sequence[float]]] = {

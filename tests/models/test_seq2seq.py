@@ -105,7 +105,6 @@ def test_padding_batches_and_order_change_no_feature(name: str) -> None:
     ("kind", "words"),
     [
         ("led", "expected one mask entry per token"),
-        ("pegasus_x", "expected one mask entry per token"),
         ("longt5", "compute_bias"),
         ("switch_transformers", "mixture"),
     ],

@@ -295,7 +295,7 @@ FAMILIES = {
         words,
         found="encoder.block",
         widths=(WIDTH,) * 3,
-        of_blocks=99,
+        of_blocks=98,
         left_alone=("1 Embedding",),
     ),
     "LongT5, its encoder": Family(

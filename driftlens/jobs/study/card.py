@@ -39,7 +39,8 @@ _PARENTS = ("base", "merged", "expert")
 _LIBRARIES = {"open": "open_clip", "hf": "transformers", "timm": "timm"}
 _SHOWN_VERSIONS = ("driftlens", "python", "torch", "open_clip_torch", "transformers", "safetensors")
 _TASKS = {
-    **{"hf-t5": "text2text-generation", "hf_t5": "text2text-generation", "hf-decoder": "text-generation"},
+    **dict.fromkeys(("hf-t5", "hf_t5", "hf-seq2seq"), "text2text-generation"),
+    "hf-decoder": "text-generation",
     "hf-vlm": "image-text-to-text",
     "hf-encoder": "text-classification",
 }

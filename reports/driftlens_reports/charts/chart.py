@@ -78,7 +78,9 @@ class Drawn:
 def is_of_language(run: DriftRun) -> bool:
     """Whether the run's models say what token comes next, or it was scored by what they answer."""
     loader = str(run.manifest.architecture.get("loader"))
-    return loader in ("hf-t5", "hf-seq2seq", "hf-decoder", "hf-vlm") or bool(run.outputs()["token_kl"].notna().any())
+    return loader in ("hf-t5", "hf-seq2seq", "hf-decoder", "hf-vlm") or bool(
+        run.outputs()["token_kl"].notna().any()
+    )
 
 
 Render = Callable[[DriftRun, ChartOptions], Drawn]

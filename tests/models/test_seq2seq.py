@@ -1,4 +1,4 @@
-"""Encoder-decoders: features, scores and answers are their library's, whatever the padding; others are refused by name."""
+"""Encoder-decoders: features, scores and answers are their library's, whatever the padding; others are refused."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class _Pair:
             raise DataError(
                 f"a batch is a {type(inputs).__name__} without {self.reads} [n, t]; an encoder-decoder wants a dict "
                 "with these",
-                hint=f"It reads {self.reads}, attention_mask and decoder_input_ids, as the model's processor gives them.",
+                hint=f"It reads {self.reads}, attention_mask and decoder_input_ids, as the model's files make them.",
             )
         start = torch.full((len(read), 1), self.start_token, device=read.device)
         features = {self.reads: read, "decoder_input_ids": given.get("decoder_input_ids", start)}

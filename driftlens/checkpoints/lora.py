@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ _REMEDY = (
 )
 _RESTORE = f"Correct {ADAPTER}, or save the adapters with peft again."
 _UNSUPPORTED = (
-    "use_dora",
     "lora_bias",
     "layer_replication",
     "use_qalora",
@@ -44,9 +43,16 @@ _LARGEST = 1e9
 """Of a number in a configuration: what is beyond overflows somewhere, and no rank or alpha comes near."""
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 _OF_ADAPTERS = re.compile(r"\.lora_|\.original_module\.|\.trainable_tokens_delta$")
+_PART = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<part>[AB]|magnitude_vector)(?:\.weight)?")
 _COPIES = re.compile(r"(\.(modules_to_save|base_layer|token_adapter))+\.")
 """What peft puts between a module's path and the names of tensors that are saved whole."""
 _NESTED = re.compile(r"(\.base_layer)+$")
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+_SETTINGS = (
+    *("r", "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "bias", "modules_to_save"),
+    *("trainable_token_indices", "ensure_weight_tying", *_PATTERNS),
+)
+"""Of `LoraConfig`, what says how adapters are run; the others say where they are, which their names do, too."""
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` under which the base stays what it is."""
 
@@ -61,7 +67,8 @@ def named_base(folder: pathlib.Path) -> tuple[str, str]:
 class _Update:
     """What is added to one weight [out, in]: scaling * up @ down, transposed where it is stored as [in, out].
 
-    Of a stack of `count` weights, down is [count * rank, in] and up [out, rank * count].
+    Of a stack of `count` weights, down is [count * rank, in] and up [out, rank * count]. With DoRA,
+    `magnitude` names the lengths that the rows of the sum have.
     """
 
     down: str
@@ -69,18 +76,20 @@ class _Update:
     scaling: float
     is_transposed: bool
     count: int = 0
+    magnitude: str = ""
 
 
 class LoraSource:
     """A base with the adapters in a folder merged in: base + scaling * B @ A, computed as it is read.
 
     `scaling` is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`; `rank_pattern` and `alpha_pattern` are
-    honoured. Adapters find their weight by the end of its name, so that they fit whether the base was saved with a
-    wrapper's prefix or without; those of `target_parameters` lie on stacks of weights, as the experts of a mixture are,
-    in the base's order. The sum is in float32 at least and not rounded to the base's dtype, as a model runs whose
-    adapters are not merged: in half precision most of a small change would be lost. What was saved whole
-    (`modules_to_save`, biases, embeddings of a vocabulary that has grown) is as it was saved, whether the base has it
-    or not, and so are the rows of `trainable_token_indices`. Source: LoRA (arXiv:2106.09685), Section 4.1.
+    honoured, and with `use_dora` the rows of the sum are scaled to the lengths that were trained. Adapters find their
+    weight by the end of its name, so that they fit whether the base was saved with a wrapper's prefix or without;
+    those of `target_parameters` lie on stacks of weights, as the experts of a mixture are, in the base's order. The
+    sum is in float32 at least and not rounded to the base's dtype, as a model runs whose adapters are not merged: in
+    half precision most of a small change would be lost. What was saved whole (`modules_to_save`, biases, embeddings
+    of a vocabulary that has grown) is as it was saved, whether the base has it or not, and so are the rows of
+    `trainable_token_indices`. Sources: LoRA (arXiv:2106.09685), Section 4.1; DoRA (arXiv:2402.09353), Eq. 5.
     """
 
     def __init__(
@@ -113,7 +122,7 @@ class LoraSource:
         require_key(self, key)
         weight = self._base.read(key, rows).to(self.headers[key].dtype)
         if (update := self._updates.get(key)) is not None:
-            weight = weight + self._delta(update, rows, weight.dtype)
+            weight = self._adapted(key, update, weight, rows)
         if key in self._rows:
             numbers, stored = self._rows[key]
             start, stop = rows or (0, self.headers[key].shape[0])
@@ -127,6 +136,41 @@ class LoraSource:
         changed = self._updates.keys() | self._saved.keys()
         return head in changed or (table in changed and not self._config.get("ensure_weight_tying"))
 
+    def for_modules(self, names: Collection[str]) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """Settings of peft's `LoraConfig` and its tensors, for a model with modules of these names.
+
+        Every adapted module is named by its whole path: no pattern of the file has to find it. What is of a head that
+        the model lacks is left out. None where an adapted module is lacking, a pattern may mean its other name, or
+        adapters are on stacks of weights.
+        """
+        modules, stacks = self._pairs()
+        first = min(modules, key=len, default="")
+        ends = [name for name in names if name and (_ends(first, name) or _ends(name, first))]
+        is_other = first not in names and (len(ends) != 1 or any(map(self._config.get, _PATTERNS)))
+        if stacks or is_other:
+            return None
+        stripped, added = (
+            ("", "") if first in names else (first.removesuffix(ends[0]), ends[0].removesuffix(first))
+        )
+        places = {
+            key: f"{added}{key.removeprefix(_WRAPPER).removeprefix(stripped)}"
+            for key in self._adapters.headers
+        }
+        targets = [f"{added}{module.removeprefix(stripped)}" for module in modules]
+        if not names >= {*targets}:
+            return None
+        settings = {key: self._config[key] for key in _SETTINGS if self._config.get(key) is not None}
+        saved = [
+            each for each in settings.get("modules_to_save", ()) if any(_ends(name, each) for name in names)
+        ]
+        settings |= {"target_modules": targets, "modules_to_save": saved or None}
+        tensors = {
+            f"{_WRAPPER}{place}": self._adapters.read(key)
+            for key, place in places.items()
+            if any(parent in names for parent in _parents(place))
+        }
+        return settings, tensors
+
     @property
     def rank_stabilised(self) -> dict[int, float]:
         """Rank -> largest scaling, of adapters with `use_rslora`; empty of others."""
@@ -135,6 +179,17 @@ class LoraSource:
             rank = self._adapters.headers[update.down].shape[0] // max(1, update.count)
             scalings[rank] = max(update.scaling, scalings.get(rank, update.scaling))
         return dict(sorted(scalings.items()))
+
+    def _adapted(self, key: str, update: _Update, weight: Tensor, rows: tuple[int, int] | None) -> Tensor:
+        """These rows of a weight with what its adapter adds, and the lengths that it gives."""
+        if rows is not None and update.magnitude and update.is_transposed:
+            return self.read(key)[slice(*rows)]  # lengths are those of whole columns
+        weight = weight + self._delta(update, rows, weight.dtype)
+        if not update.magnitude:
+            return weight
+        lengths, axis = self._adapters.read(update.magnitude).to(weight.dtype), int(not update.is_transposed)
+        lengths = lengths if rows is None else lengths[slice(*rows)]
+        return weight * (lengths / torch.linalg.vector_norm(weight, dim=axis)).unsqueeze(axis)
 
     def _delta(self, update: _Update, rows: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
         if update.count:
@@ -210,7 +265,7 @@ class LoraSource:
         ranks = self._numbers("r", "rank_pattern", pairs)
         alphas = self._numbers("lora_alpha", "alpha_pattern", pairs)
         updates: dict[str, _Update] = {}
-        for name, (down, up) in pairs.items():
+        for name, (down, up, magnitude) in pairs.items():
             is_transposed = self._is_transposed or "lora_embedding" in down
             down_shape, up_shape = self._adapters.headers[down].shape, self._adapters.headers[up].shape
             if len(down_shape) != 2 or len(up_shape) != 2:
@@ -235,21 +290,29 @@ class LoraSource:
             if key in updates:
                 raise _refusal(self._folder, f"two adapters fit {key!r} of {self._base.name}")
             root = math.sqrt(rank) if self._config.get("use_rslora") else rank
-            updates[key] = _Update(down, up, alphas[name] / root, is_transposed, count if count > 1 else 0)
+            if magnitude and self._adapters.headers[magnitude].shape != shape[:1]:
+                sizes = list(self._adapters.headers[magnitude].shape)
+                reason = f"{name!r} has lengths {sizes} of {shape[0]} rows"
+                raise _refusal(self._folder, reason, _RESTORE)
+            updates[key] = _Update(
+                down, up, alphas[name] / root, is_transposed, count if count > 1 else 0, magnitude
+            )
         return updates
 
-    def _pairs(self) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
-        """Path of a module or parameter -> keys of A and B; and of parameters, path -> the base's key."""
-        halves: dict[str, dict[str, str]] = {}
+    def _pairs(self) -> tuple[dict[str, tuple[str, str, str]], dict[str, str]]:
+        """Path of a module or parameter -> keys of A, B, lengths (or ""); of parameters, path -> the base's key."""
+        parts: dict[str, dict[str, str]] = {}
         for key in (key for key in self._adapters.headers if ".lora_" in key):
-            parts = re.fullmatch(r"(?P<module>.+)\.lora_(embedding_)?(?P<half>[AB])(?(2)|\.weight)", key)
-            if parts is None:
+            found = _PART.fullmatch(key)
+            if found is None:
                 raise _refusal(self._folder, f"{key!r} is not the A or B of a linear module's adapter")
-            halves.setdefault(parts["module"].removeprefix(_WRAPPER), {})[parts["half"]] = key
-        for module, pair in halves.items():
-            if len(pair) != 2:
-                raise _refusal(self._folder, f"{module!r} has only one of lora_A and lora_B")
-        pairs = {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
+            parts.setdefault(found["module"].removeprefix(_WRAPPER), {})[found["part"]] = key
+        wanted = {"A", "B", *(["magnitude_vector"] if self._config.get("use_dora") else [])}
+        for module, keys in parts.items():
+            if keys.keys() != wanted:
+                listed, there = (" and ".join(f"lora_{part}" for part in sorted(of)) for of in (wanted, keys))
+                raise _refusal(self._folder, f"{module!r} has {there}, expected {listed}", _RESTORE)
+        pairs = {name: (at["A"], at["B"], at.get("magnitude_vector", "")) for name, at in parts.items()}
         targets = self._config.get("target_parameters") or []
         if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
             raise _refusal(
@@ -327,6 +390,16 @@ class LoraSource:
         named = self._config.get("base_model_name_or_path")
         hint = "Name the base that these adapters were trained on" + (f": {named}." if named else ".")
         raise _refusal(self._folder, reason, hint)
+
+
+def _ends(name: str, end: str) -> bool:
+    """Whether a path of modules ends in another one."""
+    return f".{name}".endswith(f".{end}")
+
+
+def _parents(key: str) -> Iterator[str]:
+    """The paths of modules that a tensor may be of."""
+    return (key[:place] for place, letter in enumerate(key) if letter == ".")
 
 
 def _config(folder: pathlib.Path) -> dict[str, Any]:

@@ -321,6 +321,17 @@ class ModelPool:
                 stack.callback(module.get_submodule(path).register_forward_hook(hook).remove)
             yield module
 
+    def copied(self, model: str) -> nn.Module:
+        """The library's module with the weights of one model, of its own; see `require_room`.
+
+        What no layer reads, and files may lack, stays where the architecture has it: on the meta device.
+        """
+        self.require_room(model)
+        held = self.source(model).headers.keys()
+        names = [name for name in _weights(self._skeleton) if {name, *self.chain.tied.get(name, ())} & held]
+        with buffers_on(self._skeleton, self.device), _replaced(self._skeleton, names, self._reader(model)):
+            return copy.deepcopy(self._skeleton)
+
     def _reader(self, model: str) -> Callable[[str], Tensor]:
         """The weights of a model by name; what is tied, and stored under one of its names, is read once."""
         source, once = self.source(model), dict[str, Tensor]()

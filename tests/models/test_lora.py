@@ -37,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]},
     "rank_stabilised": {"r": 3, "lora_alpha": 5, "use_rslora": True, "target_modules": ["fc1", "out_proj"]},
     "trained_whole": {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["fc2"]},
+    "dora": {"r": 2, "lora_alpha": 6, "use_dora": True, "target_modules": ["q_proj", "fc2"]},
     "excluded": {"r": 2, "target_modules": ["q_proj", "v_proj", "fc1"], "exclude_modules": ["fc1"]},
     "some_layers": {"r": 2, "target_modules": ["q_proj"], "layers_to_transform": [1]},
     "own_biases": {"r": 2, "target_modules": ["q_proj"], "bias": "lora_only"},
@@ -74,8 +75,9 @@ def test_merged_weights_are_those_of_peft(options: dict[str, Any], base: StateSo
         )
 
 
-def test_rows_are_rows_of_the_merged_weight(base: StateSource, tmp_path: Path) -> None:
-    train(clip(), tmp_path, **OPTIONS["plain"])
+@pytest.mark.parametrize("kind", ["plain", "dora"])
+def test_rows_are_rows_of_the_merged_weight(kind: str, base: StateSource, tmp_path: Path) -> None:
+    train(clip(), tmp_path, **OPTIONS[kind])
     merged = LoraSource(base, tmp_path)
     key = next(key for key in base.headers if key.endswith("layers.1.self_attn.q_proj.weight"))
     torch.testing.assert_close(merged.read(key, (2, 5)), merged.read(key)[2:5], rtol=0, atol=1e-6)
@@ -94,15 +96,31 @@ class Transposed(nn.Module):
         return self.c_attn(x)
 
 
-def test_weights_stored_in_by_out_are_updated_in_that_layout(tmp_path: Path) -> None:
-    module = Transposed()
+class Embedded(nn.Module):
+    """A model of a table of embeddings, whose adapter's A is of its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("kind", [Transposed, Embedded])
+def test_weights_stored_in_by_out_are_updated_in_that_layout(
+    kind: type[nn.Module], use_dora: bool, tmp_path: Path
+) -> None:
+    module = kind()
     base = TensorsSource("base", {key: value.clone() for key, value in module.state_dict().items()})
-    expected = train(module, tmp_path, r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    options = {"fan_in_fan_out": True} if kind is Transposed else {}
+    [name] = [name for name, _ in module.named_children()]
+    expected = train(module, tmp_path, r=2, target_modules=[name], use_dora=use_dora, **options)
+    key = f"{name}.weight"
     merged = LoraSource(base, tmp_path)
-    torch.testing.assert_close(merged.read("c_attn.weight"), expected["c_attn.weight"], rtol=0, atol=1e-6)
-    torch.testing.assert_close(
-        merged.read("c_attn.weight", (1, 3)), expected["c_attn.weight"][1:3], rtol=0, atol=1e-6
-    )
+    torch.testing.assert_close(merged.read(key), expected[key], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(merged.read(key, (1, 3)), expected[key][1:3], rtol=1e-6, atol=1e-6)
 
 
 def test_adapters_find_their_weights_with_and_without_a_wrapper(base: StateSource, tmp_path: Path) -> None:
@@ -159,11 +177,11 @@ def edit_weights(
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (edit_config(use_dora=True), "use_dora is True"),
+        (edit_config(use_qalora=True), "use_qalora is True"),
         (edit_config(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
         (edit_config(peft_type="IA3"), "peft_type is 'IA3'"),
     ],
-    ids=["dora", "pissa", "other_method"],
+    ids=["qalora", "pissa", "other_method"],
 )
 def test_what_is_more_than_lora_is_refused_with_the_remedy(
     spoil: Callable[[Path], None], message: str, base: StateSource, tmp_path: Path
@@ -230,8 +248,9 @@ def of_rank_zero(folder: Path) -> None:
         ),
         (
             edit_weights(lambda w: {k: v for k, v in w.items() if "lora_B" in k}),
-            "has only one of lora_A and lora_B",
+            "has lora_B, expected lora_A and lora_B",
         ),
+        (edit_config(use_dora=True), "expected lora_A and lora_B and lora_magnitude_vector"),
         (edit_weights(lambda w: w | {"x.lora_magnitude": torch.zeros(2)}), "'x.lora_magnitude' is not the A"),
         (
             edit_weights(lambda w: w | {"x.weight": torch.zeros(2)}),
@@ -252,6 +271,7 @@ def of_rank_zero(folder: Path) -> None:
             "rank_zero",
             "wrong_rank",
             "half_missing",
+            "no_lengths",
             "magnitude",
             "stranger",
             "biases",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,18 @@ import torch
 import transformers
 from torch import nn
 
-from driftlens.jobs.study.opening import open_models, open_pool
+from driftlens.base.errors import NumericsError
+from driftlens.checkpoints.lora import LoraSource
+from driftlens.jobs.analyze.diagnosis import require_as_peft
+from driftlens.jobs.analyze.job import analyze
+from driftlens.jobs.analyze.unmerged import unmerged
+from driftlens.jobs.study.opening import open_models, study_of
+from driftlens.jobs.study.study import Study
 from driftlens.spec import load_spec
+from driftlens.spec.requests import AnalysisRequest
+from tests.models.writing import train
 from tests.zoo.decoders import CONFIGS, saved
+from tests.zoo.world import World, clip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
@@ -39,6 +52,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["gate_proj", "norm"]},
     ),
     "gemma_tied": (CONFIGS["Gemma 3"], {"r": 2, "lora_alpha": 8, "target_modules": ["k_proj", "down_proj"]}),
+    "dora": (LLAMA, {"r": 2, "lora_alpha": 6, "use_dora": True, "target_modules": ["q_proj", "down_proj"]}),
     "fan_in_fan_out": (GPT2, {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}),
 }
 
@@ -58,27 +72,87 @@ def adapted(base: Path, folder: Path, options: dict[str, Any]) -> Any:
     return wrapped.eval()
 
 
+def with_adapters(
+    config: Any, options: dict[str, Any], folder: Path, stored: torch.dtype = torch.float32
+) -> Any:
+    """See `adapted`; base and adapters lie in a folder."""
+    saved(config, folder / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base").to(stored)
+    model.save_pretrained(folder / "base")
+    return adapted(folder / "base", folder / "expert", options)
+
+
+def study_of_adapters(config: Any, folder: Path) -> Study:
+    """A study of that expert, without samples."""
+    loader = "hf-auto" if config is GPT2 else "hf-decoder"
+    described: dict[str, Any] = {"version": 1, "merge": {"method": "average"}}
+    described["architecture"] = {"loader": loader, "source": str(folder / "base")}
+    described |= {"base": {"weights": str(folder / "base")}}
+    described |= {"experts": {"a": {"weights": str(folder / "expert")}}}
+    spec = load_spec(described)
+    return study_of(spec, open_models(spec), {}, {})
+
+
+TOKENS = torch.randint(4, 40, (2, 7), generator=torch.Generator().manual_seed(0))
+INPUTS = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("config", "options"), OPTIONS.values(), ids=list(OPTIONS))
 @torch.no_grad()
 def test_features_of_an_expert_are_those_that_peft_computes(
     config: Any, options: dict[str, Any], stored: torch.dtype, tmp_path: Path
 ) -> None:
-    saved(config, tmp_path / "base")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").to(stored)
-    model.save_pretrained(tmp_path / "base")
-    oracle = adapted(tmp_path / "base", tmp_path / "expert", options)
-    loader = "hf-auto" if config is GPT2 else "hf-decoder"
-    described: dict[str, Any] = {"version": 1, "merge": {"method": "average"}}
-    described["architecture"] = {"loader": loader, "source": str(tmp_path / "base")}
-    described |= {"base": {"weights": str(tmp_path / "base")}}
-    described |= {"experts": {"a": {"weights": str(tmp_path / "expert")}}}
-    spec = load_spec(described)
-    pool = open_pool(spec, open_models(spec), device="cpu")
-    tokens = torch.randint(4, 40, (2, 7), generator=torch.Generator().manual_seed(0))
-    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    expected = oracle.base_model.model(**inputs, output_hidden_states=True).hidden_states[-1]
-    plain = model.float()(**inputs, output_hidden_states=True).hidden_states[-1]
-    [states] = [pool.library_states("expert:a", inputs)]
-    found = states[-1][pool.chain.layers[-1].stream]
+    oracle = with_adapters(config, options, tmp_path, stored)
+    study = study_of_adapters(config, tmp_path)
+    expected = oracle.base_model.model(**INPUTS, output_hidden_states=True).hidden_states[-1]
+    with oracle.disable_adapter():
+        plain = oracle.base_model.model(**INPUTS, output_hidden_states=True).hidden_states[-1]
+    states = study.pool.library_states("expert:a", INPUTS)[-1]
+    found = states[study.pool.chain.layers[-1].stream]
     assert float((found - expected).norm() / (expected - plain).norm()) < 1e-4
+    theirs = unmerged(study, "a", INPUTS)
+    assert theirs is not None
+    for state, wanted in zip(theirs, (plain, expected), strict=True):
+        torch.testing.assert_close(state[study.pool.chain.layers[-1].stream], wanted, rtol=0, atol=2e-5)
+    require_as_peft(study, "a", INPUTS, states)
+
+
+def wrong_alpha(source: LoraSource) -> None:
+    key = next(iter(source._updates))
+    source._updates[key] = dataclasses.replace(
+        source._updates[key], scaling=1.01 * source._updates[key].scaling
+    )
+
+
+def left_out(source: LoraSource) -> None:
+    del source._updates[next(reversed(source._updates))]
+
+
+@pytest.mark.parametrize("name", ["plain", "dora", "rslora"])
+@pytest.mark.parametrize("spoil", [wrong_alpha, left_out])
+def test_an_adapter_that_is_read_otherwise_is_found(
+    spoil: Callable[[LoraSource], None], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, options = OPTIONS[name]
+    with_adapters(config, options, tmp_path)
+    study = study_of_adapters(config, tmp_path)
+    spoil(study.adapters["expert:a"])
+    states = study.pool.library_states("expert:a", INPUTS)
+    with pytest.raises(NumericsError, match="are not those of its adapters as peft runs them"):
+        require_as_peft(study, "a", INPUTS, states[-1])
+    monkeypatch.setitem(sys.modules, "peft", None)
+    require_as_peft(study, "a", INPUTS, states[-1])  # nothing is claimed
+
+
+@pytest.mark.parametrize("alpha", [6, 6.1])
+def test_a_run_is_refused_whose_expert_is_not_that_of_peft(
+    alpha: float, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(clip(world.state("base")).visual, tmp_path / "adapter", r=4, lora_alpha=6, target_modules=["c_fc"])
+    spec = world.one_task(experts={"flowers": {"weights": str(tmp_path / "adapter")}}, metrics={})
+    delta = LoraSource._delta
+    monkeypatch.setattr(LoraSource, "_delta", lambda *given: alpha / 6 * delta(*given))
+    request = AnalysisRequest(out=tmp_path / "run", attribution=False)
+    with nullcontext() if alpha == 6 else pytest.raises(NumericsError, match="as peft runs them"):
+        analyze(spec, request)

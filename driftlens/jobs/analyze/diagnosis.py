@@ -31,6 +31,7 @@ from driftlens.engine.walk import (
     waiting_bytes,
     walk,
 )
+from driftlens.jobs.analyze.unmerged import unmerged
 from driftlens.jobs.study.study import Study
 from driftlens.linalg.state import norm, subtract
 from driftlens.models.chain import Pool, State
@@ -257,6 +258,7 @@ class LibraryDrift:
         self.batch = next(samples.batches()).first(fitting)
         inputs = on_device(self.batch.inputs, pool.device, pool.dtype)
         expert = pool.library_states(pool.expert(task), inputs)
+        require_as_peft(study, task, inputs, expert[-1])
         self._model = str(pool.chain.settings.get("model", pool.chain.architecture))
         self._dtype = str(pool.dtype).removeprefix("torch.")
         self._drift: dict[str, list[State]] = {
@@ -276,16 +278,40 @@ class LibraryDrift:
             {name: leaf[: self.batch.stop] for name, leaf in state.items()}
             for state in (view.merged_out, view.expert_out)
         )
-        ours = subtract(merged, expert)
-        theirs = self._drift[view.variant][view.layer.index - 1]
-        size, features = float(norm(ours).sum()), float(norm(expert).sum())
-        difference = float(norm(subtract(ours, theirs)).sum())
-        error = self.error[view.variant, view.layer.index] = difference / size if size > 0 else math.nan
-        # Where the walk sees no drift at all, the library must see none either.
-        limit = tolerance(self._dtype, size / features) if size > 0 and features > 0 else 0.0
-        if error > limit or (size == 0 and difference > ROUNDING[self._dtype] * features):
-            layer = view.layer
+        theirs, layer = self._drift[view.variant][view.layer.index - 1], view.layer
+        error, limit, is_off = _apart(subtract(merged, expert), theirs, expert, self._dtype)
+        self.error[view.variant, layer.index] = error
+        if is_off:
             raise not_closed(layer.index, layer.path, view.task, view.variant, error, limit, self._model)
+
+
+def _apart(ours: State, theirs: State, features: State, dtype: str) -> tuple[float, float, bool]:
+    """How far two computations of one difference are apart, relative to it; what rounding explains; if it is more."""
+    size, scale = float(norm(ours).sum()), float(norm(features).sum())
+    apart = float(norm(subtract(ours, theirs)).sum())
+    error = apart / size if size > 0 else math.nan
+    limit = tolerance(dtype, size / scale) if size > 0 and scale > 0 else 0.0
+    # Where one sees no difference at all, the other must see none either.
+    return error, limit, error > limit or (size == 0 and apart > ROUNDING[dtype] * scale)
+
+
+def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> None:
+    """Refuse an expert of adapters whose final features are not those of peft's own model, as far as that runs."""
+    if (theirs := unmerged(study, task, inputs)) is None:
+        return
+    base, wanted = ({name: state[name] for name in expert} for state in theirs)
+    dtype = str(study.pool.dtype).removeprefix("torch.")
+    error, limit, is_off = _apart(subtract(expert, base), subtract(wanted, base), expert, dtype)
+    if is_off:
+        raise NumericsError(
+            f"the final features of the expert of {task} are not those of its adapters as peft runs them: "
+            f"{error:.2g} of what the adapters change of them is off, at most {limit:.1g} is rounding",
+            hint="Merge them with peft and give that folder: PeftModel.from_pretrained(model, FOLDER)"
+            ".merge_and_unload().save_pretrained(OUT).",
+            task=task,
+            closure_error=error,
+            tolerance=limit,
+        )
 
 
 def check_closure(study: Study) -> None:

@@ -90,6 +90,7 @@ def shortened(study: Study, models: OpenModels, size: Size) -> Shortened:
         },
         settings=dataclasses.replace(settings, stored_layers=stored, jacobian=jacobian),
         provenance={},
+        adapters={},
     )
     # Without a layout, whose rules are for whole checkpoints, what is saved has the skeleton's own names.
     architecture = dataclasses.replace(models.architecture, chain=pool.chain, layout=None)

@@ -12,6 +12,7 @@ import torch
 from driftlens.base.diagnostic import Diagnostic, chosen
 from driftlens.base.team import ALONE, Team
 from driftlens.base.variants import expert_of
+from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.sources import InDtypes, StateSource, TensorsSource, content_digest, floats_in
 from driftlens.data.samples import SampleSet
 from driftlens.diagnostics.attribution import JacobianSettings
@@ -82,7 +83,8 @@ class Study:
 
     `provenance` says where every model came from, `preprocessing` which code made inputs, `architecture` what the
     manifest says beyond the chain's own settings; `head_marks` are numbers by which a head is known again.
-    `out_dtype` is the one number type that was asked for to save in.
+    `out_dtype` is the one number type that was asked for to save in, `adapters` are the experts that are some, by their
+    names in the pool.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Study:
     head_marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
     team: Team = ALONE
     out_dtype: torch.dtype | None = None
+    adapters: Mapping[str, LoraSource] = field(default_factory=dict)
 
     def owner(self, task: str) -> int:
         """The process that measures a task."""

@@ -6,9 +6,11 @@ A check is first run on the product as it is, where it must pass, and then on th
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +27,14 @@ from driftlens.linalg import fixed_weights, gram, state
 from driftlens.merging.method import merge_methods
 from driftlens.models import chain as chains
 from driftlens.models import heads
+from driftlens.models import sentences as embeddings
 from driftlens.models.chain import adapters
 from driftlens.models.families import vit
 from tests.calibration import test_reference as calibration
 from tests.diagnostics.heads import head
 from tests.identities import test_attribution as attributed
 from tests.identities import test_split as split
+from tests.models import test_sentences as sentences
 from tests.zoo.cases import CASES, family
 
 Patch = pytest.MonkeyPatch
@@ -105,6 +109,12 @@ def calibration_agrees_with_the_slow_reference() -> None:
 
 def weighted_calibration_agrees_with_the_slow_reference() -> None:
     calibration.test_the_authors_token_weights_agree_with_the_slow_reference(torch.device("cpu"))
+
+
+def embeddings_are_those_of_unpadded_texts() -> None:
+    stated = {"pooling_mode": ["mean", "max", "lasttoken"]}
+    with tempfile.TemporaryDirectory() as folder:
+        sentences.test_the_final_feature_is_the_embedding_however_its_batch_is_padded(stated, Path(folder))
 
 
 # --- faults -------------------------------------------------------------------------------------------------------
@@ -317,6 +327,19 @@ PLANTED: dict[Check, dict[str, Fault]] = {
     },
     task_arithmetic_of_one_expert_is_the_expert: {
         "mean_of_task_vectors_for_their_sum": mean_of_task_vectors_for_their_sum
+    },
+    embeddings_are_those_of_unpadded_texts: {
+        "pooling_mask_ignored": put(
+            embeddings,
+            "pooled_tokens",
+            lambda pooled: lambda tokens, mask, modes: pooled(tokens, torch.ones_like(mask), modes),
+        ),
+        "pools_in_the_library_s_order": put(
+            embeddings,
+            "pooled_tokens",
+            lambda pooled: lambda tokens, mask, modes: pooled(tokens, mask, tuple(sorted(modes))),
+        ),
+        "maps_left_out": put(embeddings, "_dense", lambda _: lambda place, stated, size: (lambda x: x, size)),
     },
     labels_meet_rows_by_name: {
         "labels_by_position": put(

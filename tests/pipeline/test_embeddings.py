@@ -226,6 +226,34 @@ def test_tables_hold_what_json_lines_hold(ending: str, tmp_path: Path) -> None:
         assert [one.of(at) for at in range(len(found))] == [other.of(at) for at in range(len(expected))]
 
 
+def test_a_data_set_holds_lists_of_passages_and_a_corpus_as_a_split(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    entry = entries(tmp_path)["rerank"]
+    rows = {"train": [{"text": text} for text in SENTENCES[:20]], "test": rows_of(entry)}
+    rows["corpus"] = [{"text": text, "id": at} for at, text in enumerate(SENTENCES)]
+    splits = {name: datasets.Dataset.from_list(own) for name, own in rows.items()}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "set")
+    plain = {
+        "kind": "hf",
+        "path": str(tmp_path / "set"),
+        "calibration": "train",
+        "test": "test",
+        "input": "text",
+    }
+    data = {
+        "rerank": plain | {"positive": "good", "negative": "bad"},
+        "corpus": plain | {"positive": "good", "corpus": {"split": "corpus"}},
+    }
+    spec = load_spec(spec_of(tmp_path, data))
+    for task, count in (("rerank", 8), ("corpus", len(set(SENTENCES)))):
+        test = open_data(spec, task, None, access=Access()).test
+        compared = None if test.texts is None else test.texts.compared
+        assert compared is not None and compared.passages is not None
+        assert len(compared.passages.candidates(compared.of(0))) == count
+        found = {compared.passages.texts[place] for place in compared.passages.answers(compared.of(0))}
+        assert found == set(rows["test"][int(test.ids[0])]["good"])
+
+
 def _without_positives(data: dict[str, Any]) -> None:
     data["topics"]["corpus"]["key"] = "passage"
 

@@ -28,6 +28,8 @@ _OFFSET = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-ro
 """Model types whose positions are counted from behind the number of the padding token."""
 _PROCESSOR = "Put the base's processor_config.json and preprocessor_config.json beside its config.json."
 _EXAMPLES = ("a word", "and a few more")
+PATCHES = "pixel_attention_mask"
+"""What of a batch says which patches count, where images keep their sizes (NaFlex)."""
 _FILLERS = ("pad_token", "eos_token", "sep_token")
 
 
@@ -92,7 +94,9 @@ def _processed_by(processor: Any, settings: Mapping[str, Any], notice: str) -> P
     """Preprocessing by an image processor of transformers."""
 
     def transform(images: Sequence[Any]) -> Any:
-        return processor(images=[_rgb(image) for image in images], return_tensors="pt")["pixel_values"]
+        made = processor(images=[_rgb(image) for image in images], return_tensors="pt")
+        # What gives images of different sizes as rows of patches says which count, and how they lay.
+        return dict(made) if PATCHES in made else made["pixel_values"]
 
     return Preprocess(f"transformers {type(processor).__name__}", transform, settings, notice)
 
@@ -136,6 +140,17 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
         processor = kind(size={"shortest_edge": edge} if by_edge else {"height": edge, "width": edge})
         notice = f"{source} has no preprocessor_config.json: images are prepared by the family's defaults."
     return _processed_by(processor, processor.to_dict(), notice)
+
+
+def in_order(preprocess: Preprocess, patch_size: int) -> Preprocess:
+    """The same images with what a masked autoencoder draws beside them: an order of patches, here that of the image."""
+
+    def transform(images: Sequence[Any]) -> Any:
+        pixels = preprocess(images)
+        count = pixels.shape[-2] // patch_size * (pixels.shape[-1] // patch_size)
+        return {"pixel_values": pixels, "noise": torch.arange(count).repeat(len(pixels), 1)}
+
+    return replace(preprocess, transform=transform)
 
 
 def open_clip_preprocess(

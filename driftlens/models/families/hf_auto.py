@@ -13,6 +13,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -44,7 +45,13 @@ from driftlens.models.chain import IMAGE, TEXT, LayerChain
 from driftlens.models.families.causal import causal_chain
 from driftlens.models.families.sequential import asks_for_blocks, sequential_chain
 from driftlens.models.own_heads import HeadForm, Tokens, behind_core
-from driftlens.models.preprocessing import Preprocess, hf_image_preprocess, hf_text_preprocess
+from driftlens.models.preprocessing import (
+    PATCHES,
+    Preprocess,
+    hf_image_preprocess,
+    hf_text_preprocess,
+    in_order,
+)
 from driftlens.models.saving import HEADS, FolderFormat
 
 _BESIDE = (
@@ -65,7 +72,7 @@ _USAGE = """\
 {imports}from transformers import {reader}, {model}
 
 folder = "."  # this one, or the model's id on the Hub
-model, reader = {model}.from_pretrained(folder), {reader}.from_pretrained(folder)
+model, reader = {model}.from_pretrained(folder{settings}), {reader}.from_pretrained(folder)
 {change}inputs = reader({sample}, return_tensors="pt")
 features = model(**inputs).{output}
 """
@@ -136,6 +143,9 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     source, offline = request.source, request.access.offline
     stated = read_plain_config(request, loader)
     config, model_class = _class_of(stated, source)
+    hides = bool(getattr(config, "mask_ratio", 0)) and "noise" in signature(model_class.forward).parameters
+    if hides:  # a masked autoencoder's encoder, which is given whole images
+        config.mask_ratio = 0.0
     skeleton = weightless(partial(built, model_class, config), source)
     if skeleton.main_input_name not in ("input_ids", "pixel_values"):
         raise IncompatibleModelsError(
@@ -163,6 +173,7 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     reads_images = skeleton.main_input_name == "pixel_values"
     if reads_images:
         preprocess = hf_image_preprocess(source, config, offline)
+        preprocess = in_order(preprocess, config.patch_size) if hides else preprocess
     else:
         preprocess = hf_text_preprocess(source, config, offline, "encoder")
     if classifier:
@@ -190,7 +201,7 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
         folder=FolderFormat(
             "model.safetensors",
             {"config.json": stated},
-            usage=partial(_usage, model_class.__name__, classifier, own_head, reads_images),
+            usage=partial(_usage, model_class.__name__, classifier, own_head, reads_images, hides),
         ),
         classifier=classifier,
         own_head=own_head,
@@ -219,7 +230,9 @@ def _followed(skeleton: nn.Module, preprocess: Preprocess, blocks: str | None, s
     """The model taken apart on what its processor makes of a sample; refused where it reads more than that."""
     try:
         with running(source):
-            return sequential_chain(skeleton, preprocess.example(), blocks=blocks)
+            example = preprocess.example()
+            mask = PATCHES if isinstance(example, Mapping) and PATCHES in example else None
+            return sequential_chain(skeleton, example, blocks=blocks, mask=mask)
     except (DataError, SpecError) as error:
         if asks_for_blocks(error):
             raise
@@ -241,6 +254,7 @@ def _usage(
     classifier: str,
     own_head: HeadForm | None,
     reads_images: bool,
+    hides: bool,
     keys: Collection[str],
     files: Collection[str],
 ) -> str:
@@ -261,6 +275,7 @@ def _usage(
     scores = _HEADS.format(heads=", ".join(heads), first=heads[0], last=last, kind=kind) if heads else ""
     features = _USAGE.format(
         model=model,
+        settings=", mask_ratio=0.0" * hides,
         imports="import torch\n" * bool(classifier) + "from PIL import Image\n" * reads_images,
         reader="AutoImageProcessor" if reads_images else "AutoTokenizer",
         sample='Image.open("image.png")' if reads_images else '"a sentence"',

@@ -19,12 +19,22 @@ import torch
 from safetensors.torch import load_file
 
 from driftlens.findings.listing import find_runs
+from driftlens.jobs.calibrate import variants
 from driftlens.jobs.contest.contest import Trials
+from driftlens.models.saving import Patched
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from tests.cli.conftest import Cli
 from tests.cli.worker import Event, frozen
-from tests.pipeline.calibrating import NAME, calibrate_until, copied, files_of, roomy_run, same_rows
+from tests.pipeline.calibrating import (
+    NAME,
+    calibrate_until,
+    copied,
+    files_of,
+    roomy_run,
+    same_rows,
+    spoil_merged,
+)
 from tests.zoo.world import TASKS, World
 
 PHASES = pytest.mark.parametrize("phase", ["calibrate", "analyze"])
@@ -138,7 +148,9 @@ def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
     """By a signal to this process, or by one that no process hears."""
     run = roomy_run(World(world.folder, TASKS[:1]), tmp_path, heads=None)
     folder, whole = copied(run, tmp_path / "stopped"), copied(run, tmp_path / "whole")
-    flags = ("--auto", "--method", "featcal", "--layers", "2", "--no-attribution")
+    choice = ("--auto", "--method", "featcal", "--layers", "2", "--no-attribution")
+    targets = [tmp_path / "saved", tmp_path / "saved_whole"]
+    flags, other = ((*choice, "--save-weights", str(target)) for target in targets)
     quiet = ("--name", NAME, *flags, "--progress", "none")
     tried = folder / f"scratch/calibrate-{NAME}/tried"
     solved, attempts = [], Trials.outcomes
@@ -161,6 +173,7 @@ def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
     else:
         stopped = run_cli("calibrate", folder, *quiet)
     kept = [*tried.glob("*.safetensors")]
+    assert not targets[0].exists()
     (left,) = find_runs(folder)[0].left
     command = left.split("`")[1]
     assert f"`{command}` goes on" in left and len(kept) > 9
@@ -169,7 +182,7 @@ def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
     solved[:] = [None]
     assert run_cli(*shlex.split(command)[1:], "--progress", "none").code == 0
     missing = len(solved) - 1
-    assert run_cli("calibrate", whole, *quiet).code == 0
+    assert run_cli("calibrate", whole, "--name", NAME, *other, "--progress", "none").code == 0
     assert len(solved) - 1 - missing == missing + len(kept), "what was finished was solved for again"
     found, expected = (open_run(at).manifest.calibrations[NAME] for at in (folder, whole))
     assert {**found.selection, "seconds": 0} == {**expected.selection, "seconds": 0}
@@ -177,6 +190,58 @@ def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
     same_rows(open_run(folder), open_run(whole))
     assert not (folder / f"scratch/calibrate-{NAME}").exists() and find_runs(folder)[0].left == ()
+    same_folders(*targets)
+
+
+def same_folders(found: Path, expected: Path) -> None:
+    """Byte for byte, but for what cards say of times."""
+    names = [
+        sorted(file.relative_to(at) for file in at.rglob("*") if file.is_file()) for at in (found, expected)
+    ]
+    assert names[0] == names[1]
+    differing = [name for name in names[0] if (found / name).read_bytes() != (expected / name).read_bytes()]
+    assert {name.name for name in differing} <= {"README.md"}, differing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("written", [0, 1], ids=["in the run", "saved"])
+def test_a_choice_that_is_stopped_while_it_is_written_is_written_whole(
+    world: World, tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    run = roomy_run(World(world.folder, TASKS[:1]), tmp_path, heads=None)
+    folder, whole = copied(run, tmp_path / "stopped"), copied(run, tmp_path / "whole")
+    targets = [tmp_path / "saved", tmp_path / "saved_whole"]
+    flags = ("--name", NAME, "--auto", "--layers", "2", "--no-attribution", "--progress", "none")
+    save, read, count = variants.save_model, Patched.read, []
+
+    def watched(*given: Any, **named: Any) -> None:
+        count.append(given[3])
+        save(*given, **named)
+
+    def stopped(self: Patched, *given: Any) -> Any:
+        if len(count) == written + 1 and not any(at is None for at in count):
+            count.append(None)
+            for _ in range(2):  # the second one stops at once
+                signal.raise_signal(signal.SIGTERM)
+        return read(self, *given)
+
+    spoil_merged(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(variants, "save_model", watched)
+        patch.setattr(Patched, "read", stopped)
+        ended = run_cli("calibrate", folder, *flags, "--save-weights", targets[0])
+    assert ended.code == 130 and None in count and not targets[0].exists()
+    assert not [path for path in tmp_path.iterdir() if targets[0].name in path.name], (
+        "something half-written stays"
+    )
+    (left,) = find_runs(folder)[0].left
+    monkeypatch.setattr(Trials, "outcomes", lambda *_: pytest.fail("candidates were tried again"))
+    assert run_cli(*shlex.split(left.split("`")[1])[1:], "--progress", "none").code == 0
+    monkeypatch.undo()
+    spoil_merged(monkeypatch)
+    assert run_cli("calibrate", whole, *flags, "--save-weights", targets[1]).code == 0
+    same_folders(*targets)
+    assert open_run(folder).manifest.calibrations[NAME].kept == ""
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,29 @@ def test_a_killed_process_ends_the_job_and_another_number_of_them_resumes(
 
 
 @pytest.mark.slow
+def test_what_two_processes_solved_is_saved_before_one_goes_wrong(light: DriftRun, tmp_path: Path) -> None:
+    """While it is measured, and what two others go on with changes nothing of the folder but its card."""
+    one, two = copied(light, tmp_path / "one"), copied(light, tmp_path / "two")
+    targets = {at: tmp_path / f"saved_{at.name}" for at in (one, two)}
+    given = {
+        at: ["calibrate", str(at), "--name", "mine", "--no-attribution", "--save-weights", str(target)]
+        for at, target in targets.items()
+    }
+    job = torchrun(2, *given[two], module="tests.team.worker", fault="refused:1")
+    assert 4 in exit_codes(job), job.stderr
+    (weights,) = targets[two].glob("*.safetensors")
+    stamp, card = weights.stat().st_mtime_ns, (targets[two] / "README.md").read_text()
+    assert "Nothing is measured of it yet" in card
+    job = torchrun(2, *given[two], "--resume")
+    assert job.returncode == 0, job.stderr
+    assert weights.stat().st_mtime_ns == stamp
+    assert "Nothing is measured" not in (targets[two] / "README.md").read_text()
+    assert run([*given[one], "--progress", "none"]) == 0
+    same_weights(weights, targets[one] / weights.name)
+    assert files(targets[one]) == files(targets[two]) and files(one) == files(two)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message", "code"),
     [

@@ -267,7 +267,8 @@ def _compared(study: Study, task: str, variants: Sequence[str], reporter: Report
     total = len(variants) * len(part)
     for place, variant in enumerate(variants):
         if not related:
-            break
+            found.results |= {(variant, name): [] for name in metrics}
+            continue
         reporter.step("answer", place * len(part), total, f"task {task}: {variant}")
         model = expert_of(task) if variant == "expert" else variant
         asked = [samples.text(position).input for position in part]

@@ -10,24 +10,24 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from driftlens.checkpoints.alignment import names_of
+from driftlens.checkpoints.alignment import Spellings, names_of
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.architecture import Architecture
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
-    """All weights in the files of a folder."""
-    return {
-        key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()
-    }
+    """All weights in a file, or in the files of a folder."""
+    files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    return {key: value for file in files for key, value in load_file(file).items()}
 
 
 def site_keys(known: Architecture, folder: Path) -> dict[str, str]:
     """The tensors in a folder that are solved for in blocks -> the kind of their site."""
-    source = open_checkpoint(folder)
-    headers, names = source.headers, {key: key for key in known.keys}
+    source, names = open_checkpoint(folder), {key: key for key in known.keys}
+    headers = source.headers
     if known.layout is not None:
-        names = known.layout.key_map(known.layout.refitted(source).headers, known.keys, folder.name)
+        fitted = known.layout.refitted(source) if isinstance(known.layout, Spellings) else source
+        names = known.layout.key_map(fitted.headers, known.keys, folder.name)
     return {
         stored: site.kind
         for layer in known.chain.blocks

@@ -195,13 +195,19 @@ def save_transformers(weights: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def write_images(
-    file: Path, classes: Sequence[str], seed: int = 0, *, train: int = NUM_TRAIN, test: int = NUM_TEST
+    file: Path,
+    classes: Sequence[str],
+    seed: int = 0,
+    *,
+    train: int = NUM_TRAIN,
+    test: int = NUM_TEST,
+    size: int = SIZE,
 ) -> None:
     """An `.npz` of random images of which every class has some."""
     rng = np.random.default_rng(seed)
 
     def images(count: int) -> np.ndarray[Any, Any]:
-        return rng.integers(0, 256, (count, SIZE, SIZE, 3), dtype=np.uint8)
+        return rng.integers(0, 256, (count, size, size, 3), dtype=np.uint8)
 
     np.savez(
         file,

@@ -405,23 +405,25 @@ def test_what_mergekit_makes_is_made(made_there: Made, tmp_path: Path, run_cli: 
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_adapters_are_added_to_the_model_before_the_plus(
-    folders: Folders, tmp_path: Path, run_cli: Cli
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters_are_added_to_the_model_before_the_plus_and_rounded_as_it_is(
+    dtype: torch.dtype, folders: Folders, tmp_path: Path, run_cli: Cli
 ) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    start = AutoModelForCausalLM.from_pretrained(folders["two"])
+    AutoModelForCausalLM.from_pretrained(folders["two"], dtype=dtype).save_pretrained(tmp_path / "two")
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
     adapted = get_peft_model(start, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     adapted.save_pretrained(tmp_path / "adapter")
     made = recipe(folders, "linear")
     made["models"] = [
+        {"model": f"{tmp_path / 'two'}+{tmp_path / 'adapter'}", "parameters": {"weight": 1}},
         {"model": folders["one"], "parameters": {"weight": 1}},
-        {"model": f"{folders['two']}+{tmp_path / 'adapter'}", "parameters": {"weight": 1}},
     ]
     done = run_cli("merge", written(made, tmp_path), "--out", tmp_path / "out")
     assert done.code == 0, done.err
     whole = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(folders["two"]), tmp_path / "adapter"
+        AutoModelForCausalLM.from_pretrained(tmp_path / "two"), tmp_path / "adapter"
     ).merge_and_unload()
     one = weights(folders["one"])
     for key, value in weights(tmp_path / "out").items():

@@ -20,7 +20,7 @@ from driftlens.base.rounding import Change
 from driftlens.base.threads import computing_with
 from driftlens.checkpoints.loading import library_folder
 from driftlens.checkpoints.rounding import written
-from driftlens.checkpoints.sources import InDtypes, StateSource, TensorHeader, check_finite
+from driftlens.checkpoints.sources import InDtypes, StateSource, TensorHeader, check_finite, floats_in
 from driftlens.jobs.study.foreseen import require_settings, require_tokenizer
 from driftlens.jobs.study.merging import pieces, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_models, open_pool, saved_in
@@ -201,10 +201,13 @@ def _opened(recipe: Recipe, access: Access) -> tuple[OpenModels, dict[str, State
     open_pool(spec, models, device="cpu")  # compares keys and shapes
     by_name = {base: models.sources["base"]}
     by_name |= {name: models.sources[f"expert:{task}"] for task, name in tasks.items()}
-    # mergekit merges adapters into their model before it merges models, in that model's dtypes.
-    whole = {key: header.dtype for key, header in by_name[base].headers.items()}
-    by_name = {name: InDtypes(source, whole) if "+" in name else source for name, source in by_name.items()}
-    return models, {name: by_name[name] for name in names}
+    return models, {name: _as_merged(by_name[name]) if "+" in name else by_name[name] for name in names}
+
+
+def _as_merged(source: StateSource) -> StateSource:
+    """A model with adapters as mergekit saves it before it merges models: in the one dtype of the model."""
+    floats = [header.dtype for header in source.headers.values() if header.dtype.is_floating_point]
+    return InDtypes(source, floats_in(source, min(floats, key=lambda dtype: dtype.itemsize)))
 
 
 def _tokens(recipe: Recipe, models: OpenModels) -> dict[str, int]:

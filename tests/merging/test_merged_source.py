@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from driftlens.base.errors import (
@@ -28,7 +29,7 @@ from driftlens.base.variants import expert_of
 from driftlens.checkpoints.sources import TensorsSource
 from driftlens.engine.sites import rows_and_output
 from driftlens.jobs.study import merging
-from driftlens.jobs.study.merging import merged_source, site_moments
+from driftlens.jobs.study.merging import StreamedMerge, merged_source, save_merge, site_moments
 from driftlens.merging.method import Reads, merge_called, merge_methods
 from tests.merging.applying import FEW, Tensors, open_models, random_model, study_of
 from tests.zoo import hand_made as tiny
@@ -120,6 +121,46 @@ def test_a_weight_that_two_modules_share_is_merged_once() -> None:
     merged = merged_source(models, merge_called(filed(site, "site")))
     assert len(called) == 3 * 6 - 1
     assert torch.equal(merged.read("blocks.0.query.bias"), EXPERTS["b"]["blocks.0.query.bias"])
+
+
+APART = [name for name, entry in merge_methods.items() if entry.reads != "model" and not entry.runs_models]
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_is_merged_as_it_is_written_has_the_same_bits_in_any_order_and_twice(name: str) -> None:
+    half = {key: value.half() for key, value in BASE.items()}
+    models, merge = open_models(half, EXPERTS), merge_called(name, FEW.get(name, {}))
+    whole, streamed = merged_source(models, merge), StreamedMerge(models, merge, Reporter())
+    assert streamed.headers == whole.headers
+    for key in [*reversed(whole.headers), *whole.headers]:
+        assert torch.equal(streamed.read(key), whole.read(key)), key
+        assert torch.equal(streamed.read(key, (0, 1)), whole.read(key, (0, 1))), key
+    assert whole.change is not None and whole.change.entries
+    for part, value in vars(whole.change).items():
+        assert getattr(streamed.change, part) == (value if part == "dtype" else pytest.approx(value)), part
+
+
+def test_what_is_merged_as_it_is_written_is_merged_once() -> None:
+    called: list[Tensor] = []
+
+    def site(base: Tensors, experts: dict[str, Tensors]) -> Tensors:
+        called.append(base["weight"])
+        return experts["b"]
+
+    models = open_models(BASE, EXPERTS)
+    streamed = StreamedMerge(models, merge_called(filed(site, "site")), Reporter())
+    for key in streamed.headers:
+        streamed.read(key)
+    assert len(called) == 3 * 6
+
+
+def test_a_merge_that_is_saved_waits_on_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_disk(*_: object) -> dict[str, Tensor]:
+        raise AssertionError("it is written twice")
+
+    monkeypatch.setattr(merging, "_on_disk", on_disk)
+    save_merge(open_models(BASE, EXPERTS), merge_called("average"), tmp_path / "merged.safetensors")
+    assert load_file(tmp_path / "merged.safetensors").keys() == BASE.keys()
 
 
 NAME, NAMED = "norm.weight", "5.head.0"

@@ -9,7 +9,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,30 +95,42 @@ class _Merge:
     chain: LayerChain
     study: Study | None
 
+    @property
+    def name(self) -> str:
+        """What messages call the merge."""
+        return f"{self.merge.method.title} of {', '.join(self.experts)}"
+
     def parts(self, place_of: Callable[[Slot], Tensor]) -> Iterator[tuple[Slot, Tensor]]:
         """All that the method makes: where it belongs, and its value; what is done can be read at its place."""
         entry, settings = self.merge
         function = entry.function
-        if entry.reads in ("entry", "file"):
-            most = PIECE if entry.reads == "entry" else None
-            for key in self.base:
-                for slot in pieces(key, self.start.headers[key].shape, most):
-                    yield from self._made(self.merge, {key: slot})
-        elif entry.reads_sites:
-            yield from self._sites(place_of)
-        elif entry.reads == "samples":
+        if entry.reads == "samples":
             for key, value in function(self.base, self.experts, self.study, **settings):
                 yield Slot(key), value
-        elif entry.reads == "tensor":
-            for name, slot in _named(self.chain, self.base).items():
-                yield from self._made(self.merge, {name: slot})
-        else:
+        elif entry.reads == "model":
             named = _named(self.chain, self.base)
             experts = {task: expert.under(named) for task, expert in self.experts.items()}
             for name, value in function(self.base.under(named), experts, **settings):
                 yield named.get(name, Slot(name)), value
+        else:
+            for part in self.apart(place_of):
+                yield from self.made(part)
 
-    def _sites(self, place_of: Callable[[Slot], Tensor]) -> Iterator[tuple[Slot, Tensor]]:
+    def apart(self, place_of: Callable[[Slot], Tensor] | None = None) -> Iterator[_Part]:
+        """What is merged by itself, one after the other, of a method that reads no whole models."""
+        entry = self.merge.method
+        if entry.reads_sites:
+            yield from self._sites(place_of)
+        elif entry.reads == "tensor":
+            for name, slot in _named(self.chain, self.base).items():
+                yield _Part(self.merge, {name: slot})
+        else:
+            most = PIECE if entry.reads == "entry" else None
+            for key in self.base:
+                for slot in pieces(key, self.start.headers[key].shape, most):
+                    yield _Part(self.merge, {key: slot})
+
+    def _sites(self, place_of: Callable[[Slot], Tensor] | None) -> Iterator[_Part]:
         """Layer by layer the modules by the method, and all else, tensor by tensor, by the one that it names for it."""
         entry, rest = self.merge.method, self.merge.rest
         none: tuple[Mapping[str, Tensor], ...] = ()
@@ -145,16 +157,17 @@ class _Merge:
                     continue
                 slots = {part: owned.pop(name) for part, name in parts.items() if name in owned}
                 more = () if moments is None else (moments[site.name],)
-                yield from self._made(self.merge, slots, *more)
+                yield _Part(self.merge, slots, more)
             for slot in owned.values():
-                yield from self._made(rest, {slot.key: slot}, *none)
+                yield _Part(rest, {slot.key: slot}, none)
         known = set(self.chain.parameter_keys())
         for key in self.base:
             if key not in known:
-                yield from self._made(rest, {key: Slot(key)}, *none)
+                yield _Part(rest, {key: Slot(key)}, none)
 
-    def _made(self, merge: Merge, slots: Mapping[str, Slot], *more: object) -> Iterator[tuple[Slot, Tensor]]:
-        """What a merge makes of one part of all models: where it belongs, and its value."""
+    def made(self, part: _Part) -> Iterator[tuple[Slot, Tensor]]:
+        """What comes of one part of all models: where it belongs, and its value in the files' layout."""
+        merge, slots, more = part
         base = {name: self.base.at(slot) for name, slot in slots.items()}
         experts = {
             task: {name: expert.at(slot) for name, slot in slots.items()}
@@ -162,6 +175,84 @@ class _Merge:
         }
         found = merge.method.function(base, experts, *more, **merge.settings)
         return ((slot, found[name]) for name, slot in slots.items() if name in found)
+
+
+class _Part(NamedTuple):
+    """What a method is called with once: the method, which slots by its names for them, and what else it is given."""
+
+    merge: Merge
+    slots: Mapping[str, Slot]
+    more: tuple[object, ...] = ()
+
+
+def _put(
+    inputs: _Merge, slot: Slot, value: Tensor, place: Tensor, change: Change | None
+) -> tuple[int, Change | None]:
+    """Store what was merged at its place; returns how many entries it has, and the change with what rounding loses."""
+    value = slot.stored(value).detach()
+    if value.shape != place.shape:
+        raise ShapeError(f"{inputs.name}: {slot.key!r} came as {list(value.shape)}, not {list(place.shape)}")
+    if change is not None:
+        change += written(inputs.start, slot.key, value, place.dtype, slot.rows)
+    place.copy_(value)
+    return value.numel(), change
+
+
+def _require_whole(inputs: _Merge, key: str, missing: int) -> None:
+    if missing:
+        raise ShapeError(
+            f"{inputs.name}: {key!r} came {'twice' if missing < 0 else 'not, or not as a whole'}"
+        )
+
+
+class StreamedMerge:
+    """A merge that is made tensor by tensor as it is read by whoever writes it; what was read is not kept."""
+
+    def __init__(self, models: OpenModels, merge: Merge, reporter: Reporter) -> None:
+        self._inputs, self._reporter = _inputs(models, merge, None, reporter), reporter
+        self.name = self._inputs.name
+        self.headers = _headers(self._inputs.start, models.out_dtype)
+        self.change = Change("") if "base" in models.sources else None
+        self._parts = defaultdict[str, list[_Part]](list)
+        for part in self._inputs.apart():
+            for key in dict.fromkeys(slot.key for slot in part.slots.values()):
+                self._parts[key].append(part)
+        self._waiting: dict[tuple[str, int], list[tuple[Slot, Tensor]]] = {}
+        self._done = set[str]()
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The merged tensor, or rows [start, stop) of it; errors as for `merged_source`."""
+        require_key(self, key)
+        header, inputs = self.headers[key], self._inputs
+        if key not in inputs.base:
+            return inputs.start.read(key, rows)
+        change = None if key in self._done else self.change  # of what a file holds twice once
+        merged, missing = torch.empty(header.shape, dtype=header.dtype), math.prod(header.shape)
+        for slot, value in self._made(key):
+            place = merged if slot.rows is None else merged[slice(*slot.rows)]
+            count, change = _put(inputs, slot, value, place, change)
+            missing -= count
+        _require_whole(inputs, key, missing)
+        self._done.add(key)
+        self.change = change or self.change
+        self._reporter.step(PHASE, len(self._done), len(inputs.base), key)
+        return merged if rows is None else merged[slice(*rows)]
+
+    @torch.no_grad()
+    def _made(self, key: str) -> Iterator[tuple[Slot, Tensor]]:
+        """What parts of the models make of a tensor; what they make of others waits for these to be read."""
+        for part in self._parts[key]:
+            made = self._waiting.pop((key, id(part)), None)
+            if made is None:
+                by_key = defaultdict[str, list[tuple[Slot, Tensor]]](list)
+                with computing_with(1):
+                    for slot, value in self._inputs.made(part):
+                        by_key[slot.key].append((slot, value))
+                made = by_key.pop(key, [])
+                self._waiting |= {
+                    (other, id(part)): of for other, of in by_key.items() if other not in self._done
+                }
+            yield from made
 
 
 class Merged(TensorsSource):
@@ -183,7 +274,6 @@ def merged_source(
     """The experts of a spec, merged by what the method reads at a time; it waits on the disk of `beside` to be read."""
     reporter = reporter or Reporter()
     inputs = _inputs(models, merge, study, reporter)
-    name = f"{merge.method.title} of {', '.join(inputs.experts)}"
     tensors = _on_disk(inputs.start, beside, models.out_dtype)
     change = Change("") if "base" in models.sources else None
     missing = {key: tensors[key].numel() for key in inputs.base}
@@ -198,19 +288,12 @@ def merged_source(
     with torch.set_grad_enabled(merge.method.reads == "samples"), computing_with(1):
         for slot, value in inputs.parts(place_of):
             require_key(inputs.start, slot.key)
-            place = place_of(slot)
-            value = slot.stored(value)
-            if value.shape != place.shape:
-                raise ShapeError(f"{name}: {slot.key!r} came as {list(value.shape)}, not {list(place.shape)}")
-            if change is not None:
-                change += written(inputs.start, slot.key, value.detach(), place.dtype, slot.rows)
-            place.copy_(value.detach())
-            missing[slot.key] -= value.numel()
+            count, change = _put(inputs, slot, value, place_of(slot), change)
+            missing[slot.key] -= count
             reporter.step(PHASE, total - sum(map(bool, missing.values())), total, slot.key)
     for key, count in missing.items():
-        if count:
-            raise ShapeError(f"{name}: {key!r} came {'twice' if count < 0 else 'not, or not as a whole'}")
-    return Merged(name, tensors, change)
+        _require_whole(inputs, key, count)
+    return Merged(inputs.name, tensors, change)
 
 
 def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Reporter) -> _Merge:
@@ -256,13 +339,17 @@ def _asked(study: Study, merge: Merge, reporter: Reporter) -> Study:
 
 def _on_disk(start: StateSource, beside: PathLike | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Room for a model like `start`, whose integers it holds, in files that lose their names: none is left behind."""
-    headers = start.headers if dtype is None else InDtypes(start, floats_in(start, dtype)).headers
+    headers = _headers(start, dtype)
     floats, need = _Weights(start), sum(header.nbytes for header in headers.values())
     with scratch_beside(Path(beside or Path(tempfile.gettempdir(), "merged")), need) as folder:
         return {
             key: _room(folder / f"{number}", headers[key]) if key in floats else start.read(key)
             for number, key in enumerate(headers)
         }
+
+
+def _headers(start: StateSource, dtype: torch.dtype | None) -> Mapping[str, TensorHeader]:
+    return start.headers if dtype is None else InDtypes(start, floats_in(start, dtype)).headers
 
 
 def _room(file: Path, header: TensorHeader) -> Tensor:
@@ -415,8 +502,10 @@ def save_merge(
     """
     known = models.architecture
     require_target(known, path)
-    if source is None:
+    if source is None and (merge.method.runs_models or merge.method.reads == "model"):
         source = merged_source(models, merge, study, beside=path, reporter=reporter)
+    elif source is None:
+        source = StreamedMerge(models, merge, reporter or Reporter())
     record = merge.record
     if merge.method.runs_models and study is not None:
         counts = [f"{len(at.calibration)} of {task}" for task, at in study.tasks.items() if at.calibration]

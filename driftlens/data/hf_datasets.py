@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 def open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
     """The rows of one split; ids are row numbers, class names those of the label column's ClassLabel."""
     splits, name = _load(entry, access), getattr(entry, split)
-    from datasets import Image  # `_load` says what to do without it
-
     if name not in splits:
         raise DataError(
             f"{entry.path}: no split {name!r}; there are {', '.join(splits)}", hint=did_you_mean(name, splits)
@@ -39,19 +37,27 @@ def open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
     origin = f"{entry.path}[{entry.config or ''}]:{name}"
     if entry.holds_texts:
         return _open_texts(entry, split, rows, where, origin)
-    _check_image_column(rows, entry.image, where)
+    picture = _pictures(entry, rows, entry.pixels, where)
     names, class_names = _labels(rows, entry.label, where) if entry.label else (None, None)
-    # Encoded, because decoding them `datasets` fetches any address and has Pillow start Ghostscript for PostScript.
-    mode, encoded = rows.features[entry.image].mode, Image(decode=False)
-    images = rows.select_columns([entry.image]).cast_column(entry.image, encoded)
-    folders = _folders(entry)
     return SplitView(
         origin=origin,
         ids=tuple(str(row) for row in range(len(rows))),
         class_names=class_names,
         label=lambda position: names[position] if names else None,
-        read=lambda row: _picture(images[row][entry.image], mode, folders, f"{where}, row {row}"),
+        read=picture,
     )
+
+
+def _pictures(entry: HfData, rows: Any, column: str, where: str) -> Callable[[int], Picture]:
+    """What reads the image of a row."""
+    from datasets import Image
+
+    _check_image_column(rows, column, where)
+    # Encoded, because decoding them `datasets` fetches any address and has Pillow start Ghostscript for PostScript.
+    mode, encoded = rows.features[column].mode, Image(decode=False)
+    images = rows.select_columns([column]).cast_column(column, encoded)
+    folders = _folders(entry)
+    return lambda row: _picture(images[row][column], mode, folders, f"{where}, row {row}")
 
 
 def _open_texts(entry: HfData, split: Split, rows: Any, where: str, origin: str) -> SplitView:
@@ -70,6 +76,7 @@ def _open_texts(entry: HfData, split: Split, rows: Any, where: str, origin: str)
         where=where,
         origin=origin,
         names=feature.names if isinstance(feature, ClassLabel) else None,
+        picture=_pictures(entry, rows, entry.pictures, where) if entry.pictures else None,
     )
 
 

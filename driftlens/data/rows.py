@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +55,13 @@ def text_view(
     origin: str,
     unit: str = "row",
     names: Sequence[str] | None = None,
-    folder: Path = Path(),
+    picture: Callable[[int], Any] | None = None,
 ) -> SplitView:
     """The samples of a split whose rows are texts; `row` gives those columns of a row that are asked.
 
     A split that serves no scores may lack the answers; of the test split all have one, where the column is named in the
-    spec. `names` are what whole numbers among the targets mean, `unit` what an id counts, `folder` where images lie.
+    spec. `names` are what whole numbers among the targets mean, `unit` what an id counts; `picture` reads the
+    image that a row is about.
     """
     from driftlens.spec.data import filled
 
@@ -89,8 +91,8 @@ def text_view(
                 hint="Leave such rows out, or name the column that holds the text as `input`.",
             )
         question = filled(entry.prompt or "{input}", fields)
-        if entry.pictures is not None:
-            return Pictured(question, target(position), str(folder / values[entry.pictures]))
+        if picture is not None:
+            return Pictured(question, target(position), partial(picture, position))
         return Text(question, target(position))
 
     def place(position: int) -> str:
@@ -125,7 +127,7 @@ def as_texts(
             hint="Give all rows one, or none.",
         )
     form = None if reader is None else reader.form
-    reader = _of_pictures(task, split, rows, reader)
+    _require_pictures(task, split, rows, reader)
     if reader is not None and entry.max_length is not None:
         reader = reader.limited(entry.max_length, f"data.{task}.max_length")
     if reader is not None and entry.prompt is not None:
@@ -150,18 +152,26 @@ def as_texts(
     )
 
 
-def _of_pictures(task: str, split: str, rows: Sequence[Text], reader: TextReader | None) -> TextReader | None:
-    """The reader, which opens the images of rows; refused where rows have images or the reader wants some, not both."""
+def _require_pictures(task: str, split: str, rows: Sequence[Text], reader: TextReader | None) -> None:
+    """Refuse rows that have images where the reader wants none, and the other way round."""
     reads_pictures = isinstance(reader, PictureReader)
     if reader is not None and any(isinstance(row, Pictured) != reads_pictures for row in rows):
         have, want = ("no images", "images and texts") if reads_pictures else ("images", "texts alone")
         raise DataError(
             f"task {task}: {split} samples have {have}, and the model reads {want}",
-            hint="Images beside texts need the loader hf-vlm; `image: COLUMN` names their paths, of all tasks or none.",
+            hint="Images beside texts need the loader hf-vlm; `image: COLUMN` names them, of all tasks or none.",
         )
-    if isinstance(reader, PictureReader):
-        return replace(reader, opened=lambda image: read_image(Path(image)))
-    return reader
+
+
+def _pictures(
+    pictures: str | None, rows: Sequence[Mapping[str, Any]], file: Path, where: str
+) -> Callable[[int], Any] | None:
+    """What reads the image whose path stands in a column of rows; None where no column is named."""
+    if pictures is None:
+        return None
+    paths = [row.get(pictures) for row in rows]
+    require_there(paths, file.parent, where)
+    return lambda position: read_image(file.parent / str(paths[position]))
 
 
 def _too_long(
@@ -260,9 +270,9 @@ def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
     keys = dict.fromkeys(key for row in values for key in row)
     if entry.pictures is not None:
         require_column(entry.pictures, keys, "image", str(file))
-        require_there([row.get(entry.pictures) for row in values], file.parent, str(file))
+    picture = _pictures(entry.pictures, values, file, str(file))
     named = {"where": str(file), "origin": str(file.resolve()), "unit": "line"}
-    return text_view(entry, split, ids, keys, values.__getitem__, **named, folder=file.parent)
+    return text_view(entry, split, ids, keys, values.__getitem__, **named, picture=picture)
 
 
 def _lines(file: Path) -> list[str]:
@@ -320,14 +330,13 @@ def _open_texts(entry: TableData, split: Split) -> SplitView:
         **related_columns(entry),
     }
     file, where, origin, rows, columns = _rows(entry, split, wanted)
-    if entry.pictures is not None:
-        require_there(columns[entry.pictures], file.parent, where)
 
     def row(position: int) -> dict[str, Any]:
         return {name: values[position] for name, values in columns.items()}
 
+    picture = _pictures(entry.pictures, [*map(row, range(len(rows)))], file, where)
     ids = list(map(str, rows))
-    return text_view(entry, split, ids, columns, row, where=where, origin=origin, folder=file.parent)
+    return text_view(entry, split, ids, columns, row, where=where, origin=origin, picture=picture)
 
 
 def _rows(

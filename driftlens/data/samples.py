@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -277,7 +276,7 @@ def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
 
 def _contents(value: Any) -> Iterable[bytes]:
     if isinstance(value, Pictured):  # wherever its image lies
-        yield from _contents([value.input, value.target, Path(value.image).read_bytes()])
+        yield from _contents([value.input, value.target, np.asarray(value.image())])
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield str(key).encode()

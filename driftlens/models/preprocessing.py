@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -61,7 +62,7 @@ class Preprocess:
         """The raw inputs of two samples, on which a model can be looked at."""
         pictures = [np.zeros((64, 64, 3), dtype=np.uint8)] * 2
         if isinstance(self.texts, PictureReader):
-            return self([Pictured(text, image=_rgb(pictures[0])) for text in _EXAMPLES])
+            return self([Pictured(text, image=partial(_rgb, pictures[0])) for text in _EXAMPLES])
         return self(pictures if self.texts is None else [(text, "") for text in _EXAMPLES])
 
 

@@ -197,8 +197,8 @@ class TextEntry(Entry):
 
     @property
     def pictures(self) -> str | None:
-        """The column of the paths of images that questions are about; None where they are about none."""
-        return getattr(self, "image", None) if self.holds_texts and self.kind != "hf" else None
+        """The column of the images that questions are about, or of their paths; None where they are about none."""
+        return getattr(self, "image", None) if self.holds_texts else None
 
     @model_validator(mode="after")
     def _texts_agree(self) -> Self:
@@ -213,10 +213,9 @@ class TextEntry(Entry):
                     "Add `input: COLUMN`, or a `prompt` with {COLUMN} in it.",
                 )
             return self
-        can_have_images = self.kind in ("jsonl", "table")
-        if images := [name for name in ("image", "label")[can_have_images:] if name in given]:
+        if "label" in given:
             raise problem(
-                f"{images[0]} belongs to images, and texts are asked for",
+                "label belongs to images, and texts are asked for",
                 "Take out one of the two; the column of answers is `target`.",
             )
         if self.words is not None and isinstance(self.classes, str | tuple):
@@ -292,7 +291,8 @@ class NpzData(Entry):
 class HfData(TextEntry):
     """A data set in the Hugging Face `datasets` format: a folder written by `save_to_disk`, or a Hub id.
 
-    Rows are images, or with `input` or `prompt` texts.
+    Rows are images, in the column `image` if left out, or with `input` or `prompt` texts; `image` is then the column of
+    the images that these are about.
     """
 
     kind: Literal["hf"]
@@ -302,8 +302,13 @@ class HfData(TextEntry):
     calibration: Text
     test: Text
     diagnosis: Text | None = None
-    image: Text = "image"
+    image: Text | None = None
     label: Text | None = "label"
+
+    @property
+    def pixels(self) -> str:
+        """The column of images."""
+        return self.image or "image"
 
 
 class JsonlData(Places, TextEntry):

@@ -8,9 +8,11 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from PIL import Image
 
 from driftlens.base.errors import DataError, DriftLensError, SpecError
 from driftlens.checkpoints.guarded import guarded
+from driftlens.data.samples import data_digest
 from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.models.language.texts import TextReader
 from driftlens.spec import load_spec
@@ -77,6 +79,51 @@ def test_every_kind_of_file_gives_the_same_questions_and_answers(tmp_path: Path,
     ]
     assert [view.read(at) for at in range(3)] == wanted
     assert [view.label(at) for at in range(3)] == [word for _, word in wanted]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "hf"])
+def test_questions_about_images_are_the_same_from_every_kind_of_file(tmp_path: Path, kind: str) -> None:
+    """Several may be about one image; what tells data from other data is its pixels, wherever it lies."""
+    shades = (10, 200)
+    digests = set()
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        folder.mkdir()
+        for at, shade in enumerate(shades):
+            Image.new("RGB", (4, 3), (shade, 0, 0)).save(folder / f"{at}.png")
+        rows = [{**row, "file": f"{at % 2}.png"} for at, row in enumerate(ROWS)]
+        values: dict[str, Any] = {"prompt": "{more}", "target": "number", "image": "file"}
+        if kind == "jsonl":
+            values |= both(jsonl(folder, rows))
+        elif kind == "hf":
+            import datasets
+
+            held = [{**row, "file": str(folder / str(row["file"]))} for row in rows]
+            data = datasets.Dataset.from_list(held).cast_column("file", datasets.Image())
+            datasets.DatasetDict(all=data).save_to_disk(folder / "saved")
+            values |= both("all", kind="hf", path=str(folder / "saved"))
+        else:
+            pd.DataFrame(rows).to_csv(folder / "rows.csv", index=False)
+            values |= both(str(folder / "rows.csv"), "table")
+        view = opened(**values)
+        read = [view.read(at) for at in range(3)]
+        assert [sample[:2] for sample in read] == [("blue", "3"), ("no", "4"), ("yes", "5")]
+        assert [sample.image().getpixel((0, 0))[0] for sample in read] == [10, 200, 10]
+        digests.add(data_digest(view.ids, view.read))
+    assert len(digests) == 1
+    Image.new("RGB", (4, 3), (shades[0] + 1, 0, 0)).save(tmp_path / "two" / "0.png")
+    if kind != "hf":  # which holds the image itself
+        assert data_digest(view.ids, view.read) not in digests
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [("gone.png", "1 of 3 images are not there, the first is gone.png"), (None, "a path is NoneType 'None'")],
+)
+def test_rows_whose_image_is_missing_are_refused(tmp_path: Path, file: Any, says: str) -> None:
+    Image.new("RGB", (4, 3)).save(tmp_path / "0.png")
+    rows = [{**row, "file": "0.png"} for row in ROWS[:2]] + [{**ROWS[2], "file": file}]
+    with pytest.raises(DataError, match=says):
+        opened(**both(jsonl(tmp_path, rows)), image="file")
 
 
 def test_braces_that_are_no_field_stay_and_a_value_is_never_read_as_a_template() -> None:

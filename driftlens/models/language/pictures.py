@@ -6,7 +6,7 @@ texts alone. The processor sees one sample at a time, so that no result depends 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,9 @@ class PictureReader(TextReader):
 
     Attributes:
         processor: the folder's own.
-        opened: the `image` of a sample -> the picture, of PIL.
     """
 
     processor: Any = None
-    opened: Callable[[Any], Any] = lambda image: image
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Entries by tokens, [n, t], padded on the right, and those of images as `together` has them."""
@@ -81,7 +79,7 @@ class PictureReader(TextReader):
     def _made(self, sample: Pictured, answer: list[int]) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
         """A question's entries by tokens, those of an answer behind it, and the entries of its image."""
         text = sample.input if self.mark in sample.input else f"{self.mark} {sample.input}"
-        made = self.processor(text=[text], images=[[self.opened(sample.image)]], return_tensors="pt")
+        made = self.processor(text=[text], images=[[sample.image().convert("RGB")]], return_tensors="pt")
         whole = made["input_ids"][0].tolist()
         kept = self._open_ended(whole)
         first = int(whole[:2] == [self.tokenizer.bos_token_id] * 2)  # of which one is kept

@@ -46,11 +46,11 @@ class Text(NamedTuple):
 
 
 class Pictured(NamedTuple):
-    """A sample of an image and a text: what is asked of it, what the answer should be, or nothing, and its file."""
+    """A sample of an image and a text: what is asked, what the answer should be, or nothing; `image()` is the image."""
 
     input: str
     target: str = ""
-    image: Any = ""
+    image: Any = None
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ def test_a_damaged_manifest_is_named(own: Path, text: str, complaint: str) -> No
 
 def test_a_newer_schema_is_refused_by_name(own: Path) -> None:
     edit_manifest(own, schema_version="2.0", files="whatever version 2 makes of it")
-    with pytest.raises(SchemaTooNewError, match=r"schema 2\.0; this DriftLens knows 1\.8") as caught:
+    with pytest.raises(SchemaTooNewError, match=r"schema 2\.0; this DriftLens knows 1\.9") as caught:
         open_run(own)
     assert "newer DriftLens" in caught.value.hint
 

@@ -124,7 +124,7 @@ def test_conform_leaves_its_argument_alone() -> None:
 def test_units_and_version_stand_in_the_file(tmp_path: Path) -> None:
     append_rows(tmp_path / "r.parquet", RESOURCES, pd.DataFrame({"phase": ["load"]}))
     schema = pq.read_schema(tmp_path / "r.parquet")
-    assert schema.metadata[b"driftlens.schema_version"] == b"1.8"
+    assert schema.metadata[b"driftlens.schema_version"] == b"1.9"
     assert schema.field("seconds").metadata[b"unit"] == b"s"
 
 
@@ -142,7 +142,7 @@ def test_a_column_that_an_older_version_lacked_is_null(tmp_path: Path) -> None:
 
 def test_a_column_of_a_newer_minor_version_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "r.parquet"
-    rewrite(path, pa.table({"phase": ["load"], "noise_db": [60.0]}), "1.9")
+    rewrite(path, pa.table({"phase": ["load"], "noise_db": [60.0]}), "1.10")
     assert tuple(read_table(path, RESOURCES).columns) == RESOURCES.names
 
 

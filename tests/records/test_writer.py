@@ -273,7 +273,7 @@ def test_a_second_writer_in_the_same_process_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_of_a_newer_minor_version_is_not_written_to(own: Path) -> None:
     record = json.loads((own / "manifest.json").read_text(encoding="utf-8"))
-    (own / "manifest.json").write_text(json.dumps(record | {"schema_version": "1.9"}), encoding="utf-8")
+    (own / "manifest.json").write_text(json.dumps(record | {"schema_version": "1.10"}), encoding="utf-8")
     assert open_run(own).tasks == ("cars", "mnist")
     with pytest.raises(SchemaTooNewError):
         RunWriter.resume(own)

@@ -59,6 +59,7 @@ class StepProblem:
         has_bias: whether the last input is the constant that the biases belong to.
         merged: the sites' parameters in the merged model, by the layer's own names.
         task_weight_sum: sum over tasks of the task weights.
+        num_rows: of every fold.
     """
 
     sites: tuple[Site, ...]
@@ -67,6 +68,7 @@ class StepProblem:
     has_bias: bool
     merged: Parameters
     task_weight_sum: float
+    num_rows: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,11 @@ class SiteUpdate:
 
     parameters: Mapping[str, Tensor]
     report: SiteReport
+
+    @classmethod
+    def kept(cls, site: Site, num_rows: int) -> SiteUpdate:
+        """That an expert of a mixture stays as merged, for want of rows."""
+        return cls({}, SiteReport(site.name, "kept", 0.0, None, None, 0.0, num_rows=num_rows))
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,6 @@ from driftlens.engine.problems import (
     InputSums,
     NormProblem,
     Problem,
-    SiteReport,
     SiteUpdate,
     Wanted,
     WeightedFold,
@@ -104,7 +103,7 @@ class Layerwise(ClosedForm):
             return self.solve(problem)
         [site], rows = problem.sites, problem.num_rows
         if rows < self.least_rows(problem.merged[f"{site.name}.weight"].shape[1]):
-            return [SiteUpdate({}, SiteReport(site.name, "kept", 0.0, None, None, 0.0, num_rows=rows))]
+            return [SiteUpdate.kept(site, rows)]
         return [
             replace(update, report=replace(update.report, num_rows=rows)) for update in self.solve(problem)
         ]

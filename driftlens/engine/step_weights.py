@@ -20,7 +20,7 @@ from driftlens.base.team import Team
 from driftlens.base.variants import expert_of
 from driftlens.engine.sites import row_weights
 from driftlens.engine.walk import OnStep, Passage, WaitingBatch
-from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInputs, Site, State
+from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, Routes, SideInputs, Site, State
 
 NUM_PASSES = 2
 _LEAST, _FLOOR = 1e-4, 0.02
@@ -190,11 +190,14 @@ class ExpertGradients:
             energies: list[list[Tensor]] = [[] for _ in groups]
             metrics = [torch.zeros(()) for _ in groups]
             for batch in self.passage.batches(layer, task, tell=partial(self.on_step, layer.index, task)):
-                seen = self._back(layer, parameters, batch, entered, draws(batch))
+                side = batch.side.along(Routes()) if layer.num_experts else batch.side
+                seen = self._back(layer, parameters, batch, side, entered, draws(batch))
                 for at, group in enumerate(groups):
                     y, gradients = seen[at]
                     state = batch.get(entered)
-                    count = row_counts(self.passage.pool.chain, layer, group.sites[0], y, state, batch.side)
+                    count = row_counts(self.passage.pool.chain, layer, group.sites[0], y, state, side)
+                    if group.sites[0].expert is not None:  # of an expert's gates the gradients know
+                        count = count.ne(0).to(count)
                     counts[at].append(count)
                     rows = [g.reshape(-1, g.shape[-1]) for g in gradients]
                     energies[at].append(sum((g.square().sum(1) for g in rows), count * 0) / len(rows))
@@ -230,6 +233,7 @@ class ExpertGradients:
         layer: Layer,
         parameters: Parameters,
         batch: WaitingBatch,
+        side: SideInputs,
         entered: str,
         draw: Callable[[int], Tensor],
     ) -> list[tuple[Tensor, list[Tensor]]]:
@@ -246,7 +250,10 @@ class ExpertGradients:
                 name: value.detach().requires_grad_(value.is_floating_point())
                 for name, value in batch.get(entered).items()
             }
-            out = layer.call(parameters, state, batch.side, tap if wanted else None)
+            out = layer.call(parameters, state, side, tap if wanted else None)
+            for name in wanted.difference(outputs):  # an expert that no token is sent to
+                weight = parameters[f"{name}.weight"]
+                outputs[name] = weight.new_zeros(0, len(weight)).requires_grad_()
             if layer.role == "head":
                 f = torch.nn.functional.normalize(layer.vectors(out, batch.side, self.pooling), dim=-1)
                 heads = [[(f * v.to(f)).sum()] for v in draw(f.shape[-1])]

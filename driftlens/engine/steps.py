@@ -13,7 +13,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -47,9 +47,9 @@ from driftlens.engine.step_weights import (
 )
 from driftlens.engine.walk import WaitingBatch
 from driftlens.linalg.joint_ridge import BIAS_INPUT, JointSums
-from driftlens.models.chain import Layer, Parameters, SideInputs, State
+from driftlens.models.chain import Layer, Parameters, Routes, SideInputs, State
 
-_WANTED = "wanted"
+_WANTED, _CHOSEN, _GATES = "wanted", "chosen experts", "gates"
 _AT_ONCE = 2048
 """Rows that are multiplied together at least, where there are so many: products of few are slow."""
 _LEAST = 1e-12
@@ -67,6 +67,7 @@ class _Sums:
     tasks: dict[str, tuple[Tensor, JointSums]]
     norms: dict[str, Tensor]
     factors: dict[str, float]
+    num_rows: list[int]
 
     def problem(self, group: Group, merged: Parameters) -> StepProblem:
         """What is to be solved; Gram matrices are brought to mean norm 1."""
@@ -83,6 +84,7 @@ class _Sums:
             group.has_bias,
             {name: value for name, value in merged.items() if name.rpartition(".")[0] in group.names},
             scale * sum(self.factors[task] for task in sorted(self.factors)),
+            self.num_rows,
         )
 
 
@@ -111,6 +113,17 @@ class Stepwise(ClosedForm):
     @abstractmethod
     def num_folds(self) -> int:
         """Parts that the samples fall into; 1 where nothing is held out."""
+
+    def solve_or_keep(self, problem: StepProblem) -> Sequence[SiteUpdate]:
+        """What `solve` says, and of an expert of a mixture that a fold has no tokens of that it stays as it is."""
+        if problem.sites[0].expert is None:
+            return self.solve(problem)
+        rows = sum(problem.num_rows)
+        if min(problem.num_rows) < 1:
+            return [SiteUpdate.kept(site, rows) for site in problem.sites]
+        return [
+            replace(update, report=replace(update.report, num_rows=rows)) for update in self.solve(problem)
+        ]
 
     @abstractmethod
     def solve(self, problem: StepProblem) -> Sequence[SiteUpdate]:
@@ -160,7 +173,7 @@ class StepWalk(CalibrationWalk):
                 self.pool,
                 layer,
                 problems,
-                self.calibrator.solve,
+                self.calibrator.solve_or_keep,
                 stored_in=self.ground.stored_in,
             )
             [(solved, of_step)] = solved_by_all(self.team, merged, lambda solve=solve: [solve()])  # type: ignore[misc]
@@ -304,8 +317,14 @@ class StepWalk(CalibrationWalk):
         seen, left = rows_and_output(layer, expert, state, side, tapped, names, stops=stops)
         for group, rows in zip(self.groups[layer.index], counts, strict=True):
             y = seen.outputs[group.names[0]]
-            rows.append(row_counts(self.pool.chain, layer, group.sites[0], y, state, side))
+            rows.append(row_counts(self.pool.chain, layer, group.sites[0], y, state, seen.side))
         wanted = dict(seen.outputs)
+        if (
+            (routes := seen.side.routes) is not None
+            and routes.chosen is not None
+            and routes.gates is not None
+        ):
+            wanted |= {_CHOSEN: routes.chosen, _GATES: routes.gates}
         for name, stream in streams.items():
             wanted[name] = wanted[name] + _stream(layer, stream, state, seen.inputs)
         batch.put(_WANTED, wanted)
@@ -332,7 +351,7 @@ class StepWalk(CalibrationWalk):
         energy = sum(self.energies[task][layer.index, at] for task in self.tasks if self.energies) / len(
             self.tasks
         )
-        sums = _Sums(folds, {}, {}, {})
+        sums = _Sums(folds, {}, {}, {}, [0] * len(folds))
         pending: list[_Rows] = [[] for _ in folds]
         for task, weighted in weights.items():
             expert_map = _affine(self.pool.parameters(expert_of(task), layer), group)
@@ -350,6 +369,7 @@ class StepWalk(CalibrationWalk):
             for x, targets, sizes in _weighted(rows_by_fold, maps, factor):
                 if len(x) + sum(len(rows) for kept in pending for rows, _ in kept) > _AT_ONCE:
                     _take_in(pending, folds)
+                sums.num_rows = [before + more for before, more in zip(sums.num_rows, sizes, strict=True)]
                 parts = (part.split_with_sizes(sizes) for part in (x, targets))
                 for fold, kept, rows, wished in zip(folds, pending, *parts, strict=True):
                     kept.append((rows, wished))
@@ -379,6 +399,7 @@ class StepWalk(CalibrationWalk):
             {task: (float(sums.norms[task]), sums.factors[task]) for task in sums.norms}
         )
         sizes = {task: pair for by_task in by_rank for task, pair in by_task.items()}
+        sums.num_rows = [sum(rows) for rows in zip(*self.team.gather(sums.num_rows), strict=True)]
         like = _affine(merged, group)
         sums.norms = {task: like.new_tensor(sizes[task][0]) for task in self.tasks}
         sums.factors = {task: sizes[task][1] for task in self.tasks}
@@ -409,9 +430,13 @@ class StepWalk(CalibrationWalk):
         batches = zip(self.passage.batches(layer, task), weighted.rows, strict=True)
         for number, (batch, count) in enumerate(batches, start=1):
             of_samples = [fold_of[digest] for digest in self.digests[batch]]
-            x, wanted = self._rows(layer, student, group, streams, batch)
+            x, wanted, tokens = self._rows(layer, student, group, streams, batch)
             # On the CPU, where their number per fold is known without waiting for a device.
-            fold = torch.tensor(of_samples).repeat_interleave(len(x) // len(of_samples))
+            fold = torch.tensor(of_samples)
+            if tokens is None:
+                fold = fold.repeat_interleave(len(x) // len(of_samples))
+            else:
+                fold = fold.repeat_interleave(tokens[0] // len(of_samples))[tokens[1].cpu()]
             some.append((x, wanted, count.sqrt()[:, None], fold))
             if number == num_batches or sum(len(x) for x, *_ in some) >= _AT_ONCE:
                 *rows, fold = (torch.cat(parts) for parts in zip(*some, strict=True))
@@ -422,12 +447,19 @@ class StepWalk(CalibrationWalk):
 
     def _rows(
         self, layer: Layer, student: Parameters, group: Group, streams: Mapping[str, str], batch: WaitingBatch
-    ) -> tuple[Tensor, Tensor]:
-        """Of one batch, what the student feeds a group, x~ [T, k], and what the sites should give, y1 [T, o]."""
+    ) -> tuple[Tensor, Tensor, tuple[int, Tensor] | None]:
+        """Of one batch, what the student feeds a group, x~ [T, k], and what the sites should give, y1 [T, o].
+
+        Of an expert of a mixture also how many tokens there are in all, and which of them are these rows.
+        """
         state, given = batch.get(TRUNK), batch.get(_WANTED)
+        side, tokens = batch.side, None
+        if (expert := group.sites[0].expert) is not None:
+            routes = Routes(given[_CHOSEN], given[_GATES], is_given=True)
+            side, tokens = side.along(routes), (len(given[_CHOSEN]), routes.of(expert)[0])
         added = {name: streams[name] for name in group.names if name in streams}
         tapped = {group.names[0], *added.values()} - {ENTERED}
-        seen, _ = rows_and_output(layer, student, state, batch.side, tapped, stops=True)
+        seen, _ = rows_and_output(layer, student, state, side, tapped, stops=True)
         x = seen.inputs[group.names[0]]
         x = x.reshape(-1, x.shape[-1])
         wanted = [
@@ -436,7 +468,7 @@ class StepWalk(CalibrationWalk):
         ]
         if group.has_bias:
             x = torch.cat([x, x.new_full((len(x), 1), BIAS_INPUT)], dim=1)
-        return x, torch.cat([y.reshape(len(x), -1) for y in wanted], dim=1)
+        return x, torch.cat([y.reshape(len(x), y.shape[-1]) for y in wanted], dim=1), tokens
 
     def _metric(self, weighted: Weighted, like: Tensor, *, is_first: bool) -> Tensor:
         """What this process has of a task's output metric: the first of those that share it has the identity's part."""

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
+from driftlens.calibration.residual import ResidualCal
 from driftlens.engine.calibrating import Ground
+from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.sites import select_sites
 from tests.calibration.helpers import TASKS, batched, given, updates_of
 from tests.reference import calibration as reference
@@ -20,16 +23,20 @@ N = 4
 SETTINGS = {"lam": 0.03, "rho": 1.7, "alpha": 0.4}
 
 
-def experts_calibrated(models: Family, size: int = N, **settings: Any) -> dict[tuple[int, str], Tensor]:
-    """New parameters of the first block alone, by layer and name."""
-    calibrator = FeatCal(**SETTINGS | settings)
+def layers_of(
+    models: Family, calibrator: Calibrator, size: int = N, layers: Any = (2,)
+) -> list[CalibratedLayer]:
+    """Some blocks, calibrated."""
     batches = batched(models.batches[0].inputs, size)
-    ground = Ground(
-        models.pool,
-        {task: given(batches) for task in TASKS},
-        select_sites(models.pool.chain, layers=[2], update=calibrator.update),
-    )
-    return updates_of(list(calibrator.calibrate(ground)))
+    sites = select_sites(models.pool.chain, layers=layers, update=calibrator.update)
+    return list(calibrator.calibrate(Ground(models.pool, {task: given(batches) for task in TASKS}, sites)))
+
+
+def experts_calibrated(
+    models: Family, calibrator: Calibrator, **options: Any
+) -> dict[tuple[int, str], Tensor]:
+    """New parameters by layer and name."""
+    return updates_of(layers_of(models, calibrator, **options))
 
 
 def enters(model: nn.Module, inputs: Any) -> Tensor:
@@ -80,7 +87,7 @@ def between(name: str, rows: Tensor) -> Tensor:
 @torch.no_grad()
 def test_every_expert_agrees_with_sums_over_the_tokens_it_is_sent(name: str) -> None:
     models = family(case(name), n=N, batch_size=N)
-    found, modules = experts_calibrated(models), models.modules
+    found, modules = experts_calibrated(models, FeatCal(**SETTINGS)), models.modules
     inputs = models.batches[0].inputs
     real = inputs["attention_mask"].flatten().bool()
     features = {role: enters(module, inputs)[real] for role, module in modules.items()}
@@ -110,3 +117,55 @@ def test_every_expert_agrees_with_sums_over_the_tokens_it_is_sent(name: str) -> 
                 ours = found[2, f"mlp.experts.{expert}.{matrix}.{part}"]
                 # Mixtral's router takes its softmax in float32.
                 assert float((ours - value).norm()) <= 1e-6 * float(value.norm()), (expert, matrix, part)
+
+
+@torch.no_grad()
+def test_residual_calibration_of_an_expert_is_a_ridge_over_its_tokens() -> None:
+    """Without upstream repair, gradients and folds it is (sum of w (W_task - W) x x') (sum of w x x' + ridge I)^-1."""
+    models, ridge = family(case("Mixtral"), n=N, batch_size=N), 0.1
+    calibrator = ResidualCal(order="block", residual=0, weights="uniform", cv="off", ridge=ridge)
+    found, modules = experts_calibrated(models, calibrator), models.modules
+    real = models.batches[0].inputs["attention_mask"].flatten().bool()
+    features = {role: enters(module, models.batches[0].inputs)[real] for role, module in modules.items()}
+    for expert in range(4):
+        merged = matrices(modules["merged"], expert)[0].weight
+        grams, crosses = [], []
+        for task in TASKS:
+            theirs = modules[f"expert:{task}"]
+            weights = torch.stack([gates(theirs, e)[expert] ** 2 for e in features[f"expert:{task}"]])
+            x = features["merged"] * (weights / weights.sum()).sqrt()[:, None]
+            grams.append(x.T @ x)
+            crosses.append((matrices(theirs, expert)[0].weight - merged) @ grams[-1])
+        scale = 1 / torch.stack([gram.norm() for gram in grams]).mean()
+        change = scale * sum(crosses) @ torch.linalg.inv(scale * sum(grams) + ridge * torch.eye(16))
+        ours = found[2, f"mlp.experts.{expert}.gate_up_proj.weight"] - merged
+        assert float((ours - change).norm()) <= 1e-5 * float(change.norm())
+
+
+CALIBRATORS = {"featcal": FeatCal(**SETTINGS), "residual": ResidualCal(folds=2)}
+
+
+@pytest.mark.parametrize("method", CALIBRATORS)
+@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss", "Llama 4"])
+def test_how_samples_are_batched_changes_nothing(name: str, method: str) -> None:
+    models = family(case(name), n=N, batch_size=N)
+    whole, one_by_one = (
+        experts_calibrated(models, CALIBRATORS[method], size=size, layers=None) for size in (N, 1)
+    )
+    assert whole.keys() == one_by_one.keys()
+    for key, value in whole.items():
+        assert float((one_by_one[key] - value).norm()) <= 1e-5 * float(value.norm()), key
+
+
+@pytest.mark.parametrize("method", CALIBRATORS)
+def test_an_expert_that_no_token_is_sent_to_stays_as_merged_and_is_named(method: str) -> None:
+    models = family(case("gpt-oss"), n=N, batch_size=N)
+    with torch.no_grad():
+        for module in models.modules.values():
+            module.model.layers[0].mlp.router.bias[2] = -1000  # type: ignore[union-attr]
+    [layer] = layers_of(models, CALIBRATORS[method])
+    experts = [report for report in layer.reports if ".experts." in report.site]
+    kept = {report.site for report in experts if report.kind == "kept"}
+    assert kept == {f"model.layers.0.mlp.experts.2.{matrix}" for matrix in ("gate_up_proj", "down_proj")}
+    assert not any(".experts.2." in name for name in layer.updates)
+    assert all(report.num_rows for report in experts if report.kind != "kept")

@@ -22,7 +22,7 @@ from driftlens.models.heads import LmHead
 from driftlens.models.language.texts import Text
 from tests.merging.applying import FEW
 from tests.zoo.cases import perturbed, with_seed
-from tests.zoo.decoders import CONFIGS, families, in_float64
+from tests.zoo.decoders import CONFIGS, MIXTURES, families, in_float64
 from tests.zoo.suite import files_of, spec_of_folders
 from tests.zoo.tensors import assert_every_tensor, site_keys, weights_in
 from tests.zoo.tokenizers import WORDS, word_tokenizer
@@ -118,11 +118,11 @@ def test_from_files_to_a_folder_that_transformers_loads(name: str, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param("Llama, untied", marks=LLAMA), pytest.param("Gemma 3", marks=GEMMA)]
+    "name", [pytest.param("Llama, untied", marks=LLAMA), pytest.param("Gemma 3", marks=GEMMA), "Mixtral"]
 )
 def test_every_merge_method_takes_decoders(name: str, tmp_path: Path) -> None:
     """Fewer keys than queries, tied embeddings of which few rows are read, heads of each model's own."""
-    spec = spec_of(CONFIGS[name], tmp_path)
+    spec = spec_of((CONFIGS | MIXTURES)[name], tmp_path)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     for method in merge_methods:
         settings = {

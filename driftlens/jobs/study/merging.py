@@ -445,7 +445,7 @@ class _SiteMoments:
             rows, left = rows_and_output(layer, parameters, state, side, names)
             for site in readers:
                 x = rows.inputs[site.name]
-                moments.add(site, x, row_weights(pool.chain, layer, site, x, state, side))
+                moments.add(site, x, row_weights(pool.chain, layer, site, x, state, rows.side))
             return left
 
         crossing = self.passage.crossing(layer, task, waits=self.merged is not None)

@@ -226,8 +226,11 @@ class _Watch(TorchFunctionMode):
         if site not in self.names or self.tap is None or (hear := self.tap(site, x.clone())) is None:
             return y
         bias = self.biases.get(site, 0.0)
-        changed = hear(y + bias)
-        return y if changed is None else changed - bias
+        heard = y + bias
+        changed = hear(heard)
+        if changed is None and not y.requires_grad:
+            return y
+        return (heard if changed is None else changed) - bias  # of what is heard come the gradients
 
     def _each(self, matrix: str, rows: Tensor, weights: Tensor) -> Tensor:
         """The same of all experts, each of which is handed every token, with zeros where it isn't meant."""

@@ -27,6 +27,9 @@ Step = Callable[[Tensor], Tensor]
 POOLED = "pooling"
 """The entry `pooling_mask` of raw inputs says which tokens a pooling sees, where these are not all that count."""
 
+EMBEDDED = "embedding"
+"""The setting of a chain that ends in embeddings: how these are pooled."""
+
 _INNER: Mapping[str, Pool] = {"cls": "cls", "lasttoken": "last"}
 """How features of inner boundaries are pooled; as the embedding is where that is a linear map, else by their mean."""
 
@@ -226,7 +229,7 @@ def with_embedding(chain: LayerChain, readout: Readout) -> LayerChain:
         library_states=library_states,
         require_shared=shared and (lambda models, batch: shared(models, _apart(batch)[0])),
         modality=replace(chain.modality, pool=pool),
-        settings={**chain.settings, POOLED: readout.pooling.said},
+        settings={**chain.settings, EMBEDDED: readout.pooling.said},
         final=None,
     )
 

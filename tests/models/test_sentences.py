@@ -67,7 +67,8 @@ def test_a_folder_of_sentences_is_opened_and_saved_whole(inside: str, tmp_path: 
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "base" / name).read_bytes(), name
     for name in ("sentence_bert_config.json", "tokenizer.json", "config.json"):
         assert (tmp_path / "out" / name).is_file(), name
-    assert "SentenceTransformer" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert all(word in card for word in ("SentenceTransformer(", "pipeline_tag: sentence-similarity"))
     # What was saved is such a folder again.
     assert load_architecture("hf-encoder", str(tmp_path / "out")).chain.modality.pool == "cls"
 
@@ -186,6 +187,8 @@ def test_an_expert_that_makes_other_embeddings_of_its_tokens_is_refused(tmp_path
     other = spec.model_copy(update={"layers": spec.layers.model_copy(update={"pool": "mean"})})
     with refusing(SpecError, "layers.pool is 'mean'", "by cls", hint="out", code=2):
         settings_of(other, chain)
+    # What families of images call so in their settings is none of a folder's.
+    assert settings_of(other, replace(chain, settings={"pooling": "cls"})).pool == "mean"
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_queries_are_scored_by_where_what_answers_them_is_ranked(
 def test_scores_of_embeddings_stand_in_the_verdict_with_intervals_of_changes(
     measured: tuple[Path, dict[str, Any], dl.DriftRun],
 ) -> None:
-    _, _, run = measured
+    folder, _, run = measured
     first, *others = verdict(run).sentences
     assert "Score (nDCG@10, Spearman correlation) (3 tasks, n = 40)" in first
     assert any("featcal" in text and "+-" in text for text in others)
@@ -188,6 +188,9 @@ def test_scores_of_embeddings_stand_in_the_verdict_with_intervals_of_changes(
         row = table.loc[(task, "calibrated:featcal")]
         assert row["metric"] == metric and row["low"] <= row["score"] <= row["high"]
     assert run.layers()["closure_error"].max() < 1e-4
+    card = (folder / "saved" / "README.md").read_text()
+    for word in ("library_name: sentence-transformers", "type: sentence-similarity", "type: ndcg_at_10"):
+        assert word in card
 
 
 def test_a_check_says_that_embeddings_are_scored_without_heads(

@@ -19,6 +19,7 @@ from driftlens.base.words import counted
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import is_hub_id, library_folder, repository_of
 from driftlens.findings.reading import printable, setting_text
+from driftlens.models.sentences import EMBEDDED
 from driftlens.runs.layout import SPEC, calibration_attachments, calibration_folder
 from driftlens.runs.manifest import CalibrationInfo, versions
 from driftlens.runs.standing import is_live
@@ -50,6 +51,10 @@ _PIPELINES = {
     **dict.fromkeys(("hf-clip", "open-clip"), "zero-shot-image-classification"),
     **dict.fromkeys(("hf-vit", "timm"), "image-classification"),
 }
+
+
+_SIMILARITY = "sentence-similarity"
+"""What it calls that of folders of sentence-transformers."""
 
 
 def model_card(run: DriftRun, name: str, usage: str = "") -> str:
@@ -225,10 +230,13 @@ def _written(
     """A card; the Hub knows no other parents than its own models, and of paths only the last part is shown."""
     loader, (license_said, left_out) = str(architecture.get("loader")), _licenses(origins)
     hub = list(dict.fromkeys(filter(None, map(_hub_id, origins.values()))))
+    library, pipeline = _LIBRARIES.get(loader.partition("-")[0]), _PIPELINES.get(loader)
+    if EMBEDDED in architecture:
+        library, pipeline = "sentence-transformers", _SIMILARITY
     front = ModelCardData(
         tags=[*(["merge", "model-merging"] if is_merge else []), *tags, "driftlens"],
-        library_name=_LIBRARIES.get(loader.partition("-")[0]),
-        pipeline_tag=_PIPELINES.get(loader),
+        library_name=library,
+        pipeline_tag=pipeline,
         base_model=hub or None,
         base_model_relation="merge" if hub and is_merge else None,
         model_name=name if results else None,  # without results it would be a field of its own
@@ -293,7 +301,8 @@ def _measured(run: DriftRun, name: str) -> list[EvalResult]:
     if (run.path / calibration_attachments(name)).exists():
         return []
     data, architecture = _spec(run).get("data", {}), run.manifest.architecture
-    kind = _TASKS.get(str(architecture.get("loader"))) or _TASKS.get(str(architecture.get("adapter")))
+    kind = _SIMILARITY if EMBEDDED in architecture else _TASKS.get(str(architecture.get("loader")))
+    kind = kind or _TASKS.get(str(architecture.get("adapter")))
     # Older runs don't say what their models read.
     read = architecture.get("reads", "image" if run.manifest.preprocessing else "")
     by_input = {"image": "image-classification", "text": "text-classification"}

@@ -56,7 +56,7 @@ from driftlens.models.language.vocabularies import (
 )
 from driftlens.models.own_heads import OwnHead
 from driftlens.models.saving import HEADS
-from driftlens.models.sentences import POOLED
+from driftlens.models.sentences import EMBEDDED
 from driftlens.models.taking_apart.interception import settle
 from driftlens.runs.layout import escape
 from driftlens.spec.published import PublishedTask, published_task
@@ -543,7 +543,7 @@ def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] 
                 f"{head.form.pool!r}",
                 hint=f"Take `pool` out, or give heads.{task} that reads them so.",
             )
-    stated = chain.settings.get(POOLED, pool)
+    stated = chain.settings.get(EMBEDDED, pool)
     if pool in _LIBRARY_POOLS and stated in _LIBRARY_POOLS.values() and stated != _LIBRARY_POOLS[pool]:
         raise SpecError(
             f"layers.pool is {pool!r}, but the base's folder of sentence-transformers pools by {stated}",

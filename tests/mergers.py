@@ -76,15 +76,16 @@ mergekit draws depends on the order of its work, so its DARE and DELLA are equal
 float32 the files are equal bit for bit, in bfloat16 and float16 to one unit in the last place (five families, a test
 that runs mergekit where it is installed). Methods: {", ".join(f"`{name}`" for name in METHODS)}.
 
-- `models`, `slices` or `modules`; slices keep every layer in its place, each may name models of its own.
+- `models`, `slices` or `modules`; slices keep every layer in its place, each may name models and a base of its own.
   `passthrough` that stacks, moves or repeats layers is refused: such a layer has no expert's layer to be compared with.
 - `model: PATH+ADAPTER`, `base_model`, `parameters` as numbers, lists over layers and `filter`s; what a method has no
-  such parameter for is passed over, as there, and said.
+  such parameter for is passed over, as there, and said; so are keys that nothing reads, unless they look like a slip.
 - `dtype` is what is computed in, else the type that is stored; `out_dtype`, or else that, is written. The order of sums
   and among equal magnitudes in half precision is mergekit's with one thread. Two methods, `arcee_fusion` and
   `ramplus_tl`, come out of it in float32 whatever the recipe says; here they are rounded to what the recipe says.
 - `tokenizer_source`, `tokenizer: {{source}}` and `chat_template` (`auto`, or the template itself) where all models have
-  one vocabulary; models whose tokens differ are refused by name. mergekit cuts off rows behind the last token; here
+  one vocabulary; models whose tokens differ are refused by name. Without a tokenizer rows are merged by their numbers,
+  as there, and tokenizers that differ are said. mergekit cuts off rows behind the last token; here
   they stay those of the base, so that experts and merge keep one shape. `tokens` and `pad_to_multiple_of` are refused.
 - `arcee_fusion` takes its quartiles of a tensor of more than a million entries from a sample, of its own draw.
 

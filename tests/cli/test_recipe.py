@@ -455,6 +455,26 @@ def test_a_tokenizer_is_followed_where_all_have_one_and_rows_of_no_token_stay(
         assert not torch.equal(merged[key][:tokens], base[key][:tokens])
 
 
+def test_without_a_tokenizer_rows_are_merged_by_their_numbers_and_what_differs_is_said(
+    folders: Folders, tmp_path: Path, run_cli: Cli
+) -> None:
+    shutil.copytree(folders["one"], tmp_path / "one")
+    file = tmp_path / "one" / "tokenizer.json"
+    stated = json.loads(file.read_text())
+    words = stated["model"]["vocab"]
+    stated["model"]["vocab"] = dict(zip(words, [*words.values()][::-1], strict=True))
+    file.write_text(json.dumps(stated))
+    places = folders | {"one": str(tmp_path / "one")}
+    for number, made in enumerate((recipe(places, "ties"), recipe(folders, "ties"))):
+        done = run_cli("merge", written(made, tmp_path), "--out", tmp_path / f"{number}")
+        assert done.code == 0 and ("the expert of one_0" in done.err) == (number == 0), done.err
+    merged = weights(tmp_path / "1")
+    assert all(torch.equal(value, merged[key]) for key, value in weights(tmp_path / "0").items())
+    asked = recipe(places, "ties", tokenizer_source="base")
+    done = run_cli("merge", written(asked, tmp_path), "--out", tmp_path / "asked")
+    assert done.code and "other ids than the base's" in done.message
+
+
 def test_a_chat_template_is_that_of_most_models_or_the_one_that_is_written(
     folders: Folders, tmp_path: Path, run_cli: Cli
 ) -> None:

@@ -112,10 +112,12 @@ def open_models(
     architecture: Architecture | None = None,
     attempt: Attempt = lambda name, opened: opened(),
     unread: bool = False,
+    by_number: bool = False,
 ) -> OpenModels:
     """All checkpoints that the spec names, the base first; `attempt` may do without a model that is broken.
 
-    `unread` says that no sample will be read: a decoder's tokenizer stays closed.
+    `unread` says that no sample will be read: a decoder's tokenizer stays closed. `by_number` says that rows of
+    vocabularies belong together by their number, whatever the tokenizers beside them say.
     """
     known, origins = architecture or open_architecture(spec, access, unread=unread), origins_of(spec)
     stored: dict[str, StateSource] = {}
@@ -135,7 +137,7 @@ def open_models(
             if not reads_texts:
                 return aligned
             folder, home = model_folder(place, stored[name]), library_folder(known.source)
-            if folder is not None and home is not None:
+            if folder is not None and home is not None and not by_number:
                 require_same_tokenizer(home, folder)
             notices.extend(filter(None, [require_same_reading(home, folder)]))
             fitted, told = with_rows(aligned, rows, sources.get("base"), folder, align=align)

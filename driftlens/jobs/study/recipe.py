@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -181,14 +182,15 @@ def merge_recipe(recipe: Recipe, path: PathLike, access: Access) -> list[str]:
     )
     merge = Merge(method, {"recipe": recipe.text})
     doubts = [doubt.text for doubt in companions(models)]
-    return [*recipe.notices, *save_merge(models, merge, path, source=merged, notices=doubts)[1]]
+    notices = [*models.notices, *doubts]
+    return [*recipe.notices, *save_merge(models, merge, path, source=merged, notices=notices)[1]]
 
 
 def _opened(recipe: Recipe, access: Access) -> tuple[OpenModels, dict[str, StateSource]]:
     """The models of a recipe, compared, and by the names that the recipe has for them."""
     names = recipe.models
     base = recipe.base or names[0]
-    tasks = {f"model{number:03d}": name for number, name in enumerate(names) if name != base}
+    tasks = {_task(name, number): name for number, name in enumerate(names) if name != base}
     described: dict[str, Any] = {
         "version": 1,
         "architecture": {"loader": "hf-decoder", "source": base.partition("+")[0]},
@@ -197,11 +199,19 @@ def _opened(recipe: Recipe, access: Access) -> tuple[OpenModels, dict[str, State
         "merge": {"method": "average"},
     }
     spec = load_spec(described)
-    models = open_models(spec, access, unread=recipe.tokenizer is None)
+    # Without a tokenizer mergekit reads none: rows of vocabularies are merged by their numbers.
+    is_unread = recipe.tokenizer is None
+    models = open_models(spec, access, unread=is_unread, by_number=is_unread)
     open_pool(spec, models, device="cpu")  # compares keys and shapes
     by_name = {base: models.sources["base"]}
     by_name |= {name: models.sources[f"expert:{task}"] for task, name in tasks.items()}
     return models, {name: _as_merged(by_name[name]) if "+" in name else by_name[name] for name in names}
+
+
+def _task(name: str, number: int) -> str:
+    """What notices call a model: by the ends of its paths, and its place in the recipe."""
+    ends = "_".join(Path(part).name for part in name.split("+"))
+    return re.sub(r"\W", "_", f"{ends}_{number}")
 
 
 def _as_merged(source: StateSource) -> StateSource:

@@ -277,6 +277,7 @@ def text_preprocess(
         int(min(stated, limit)),
         limit,
         start if form == "encoder-decoder" else None,
+        _opening(tokenizer, generation, start) if form == "encoder-decoder" else (),
         tuple(dict.fromkeys(token for token in named if token is not None)),
     )
     settings = {
@@ -287,6 +288,17 @@ def text_preprocess(
         "packing": "none",
     }
     return Preprocess(f"transformers {type(tokenizer).__name__}", reader, settings, texts=reader)
+
+
+def _opening(tokenizer: Any, generation: Mapping[str, Any], start: int | None) -> tuple[int, ...]:
+    """Tokens between the one that a decoder begins with and its answer: a forced one, or those of its tokenizer."""
+    if (forced := generation.get("forced_bos_token_id")) is not None:
+        return (forced,)
+    bare, whole = (
+        tokenizer(text_target="a", add_special_tokens=special)["input_ids"] for special in (False, True)
+    )
+    count = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
+    return tuple(token for token in whole[:count] if token != start)
 
 
 def _default_notice(source: str, what: str) -> str:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import transformers
 
 import driftlens as dl
-from driftlens.models.architecture import load_architecture, loaders
+from driftlens.models.architecture import Architecture, load_architecture, loaders
+from driftlens.models.language.texts import Text
 from tests.zoo import saved_families, seq2seq, world
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import CONFIGS
@@ -164,6 +166,7 @@ def test_no_loader_is_left_out() -> None:
     assert {loader for loader, _ in MADE.values()} == set(loaders)
 
 
+@pytest.mark.shows("sites", "reloads")
 @pytest.mark.parametrize(
     "name",
     [
@@ -183,9 +186,23 @@ def test_every_tensor_is_what_merging_and_calibrating_made_of_it(name: str, tmp_
     dl.merge(spec, out=tmp_path / "merged", method="task_arithmetic", parameters={"scaling": scaling})
     run = dl.analyze(spec, out=tmp_path / "run")
     assert run.layers(variant="merged")["closure_error"].max() < 1e-4
-    run.calibrate(dl.FeatCal(lam=1e-3, rho=1), name="small", save_weights=tmp_path / "out")
+    run = run.calibrate(dl.FeatCal(lam=1e-3, rho=1), name="small", save_weights=tmp_path / "out")
     known = load_architecture(loader, spec["architecture"]["source"])
     for place, solved in {"merged": {}, "out": site_keys(known, base)}.items():
         assert_every_tensor(
             base, experts, tmp_path / place, scaling=scaling, heads=heads, solved=solved, shared=shared
         )
+    if name in seq2seq.NAMES:
+        assert_reloads(known, run.features("b", "calibrated:small", layer="final"), tmp_path)
+
+
+def assert_reloads(known: Architecture, measured: Any, folder: Path) -> None:
+    """The library's own features of a saved encoder-decoder are those that were measured of it, in float16."""
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder / "out", dtype=torch.float64).eval()
+    assert known.preprocess is not None
+    rows = [json.loads(line)["input"] for line in (folder / "b-test.jsonl").read_text().splitlines()]
+    with torch.no_grad():
+        answers = [model(**known.preprocess([Text(row)]), output_hidden_states=True) for row in rows]
+    features = torch.cat([answer.decoder_hidden_states[-1][:, -1] for answer in answers])
+    nearest = torch.cdist(torch.tensor(measured).double(), features).min(dim=1).values
+    assert nearest.max() < 1e-3 * features.norm(dim=1).max()

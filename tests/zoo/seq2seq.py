@@ -75,5 +75,8 @@ def model(name: str, seed: int = 0) -> Any:
 
 def save(made: Any, folder: Path) -> Path:
     made.save_pretrained(folder)
-    word_tokenizer("encoder-decoder").save_pretrained(folder)
+    form = (
+        "decoder" if made.config.model_type == "bart" else "encoder-decoder"
+    )  # whose texts begin with a token
+    word_tokenizer(form, ends_texts=True).save_pretrained(folder)
     return folder

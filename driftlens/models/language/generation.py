@@ -31,7 +31,7 @@ def generate(
             whole: Tensor = module.generate(  # type: ignore[operator]
                 **fitted(module, batch), generation_config=settings
             )
-            skipped = batch["input_ids"].shape[1] if reader.form == "decoder" else 1
+            skipped = batch["input_ids" if reader.form == "decoder" else "decoder_input_ids"].shape[1]
             answers += [_answer(reader, row) for row in whole[:, skipped:].tolist()]
     return answers
 
@@ -40,7 +40,7 @@ def _batch(reader: TextReader, inputs: Sequence[Any], max_new_tokens: int) -> di
     """Questions as `generate` wants them: those of decoders padded on the left, so that all go on at one place."""
     if reader.form != "decoder":
         batch = reader([(text, "") for text in inputs])
-        return {name: batch[name] for name in ("input_ids", "attention_mask")}
+        return {name: batch[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
     return reader.continued(inputs, [()] * len(inputs), spare=max_new_tokens)
 
 
@@ -144,9 +144,9 @@ def _encoded_once(
     for column in columns:
         tokens = [(*reader.answer_tokens(answer), *ends) for answer in column]
         longest = max(map(len, tokens))
-        rows = [[reader.start or 0, *row[:-1]] for row in tokens]
+        rows = [[*reader.before_answers, *row[:-1]] for row in tokens]
         ids = torch.tensor([row + [reader.tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
         scores = module(
             encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=ids.to(device), use_cache=False
         ).logits
-        yield _summed(scores, tokens, at_end=False)
+        yield _summed(scores[:, len(reader.opening) :], tokens, at_end=False)

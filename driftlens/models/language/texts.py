@@ -61,6 +61,7 @@ class TextReader:
         max_length: tokens of a row at most, special ones and a decoder's answer included.
         limit: the most that `max_length` may be.
         start: the token a decoder of its own begins with; None elsewhere.
+        opening: tokens that stand before every answer of such a decoder (BART's begin of a text, NLLB's language).
         ends: tokens with which the model ends an answer, as its files say; that of the tokenizer is the first.
         prompts: what the model's folder says that stands before texts; None where it says nothing.
         lead: what does stand before every text.
@@ -73,6 +74,7 @@ class TextReader:
     max_length: int = UNLIMITED
     limit: int = UNLIMITED
     start: int | None = None
+    opening: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
     prompts: Prompts | None = None
     lead: str = ""
@@ -95,9 +97,8 @@ class TextReader:
             led = len(begin) - (begin[-1] in self.tokenizer.all_special_ids)
             columns["pooling_mask"] = [[0] * min(led, len(row)) + [1] * (len(row) - led) for row in rows]
         if self.form == "encoder-decoder":
-            answers = [
-                [self.start or 0, *self.answer_tokens(sample[1])][: self.max_length] for sample in samples
-            ]
+            before = self.before_answers
+            answers = [[*before, *self.answer_tokens(sample[1])][: self.max_length] for sample in samples]
             columns["decoder_input_ids"] = answers
             columns["decoder_attention_mask"] = [[1] * len(row) for row in answers]
         for name, lists in columns.items():
@@ -150,6 +151,11 @@ class TextReader:
         before = ids(_BEFORE) if self.form == "decoder" else []
         both = ids(_BEFORE + answer) if before else []
         return tuple(both[len(before) :] if before and both[: len(before)] == before else ids(answer))
+
+    @property
+    def before_answers(self) -> tuple[int, ...]:
+        """What a decoder of its own has read before the first token of an answer."""
+        return (self.start or 0, *self.opening)
 
     @property
     def end(self) -> int | None:

@@ -81,7 +81,8 @@ class Computed:
 
 def computed_arguments(module: nn.Module, block: nn.Module) -> dict[str, Computed]:
     """By names or places, the arguments of a model's blocks that are known to be computed of weights outside them."""
-    known = (  # DeBERTa's, by keyword, MPNet's and T5's, by place
+    # DeBERTa's, by keyword, MPNet's and T5's, by place.
+    known: tuple[tuple[str, str, tuple[str, ...], Callable[[Tensor], tuple[Any, ...]]], ...] = (
         ("rel_embeddings", "get_rel_embedding", ("rel_embeddings", "LayerNorm"), lambda _: ()),
         ("2", "compute_position_bias", ("relative_attention_bias",), lambda hidden: (hidden,)),
         ("2", "compute_bias", ("relative_attention_bias",), lambda hidden: (hidden.shape[1],) * 2),

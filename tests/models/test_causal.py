@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,22 @@ from driftlens.base.errors import IncompatibleModelsError
 from driftlens.models.architecture import load_architecture
 from driftlens.models.families.causal import causal_chain
 from tests.refusing import refusing
-from tests.zoo.decoders import CONFIGS, SLIDING, TINY, of
+from tests.zoo.cases import perturbed
+from tests.zoo.decoders import CONFIGS, MORE, TINY, of
 from tests.zoo.tokenizers import word_tokenizer
+from tests.zoo.walking import chain_states, largest_difference
 
-PER_LAYER = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40, "num_kv_shared_layers": 0}
+GEMMA_3N = {
+    **{"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40, "num_kv_shared_layers": 0},
+    **{"laurel_rank": 4, "activation_sparsity_pattern": None, "num_hidden_layers": 4},
+}
 REFUSED = {
     "computed from weights": of(
-        "gemma4_text",
-        **PER_LAYER,
-        **SLIDING | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+        *("cpmant", "num_key_value_heads", "intermediate_size", "head_dim", "max_position_embeddings"),
+        **{"dim_head": 4, "dim_ff": 24},
+    ),
+    "not what one module makes": of(
+        "gemma3n_text", **GEMMA_3N, layer_types=["sliding_attention", "full_attention"] * 2
     ),
     "runs one block after the other|not what one module makes": of("nanochat", "head_dim"),
 }
@@ -94,3 +102,23 @@ def test_an_encoder_that_may_answer_is_no_causal_model(tmp_path: Path) -> None:
     for loader in ("hf-decoder", "hf-auto"):
         with refusing(IncompatibleModelsError, "a bert model (BertLMHeadModel)", code=4):
             load_architecture(loader, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changed", "first"),
+    [("model.embed_tokens_per_layer.weight", 2), ("model.layers.1.self_attn.k_proj.weight", 3)],
+    ids=["embeddings per layer", "keys of an earlier block"],
+)
+def test_what_waits_beside_features_is_each_models_own(changed: str, first: int) -> None:
+    """A model that differs in this alone drifts from the first block that reads it on, as its library says."""
+    config = (CONFIGS | MORE)["Gemma 4"]
+    base = perturbed(transformers.AutoModelForCausalLM.from_config(config), 0, 0.2).double().eval()
+    other = deepcopy(base)
+    other.get_parameter(changed).data *= -1
+    chain, _ = causal_chain(base, BATCH)
+    states = {model: chain_states(chain, model, BATCH) for model in (base, other)}
+    for model, made in states.items():
+        assert largest_difference(made, chain.library_states(model, BATCH)) < 1e-12
+    assert all(not leaf[1, ..., 3, :].any() for state in states[base] for leaf in state.values())
+    equal = [torch.equal(*(states[model][at]["hidden"] for model in states)) for at in range(6)]
+    assert equal.index(False) == first - 1

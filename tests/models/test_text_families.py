@@ -36,7 +36,7 @@ from tests.zoo.tokenizers import word_tokenizer
 from tests.zoo.walking import chain_states, largest_difference
 
 FLOAT32 = (
-    *("gemma", "gemma2", "gemma3_text", "gpt_neo", "mpt", "mamba", "mamba2", "qwen3_5_text"),
+    *("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt_neo", "mpt", "mamba", "mamba2", "qwen3_5_text"),
     *(config.model_type for config in MIXTURES.values()),
 )
 """Of these parts compute in float32 whatever the model's dtype, and round by how many rows there are."""

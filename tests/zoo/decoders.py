@@ -88,6 +88,12 @@ _MAMBA = {
     "mamba_chunk_size": 8,
 }
 
+_GEMMA4 = {
+    **{"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40},
+    **{"num_hidden_layers": 4, "sliding_window": 3, "final_logit_softcapping": 2.0},
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
 CONFIGS = {
     "Llama": transformers.LlamaConfig(**TINY, tie_word_embeddings=True),
     "Llama, untied": transformers.LlamaConfig(**TINY, tie_word_embeddings=False),
@@ -145,6 +151,10 @@ MORE = {
         **{"attention_types": [[["global", "local", "global"], 1]], "window_size": 3},
     ),
     "Qwen3.5": of("qwen3_5_text", **_LINEAR),
+    "Gemma 4": of("gemma4_text", **_GEMMA4 | {"num_kv_shared_layers": 2}),
+    "Gemma 4, dense": of(
+        "gemma4_text", **_GEMMA4 | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+    ),
     "LFM2": of("lfm2", "head_dim", layer_types=["conv", "full_attention", "conv"], block_multiple_of=8),
     "Falcon-H1": of("falcon_h1", **_MAMBA | {"mamba_d_ssm": 32}),
     "Bamba": of("bamba", "head_dim", attn_layer_indices=[1], **_MAMBA),

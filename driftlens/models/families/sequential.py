@@ -318,7 +318,7 @@ def _traced(parts: Dissection, example: Any) -> _Seen:
         device = features["hidden"].device
         bare = torch.device("meta") if parts.is_hollow else device
         with buffers_on(module, bare) if parts.is_hollow else nullcontext():
-            features, beside = {"hidden": features["hidden"].to(bare)}, side.to(bare)
+            features, beside = {name: x.to(bare) for name, x in features.items()}, side.to(bare)
             streams = {stream: beside[f"inputs.{name}"] for name, stream in parts.beside.items()}
             for position, (block, slots) in enumerate(zip(parts.blocks, parts.slots, strict=True)):
                 parameters = {

@@ -33,6 +33,7 @@ from driftlens.models.frames import (
     unflattened,
     without_padding,
 )
+from driftlens.models.taking_apart import carried
 from driftlens.models.taking_apart.interception import (
     Recording,
     bypassed,
@@ -132,6 +133,7 @@ class Dissection:
         self.paths = list(blocks)
         self.blocks = list(blocks.values())
         self.computed = computed_arguments(module, self.blocks[0])
+        self.carries = any(carried.is_given(block) for block in self.blocks)
         self.mixtures = [mixture_of(block) for block in self.blocks]
         self._frames: list[Frame] | None = None
         self.slots = [self._slots(position) for position in range(len(self.blocks))]
@@ -255,8 +257,18 @@ class Dissection:
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Features that reach the first block."""
         args, kwargs = inputs_in(side).arguments(state)
-        hidden = run_until(self.blocks[0], lambda: call(self.module, parameters, args, kwargs))
-        return {"hidden": self._features(0, hidden, side.mask("hidden"))}
+        whole, mask = partial(call, self.module, parameters, args, kwargs), side.mask("hidden")
+        if not self.carries:
+            return {"hidden": self._features(0, run_until(self.blocks[0], whole), mask)}
+        # What the blocks are given beside features, too, of a pass through all in which none of them computes.
+        frames = [frame_at(side, position) for position in range(len(self.blocks))]
+        passing = [
+            (block, lambda hidden, *_, frame=frame, **__: frame.output(hidden))
+            for block, frame in zip(self.blocks, frames, strict=True)
+        ]
+        with replaced_forwards(passing), carried.watched(self.blocks, mask) as entered:
+            hidden = run_until(self.blocks[-1], whole, past=True)
+        return {**carried.entering(0, entered), "hidden": self._features(0, hidden, mask)}
 
     def block(
         self,
@@ -277,6 +289,7 @@ class Dissection:
                 kwargs[name] = of.value(parameters, state["hidden"])
             elif name.isdecimal() and args[int(name)] is not None:  # else the block has the weights itself
                 args[int(name)] = of.value(parameters, state["hidden"])
+        shared = carried.given(block, position, state, args, kwargs) if self.carries else {}
         path, slots = self.paths[position], self.slots[position]
         weights, stacks = dict[str, Tensor](), defaultdict[str, list[str]](list)
         for name, slot in slots.items():
@@ -289,7 +302,9 @@ class Dissection:
         mixed = mixing(self.mixtures[position], weights, sites, tap, side.routes)
         with tapped(block, [site for site in sites if site.expert is None], tap), mixed:
             hidden = features_of(path, call(block, weights, tuple(args), kwargs))
-        return {"hidden": self._features(position + 1, hidden, side.mask("hidden"))}
+        mask = side.mask("hidden")
+        beside = carried.waiting(position, self.blocks, state, shared, mask)
+        return {**beside, "hidden": self._features(position + 1, hidden, mask)}
 
     def head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """What the module returns when the given features leave its last block.
@@ -319,9 +334,14 @@ class Dissection:
         named = raw_inputs(inputs)
         mask = padding_mask(named, self.mask)
         past = module.get_submodule(self.final) if self.final else None
-        recording = self._observed(module, named, keep=True, past=past)
-        states = [self._features(boundary, x, mask) for boundary, x in enumerate(recording.features)]
-        return [{"hidden": hidden} for hidden in [*states, self._output(recording.output, mask)]]
+        blocks = [module.get_submodule(path) for path in self.paths if self.carries]
+        with carried.watched(blocks, mask) as entered:
+            recording = self._observed(module, named, keep=True, past=past)
+        states = [
+            {**carried.entering(boundary, entered), "hidden": self._features(boundary, x, mask)}
+            for boundary, x in enumerate(recording.features)
+        ]
+        return [*states, {"hidden": self._output(recording.output, mask)}]
 
     def require_shared(self, models: Iterable[tuple[str, nn.Module]], inputs: Any) -> None:
         """Refuse models whose blocks are given anything but features that differs, bit by bit, from model to model.
@@ -394,6 +414,9 @@ class Dissection:
                 otherwise = self.channels_last[max(boundary - 1, 0)]
                 self.channels_last[boundary] = _lies_last(shape, reader, otherwise)
             self._has_seen_readers = True
+        if self.carries:
+            pairs = zip(recording.frames, self.blocks, strict=False)
+            recording.frames = [carried.bare(frame, block) for frame, block in pairs]
         return recording
 
 

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from driftlens.base.errors import SpecError
 from driftlens.models.chain import Parameters
 from driftlens.models.frames import OTHER_LIST, Frame, features_of, find_features, mapped
+from driftlens.models.taking_apart.carried import SHARED
 
 _PLAIN = {"use_cache": False, "_experts_implementation": "eager"}
 """What configurations of transformers are set to while a module runs."""
@@ -154,10 +155,15 @@ def hollow(blocks: Mapping[str, nn.Module], forms: dict[str, Any]) -> contextlib
     features is what they would be given, wherever no weight takes part in it. How blocks dress features that keep their
     shape is remembered in `forms`; they are not asked again.
     """
-    return replaced_forwards((block, partial(_shell, path, block, forms)) for path, block in blocks.items())
+    shared: dict[str, Any] = {}
+    return replaced_forwards(
+        (block, partial(_shell, path, block, forms, shared)) for path, block in blocks.items()
+    )
 
 
-def _shell(path: str, block: nn.Module, forms: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+def _shell(
+    path: str, block: nn.Module, forms: dict[str, Any], shared: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
     features = find_features(path, args, kwargs)[1]
     if path in forms:
         return forms[path](features.new_zeros(features.shape))
@@ -167,7 +173,10 @@ def _shell(path: str, block: nn.Module, forms: dict[str, Any], *args: Any, **kwa
 
     try:
         with buffers_on(block, torch.device("meta")):
-            output = type(block).forward(block, *mapped(args, bare), **mapped(kwargs, bare))
+            asked = mapped(kwargs, bare)
+        if SHARED in asked:  # to which a block adds what those behind it read
+            asked[SHARED] = shared
+        output = type(block).forward(block, *mapped(args, bare), **asked)
     except NotImplementedError:  # it reads numbers, such as the lengths of what is packed
         zeros = {f"module.{name}": value for name, value in zeros_like_weights(block, features).items()}
         output = call(_Unheard(block), zeros, args, kwargs)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from driftlens.base.errors import DataError
+from driftlens.base.errors import DataError, SpecError
+from driftlens.data.related import related_columns
 from driftlens.data.rows import as_texts, text_view
 from driftlens.data.samples import SampleSet, draw, mask_beside, shuffled
 from driftlens.data.sources import Split, class_name, names_of, refused
@@ -141,6 +142,11 @@ def live_texts(
     `given` has, for diagnosis and perhaps for calibration, rows and how many are kept (None: all). A row maps columns
     to values, or is a question, or a pair of a question and its answer; `entry` is what a spec would say of them.
     """
+    if related := related_columns(entry):
+        raise SpecError(
+            f"texts[{task!r}]: {next(iter(related))} is not read of rows at hand",
+            hint="Pairs and queries are scored of files: write them as JSON lines, and name these in a spec.",
+        )
     sets, where, names = dict[str, SampleSet](), f"data[{task!r}]", (entry.input or "input", entry.answers)
     for split, (rows, n) in given.items():
         with refused(

@@ -19,10 +19,13 @@ from scipy.stats import spearmanr
 import driftlens as dl
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError, DriftLensError, SpecError
+from driftlens.data.live import live_texts
 from driftlens.findings.verdict import verdict
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.opening import open_data
+from driftlens.models.language.texts import TextReader
 from driftlens.spec import load_spec
+from driftlens.spec.data import TextEntry
 from tests.refusing import refusing
 from tests.zoo.sentences import embedder, sentences, tokenizer_of
 from tests.zoo.suite import spec_of_folders
@@ -255,6 +258,12 @@ def test_a_data_set_holds_lists_of_passages_and_a_corpus_as_a_split(tmp_path: Pa
         assert len(compared.passages.candidates(compared.of(0))) == count
         found = {compared.passages.texts[place] for place in compared.passages.answers(compared.of(0))}
         assert found == set(rows["test"][int(test.ids[0])]["good"])
+
+
+def test_rows_at_hand_are_no_pairs() -> None:
+    entry = TextEntry(kind="jsonl", input="input", pair="other")
+    with refusing(SpecError, "texts['a']: pair", hint="JSON lines", code=2):
+        live_texts("a", {"diagnosis": ([("red", "1")], None)}, entry, TextReader(tokenizer_of("BERT")), 0, 4)
 
 
 def _without_positives(data: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -135,7 +135,7 @@ class Refitted:
         """The header of tensors that lie end to end, those of one number, or all, behind each other by their rows."""
         headers = [self.whole.headers[name] for name in names]
         each = len(_alternatives(key))
-        length = sum(header.shape[0] for header in headers[:each])
+        length = sum(math.prod(header.shape[:1]) for header in headers[:each])
         shape = (length, *headers[0].shape[1:])
         for name, header, like in zip(names, headers, itertools.cycle(headers[:each])):
             if header.shape != like.shape or header.shape[1:] != shape[1:]:
@@ -153,13 +153,14 @@ class Refitted:
 
     def _joined(self, header: TensorHeader, start: int, stop: int) -> Tensor:
         joined = torch.empty((stop - start, *header.shape[1:]), dtype=header.dtype)
-        flat, each = joined.view(-1), math.prod(header.shape[1:])
-        for name, place, wanted in _overlaps(header, start * each, stop * each):
-            read, behind = (
-                _entries(self.whole.read, self.whole.headers[name], name, wanted),
-                max(0, place - start * each),
-            )
-            flat[behind : behind + len(read)] = read
+        flat, place = joined.view(-1), -start * math.prod(header.shape[1:])
+        for name, shape in header.parts:
+            size, row = math.prod(shape), max(1, math.prod(shape[1:]))
+            first, last = max(0, -place) // row, min(size, len(flat) - place) // row
+            if first < last:
+                rows = self.whole.read(name, (first, last)).reshape(-1)
+                flat[place + first * row : place + last * row] = rows
+            place += size
         return joined
 
 
@@ -173,7 +174,8 @@ class Stored:
 
     def __init__(self, source: StateSource, wrapper: str = "") -> None:
         self.name, self._source = source.name, source
-        self._last: tuple[tuple[str, tuple[int, int] | None], Tensor] | None = None
+        # A joint may have to be computed: once, for all its parts, which follow each other.
+        self._last: tuple[str, Tensor] | None = None
         self._rows: dict[str, list[str]] = {}
         self._joints: dict[str, tuple[str, int]] = {}
         self.headers: dict[str, TensorHeader] = {}
@@ -196,45 +198,16 @@ class Stored:
         require_key(self, key)
         if key in self._joints:
             joint, place = self._joints[key]
+            if self._last is None or self._last[0] != joint:
+                self._last = None  # before the next one is made
+                self._last = joint, self._source.read(joint).reshape(-1)
             shape = self.headers[key].shape
-            entries = _entries(
-                self._kept, self._source.headers[joint], joint, (place, place + math.prod(shape))
-            )
-            tensor = entries.reshape(shape)
+            tensor = self._last[1][place : place + math.prod(shape)].reshape(shape)
         elif self._rows[key] == [key]:
             return self._source.read(key, rows)
         else:
             tensor = torch.cat([*map(self._source.read, self._rows[key])])
         return tensor if rows is None else tensor[slice(*rows)]
-
-    def _kept(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """Rows of a joint, which may have to be computed; what lies beside in them is mostly asked for next."""
-        if self._last is None or self._last[0] != (key, rows):
-            self._last = None
-            self._last = (key, rows), self._source.read(key, rows)
-        return self._last[1]
-
-
-def _overlaps(header: TensorHeader, start: int, stop: int) -> Iterator[tuple[str, int, tuple[int, int]]]:
-    """Of entries [start, stop) of a joint: a tensor, where it begins in the joint, which of its entries are wanted."""
-    place = 0
-    for name, shape in header.parts:
-        size = math.prod(shape)
-        low, high = max(start, place), min(stop, place + size)
-        if low < high:
-            yield name, place, (low - place, high - place)
-        place += size
-
-
-def _entries(read: Callable[..., Tensor], header: TensorHeader, key: str, wanted: tuple[int, int]) -> Tensor:
-    """Entries [start, stop) of a tensor, flat; only the rows that they lie in are read."""
-    start, stop = wanted
-    if wanted == (0, math.prod(header.shape)):
-        return read(key).flatten()
-    each = math.prod(header.shape[1:])
-    first = start // each
-    rows: Tensor = read(key, (first, -(-stop // each)))
-    return rows.flatten()[start - first * each : stop - first * each]
 
 
 @dataclass(frozen=True)

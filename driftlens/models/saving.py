@@ -32,6 +32,7 @@ from driftlens.checkpoints.sentences import MODULES, flat
 from driftlens.checkpoints.sources import (
     DTYPES,
     Composed,
+    OnDemand,
     StateSource,
     TensorHeader,
     check_finite,
@@ -83,9 +84,8 @@ class Patched:
     An update is asked for, checked and cast to the base's dtype whenever it is read.
     """
 
-    def __init__(self, base: StateSource, updates: Mapping[str, Tensor] | StateSource) -> None:
-        self._keys = updates if isinstance(updates, Mapping) else updates.headers
-        for key in self._keys:
+    def __init__(self, base: StateSource, updates: Mapping[str, Tensor]) -> None:
+        for key in updates:
             require_key(base, key)
         self.name = base.name
         self.headers = base.headers
@@ -94,14 +94,12 @@ class Patched:
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
         """The update of `key` in the base's dtype, or the base's own tensor."""
-        if key not in self._keys:
+        if key not in self._updates:
             return self._base.read(key, rows)
-        header, updates = self.headers[key], self._updates
-        update = updates[key].detach() if isinstance(updates, Mapping) else updates.read(key, rows)
-        shape = tuple(update.shape) if isinstance(updates, Mapping) else updates.headers[key].shape
-        if shape != header.shape:
+        header, update = self.headers[key], self._updates[key].detach()
+        if tuple(update.shape) != header.shape:
             raise ShapeError(
-                f"{key!r} has shape {list(header.shape)} in {self.name}, its update {list(shape)}",
+                f"{key!r} has shape {list(header.shape)} in {self.name}, its update {list(update.shape)}",
                 hint="Updates come in the layout of the base's own checkpoint.",
                 key=key,
             )
@@ -109,8 +107,7 @@ class Patched:
             raise CheckpointError(
                 f"{self.name}: {key!r} is {header.dtype}, an update of it would be cut to integers"
             )
-        is_cut = rows is not None and isinstance(updates, Mapping)
-        value = (update[slice(*rows)] if is_cut and rows else update).to("cpu", header.dtype)
+        value = (update if rows is None else update[slice(*rows)]).to("cpu", header.dtype)
         check_finite(f"the update of {self.name}", key, value)
         return value
 
@@ -203,17 +200,16 @@ def save_model(
 
     def stored(names: Mapping[str, str], wrapper: str) -> Stored:
         updates = {name: canonical[key] for name, key in names.items() if key in canonical}
-        return Stored(Patched(renamed(base, names), renamed(model, updates)), wrapper)
+        made = OnDemand(updates, lambda name: model.read(updates[name]))
+        return Stored(Patched(renamed(base, names), made), wrapper)
 
     target, form = pathlib.Path(path), architecture.folder
     if target.suffix == ".safetensors":
         save_state_dict(target, stored({key: key for key in base.headers}, ""), metadata)
         return
     assert form is not None and architecture.layout is not None  # `require_target` refused it
-    names, wrapper = (
-        _library_names(architecture, base, form),
-        architecture.layout.wrapper(base.headers, base.name),
-    )
+    names = _library_names(architecture, base, form)
+    wrapper = architecture.layout.wrapper(base.headers, base.name)
     tensors = stored(names, wrapper)
     files = _files(base, tensors.headers, wrapper, form)
     beside = _companions(architecture, base, form)

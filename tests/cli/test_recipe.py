@@ -455,15 +455,18 @@ def test_a_tokenizer_is_followed_where_all_have_one_and_rows_of_no_token_stay(
         assert not torch.equal(merged[key][:tokens], base[key][:tokens])
 
 
+def with_swapped_words(folder: Path) -> None:
+    stated = json.loads((folder / "tokenizer.json").read_text())
+    words = stated["model"]["vocab"]
+    stated["model"]["vocab"] = dict(zip(words, [*words.values()][::-1], strict=True))
+    (folder / "tokenizer.json").write_text(json.dumps(stated))
+
+
 def test_without_a_tokenizer_rows_are_merged_by_their_numbers_and_what_differs_is_said(
     folders: Folders, tmp_path: Path, run_cli: Cli
 ) -> None:
     shutil.copytree(folders["one"], tmp_path / "one")
-    file = tmp_path / "one" / "tokenizer.json"
-    stated = json.loads(file.read_text())
-    words = stated["model"]["vocab"]
-    stated["model"]["vocab"] = dict(zip(words, [*words.values()][::-1], strict=True))
-    file.write_text(json.dumps(stated))
+    with_swapped_words(tmp_path / "one")
     places = folders | {"one": str(tmp_path / "one")}
     for number, made in enumerate((recipe(places, "ties"), recipe(folders, "ties"))):
         done = run_cli("merge", written(made, tmp_path), "--out", tmp_path / f"{number}")
@@ -595,6 +598,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "not in the cache": ({"models": ("one", "nobody/nothing")}, "nobody/nothing"),
     "other shapes": ({"models": ("one", "wide")}, "and of base differ in shape: [16, 32] for [16, 24]"),
     "other depth": ({"models": ("one", "deep")}, "deep has 4 layers, and base 3"),
+    "other tokens": (
+        {"models": ("one", "swapped"), "tokenizer_source": "union"},
+        "swapped: its tokenizer gives texts other ids than the base's",
+    ),
+    "quantised": ({"models": ("one", "packed")}, "packed holds quantised weights (gptq)"),
     "place taken": ({"models": ("one", "two")}, "exists already"),
     "dtype": ({"dtype": "int64"}, "dtype is 'int64'"),
     "out_dtype": ({"out_dtype": "half"}, "out_dtype is 'half'"),
@@ -636,6 +644,13 @@ def refusals(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> dict
     for name, config in {"wide": {"intermediate_size": 32}, "deep": {"num_hidden_layers": 4}}.items():
         saved(LlamaConfig(**TINY | config), root / name)
     shutil.copytree(folders["base"], root / "bare", ignore=shutil.ignore_patterns("token*"))
+    shutil.copytree(folders["two"], root / "swapped")
+    with_swapped_words(root / "swapped")
+    shutil.copytree(folders["two"], root / "packed")
+    packed = json.loads((root / "packed" / "config.json").read_text())
+    (root / "packed" / "config.json").write_text(
+        json.dumps(packed | {"quantization_config": {"quant_method": "gptq"}})
+    )
     (root / "taken").mkdir()
     (root / "taken" / "file").touch()
     pairs = []

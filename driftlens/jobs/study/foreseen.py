@@ -10,8 +10,10 @@ from driftlens.base.errors import RunError
 from driftlens.base.files import PathLike, expanded, require_free
 from driftlens.base.words import some_of
 from driftlens.checkpoints.loading import TOKENIZERS, fetched, files_beside_weights, is_hub_id, read_config
+from driftlens.checkpoints.refusals import require_unquantised
 from driftlens.checkpoints.sentences import transformer_folder
 from driftlens.checkpoints.stated import ADAPTER, is_lora_folder, stated_shapes
+from driftlens.models.language.tokenizer_files import require_same_tokenizer
 from driftlens.spec.mergekit import Recipe, layer_of, refused
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -40,6 +42,11 @@ def require_foreseeable(recipe: Recipe, path: PathLike, access: Access) -> None:
         if folder is not None and folder.is_dir() and not is_lora_folder(folder)
     }
     first = recipe.base or recipe.models[0]
+    home = folders[first]
+    for folder in (folder for folder in folders.values() if folder is not None and folder.is_dir()):
+        require_unquantised(read_config(str(folder), "config.json", offline=True) or {}, str(folder))
+        if recipe.tokenizer is not None and home is not None and home.is_dir():
+            require_same_tokenizer(home, folder)
     depths = {name: depth for name, folder in folders.items() if (depth := _layers(folder)) is not None}
     layers = depths.get(first)
     if layers is None or not shapes.get(first):

@@ -47,9 +47,9 @@ from driftlens.models.heads import (
     text_head,
 )
 from driftlens.models.language.generation import generate
+from driftlens.models.language.tokenizer_files import require_same_tokenizer
 from driftlens.models.language.vocabularies import (
     own_head,
-    require_same_tokenizer,
     vocabulary_keys,
     with_head,
     with_rows,

@@ -28,7 +28,8 @@ from driftlens.jobs.study.opening import OpenModels, open_models, open_pool, sav
 from driftlens.jobs.study.suspicion import companions
 from driftlens.merging.mergekit import KERNELS, Group, by_entry
 from driftlens.merging.method import Merge, MergeMethod, merge_methods
-from driftlens.models.language.vocabularies import json_object, vocabulary_keys
+from driftlens.models.language.tokenizer_files import json_object
+from driftlens.models.language.vocabularies import vocabulary_keys
 from driftlens.models.saving import require_target
 from driftlens.spec import load_spec
 from driftlens.spec.mergekit import Recipe, Slice, layer_of

@@ -1,90 +1,27 @@
-"""Whether language models of one base mean the same tokens: their tokenizers' files, the rows of their vocabularies."""
+"""Whether language models of one base have the same rows in their vocabularies, and heads in one place."""
 
 from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from driftlens.base.errors import IncompatibleModelsError
-from driftlens.base.files import from_json, plain_file
 from driftlens.base.words import some_of
 from driftlens.checkpoints.loading import with_floats
 from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader, renamed
-from driftlens.models.language.texts import MEANING, plain_part
+from driftlens.models.language.tokenizer_files import added_tokens, json_object
 
 if TYPE_CHECKING:
     from driftlens.models.heads import LmScores
 
-_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 HEAD = "lm_head.weight"
 """What transformers calls the weight of a language model's head."""
 _ROWS = 4096
 _SHOWN = 5
-_BEGIN = ("bos_token", "cls_token", "sep_token", "unk_token")
-"""Special tokens that decide which ids a text has; where one ends, or what pads, others say."""
-
-
-def changed_files(base: pathlib.Path, other: pathlib.Path) -> list[str]:
-    """The tokenizer files in both folders that give ids in another way."""
-    both = [file for file in _FILES if (base / file).is_file() and (other / file).is_file()]
-    return [file for file in both if not _same_content(base, other, file)]
-
-
-def changed_special_tokens(base: pathlib.Path, other: pathlib.Path) -> dict[str, str]:
-    """By name the special tokens that differ where both folders name them, as messages say it."""
-    base_tokens, other_tokens = (
-        _special_tokens(json_object(place, "tokenizer_config.json")) for place in (base, other)
-    )
-    return {
-        key: f"{key} {other_tokens[key]!r} for {base_tokens[key]!r}"
-        for key in base_tokens
-        if other_tokens.get(key, base_tokens[key]) != base_tokens[key]
-    }
-
-
-def changed_ends(base: pathlib.Path, other: pathlib.Path) -> list[str]:
-    """Where both folders say with which tokens the model ends an answer, and these differ, as messages say it."""
-    stated = [
-        json_object(place, "generation_config.json").get("eos_token_id")
-        or json_object(place, "config.json").get("eos_token_id")
-        for place in (base, other)
-    ]
-    base_ends, other_ends = (ends if isinstance(ends, list) else [ends] for ends in stated)
-    return (
-        [f"eos_token_id {other_ends} for {base_ends}"]
-        if None not in stated and base_ends != other_ends
-        else []
-    )
-
-
-def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
-    """Refuse a model whose tokenizer gives texts other ids; tokens that only one of both has added are no reason."""
-    files = changed_files(base, other)
-    if "tokenizer.json" in files:
-        base_parts, other_parts = (json_object(place, "tokenizer.json") for place in (base, other))
-        parts = [
-            part for part in MEANING if plain_part(base_parts.get(part)) != plain_part(other_parts.get(part))
-        ]
-        added, more = _added(base_parts), _added(other_parts)
-        if "added_tokens" in parts and all(
-            more[number] == added[number] for number in added.keys() & more.keys()
-        ):
-            parts.remove("added_tokens")
-        changes = [f"{part} in tokenizer.json" for part in parts]
-    elif (base / "tokenizer.json").is_file() and (other / "tokenizer.json").is_file():
-        changes = []  # what lies beside is older, and nobody reads it
-    else:
-        special = changed_special_tokens(base, other)
-        changes = files + [special[key] for key in _BEGIN if key in special]
-    if changes:
-        raise IncompatibleModelsError(
-            f"{other}: its tokenizer gives texts other ids than the base's ({', '.join(changes)})",
-            hint="A merge of models that mean different tokens means nothing: name experts with the base's tokenizer.",
-        )
 
 
 def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
@@ -180,7 +117,7 @@ def with_rows(
     if not differing:
         return source, ""
     key, count = next(iter(differing.items()))
-    added = _added(json_object(folder, "tokenizer.json"))
+    added = added_tokens(json_object(folder, "tokenizer.json"))
     beyond = [text for row, text in added.items() if isinstance(row, int) and row >= rows[key]]
     tokens = f", and tokens of its own: {some_of([*map(repr, beyond)], _SHOWN)}" if beyond else ""
     problem = f"{source.name}: its vocabulary has {count} rows, the base's {rows[key]} ({key}){tokens}"
@@ -220,41 +157,3 @@ class _Aligned:
             filled = self._base.read(key, (max(start, there), stop))
             parts.append(filled.to(self.headers[key].dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def json_object(folder: pathlib.Path | None, file: str) -> dict[str, Any]:
-    """The object in a file; nothing where it is missing or damaged, which others say."""
-    try:
-        value = {} if folder is None else from_json(plain_file(folder / file).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _same_content(base: pathlib.Path, other: pathlib.Path, file: str) -> bool:
-    first, second = base / file, other / file
-    if first.read_bytes() == second.read_bytes():
-        return True
-    if first.suffix == ".txt":
-        return (
-            first.read_text(encoding="utf-8").splitlines() == second.read_text(encoding="utf-8").splitlines()
-        )
-    if first.suffix != ".json":
-        return False
-    base_content, other_content = json_object(base, file), json_object(other, file)
-    if file != "tokenizer.json":
-        return base_content == other_content
-    return all(plain_part(base_content.get(part)) == plain_part(other_content.get(part)) for part in MEANING)
-
-
-def _added(stated: Mapping[str, Any]) -> dict[Any, Any]:
-    """Content of every added token by id."""
-    tokens = stated.get("added_tokens")
-    rows = tokens if isinstance(tokens, list) else []
-    return {row.get("id"): row.get("content") for row in rows if isinstance(row, dict)}
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    tokens = {key: value for key, value in config.items() if key.endswith("_token")}
-    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
-    return {key: text for key, text in texts.items() if isinstance(text, str)}

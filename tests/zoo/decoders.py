@@ -151,6 +151,13 @@ MORE = {
         **{"attention_types": [[["global", "local", "global"], 1]], "window_size": 3},
     ),
     "Qwen3.5": of("qwen3_5_text", **_LINEAR),
+    "Nemotron-H": of(
+        *("nemotron_h", "num_hidden_layers"),
+        **{"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 4, "chunk_size": 8},
+        layers_block_type=["mamba", "attention", "mlp", "mamba"],
+    ),
+    "Apertus": of("apertus", "head_dim"),
+    "Hunyuan": of("hunyuan_v1_dense"),
     "Gemma 4": of("gemma4_text", **_GEMMA4 | {"num_kv_shared_layers": 2}),
     "Gemma 4, dense": of(
         "gemma4_text", **_GEMMA4 | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,6 +75,17 @@ class Architecture:
     def notices(self) -> tuple[str, ...]:
         """What the user should know, in sentences."""
         return (self.preprocess.notice,) if self.preprocess is not None and self.preprocess.notice else ()
+
+    @property
+    def described(self) -> dict[str, str]:
+        """Loader, source, and the class that a saved folder is of, as far as its library has classes."""
+        config = {} if self.folder is None else self.folder.configs.get("config.json")
+        stated = config.get("architectures") if isinstance(config, Mapping) else None
+        saved_as = str(stated[0]) if isinstance(stated, list) and stated else ""
+        if self.loader == "timm" and not self.classifier:
+            saved_as = "Model"
+        of_folder = {"saved_as": saved_as} if saved_as else {}
+        return {"loader": self.loader, "source": self.source, **of_folder}
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.pipelines import PIPELINE_REGISTRY
 
 from driftlens.base.errors import NumericsError
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sources import StateSource, TensorsSource, content_digest
+from driftlens.jobs.study.card import merge_card
+from driftlens.merging.method import merge_called
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.families.seq2seq import HfSeq2Seq
 from driftlens.models.heads import text_head
@@ -312,6 +316,66 @@ def encoder_folder(name: str) -> Callable[[Path], tuple[str, Any]]:
         "hf-encoder",
         AutoModelForSequenceClassification.from_pretrained(encoders.save(encoders.encoder(name), folder)),
     )
+
+
+def core_folder(prepare: Callable[[Path], tuple[str, Any]]) -> Callable[[Path], tuple[str, Any]]:
+    """What such a folder has without a head, as its library saves that."""
+
+    def cored(folder: Path) -> tuple[str, Any]:
+        loader, model = prepare(folder)
+        core = model.vision_model if loader == "hf-clip" else model.base_model
+        core.save_pretrained(folder)
+        return "hf-vit" if loader == "hf-clip" else loader, core
+
+    return cored
+
+
+def headless_timm(folder: Path) -> tuple[str, Any]:
+    family = FAMILIES["timm ViT"]
+    model = family.build(0)
+    save(family, model, folder)
+    return "timm", model
+
+
+CARDS = {
+    "clip": clip_folder,
+    "bert": bert_folder,
+    "bert's core": core_folder(encoder_folder("BERT")),
+    "encoder": encoder_folder("RoBERTa"),
+    "vit": family_folder("ViT"),
+    "dinov2's core": core_folder(family_folder("DINOv2")),
+    "resnet": family_folder("ResNet"),
+    "llama": decoder_folder("Llama"),
+    "llama by hf-auto": lambda folder: ("hf-auto", decoder_folder("Llama")(folder)[1]),
+}
+
+
+def tags_of(known: Architecture) -> tuple[str, str]:
+    """Library and task in the front matter of a merge's card."""
+    described = {**known.described, "reads": known.chain.modality.name}
+    card = merge_card(merge_called("average", {}).record, described, {"base": known.source}, [])
+    return ModelCard(card).data.library_name, ModelCard(card).data.pipeline_tag
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_names_the_task_for_which_its_library_would_take_the_folder(name: str, tmp_path: Path) -> None:
+    loader, model = CARDS[name](tmp_path / "base")
+    known = load_architecture(
+        loader, str(tmp_path / "base"), blocks=FAMILIES["ResNet"].blocks if name == "resnet" else None
+    )
+    library, task = tags_of(known)
+    takers = PIPELINE_REGISTRY.supported_tasks[task]["pt"]
+    assert library == "transformers"
+    assert type(model) in {taker._model_mapping[type(model.config)] for taker in takers}
+    reads = "pixel_values" if "image" in task else "input_ids"
+    assert model.main_input_name == reads or name == "clip"
+
+
+def test_the_card_of_a_model_of_timm_without_classes_promises_none(tmp_path: Path) -> None:
+    tasks = {"image-feature-extraction": headless_timm, "image-classification": family_folder("timm ViT")}
+    for task, prepare in tasks.items():
+        prepare(tmp_path / task)
+        assert tags_of(load_architecture("timm", str(tmp_path / task))) == ("timm", task)
 
 
 @pytest.mark.parametrize("prepare", [family_folder("ViT"), family_folder("timm ViT"), bert_folder])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -67,8 +68,12 @@ def test_a_folder_of_sentences_is_opened_and_saved_whole(inside: str, tmp_path: 
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "base" / name).read_bytes(), name
     for name in ("sentence_bert_config.json", "tokenizer.json", "config.json"):
         assert (tmp_path / "out" / name).is_file(), name
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert all(word in card for word in ("SentenceTransformer(", "pipeline_tag: sentence-similarity"))
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert "SentenceTransformer" in card.text
+    assert (card.data.library_name, card.data.pipeline_tag) == (
+        "sentence-transformers",
+        "sentence-similarity",
+    )
     # What was saved is such a folder again.
     assert load_architecture("hf-encoder", str(tmp_path / "out")).chain.modality.pool == "cls"
 

@@ -51,6 +51,15 @@ _PIPELINES = {
     **dict.fromkeys(("hf-clip", "open-clip"), "zero-shot-image-classification"),
     **dict.fromkeys(("hf-vit", "timm"), "image-classification"),
 }
+_BY_CLASS = {
+    "ForCausalLM": "text-generation",
+    "ForSequenceClassification": "text-classification",
+    "ForImageClassification": "image-classification",
+    "ForMaskedLM": "fill-mask",
+    **dict.fromkeys(("CLIPModel", "SiglipModel", "Siglip2Model"), "zero-shot-image-classification"),
+    **dict.fromkeys(("Model", "ModelWithProjection"), ""),
+}
+"""The same by how the class of a saved folder ends; empty of those that make features."""
 
 
 _SIMILARITY = "sentence-similarity"
@@ -228,11 +237,8 @@ def _written(
     **shown: Any,
 ) -> str:
     """A card; the Hub knows no other parents than its own models, and of paths only the last part is shown."""
-    loader, (license_said, left_out) = str(architecture.get("loader")), _licenses(origins)
+    (library, pipeline), (license_said, left_out) = _hub_terms(architecture), _licenses(origins)
     hub = list(dict.fromkeys(filter(None, map(_hub_id, origins.values()))))
-    library, pipeline = _LIBRARIES.get(loader.partition("-")[0]), _PIPELINES.get(loader)
-    if EMBEDDED in architecture:
-        library, pipeline = "sentence-transformers", _SIMILARITY
     front = ModelCardData(
         tags=[*(["merge", "model-merging"] if is_merge else []), *tags, "driftlens"],
         library_name=library,
@@ -249,6 +255,19 @@ def _written(
     ):
         notices = [line.replace(place, _shown(place)) for line in notices]
     return _template().render(front=Markup(front.to_yaml()), notices=notices, **shown) + "\n"
+
+
+def _hub_terms(architecture: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Library and task of a saved folder; of runs that don't say what it is, by their loader."""
+    loader, saved_as = str(architecture.get("loader")), str(architecture.get("saved_as", ""))
+    if EMBEDDED in architecture:
+        return "sentence-transformers", _SIMILARITY
+    library = _LIBRARIES.get(loader.partition("-")[0])
+    ends = next((end for end in _BY_CLASS if saved_as.endswith(end)), None)
+    if ends is None:
+        return library, _PIPELINES.get(loader)
+    features = f"{'image-' * (architecture.get('reads') == 'image')}feature-extraction"
+    return library, _BY_CLASS[ends] or features
 
 
 def _about(run: DriftRun, info: CalibrationInfo) -> str:

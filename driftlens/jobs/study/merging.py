@@ -522,7 +522,7 @@ def save_merge(
         from driftlens.jobs.study.card import merge_card  # its libraries are not those of live modules
 
         more = [*known.notices, *opening.head_notices(models), *opening.dtype_notices(models), *said()]
-        described = {**known.chain.settings, "loader": known.loader, "source": known.source}
+        described = {**known.chain.settings, **known.described, "reads": known.chain.modality.name}
         return merge_card(record, described, models.origins, more, usage)
 
     heads = opening.head_files(models)

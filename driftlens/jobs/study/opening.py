@@ -412,8 +412,7 @@ def study_of(
         notices=tuple(dict.fromkeys(_notices(spec, models, data, heads))),
         provenance=models.origins,
         architecture={
-            "loader": models.architecture.loader,
-            "source": models.architecture.source,
+            **models.architecture.described,
             **({} if preprocess is None or preprocess.texts is None else preprocess.settings),
         },
         preprocessing="" if preprocess is None else preprocess.backend,

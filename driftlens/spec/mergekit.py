@@ -22,6 +22,11 @@ REQUIRED = object()
 _LARGEST = 2.0**63
 """Beyond this no setting means anything, and what lies between two of a list would overflow."""
 _MOST_STEPS = 1000
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The form that models of many families speak."""
 _DTYPES = ("float16", "bfloat16", "float32")
 _KEYS = (
     *("merge_method", "models", "slices", "modules", "base_model", "parameters", "dtype", "out_dtype"),
@@ -478,6 +483,7 @@ def _dtype(raw: Settings, key: str) -> str | None:
 def _tokenizer(raw: Settings) -> tuple[str | None, str | None]:
     """Whose tokenizer is saved, and the chat template."""
     source, block, template = raw.get("tokenizer_source"), raw.get("tokenizer"), raw.get("chat_template")
+    template = _CHATML if template == "chatml" else template
     if block is not None:
         if source is not None:
             raise refused("it has tokenizer_source and tokenizer", "Write one of them.")
@@ -496,7 +502,7 @@ def _tokenizer(raw: Settings) -> tuple[str | None, str | None]:
     if template not in (None, "auto") and "{" not in str(template):
         raise refused(
             f"chat_template is {template!r}",
-            "Write `auto`, or the template itself: mergekit's own are not shipped.",
+            "Write `auto`, `chatml` or the template itself: mergekit's others are not shipped.",
         )
     return source, template
 

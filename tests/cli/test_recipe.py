@@ -491,6 +491,15 @@ def test_a_chat_template_is_that_of_most_models_or_the_one_that_is_written(
         done = run_cli("merge", written(made, tmp_path), "--out", out)
         assert done.code == 0, done.err
         assert AutoTokenizer.from_pretrained(out).chat_template == wanted
+    made = recipe(places, "ties", chat_template="chatml")
+    assert run_cli("merge", written(made, tmp_path), "--out", tmp_path / "chatml").code == 0
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text = AutoTokenizer.from_pretrained(tmp_path / "chatml").apply_chat_template(
+        talk, tokenize=False, add_generation_prompt=True
+    )
+    assert text == "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in talk) + (
+        "<|im_start|>assistant\n"
+    )
 
 
 def test_layers_of_different_models_follow_each_other(folders: Folders, tmp_path: Path, run_cli: Cli) -> None:
@@ -583,7 +592,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no layers": ({"slices": [None]}, "a slice takes the layers [None, None, None]"),
     "tokens": ({"tokenizer": {"source": "base", "tokens": {"a": {}}}}, "changes the vocabulary"),
     "tokenizer twice": ({"tokenizer": {"source": "base"}, "tokenizer_source": "base"}, "and tokenizer"),
-    "template": ({"chat_template": "chatml"}, "chat_template is 'chatml'"),
+    "template": ({"chat_template": "llama3"}, "chat_template is 'llama3'"),
     "parameter": ({"parameters": {"densty": 0.5}}, "no parameter 'densty'"),
     "key": ({"modles": []}, "modles can't be followed"),
     "no base": ({"base_model": None}, "ties needs base_model"),

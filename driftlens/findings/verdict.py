@@ -501,5 +501,32 @@ def final_sheet(run: DriftRun) -> Table:
     )
 
 
+def routing_sheet(run: DriftRun) -> Table:
+    """Of mixtures of experts, how many tokens go to other experts than in the expert model, and what that changes."""
+    layers = run.layers()
+    rows = [
+        (
+            row["task"],
+            title(row["variant"]),
+            run.layer_name(row["layer"]),
+            row["rerouted"],
+            row["rerouted_share"],
+            row["n"],
+        )
+        for row in layers[layers["rerouted"].notna()].to_dict("records")
+    ]
+    return Table.of(
+        "routing",
+        "Tokens that go to other experts than in the expert model",
+        {
+            **{"task": "text", "model": "text", "layer": "text", "tokens sent elsewhere": "share"},
+            **{"share of the drift behind it": "share", "samples": "count"},
+        },
+        rows,
+        "The share of drift is what sending them elsewhere changes in the layer's features, projected on their drift; "
+        "the rest has the same routes. Table `routing` counts the tokens of every expert.",
+    )
+
+
 def _with_half(row: Interval) -> tuple[float, float]:
     return row.value, row.high - row.value

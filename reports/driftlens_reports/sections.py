@@ -20,7 +20,7 @@ from driftlens.findings.measures import COSINE, RELATIVE, common, level, mean, m
 from driftlens.findings.reading import Kind, brief, estimate, percent, setting_text
 from driftlens.findings.swept import ABLATION, ablation_sheets
 from driftlens.findings.table import Table
-from driftlens.findings.verdict import final_sheet, shareable, task_sheet, verdict
+from driftlens.findings.verdict import final_sheet, routing_sheet, shareable, task_sheet, verdict
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain
 from driftlens_reports import facts
@@ -139,7 +139,12 @@ def section_parts(
 ) -> tuple[Iterable[str], Iterable[Table]]:
     """What a section says besides its charts: sentences, and tables; `figures` are those of the whole report."""
     if name == "verdict":
-        return judged.sentences, (task_sheet(run, verdict(run)), _means_table(judged), final_sheet(run))
+        return judged.sentences, (
+            task_sheet(run, verdict(run)),
+            _means_table(judged),
+            final_sheet(run),
+            routing_sheet(run),
+        )
     if name == "checks":
         return _checks_parts(self_checks(run), checks)
     if name == "caveats":

@@ -23,7 +23,7 @@ from driftlens.findings.projection import Projection
 from driftlens.findings.reading import NOT_MEASURED, Kind, estimate, is_measured, number, printable
 from driftlens.findings.swept import ABLATION, CONTROL, FACTORS, ablation_sheets, over_seeds, settings_of
 from driftlens.findings.table import Table
-from driftlens.findings.verdict import final_sheet, others_sheet, task_sheet, verdict
+from driftlens.findings.verdict import final_sheet, others_sheet, routing_sheet, task_sheet, verdict
 from driftlens.runs.attaching import ungrouped
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import TOLERANCE, Equality, VerifyResult
@@ -53,9 +53,10 @@ def summary(run: DriftRun, *, verbose: bool = False) -> str:
     """What a run found: the verdict, a row per task, other models; of a verbose reader every table and check."""
     parts = [[f"{run.name} ({run.id})", *facts.stamps(run)], *_verdict_parts(run)]
     if verbose:
-        final = final_sheet(run)
+        final, routing = final_sheet(run), routing_sheet(run)
         parts += [
             _section(final.title, _sheet_lines(final)[1:] if final.rows else []),
+            *([_section(routing.title, _sheet_lines(routing)[1:])] if routing.rows else []),
             *(_section(*part) for part in _score_sections(run)),
             _section("Where the final drift comes from", [*facts.origins(run).values()]),
             _section("Decisions", [*facts.decision_sentences(run)]),

@@ -23,7 +23,7 @@ from driftlens.models.language.texts import Text
 from tests.merging.applying import FEW
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import CONFIGS, MIXTURES, families, in_float64
-from tests.zoo.suite import files_of, spec_of_folders
+from tests.zoo.suite import TASKS, spec_of
 from tests.zoo.tensors import assert_every_tensor, site_keys, weights_in
 from tests.zoo.tokenizers import WORDS, word_tokenizer
 
@@ -35,31 +35,6 @@ def with_shapes(config: Any) -> Any:
 
 LLAMA = pytest.mark.family("Llama")
 GEMMA = pytest.mark.family("Gemma 3")
-TASKS = {"a": ("yes", "no"), "b": ("red", "green", "blue")}
-
-
-def spec_of(config: Any, folder: Path) -> dict[str, Any]:
-    """A base, two experts near it, and questions whose answers are words of the vocabulary."""
-    base = perturbed(with_seed(lambda: transformers.AutoModelForCausalLM.from_config(config))(), 0, 0.2)
-    models = {"base": base, **{task: perturbed(base, seed, 0.1) for seed, task in enumerate(TASKS, 1)}}
-    for model in models.values():  # their drift is not calibrated
-        model.get_input_embeddings().weight.data = base.get_input_embeddings().weight.data
-    for name, model in models.items():
-        model.save_pretrained(folder / name)
-        word_tokenizer().save_pretrained(folder / name)
-    for first, (task, answers) in enumerate(TASKS.items()):
-        # Words of its own: what both tasks ask alike, no one weight can answer as both experts do.
-        words = WORDS[5 * first : 5 * first + 5]
-        questions = [" ".join(some) for some in itertools.permutations(words, 3)]
-        rows = [{"input": text, "target": answers[at % len(answers)]} for at, text in enumerate(questions)]
-        for split, part in (("train", rows[::2]), ("test", rows[1::2])):
-            lines = "".join(json.dumps(row) + "\n" for row in part)
-            (folder / f"{task}-{split}.jsonl").write_text(lines)
-    data = {task: files_of(folder, task, classes=True) for task in TASKS}
-    data["defaults"] = {"n": 30, "n_diagnosis": 24, "batch_size": 8}
-    return spec_of_folders(
-        "hf-decoder", folder / "base", {task: folder / task for task in TASKS}, data, metrics={}
-    )
 
 
 @pytest.mark.shows(

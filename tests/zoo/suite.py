@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from driftlens.models.language.texts import TextReader
+from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import llama, t5
+from tests.zoo.tokenizers import WORDS as VOCABULARY
 from tests.zoo.tokenizers import word_tokenizer
 
 PAIRS = [
@@ -69,6 +73,33 @@ def spec_of_folders(
         "metrics": {"jacobian": False},
     }
     return spec | more
+
+
+TASKS = {"a": ("yes", "no"), "b": ("red", "green", "blue")}
+
+
+def spec_of(config: Any, folder: Path) -> dict[str, Any]:
+    """A base, two experts near it, and questions whose answers are words of the vocabulary."""
+    base = perturbed(with_seed(lambda: transformers.AutoModelForCausalLM.from_config(config))(), 0, 0.2)
+    models = {"base": base, **{task: perturbed(base, seed, 0.1) for seed, task in enumerate(TASKS, 1)}}
+    for model in models.values():  # their drift is not calibrated
+        model.get_input_embeddings().weight.data = base.get_input_embeddings().weight.data
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        word_tokenizer().save_pretrained(folder / name)
+    for first, (task, answers) in enumerate(TASKS.items()):
+        # Words of its own: what both tasks ask alike, no one weight can answer as both experts do.
+        words = VOCABULARY[5 * first : 5 * first + 5]
+        questions = [" ".join(some) for some in itertools.permutations(words, 3)]
+        rows = [{"input": text, "target": answers[at % len(answers)]} for at, text in enumerate(questions)]
+        for split, part in (("train", rows[::2]), ("test", rows[1::2])):
+            lines = "".join(json.dumps(row) + "\n" for row in part)
+            (folder / f"{task}-{split}.jsonl").write_text(lines)
+    data = {task: files_of(folder, task, classes=True) for task in TASKS}
+    data["defaults"] = {"n": 30, "n_diagnosis": 24, "batch_size": 8}
+    return spec_of_folders(
+        "hf-decoder", folder / "base", {task: folder / task for task in TASKS}, data, metrics={}
+    )
 
 
 class Suite:

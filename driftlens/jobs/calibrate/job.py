@@ -38,7 +38,7 @@ from driftlens.jobs.calibrate.plan import (
     plan_calibration,
     untouched_but_moved,
 )
-from driftlens.jobs.calibrate.variants import Export, Solution, kept_change, lost_of, save_variants
+from driftlens.jobs.calibrate.variants import Export, Solution, kept_change, lost_of, save_variants, unreached
 from driftlens.jobs.study import reopening
 from driftlens.jobs.study.opening import OpenModels, all_in, open_models
 from driftlens.jobs.study.reopening import (
@@ -299,7 +299,11 @@ class _Work:
         self.writer.begin_variants(plan.variants)
         run_phases(self.writer, [Phase(plan.phase, lambda: self._save(identity, notices), self.study)])
         change = self.team.once(lambda: kept_change(self.writer.folder, plan.name))
-        notices = [*notices, *lost_of(change)]
+        notices = [
+            *notices,
+            *lost_of(change),
+            *self.team.once(lambda: unreached(Solution(self.scratch.solved()))),
+        ]
         self._save_elsewhere(
             plan.info(0.0, notices, change=change)
         )  # before it is measured, which may take long

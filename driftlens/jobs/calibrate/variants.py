@@ -17,6 +17,7 @@ from torch import Tensor
 from driftlens.base.errors import CheckpointError, DriftLensError, RunError
 from driftlens.base.rounding import Change, saved_words
 from driftlens.base.variants import calibrated
+from driftlens.base.words import counted, some_of
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.rounding import written
 from driftlens.checkpoints.sources import InDtypes, OnDemand, StateSource, TensorsSource, content_digest
@@ -97,6 +98,20 @@ class Solution:
         return [(index, report) for index, layer in self.layers.items() for report in layer.reports]
 
 
+def unreached(solution: Solution) -> list[str]:
+    """Names the experts of mixtures that stay as merged, because too few tokens came to them."""
+    tokens = {
+        report.site.rpartition(".")[0]: report.num_rows or 0
+        for _, report in solution.reports
+        if report.kind == "kept"
+    }
+    named = some_of([f"{expert} ({counted(count, 'token')})" for expert, count in tokens.items()])
+    text = (
+        f"too few tokens came to {counted(len(tokens), 'expert')} of mixtures, which stay as merged: {named}"
+    )
+    return [f"{text}; more samples reach more of them"] if tokens else []
+
+
 def history_rows(name: str, reports: Sequence[tuple[int, SiteReport]]) -> list[dict[str, Any]]:
     """Rows of the calibration table: one per site, layer index first."""
     known = CALIBRATION.names
@@ -151,7 +166,7 @@ def save_variants(
         "num_samples": plan.counts,
         "seconds": round(info.seconds, 3),
         "change": change,
-        "notices": [*info.notices, *lost_of(change)],
+        "notices": [*info.notices, *lost_of(change), *unreached(solution)],
         "versions": versions(),
     }
     from driftlens.spec.yaml_text import to_yaml  # live modules are fitted without the library of yaml

@@ -441,9 +441,10 @@ def smooth_split(view: LayerView) -> Split:
 
 def smooth_layer(view: LayerView) -> Callable[[State], State]:
     """The crossed layer as a map that can be differentiated, see `smooth_split`."""
-    if view.variant_along is None:
+    if (along := view.variant_along) is None:
         return view.crossed_layer
-    return partial(view.variant_along, routes=view.routes["crossed"].given())
+    routes = view.routes["crossed"].given()
+    return lambda state: along(state, routes)
 
 
 def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:

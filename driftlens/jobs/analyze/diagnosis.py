@@ -195,7 +195,7 @@ def diagnosis_of(
     )
     all_columns = {key: _end_to_end([part.columns[key] for part in parts]) for key in first.columns}
     for variant, index in first.routing:
-        tokens, gates = sum(part.routing[variant, index] for part in parts)
+        tokens, gates = np.sum([part.routing[variant, index] for part in parts], axis=0)
         of_layer = {"task": task, "variant": variant, "layer": index}
         for expert, (count, total) in enumerate(zip(tokens, gates, strict=True)):
             mean = total / count if count else math.nan

@@ -338,7 +338,11 @@ def architecture_of(module: nn.Module, example: Any = None) -> Architecture:
     adapter = next((entry for entry in adapters.values() if entry.matches(module)), None)
     if adapter is None and any(weight.is_meta for weight in module.parameters()):
         raise SpecError(f"the {type(module).__name__} has no weights, only shapes", hint="Give it loaded.")
-    chain = adapter.chain(module) if adapter else sequential_chain(module, example)
+    if adapter is None:
+        chain = sequential_chain(module, example)
+    else:
+        on_batch = getattr(adapter, "on_batch", lambda module, _example: adapter.chain(module))
+        chain = on_batch(module, example)
     layout = getattr(adapter, "layout", None)
     return Architecture("live", type(module).__name__, module, chain, layout)
 

@@ -26,6 +26,7 @@ from driftlens.checkpoints.loading import with_floats
 from driftlens.checkpoints.refusals import LIVE, is_seq2seq, running, wrong_family
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, weightless
 from driftlens.models.chain import (
+    TENSOR,
     TEXT,
     Layer,
     LayerChain,
@@ -243,7 +244,7 @@ class _Pair:
             require_shared=self.require_shared,
             tied=self.tied,
             settings={"model": type(self.whole).__name__},
-            modality=replace(TEXT, pool="last"),
+            modality=replace(TEXT if self.reads == "input_ids" else TENSOR, pool="last"),
             final=self.decoder.left,
         )
 
@@ -502,6 +503,11 @@ class HfSeq2Seq:
     def chain(self, module: nn.Module) -> LayerChain:
         """The model taken apart; keys are those of `module.state_dict()`."""
         return seq2seq_chain(module, _EXAMPLE)[0]
+
+    def on_batch(self, module: nn.Module, example: Any) -> LayerChain:
+        """The same of one that reads no tokens (Whisper), of which a batch shows what it reads."""
+        reads_tokens = example is None or module.main_input_name == "input_ids"
+        return seq2seq_chain(module, _EXAMPLE if reads_tokens else example)[0]
 
     def tiny(self) -> nn.Module:
         """FLAN-T5's form: 2 + 2 blocks of width 16 over 40 tokens, gated, its `lm_head` apart from the embeddings."""

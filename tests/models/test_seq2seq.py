@@ -110,9 +110,9 @@ def test_padding_batches_and_order_change_no_feature(name: str) -> None:
 def test_speech_is_measured_and_calibrated_on_features_of_sounds(tmp_path: Path) -> None:
     base = whisper()
     given = {name: perturbed(base, seed, 0.05) for seed, name in enumerate(("base", "merged", "expert"))}
-    for model in given.values():  # what no site of a block can repair stays the base's
+    for moved in given.values():  # what no site of a block can repair stays the base's
         outside = {key: value for key, value in base.state_dict().items() if ".layers." not in key}
-        model.load_state_dict(outside, strict=False)
+        moved.load_state_dict(outside, strict=False)
     numbers = torch.Generator().manual_seed(0)
     seen = (torch.arange(4) < torch.tensor([3, 4, 2, 4, 3, 4])[:, None]).long()
     batch = {

@@ -157,3 +157,29 @@ def test_images_alone_and_in_any_order_have_the_features_of_a_batch(name: str, t
         for row, at in zip(made, order, strict=True):
             wanted = features(name, model, known.preprocess([images[at]]))
             assert (row - wanted).norm() <= 1e-9 * wanted.norm()
+
+
+@pytest.mark.shows("live")
+@pytest.mark.parametrize("name", PARAMS)
+def test_live_encoders_drift_as_their_library_says(name: str, tmp_path: Path) -> None:
+    base = perturbed(with_seed(KINDS[name])(), 0, 0.1).double().eval()
+    merged, expert = (perturbed(base, seed, 0.05) for seed in (1, 2))
+    base.save_pretrained(tmp_path / "model")
+    processor(name).save_pretrained(tmp_path / "model")
+    known, images = load_architecture("hf-auto", str(tmp_path / "model")), pictures(tmp_path / "images", 4)
+    assert known.preprocess is not None
+    batch = known.preprocess(images)
+    batch = mapped(batch if isinstance(batch, dict) else {"pixel_values": batch}, in_float64)
+    for model in (base, merged, expert) if name == "ViT-MAE" else ():
+        model.config.mask_ratio = 0.0
+    run = dl.analyze(
+        merged=merged,
+        experts={"a": expert},
+        data={"a": [batch]},
+        out=tmp_path / "run",
+        mask="pixel_attention_mask" if name.startswith("SigLIP") else None,
+        jacobian=None,
+        progress="none",
+    )
+    rows = run.layers(variant="merged")
+    assert rows["closure_error"].max() < 1e-9 and rows.iloc[-1]["drift_l2_mean"] > 0

@@ -98,6 +98,11 @@ def walked(study: Study, task: str, reporter: Reporter, first: int, last: int) -
             except RuntimeError as error:  # a model's own code may insist on float32
                 said = str(error).splitlines()[0]
                 found.warnings.append(f"the drift could not be checked against float64: {said}")
+            except NumericsError as error:
+                if not any(layer.num_experts for layer in study.pool.chain.layers):
+                    raise
+                tie = "a token whose router is near a tie goes to other experts there"
+                found.warnings.append(f"{error.message}; of mixtures of experts it may be that {tie}")
     meter.finish()
     return found
 

@@ -30,9 +30,12 @@ from driftlens.models import heads
 from driftlens.models import sentences as embeddings
 from driftlens.models.chain import adapters
 from driftlens.models.families import vit
+from driftlens.models.taking_apart import dissection
+from tests.calibration import test_mixtures as mixed
 from tests.calibration import test_reference as calibration
 from tests.diagnostics.heads import head
 from tests.identities import test_attribution as attributed
+from tests.identities import test_routing as routing
 from tests.identities import test_split as split
 from tests.models import test_sentences as sentences
 from tests.zoo.cases import CASES, family
@@ -115,6 +118,18 @@ def embeddings_are_those_of_unpadded_texts() -> None:
     stated = {"pooling_mode": ["mean", "max", "lasttoken"]}
     with tempfile.TemporaryDirectory() as folder:
         sentences.test_the_final_feature_is_the_embedding_however_its_batch_is_padded(stated, Path(folder))
+
+
+def mixtures_agree_with_the_library() -> None:
+    routing.test_drift_of_mixtures_is_what_the_library_gives_and_parts_sum_to_it("Mixtral")
+
+
+def what_changed_routes_do_is_exact() -> None:
+    routing.test_routes_are_the_librarys_own_and_what_they_change_is_exact()
+
+
+def experts_agree_with_sums_over_their_tokens() -> None:
+    mixed.test_every_expert_agrees_with_sums_over_the_tokens_it_is_sent("Mixtral")
 
 
 # --- faults -------------------------------------------------------------------------------------------------------
@@ -265,6 +280,12 @@ def token_weights_for_keys_too(original: Any) -> Any:
     )
 
 
+def without_gates(weights: Any) -> Any:
+    return lambda chain, layer, site, x, *rest: (
+        weights(chain, layer, site, x, *rest) if site.expert is None else torch.ones(len(x), dtype=x.dtype)
+    )
+
+
 VIT, STATE, ATTRIBUTION = partial(put, vit), partial(put, state), partial(put, attribution)
 WALK, SUMS, POOL = partial(put, walk), partial(put, layer_sums), partial(put, pool_module)
 FEATCAL, ADVANCE = partial(put, FeatCal), partial(put, snapshot.SnapshotWalk, "advance")
@@ -276,7 +297,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
         "swapped_queries_and_keys": VIT("_attention", swapped_queries_and_keys),
     },
     contributions_sum_to_the_drift: {
-        "crossed_output_of_the_wrong_model": ATTRIBUTION("decompose", crossed_output_is("expert_out")),
+        "crossed_output_of_the_wrong_model": ATTRIBUTION("smooth_split", crossed_output_is("expert_out")),
         "quadrature_on_the_wrong_interval": STATE(
             "gauss_legendre", lambda nodes_of: lambda nodes: [(2 * t - 1, w) for t, w in nodes_of(nodes)]
         ),
@@ -293,6 +314,21 @@ PLANTED: dict[Check, dict[str, Fault]] = {
             "PathJacobian",
             lambda operator: lambda call, start, end, nodes: operator(call, start, start, nodes),
         ),
+    },
+    mixtures_agree_with_the_library: {
+        "experts_swapped": put(
+            dissection, "assembled", lambda joined: lambda slots, parts: joined(slots[::-1], parts[::-1])
+        ),
+    },
+    what_changed_routes_do_is_exact: {
+        "changed_routes_left_out": put(
+            walk.LayerView,
+            "rerouted",
+            lambda _: lambda self, by: {n: 0 * x for n, x in self.merged_out.items()},
+        ),
+    },
+    experts_agree_with_sums_over_their_tokens: {
+        "gates_ignored": SUMS("row_weights", without_gates),
     },
     columns_agree_with_the_slow_reference: {
         "crossed_output_on_the_wrong_input": WALK("decompose", crossed_output_is("merged_out")),

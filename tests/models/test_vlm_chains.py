@@ -22,11 +22,11 @@ from driftlens.models.families.vlm_chain import sighted_chain, tower_list
 from driftlens.models.language.pictures import as_the_library
 from tests.zoo.cases import perturbed
 from tests.zoo.vlm_batches import batch_of
-from tests.zoo.vlms import IMAGE_TOKEN, model_of, vlms
+from tests.zoo.vlms import IMAGE_TOKEN, in_double, model_of, vlms
 
 
 def whole_of(name: str) -> Any:
-    return perturbed(model_of(name), 0, 0.2).eval().double()
+    return in_double(perturbed(model_of(name), 0, 0.2))
 
 
 def taken_apart(module: Any, batch: Any) -> LayerChain:
@@ -42,7 +42,7 @@ def walked(chain: LayerChain, module: Any, batch: Any) -> list[dict[str, Tensor]
     """The states at all boundaries."""
     weights, (state, side), states = module.state_dict(), chain.start(batch), []
     for layer in chain.layers:
-        own = {name: slot.own(weights[slot.key]) for name, slot in layer.parameters.items()}
+        own = {name: slot.own(slot.of(weights[slot.key])) for name, slot in layer.parameters.items()}
         state = layer.call(own, state, side)
         states.append(state)
     return states

@@ -17,12 +17,12 @@ from driftlens.jobs.analyze.evaluation import SPARE_TOKENS
 from driftlens.models.architecture import load_architecture
 from tests.zoo.cases import perturbed
 from tests.zoo.tensors import assert_every_tensor, site_keys, weights_in
-from tests.zoo.vlms import PROCESSORS, TASKS, picture_spec, saved_vlms, text_spec, vlms
+from tests.zoo.vlms import PROCESSORS, TASKS, in_double, picture_spec, saved_vlms, text_spec, vlms
 
 
 def logits(folder: Path, text: str) -> torch.Tensor:
     """What transformers makes of a text by a folder."""
-    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).eval()
+    model = in_double(transformers.AutoModelForImageTextToText.from_pretrained(folder))
     with torch.no_grad():
         return model(**transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")).logits
 
@@ -36,7 +36,7 @@ def read_by_the_library(processor: Any, question: str, picture: Path) -> Any:
 
 def final_features(folder: Path, questions: list[tuple[str, Path]]) -> torch.Tensor:
     """What a folder's head reads where its answers to questions about pictures begin, by transformers alone."""
-    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).eval()
+    model = in_double(transformers.AutoModelForImageTextToText.from_pretrained(folder))
     processor = transformers.AutoProcessor.from_pretrained(folder)
     read: list[torch.Tensor] = []
     model.get_output_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0][:, -1]))

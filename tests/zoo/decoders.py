@@ -75,7 +75,7 @@ _WIDE = (
 _GPT: dict[str, Any] = {"n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 64}
 _GPT_WITHOUT = (*_WIDE, "head_dim", "max_position_embeddings")
 _FALCON = ("intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
-_LINEAR = {
+LINEAR = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 4},
     **{"linear_value_head_dim": 4, "linear_conv_kernel_dim": 4},
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -150,7 +150,7 @@ MORE = {
         **{"hidden_size": 16, "num_layers": 3, "num_heads": 4, "max_position_embeddings": 64},
         **{"attention_types": [[["global", "local", "global"], 1]], "window_size": 3},
     ),
-    "Qwen3.5": of("qwen3_5_text", **_LINEAR),
+    "Qwen3.5": of("qwen3_5_text", **LINEAR),
     "Nemotron-H": of(
         *("nemotron_h", "num_hidden_layers"),
         **{"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 4, "chunk_size": 8},
@@ -198,8 +198,8 @@ MIXTURES = {
     "Mixtral": of("mixtral", "head_dim", **_LOCAL),
     "Qwen2-MoE": of("qwen2_moe", "head_dim", **_SHARED),
     "Qwen3-MoE": of("qwen3_moe", **_SMALL),
-    "Qwen3-Next": of("qwen3_next", **_SHARED, **_LINEAR),
-    "Qwen3.5-MoE": of("qwen3_5_moe_text", **_SHARED, **_LINEAR),
+    "Qwen3-Next": of("qwen3_next", **_SHARED, **LINEAR),
+    "Qwen3.5-MoE": of("qwen3_5_moe_text", **_SHARED, **LINEAR),
     "OLMoE": of("olmoe", "head_dim", **TWO_OF_FOUR),
     "FlexOlmo": of("flex_olmo", "head_dim", **TWO_OF_FOUR),
     "gpt-oss": of(

@@ -14,7 +14,7 @@ import transformers
 from PIL import Image
 
 from tests.zoo.cases import perturbed, with_seed
-from tests.zoo.decoders import SLIDING, TINY
+from tests.zoo.decoders import LINEAR, SLIDING, TINY
 from tests.zoo.suite import files_of, spec_of_folders
 from tests.zoo.tokenizers import WORDS, word_tokenizer
 
@@ -81,6 +81,22 @@ VLMS = {
         _text("qwen3_vl_text", rope_parameters=_MROPE),
         **_QWEN_IDS,
     ),
+    "Qwen3-VL MoE": lambda: _of(
+        "qwen3_vl_moe",
+        _QWEN_TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        _text(
+            "qwen3_vl_moe_text",
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+            **{"mlp_only_layers": [], "rope_parameters": _MROPE},
+        ),
+        **_QWEN_IDS,
+    ),
+    "Qwen3.5 with images": lambda: _of(
+        "qwen3_5",
+        _QWEN_TOWER | {"num_position_embeddings": 16},
+        _text("qwen3_5_text", **LINEAR, rope_parameters=_MROPE | {"partial_rotary_factor": 1.0}),
+        **_QWEN_IDS,
+    ),
     "InternVL 3": lambda: _of(
         "internvl",
         {"model_type": "internvl_vision", **_TOWER},
@@ -132,7 +148,7 @@ PROCESSORS = {
         image_seq_length=4,
     ),
     "Qwen2.5-VL": lambda: _qwen("Qwen2_5_VL"),
-    "Qwen3-VL": lambda: _qwen("Qwen3VL"),
+    **dict.fromkeys(("Qwen3-VL", "Qwen3-VL MoE", "Qwen3.5 with images"), lambda: _qwen("Qwen3VL")),
     "InternVL 3": lambda: transformers.InternVLProcessor(
         transformers.GotOcr2ImageProcessor(size=_SQUARE),
         _tokenizer(),
@@ -160,6 +176,13 @@ PROCESSORS = {
 def model_of(name: str) -> Any:
     """A model of a family with random weights."""
     return with_seed(lambda: transformers.AutoModelForImageTextToText.from_config(VLMS[name]()))()
+
+
+def in_double(model: Any) -> Any:
+    """A model as it is compared: in eval mode and float64, of which the library's fused experts know nothing."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model.eval().double()
 
 
 def saved_vlms(name: str, folder: Path) -> None:

@@ -266,13 +266,15 @@ class Sighted(Dissection):
         weights = own_weights(block) | (zeros_like_weights(block, features["hidden"]) if is_tower else {})
         prefix = f"{self.paths[position]}."
         parameters = {
-            name: slot.own(weights[slot.key.removeprefix(prefix)].detach().to(device))
+            name: slot.own(slot.of(weights[slot.key.removeprefix(prefix)].detach()).to(device))
             for name, slot in self.parameters(position).items()
         }
         tensors = {key: tensor.to(device) for key, tensor in side.tensors.items() if key != "hidden_mask"}
         alone = partial(super().block, position, (), parameters, features, replace(side, tensors=tensors))
-        with buffers_on(self.module, device) if bare else contextlib.nullcontext():
-            return traced_sites(block, self.slots[position], alone, features)[0]
+        mixture = self.mixtures[position]
+        with buffers_on(self.module, device) if bare else contextlib.nullcontext(), self.shapes_only():
+            sites, _ = traced_sites(block, self.slots[position], alone, features)
+        return (*sites, *(() if mixture is None else mixture.sites()))
 
     def _observed(
         self,

@@ -130,8 +130,8 @@ def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.Monke
     groups = [group for layer in solved_groups(chain, headers, sites) for group in layer]
     assert sent["share"] == sum(group.weights for group in groups)
     counted = sum(group.moments for group in groups)
-    # Mean input, weight, and by output the mean target, its energy, and the mean output without bias.
-    assert sent["sum"] == counted + sum(group.width + 1 + 3 * sum(group.outs) for group in groups)
+    # Mean input, weight, rows, and by output the mean target, its energy, and the mean output without bias.
+    assert sent["sum"] == counted + sum(group.width + 2 + 3 * sum(group.outs) for group in groups)
 
 
 @pytest.mark.parametrize(("world", "calibrator"), DIVIDED.values(), ids=DIVIDED)

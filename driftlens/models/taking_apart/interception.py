@@ -174,9 +174,9 @@ def _shell(
     try:
         with buffers_on(block, torch.device("meta")):
             asked = mapped(kwargs, bare)
-        if SHARED in asked:  # to which a block adds what those behind it read
-            asked[SHARED] = shared
-        output = type(block).forward(block, *mapped(args, bare), **asked)
+            if SHARED in asked:  # to which a block adds what those behind it read
+                asked[SHARED] = shared
+            output = type(block).forward(block, *mapped(args, bare), **asked)
     except NotImplementedError:  # it reads numbers, such as the lengths of what is packed
         zeros = {f"module.{name}": value for name, value in zeros_like_weights(block, features).items()}
         output = call(_Unheard(block), zeros, args, kwargs)

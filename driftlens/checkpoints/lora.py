@@ -157,7 +157,7 @@ class LoraSource:
             for key in self._adapters.headers
         }
         targets = [f"{added}{module.removeprefix(stripped)}" for module in modules]
-        if not names >= {*targets}:
+        if not {*names} >= {*targets}:
             return None
         settings = {key: self._config[key] for key in _SETTINGS if self._config.get(key) is not None}
         saved = [
@@ -308,9 +308,9 @@ class LoraSource:
                 raise _refusal(self._folder, f"{key!r} is not the A or B of a linear module's adapter")
             parts.setdefault(found["module"].removeprefix(_WRAPPER), {})[found["part"]] = key
         wanted = {"A", "B", *(["magnitude_vector"] if self._config.get("use_dora") else [])}
-        for module, keys in parts.items():
-            if keys.keys() != wanted:
-                listed, there = (" and ".join(f"lora_{part}" for part in sorted(of)) for of in (wanted, keys))
+        for module, held in parts.items():
+            if held.keys() != wanted:
+                listed, there = (" and ".join(f"lora_{part}" for part in sorted(of)) for of in (wanted, held))
                 raise _refusal(self._folder, f"{module!r} has {there}, expected {listed}", _RESTORE)
         pairs = {name: (at["A"], at["B"], at.get("magnitude_vector", "")) for name, at in parts.items()}
         targets = self._config.get("target_parameters") or []

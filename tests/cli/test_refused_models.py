@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from driftlens.checkpoints import loading, weight_files
+from driftlens.checkpoints import weight_files
 from driftlens.checkpoints.sources import SafetensorsSource
 from tests.cli.conftest import Cli
 from tests.zoo.towers import hf_folder, hf_tower
@@ -22,10 +22,10 @@ FAMILIES: dict[str, tuple[str, str | dict[str, Any], str, str]] = {
     "EVA": ("open-clip", "EVA02-B-16", "timm trunk (eva02", "live modules"),
     "CoCa": ("open-clip", "coca_ViT-B-32", "pools by attention", "live modules"),
     "mixture": (
-        "hf-auto",
+        "hf-vit",
         {"model_type": "mixtral", "num_local_experts": 4},
         "a mixture of 4 experts",
-        "live modules",
+        "hf-decoder",
     ),
     "remote_code": (
         "hf-auto",
@@ -66,8 +66,7 @@ def test_a_family_that_no_loader_takes_is_refused_with_its_route_and_no_weights_
     def opened(*_arguments: Any) -> None:
         raise AssertionError("weights were opened")
 
-    for module in (loading, weight_files):
-        monkeypatch.setattr(module, "open_file", opened)
+    monkeypatch.setattr(weight_files, "open_file", opened)
     spec = spec_of(loader, source if isinstance(source, str) else str(folder), folder, tmp_path)
     options: tuple[object, ...] = ("--out", tmp_path / "out")
     if command == "merge":

@@ -111,7 +111,7 @@ def test_features_of_an_expert_are_those_that_peft_computes(
     states = study.pool.library_states("expert:a", INPUTS)[-1]
     found = states[study.pool.chain.layers[-1].stream]
     assert float((found - expected).norm() / (expected - plain).norm()) < 1e-4
-    theirs = unmerged(study, "a", INPUTS)
+    theirs = unmerged(study, study.adapters["expert:a"], INPUTS)
     assert theirs is not None
     for state, wanted in zip(theirs, (plain, expected), strict=True):
         torch.testing.assert_close(state[study.pool.chain.layers[-1].stream], wanted, rtol=0, atol=2e-5)

@@ -302,7 +302,8 @@ def _apart(ours: State, theirs: State, features: State, dtype: str) -> tuple[flo
 
 def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> None:
     """Refuse an expert of adapters whose final features are not those of peft's own model, as far as that runs."""
-    if (theirs := unmerged(study, task, inputs)) is None:
+    adapters = study.adapters.get(study.pool.expert(task))
+    if adapters is None or (theirs := unmerged(study, adapters, inputs)) is None:
         return
     base, wanted = ({name: state[name] for name in expert} for state in theirs)
     dtype = str(study.pool.dtype).removeprefix("torch.")

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 
 from driftlens.base.errors import DriftLensError
+from driftlens.checkpoints.lora import LoraSource
 from driftlens.jobs.study.study import Study
 from driftlens.models.chain import State
 
 
 @torch.no_grad()
-def unmerged(study: Study, task: str, inputs: Any) -> tuple[State, State] | None:
-    """Final states of the base and of a task's adapters on it, as peft runs them.
+def unmerged(study: Study, adapters: LoraSource, inputs: Any) -> tuple[State, State] | None:
+    """Final states of the base and of an expert's adapters on it, as peft runs them.
 
-    None where its expert is no adapter, peft is not installed or can't run it on the architecture's module, or that
+    None where peft is not installed or can't run it on the architecture's module, or that
     takes more than the budget of features: nothing can be claimed then.
     """
-    pool, expert = study.pool, study.pool.expert(task)
-    adapters = study.adapters.get(expert)
-    if adapters is None or importlib.util.find_spec("peft") is None:
+    pool = study.pool
+    if importlib.util.find_spec("peft") is None:
         return None
     try:
         module = pool.copied("base")

@@ -339,10 +339,12 @@ def named_by_expert(spec: RunSpec, task: str, entry: Head | None) -> tuple[str, 
 
 def only_score(entry: Head, task: str, models: OpenModels) -> tuple[str, ...] | None:
     """What the row of an expert's classifier that gives one number is called; None where it gives several."""
-    stored, is_own = models.stored[expert_of(task)], isinstance(entry, LinearHead) and entry.linear == "own"
+    if not isinstance(entry, LinearHead) or entry.linear != "own":
+        return None
+    stored = models.stored[expert_of(task)]
     shapes = [stored.headers[key].shape for key in models.architecture.classifier_keys(stored) or ()]
     rows = [shape[0] for shape in shapes if len(shape) == 2]
-    return ("score",) if is_own and rows[-1:] == [1] else None
+    return ("score",) if rows[-1:] == [1] else None
 
 
 def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[str, ...]:

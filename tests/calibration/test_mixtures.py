@@ -146,7 +146,9 @@ CALIBRATORS = {"featcal": FeatCal(**SETTINGS), "residual": ResidualCal(folds=2)}
 
 
 @pytest.mark.parametrize("method", CALIBRATORS)
-@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss", "Llama 4"])
+@pytest.mark.parametrize(
+    "name", ["Mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-oss", "Llama 4"))]
+)
 def test_how_samples_are_batched_changes_nothing(name: str, method: str) -> None:
     models = family(case(name), n=N, batch_size=N)
     whole, one_by_one = (

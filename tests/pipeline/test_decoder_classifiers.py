@@ -35,10 +35,7 @@ NAMES = (
     *("OPT", "Falcon", "GPT-NeoX", "OLMo 2", "GLM 4", "SmolLM3", "Seed-OSS", "StableLM", "EXAONE 4", "MPT"),
 )
 LLAMA = [pytest.param("Llama", marks=pytest.mark.family("Llama"))]
-PARAMS = [
-    *LLAMA,
-    *(pytest.param(name, marks=[pytest.mark.family(name), pytest.mark.slow]) for name in NAMES[1:]),
-]
+PARAMS = [pytest.param(name, marks=[pytest.mark.family(name), pytest.mark.slow]) for name in NAMES]
 
 
 def classifier(name: str, count: int, seed: int, pad: int | None = 0) -> Any:

@@ -48,7 +48,7 @@ def final_features(folder: Path, questions: list[tuple[str, Path]]) -> torch.Ten
 
 
 @pytest.mark.shows("drift", "sites", files="hf-vlm", heads="each model's own", reloads="yes")
-@pytest.mark.parametrize("name", vlms("Gemma 3 with images"))
+@pytest.mark.parametrize("name", vlms())
 def test_of_texts_every_tensor_is_what_merging_and_calibrating_made_of_it(name: str, tmp_path: Path) -> None:
     saved_vlms(name, tmp_path)
     spec = text_spec(tmp_path)
@@ -66,7 +66,7 @@ def test_of_texts_every_tensor_is_what_merging_and_calibrating_made_of_it(name: 
 
 
 @pytest.mark.shows("drift", "attribution", "sites", files="hf-vlm", heads="each model's own", reloads="yes")
-@pytest.mark.parametrize("name", vlms("Qwen3-VL", only=PROCESSORS))
+@pytest.mark.parametrize("name", vlms(only=PROCESSORS))
 def test_of_pictures_tower_and_decoder_are_measured_and_repaired(name: str, tmp_path: Path) -> None:
     saved_vlms(name, tmp_path)
     spec = picture_spec(tmp_path, metrics={"jacobian": {"nodes": 8, "samples": 2}})
@@ -88,7 +88,8 @@ def test_of_pictures_tower_and_decoder_are_measured_and_repaired(name: str, tmp_
     assert torch.cdist(measured, features).min(dim=1).values.max() < 1e-3 * features.norm(dim=1).max()
 
 
-@pytest.mark.parametrize("name", [pytest.param("LLaVA", marks=pytest.mark.slow), "Qwen2.5-VL"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen2.5-VL"])
 def test_answers_about_pictures_are_those_of_the_library(name: str, tmp_path: Path) -> None:
     """Greedy ones and the likelihood of given ones, one question at a time; calibration shows the expert's own."""
     saved_vlms(name, tmp_path)

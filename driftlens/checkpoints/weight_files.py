@@ -23,7 +23,7 @@ from driftlens.checkpoints.sources import (
     renamed,
     require_key,
 )
-from driftlens.checkpoints.stated import WEIGHT_FILES, weight_map
+from driftlens.checkpoints.stated import WEIGHT_FILES, is_lora_folder, weight_map
 
 
 def open_folder(folder: pathlib.Path) -> StateSource:
@@ -75,6 +75,11 @@ def folder_notices(source: StateSource) -> list[str]:
     """What is odd about the files of a folder of weights: tensors of the index alone, files that nobody reads."""
     place = pathlib.Path(source.name)
     folder = place.parent if place.name in WEIGHT_FILES else place
+    if is_lora_folder(folder):
+        whole = [name for name in WEIGHT_FILES if (folder / name).is_file()]
+        return (
+            [f"{folder} holds adapters and {whole[0]}; the adapters are read, on the base"] if whole else []
+        )
     notices = []
     for name in WEIGHT_FILES:
         index = f"{name}.index.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,7 +23,8 @@ from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.analyze.unmerged import unmerged
 from driftlens.jobs.study.opening import open_models, study_of
 from driftlens.jobs.study.study import Study
-from driftlens.spec import load_spec
+from driftlens.jobs.study.suspicion import companions
+from driftlens.spec import RunSpec, load_spec
 from driftlens.spec.requests import AnalysisRequest
 from tests.models.writing import train
 from tests.zoo.decoders import CONFIGS, saved
@@ -84,13 +86,16 @@ def with_adapters(
 
 def study_of_adapters(config: Any, folder: Path) -> Study:
     """A study of that expert, without samples."""
-    loader = "hf-auto" if config is GPT2 else "hf-decoder"
+    spec = spec_of_adapters(folder, "hf-auto" if config is GPT2 else "hf-decoder")
+    return study_of(spec, open_models(spec), {}, {})
+
+
+def spec_of_adapters(folder: Path, loader: str = "hf-decoder") -> RunSpec:
+    """An expert that is adapters, and its base."""
     described: dict[str, Any] = {"version": 1, "merge": {"method": "average"}}
     described["architecture"] = {"loader": loader, "source": str(folder / "base")}
     described |= {"base": {"weights": str(folder / "base")}}
-    described |= {"experts": {"a": {"weights": str(folder / "expert")}}}
-    spec = load_spec(described)
-    return study_of(spec, open_models(spec), {}, {})
+    return load_spec(described | {"experts": {"a": {"weights": str(folder / "expert")}}})
 
 
 TOKENS = torch.randint(4, 40, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -116,6 +121,18 @@ def test_features_of_an_expert_are_those_that_peft_computes(
     for state, wanted in zip(theirs, (plain, expected), strict=True):
         torch.testing.assert_close(state[study.pool.chain.layers[-1].stream], wanted, rtol=0, atol=2e-5)
     require_as_peft(study, "a", INPUTS, states)
+
+
+def test_a_whole_model_beside_adapters_is_named_and_not_read(tmp_path: Path) -> None:
+    with_adapters(*OPTIONS["plain"], tmp_path)
+    shutil.copy(tmp_path / "base" / "model.safetensors", tmp_path / "expert")
+    models = open_models(spec_of_adapters(tmp_path))
+    assert isinstance(models.stored["expert:a"], LoraSource)
+    told = [finding.text for finding in companions(models)]
+    assert (
+        f"{tmp_path / 'expert'} holds adapters and model.safetensors; the adapters are read, on the base"
+        in told
+    )
 
 
 def wrong_alpha(source: LoraSource) -> None:

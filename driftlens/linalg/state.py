@@ -186,7 +186,7 @@ def forward_mode_attention() -> Iterator[None]:
                 raise
             raise IncompatibleModelsError(
                 f"a layer can't be differentiated: {first[:160]}",
-                hint="Phi-3.5-MoE's router asks for numbers, for instance; BLOOM's activation is a function of its own. "
+                hint="Phi-3.5-MoE's router asks for numbers, BLOOM's activation is a function of its own. "
                 "Leave its Jacobians out: "
                 "`metrics: {jacobian: false}` in a spec, jacobian=None in Python.",
             ) from error

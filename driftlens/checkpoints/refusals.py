@@ -149,7 +149,12 @@ def is_vision_language(config: Mapping[str, Any]) -> bool:
     if kind not in CONFIG_MAPPING or named not in ("", model):
         return False
     parts = set(getattr(CONFIG_MAPPING[kind], "sub_configs", ()))
-    return model is not None and {"text_config", "vision_config"} <= parts
+    # No decoder alone: an encoder between tower and texts, or an encoder-decoder (Florence 2).
+    text = config.get("text_config")
+    named_text = text.get("model_type") if isinstance(text, Mapping) else None
+    of_text = CONFIG_MAPPING[named_text] if named_text in CONFIG_MAPPING else None
+    is_pair = "qformer_config" in parts or getattr(of_text, "is_encoder_decoder", False)
+    return model is not None and {"text_config", "vision_config"} <= parts and not is_pair
 
 
 def is_seq2seq(config: Mapping[str, Any]) -> bool:

@@ -152,8 +152,10 @@ def is_vision_language(config: Mapping[str, Any]) -> bool:
     # No decoder alone: an encoder between tower and texts, or an encoder-decoder (Florence 2).
     text = config.get("text_config")
     named_text = text.get("model_type") if isinstance(text, Mapping) else None
-    of_text = CONFIG_MAPPING[named_text] if named_text in CONFIG_MAPPING else None
-    is_pair = "qformer_config" in parts or getattr(of_text, "is_encoder_decoder", False)
+    has_encoder = named_text in CONFIG_MAPPING and getattr(
+        CONFIG_MAPPING[named_text], "is_encoder_decoder", False
+    )
+    is_pair = "qformer_config" in parts or has_encoder
     return model is not None and {"text_config", "vision_config"} <= parts and not is_pair
 
 

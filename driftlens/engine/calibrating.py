@@ -212,6 +212,10 @@ class ClosedForm(Method, ABC):
     def check(self, *, has_base: bool) -> None:
         """Refuse settings that make no sense."""
 
+    def least_rows(self, width: int) -> int:
+        """How many rows an expert of a mixture needs in every fold, by its inputs; with fewer it stays as merged."""
+        return 1
+
 
 @dataclass(frozen=True)
 class Branch:
@@ -396,6 +400,7 @@ def solve_layer(
     layer: Layer,
     problems: Iterable[_P],
     solve: Callable[[_P], Sequence[SiteUpdate]],
+    least_rows: Callable[[int], int],
     *,
     stored_in: Callable[[str], torch.dtype],
 ) -> tuple[dict[str, Tensor], list[SiteReport]]:
@@ -417,7 +422,7 @@ def solve_layer(
 
     for problem in problems:
         started = time.perf_counter()
-        of_sites = _solved(layer, problem, solve, stored)
+        of_sites = _solved(layer, problem, partial(_solved_or_kept, solve, least_rows), stored)
         seconds = (time.perf_counter() - started) / len(of_sites)
         paths = {site.name: site_path(layer, site) for site in _sites(problem)}
         for update in of_sites:
@@ -448,6 +453,18 @@ def _solved(
             hint=error.hint,
             **{**error.context, "layer": layer.index, "sites": named},
         ) from error
+
+
+def _solved_or_kept(
+    solve: Callable[[_P], Sequence[SiteUpdate]], least_rows: Callable[[int], int], problem: _P
+) -> Sequence[SiteUpdate]:
+    """What solves a problem; an expert of a mixture that was sent too few tokens stays as it is."""
+    if not isinstance(problem, LinearProblem | StepProblem) or problem.sites[0].expert is None:
+        return solve(problem)
+    rows, width = sum(problem.num_rows), problem.merged[f"{problem.sites[0].name}.weight"].shape[1]
+    if min(problem.num_rows) < least_rows(width):
+        return [SiteUpdate.kept(site, rows) for site in problem.sites]
+    return [replace(update, report=replace(update.report, num_rows=rows)) for update in solve(problem)]
 
 
 def _sites(problem: Problem | StepProblem | WeightProblem) -> Sequence[Site]:
@@ -495,7 +512,15 @@ class _WeightWalk(CalibrationWalk):
             for site, owner in zip(sites, owners, strict=True)
             if owner == self.team.rank
         )
-        solve = partial(solve_layer, self.pool, layer, problems, self.calibrator.solve, stored_in=stored_in)
+        solve = partial(
+            solve_layer,
+            self.pool,
+            layer,
+            problems,
+            self.calibrator.solve,
+            self.calibrator.least_rows,
+            stored_in=stored_in,
+        )
         like = self.pool.parameters("merged", layer) if self.team.size > 1 else {}
         [(updates, reports)] = solved_by_all(self.team, like, lambda: [solve()])
         order = [site_path(layer, site) for site in sites]

@@ -264,7 +264,7 @@ class LinearSums:
             expert_bias=self.fold.mean_bias(),
             merged=_of_sites(merged, self.sites),
             base=None if base is None else _of_sites(base, self.sites),
-            num_rows=0 if self.sites[0].expert is None else self.fold.num_rows,
+            num_rows=() if self.sites[0].expert is None else (self.fold.num_rows,),
         )
 
 

@@ -27,7 +27,7 @@ class LinearProblem:
         expert_bias: by site, the average of the experts' biases over tasks, each counting its task weight.
         merged: the sites' parameters in the merged model, by the layer's own names.
         base: the same in the base, or None without one.
-        num_rows: of an expert of a mixture, over how many rows that count anything the moments are.
+        num_rows: of an expert of a mixture, over how many rows that count anything the moments are; one number.
     """
 
     sites: tuple[Site, ...]
@@ -35,7 +35,7 @@ class LinearProblem:
     expert_bias: Mapping[str, Tensor]
     merged: Parameters
     base: Parameters | None
-    num_rows: int = 0
+    num_rows: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -284,7 +284,7 @@ def rows_and_output(
     """
     experts = {site.name for site in layer.sites if site.expert is not None}
     if not experts.isdisjoint({*inputs, *outputs}) and side.routes is None:
-        side = replace(side, routes=Routes())
+        side = side.along(Routes())
     seen = SiteRows(side)
 
     def stop_after_all() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -36,7 +36,6 @@ from driftlens.engine.layer_sums import LayerSums
 from driftlens.engine.problems import (
     CalibratedLayer,
     InputSums,
-    NormProblem,
     Problem,
     SiteUpdate,
     Wanted,
@@ -92,21 +91,6 @@ class Layerwise(ClosedForm):
     def fold_norm(self, total: NormMoments | None, task: NormMoments) -> NormMoments:
         """A norm's moments of one more task folded into those of the tasks before, each counting 1."""
         return task if total is None else total + task
-
-    def least_rows(self, width: int) -> int:
-        """How many rows an expert of a mixture needs whose inputs are so wide; with fewer it stays as merged."""
-        return 1
-
-    def solve_or_keep(self, problem: Problem) -> Sequence[SiteUpdate]:
-        """What `solve` says, and of an expert that was sent too few tokens that it stays as it is."""
-        if isinstance(problem, NormProblem) or problem.sites[0].expert is None:
-            return self.solve(problem)
-        [site], rows = problem.sites, problem.num_rows
-        if rows < self.least_rows(problem.merged[f"{site.name}.weight"].shape[1]):
-            return [SiteUpdate.kept(site, rows)]
-        return [
-            replace(update, report=replace(update.report, num_rows=rows)) for update in self.solve(problem)
-        ]
 
     @abstractmethod
     def solve(self, problem: Problem) -> Sequence[SiteUpdate]:
@@ -244,7 +228,7 @@ class SnapshotWalk(CalibrationWalk):
         # What depends on it, processes that share a task must decide alike.
         num_batches = _MANY if task in self.divided else len(self.passage.waiting.get((task, part), ()))
         routes = seen.side.routes
-        side = batch.side if routes is None else replace(batch.side, routes=routes.given())
+        side = batch.side if routes is None else batch.side.along(routes.given())
         for branch in self.branches:
             lanes = [self.calibrations[index] for index, parts in branch.lanes.items() if part in parts]
             readers: dict[bool, list[LayerSums]] = {}
@@ -305,7 +289,8 @@ class SnapshotWalk(CalibrationWalk):
                         layer,
                         # What a solved problem holds makes room for the next one.
                         left if wanted_again else (left.pop(0) for _ in range(len(left))),
-                        lane.calibrator.solve_or_keep,
+                        lane.calibrator.solve,
+                        lane.calibrator.least_rows,
                         stored_in=self.ground.stored_in,
                     )
         return [solved[index] for index in range(len(self.lanes))]

@@ -13,7 +13,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -114,17 +114,6 @@ class Stepwise(ClosedForm):
     def num_folds(self) -> int:
         """Parts that the samples fall into; 1 where nothing is held out."""
 
-    def solve_or_keep(self, problem: StepProblem) -> Sequence[SiteUpdate]:
-        """What `solve` says, and of an expert of a mixture that a fold has no tokens of that it stays as it is."""
-        if problem.sites[0].expert is None:
-            return self.solve(problem)
-        rows = sum(problem.num_rows)
-        if min(problem.num_rows) < 1:
-            return [SiteUpdate.kept(site, rows) for site in problem.sites]
-        return [
-            replace(update, report=replace(update.report, num_rows=rows)) for update in self.solve(problem)
-        ]
-
     @abstractmethod
     def solve(self, problem: StepProblem) -> Sequence[SiteUpdate]:
         """New parameters of the problem's sites; errors as for `Layerwise`."""
@@ -173,7 +162,8 @@ class StepWalk(CalibrationWalk):
                 self.pool,
                 layer,
                 problems,
-                self.calibrator.solve_or_keep,
+                self.calibrator.solve,
+                self.calibrator.least_rows,
                 stored_in=self.ground.stored_in,
             )
             [(solved, of_step)] = solved_by_all(self.team, merged, lambda solve=solve: [solve()])  # type: ignore[misc]

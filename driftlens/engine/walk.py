@@ -384,8 +384,8 @@ class LayerView:
     """The map that took the crossing input to `crossed_out`: the merged layer for reference "expert"."""
     routes: Mapping[str, Routes] = field(default_factory=dict)
     """Of a mixture of experts, where tokens went in the pass that gave `merged`, `expert` and `crossed`."""
-    variant_along: Callable[[State, Routes], State] | None = None
-    """Of a mixture of experts, the merged layer with tokens sent where they are told."""
+    variant_along: Callable[..., State] | None = None
+    """Of a mixture of experts, (state, routes=) -> what leaves the merged layer, tokens being sent there."""
 
     def rerouted(self, by: str) -> State:
         """What leaves the merged layer, minus the same with tokens sent where they went in another pass.
@@ -396,7 +396,7 @@ class LayerView:
             return {}
         given = self.routes[by].given()
         is_same = not bool(self.routes["merged"].changed(given).any())
-        other = self.merged_out if is_same else self.variant_along(self.merged_in, given)
+        other = self.merged_out if is_same else self.variant_along(self.merged_in, routes=given)
         return subtract(self.merged_out, other)
 
 
@@ -441,10 +441,9 @@ def smooth_split(view: LayerView) -> Split:
 
 def smooth_layer(view: LayerView) -> Callable[[State], State]:
     """The crossed layer as a map that can be differentiated, see `smooth_split`."""
-    if (along := view.variant_along) is None:
+    if view.variant_along is None:
         return view.crossed_layer
-    routes = view.routes["crossed"].given()
-    return lambda state: along(state, routes)
+    return partial(view.variant_along, routes=view.routes["crossed"].given())
 
 
 def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
@@ -563,7 +562,7 @@ def walk(
                     side=batch.side,
                     crossed_layer=crossed_layer,
                     routes={name: of for name, of in passes.items() if of is not None},
-                    variant_along=partial(_along, maps[variant], batch.side) if routes else None,
+                    variant_along=partial(_through, maps[variant], side=batch.side) if routes else None,
                 )
             entered.clear()  # before the next batch is taken: both would be alive
         maps.clear()  # before the next layer is read
@@ -573,10 +572,6 @@ def walk(
 
 def _through(layer_map: LayerMap, state: State, side: SideInputs, *, routes: Routes | None) -> State:
     """The map, which writes where tokens of a mixture of experts go, or sends them there."""
-    return layer_map(state, side.along(routes))
-
-
-def _along(layer_map: LayerMap, side: SideInputs, state: State, routes: Routes) -> State:
     return layer_map(state, side.along(routes))
 
 

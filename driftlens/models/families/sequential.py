@@ -294,8 +294,8 @@ class _Seen(NamedTuple):
 
 def _registered(parts: Dissection) -> _Seen:
     sites = [
-        (*registered_sites(block, slots), *(() if mixture is None else mixture.sites()))
-        for block, slots, mixture in zip(parts.blocks, parts.slots, parts.mixtures, strict=True)
+        (*registered_sites(block, slots), *parts.experts(position))
+        for position, (block, slots) in enumerate(zip(parts.blocks, parts.slots, strict=True))
     ]
     return _Seen(sites, [False] * len(sites), frozenset(), frozenset(), _read_by(parts.module))
 
@@ -328,8 +328,7 @@ def _traced(parts: Dissection, example: Any) -> _Seen:
                 alone = partial(parts.block, position, (), parameters, features, beside)
                 with parts.shapes_only():
                     block_sites, features = traced_sites(block, slots, alone, features, streams)
-                if (mixture := parts.mixtures[position]) is not None:
-                    block_sites = (*block_sites, *mixture.sites())
+                block_sites = (*block_sites, *parts.experts(position))
                 sites.append(_of_tokens(block_sites) if parts.computed else block_sites)
                 is_residual.append(side.frames[position].entered == side.frames[position].left)
         if parts.is_hollow:

@@ -25,7 +25,7 @@ from driftlens.models.families.causal import not_causal
 from driftlens.models.families.sequential import Watch, among, block_list
 from driftlens.models.frames import Inputs, frame_at, inputs_in, padding_mask, raw_inputs
 from driftlens.models.language.pictures import ROWS, as_the_library
-from driftlens.models.taking_apart.dissection import Dissection, own_weights, run
+from driftlens.models.taking_apart.dissection import Dissection, forward_pass, own_weights, run
 from driftlens.models.taking_apart.interception import (
     Recording,
     buffers_on,
@@ -271,10 +271,9 @@ class Sighted(Dissection):
         }
         tensors = {key: tensor.to(device) for key, tensor in side.tensors.items() if key != "hidden_mask"}
         alone = partial(super().block, position, (), parameters, features, replace(side, tensors=tensors))
-        mixture = self.mixtures[position]
         with buffers_on(self.module, device) if bare else contextlib.nullcontext(), self.shapes_only():
             sites, _ = traced_sites(block, self.slots[position], alone, features)
-        return (*sites, *(() if mixture is None else mixture.sites()))
+        return (*sites, *self.experts(position))
 
     def _observed(
         self,
@@ -287,10 +286,7 @@ class Sighted(Dissection):
     ) -> Recording:
         """See `Dissection`; what the model adds to features behind the first blocks of the decoder is part of them."""
 
-        def forward() -> Any:
-            whole = partial(run, module, inputs, outer)
-            return whole() if past is None else run_until(past, whole, past=True)
-
+        forward = forward_pass(module, inputs, past, outer)
         blocks = {path: module.get_submodule(path) for path in self.paths}
         tower = dict(list(blocks.items())[: self.count])
         decoder = dict(list(blocks.items())[self.count :])

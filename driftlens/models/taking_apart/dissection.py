@@ -201,6 +201,11 @@ class Dissection:
         """Whether the module has shapes only."""
         return next((weight.is_meta for weight in self.module.parameters()), False)
 
+    def experts(self, position: int) -> tuple[Site, ...]:
+        """The sites of a block's experts, where it is a mixture."""
+        mixture = self.mixtures[position]
+        return () if mixture is None else mixture.sites()
+
     def shapes_only(self) -> AbstractContextManager[None]:
         """While this is open, mixtures that have shapes only return as much: who goes where depends on numbers."""
         modules = [mixture.module for mixture in self.mixtures if mixture is not None and self.is_hollow]
@@ -399,10 +404,7 @@ class Dissection:
         With `past` it ends behind that module, whose output it returns; `outer` stands for weights of its own.
         """
 
-        def forward() -> Any:
-            whole = partial(run, module, inputs, outer)
-            return whole() if past is None else run_until(past, whole, past=True)
-
+        forward = forward_pass(module, inputs, past, outer)
         blocks = {path: module.get_submodule(path) for path in self.paths}
         watch = nullcontext() if self._has_seen_readers else readers(module, blocks.values())
         with watch as read:
@@ -427,6 +429,14 @@ def _lies_last(shape: torch.Size, reader: Reader | None, otherwise: bool) -> boo
     last = reader.channels_last
     permuted = (*shape[1:], shape[0]) if last else (shape[-1], *shape[:-1])
     return last != (reader.shape == permuted != shape)
+
+
+def forward_pass(
+    module: nn.Module, inputs: Inputs, past: nn.Module | None, outer: Parameters | None
+) -> Callable[[], Any]:
+    """What runs a module, up to what leaves `past` where that is one; `outer` stands for weights of its own."""
+    whole = partial(run, module, inputs, outer)
+    return whole if past is None else partial(run_until, past, whole, past=True)
 
 
 def same_values(one: Tensor | None, other: Tensor | None) -> bool:

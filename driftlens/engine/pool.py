@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -288,10 +288,14 @@ class ModelPool:
             used,
         )
 
+    def weight_bytes(self, model: str) -> int:
+        """Of a model in memory."""
+        count = sum(math.prod(header.shape) for header in self.source(model).headers.values())
+        return count * self.dtype.itemsize
+
     def require_room(self, model: str) -> None:
         """Refuse, by a `DataError`, a model whose weights exceed the budget; live ones are in memory anyway."""
-        count = sum(math.prod(header.shape) for header in self.source(model).headers.values())
-        if model not in self._modules and (needed := count * self.dtype.itemsize) > self.budget:
+        if model not in self._modules and (needed := self.weight_bytes(model)) > self.budget:
             text = f"{needed / 1e6:,.1f} MB of weights of {model} don't fit compute.feature_budget"
             hint = "Raise it where there is memory for a whole model."
             raise DataError(f"{text}, {self.budget / 1e6:,.1f} MB", hint=hint)
@@ -329,8 +333,10 @@ class ModelPool:
         self.require_room(model)
         held = self.source(model).headers.keys()
         names = [name for name in _weights(self._skeleton) if {name, *self.chain.tied.get(name, ())} & held]
-        with buffers_on(self._skeleton, self.device), _replaced(self._skeleton, names, self._reader(model)):
-            return copy.deepcopy(self._skeleton)
+        with buffers_on(self._skeleton, self.device):
+            module = copy.deepcopy(self._skeleton)
+        _put(module, names, self._reader(model))
+        return module
 
     def _reader(self, model: str) -> Callable[[str], Tensor]:
         """The weights of a model by name; what is tied, and stored under one of its names, is read once."""
@@ -456,22 +462,29 @@ def _weights(module: nn.Module) -> list[str]:
 @contextmanager
 def _replaced(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[None]:
     """Put other tensors in the place of weights, and the weights back afterwards."""
-    owners = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
-    before = [owner._parameters.get(leaf, owner._buffers.get(leaf)) for owner, leaf in owners]
+    before = [(held, leaf, held[leaf]) for held, leaf, _ in _places(module, names)]
     try:
-        for name, (owner, leaf) in zip(names, owners, strict=True):
-            if leaf in owner._parameters:
-                value = read(name)
-                is_table = isinstance(value, Table)  # a parameter would be made of all of it
-                owner._parameters[leaf] = cast(
-                    "nn.Parameter", value if is_table else nn.Parameter(value, requires_grad=False)
-                )
-            else:
-                owner._buffers[leaf] = read(name)
+        _put(module, names, read)
         yield
     finally:
-        for (owner, leaf), weight in zip(owners, before, strict=True):
-            if leaf in owner._parameters:
-                owner._parameters[leaf] = cast("nn.Parameter", weight)
-            else:
-                owner._buffers[leaf] = weight
+        for held, leaf, weight in before:
+            held[leaf] = weight
+
+
+def _put(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]) -> None:
+    for name, (held, leaf, is_buffer) in zip(names, _places(module, names), strict=True):
+        value = read(name)
+        is_bare = is_buffer or isinstance(value, Table)  # a parameter would be made of all of a table
+        held[leaf] = value if is_bare else nn.Parameter(value, requires_grad=False)
+
+
+def _places(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str, bool]]:
+    """Where a module holds the weights of these names: among which, as what, and whether these are its buffers."""
+    owners = [
+        (module.get_submodule(path), leaf) for path, _, leaf in (name.rpartition(".") for name in names)
+    ]
+    kept = [(owner, leaf, leaf not in owner._parameters) for owner, leaf in owners]
+    return [
+        (owner._buffers if is_buffer else owner._parameters, leaf, is_buffer)
+        for owner, leaf, is_buffer in kept
+    ]

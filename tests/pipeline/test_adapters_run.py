@@ -16,11 +16,15 @@ import torch
 import transformers
 from torch import nn
 
+from driftlens.base.access import Access
 from driftlens.base.errors import NumericsError
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.jobs.analyze.diagnosis import require_as_peft
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.analyze.unmerged import unmerged
+from driftlens.jobs.preflight import jobs
+from driftlens.jobs.preflight.job import checked, preflight
+from driftlens.jobs.preflight.rehearsal import Rehearsed
 from driftlens.jobs.study.opening import open_models, study_of
 from driftlens.jobs.study.study import Study
 from driftlens.jobs.study.suspicion import companions
@@ -162,6 +166,26 @@ def test_an_adapter_that_is_read_otherwise_is_found(
     require_as_peft(study, "a", INPUTS, states[-1])  # nothing is claimed
 
 
+@pytest.mark.parametrize("room", [True, False])
+def test_memory_is_told_with_the_model_that_peft_wraps(
+    room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_adapters(*OPTIONS["plain"], tmp_path)
+    described = spec_of_adapters(tmp_path).model_dump(mode="json", exclude_none=True)
+    (tmp_path / "rows.jsonl").write_text('{"q": "a b"}\n' * 8)
+    rows = {"kind": "jsonl", "input": "q"} | dict.fromkeys(
+        ("calibration", "test"), str(tmp_path / "rows.jsonl")
+    )
+    spec = load_spec(described | {"data": {"defaults": {"n": 2, "n_diagnosis": 2}, "a": rows}})
+    _, opened = checked(spec, Access())
+    assert opened is not None
+    whole = opened.study.pool.weight_bytes("base")
+    monkeypatch.setattr(opened.study.pool, "budget", whole - (not room))
+    run = Rehearsed(opened.study, {}, [], 1000)
+    monkeypatch.setattr(jobs, "rehearsed", lambda *_, **__: run)
+    assert opened.analysis().resident - 1000 == (whole if room else 0)
+
+
 @pytest.mark.parametrize("alpha", [6, 6.1])
 def test_a_run_is_refused_whose_expert_is_not_that_of_peft(
     alpha: float, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,6 +194,10 @@ def test_a_run_is_refused_whose_expert_is_not_that_of_peft(
     spec = world.one_task(experts={"flowers": {"weights": str(tmp_path / "adapter")}}, metrics={})
     delta = LoraSource._delta
     monkeypatch.setattr(LoraSource, "_delta", lambda *given: alpha / 6 * delta(*given))
+    checks = preflight(load_spec(spec), estimate=False)
+    told = [finding.text for finding in checks.findings if "peft runs them" in finding.text]
+    assert len(told) == 1 and told[0].startswith("its final features are those") == (alpha == 6)
+    assert checks.exit_code == (0 if alpha == 6 else NumericsError.exit_code)
     request = AnalysisRequest(out=tmp_path / "run", attribution=False)
     with nullcontext() if alpha == 6 else pytest.raises(NumericsError, match="as peft runs them"):
         analyze(spec, request)

@@ -300,11 +300,11 @@ def _apart(ours: State, theirs: State, features: State, dtype: str) -> tuple[flo
     return error, limit, error > limit or (size == 0 and apart > ROUNDING[dtype] * scale)
 
 
-def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> None:
-    """Refuse an expert of adapters whose final features are not those of peft's own model, as far as that runs."""
+def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> bool:
+    """Refuse an expert of adapters whose final features are not those of peft's own model; False where none runs."""
     adapters = study.adapters.get(study.pool.expert(task))
     if adapters is None or (theirs := unmerged(study, adapters, inputs)) is None:
-        return
+        return False
     base, wanted = ({name: state[name] for name in expert} for state in theirs)
     dtype = str(study.pool.dtype).removeprefix("torch.")
     error, limit, is_off = _apart(subtract(expert, base), subtract(wanted, base), expert, dtype)
@@ -318,6 +318,7 @@ def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> None
             closure_error=error,
             tolerance=limit,
         )
+    return True
 
 
 def check_closure(study: Study) -> None:

@@ -14,6 +14,14 @@ from driftlens.jobs.study.study import Study
 from driftlens.models.chain import State
 
 
+def unmerged_bytes(study: Study) -> int:
+    """Of the module that `unmerged` loads beside a study; 0 where it loads none."""
+    if not study.adapters or importlib.util.find_spec("peft") is None:
+        return 0
+    needed = study.pool.weight_bytes("base")
+    return needed if needed <= study.pool.budget else 0
+
+
 @torch.no_grad()
 def unmerged(study: Study, adapters: LoraSource, inputs: Any) -> tuple[State, State] | None:
     """Final states of the base and of an expert's adapters on it, as peft runs them.

@@ -22,9 +22,11 @@ from driftlens.data.samples import Batch, few_of
 from driftlens.data.task_data import TaskData
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import coverage, select_sites
-from driftlens.engine.walk import forward, waiting_bytes
+from driftlens.engine.walk import forward, on_device, waiting_bytes
 from driftlens.findings.reading import estimate as with_interval
+from driftlens.jobs.analyze.diagnosis import require_as_peft
 from driftlens.jobs.analyze.evaluation import scores_of
+from driftlens.jobs.analyze.unmerged import unmerged_bytes
 from driftlens.jobs.calibrate.plan import calibrator_of
 from driftlens.jobs.preflight.jobs import SpecStudy, merge_text, model_runs
 from driftlens.jobs.preflight.models import check_models
@@ -60,7 +62,10 @@ def preflight(
     estimate, some layers are read.
     """
     checks, opened = checked(spec, access)
-    rehearsal = opened and estimate and checks.estimate(opened.analysis)
+    if opened:
+        for task in opened.study.tasks:
+            _check_adapters(opened.study, task, checks)
+    rehearsal = opened and estimate and not checks.problems and checks.estimate(opened.analysis)
     if opened and rehearsal and request.processes is not None:
         planned = partial(plan_processes, opened, rehearsal, request.processes, request.per_machine)
         checks.processes = checks.attempt("processes", planned)
@@ -346,6 +351,18 @@ def _score_experts(study: Study, checks: Preflight) -> None:
             metric,
             len(known.get(metric.needs, ())),
         )
+
+
+@torch.no_grad()
+def _check_adapters(study: Study, task: str, checks: Preflight) -> None:
+    """Hold an expert of adapters against peft on one sample, as the analysis does on more."""
+    pool, samples, name = study.pool, study.tasks[task].diagnosis, study.pool.expert(task)
+    if name not in study.adapters or not unmerged_bytes(study):
+        return
+    inputs = on_device(samples.load([0]), pool.device, pool.dtype)
+    states = pool.library_states(name, inputs)
+    if checks.attempt(f"expert of {task}", partial(require_as_peft, study, task, inputs, states[-1])):
+        checks.ok(f"expert of {task}", "its final features are those of its adapters as peft runs them")
 
 
 def _judge(

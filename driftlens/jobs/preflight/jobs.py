@@ -18,6 +18,7 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.data.task_data import TaskData
 from driftlens.jobs.analyze.evaluation import final_features
 from driftlens.jobs.analyze.job import Phases, describe
+from driftlens.jobs.analyze.unmerged import unmerged_bytes
 from driftlens.jobs.calibrate.job import OpenCalibration, carry_out
 from driftlens.jobs.calibrate.plan import (
     CalibrationPlan,
@@ -74,7 +75,8 @@ class SpecStudy:
             work = work_of(entry, settings, len(self.study.tasks), chain, self.models)
             seconds += seconds_of_work(work, chain, self.models)
         merged = self._model_bytes if self.spec.merge is not None else 0
-        return dataclasses.replace(found, opening=seconds, passes=passes, models=merged)
+        resident = found.resident + unmerged_bytes(self.study)
+        return dataclasses.replace(found, resident=resident, opening=seconds, passes=passes, models=merged)
 
     def calibration(self, request: CalibrationRequest) -> Rehearsed:
         """What a calibration of the analyzed run takes; errors as for `analysis`, or of the request."""

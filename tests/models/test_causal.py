@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,26 +14,21 @@ import torch
 import transformers
 from torch import Tensor
 
-from driftlens.base.errors import IncompatibleModelsError
+import driftlens as dl
+from driftlens.base.errors import IncompatibleModelsError, NumericsError
 from driftlens.models.architecture import load_architecture
 from driftlens.models.families.causal import causal_chain
+from driftlens.models.taking_apart import carried, dissection
 from tests.refusing import refusing
 from tests.zoo.cases import perturbed
 from tests.zoo.decoders import CONFIGS, MORE, TINY, of
 from tests.zoo.tokenizers import word_tokenizer
 from tests.zoo.walking import chain_states, largest_difference
 
-GEMMA_3N = {
-    **{"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40, "num_kv_shared_layers": 0},
-    **{"laurel_rank": 4, "activation_sparsity_pattern": None, "num_hidden_layers": 4},
-}
 REFUSED = {
     "computed from weights": of(
         *("cpmant", "num_key_value_heads", "intermediate_size", "head_dim", "max_position_embeddings"),
         **{"dim_head": 4, "dim_ff": 24},
-    ),
-    "not what one module makes": of(
-        "gemma3n_text", **GEMMA_3N, layer_types=["sliding_attention", "full_attention"] * 2
     ),
     "runs one block after the other|not what one module makes": of("nanochat", "head_dim"),
 }
@@ -104,14 +101,15 @@ def test_an_encoder_that_may_answer_is_no_causal_model(tmp_path: Path) -> None:
             load_architecture(loader, str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["Gemma 3n", "Gemma 4"])
 @pytest.mark.parametrize(
     ("changed", "first"),
     [("model.embed_tokens_per_layer.weight", 2), ("model.layers.1.self_attn.k_proj.weight", 3)],
     ids=["embeddings per layer", "keys of an earlier block"],
 )
-def test_what_waits_beside_features_is_each_models_own(changed: str, first: int) -> None:
+def test_what_waits_beside_features_is_each_models_own(changed: str, first: int, name: str) -> None:
     """A model that differs in this alone drifts from the first block that reads it on, as its library says."""
-    config = (CONFIGS | MORE)["Gemma 4"]
+    config = (CONFIGS | MORE)[name]
     base = perturbed(transformers.AutoModelForCausalLM.from_config(config), 0, 0.2).double().eval()
     other = deepcopy(base)
     other.get_parameter(changed).data *= -1
@@ -122,3 +120,31 @@ def test_what_waits_beside_features_is_each_models_own(changed: str, first: int)
     assert all(not leaf[1, ..., 3, :].any() for state in states[base] for leaf in state.values())
     equal = [torch.equal(*(states[model][at]["hidden"] for model in states)) for at in range(6)]
     assert equal.index(False) == first - 1
+
+
+def without_embeddings(state: Any) -> Any:
+    """A state in which embeddings per layer are zeros."""
+    return {name: 0 * leaf if name.startswith(carried.LAYER_INPUT) else leaf for name, leaf in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("part", "fault"),
+    [
+        ("given", lambda *call: carried.given(*call[:2], without_embeddings(call[2]), *call[3:])),
+        ("apart", lambda hidden, count: carried.apart(hidden, count).flip(0)),
+    ],
+    ids=["embeddings per layer dropped", "streams in another order"],
+)
+def test_what_gemma_3n_would_lose_is_found(
+    part: str, fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a run stops where its features are not those of ordinary forward passes."""
+    base = transformers.AutoModelForCausalLM.from_config((CONFIGS | MORE)["Gemma 3n"]).double().eval()
+    models = perturbed(base, 1, 0.2), perturbed(base, 2, 0.2)
+    analyze = partial(
+        dl.analyze, merged=models[0], experts={"a": models[1]}, data={"a": [BATCH]}, progress="none"
+    )
+    assert analyze(out=tmp_path / "run").layers()["closure_error"].max() < 1e-9
+    monkeypatch.setattr(dissection, "carried", SimpleNamespace(**vars(carried) | {part: fault}))
+    with pytest.raises(NumericsError, match="forward pass"):
+        analyze(out=tmp_path / "planted")

@@ -94,6 +94,11 @@ _GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 
+_GEMMA3N = _GEMMA4 | {
+    **{"laurel_rank": 4, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
+    **{"altup_num_inputs": 3, "altup_active_idx": 1},
+}
+
 CONFIGS = {
     "Llama": transformers.LlamaConfig(**TINY, tie_word_embeddings=True),
     "Llama, untied": transformers.LlamaConfig(**TINY, tie_word_embeddings=False),
@@ -162,6 +167,7 @@ MORE = {
     "Gemma 4, dense": of(
         "gemma4_text", **_GEMMA4 | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
     ),
+    "Gemma 3n": of("gemma3n_text", **_GEMMA3N),
     "LFM2": of("lfm2", "head_dim", layer_types=["conv", "full_attention", "conv"], block_multiple_of=8),
     "Falcon-H1": of("falcon_h1", **_MAMBA | {"mamba_d_ssm": 32}),
     "Bamba": of("bamba", "head_dim", attn_layer_indices=[1], **_MAMBA),

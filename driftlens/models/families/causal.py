@@ -23,6 +23,7 @@ from driftlens.models.families.sequential import block_list, sequential_chain, w
 from driftlens.models.frames import find_features
 from driftlens.models.heads import LmScores
 from driftlens.models.own_heads import followed
+from driftlens.models.taking_apart.carried import num_streams
 from driftlens.models.taking_apart.dissection import Dissection
 from driftlens.models.taking_apart.interception import call, replaced_forwards
 
@@ -54,7 +55,8 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
         raise not_causal(whole, f"its embeddings are a {type(table).__name__}")
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         raise not_causal(whole, f"its head is a {type(head).__name__}; expected a linear map")
-    final, behind = _Trace(whole, head, list(of_blocks)).run(example)
+    trace = _Trace(whole, head, list(of_blocks))
+    final, behind = trace.run(example)
     paths = {id(module): name for name, module in whole.named_modules()}
     weight = f"{paths[id(head)]}.weight"
     both = (f"{paths[id(table)]}.weight", weight)
@@ -62,7 +64,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
         getattr(whole, "_tied_weights_keys", None) or ()
     )
     try:
-        chain = sequential_chain(whole, example, blocks=path, final=final)
+        chain = sequential_chain(whole, example, blocks=path, final=final, reads_last=trace.reads_last)
     except (SpecError, IncompatibleModelsError) as error:
         raise not_causal(whole, error.message) from error
     stem, *rest = chain.layers
@@ -138,6 +140,7 @@ class _Trace:
     head: nn.Module
     paths: list[str]
     left: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
+    reads_last: bool = True
     answers: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
     def run(self, example: Any) -> tuple[str, Behind | None]:
@@ -159,19 +162,23 @@ class _Trace:
         return self._final(read[-1]), self._checked(behind, given[-1][:, -1], made[:, -1])
 
     def _final(self, read: Tensor) -> str:
-        """The first module outside the blocks whose output this is; what it is given has to leave the last block."""
-        last = next(output for path, _, output in self.left if path == self.paths[-1])
+        """The first module outside the blocks whose output this is, which runs once, behind the last block.
+
+        What it is given may leave that block or, where that gives several streams, be what the model makes of them.
+        """
+        order = [step[0] for step in self.left]
+        last = self.left[order.index(self.paths[-1])][2]
         outputs = [step for step in self.left if step[0] not in self.paths and _is_part(read, step[2])]
-        if (
-            not outputs
-            or not _is_part(outputs[0][1], last)
-            or [step[0] for step in self.left].count(outputs[0][0]) > 1
-        ):
-            raise not_causal(
-                self.whole,
-                "what its head reads is not what one module makes, once, of its last block's features",
-            )
-        return outputs[0][0]
+        if outputs:
+            path, given, _ = outputs[0]
+            self.reads_last = _is_part(given, last)
+            is_behind = order.index(path) > order.index(self.paths[-1])
+            is_made = is_behind and num_streams(self.whole.get_submodule(self.paths[-1])) > 1
+            if order.count(path) == 1 and (self.reads_last or is_made):
+                return path
+        raise not_causal(
+            self.whole, "what its head reads is not what one module makes, once, of its last block's features"
+        )
 
     def _checked(self, behind: Behind, given: Tensor, made: Tensor) -> Behind | None:
         """The same, or None where it does nothing; refused where scores are others, of all columns or of some alone."""

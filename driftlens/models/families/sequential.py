@@ -12,7 +12,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -49,6 +49,7 @@ def sequential_chain(
     mask: Mask = None,
     final: str = "",
     beside: Mapping[str, str] = MappingProxyType({}),
+    reads_last: bool = True,
 ) -> LayerChain:
     """A module that holds its blocks in a list, taken apart; parameter names are those of `module.state_dict()`.
 
@@ -66,8 +67,9 @@ def sequential_chain(
         mask: which tokens count; see `driftlens.models.frames.Mask`.
         final: path of the module that the final feature leaves, the whole head; "" takes what the model returns.
         beside: raw input -> the stream that it is: features of other tokens, which blocks read beside their own.
+        reads_last: whether `final` is given what leaves the last block; else the head is all behind that block.
     """
-    attempt = partial(_taken_apart, mask=mask, final=final, beside=beside)
+    attempt = partial(_taken_apart, mask=mask, final=final, beside=beside, reads_last=reads_last)
     try:
         return attempt(module, blocks, example)
     except Exception as error:
@@ -123,10 +125,11 @@ def _taken_apart(
     mask: Mask,
     final: str,
     beside: Mapping[str, str],
+    reads_last: bool,
 ) -> LayerChain:
     """See `sequential_chain`."""
     path, blocks_by_path = block_list(module, blocks)
-    parts = Dissection(module, blocks_by_path, mask, final, beside)
+    parts = Dissection(module, blocks_by_path, mask, final, beside, reads_last)
     seen = _registered(parts) if example is None else _traced(parts, example)
     layers = [
         Layer(
@@ -152,7 +155,11 @@ def _taken_apart(
     }
     if final:  # what is behind it belongs to no layer
         stem = {name: slot for name, slot in stem.items() if name in seen.before}
-        outer = {name: slot for name, slot in outer.items() if name.startswith(f"{final}.")}
+        outer = {
+            name: slot
+            for name, slot in outer.items()
+            if (name.startswith(f"{final}.") if reads_last else name in seen.behind)
+        }
     return LayerChain(
         architecture=NAME,
         layers=(
@@ -329,13 +336,16 @@ def _traced(parts: Dissection, example: Any) -> _Seen:
                 with parts.shapes_only():
                     block_sites, features = traced_sites(block, slots, alone, features, streams)
                 block_sites = (*block_sites, *parts.experts(position))
-                sites.append(_of_tokens(block_sites) if parts.computed else block_sites)
+                sites.append(_of_tokens(block_sites) if parts.computed or parts.streams > 1 else block_sites)
                 is_residual.append(side.frames[position].entered == side.frames[position].left)
         if parts.is_hollow:
             features = {"hidden": torch.zeros(features["hidden"].shape, device=device)}
-        with Watch() as behind:
+        with Watch() as behind, ExitStack() as hooks:
+            if parts.final:  # whose head looks back at nothing before the last block
+                last = parts.blocks[-1].register_forward_hook(lambda *_: behind.seen.clear())
+                hooks.callback(last.remove)
             parts.head(outer, features, side)
-    lies_in_space = any(len(frame.left) > 2 for frame in side.frames)
+    lies_in_space = parts.streams == 1 and any(len(frame.left) > 2 for frame in side.frames)
     modality = replace(TENSOR, pool="mean") if lies_in_space else _read_by(module)
     return _Seen(sites, is_residual, among(outer, before), among(outer, behind), modality)
 
@@ -354,7 +364,7 @@ def among(weights: dict[str, Tensor], watch: Watch) -> frozenset[str]:
 
 
 def _of_tokens(sites: tuple[Site, ...]) -> tuple[Site, ...]:
-    """Sites without those that run on what else a block is given too: their weights serve two inputs at once."""
+    """Sites without those that run on something else too: positions, or streams before and behind (AltUp's router)."""
     readers: dict[str, str] = {}
     kept = [site for site in sites if site.runs == 1]
     return tuple(replace(site, input=readers.setdefault(site.input, site.name)) for site in kept)

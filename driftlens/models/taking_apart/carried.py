@@ -3,6 +3,10 @@
 Gemma 4 gives each block an input of its own, which its stem makes of tokens (embeddings per layer), and lets late
 blocks attend to keys and values of earlier ones. An input is `per_layer_input.<block>` in the state, [n, t, d], until
 its block has run; keys and values are `shared_kv_states.<kind>.<0 or 1>`, [n, heads, t, d], until the last block has.
+
+Gemma 3n gives its blocks several features of each token, AltUp's streams, [s, n, t, d]. They wait side by side as one
+feature of the token, [n, t, s d]: a block reads and writes all of them, so that drift is drift of all, and a reshape
+changes no sum, no norm and no derivative. What is made of them behind the last block is the head's.
 """
 
 from __future__ import annotations
@@ -19,6 +23,22 @@ from driftlens.models.chain import State
 from driftlens.models.frames import Frame
 
 LAYER_INPUT, SHARED = "per_layer_input", "shared_kv_states"
+
+
+def num_streams(block: nn.Module) -> int:
+    """How many features of each token a block is given at once."""
+    config = getattr(getattr(block, "altup", None), "config", None)
+    return int(getattr(config, "altup_num_inputs", 1))
+
+
+def beside_each_other(streams: Tensor) -> Tensor:
+    """Streams [s, n, t, d] as one feature of a token, [n, t, s d]."""
+    return streams.permute(1, 2, 0, 3).flatten(2)
+
+
+def apart(hidden: Tensor, count: int) -> Tensor:
+    """The streams of `beside_each_other` as blocks are given them; of one alone the feature itself."""
+    return hidden if count == 1 else hidden.reshape(*hidden.shape[:2], count, -1).permute(2, 0, 1, 3)
 
 
 def is_given(block: nn.Module) -> bool:

@@ -114,7 +114,8 @@ class Dissection:
     """The pieces of one module, as functions of parameters and features; the module stays as it is.
 
     `blocks` is path -> block, in forward order; `final` is the path of the module, behind all blocks, that the final
-    feature leaves, "" what the model returns. `beside` is raw input -> the stream that it is, of features of other
+    feature leaves, "" what the model returns; `reads_last` whether it is given what leaves the last block, and not what
+    the model makes of that. `beside` is raw input -> the stream that it is, of features of other
     tokens that blocks read.
     """
 
@@ -125,15 +126,17 @@ class Dissection:
         mask: Mask = None,
         final: str = "",
         beside: Mapping[str, str] = MappingProxyType({}),
+        reads_last: bool = True,
     ) -> None:
         self.module = module
         self.mask = mask
-        self.final = final
+        self.final, self.reads_last = final, reads_last
         self.beside = beside
         self.paths = list(blocks)
         self.blocks = list(blocks.values())
         self.computed = computed_arguments(module, self.blocks[0])
         self.carries = any(carried.is_given(block) for block in self.blocks)
+        self.streams = carried.num_streams(self.blocks[0])
         self.mixtures = [mixture_of(block) for block in self.blocks]
         self._frames: list[Frame] | None = None
         self.slots = [self._slots(position) for position in range(len(self.blocks))]
@@ -287,7 +290,8 @@ class Dissection:
         """Features that leave one block."""
         block = self.blocks[position]
         # A copy, because blocks may write into their input (residual sums, in-place activations).
-        given, kwargs = frame_at(side, position).arguments(state["hidden"].clone())
+        hidden = carried.apart(state["hidden"], self.streams).clone()
+        given, kwargs = frame_at(side, position).arguments(hidden)
         args: list[Any] = list(given)
         for name, of in self.computed.items():
             if name in kwargs:
@@ -317,7 +321,7 @@ class Dissection:
         The stem runs too, with this model's weights, for models whose head looks back at it; not where `final` is all
         there is of a head.
         """
-        if self.final:
+        if self.final and self.reads_last:
             prefix = f"{self.final}."
             weights = {
                 name.removeprefix(prefix): value
@@ -330,9 +334,17 @@ class Dissection:
             }
         args, kwargs = inputs_in(side).arguments({})
         frames = [frame_at(side, position) for position in range(len(self.blocks))]
-        hidden = unflattened(state["hidden"].clone(), frames[-1].left)
+        hidden = unflattened(carried.apart(state["hidden"], self.streams).clone(), frames[-1].left)
+        if self.final:  # before which no weight but these moves what is behind the blocks
+            zero, outer = hidden.new_zeros(()), self.outer_weights()
+            parameters = {name: zero.expand(weight.shape) for name, weight in outer.items()} | dict(
+                parameters
+            )
+        past = self.module.get_submodule(self.final) if self.final else None
+        whole = partial(call, self.module, parameters, args, kwargs)
         with bypassed(self.blocks, frames, hidden):
-            return {"hidden": self._output(call(self.module, parameters, args, kwargs), side.mask("hidden"))}
+            output = whole() if past is None else run_until(past, whole, past=True)
+        return {"hidden": self._output(output, side.mask("hidden"))}
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
         """States at boundaries 1..L from one ordinary forward pass of `module`, of the same structure."""
@@ -380,6 +392,8 @@ class Dissection:
 
     def _features(self, boundary: int, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """Features as they wait behind so many blocks: [n, h, w, c] as tokens, zeros in the rows of padding."""
+        if hidden.dim() > 3 and self.streams > 1:
+            hidden = carried.beside_each_other(hidden)
         if hidden.dim() > 3 and self.channels_last[boundary]:
             hidden = hidden.flatten(1, -2)
         return without_padding(self.paths[max(boundary - 1, 0)], hidden, mask)

@@ -120,7 +120,7 @@ def fetched(path: str, *, offline: bool = False) -> str:
 def _open_folder(folder: pathlib.Path, base: StateSource | None, in_by_out: Collection[str]) -> StateSource:
     if not is_lora_folder(folder):
         folder = transformer_folder(folder)
-        _require_plain_folder(folder)
+        require_plain_folder(folder)
         from driftlens.checkpoints.weight_files import open_folder
 
         return open_folder(folder)
@@ -134,7 +134,7 @@ def _open_folder(folder: pathlib.Path, base: StateSource | None, in_by_out: Coll
     return LoraSource(base, folder, in_by_out)
 
 
-def _require_plain_folder(folder: pathlib.Path) -> None:
+def require_plain_folder(folder: pathlib.Path) -> None:
     """Refuse a folder whose weights are quantised, or only there in a form that can't be read."""
     with contextlib.suppress(CheckpointError):  # a broken configuration may be that of nobody's concern
         config = folder / "config.json"
@@ -311,8 +311,9 @@ def needed_config(source: str, file: str, expected: str, *, offline: bool, hint:
         if other != file and (stated := read_config(source, other, offline=True)) is not None:
             raise wrong_family(stated, source, expected)
     if (folder := expanded(source)).is_dir():
-        _require_plain_folder(folder)
-    raise SpecError(f"{source} has no {file}{' in the local cache' if offline else ''}", hint=hint)
+        require_plain_folder(folder)
+    is_cached = offline and not folder.exists()
+    raise SpecError(f"{source} has no {file}{' in the local cache' if is_cached else ''}", hint=hint)
 
 
 def with_floats(config: Any) -> Any:

@@ -129,14 +129,20 @@ def is_causal(config: Mapping[str, Any]) -> bool:
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind, named = config.get("model_type"), (config.get("architectures") or [""])[0]
+    kind = config.get("model_type")
     if kind not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in CONFIG_MAPPING:
         return False
     stated = CONFIG_MAPPING[kind]
     # Images and sounds come by configurations of their own; encoders that may be decoders, too, are trained as such.
     beside = set(getattr(stated, "sub_configs", ())) - {"attn_config"}
     is_other = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or getattr(stated, "is_encoder_decoder", False)
-    return not beside and not is_other and (not named or any(part in named for part in _WITH_LM_HEAD))
+    return not beside and not is_other and may_have_lm_head(config)
+
+
+def may_have_lm_head(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` names an architecture with the head of a causal language model, or none."""
+    named = (config.get("architectures") or [""])[0]
+    return not named or any(part in named for part in _WITH_LM_HEAD)
 
 
 def is_vision_language(config: Mapping[str, Any]) -> bool:
@@ -222,12 +228,14 @@ def foreign_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
     if not isinstance(beside, Mapping) or not beside:
         return ""
     import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     named = config.get("architectures") or []
-    is_known = bool(named) and all(hasattr(transformers, name) for name in named)
-    is_known = is_known and config.get("model_type") in CONFIG_MAPPING
-    return "" if needed and is_known else ", ".join(sorted({str(value) for value in beside.values()}))
+    is_known = needed and bool(named) and {*named} <= {*dir(transformers)}
+    if is_known:  # which imports torch
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        is_known = config.get("model_type") in CONFIG_MAPPING
+    return "" if is_known else ", ".join(sorted({str(value) for value in beside.values()}))
 
 
 @contextlib.contextmanager

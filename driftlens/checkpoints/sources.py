@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
 import json
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from driftlens.base.errors import CheckpointError, NumericsError
+from driftlens.checkpoints.stated import opened_safetensors
 
 DTYPES = {
     "F64": torch.float64,
@@ -144,16 +144,18 @@ class SafetensorsSource:
     """One `.safetensors` file. The header is read at once, a tensor when it is asked for."""
 
     def __init__(self, path: pathlib.Path) -> None:
+        from safetensors import safe_open
+
         self.name = str(path)
         self._path = path
-        with _opened(path) as file:
+        with opened_safetensors(path) as file:
             keys: list[str] = file.keys()
             self.headers = {key: _header(self.name, key, file.get_slice(key)) for key in keys}
         if not self.headers:
             raise CheckpointError(
                 f"{path} holds no tensors", hint="Save the model again; this file is empty."
             )
-        self._kept = _open(path) if path.stat().st_size <= KEPT_OPEN else None
+        self._kept = safe_open(path, framework="pt") if path.stat().st_size <= KEPT_OPEN else None
         self._stamp = _stamp(path)
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
@@ -164,7 +166,7 @@ class SafetensorsSource:
             return _piece(self._kept, key, rows).clone()
         # Opened anew for each read: the file stays mapped only as long as the tensor lives, so that resident
         # memory is what is in use, and a tensor somebody wrote to does not come back changed.
-        with _opened(self._path) as file:
+        with opened_safetensors(self._path) as file:
             return _piece(file, key, rows)
 
 
@@ -191,26 +193,6 @@ def _header(name: str, key: str, piece: Any) -> TensorHeader:
             key=key,
         )
     return TensorHeader(tuple(piece.get_shape()), dtype)
-
-
-@contextlib.contextmanager
-def _opened(path: pathlib.Path) -> Iterator[Any]:
-    from safetensors import SafetensorError
-
-    try:
-        with _open(path) as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is not a complete safetensors file: {error}",
-            hint="Copy or download it again; it was cut short or changed on the way.",
-        ) from error
-
-
-def _open(path: pathlib.Path) -> Any:
-    from safetensors import safe_open
-
-    return safe_open(path, framework="pt")
 
 
 class Table(Tensor):

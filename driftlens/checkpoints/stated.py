@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from driftlens.base.errors import CheckpointError
 from driftlens.base.files import from_json, plain_file
+from driftlens.checkpoints.refusals import conversion, refuse_pointer
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -44,17 +46,58 @@ def weight_map(index: pathlib.Path) -> Mapping[str, str]:
     return shards
 
 
-def stated_shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by key, of safetensors alone; nothing of what is missing or broken, which whoever opens it refuses."""
+def weights_in(folder: pathlib.Path) -> pathlib.Path:
+    """The file of a folder that its weights are read from, or the index of their shards."""
+    for name in WEIGHT_FILES:
+        if (folder / name).is_file():
+            return folder / name
+    names = sorted(entry.name for entry in folder.iterdir())
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
+    wanted = f"Wanted is one of {', '.join(WEIGHT_FILES)}; for another file give its own path."
+    raise CheckpointError(
+        f"{folder} holds no weights; there is {shown}",
+        hint=conversion(folder) if "zeroshot.pt" in names else wanted,
+    )
+
+
+def shards(index: pathlib.Path) -> dict[str, pathlib.Path]:
+    """The files that an index lists, by their name there."""
+    files = {name: index.parent / name for name in sorted({*weight_map(index).values()})}
+    for name, path in files.items():
+        if path.name != name:  # an index is data from elsewhere: it may not point out of its folder
+            raise CheckpointError(
+                f"{index} names a shard outside its folder: {name}", hint="Don't use this folder."
+            )
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} is missing, though {index.name} lists it", hint="Download or copy the missing shard."
+            )
+    return files
+
+
+@contextlib.contextmanager
+def opened_safetensors(path: pathlib.Path, framework: str = "pt") -> Iterator[Any]:
+    """A file of tensors while it is open; damage that shows meanwhile is named."""
     from safetensors import SafetensorError, safe_open
 
-    first = next((name for name in WEIGHT_FILES if (folder / name).is_file()), "")
+    try:
+        with safe_open(path, framework=framework) as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a complete safetensors file: {error}",
+            hint="Copy or download it again; it was cut short or changed on the way.",
+        ) from error
+
+
+def stated_shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by key, of safetensors alone; what is missing or broken is refused as whoever opens it would."""
+    first = weights_in(folder)
     shapes: dict[str, tuple[int, ...]] = {}
-    with contextlib.suppress(CheckpointError, SafetensorError, OSError):
-        names = {*weight_map(folder / first).values()} if first.endswith(".json") else {first}
-        for name in sorted(names):
-            if pathlib.PurePath(name).name == name and name.endswith(".safetensors"):
-                with safe_open(folder / name, framework="np") as file:
-                    keys: list[str] = file.keys()
-                    shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in keys}
+    for path in shards(first).values() if first.suffix == ".json" else [first]:
+        refuse_pointer(path)
+        if path.suffix == ".safetensors":
+            with opened_safetensors(path, "np") as file:
+                keys: list[str] = file.keys()
+                shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in keys}
     return shapes

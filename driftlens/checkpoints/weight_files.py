@@ -23,22 +23,13 @@ from driftlens.checkpoints.sources import (
     renamed,
     require_key,
 )
-from driftlens.checkpoints.stated import WEIGHT_FILES, is_lora_folder, weight_map
+from driftlens.checkpoints.stated import WEIGHT_FILES, is_lora_folder, shards, weight_map, weights_in
 
 
 def open_folder(folder: pathlib.Path) -> StateSource:
     """The weights in a folder written by `save_pretrained`, open_clip or a Hub download."""
-    for name in WEIGHT_FILES:
-        path = folder / name
-        if path.is_file():
-            return _open_shards(path) if path.suffix == ".json" else open_file(path)
-    names = sorted(entry.name for entry in folder.iterdir())
-    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
-    wanted = f"Wanted is one of {', '.join(WEIGHT_FILES)}; for another file give its own path."
-    raise CheckpointError(
-        f"{folder} holds no weights; there is {shown}",
-        hint=conversion(folder) if "zeroshot.pt" in names else wanted,
-    )
+    path = weights_in(folder)
+    return _open_shards(path) if path.suffix == ".json" else open_file(path)
 
 
 def shards_of(source: StateSource) -> Mapping[str, str]:
@@ -59,13 +50,13 @@ def _open_shards(index: pathlib.Path) -> StateSource:
 
     Tensors that the index alone knows are left out: whoever needs one misses it, and nobody else should.
     """
-    shards = weight_map(index)
-    sources = {shard: _open_shard(index, shard) for shard in sorted(set(shards.values()))}
-    there = {key: (sources[shard], key) for key, shard in shards.items() if key in sources[shard].headers}
-    if 2 * len(there) < len(shards):
-        missing = next(key for key in shards if key not in there)
+    listed = weight_map(index)
+    sources = {shard: open_file(path) for shard, path in shards(index).items()}
+    there = {key: (sources[shard], key) for key, shard in listed.items() if key in sources[shard].headers}
+    if 2 * len(there) < len(listed):
+        missing = next(key for key in listed if key not in there)
         raise CheckpointError(
-            f"{index} says that {missing!r} is in {shards[missing]}, but it is not",
+            f"{index} says that {missing!r} is in {listed[missing]}, but it is not",
             hint="Shards and index are of different models; download or save the folder again.",
         )
     return Composed(str(index.parent), there)
@@ -92,19 +83,6 @@ def folder_notices(source: StateSource) -> list[str]:
         named = some_of([*map(repr, ghosts)], 1)
         notices.append(f"{folder}: its index names {named}, which no file holds and nothing reads")
     return notices
-
-
-def _open_shard(index: pathlib.Path, shard: str) -> StateSource:
-    path = index.parent / shard
-    if path.name != shard:  # an index is data from elsewhere: it may not point out of its folder
-        raise CheckpointError(
-            f"{index} names a shard outside its folder: {shard}", hint="Don't use this folder."
-        )
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path} is missing, though {index.name} lists it", hint="Download or copy the missing shard."
-        )
-    return open_file(path)
 
 
 SECONDS, MEMORY_PER_BYTE = 10.0, 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -9,17 +10,28 @@ from driftlens.base.access import Access
 from driftlens.base.errors import RunError
 from driftlens.base.files import PathLike, expanded, require_free
 from driftlens.base.words import some_of
-from driftlens.checkpoints.loading import TOKENIZERS, fetched, files_beside_weights, is_hub_id, read_config
-from driftlens.checkpoints.refusals import require_unquantised
+from driftlens.checkpoints.loading import (
+    TOKENIZERS,
+    fetched,
+    files_beside_weights,
+    is_hub_id,
+    read_config,
+    require_plain_folder,
+)
+from driftlens.checkpoints.refusals import foreign_code, may_have_lm_head
 from driftlens.checkpoints.sentences import transformer_folder
 from driftlens.checkpoints.stated import ADAPTER, is_lora_folder, stated_shapes
 from driftlens.models.language.tokenizer_files import require_same_tokenizer
 from driftlens.spec.mergekit import Recipe, layer_of, refused
 
 Shapes = Mapping[str, tuple[int, ...]]
+_LAYER = re.compile(r"\.\d+\.")
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 """What configurations call the number of layers."""
-_ALIKE = "All models have one architecture, and one vocabulary."
+ALIKE = "All models have one architecture, and one vocabulary."
+_OTHERS = (
+    "Recipes merge causal language models of transformers; for others write a spec, and merge by `--method`."
+)
 
 
 def require_foreseeable(recipe: Recipe, path: PathLike, access: Access) -> None:
@@ -35,29 +47,53 @@ def require_foreseeable(recipe: Recipe, path: PathLike, access: Access) -> None:
     elif place.is_dir():
         raise RunError(f"{place} is a folder", hint="Give the path of a file, or one without the ending.")
     folders = {name: _folder(name, access) for name in recipe.models}
-    require_tokenizer(recipe, access)
-    shapes = {
-        name: stated_shapes(folder)
-        for name, folder in folders.items()
-        if folder is not None and folder.is_dir() and not is_lora_folder(folder)
-    }
     first = recipe.base or recipe.models[0]
     home = folders[first]
-    for folder in (folder for folder in folders.values() if folder is not None and folder.is_dir()):
-        require_unquantised(read_config(str(folder), "config.json", offline=True) or {}, str(folder))
-        if recipe.tokenizer is not None and home is not None and home.is_dir():
+    if home is not None and not (home / "config.json").is_file():
+        raise refused(
+            f"{first} has no config.json",
+            "What is saved has the form of the base, or of the first model: name the folder of "
+            "save_pretrained that holds configuration and weights.",
+        )
+    if home is not None and (code := foreign_code(read_config(str(home), "config.json", offline=True) or {})):
+        raise refused(f"{first} needs code of its own, which is never run ({code})", _OTHERS)
+    require_tokenizer(recipe, access)
+    shapes: dict[str, Shapes] = {}
+    for name, folder in folders.items():
+        if folder is None or not folder.is_dir():
+            continue
+        _require_decoder(name, folder, first, home)
+        if not is_lora_folder(folder):
+            require_plain_folder(folder)
+            shapes[name] = stated_shapes(folder)
+        if recipe.tokenizer is not None and home is not None:
             require_same_tokenizer(home, folder)
     depths = {name: depth for name, folder in folders.items() if (depth := _layers(folder)) is not None}
     layers = depths.get(first)
     if layers is None or not shapes.get(first):
         return
     if other := next((name for name, depth in depths.items() if depth != layers), None):
-        raise refused(f"{other} has {depths[other]} layers, and {first} {layers}", _ALIKE)
+        raise refused(f"{other} has {depths[other]} layers, and {first} {layers}", ALIKE)
     shared = set.intersection(*(set(each) for each in shapes.values() if each))
     keys = [key for key in shapes[first] if key in shared and (layer_of(key) or 0) < layers]
     require_settings(recipe, keys, layers)
     for name, each in shapes.items():
+        _require_all(first, shapes[first], name, each)
         _require_same_shapes(first, shapes[first], name, each, keys)
+
+
+def _require_decoder(name: str, folder: Path, first: str, home: Path | None) -> None:
+    """Refuse what its configuration says to be no causal language model, or another than the first model."""
+    config, wanted = (read_config(str(each), "config.json", offline=True) or {} for each in (folder, home))
+    kind, other = config.get("model_type"), wanted.get("model_type")
+    is_nested = (
+        "text_config" in config or "text_config" in wanted
+    )  # of images and texts, whose decoder may be meant
+    if not is_nested and not may_have_lm_head(config):
+        what = f"{kind} model ({config['architectures'][0]})"
+        raise refused(f"{name} is a {what}, no causal language model", _OTHERS)
+    if not is_nested and kind and other not in (None, kind):
+        raise refused(f"{name} is a {kind} model, and {first} a {other} model", ALIKE)
 
 
 def require_settings(recipe: Recipe, keys: Iterable[str], layers: int) -> None:
@@ -118,6 +154,14 @@ def _layers(folder: Path | None) -> int | None:
     return next((count for count in counts if type(count) is int), None)
 
 
+def _require_all(first: str, wanted: Shapes, name: str, shapes: Shapes) -> None:
+    """Refuse a model that lacks in one layer what it has in others, as the first model has it in all."""
+    kinds = {_LAYER.sub(".*.", key, count=1) for key in shapes}
+    lacking = [key for key in wanted if key not in shapes and _LAYER.sub(".*.", key, count=1) in kinds]
+    if lacking:
+        raise refused(f"{name} lacks {some_of([*map(repr, lacking)])}, which {first} has", ALIKE)
+
+
 def _require_same_shapes(first: str, wanted: Shapes, name: str, shapes: Shapes, keys: Iterable[str]) -> None:
     unlike = [key for key in keys if key in shapes and shapes[key] != wanted[key]]
     if unlike:
@@ -125,5 +169,5 @@ def _require_same_shapes(first: str, wanted: Shapes, name: str, shapes: Shapes, 
         raise refused(
             f"{some_of([*map(repr, unlike)])} of {name} and of {first} differ in shape: {list(shapes[key])} for "
             f"{list(wanted[key])}",
-            _ALIKE,
+            ALIKE,
         )

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from driftlens.base.access import Access
-from driftlens.base.errors import NumericsError
+from driftlens.base.errors import IncompatibleModelsError, NumericsError, SpecError
 from driftlens.base.files import PathLike, plain_file
 from driftlens.base.rounding import Change
 from driftlens.base.threads import computing_with
 from driftlens.checkpoints.loading import library_folder
 from driftlens.checkpoints.rounding import written
 from driftlens.checkpoints.sources import InDtypes, StateSource, TensorHeader, check_finite, floats_in
-from driftlens.jobs.study.foreseen import require_settings, require_tokenizer
+from driftlens.jobs.study.foreseen import ALIKE, require_settings, require_tokenizer
 from driftlens.jobs.study.merging import pieces, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_models, open_pool, saved_in
 from driftlens.jobs.study.suspicion import companions
@@ -202,8 +202,13 @@ def _opened(recipe: Recipe, access: Access) -> tuple[OpenModels, dict[str, State
     spec = load_spec(described)
     # Without a tokenizer mergekit reads none: rows of vocabularies are merged by their numbers.
     is_unread = recipe.tokenizer is None
-    models = open_models(spec, access, unread=is_unread, by_number=is_unread)
-    open_pool(spec, models, device="cpu")  # compares keys and shapes
+    try:
+        models = open_models(spec, access, unread=is_unread, by_number=is_unread)
+        open_pool(spec, models, device="cpu")  # compares keys and shapes
+    except (SpecError, IncompatibleModelsError) as error:
+        if not re.search("architecture|loader", error.hint):
+            raise
+        raise type(error)(error.message, hint=ALIKE) from error  # a recipe has no such keys
     by_name = {base: models.sources["base"]}
     by_name |= {name: models.sources[f"expert:{task}"] for task, name in tasks.items()}
     return models, {name: _as_merged(by_name[name]) if "+" in name else by_name[name] for name in names}

@@ -8,6 +8,7 @@ from typing import Any
 
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.base.files import from_json, plain_file
+from driftlens.base.words import some_of
 from driftlens.models.language.texts import MEANING, plain_part
 
 _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
@@ -62,6 +63,13 @@ def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
         ):
             parts.remove("added_tokens")
         changes = [f"{part} in tokenizer.json" for part in parts]
+        ids, other_ids = _ids(base_parts), _ids(other_parts)
+        unlike = [
+            f"{token!r} {other_ids.get(token)} for {ids.get(token)}"
+            for token in ids | other_ids
+            if ids.get(token) != other_ids.get(token)
+        ]
+        changes += [f"ids {some_of(unlike)}"] if changes and unlike else []
     elif (base / "tokenizer.json").is_file() and (other / "tokenizer.json").is_file():
         changes = []  # what lies beside is older, and nobody reads it
     else:
@@ -104,6 +112,16 @@ def added_tokens(stated: Mapping[str, Any]) -> dict[Any, Any]:
     tokens = stated.get("added_tokens")
     rows = tokens if isinstance(tokens, list) else []
     return {row.get("id"): row.get("content") for row in rows if isinstance(row, dict)}
+
+
+def _ids(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """The id of every token, as `tokenizer.json` states it: by content, or in order with a score."""
+    model = stated.get("model")
+    words = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(words, list):
+        words = {row[0]: number for number, row in enumerate(words) if isinstance(row, list) and row}
+    ids = {str(token): number for token, number in words.items()} if isinstance(words, dict) else {}
+    return ids | {str(content): number for number, content in added_tokens(stated).items()}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -11,7 +11,8 @@ from driftlens.base.files import from_json, plain_file
 from driftlens.checkpoints.stated import WEIGHT_FILES
 
 MODULES = "modules.json"
-_SETTINGS = (MODULES, "config_sentence_transformers.json", "sentence_*_config.json")
+_WHOLE = "config_sentence_transformers.json"
+_SETTINGS = (MODULES, _WHOLE, "sentence_*_config.json")
 _FOLLOWED = ("Pooling", "Normalize", "Dense", "Dropout", "LayerNorm")
 """Modules behind a transformer that saved folders keep."""
 _POOLS = {
@@ -61,6 +62,20 @@ def sentence_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
     )
 
 
+def embedding_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
+    """The same of a folder that makes embeddings; None of a cross-encoder's, whose transformer gives scores itself."""
+    root = sentence_folder(transformer)
+    return None if root is None or is_cross_encoder(root) else root
+
+
+def is_cross_encoder(folder: pathlib.Path) -> bool:
+    """Whether a folder says that it is a cross-encoder of sentence-transformers, of whichever version."""
+    is_older = not {"sentence_transformers", "sbert_ce_default_activation_function"}.isdisjoint(
+        settings_in(folder)
+    )
+    return is_older or _object(folder / _WHOLE).get("model_type") == "CrossEncoder"
+
+
 class Pooling(NamedTuple):
     """How one vector is made of a text's tokens, in the library's own words; the width of features where it is said."""
 
@@ -107,7 +122,7 @@ class Prompts(NamedTuple):
 
 def prompts_of(folder: pathlib.Path) -> Prompts:
     """What `config_sentence_transformers.json` says."""
-    settings = _object(folder / "config_sentence_transformers.json")
+    settings = _object(folder / _WHOLE)
     prompts, similarity = settings.get("prompts"), settings.get("similarity_fn_name") or "cosine"
     by_name = (
         {name: text for name, text in prompts.items() if isinstance(text, str)}
@@ -144,7 +159,7 @@ def reading_notices(folder: pathlib.Path) -> Iterator[str]:
 
 def require_same_reading(base: pathlib.Path | None, other: pathlib.Path | None) -> str:
     """Refuse a model whose tokens become another embedding than the base's; what else differs is returned."""
-    roots = [sentence_folder(folder) for folder in (base, other)]
+    roots = [embedding_folder(folder) for folder in (base, other)]
     if roots[1] is None:
         return ""
     hint = f"Train it with the base's modules; or give its transformer's folder without {MODULES}."

@@ -102,8 +102,7 @@ def text_view(
         are_classes = entry.classes not in (None, False) or entry.words is not None
         return (target(position) or None) if are_classes else None
 
-    is_compared = split == "test" and ids and related_columns(entry)
-    related = related_in(entry, columns, row, place) if is_compared else None
+    related = related_in(entry, columns, row, place, split) if ids else None
     return SplitView(origin, tuple(ids), known, label, read, holds="text", related=related)
 
 

@@ -19,7 +19,13 @@ from driftlens.checkpoints.alignment import KeyLayout, Layout, Spellings
 from driftlens.checkpoints.loading import library_folder
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.refusals import LIVE, running
-from driftlens.checkpoints.sentences import prompts_of, reading_notices, require_followed, sentence_folder
+from driftlens.checkpoints.sentences import (
+    is_cross_encoder,
+    prompts_of,
+    reading_notices,
+    require_followed,
+    sentence_folder,
+)
 from driftlens.checkpoints.sources import Composed, StateSource, renamed
 from driftlens.models.chain import IMAGE, LayerChain, adapters
 from driftlens.models.families.sequential import sequential_chain
@@ -278,6 +284,9 @@ def _as_sentences(known: Architecture) -> Architecture:
     root = sentence_folder(library_folder(known.source)) if is_asked else None
     if root is None or known.preprocess is None or known.preprocess.texts is None:
         return known
+    if is_cross_encoder(root):
+        reader = replace(known.preprocess.texts, lead=prompts_of(root).default)
+        return replace(known, preprocess=replace(known.preprocess, transform=reader, texts=reader))
     require_followed(root)
     configs: list[Any] = [part.config for part in known.skeleton.modules() if hasattr(part, "config")]
     readout, stated = readout_of(root, configs[0].get_text_config().hidden_size), prompts_of(root)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -110,16 +110,30 @@ def _names_of(rows: Tensor, classes: ClassNames | None, where: str) -> tuple[str
     return names
 
 
+def _stated(place: str) -> Mapping[str, Any]:
+    """The config.json of a folder, of a file of weights that is named as in one, or of a Hub id in the local cache."""
+    is_other_file = pathlib.Path(place).suffix and pathlib.Path(place).name not in WEIGHT_FILES
+    folder = None if is_other_file and pathlib.Path(place).is_file() else library_folder(place)
+    return (
+        {} if folder is None or not (folder / "config.json").is_file() else read_json(folder / "config.json")
+    )
+
+
+def num_labels(place: str) -> int | None:
+    """Scores of a classifier of transformers, as its config.json has it; 0 of other models, None where nothing does."""
+    stated = _stated(place)
+    if not str((stated.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
+        return 0 if stated else None
+    labels = stated.get("id2label")
+    return len(labels) if isinstance(labels, Mapping) else int(stated.get("num_labels") or 2)
+
+
 def stated_classes(place: str) -> tuple[str, ...] | None:
     """Class names in the order of a classifier's rows, as the config.json of its folder has them; None without.
 
     `place` is a folder, a file of weights that is named as in such a folder, or a Hub id in the local cache.
     """
-    is_other_file = pathlib.Path(place).suffix and pathlib.Path(place).name not in WEIGHT_FILES
-    folder = None if is_other_file and pathlib.Path(place).is_file() else library_folder(place)
-    if folder is None or not (folder / "config.json").is_file():
-        return None
-    stated = read_json(folder / "config.json")
+    stated = _stated(place)
     of_timm = stated.get("label_names") or (stated.get("pretrained_cfg") or {}).get("label_names")
     if isinstance(of_timm, list):
         return tuple(map(str, of_timm))

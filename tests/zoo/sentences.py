@@ -13,7 +13,7 @@ from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.small import small
 from tests.zoo.tokenizers import word_tokenizer
 
-_DECODER = {"head_dim": 8, "num_key_value_heads": 1, "bos_token_id": 2, "eos_token_id": 3}
+DECODER = {"head_dim": 8, "num_key_value_heads": 1, "bos_token_id": 2, "eos_token_id": 3}
 EMBEDDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "BERT": ("BertModel", {}),
     "MPNet": ("MPNetModel", {}),
@@ -24,8 +24,8 @@ EMBEDDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "NomicBERT": ("NomicBertModel", {}),
     "GTE": ("GteModel", {}),
-    "Qwen3-Embedding": ("Qwen3Model", _DECODER),
-    "EmbeddingGemma": ("Gemma3TextModel", _DECODER | {"use_bidirectional_attention": True}),
+    "Qwen3-Embedding": ("Qwen3Model", DECODER),
+    "EmbeddingGemma": ("Gemma3TextModel", DECODER | {"use_bidirectional_attention": True}),
 }
 """By family, the transformer's class in transformers, and what of its configuration is not as small models have it."""
 

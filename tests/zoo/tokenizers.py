@@ -40,6 +40,8 @@ def word_tokenizer(
     }[form]
     used = [token for token in single.split() if token != "$A"]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=single, special_tokens=[(token, vocabulary[token]) for token in used]
+        single=single,
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1" if form == "encoder" else f"{single} $B",
+        special_tokens=[(token, vocabulary[token]) for token in used],
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{**special, **settings})

@@ -6,6 +6,7 @@ Who answers is whole in memory, one variant at a time and once per task, for all
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -33,7 +34,7 @@ from driftlens.linalg.state import expert_cosine
 from driftlens.models.chain import Pool
 from driftlens.models.heads import gives_one_score, is_of_vocabulary
 from driftlens.models.language.generation import generate, log_likelihoods
-from driftlens.models.language.texts import Text, TextReader
+from driftlens.models.language.texts import Paired, Text, TextReader
 from driftlens.runs.run import DriftRun
 
 if TYPE_CHECKING:
@@ -258,32 +259,26 @@ def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter
 
 
 def _compared(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Said:
-    """How alike the embeddings of test samples and of what they are compared with are, by each metric; as `answers`."""
+    """How alike test samples and what they are compared with are, by each metric; as `answers`."""
     found, samples = Said(), study.tasks[task].test
     assert samples is not None and samples.texts is not None and samples.texts.compared is not None
     beside, metrics = samples.texts.compared, metrics_of(study, task)
     related = [beside.of(position) for position in part]
-    others = [of.pair for of in related] if beside.passages is None else list(beside.passages.texts)
     total = len(variants) * len(part)
     for place, variant in enumerate(variants):
         if not related:
             found.results |= {(variant, name): [] for name in metrics}
             continue
         reporter.step("answer", place * len(part), total, f"task {task}: {variant}")
-        model = expert_of(task) if variant == "expert" else variant
-        asked = [samples.text(position).input for position in part]
-        queries = _embeddings(study, model, samples, samples.texts.reader, asked)
-        passages = _embeddings(study, model, samples, beside.reader, others)
+        rows = _likeness(study, task, variant, samples, part)
         if beside.passages is None:
-            alike = similarities(queries, passages, beside.similarity, paired=True).tolist()
             wanted = [samples.text(position).target.strip() for position in part]
-            rows = zip(alike, wanted, strict=True)
-            found.results[variant, "spearman"] = [(one, float(number), None, number) for one, number in rows]
+            pairs = zip(rows, wanted, strict=True)
+            found.results[variant, "spearman"] = [
+                (float(one), float(number), None, number) for one, number in pairs
+            ]
             continue
-        ranked = [
-            _ranked(beside, of, similarities(query[None], passages, beside.similarity)[0])
-            for of, query in zip(related, queries, strict=True)
-        ]
+        ranked = [_ranked(beside, of, row) for of, row in zip(related, rows, strict=True)]
         for name in metrics:
             found.results[variant, name] = [
                 (RANKINGS[name](hits, wanted), None, best and best[:_SHOWN], of.positive[0][:_SHOWN])
@@ -297,18 +292,47 @@ _SHOWN = 300
 """Characters of a passage that are kept beside a score."""
 
 
+def _likeness(study: Study, task: str, variant: str, samples: SampleSet, part: range) -> list[Tensor]:
+    """Of test samples how alike each and its pair are, [1], or each and its candidates, [c], in their order.
+
+    It is the score of the two texts read together, or else the similarity of their embeddings.
+    """
+    assert samples.texts is not None and samples.texts.compared is not None
+    beside, reader = samples.texts.compared, samples.texts.reader
+    passages, asked = beside.passages, [samples.text(position).input for position in part]
+    places = [[] if passages is None else passages.candidates(beside.of(position)) for position in part]
+    if beside.is_paired:
+        seconds = [
+            [beside.of(position).pair] if passages is None else [passages.texts[at] for at in own]
+            for position, own in zip(part, places, strict=True)
+        ]
+        pairs = [Paired(query, "", other) for query, own in zip(asked, seconds, strict=True) for other in own]
+        scores = iter(_one_score(study, task, variant, samples, reader, pairs))
+        return [torch.tensor([*itertools.islice(scores, len(own))]) for own in seconds]
+    model = expert_of(task) if variant == "expert" else variant
+    queries = _embeddings(study, model, samples, reader, [Text(text) for text in asked])
+    others = [beside.of(position).pair for position in part] if passages is None else passages.texts
+    embedded = _embeddings(study, model, samples, beside.reader, [Text(text) for text in others])
+    if passages is None:
+        return [*similarities(queries, embedded, beside.similarity, paired=True)[:, None]]
+    return [
+        similarities(query[None], embedded, beside.similarity)[0][own]
+        for query, own in zip(queries, places, strict=True)
+    ]
+
+
 def _embeddings(
-    study: Study, model: str, samples: SampleSet, reader: TextReader | None, texts: Sequence[str]
+    study: Study, model: str, samples: SampleSet, reader: TextReader | None, texts: Sequence[Text | Paired]
 ) -> Tensor:
     """Final features [n, d] of texts that stand beside a task's samples; those of like length go together."""
     assert reader is not None
-    unique = sorted(dict.fromkeys(texts), key=len)
+    unique = sorted(dict.fromkeys(texts), key=lambda text: sum(map(len, text)))
     given = dataclasses.replace(
         samples,
         ids=tuple(map(str, range(len(unique)))),
         labels=None,
         texts=None,
-        load=lambda positions: reader([(unique[position], "") for position in positions]),
+        load=lambda positions: reader([unique[position] for position in positions]),
     )
     made = final_features(study.pool, model, samples.task, given, study.settings.pool)
     place = {text: at for at, text in enumerate(unique)}
@@ -316,10 +340,10 @@ def _embeddings(
 
 
 def _ranked(beside: Comparison, of: Related, alike: Tensor) -> tuple[list[bool], int, str | None]:
-    """Whether each of the passages in the order of likeness answers a query, how many do, and the first of them."""
+    """Whether each candidate in the order of likeness answers a query, how many passages do, and the first of them."""
     assert beside.passages is not None
     places, answers = beside.passages.candidates(of), beside.passages.answers(of)
-    order = alike[places].argsort(descending=True, stable=True)[:DEEPEST].tolist()
+    order = alike.argsort(descending=True, stable=True)[:DEEPEST].tolist()
     ranked = [places[at] for at in order]
     best = beside.passages.texts[ranked[0]] if ranked else None
     return [place in answers for place in ranked], len(answers), best
@@ -396,26 +420,38 @@ def _exact_match(asked: _Asked, module: Any, part: range) -> Results:
         yield float(_plain(answer) == _plain(target)), None, answer, target
 
 
+_AT_ONCE = 4096
+"""Texts whose features are held together where one number of each is kept."""
+
+
 def _one_score(
-    study: Study, task: str, variant: str, samples: SampleSet, reader: TextReader, texts: Sequence[str]
+    study: Study,
+    task: str,
+    variant: str,
+    samples: SampleSet,
+    reader: TextReader | None,
+    texts: Sequence[Text | Paired],
 ) -> list[float]:
     """The number that a variant's head gives each text, by features that are read layer by layer."""
     model, head = expert_of(task) if variant == "expert" else variant, study.head(task, variant)
     assert head is not None
-    scores: list[float] = head.scores(_embeddings(study, model, samples, reader, texts))[:, 0].tolist()
+    scores: list[float] = []
+    for first in range(0, len(texts), _AT_ONCE):
+        features = _embeddings(study, model, samples, reader, texts[first : first + _AT_ONCE])
+        scores += head.scores(features)[:, 0].tolist()
     return scores
 
 
 def _preference(asked: _Asked, one_score: Any, part: range) -> Results:
     texts = [asked.texts[at] for at in part]
-    preferred, others = (one_score([text[side] for text in texts]) for side in (0, 1))
+    preferred, others = (one_score([Text(text[side]) for text in texts]) for side in (0, 1))
     for text, better, worse in zip(texts, preferred, others, strict=True):
         yield float(better > worse), None, f"{better:.6g} against {worse:.6g}", text.target.strip()
 
 
 def _spearman(asked: _Asked, module: Any, part: range) -> Results:
     if not isinstance(module, nn.Module):
-        scores = module([asked.texts[at].input for at in part])
+        scores = module([Text(asked.texts[at].input) for at in part])
         for at, score in zip(part, scores, strict=True):
             yield score, asked.numbers[at], f"{score:.6g}", asked.texts[at].target.strip()
         return

@@ -33,7 +33,7 @@ from driftlens.checkpoints.refusals import (
     running,
     wrong_family,
 )
-from driftlens.checkpoints.sentences import MODULES, sentence_folder
+from driftlens.checkpoints.sentences import MODULES, embedding_folder, is_cross_encoder
 from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
@@ -53,6 +53,7 @@ from driftlens.models.preprocessing import (
     in_order,
 )
 from driftlens.models.saving import HEADS, FolderFormat
+from driftlens.models.sentences import PAIRED
 
 _BESIDE = (
     "pooler.",
@@ -82,6 +83,13 @@ from sentence_transformers import SentenceTransformer
 
 model = SentenceTransformer(".")  # this folder, or the model's id on the Hub
 features = model.encode(["a sentence"])
+"""
+
+_PAIRS = """\
+{imports}from sentence_transformers import CrossEncoder
+
+model = CrossEncoder(".")  # this folder, or the model's id on the Hub
+{head}scores = model.predict([("a query", "a passage")])
 """
 
 _HEADS = """
@@ -120,7 +128,7 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
 
     A causal language model is taken with its head, as `hf-decoder` takes it, and one of images and texts as `hf-vlm`.
     """
-    if sentence_folder(library_folder(request.source)) is None:
+    if embedding_folder(library_folder(request.source)) is None:
         stated = read_plain_config(request, "hf-auto")
         if is_causal(stated) or is_vision_language(stated):
             return loaders["hf-decoder" if is_causal(stated) else "hf-vlm"](request)
@@ -167,7 +175,7 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
         model_class, classifier = type(skeleton.get_submodule(core)), ""
         if blocks is not None and not blocks.startswith(f"{core}."):
             blocks = f"{core}.{blocks}"
-    elif classifier and sentence_folder(library_folder(source)) is not None:  # which reads tokens
+    elif classifier and embedding_folder(library_folder(source)) is not None:  # which reads tokens
         skeleton, classifier = Tokens(getattr(skeleton, core), core), ""
         model_class = type(skeleton.get_submodule(core))
     reads_images = skeleton.main_input_name == "pixel_values"
@@ -181,7 +189,8 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, notice))))
     ignored = tuple(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())
     layout = Spellings(spellings(names, skeleton), _left_out(classifier, own_head, skeleton), ignored)
-    chain = _followed(skeleton, preprocess, blocks, source)
+    chain, folder = _followed(skeleton, preprocess, blocks, source), library_folder(source)
+    reads_pairs = not reads_images and folder is not None and is_cross_encoder(folder)
     parameter_names = {name.rpartition(".")[2] for name, _ in skeleton.named_parameters()}
     image = replace(
         IMAGE, pool="mean" if parameter_names.isdisjoint(("cls_token", "class_embedding")) else "cls"
@@ -194,14 +203,20 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
             chain,
             architecture=f"hf_{config.model_type}",
             modality=image if reads_images else replace(TEXT, pool="last" if is_decoder(config) else "mean"),
-            settings={**chain.settings, "model": model_class.__name__},
+            settings={
+                **chain.settings,
+                "model": model_class.__name__,
+                **({PAIRED: "pairs"} if reads_pairs else {}),
+            },
         ),
         layout=layout,
         preprocess=preprocess,
         folder=FolderFormat(
             "model.safetensors",
             {"config.json": stated},
-            usage=partial(_usage, model_class.__name__, classifier, own_head, reads_images, hides),
+            usage=partial(
+                _usage, model_class.__name__, classifier, own_head, reads_images, hides, reads_pairs
+            ),
         ),
         classifier=classifier,
         own_head=own_head,
@@ -255,6 +270,7 @@ def _usage(
     own_head: HeadForm | None,
     reads_images: bool,
     hides: bool,
+    reads_pairs: bool,
     keys: Collection[str],
     files: Collection[str],
 ) -> str:
@@ -263,6 +279,16 @@ def _usage(
     if set(needed).isdisjoint(files):
         return ""
     heads = [file for file in files if file.startswith(f"{HEADS}/")]
+    if reads_pairs:
+        files_of_heads = (
+            f'"{heads[0]}"), strict=False)  # the task\'s own head (there is {", ".join(heads)})'
+            if heads
+            else ""
+        )
+        return _PAIRS.format(
+            imports="from safetensors.torch import load_file\n" * bool(heads),
+            head=f"model.model.load_state_dict(load_file({files_of_heads}\n" * bool(heads),
+        )
     if MODULES in files and not heads:
         return _SENTENCES
     last = f"{classifier}.weight" if own_head is None else list(own_head.names)[-1]
@@ -322,7 +348,7 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
     if kind not in CONFIG_MAPPING:
         raise wrong_family(stated, source, f"one that transformers {transformers.__version__} has")
     config = CONFIG_MAPPING[kind].from_dict(with_floats(stated))
-    if answers(stated) and sentence_folder(library_folder(source)) is None:
+    if answers(stated) and embedding_folder(library_folder(source)) is None:
         raise wrong_family(stated, source, "one without a head that answers, which would stay the base's")
     named = stated.get("architectures") or [""]
     if "WithTeacher" in named[0]:

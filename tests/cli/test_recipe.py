@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,47 @@ def test_nothing_is_read_twice_or_held_for_nothing(folders: Folders) -> None:
     for key in merged.headers:
         merged.read(key)
     assert most == Counter({"experts": 1} | dict.fromkeys(MODELS, len(merged.headers)))
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_what_is_merged_while_another_is_written_is_the_same_and_read_once(
+    folders: Folders, is_reversed: bool
+) -> None:
+    """And begun tensors have together no more bytes than the largest."""
+    made, read, most = recipe_of(recipe(folders, "ties", out_dtype="bfloat16")), Counter[str](), list[int]()
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self._source = open_checkpoint(folders[name])
+            self.name, self.headers = name, self._source.headers
+
+        def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+            read.update([key] if rows is None else [])
+            return self._source.read(key, rows)
+
+    models: dict[str, StateSource] = {folders[name]: Noted(name) for name in MODELS}
+    alone = Followed(made, models, 3)
+    wanted = {key: alone.read(key) for key in alone.headers}
+    largest = max(tensor.nbytes for tensor in wanted.values())
+
+    class Counted(ThreadPoolExecutor):
+        def submit(self, call: Any, /, *args: Any, **more: Any) -> Any:
+            begun = super().submit(call, *args, **more)
+            waiting.append((args[0], begun))
+            return begun
+
+    waiting: list[tuple[str, Any]] = []
+    with Counted(3) as threads:
+        ahead = Followed(made, models, 3, threads=threads)
+        read.clear()
+        done = set[str]()
+        for key in reversed(wanted) if is_reversed else wanted:
+            assert torch.equal(ahead.read(key), wanted[key])
+            done.add(key)
+            most.append(sum(wanted[name].nbytes for name, _ in waiting if name not in done))
+    assert set(read.values()) == {len(MODELS)}
+    assert vars(ahead.change) == pytest.approx(vars(alone.change))
+    assert 0 < max(most) <= largest or is_reversed
 
 
 def test_no_tokenizer_is_opened_to_merge_weights(

@@ -6,6 +6,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -47,6 +48,8 @@ class Followed:
         layers: how many there are.
         tokens: of tensors with a row per token those that a token has, where a tokenizer is asked for. mergekit cuts
             off what is behind; here it stays the base's or the first model's, so that experts and merge have one shape.
+        threads: merge, while one tensor is written, those that come after it in the files; None merges none before it
+            is read.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Followed:
         models: Mapping[str, StateSource],
         layers: int,
         tokens: Mapping[str, int] = MappingProxyType({}),
+        threads: ThreadPoolExecutor | None = None,
     ) -> None:
         self.name = f"{recipe.method} of {', '.join(models)}"
         self._recipe, self._models, self._layers, self._tokens = recipe, models, layers, tokens
@@ -63,6 +67,8 @@ class Followed:
         self.headers: Mapping[str, TensorHeader] = {
             key: TensorHeader(header.shape, self._written(key)) for key, header in first.headers.items()
         }
+        self._threads, self._unread = threads, list(self.headers)
+        self._coming: dict[str, Future[tuple[Tensor, Change]]] = {}
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
         """The merged tensor in the dtype that is written.
@@ -71,17 +77,34 @@ class Followed:
             NumericsError: a model's tensor is NaN or infinite; names the file.
             SpecError: the recipe lacks a parameter for it.
         """
-        merged = self._merged(key)
+        if key in self._unread and self._threads is not None:
+            self._begin(self._threads, key)
+        coming = self._coming.pop(key, None)
+        merged, change = self._merged(key) if coming is None else coming.result()
+        self.change += change
         return merged if rows is None else merged[slice(*rows)]
 
+    def _begin(self, threads: ThreadPoolExecutor, key: str) -> None:
+        """Begin a tensor and those after it, as many as have together no more entries than the largest has."""
+        place, sizes = self._unread.index(key), {name: at.nbytes for name, at in self.headers.items()}
+        del self._unread[place]
+        room = max(sizes.values()) - sum(sizes[name] for name in self._coming if name != key)
+        for name in [key, *self._unread[place:]]:
+            room -= sizes[name]
+            if name != key and room < 0:
+                break
+            if name not in self._coming:
+                self._coming[name] = threads.submit(self._merged, name)
+
     @torch.no_grad()
-    def _merged(self, key: str) -> Tensor:
+    def _merged(self, key: str) -> tuple[Tensor, Change]:
+        """A merged tensor, and what its rounding loses."""
         recipe, header = self._recipe, self.headers[key]
         part, _ = recipe.slice_of(key, self._layers)
         names = [source.model for source in part.sources]
         start = part.base if part.base in names else names[0]
         if not header.dtype.is_floating_point:
-            return self._models[names[0]].read(key)
+            return self._models[names[0]].read(key), Change("")
         values, shape = recipe.values(key, self._layers), header.shape
         shape = (self._tokens[key], *shape[1:]) if key in self._tokens else shape
         places = [
@@ -89,20 +112,21 @@ class Followed:
         ]
         if len(places) == 1 and shape == header.shape:
             return self._rounded(key, self._piece(key, part, None, values))
-        merged = torch.empty(header.shape, dtype=header.dtype)
+        merged, change = torch.empty(header.shape, dtype=header.dtype), Change("")
         for rows in places:
             rows = rows or (0, shape[0])
-            merged[slice(*rows)] = self._rounded(key, self._piece(key, part, rows, values), rows)
+            merged[slice(*rows)], lost = self._rounded(key, self._piece(key, part, rows, values), rows)
+            change += lost
         if shape != header.shape:
             merged[shape[0] :] = self._models[start].read(key, (shape[0], header.shape[0]))
-        return merged
+        return merged, change
 
-    def _rounded(self, key: str, value: Tensor, rows: tuple[int, int] | None = None) -> Tensor:
-        """A merged piece in the dtype that is written; what that loses is counted."""
+    def _rounded(self, key: str, value: Tensor, rows: tuple[int, int] | None = None) -> tuple[Tensor, Change]:
+        """A merged piece in the dtype that is written, and what that loses."""
         base, dtype = self._recipe.base, self.headers[key].dtype
-        if base is not None and value.dtype != dtype:
-            self.change += written(self._models[base], key, value, dtype, rows)
-        return value.to(dtype)
+        if base is None or value.dtype == dtype:
+            return value.to(dtype), Change("")
+        return value.to(dtype), written(self._models[base], key, value, dtype, rows)
 
     def _piece(
         self, key: str, part: Slice, rows: tuple[int, int] | None, values: Mapping[str, Any]
@@ -169,8 +193,7 @@ def merge_recipe(recipe: Recipe, path: PathLike, access: Access) -> list[str]:
     layers = 1 + max((number for number in numbers if number is not None), default=0)
     require_target(models.architecture, path)
     require_settings(recipe, headers, layers)
-    merged = Followed(recipe, by_name, layers, _tokens(recipe, models))
-    models = _written_as(models, recipe, merged, require_tokenizer(recipe, access))
+    tokenizer, tokens = require_tokenizer(recipe, access), _tokens(recipe, models)
     known = merge_methods[recipe.known.near]
     method = MergeMethod(
         f"mergekit:{recipe.method}",
@@ -184,7 +207,11 @@ def merge_recipe(recipe: Recipe, path: PathLike, access: Access) -> list[str]:
     merge = Merge(method, {"recipe": recipe.text})
     doubts = [doubt.text for doubt in companions(models)]
     notices = [*models.notices, *doubts]
-    return [*recipe.notices, *save_merge(models, merge, path, source=merged, notices=notices)[1]]
+    # As many tensors at a time as there are threads, each with one.
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads, computing_with(1):
+        merged = Followed(recipe, by_name, layers, tokens, threads)
+        models = _written_as(models, recipe, merged, tokenizer)
+        return [*recipe.notices, *save_merge(models, merge, path, source=merged, notices=notices)[1]]
 
 
 def _opened(recipe: Recipe, access: Access) -> tuple[OpenModels, dict[str, StateSource]]:

@@ -33,6 +33,7 @@ from driftlens.engine.problems import (
     LinearProblem,
     NormProblem,
     Problem,
+    RouterProblem,
     SiteReport,
     SiteUpdate,
     StepProblem,
@@ -50,7 +51,7 @@ EXPERT, TRUNK = "expert", "merged"
 FEATURE_BUDGET = 2 * 2**30
 """Bytes of waiting features that stay in memory where nobody says otherwise."""
 
-_P = TypeVar("_P", LinearProblem | NormProblem, StepProblem, WeightProblem)
+_P = TypeVar("_P", LinearProblem | NormProblem, StepProblem, WeightProblem, RouterProblem)
 Solved = tuple[dict[str, Tensor], list[SiteReport]]
 """A layer's new parameters by its own names, and a report per site."""
 
@@ -203,10 +204,12 @@ class ClosedForm(Method, ABC):
     Attributes:
         solve_dtype: `float32` or `float64`, in which moments are summed and systems solved.
         update: kinds of parameters that are solved for: `linear`, `bias`, `norm`.
+        routers: whether routers of mixtures are solved for, `before` their layer's experts or `after`; else `off`.
     """
 
     solve_dtype: str = "float64"
     update: Sequence[str] = ("linear", "bias", "norm")
+    routers: str = "off"
 
     @abstractmethod
     def check(self, *, has_base: bool) -> None:
@@ -467,7 +470,7 @@ def _solved_or_kept(
     return [replace(update, report=replace(update.report, num_rows=rows)) for update in solve(problem)]
 
 
-def _sites(problem: Problem | StepProblem | WeightProblem) -> Sequence[Site]:
+def _sites(problem: Problem | StepProblem | WeightProblem | RouterProblem) -> Sequence[Site]:
     return [problem.site] if isinstance(problem, NormProblem) else problem.sites
 
 

@@ -41,12 +41,14 @@ from driftlens.engine.problems import (
     Wanted,
     WeightedFold,
 )
+from driftlens.engine.routers import RouterRepair, keep_routes, require_trained, router_of
 from driftlens.engine.sites import SiteRows, rows_and_output, site_path
 from driftlens.engine.walk import WaitingBatch
 from driftlens.linalg.gram import GramPool
 from driftlens.linalg.ridge import NormMoments
 from driftlens.models.chain import Layer, Parameters, SideInputs, Site, State
 
+_ENTERED = "entered"
 _MANY = 1 << 40
 """Batches of a task: so many that their number makes no difference."""
 
@@ -137,6 +139,11 @@ class SnapshotWalk(CalibrationWalk):
     calibrations: Sequence[Lane] = ()
     sums: dict[str, dict[Hashable, LayerSums]] = field(default_factory=dict, init=False)
     kept: dict[Hashable, dict[Hashable, InputSums]] = field(default_factory=dict, init=False)
+    router: Site | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_trained(self, [lane.calibrator for lane in self.calibrations])
 
     @torch.no_grad()
     @exact_products()
@@ -145,6 +152,8 @@ class SnapshotWalk(CalibrationWalk):
         self.seconds = [0.0] * len(self.lanes)
         merged = self.pool.parameters("merged", layer)
         chain, objectives = self.pool.chain, self.ground.objectives
+        self.router = router_of(layer, names, [lane.calibrator for lane in self.calibrations])
+        names = {*names} - {self.router.name} if self.router is not None else names
         sums = partial(LayerSums, chain, layer, names, objectives=objectives, grams=self.grams)
         # Features of other streams stay as they are until one of their own layers runs.
         others = sum(earlier.stream != layer.stream for earlier in chain.layers[: layer.index])
@@ -158,13 +167,31 @@ class SnapshotWalk(CalibrationWalk):
             }
         summed = partial(self._sum_up, layer, merged, needs_output=not is_last)
         self.team.together(partial(self.team.final, summed) if self.divided else summed)
-        solved = self._solve(layer, merged)
+        solved = self._with_routers(layer, merged, self._solve(layer, merged))
         self.grams.take_back()
         drift = {} if is_last else self._advance(layer, merged, solved)
         return [
             CalibratedLayer(layer.index, updates, reports, drift, seconds)
             for (updates, reports), seconds in zip(solved, self.seconds, strict=True)
         ]
+
+    def _with_routers(self, layer: Layer, merged: Parameters, solved: Sequence[Solved]) -> Sequence[Solved]:
+        """The same with every lane's router, on what the layer feeds it as it was, or as it is solved for now."""
+        if self.router is None:
+            return solved
+        branches = {index: branch.name for branch in self.branches for index in branch.lanes}
+        for index, (lane, (updates, reports)) in enumerate(zip(self.calibrations, solved, strict=True)):
+            calibrator = lane.calibrator
+            if calibrator.routers == "off":
+                continue
+            with self.shared([index]):
+                entered = _ENTERED if calibrator.inputs == "expert" else branches[index]
+                repair = RouterRepair(self, layer, self.router, calibrator, entered, lane.parts)
+                is_after = calibrator.routers == "after"
+                of_router, report = repair.solved({**merged, **updates} if is_after else merged)
+                updates |= of_router
+                reports += report
+        return solved
 
     def _advance(self, layer: Layer, merged: Parameters, solved: Sequence[Solved]) -> dict[str, float]:
         """As `advance`, but lanes that are fed another model's features walk on through the merged model."""
@@ -207,6 +234,10 @@ class SnapshotWalk(CalibrationWalk):
                         crossing.take(batch, EXPERT, heard, named=in_words(EXPERT))
                     else:
                         heard(batch.get(EXPERT), batch.side)
+                    if self.router is not None:
+                        keep_routes(layer, expert, batch, entered, seen.side.routes)
+                        if any(lane.calibrator.inputs == "expert" for lane in self.calibrations):
+                            batch.put(_ENTERED, entered)
                 self._add(layer, batch, part, merged, expert, entered, seen, task)
         ranks = self.divided.get(task, [self.team.rank])
         for sums in every:
@@ -267,7 +298,7 @@ class SnapshotWalk(CalibrationWalk):
                     left.append(part.problem(merged, base))
         solved = solved_by_all(self.team, merged, partial(self._solved, layer, problems))
         lanes = {
-            index: order[branch.name, self.calibrations[index].moments_key]
+            index: order.get((branch.name, self.calibrations[index].moments_key), [])
             for branch in self.branches
             for index in branch.lanes
         }
@@ -281,7 +312,7 @@ class SnapshotWalk(CalibrationWalk):
         for branch in self.branches:
             keys = [self.calibrations[index].moments_key for index in branch.lanes]
             for place, index in enumerate(branch.lanes):
-                lane, left = self.calibrations[index], problems[branch.name, keys[place]]
+                lane, left = self.calibrations[index], problems.get((branch.name, keys[place]), [])
                 wanted_again = keys[place] in keys[place + 1 :]
                 with self.shared([index]):
                     solved[index] = solve_layer(

@@ -28,11 +28,13 @@ from driftlens.engine.calibrating import (
     CalibrationWalk,
     ClosedForm,
     Ground,
+    Solved,
     in_words,
     solve_layer,
     solved_by_all,
 )
 from driftlens.engine.problems import CalibratedLayer, SiteReport, SiteUpdate, StepProblem
+from driftlens.engine.routers import RouterRepair, keep_routes, require_trained, router_of
 from driftlens.engine.sites import ENTERED, added_to, require_rule, rows_and_output, site_path, stacked
 from driftlens.engine.step_weights import (
     NUM_PASSES,
@@ -128,6 +130,7 @@ class StepWalk(CalibrationWalk):
     def __init__(self, ground: Ground, calibrator: Stepwise) -> None:
         super().__init__(ground)
         self.calibrator = calibrator
+        require_trained(self, [calibrator])
         self.groups: dict[int, list[Group]] = {}
         self.seen: dict[str, dict[Key, Weighable]] = {}
         self.weighted: dict[str, dict[Key, Weighted]] = {}
@@ -148,28 +151,19 @@ class StepWalk(CalibrationWalk):
         reports: list[SiteReport] = []
         streams = self._run_all_experts(layer, student, needs_output=not is_last)
         numbered = list(enumerate(groups))
-        for step in [numbered] if self.calibrator.order == "block" else [[one] for one in numbered]:
-            owners = self.team.balanced([1.0] * len(step))
-            problems: list[StepProblem] = []
-            for (at, group), owner in zip(step, owners, strict=True):
-                sum_up = partial(self._sums, layer, student, merged, at, group, streams)
-                sums = self.team.final(sum_up) if self.divided else sum_up()
-                self._join(sums, owner, merged, group)
-                if owner == self.team.rank:
-                    problems.append(sums.problem(group, merged))
-            solve = partial(
-                solve_layer,
-                self.pool,
-                layer,
-                problems,
-                self.calibrator.solve,
-                self.calibrator.least_rows,
-                stored_in=self.ground.stored_in,
-            )
-            [(solved, of_step)] = solved_by_all(self.team, merged, lambda solve=solve: [solve()])  # type: ignore[misc]
-            order = [site_path(layer, site) for _, group in step for site in group.sites]
-            of_step.sort(key=lambda report, order=order: order.index(report.site))  # type: ignore[misc]
-            self.grams.take_back()
+        steps = [numbered] if self.calibrator.order == "block" else [[one] for one in numbered]
+        first = next(
+            (at for at, step in enumerate(steps) if any(_of_expert(group) for _, group in step)), None
+        )
+        router = router_of(layer, names, [self.calibrator])
+        is_before = self.calibrator.routers == "before" and first is not None
+        for at, step in enumerate([*steps, []]):
+            if router is not None and at == (first if is_before else len(steps)):
+                of_router, report = RouterRepair(self, layer, router, self.calibrator).solved(student)
+                student |= of_router
+                updates |= of_router
+                reports += report
+            solved, of_step = self._solve_step(layer, student, merged, step, streams)
             student |= solved
             updates |= solved
             reports += of_step
@@ -178,11 +172,48 @@ class StepWalk(CalibrationWalk):
         drift = {} if is_last else self.advance(layer, merged, [(updates, reports)])
         return [CalibratedLayer(layer.index, updates, reports, drift, time.perf_counter() - started)]
 
+    def _solve_step(
+        self,
+        layer: Layer,
+        student: Parameters,
+        merged: Parameters,
+        step: Sequence[tuple[int, Group]],
+        streams: Mapping[str, str],
+    ) -> Solved:
+        """New parameters of some groups, solved from one snapshot of what the student feeds them."""
+        if not step:
+            return {}, []
+        owners = self.team.balanced([1.0] * len(step))
+        problems: list[StepProblem] = []
+        for (at, group), owner in zip(step, owners, strict=True):
+            sum_up = partial(self._sums, layer, student, merged, at, group, streams)
+            sums = self.team.final(sum_up) if self.divided else sum_up()
+            self._join(sums, owner, merged, group)
+            if owner == self.team.rank:
+                problems.append(sums.problem(group, merged))
+        solve = partial(
+            solve_layer,
+            self.pool,
+            layer,
+            problems,
+            self.calibrator.solve,
+            self.calibrator.least_rows,
+            stored_in=self.ground.stored_in,
+        )
+        [(solved, reports)] = solved_by_all(self.team, merged, lambda: [solve()])
+        order = [site_path(layer, site) for _, group in step for site in group.sites]
+        reports.sort(key=lambda report: order.index(report.site))
+        self.grams.take_back()
+        return solved, reports
+
     def _begin(self, first: Layer) -> None:
         """Read all samples and put them into folds; token weights of all layers, where gradients say them."""
         for layer in self.pool.chain.layers:
             if layer.index in self.sites:
-                self.groups[layer.index] = groups_of(layer, self.sites[layer.index])
+                names = self.sites[layer.index]
+                router = router_of(layer, names, [self.calibrator])
+                plain = {*names} - {router.name} if router is not None else names
+                self.groups[layer.index] = groups_of(layer, plain)
                 for group in self.groups[layer.index]:
                     require_rule(self.pool.chain, group.sites[0].token_weights)
         digests = self.team.together(partial(self._read_all, first))
@@ -318,6 +349,8 @@ class StepWalk(CalibrationWalk):
         for name, stream in streams.items():
             wanted[name] = wanted[name] + _stream(layer, stream, state, seen.inputs)
         batch.put(_WANTED, wanted)
+        if router_of(layer, self.sites[layer.index], [self.calibrator]) is not None:
+            keep_routes(layer, expert, batch, state, seen.side.routes)
         return left
 
     def _sums(
@@ -501,6 +534,10 @@ def _affine(parameters: Parameters, group: Group) -> Tensor:
         return weight
     bias = torch.cat([parameters[f"{name}.bias"] for name in group.names])
     return torch.cat([weight, bias[:, None] / BIAS_INPUT], dim=1)
+
+
+def _of_expert(group: Group) -> bool:
+    return group.sites[0].expert is not None
 
 
 def _stream(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tensor]) -> Tensor:

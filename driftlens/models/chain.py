@@ -43,8 +43,12 @@ GATED = "gated"
 """The rule of token weights of a mixture's experts: a token counts the square of its gate, 0 for other experts."""
 
 Role = Literal["stem", "block", "head"]
-SiteKind = Literal["linear", "layer_norm", "rms_norm"]
+SiteKind = Literal["linear", "layer_norm", "rms_norm", "router"]
 Pool = Literal["cls", "mean", "last", "all"]
+
+
+class RoutesKnown(Exception):
+    """Thrown out of a pass that ends where it is known which experts tokens go to."""
 
 
 @dataclass(eq=False)
@@ -54,11 +58,24 @@ class Routes:
     `chosen` [T, k] are the experts of every token and `gates` [T, k] how much each counts, written by the pass unless
     they are given. A pass that is given them takes these experts in the place of those that its own router would, by
     gates that its router makes of them.
+
+    A pass that `ends` there, by `RoutesKnown`, also writes what its router reads, `fed` [T, d], and which `steps` it
+    takes from scores to choices: `softmax` or `sigmoid`, and `top`.
     """
 
     chosen: Tensor | None = None
     gates: Tensor | None = None
     is_given: bool = False
+    ends: bool = False
+    fed: Tensor | None = None
+    steps: set[str] = field(default_factory=set)
+
+    @property
+    def scoring(self) -> str:
+        """`softmax` or `sigmoid`, where scores are made by it alone and the largest are chosen; else empty."""
+        scorings = self.steps - {"top"}
+        is_known = self.fed is not None and "top" in self.steps and len(scorings) == 1
+        return next(iter(scorings)) if is_known else ""
 
     def record(self, chosen: Tensor, gates: Tensor) -> None:
         """Keep where tokens went, unless that was given."""
@@ -255,6 +272,7 @@ class Layer:
             before a decoder, none is the one that scores are made of, so their mean is taken.
         is_residual: whether the layer is h + g(h), so that its input and output drift can be subtracted.
         no_sites: parameters that belong to no site -> their module, and what that is, `kind: why`; for messages.
+        router: of a mixture of experts, as a site that is solved by itself; none where there is no one linear map.
     """
 
     index: int
@@ -267,6 +285,12 @@ class Layer:
     pool: Pool | None = None
     is_residual: bool = False
     no_sites: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    router: Site | None = None
+
+    @property
+    def all_sites(self) -> tuple[Site, ...]:
+        """All that can be calibrated, the router last."""
+        return self.sites if self.router is None else (*self.sites, self.router)
 
     @property
     def num_experts(self) -> int:

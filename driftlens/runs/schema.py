@@ -415,6 +415,13 @@ CALIBRATION = Table(
             "higher",
         ),
         _count("num_rows", "rows", "Tokens that an expert of a mixture was solved from, empty elsewhere."),
+        _pure(
+            "routes_before",
+            "Of routers: share of tokens sent where the task's own model does.",
+            "lower",
+            SHARE,
+        ),
+        _pure("routes_after", "The same by the calibrated router, on the same features.", "lower", SHARE),
     ),
     "driftlens calibrate RUN --name NAME",
 )

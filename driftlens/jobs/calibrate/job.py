@@ -398,7 +398,7 @@ def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[st
     seen = diagnosed_too(plan.samples, study) if study.architecture.get("loader") == "live" else []
     if plan.sites:
         pool = study.pool
-        share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
+        share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.kinds)
         partial = [f"only a part is calibrated: {text}"] if share < 1 else []
         return [*seen, *partial, *_anchor(plan, manifest), *untouched_but_moved(pool, plan.parameters)]
     if plan.boundaries and not plan.calibrator.needs_task_id:

@@ -94,7 +94,7 @@ class CalibrationPlan(Chosen):
         if plan.kept:
             return dataclasses.replace(plan, sites={}, control="")
         if type(calibrator) is not type(self.calibrator):
-            sites = updated_sites(study.pool.chain, self.sites, calibrator.update)
+            sites = updated_sites(study.pool.chain, self.sites, calibrator.kinds)
             plan = dataclasses.replace(plan, method=method_called(calibrator), sites=sites)
         return plan.settled(calibrator, study)
 
@@ -226,7 +226,7 @@ def plan_calibration(
             hint="Leave them out, or choose a method that solves for modules, for example featcal.",
         )
     chain = study.pool.chain
-    update = calibrator.update
+    update = calibrator.kinds
     sites = {} if chooses_itself else select_sites(chain, layers=layers, sites=patterns, update=update)
     control = control_of(request.name)
     if control in study.variants:

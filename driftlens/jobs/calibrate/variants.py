@@ -99,17 +99,22 @@ class Solution:
 
 
 def unreached(solution: Solution) -> list[str]:
-    """Names the experts of mixtures that stay as merged, because too few tokens came to them."""
+    """Names what of mixtures stays as merged: experts to which too few tokens came, routers whose form isn't known."""
+    kept = [report for _, report in solution.reports if report.kind == "kept"]
     tokens = {
-        report.site.rpartition(".")[0]: report.num_rows or 0
-        for _, report in solution.reports
-        if report.kind == "kept"
+        report.site.rpartition(".")[0]: report.num_rows for report in kept if report.num_rows is not None
     }
     named = some_of([f"{expert} ({counted(count, 'token')})" for expert, count in tokens.items()])
     text = (
         f"too few tokens came to {counted(len(tokens), 'expert')} of mixtures, which stay as merged: {named}"
     )
-    return [f"{text}; more samples reach more of them"] if tokens else []
+    routers = [report.site for report in kept if report.num_rows is None]
+    unknown = (
+        f"{counted(len(routers), 'router')} of mixtures stay as merged, because they don't choose by the largest of "
+        f"softmax or sigmoid scores: {some_of(routers)}"
+    )
+    said = (f"{text}; more samples reach more of them", tokens), (unknown, routers)
+    return [notice for notice, holds in said if holds]
 
 
 def history_rows(name: str, reports: Sequence[tuple[int, SiteReport]]) -> list[dict[str, Any]]:

@@ -141,6 +141,7 @@ def _taken_apart(
             sites=seen.sites[position],
             is_residual=seen.is_residual[position],
             no_sites=no_sites(parts.blocks[position], parts.slots[position], seen.sites[position]),
+            router=parts.router(position),
         )
         for position in range(len(parts.blocks))
     ]

@@ -238,6 +238,7 @@ class Sighted(Dissection):
                     pool="mean" if is_tower else None,
                     is_residual=frame.entered == frame.left,
                     no_sites=no_sites(self.blocks[position], self.slots[position], sites),
+                    router=self.router(position),
                 )
             )
         head = self.blind.layers[-1]

@@ -209,6 +209,12 @@ class Dissection:
         mixture = self.mixtures[position]
         return () if mixture is None else mixture.sites()
 
+    def router(self, position: int) -> Site | None:
+        """The router of a block's experts, where it is a mixture whose router is one linear map."""
+        mixture = self.mixtures[position]
+        name = "" if mixture is None else mixture.router
+        return Site(name, "router", name) if name else None
+
     def shapes_only(self) -> AbstractContextManager[None]:
         """While this is open, mixtures that have shapes only return as much: who goes where depends on numbers."""
         modules = [mixture.module for mixture in self.mixtures if mixture is not None and self.is_hollow]
@@ -308,7 +314,7 @@ class Dissection:
                 weights[slot.key.removeprefix(f"{path}.")] = slot.stored(parameters[name])
         for stack, names in stacks.items():
             weights[stack] = assembled([slots[name] for name in names], [parameters[name] for name in names])
-        mixed = mixing(self.mixtures[position], weights, sites, tap, side.routes)
+        mixed = mixing(block, self.mixtures[position], weights, sites, tap, side.routes)
         with tapped(block, [site for site in sites if site.expert is None], tap), mixed:
             hidden = features_of(path, call(block, weights, tuple(args), kwargs))
         mask = side.mask("hidden")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 # The tensors of these tests are tiny: handing them to several threads takes longer than computing them, and processes
@@ -17,6 +18,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.accelerator import NAME, plugged
 from tests.families import SHOWN, shown
 
 # No test asserts on time, so no example has a deadline either.
@@ -33,11 +35,15 @@ REAL = Path(__file__).resolve().parents[2] / "shared" / "real"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", help="device on which tests compute (cpu, cuda)")
+    parser.addoption("--device", default="cpu", help="device on which tests compute (cpu, cuda, sim)")
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device").startswith(NAME):
+        devices = ExitStack()
+        devices.enter_context(plugged())
+        config.add_cleanup(devices.close)
     if config.getoption("--slow"):
         settings.load_profile("slow")
 
@@ -96,7 +102,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(scope="session")
 def rounding(device: torch.device) -> float:
     """How far float64 identities may be off, relative to what they are about; GPUs sum in another order each time."""
-    return {"cpu": 1e-12, "cuda": 1e-10}[device.type]
+    return {"cpu": 1e-12, NAME: 1e-12}.get(device.type, 1e-10)
 
 
 @pytest.fixture(scope="session")

@@ -145,8 +145,8 @@ REFUSED = {
     "no site": ("calibration.sites=[]", "calibration.sites: expected at least one entry", ""),
     "unknown device": (
         "compute.device=gpu",
-        "compute.device: expected one of auto, cpu, cuda; got 'gpu'",
-        "",
+        "compute.device: expected auto, cpu, cuda, mps or xpu, or cuda:1 for the second of several; got 'gpu'",
+        "`driftlens doctor` says what there is.",
     ),
     "budget in apples": ("compute.feature_budget=2 apples", "a number of bytes or a size such as 2GiB", ""),
     "budget of nothing": ("compute.feature_budget=0GiB", "got '0GiB'", ""),

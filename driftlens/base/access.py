@@ -1,18 +1,15 @@
-"""What opening models and data may do, and where their numbers are computed."""
+"""What opening models and data may do, and on which device their numbers are computed."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from driftlens.base.errors import SpecError
 from driftlens.base.progress import CancelToken, ProgressSink, Reporter, all_of
 from driftlens.base.team import ALONE, Team
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -68,23 +65,3 @@ class Context:
     def reporter(self, *sinks: ProgressSink) -> Reporter:
         """Hands events to these sinks and to whoever watches, and polls the token."""
         return Reporter(all_of(*sinks, self.on_progress), self.cancel)
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """The device of that name, tried out; `auto` is the GPU if there is one."""
-    import torch
-
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        resolved = torch.device(device)
-        # A name may be known and its device not there: the second GPU of one, another build's.
-        torch.zeros(1, device=resolved).cpu()
-    except (RuntimeError, AssertionError, ValueError, TypeError, ImportError) as error:
-        there = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise SpecError(
-            f"there is no device {str(device)!r} here: {reason}",
-            hint=f"Use `auto` or {', '.join(f'`{name}`' for name in there)}.",
-        ) from None
-    return resolved

@@ -568,13 +568,14 @@ def joined() -> Iterator[Team]:
         return
     import torch
 
+    from driftlens.base.devices import use_device
+
     dist: Any = torch.distributed
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=_JOIN_SECONDS)))
-        backend = "gloo"
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-            backend = "cpu:gloo,cuda:nccl"
+        backend, place = "gloo", use_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if place is not None and (own := dist.Backend.default_device_backend_map.get(place.type)):
+            backend = f"cpu:gloo,{place.type}:{own}"
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from driftlens.base.devices import kinds
 from driftlens.base.errors import SpecError
 
 GAIN = 1.3
@@ -139,7 +140,7 @@ def exact_products() -> Iterator[None]:
     comes back, and what follows a setting above it goes on following it.
     """
     with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
+        for device in kinds():
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(

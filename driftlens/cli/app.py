@@ -120,7 +120,11 @@ NoAttribution = Annotated[
 ]
 Device = Annotated[
     str | None,
-    typer.Option("--device", envvar="DRIFTLENS_DEVICE", help="auto, cpu or cuda; over the spec's."),
+    typer.Option(
+        "--device",
+        envvar="DRIFTLENS_DEVICE",
+        help="auto, cpu, cuda, mps, xpu; cuda:1 of several; over the spec's.",
+    ),
 ]
 Threads = Annotated[
     int | None,

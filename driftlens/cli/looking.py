@@ -102,13 +102,15 @@ def doctor(
             help="Time processes beside each other, for a minute; `validate --processes` goes by it.",
         ),
     ] = False,
-    device: Annotated[str | None, typer.Option(help="Of --measure: auto, cpu, cuda or cuda:N.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Of --measure: auto, cpu, cuda, mps, xpu; cuda:1 of several.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Report the environment: versions, devices, cache, and what is missing."""
     found = environment()
     if measure:
-        from driftlens.base.access import resolve_device
+        from driftlens.base.devices import resolve_device
         from driftlens.jobs.preflight import processes
 
         found |= processes.measure(
@@ -125,15 +127,17 @@ def environment() -> dict[str, str]:
     """What a bug report needs to know about the machine, and anything that will not work, one line each."""
     import platformdirs
     import psutil
-    import torch
 
     import driftlens
+    from driftlens.base.devices import accelerator, device_name
+    from driftlens.base.devices import memory as memory_of
     from driftlens.base.files import free_bytes
     from driftlens.runs.manifest import version_of
 
     memory, gpu, cache = psutil.virtual_memory(), "none (CPU only)", platformdirs.user_cache_path("driftlens")
-    if torch.cuda.is_available():
-        gpu = f"{torch.cuda.get_device_name()}, {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
+    if (device := accelerator()) is not None:
+        known = memory_of(device)
+        gpu = ", ".join([device_name(device), *([f"{known[1] / 2**30:.0f} GiB"] if known else [])])
     clip = "imports"
     try:
         importlib.import_module("transformers.models.clip.modeling_clip")

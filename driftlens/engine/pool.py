@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from driftlens.base.devices import current_stream, device_of, has_streams, moved, stream_of, use_stream
 from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.base.variants import task_of
 from driftlens.base.words import some_of
@@ -40,21 +41,21 @@ class ReadAhead:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        self._stream: Any = stream_of(device)
+        self._thread = ThreadPoolExecutor(1, "read-ahead", initializer=use_stream, initargs=(self._stream,))
         self._coming: dict[Hashable, Future[dict[str, Tensor]]] = {}
 
     def expect(self, key: Hashable, read: Callable[[], dict[str, Tensor]]) -> None:
         """Begin to read, unless that has begun; what `read` raises is raised by `take`."""
         if key not in self._coming:
-            self._coming[key] = self._thread.submit(self._fetch, read)
+            self._coming[key] = self._thread.submit(read)
 
     def take(self, key: Hashable) -> dict[str, Tensor] | None:
         """What was read for the key, ready for work that is given to the GPU from now on; None where nothing was."""
         coming = self._coming.pop(key, None)
         if coming is None:
             return None
-        read, current = coming.result(), torch.cuda.current_stream(self._device)
+        read, current = coming.result(), current_stream(self._device)
         current.wait_stream(self._stream)
         for tensor in read.values():
             tensor.record_stream(
@@ -65,10 +66,6 @@ class ReadAhead:
     def forget(self) -> None:
         """Let go of all that nobody asked for."""
         self._coming.clear()
-
-    def _fetch(self, read: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        with torch.cuda.stream(self._stream):
-            return read()
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,7 @@ class ModelPool:
         self._experts: dict[str, str] = {}
         self._heads: dict[Hashable, LmHead] = {}
         self._known_finite: set[tuple[str, Slot]] = set()
-        self._ahead = ReadAhead(device) if device.type == "cuda" else None
+        self._ahead = ReadAhead(device) if has_streams(device) else None
         for name, source in models.items():
             self.add(name, source)
 
@@ -197,7 +194,7 @@ class ModelPool:
     def in_float64(self) -> ModelPool:
         """The same models, computed in float64; on the CPU where the device knows no such numbers."""
         wide = copy.copy(self)
-        wide.device = torch.device("cpu") if self.device.type == "mps" else self.device
+        wide.device = device_of(torch.float64, self.device)
         wide.dtype = torch.float64
         wide._modules = {}  # they compute in their own dtype
         wide._ahead = None
@@ -352,16 +349,6 @@ class ModelPool:
             return once[stored]
 
         return read
-
-
-def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor on `device`, and in `dtype` where one is given; to a GPU from pinned memory, without waiting.
-
-    It is converted there, so that what travels is as narrow as what is stored.
-    """
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device, dtype)
 
 
 def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: StateSource) -> None:

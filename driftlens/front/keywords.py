@@ -30,7 +30,7 @@ class Around:
         progress: how progress is shown on stderr: auto, rich, jsonl or none.
         on_progress: called with every `ProgressEvent`, besides.
         cancel: a token whose `cancel()` stops the work at the next batch; what is finished is kept.
-        device: `auto`, `cpu` or `cuda`, over the spec's.
+        device: `auto`, `cpu`, `cuda`, `mps`, `xpu`, or `cuda:1` of several; over the spec's.
         offline: whether only files that were downloaded before may be used.
         trust: whether Python code that the spec names may run.
     """

@@ -211,10 +211,19 @@ class Metrics(Part):
         return frozenset(name for name, value in self if value)
 
 
+def _device_name(device: str) -> str:
+    if re.fullmatch(r"auto|cpu|(cuda|mps|xpu)(:[0-9]+)?", device):
+        return device
+    raise problem(
+        f"expected auto, cpu, cuda, mps or xpu, or cuda:1 for the second of several; got {device!r}",
+        "`driftlens doctor` says what there is.",
+    )
+
+
 class Compute(Part):
     """Where and in which precision numbers are computed; features of a task beyond the budget spill to disk."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Text, AfterValidator(_device_name)] = "auto"
     dtype: Literal["float32", "float64"] = "float32"
     deterministic: Flag = True
     feature_budget: Bytes = 2 * 2**30

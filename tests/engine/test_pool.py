@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import weakref
@@ -258,7 +257,7 @@ def test_plain_forward_equals_the_module(models: Family) -> None:
 class Stream:
     """In the place of a stream: knows for which others it has waited."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, **_: Any) -> None:
         self.waited: list[object] = []
 
     def wait_stream(self, other: object) -> None:
@@ -269,9 +268,9 @@ class Stream:
 def current(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """The stream on which everything is computed."""
     one = Stream()
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: one)
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda _: None)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: one)
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
     recorded.clear()
     return one

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 import driftlens.spec
 from driftlens.base.access import Context
+from driftlens.base.devices import device_name
 from driftlens.base.diagnostic import chosen
 from driftlens.base.errors import SpecError
 from driftlens.base.files import PathLike, write_text_atomic
@@ -331,7 +332,7 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
     pool = study.pool
     writer.describe(
         synthetic=synthetic,
-        device=str(pool.device) if pool.device.type == "cpu" else torch.cuda.get_device_name(pool.device),
+        device=device_name(pool.device),
         dtype=str(pool.dtype).removeprefix("torch."),
         threads={"torch": torch.get_num_threads()},
         deterministic=study.settings.deterministic,

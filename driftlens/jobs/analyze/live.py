@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.access import Context, resolve_device
+from driftlens.base.access import Context
+from driftlens.base.devices import resolve_device
 from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.base.files import plain_file
 from driftlens.base.layers import select_layers

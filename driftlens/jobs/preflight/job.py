@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from driftlens.base.access import Access, resolve_device
+from driftlens.base.access import Access
+from driftlens.base.devices import resolve_device
 from driftlens.base.errors import DataError, DriftLensError
 from driftlens.base.intervals import Interval
 from driftlens.base.layers import select_layers

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from driftlens.base.devices import number_of, synchronize
 from driftlens.base.division import balanced, shared
 from driftlens.base.errors import RunError, SpecError
 from driftlens.base.files import write_json_atomic
@@ -59,7 +60,7 @@ class Rates:
 
     def pace(self, processes: int) -> float:
         """Share of its speed alone that each of some processes on one machine has; several have one thread each."""
-        if processes == 1 or self.device.startswith("cuda"):
+        if processes == 1 or not self.device.startswith("cpu"):
             return 1.0
         busy = min(processes, self.cores)
         # Memory is shared little by little: between one process and one on every core the loss is taken as even.
@@ -118,8 +119,7 @@ def _rate(device: torch.device, seconds: float) -> float:
     done, started, passed = 0, time.perf_counter(), 0.0
     while passed < seconds:
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         done, passed = done + 1, time.perf_counter() - started
     return done / passed
 
@@ -241,7 +241,7 @@ def plan_processes(
     device = opened.study.pool.device
     known = measured_rates(device)
     rates = known or Rates(str(device), cores(), torch.get_num_threads())
-    here = torch.cuda.device_count() if device.type == "cuda" else rates.cores
+    here = rates.cores if device.type == "cpu" else number_of(device)
     together = min(number, per_machine or max(1, here))
     shares = {"analyze": _share(analysis, number, together, rates, solves=False)}
     request = CalibrationRequest(name="preflight", attribution=False)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from driftlens.base.access import Access, resolve_device
+from driftlens.base.access import Access
+from driftlens.base.devices import resolve_device
 from driftlens.base.errors import CheckpointError, DataError, DriftLensError, SpecError
 from driftlens.base.files import expanded
 from driftlens.base.layers import select_layers

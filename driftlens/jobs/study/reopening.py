@@ -20,6 +20,7 @@ from torch import Tensor
 
 import driftlens.spec
 from driftlens.base.access import Access, Context
+from driftlens.base.devices import HOST, accelerator, answering, peak_memory, reset_peak_memory
 from driftlens.base.errors import CheckpointError, DataError, RunError, SpecError
 from driftlens.base.files import PathLike, from_json, write_json_atomic
 from driftlens.base.progress import Reporter
@@ -259,15 +260,16 @@ def run_phases(writer: RunWriter, phases: Iterable[Phase]) -> None:
         if writer.done(phase.name) and not phase.again:
             continue
         threads = suitable_threads(writer, phase.name, phase.study)
-        with exact_products(), writer.phase(phase.name) as usage, threads:
-            if torch.cuda.is_available():
-                torch.cuda.reset_peak_memory_stats()
+        device = (accelerator() or HOST) if phase.study is None else phase.study.pool.device
+        answered = answering(device, f"{phase.name.partition(':')[0]} here")
+        with exact_products(), writer.phase(phase.name) as usage, answered, threads:
+            reset_peak_memory(device)
             if phase.leads is None:
                 phase.work()
             else:
                 lead(phase.leads, writer, phase.work)
-            if torch.cuda.is_available():
-                usage["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
+            if (peak := peak_memory(device)) is not None:
+                usage["peak_gpu_bytes"] = peak
 
 
 @contextmanager

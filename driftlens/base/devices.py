@@ -1,0 +1,208 @@
+"""Devices: which there are, what they are called and can do, their memory, streams and waits.
+
+This file alone asks torch about accelerators, by `torch.accelerator`; what that lacks before torch 2.9 is asked of the
+device's own module. Where an answer can't be had (Apple's GPUs count no peak, for instance) it is None.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from driftlens.base.errors import RunError, SpecError
+
+HOST = torch.device("cpu")
+
+
+def accelerator() -> torch.device | None:
+    """The kind of accelerator that torch computes on here, None on a machine without one."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def names() -> list[str]:
+    """What may be asked for here, the host first; of several devices of a kind each has its number."""
+    kind, number = accelerator(), torch.accelerator.device_count()
+    if kind is None:
+        return ["cpu"]
+    return ["cpu", *(kind.type if number == 1 else f"{kind.type}:{index}" for index in range(number))]
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device of that name, tried out; `auto` is the accelerator if there is one."""
+    try:
+        resolved = (accelerator() or HOST) if device == "auto" else torch.device(device)
+        # A name may be known and its device not there: the second GPU of one, another build's.
+        torch.zeros(1, device=resolved).cpu()
+    except (RuntimeError, AssertionError, ValueError, TypeError, ImportError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise RunError(
+                f"the device {str(device)!r} has no memory left: {reason}",
+                hint="Stop what else computes there, or take another device.",
+            ) from None
+        there = ", ".join(f"`{name}`" for name in names())
+        raise SpecError(
+            f"there is no device {str(device)!r} here: {reason}", hint=f"Use `auto` or {there}."
+        ) from None
+    return resolved
+
+
+def device_name(device: torch.device) -> str:
+    """What its maker calls it, or torch, where nobody says more."""
+    said = None if device.type == "cpu" else _of_module("get_device_name", device)
+    return str(said or device)
+
+
+def kinds() -> list[str]:
+    """Kinds of devices that something may be computed on here."""
+    kind = accelerator()
+    return ["cpu"] if kind is None else ["cpu", kind.type]
+
+
+@functools.cache
+def has_float64(device: torch.device) -> bool:
+    """Whether the device computes with such numbers, tried out."""
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).sum()
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def device_of(dtype: torch.dtype, device: torch.device) -> torch.device:
+    """Where numbers of this dtype are summed and solved: there, or on the host where the device has no float64."""
+    return device if dtype != torch.float64 or has_float64(device) else HOST
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in float64; on the host where its device knows no such numbers."""
+    return tensor.to(device_of(torch.float64, tensor.device)).double()
+
+
+def memory(device: torch.device) -> tuple[int, int] | None:
+    """Bytes of the device that are free, and all it has."""
+    return _memory("get_memory_info", "mem_get_info", device)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes that tensors have taken there since `reset_peak_memory`."""
+    return _memory("max_memory_allocated", "max_memory_allocated", device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin to look for the peak anew."""
+    _memory("reset_peak_memory_stats", "reset_peak_memory_stats", device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all that was asked of the device is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+@functools.cache
+def has_streams(device: torch.device) -> bool:
+    """Whether work can be queued beside other work there, and copies come from pinned memory."""
+    if device.type == "cpu":
+        return False
+    try:
+        torch.Stream(device=device)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def stream_of(device: torch.device) -> Any:
+    """Another queue of work beside the one in which everything is computed."""
+    return torch.Stream(device=device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """The queue of this thread."""
+    return torch.accelerator.current_stream(device)
+
+
+def use_stream(stream: Any) -> None:
+    """Make a queue this thread's own."""
+    torch.accelerator.set_stream(stream)
+
+
+def number_of(device: torch.device) -> int:
+    """How many devices of its kind there are, of processors one."""
+    return 1 if device.type == "cpu" else torch.accelerator.device_count()
+
+
+def use_device(number: int) -> torch.device | None:
+    """Make one of the accelerators, by a number that may be larger than there are, this process's own."""
+    kind = accelerator()
+    if kind is not None:
+        place = torch.device(kind.type, number % torch.accelerator.device_count())
+        newer: Any = getattr(torch.accelerator, "set_device_index", None)
+        (newer or torch.accelerator.set_device_idx)(place.index)
+        return place
+    return None
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor on `device`, and in `dtype` where one is given; to a GPU from pinned memory, without waiting.
+
+    It is converted there, so that what travels is as narrow as what is stored; on the host, where the GPU doesn't know
+    the dtype that is stored.
+    """
+    if device.type != "cpu" and tensor.device.type == "cpu":
+        if dtype is not None and tensor.dtype == torch.float64 and not has_float64(device):
+            tensor = tensor.to(dtype)
+        if has_streams(device):
+            tensor = tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device, dtype)
+
+
+@contextmanager
+def answering(device: torch.device, what: str) -> Iterator[None]:
+    """While this is open, memory that is used up and a device that is lost are a `RunError`, told in one paragraph."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"{device} has too little memory to {what}: {_first_line(error)}",
+            hint="Lower data.defaults.batch_size, or take `--device cpu`. Finished phases are kept: --resume goes on.",
+        ) from error
+    except RuntimeError as error:
+        if isinstance(error, RunError) or _answers(device):
+            raise
+        raise RunError(
+            f"{device} no longer answers, to {what} failed: {_first_line(error)}",
+            hint="See that it is there (`driftlens doctor`). Finished phases are kept: --resume goes on.",
+        ) from error
+
+
+def _answers(device: torch.device) -> bool:
+    try:
+        return bool(torch.zeros(1, device=device).cpu() == 0)
+    except RuntimeError:
+        return False
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _memory(general: str, of_module: str, device: torch.device) -> Any:
+    """The answer of `torch.accelerator`, or of the device's own module."""
+    if device.type == "cpu":
+        return None
+    try:
+        asked: Callable[..., Any] | None = getattr(torch.accelerator, general, None)
+        return asked(device) if asked is not None else _of_module(of_module, device)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _of_module(name: str, device: torch.device) -> Any:
+    asked: Callable[..., Any] | None = getattr(torch.get_device_module(device), name, None)
+    return None if asked is None else asked(device)

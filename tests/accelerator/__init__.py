@@ -1,0 +1,110 @@
+"""A pretended accelerator, so that what is written for GPUs is tried where there is none.
+
+`sim` and `sim:1` are devices of torch with memory of their own, whose operations run on the CPU's kernels and so give
+the CPU's bits. See `device.cpp` for what they punish, and `Switches` for what can be turned. Compiled once in some ten
+seconds, and kept where torch keeps extensions (TORCH_EXTENSIONS_DIR).
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NAME = "sim"
+
+
+@dataclass
+class Switches:
+    """How the devices behave.
+
+    Attributes:
+        no_double: float64 is refused, as Apple's GPUs do.
+        is_lazy: copies to and from pinned memory that don't block happen as late as waits allow.
+        is_gone: whatever is asked of the devices fails, as after a driver's crash.
+        limit: bytes of memory of each, -1 without a limit.
+    """
+
+    no_double: bool = False
+    is_lazy: bool = False
+    is_gone: bool = False
+    limit: int = -1
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the host has had to do with the devices."""
+
+    read: int
+    to_host: int
+    to_device: int
+    waits: int
+
+    def __sub__(self, before: Counts) -> Counts:
+        pairs = zip(vars(self).values(), vars(before).values(), strict=True)
+        return Counts(*(now - then for now, then in pairs))
+
+
+def missing() -> str:
+    """Why there can't be such devices here; empty where there can."""
+    if not hasattr(torch.accelerator, "get_memory_info"):
+        return "torch can't be extended by a device with a memory of its own before 2.9"
+    if not (shutil.which("c++") or shutil.which("g++")) or not shutil.which("ninja"):
+        return "a pretended accelerator is compiled here, by c++ and ninja"
+    return ""
+
+
+@functools.cache
+def _module() -> Any:
+    """Compile what isn't compiled yet, and tell torch of the devices; none is available before `plugged`."""
+    from torch.utils.cpp_extension import load
+
+    source = Path(__file__).with_name("device.cpp")
+    load("driftlens_sim", [str(source)], extra_cflags=["-O1"], is_python_module=False)
+    torch.utils.rename_privateuse1_backend(NAME)
+    module: Any = types.ModuleType(f"torch.{NAME}")
+    module.plugged = False
+    module.is_available = lambda: module.plugged
+    module.is_initialized = lambda: module.plugged
+    module.device_count = lambda: 2 * module.plugged
+    module.current_device = torch.accelerator.current_device_index
+    module.get_device_name = lambda device=None: "pretended accelerator"
+    module.manual_seed_all = lambda seed: None
+    module.get_rng_state = lambda device=0: torch.get_rng_state()
+    module.set_rng_state = lambda state, device=0: torch.set_rng_state(state)
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module._is_in_bad_fork = lambda: False
+    module._lazy_init = lambda: None
+    torch._register_device_module(NAME, module)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    return module
+
+
+@contextmanager
+def plugged(**switches: Any) -> Iterator[torch.device]:
+    """While this is open, there are such devices, and they are what `auto` means."""
+    module = _module()
+    module.plugged = True
+    turn(**switches)
+    try:
+        yield torch.device(NAME)
+    finally:
+        turn()
+        module.plugged = False
+
+
+def turn(**switches: Any) -> None:
+    """Set all switches; those not named go to how they were at first."""
+    torch.ops.driftlens_sim.turn(*vars(Switches(**switches)).values())
+
+
+def counted() -> Counts:
+    """What was counted since the devices are there."""
+    return Counts(*torch.ops.driftlens_sim.counted())

@@ -1,0 +1,62 @@
+"""Devices: one place knows them, and what isn't there, or has gone, is told in one paragraph."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import driftlens
+from driftlens.base import devices
+from driftlens.base.errors import RunError, SpecError
+
+CPU = torch.device("cpu")
+SOURCES = [
+    file
+    for folder in ("driftlens", "reports", "app")
+    for file in sorted((Path(driftlens.__file__).parents[1] / folder).rglob("*.py"))
+]
+ASKS = re.compile(
+    r"torch\.(cuda|mps|xpu|accelerator)\b|\.(is_cuda|is_mps|is_xpu)\b|type == ['\"](cuda|mps|xpu)"
+)
+"""What asks torch about a kind of accelerator, or about accelerators."""
+
+
+def test_one_file_asks_torch_about_accelerators() -> None:
+    asking = {file.name for file in SOURCES if ASKS.search(file.read_text(encoding="utf-8"))}
+    assert len(SOURCES) > 300 and asking == {"devices.py"}
+
+
+def test_the_host_has_all_that_is_asked_of_a_device() -> None:
+    assert devices.device_name(CPU) == "cpu" and devices.names()[0] == "cpu" and "cpu" in devices.kinds()
+    assert devices.has_float64(CPU) and devices.device_of(torch.float64, CPU) == CPU
+    assert not devices.has_streams(CPU) and devices.memory(CPU) is devices.peak_memory(CPU) is None
+    devices.reset_peak_memory(CPU)
+    devices.synchronize(CPU)
+    tensor = torch.ones(2)
+    assert (
+        devices.moved(tensor, CPU) is tensor
+        and devices.moved(tensor, CPU, torch.float64).dtype == torch.float64
+    )
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "mps:7", "meta", "tpu", "cpu:x"])
+def test_a_device_that_is_not_there_is_named_with_those_that_are(name: str) -> None:
+    with pytest.raises(SpecError, match=f"there is no device '{name}' here") as caught:
+        devices.resolve_device(name)
+    assert "Use `auto` or `cpu`" in caught.value.hint and "\n" not in caught.value.message
+
+
+def test_too_little_memory_is_told_in_one_paragraph() -> None:
+    told = pytest.raises(RunError, match="cpu has too little memory to explain here: all 80 GiB")
+    with told as caught, devices.answering(CPU, "explain here"):
+        raise torch.OutOfMemoryError("all 80 GiB are in use\nand a page of advice")
+    assert "--resume" in caught.value.hint and "\n" not in caught.value.message
+
+
+def test_an_error_that_is_not_the_devices_goes_on_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="shapes") as caught, devices.answering(CPU, "explain here"):
+        raise RuntimeError("shapes disagree")
+    assert not isinstance(caught.value, RunError)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import DataError
+from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.models.architecture import weightless
 from driftlens.models.chain import LayerChain
 from driftlens.models.families.causal import causal_chain
@@ -20,9 +20,13 @@ from driftlens.models.families.sequential import block_list
 from driftlens.models.families.vlm import decoder_path
 from driftlens.models.families.vlm_chain import sighted_chain, tower_list
 from driftlens.models.language.pictures import as_the_library
+from tests.refusing import refusing
 from tests.zoo.cases import perturbed
 from tests.zoo.vlm_batches import batch_of
-from tests.zoo.vlms import IMAGE_TOKEN, in_double, model_of, vlms
+from tests.zoo.vlms import IMAGE_TOKEN, VLMS, in_double, model_of, vlms
+
+IN_SPACE = "Gemma 3n with images"
+"""The vision tower of this one is a convolutional network."""
 
 
 def whole_of(name: str) -> Any:
@@ -35,7 +39,7 @@ def taken_apart(module: Any, batch: Any) -> LayerChain:
     decoder = decoder_path(shell)
     blocks, _ = block_list(shell.get_submodule(decoder), None)
     blind, _ = causal_chain(shell, PADDED, f"{decoder}.{blocks}")
-    return sighted_chain(shell, batch, tower_list(shell, decoder), blind)
+    return sighted_chain(shell, batch, tower_list(shell), blind)
 
 
 def walked(chain: LayerChain, module: Any, batch: Any) -> list[dict[str, Tensor]]:
@@ -59,18 +63,18 @@ def largest_error(states: list[dict[str, Tensor]], wanted: list[dict[str, Tensor
 
 
 @pytest.mark.shows("drift")
-@pytest.mark.parametrize("name", vlms("LLaVA", "Qwen3-VL"))
+@pytest.mark.parametrize("name", vlms("LLaVA", "Qwen3-VL", only=[name for name in VLMS if name != IN_SPACE]))
 def test_a_chain_is_the_librarys_forward_pass(name: str) -> None:
-    """Deepstack, windows, mrope, images of several sizes or tiles: boundary by boundary, and to the last score."""
+    """Deepstack, windows, mrope, images of several sizes or tiles: boundary by boundary, and to what the head reads."""
     module, batch = whole_of(name), batch_of(name, torch.Generator().manual_seed(0))
     chain = taken_apart(module, batch)
     states = walked(chain, module, batch)
     assert largest_error(states, chain.library_states(module, batch)) < 1e-12
-    with torch.no_grad():
-        logits = module(**as_the_library(batch)).logits
-        scores = module.get_output_embeddings()(states[-1]["hidden"])
-    counts = batch["attention_mask"].bool()
-    torch.testing.assert_close(scores[counts], logits[counts], rtol=1e-9, atol=1e-9)
+    counts, read = batch["attention_mask"].bool(), list[Tensor]()
+    hook = module.get_output_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0]))
+    with torch.no_grad(), hook:
+        module(**as_the_library(batch))
+    torch.testing.assert_close(states[-1]["hidden"][counts], read[0][counts], rtol=1e-9, atol=1e-9)
     # Every weight that moves a score belongs to a layer, but the head's own.
     keys = set(chain.parameter_keys())
     module.zero_grad()
@@ -79,7 +83,7 @@ def test_a_chain_is_the_librarys_forward_pass(name: str) -> None:
     assert moving - {"lm_head.weight"} <= keys
 
 
-@pytest.mark.parametrize("name", ["LLaVA", "Qwen3-VL", "Mistral 3", "Idefics 3"])
+@pytest.mark.parametrize("name", ["LLaVA", "Gemma 4 with images", "Qwen3-VL", "Mistral 3", "Idefics 3"])
 def test_no_sample_depends_on_the_others_of_its_batch(name: str) -> None:
     module, batch = whole_of(name), batch_of(name, torch.Generator().manual_seed(0))
     chain = taken_apart(module, batch)
@@ -108,13 +112,19 @@ def dropped(chain: LayerChain, batch: Any) -> LayerChain:
     return replace(chain, layers=tuple(layers))
 
 
-@pytest.mark.parametrize("name", ["LLaVA", "Qwen2.5-VL"])
+@pytest.mark.parametrize("name", ["LLaVA", "Gemma 4 with images", "Qwen2.5-VL"])
 def test_dropped_image_tokens_are_found(name: str) -> None:
     module, batch = whole_of(name), batch_of(name, torch.Generator().manual_seed(0))
     chain = taken_apart(module, batch)
     wanted = chain.library_states(module, batch)
     assert largest_error(walked(chain, module, batch), wanted) < 1e-12
     assert largest_error(walked(dropped(chain, batch), module, batch), wanted) > 0.1
+
+
+def test_a_tower_that_keeps_features_in_space_is_refused_by_name() -> None:
+    batch = batch_of(IN_SPACE, torch.Generator().manual_seed(0))
+    with refusing(IncompatibleModelsError, "a gemma3n model", "in space", hint="texts alone", code=4):
+        taken_apart(model_of(IN_SPACE), batch)
 
 
 def test_a_batch_without_images_is_refused() -> None:

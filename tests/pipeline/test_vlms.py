@@ -17,7 +17,7 @@ from driftlens.jobs.analyze.evaluation import SPARE_TOKENS
 from driftlens.models.architecture import load_architecture
 from tests.zoo.cases import perturbed
 from tests.zoo.tensors import assert_every_tensor, site_keys, weights_in
-from tests.zoo.vlms import PROCESSORS, TASKS, in_double, picture_spec, saved_vlms, text_spec, vlms
+from tests.zoo.vlms import PROCESSORS, TASKS, in_double, model_of, picture_spec, saved_vlms, text_spec, vlms
 
 
 def logits(folder: Path, text: str) -> torch.Tensor:
@@ -47,6 +47,12 @@ def final_features(folder: Path, questions: list[tuple[str, Path]]) -> torch.Ten
     return torch.cat(read)
 
 
+def alike(name: str) -> int:
+    """How many tensors are buffers of numbers, which experts have as the base has them."""
+    buffers, saved = dict(model_of(name).named_buffers()), model_of(name).state_dict()
+    return sum(key in saved and value.is_floating_point() for key, value in buffers.items())
+
+
 @pytest.mark.shows("drift", "sites", files="hf-vlm", heads="each model's own", reloads="yes")
 @pytest.mark.parametrize("name", vlms())
 def test_of_texts_every_tensor_is_what_merging_and_calibrating_made_of_it(name: str, tmp_path: Path) -> None:
@@ -60,7 +66,12 @@ def test_of_texts_every_tensor_is_what_merging_and_calibrating_made_of_it(name: 
     solved = site_keys(known, tmp_path / "base")
     assert solved and not any("vision" in key or "visual" in key for key in solved)
     assert_every_tensor(
-        tmp_path / "base", [tmp_path / task for task in TASKS], tmp_path / "out", scaling=0.3, solved=solved
+        tmp_path / "base",
+        [tmp_path / task for task in TASKS],
+        tmp_path / "out",
+        scaling=0.3,
+        solved=solved,
+        shared=alike(name),
     )
     assert torch.isfinite(logits(tmp_path / "out", "is it red")).all()
 
@@ -79,7 +90,12 @@ def test_of_pictures_tower_and_decoder_are_measured_and_repaired(name: str, tmp_
     assert {layer.stream for layer in known.chain.layers} == {"vision", "hidden"}
     assert any("vi" in key and "weight" in key for key in solved)
     assert_every_tensor(
-        tmp_path / "base", [tmp_path / task for task in TASKS], tmp_path / "out", scaling=0.3, solved=solved
+        tmp_path / "base",
+        [tmp_path / task for task in TASKS],
+        tmp_path / "out",
+        scaling=0.3,
+        solved=solved,
+        shared=alike(name),
     )
     # What the library and the folder's own processor make of the pictures is what was measured.
     rows = [json.loads(line) for line in (tmp_path / "b-test.jsonl").read_text().splitlines()]

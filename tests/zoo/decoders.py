@@ -88,13 +88,13 @@ _MAMBA = {
     "mamba_chunk_size": 8,
 }
 
-_GEMMA4 = {
-    **{"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40},
+GEMMA4 = {
+    **{"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40, "global_head_dim": 8},
     **{"num_hidden_layers": 4, "sliding_window": 3, "final_logit_softcapping": 2.0},
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 
-_GEMMA3N = _GEMMA4 | {
+GEMMA3N = {key: size for key, size in GEMMA4.items() if key != "global_head_dim"} | {
     **{"laurel_rank": 4, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
     **{"altup_num_inputs": 3, "altup_active_idx": 1},
 }
@@ -163,11 +163,11 @@ MORE = {
     ),
     "Apertus": of("apertus", "head_dim"),
     "Hunyuan": of("hunyuan_v1_dense"),
-    "Gemma 4": of("gemma4_text", **_GEMMA4 | {"num_kv_shared_layers": 2}),
+    "Gemma 4": of("gemma4_text", **GEMMA4 | {"num_kv_shared_layers": 2}),
     "Gemma 4, dense": of(
-        "gemma4_text", **_GEMMA4 | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+        "gemma4_text", **GEMMA4 | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
     ),
-    "Gemma 3n": of("gemma3n_text", **_GEMMA3N),
+    "Gemma 3n": of("gemma3n_text", **GEMMA3N),
     "LFM2": of("lfm2", "head_dim", layer_types=["conv", "full_attention", "conv"], block_multiple_of=8),
     "Falcon-H1": of("falcon_h1", **_MAMBA | {"mamba_d_ssm": 32}),
     "Bamba": of("bamba", "head_dim", attn_layer_indices=[1], **_MAMBA),

@@ -34,6 +34,15 @@ def batch_of(name: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
             {"pixel_values": noise(1, 3, rows, columns), "image_sizes": torch.tensor([[rows, columns]])}
             for rows, columns in sizes
         ]
+    elif name.startswith("Gemma 4"):
+        sizes = [(4, 4), (2, 4)]
+        counts = [rows * columns // 4 for rows, columns in sizes]
+        images = [dict[str, Any](), dict[str, Any]()]
+        for image, (rows, columns) in zip(images, sizes, strict=True):
+            grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)
+            places = torch.full((1, 16, 2), -1)
+            places[0, : len(grid)] = grid
+            image |= {"pixel_values": noise(1, 16, 3 * 4), "image_position_ids": places}
     elif name in ("SmolVLM", "Idefics 3"):
         counts = [1, 2]
         images = [
@@ -44,12 +53,12 @@ def batch_of(name: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
             for tiles in counts
         ]
     else:
-        counts = [1, 1] if name == "InternVL 3" else [4, 4]
+        counts = [1, 1] if name in ("InternVL 3", "Gemma 3n with images") else [4, 4]
         images = [{"pixel_values": noise(1, 3, 8, 8)} for _ in counts]
     rows = [[2, 5, *[IMAGE] * counts[0], 6, 7, 8, 9], [2, *[IMAGE] * counts[1], 9, 4]]
     longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-    beside = {"mm_token_type_ids": (ids == IMAGE).long()} if name.startswith("Qwen") else {}
-    beside |= {"token_type_ids": (ids == IMAGE).long()} if name.startswith("Gemma") else {}
+    beside = {"mm_token_type_ids": (ids == IMAGE).long()} if name.startswith(("Qwen", "Gemma 4")) else {}
+    beside |= {"token_type_ids": (ids == IMAGE).long()} if name.startswith("Gemma 3") else {}
     return {"input_ids": ids, "attention_mask": mask, **beside, **together(images)}

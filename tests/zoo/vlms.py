@@ -14,7 +14,7 @@ import transformers
 from PIL import Image
 
 from tests.zoo.cases import perturbed, with_seed
-from tests.zoo.decoders import LINEAR, SLIDING, TINY
+from tests.zoo.decoders import GEMMA3N, GEMMA4, LINEAR, SLIDING, TINY
 from tests.zoo.suite import files_of, spec_of_folders
 from tests.zoo.tokenizers import WORDS, word_tokenizer
 
@@ -26,6 +26,7 @@ _NAMED = {
     **dict.fromkeys(("boi_token", "vision_start_token", "start_image_token"), "<start>"),
     **dict.fromkeys(("eoi_token", "vision_end_token", "end_image_token"), "<end>"),
     "image_break_token": "<break>",
+    **dict.fromkeys(("audio_token", "boa_token", "eoa_token"), "<break>"),
 }
 """What processors call these tokens."""
 _TEMPLATE = (
@@ -68,6 +69,29 @@ VLMS = {
         {"model_type": "siglip_vision_model", **_TOWER},
         _text("gemma3_text", **SLIDING),
         **{"boi_token_index": _START, "eoi_token_index": _END, "mm_tokens_per_image": 4},
+    ),
+    "Gemma 3n with images": lambda: _of(
+        "gemma3n",
+        {"architecture": "mobilenetv3_small_050", "hidden_size": 288, "vocab_size": 4, "vocab_offset": 32},
+        _text("gemma3n_text", **GEMMA3N),
+        audio_config={
+            **{"hidden_size": 16, "conf_num_hidden_layers": 1, "conf_num_attention_heads": 2},
+            **{"sscp_conv_channel_size": (8, 4), "vocab_size": 4, "vocab_offset": 36},
+        },
+        **{"boi_token_id": _START, "eoi_token_id": _END, "vision_soft_tokens_per_image": 1},
+    ),
+    "Gemma 4 with images": lambda: _of(
+        "gemma4",
+        {
+            **_TOWER | {"model_type": "gemma4_vision", "head_dim": 8, "num_key_value_heads": 2},
+            **{"pooling_kernel_size": 2, "position_embedding_size": 64, "standardize": True, "patch_size": 2},
+        },
+        _text(
+            *("gemma4_text", "max_position_embeddings"),
+            **GEMMA4 | {"max_position_embeddings": 512, "num_kv_shared_layers": 2},
+            use_bidirectional_attention="vision",
+        ),
+        **{"boi_token_id": _START, "eoi_token_id": _END, "video_token_id": _VIDEO, "audio_token_id": None},
     ),
     "Qwen2.5-VL": lambda: _of(
         "qwen2_5_vl",
@@ -134,6 +158,7 @@ def _asking(mark: str = "<image>") -> str:
 
 
 _SQUARE = {"height": 8, "width": 8}
+_SOFT = {"patch_size": 2, "pooling_kernel_size": 2, "max_soft_tokens": 70}
 PROCESSORS = {
     "LLaVA": lambda: transformers.LlavaProcessor(
         transformers.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size=_SQUARE),
@@ -146,6 +171,13 @@ PROCESSORS = {
         _tokenizer(),
         chat_template=_asking("<start>"),
         image_seq_length=4,
+    ),
+    "Gemma 4 with images": lambda: transformers.Gemma4Processor(
+        transformers.Gemma4AudioFeatureExtractor(),
+        transformers.Gemma4ImageProcessor(**_SOFT, do_resize=False),
+        _tokenizer(),
+        transformers.Gemma4VideoProcessor(**_SOFT),
+        chat_template=_asking(),
     ),
     "Qwen2.5-VL": lambda: _qwen("Qwen2_5_VL"),
     **dict.fromkeys(("Qwen3-VL", "Qwen3-VL MoE", "Qwen3.5 with images"), lambda: _qwen("Qwen3VL")),
@@ -170,7 +202,7 @@ PROCESSORS = {
         image_seq_len=1,
     ),
 }
-"""A processor of each family but SmolVLM, whose needs a package of its own."""
+"""A processor of each family but SmolVLM, whose needs a package of its own, and Gemma 3n, refused with images."""
 
 
 def model_of(name: str) -> Any:

@@ -371,7 +371,13 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
 
 def built(model_class: Any, config: Any) -> nn.Module:
     """A model without weights of its own; eager attention would take its softmax in float32, whatever its dtype."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
     config._attn_implementation = "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
+    for name in config.sub_configs:
+        part: Any = getattr(config, name, None)
+        if not getattr(MODEL_MAPPING.get(type(part), None), "_supports_sdpa", True):  # a tower of sounds
+            part._attn_implementation = "eager"
     module: nn.Module = model_class(config)
     return module
 

@@ -93,7 +93,7 @@ def load_hf_vlm(request: ArchitectureRequest) -> Architecture:
         blocks, _ = block_list(skeleton.get_submodule(decoder), None)
         chain, lm = causal_chain(skeleton, PADDED, request.blocks or f"{decoder}.{blocks}")
         if preprocess is not None and request.pictured:
-            chain = sighted_chain(skeleton, preprocess.example(), tower_list(skeleton, decoder), chain)
+            chain = sighted_chain(skeleton, preprocess.example(), tower_list(skeleton), chain)
     ignored = (*(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()), *BUFFERS)
     names = file_names(skeleton)
     plain = plain_names(names, decoder, lm.head)

@@ -25,6 +25,7 @@ from driftlens.models.families.causal import not_causal
 from driftlens.models.families.sequential import Watch, among, block_list
 from driftlens.models.frames import Inputs, frame_at, inputs_in, padding_mask, raw_inputs
 from driftlens.models.language.pictures import ROWS, as_the_library
+from driftlens.models.taking_apart import carried
 from driftlens.models.taking_apart.dissection import Dissection, forward_pass, own_weights, run
 from driftlens.models.taking_apart.interception import (
     Recording,
@@ -42,19 +43,14 @@ _DEEPSTACK = "deepstack_visual_embeds"
 """What the decoder is given of features that it adds to those of its first blocks, where it adds any."""
 
 
-def tower_list(whole: Any, decoder: str) -> str:
-    """The path of the list of blocks of the vision tower, beside the decoder."""
-    parent, found = decoder.rpartition(".")[0], dict[str, int]()
-    for name, child in whole.get_submodule(parent).named_children():
-        with contextlib.suppress(SpecError):
-            if f"{parent}.{name}" != decoder:
-                path, blocks = block_list(child, None)
-                found[f"{parent}.{name}.{path}"] = len(blocks)
-    if not found:
-        raise not_causal(
-            whole, "nothing beside its decoder holds a list of blocks, which a vision tower does"
-        )
-    return max(found, key=lambda path: found[path])
+def tower_list(whole: Any) -> str:
+    """The path of the list of blocks of what its library calls the encoder of images."""
+    encoder = whole.get_encoder(modality="image")
+    path = next((name for name, part in whole.named_modules() if part is encoder), "")
+    with contextlib.suppress(SpecError):
+        if path:
+            return f"{path}.{block_list(encoder, None)[0]}"
+    raise not_causal(whole, "nothing beside its decoder holds a list of blocks, which a vision tower does")
 
 
 def sighted_chain(whole: Any, example: Any, tower: str, blind: LayerChain) -> LayerChain:
@@ -100,8 +96,9 @@ class Sighted(Dissection):
         """See `Dissection.library_states`."""
         batch = _require_pictured(inputs)
         named, places = raw_inputs(as_the_library(batch)), self._places(batch)
-        past = module.get_submodule(self.final)
-        with _given(module.get_decoder()) as given:  # type: ignore[operator]
+        past, mask = module.get_submodule(self.final), padding_mask(named, None)
+        blocks = [module.get_submodule(path) for path in self.paths if self.carries]
+        with _given(module.get_decoder()) as given, carried.watched(blocks, mask) as entered:  # type: ignore[operator]
             recording = self._observed(module, named, keep=True, past=past)
         tower, decoder = recording.features[: self.count + 1], recording.features[self.count + 1 :]
         side = SideInputs(places)
@@ -110,11 +107,12 @@ class Sighted(Dissection):
             kept = {name: value for name, value in (states[-1] if states else {}).items() if name != "vision"}
             kept |= {f"vision_{boundary - 1}": _by_sample(native, side)} if boundary - 1 in self.kept else {}
             states.append({**kept, "vision": _by_sample(native, side)})
-        mask, deep = padding_mask(named, None), _deepstack(given)
+        deep = _deepstack(given)
         for boundary, hidden in enumerate(decoder):
             if boundary:
                 deep.pop(f"deepstack_{boundary - 1}", None)
-            states.append({**deep, "hidden": self._features(self.count + boundary, hidden, mask)})
+            beside = {**deep, **carried.entering(self.count + boundary, entered)}
+            states.append({**beside, "hidden": self._features(self.count + boundary, hidden, mask)})
         return [*states, {"hidden": self._output(recording.output, mask)}]
 
     def require_shared(self, models: Any, inputs: Any) -> None:
@@ -160,8 +158,8 @@ class Sighted(Dissection):
             for block, output in zip(self.blocks[: self.count], outputs, strict=True)
         ]
         with replaced_forwards(bypassed), _given(self.decoder) as given:
-            hidden = run_until(self.blocks[self.count], lambda: call(self.module, parameters, args, kwargs))
-        return {**_deepstack(given), "hidden": self._features(self.count, hidden, side.mask("hidden"))}
+            state = self._reaching(self.count, partial(call, self.module, parameters, args, kwargs), side)
+        return {**_deepstack(given), **state}
 
     def _tower_outputs(self, state: State, side: SideInputs) -> list[Any]:
         """What the blocks of the tower returned, as far as the state holds it."""
@@ -182,10 +180,10 @@ class Sighted(Dissection):
         tap: Tap | None = None,
     ) -> State:
         """What leaves a block of the decoder, with the deepstack features that are added there."""
-        hidden = super().block(position, sites, parameters, state, side, tap)["hidden"]
-        waiting = {name: value for name, value in state.items() if name != "hidden"}
+        left = super().block(position, sites, parameters, state, side, tap)
+        waiting = {name: value for name, value in state.items() if name.startswith("deepstack_")}
         added = waiting.pop(f"deepstack_{position - self.count}", None)
-        return {**waiting, "hidden": hidden if added is None else hidden + added}
+        return {**waiting, **left, "hidden": left["hidden"] if added is None else left["hidden"] + added}
 
     def traced(self, example: Any) -> tuple[Layer, ...]:
         """The layers, with what a batch shows of them: which weights and sites each has."""
@@ -196,10 +194,13 @@ class Sighted(Dissection):
                 state = self.stem(outer, state, side)
             outputs = self._tower_outputs(state, side)
             with Watch() as between:
-                self._projected(outer, outputs, side)
+                state = self._projected(outer, outputs, side)
         read = [id(output if isinstance(output, Tensor) else output[0]) in between.seen for output in outputs]
         self.kept = tuple(position for position in range(self.count - 1) if read[position])
-        blocks = [self._sites(position, side) for position in range(len(self.blocks))]
+        blocks = list[tuple[Site, ...]]()
+        for position in range(len(self.blocks)):
+            sites, state = self._sites(position, side, state)
+            blocks.append(sites)
         stem = among(outer, before)
         projected = [name for name in outer if name in among(outer, between)]
         return self._layers(blocks, [name for name in outer if name in stem], projected, side)
@@ -255,15 +256,16 @@ class Sighted(Dissection):
         )
         return ".".join(inside[: shared + 1]).rstrip(".")
 
-    def _sites(self, position: int, side: SideInputs) -> tuple[Site, ...]:
-        """The sites of one block, run on features of the right shape."""
+    def _sites(self, position: int, side: SideInputs, state: State) -> tuple[tuple[Site, ...], State]:
+        """The sites of one block, run on features of the right shape, and the state with what it leaves beside them."""
         frame, block, is_tower = frame_at(side, position), self.blocks[position], position < self.count
         count = len(side["vision_rows"]) if is_tower else len(side["inputs.input_ids"])
         tokens = frame.entered.numel() // frame.entered[-1] if is_tower else 1
         # Blocks of a tower may read numbers, such as the lengths of what is packed; a decoder's are too large for that.
         bare = self.is_hollow and not is_tower
         device = torch.device("meta") if bare else side["inputs.input_ids"].device
-        features = {"hidden": torch.zeros(count // tokens, *frame.entered, device=device, dtype=frame.dtype)}
+        features = {name: value.to(device) for name, value in state.items()}
+        features["hidden"] = torch.zeros(count // tokens, *frame.entered, device=device, dtype=frame.dtype)
         weights = own_weights(block) | (zeros_like_weights(block, features["hidden"]) if is_tower else {})
         prefix = f"{self.paths[position]}."
         parameters = {
@@ -273,8 +275,8 @@ class Sighted(Dissection):
         tensors = {key: tensor.to(device) for key, tensor in side.tensors.items() if key != "hidden_mask"}
         alone = partial(super().block, position, (), parameters, features, replace(side, tensors=tensors))
         with buffers_on(self.module, device) if bare else contextlib.nullcontext(), self.shapes_only():
-            sites, _ = traced_sites(block, self.slots[position], alone, features)
-        return (*sites, *self.experts(position))
+            sites, left = traced_sites(block, self.slots[position], alone, features)
+        return (*sites, *self.experts(position)), state if is_tower else left
 
     def _observed(
         self,
@@ -298,9 +300,8 @@ class Sighted(Dissection):
             return inner[0].output
 
         outside = observe(tower, decoded, keep=keep)
-        return Recording(
-            [*outside.frames, *inner[0].frames], [*outside.features, *inner[0].features], outside.output
-        )
+        frames, features = [*outside.frames, *inner[0].frames], [*outside.features, *inner[0].features]
+        return self._bare(Recording(frames, features, outside.output))
 
     def _places(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Which of the tower's tokens are whose: see `_by_sample` and `_packed`."""
@@ -311,6 +312,9 @@ class Sighted(Dissection):
         mask = within < torch.tensor(counts)[:, None]
         places = ((ends - torch.tensor(counts))[:, None] + within).where(mask, 0)
         rows = mask.flatten().nonzero()[:, 0]
+        if "image_position_ids" in batch:  # below zero where patches fill up an image
+            is_patch = (as_the_library(batch)["image_position_ids"] >= 0).all(dim=-1).flatten().cpu()
+            mask = mask & is_patch[places]
         tensors = dict(zip(_OF_TOWER, (mask, places, rows), strict=True))
         if bool(mask.all()):
             del tensors["vision_mask"]
@@ -322,7 +326,11 @@ class Sighted(Dissection):
         outer = self.stand_ins(device) if self.is_hollow else None
         native = run_until(self.blocks[0], lambda: run(self.module, named, outer))
         if native.dim() > 3:
-            raise not_causal(self.module, "its vision tower keeps features in space, channels beside it")
+            raise not_causal(
+                self.module,
+                "its vision tower keeps features in space, channels beside it",
+                "Tasks of texts alone work: leave `image` out, and the tower stays as merged.",
+            )
         return native.numel() // native.shape[-1]
 
 

@@ -73,7 +73,10 @@ class PictureReader(TextReader):
     @property
     def mark(self) -> str:
         """What stands for an image in a question."""
-        mark: str = getattr(self.processor, "boi_token", None) or self.processor.image_token
+        is_gemma_3 = hasattr(
+            self.processor, "full_image_sequence"
+        )  # which puts it in the place of another token
+        mark: str = self.processor.boi_token if is_gemma_3 else self.processor.image_token
         return mark
 
     def _made(self, sample: Pictured, answer: list[int]) -> tuple[dict[str, list[int]], dict[str, Tensor]]:

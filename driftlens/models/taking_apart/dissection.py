@@ -271,18 +271,22 @@ class Dissection:
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Features that reach the first block."""
         args, kwargs = inputs_in(side).arguments(state)
-        whole, mask = partial(call, self.module, parameters, args, kwargs), side.mask("hidden")
+        return self._reaching(0, partial(call, self.module, parameters, args, kwargs), side)
+
+    def _reaching(self, position: int, whole: Callable[[], Any], side: SideInputs) -> State:
+        """What waits before a block while `whole` runs the model."""
+        block, mask = self.blocks[position], side.mask("hidden")
         if not self.carries:
-            return {"hidden": self._features(0, run_until(self.blocks[0], whole), mask)}
+            return {"hidden": self._features(position, run_until(block, whole), mask)}
         # What the blocks are given beside features, too, of a pass through all in which none of them computes.
-        frames = [frame_at(side, position) for position in range(len(self.blocks))]
+        frames = [frame_at(side, at) for at in range(position, len(self.blocks))]
         passing = [
             (block, lambda hidden, *_, frame=frame, **__: frame.output(hidden))
-            for block, frame in zip(self.blocks, frames, strict=True)
+            for block, frame in zip(self.blocks[position:], frames, strict=True)
         ]
         with replaced_forwards(passing), carried.watched(self.blocks, mask) as entered:
             hidden = run_until(self.blocks[-1], whole, past=True)
-        return {**carried.entering(0, entered), "hidden": self._features(0, hidden, mask)}
+        return {**carried.entering(position, entered), "hidden": self._features(position, hidden, mask)}
 
     def block(
         self,
@@ -436,6 +440,10 @@ class Dissection:
                 otherwise = self.channels_last[max(boundary - 1, 0)]
                 self.channels_last[boundary] = _lies_last(shape, reader, otherwise)
             self._has_seen_readers = True
+        return self._bare(recording)
+
+    def _bare(self, recording: Recording) -> Recording:
+        """The same, without what waits in the state."""
         if self.carries:
             pairs = zip(recording.frames, self.blocks, strict=False)
             recording.frames = [carried.bare(frame, block) for frame, block in pairs]

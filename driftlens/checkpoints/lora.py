@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pathlib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,9 @@ _LARGEST = 1e9
 """Of a number in a configuration: what is beyond overflows somewhere, and no rank or alpha comes near."""
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 _OF_ADAPTERS = re.compile(r"\.lora_|\.original_module\.|\.trainable_tokens_delta$")
-_PART = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<part>[AB]|magnitude_vector)(?:\.weight)?")
+_PART = re.compile(
+    r"(?P<module>.+)\.lora_(?:embedding_)?(?P<part>[AB]|magnitude_vector)(?:\.default)?(?:\.weight)?"
+)
 _COPIES = re.compile(r"(\.(modules_to_save|base_layer|token_adapter))+\.")
 """What peft puts between a module's path and the names of tensors that are saved whole."""
 _NESTED = re.compile(r"(\.base_layer)+$")
@@ -276,10 +279,7 @@ class LoraSource:
             rank = down_shape[0] // count
             if not 0 < rank * count == down_shape[0] == up_shape[1] or rank != ranks[name]:
                 reason = f"{name!r} has rank {rank} in the weights and {ranks[name]:g} in {ADAPTER}"
-                entry = f'"rank_pattern": {{"{name.rpartition(".")[2]}": {rank}}}'
-                raise _refusal(
-                    self._folder, reason, f"Put the entry that it lost back into {ADAPTER}: {entry}."
-                )
+                raise _refusal(self._folder, reason, _put_back(self._lost_ranks(pairs, stacks, ranks)))
             shape = up_shape[0], down_shape[1]
             if len(stack) == 3 and stack[1:] in (shape, shape[::-1]):
                 key = stacks[name]
@@ -299,6 +299,44 @@ class LoraSource:
             )
         return updates
 
+    def _lost_ranks(
+        self,
+        pairs: Mapping[str, tuple[str, str, str]],
+        stacks: Mapping[str, str],
+        stated: Mapping[str, float],
+    ) -> dict[str, Any]:
+        """What a configuration says by which all adapters have the ranks of their weights."""
+        sizes = {name: self._base.headers[key].shape for name, key in stacks.items()}
+        ranks = {
+            name: self._adapters.headers[down].shape[0]
+            // (size[0] if len(size := sizes.get(name, ())) == 3 else 1)
+            for name, (down, _, _) in pairs.items()
+        }
+        if len({*ranks.values()}) == 1 and not self._config.get("rank_pattern"):
+            return {"r": next(iter(ranks.values()))}
+        leaves = {name: name.rpartition(".")[2] for name in ranks}
+        alike = {
+            leaf
+            for leaf in leaves.values()
+            if len({ranks[name] for name in ranks if leaves[name] == leaf}) == 1
+        }
+        wrong = [name for name in ranks if ranks[name] != stated[name]]
+        return {
+            "rank_pattern": {leaves[name] if leaves[name] in alike else name: ranks[name] for name in wrong}
+        }
+
+    def _require_targets(self, modules: Iterable[str]) -> None:
+        """Refuse adapters of modules that the configuration does not name: peft passes over them."""
+        targets = self._config.get("target_modules")
+        if not isinstance(targets, list) or not targets or self._config.get("target_parameters"):
+            return  # of a pattern peft alone knows what it means
+        ends = tuple(f".{target}" for target in map(str, targets))
+        lost = [name for name in modules if not f".{name}".endswith(ends)]
+        if lost:
+            entry = [*map(str, targets), *dict.fromkeys(name.rpartition(".")[2] for name in lost)]
+            reason = f"it holds an adapter of {lost[0]!r}, which target_modules in {ADAPTER} doesn't name"
+            raise _refusal(self._folder, reason, _put_back({"target_modules": entry}))
+
     def _pairs(self) -> tuple[dict[str, tuple[str, str, str]], dict[str, str]]:
         """Path of a module or parameter -> keys of A, B, lengths (or ""); of parameters, path -> the base's key."""
         parts: dict[str, dict[str, str]] = {}
@@ -311,7 +349,13 @@ class LoraSource:
         for module, held in parts.items():
             if held.keys() != wanted:
                 listed, there = (" and ".join(f"lora_{part}" for part in sorted(of)) for of in (wanted, held))
-                raise _refusal(self._folder, f"{module!r} has {there}, expected {listed}", _RESTORE)
+                hint = (
+                    _put_back({"use_dora": True})
+                    if held.keys() - wanted == {"magnitude_vector"}
+                    else _RESTORE
+                )
+                raise _refusal(self._folder, f"{module!r} has {there}, expected {listed}", hint)
+        self._require_targets(parts)
         pairs = {name: (at["A"], at["B"], at.get("magnitude_vector", "")) for name, at in parts.items()}
         targets = self._config.get("target_parameters") or []
         if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
@@ -390,6 +434,12 @@ class LoraSource:
         named = self._config.get("base_model_name_or_path")
         hint = "Name the base that these adapters were trained on" + (f": {named}." if named else ".")
         raise _refusal(self._folder, reason, hint)
+
+
+def _put_back(entry: Mapping[str, Any]) -> str:
+    """What to do where a configuration lost an entry that its weights show."""
+    stated = json.dumps(entry)[1:-1]
+    return f"Put the entry that it lost back into {ADAPTER}: {stated}."
 
 
 def _ends(name: str, end: str) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from driftlens.base.errors import CheckpointError
 from driftlens.base.files import from_json, plain_file
+from driftlens.base.words import some_of
 from driftlens.checkpoints.refusals import conversion, refuse_pointer
 
 WEIGHT_FILES = (
@@ -21,6 +23,7 @@ WEIGHT_FILES = (
 )
 """Names under which weights are looked for in a folder, best first."""
 ADAPTER = "adapter_config.json"
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 
 
 def is_lora_folder(folder: pathlib.Path) -> bool:
@@ -53,16 +56,25 @@ def weights_in(folder: pathlib.Path) -> pathlib.Path:
             return folder / name
     names = sorted(entry.name for entry in folder.iterdir())
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
-    wanted = f"Wanted is one of {', '.join(WEIGHT_FILES)}; for another file give its own path."
-    raise CheckpointError(
-        f"{folder} holds no weights; there is {shown}",
-        hint=conversion(folder) if "zeroshot.pt" in names else wanted,
-    )
+    inner = [name for name in names if any((folder / name / file).is_file() for file in WEIGHT_FILES)]
+    hint = f"Wanted is one of {', '.join(WEIGHT_FILES)}; for another file give its own path."
+    if "zeroshot.pt" in names:
+        hint = conversion(folder)
+    elif any(_SHARD.search(name) for name in names):
+        hint = "Its shards are there: download the index that lists them, *.index.json, too."
+    elif inner:
+        hint = f"There are weights in {some_of(inner)}: give that folder."
+    raise CheckpointError(f"{folder} holds no weights; there is {shown}", hint=hint)
 
 
 def shards(index: pathlib.Path) -> dict[str, pathlib.Path]:
-    """The files that an index lists, by their name there."""
-    files = {name: index.parent / name for name in sorted({*weight_map(index).values()})}
+    """The files that an index lists, by their name there; without one that nothing would miss."""
+    listed = weight_map(index)
+    files = {name: index.parent / name for name in sorted({*listed.values()})}
+    there = {key.partition(".")[0] for key, name in listed.items() if files[name].is_file()}
+    # A part of the model that no file holds, like those for training alone; a head is its own part.
+    needed = {name for key, name in listed.items() if key.partition(".")[0] in there or "head" in key}
+    files = {name: path for name, path in files.items() if not there or name in needed}
     for name, path in files.items():
         if path.name != name:  # an index is data from elsewhere: it may not point out of its folder
             raise CheckpointError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import pathlib
+import re
 from collections.abc import Mapping
 
 import torch
@@ -52,7 +53,11 @@ def _open_shards(index: pathlib.Path) -> StateSource:
     """
     listed = weight_map(index)
     sources = {shard: open_file(path) for shard, path in shards(index).items()}
-    there = {key: (sources[shard], key) for key, shard in listed.items() if key in sources[shard].headers}
+    there = {
+        key: (sources[shard], key)
+        for key, shard in listed.items()
+        if shard in sources and key in sources[shard].headers
+    }
     if 2 * len(there) < len(listed):
         missing = next(key for key in listed if key not in there)
         raise CheckpointError(
@@ -72,17 +77,34 @@ def folder_notices(source: StateSource) -> list[str]:
             [f"{folder} holds adapters and {whole[0]}; the adapters are read, on the base"] if whole else []
         )
     notices = []
-    for name in WEIGHT_FILES:
-        index = f"{name}.index.json"
-        if (folder / name).is_file() and (folder / index).is_file():
-            notices.append(
-                f"{folder} holds {name} and {index}; {name} is read, as the library does, no shard"
-            )
+    if folder.is_dir() and (others := _unread(folder)):
+        read, listed = weights_in(folder).name, some_of(others)
+        notices.append(f"{folder} holds {read} and {listed}; {read} is read, as transformers does, no other")
     ghosts = [key for key in shards_of(source) if key not in source.headers]
     if ghosts:
         named = some_of([*map(repr, ghosts)], 1)
         notices.append(f"{folder}: its index names {named}, which no file holds and nothing reads")
     return notices
+
+
+_BESIDE = re.compile(r"optimizer|scheduler|scaler|rng_state|training_args|trainer|random_states")
+"""How files begin that a training leaves beside weights."""
+
+
+def _unread(folder: pathlib.Path) -> list[str]:
+    """The files of weights, and indexes of some, in a folder that nothing is read from."""
+    try:
+        first = weights_in(folder)
+        read = {first.name, *(weight_map(first).values() if first.suffix == ".json" else ())}
+    except CheckpointError:
+        return []
+    endings = (".safetensors", ".bin", ".pt", ".pth", ".safetensors.index.json", ".bin.index.json")
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(endings))
+    unread = [name for name in names if name not in read and not _BESIDE.match(name)]
+    index = f"{first.name}.index.json"
+    # Of shards that an index lists, the index is named for all of them.
+    known = {*weight_map(folder / index).values()} if index in unread else set()
+    return [name for name in unread if name not in known]
 
 
 SECONDS, MEMORY_PER_BYTE = 10.0, 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,17 +84,28 @@ def in_shards(folder: Path) -> Path:
     return folder / "model.safetensors.index.json"
 
 
-def test_a_tensor_that_the_index_alone_knows_is_named_and_nothing_else(root: Path) -> None:
+@pytest.mark.parametrize("shard", ["", "model-00077-of-00077.safetensors"], ids=["there", "gone"])
+def test_a_tensor_that_the_index_alone_knows_is_named_and_nothing_else(shard: str, root: Path) -> None:
     index = in_shards(root / "one")
     stated = json.loads(index.read_text())
-    stated["weight_map"]["mtp.fc.weight"] = max(stated["weight_map"].values())
+    stated["weight_map"]["mtp.fc.weight"] = shard or max(stated["weight_map"].values())
     index.write_text(json.dumps(stated))
     models = open_models(load_spec(spec_of(root, "base", "one", "two")))
     told = [finding.text for finding in companions(models)]
     assert len(told) == 1 and "'mtp.fc.weight', which no file holds" in told[0]
     stated["weight_map"] = {f"other.{key}": shard for key, shard in stated["weight_map"].items()}
     index.write_text(json.dumps(stated))
-    with pytest.raises(CheckpointError, match="but it is not"):
+    with pytest.raises(CheckpointError, match="but it is not|is missing"):
+        open_checkpoint(root / "one")
+
+
+@pytest.mark.parametrize("key", [TABLE, HEAD, "model.norm.weight"])
+def test_a_shard_that_is_needed_is_missed(key: str, root: Path) -> None:
+    index = in_shards(root / "one")
+    stated = json.loads(index.read_text())
+    stated["weight_map"][key] = "model-00077-of-00077.safetensors"
+    index.write_text(json.dumps(stated))
+    with pytest.raises(CheckpointError, match=r"00077\.safetensors is missing, though"):
         open_checkpoint(root / "one")
 
 
@@ -107,13 +119,77 @@ def test_a_tensor_that_is_needed_and_in_no_file_is_missed(root: Path) -> None:
     assert not (root / "out").exists()
 
 
-def test_of_a_file_and_shards_the_file_is_read_and_both_are_named(root: Path) -> None:
-    in_shards(root / "one")
-    shutil.copy(root / "two" / "model.safetensors", root / "one" / "model.safetensors")
+STRAYS: dict[str, tuple[bool, tuple[str, ...], str]] = {
+    "index": (True, ("model.safetensors",), "model.safetensors and model.safetensors.index.json; model"),
+    "pickle": (False, ("pytorch_model.bin",), "model.safetensors and pytorch_model.bin; model"),
+    "other form": (
+        False,
+        ("consolidated.safetensors",),
+        "and consolidated.safetensors; model.safetensors is",
+    ),
+    "variant": (False, ("model.fp16.safetensors",), "and model.fp16.safetensors; model.safetensors is read"),
+    "older shard": (True, ("model-00001-of-00077.safetensors",), "model.safetensors.index.json is read"),
+    "training": (False, ("optimizer.pt", "rng_state_0.pth", "training_args.bin"), ""),
+}
+
+
+@pytest.mark.parametrize("kind", STRAYS)
+def test_files_of_weights_that_nobody_reads_are_named_beside_the_one_that_is(kind: str, root: Path) -> None:
+    is_sharded, names, text = STRAYS[kind]
+    if is_sharded:
+        in_shards(root / "one")
+    for name in names:
+        shutil.copy(root / "two" / "model.safetensors", root / "one" / name)
     models = open_models(load_spec(spec_of(root, "base", "one")))
-    (told,) = [finding.text for finding in companions(models)]
-    assert "model.safetensors.index.json; model.safetensors is read" in told
-    assert torch.equal(models.sources["expert:one"].read(TABLE), weights_of(root / "two")[TABLE])
+    told = [finding.text for finding in companions(models)]
+    assert [text in line for line in told] == [True] * bool(text), told
+    library = transformers.AutoModelForCausalLM.from_pretrained(root / "one").state_dict()[TABLE]
+    assert torch.equal(models.sources["expert:one"].read(TABLE), library)
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        (lambda folder: in_shards(folder).unlink(), "the index that lists them"),
+        (
+            lambda folder: shutil.move(
+                folder / "model.safetensors", folder / "checkpoint-10" / "model.safetensors"
+            ),
+            "There are weights in checkpoint-10: give that folder",
+        ),
+    ],
+    ids=["no index", "checkpoints"],
+)
+def test_a_folder_without_weights_says_where_some_may_be(
+    change: Callable[[Path], object], hint: str, root: Path
+) -> None:
+    (root / "one" / "checkpoint-10").mkdir()
+    change(root / "one")
+    with pytest.raises(CheckpointError, match="holds no weights") as refused:
+        open_checkpoint(root / "one")
+    assert hint in refused.value.hint
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "rms_norm_eps": {"rms_norm_eps": 0.01},
+    "hidden_act": {"hidden_act": "gelu"},
+    "rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "num_attention_heads": {"num_attention_heads": 1, "num_key_value_heads": 1},
+    "model_type": {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+    "": {"use_cache": False, "dtype": "float16", "attention_dropout": 0.1, "max_position_embeddings": 99},
+}
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+def test_an_expert_whose_configuration_computes_otherwise_is_named_in_runs_too(key: str, root: Path) -> None:
+    file = root / "one" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | SETTINGS[key]))
+    spec = load_spec(spec_of(root, "base", "one", "two"))
+    told = [finding for finding in companions(open_models(spec)) if "computed with" in finding.text]
+    assert [finding.level for finding in told[:1]] == ["problem"] * bool(key)
+    assert not key or f"config.json of the expert of one has {key} " in told[0].text
+    notices = merge_experts(spec, "average", {}, root / "out", Context())
+    assert {finding.text for finding in told} <= set(notices)
 
 
 @pytest.mark.parametrize("base", ["tied", "base"])

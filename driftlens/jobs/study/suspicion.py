@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import DriftLensError, NumericsError
+from driftlens.base.errors import DriftLensError, IncompatibleModelsError, NumericsError
 from driftlens.base.rounding import Change, coarse_words, lost_words
 from driftlens.base.variants import part_of, task_of
 from driftlens.checkpoints.alignment import TEXT_SIDE, KeyLayout
@@ -24,6 +24,7 @@ from driftlens.checkpoints.rounding import task_vector
 from driftlens.checkpoints.sources import StateSource, check_finite
 from driftlens.checkpoints.stated import is_lora_folder
 from driftlens.checkpoints.weight_files import folder_notices
+from driftlens.jobs.study.configurations import contradictions
 from driftlens.jobs.study.opening import OpenModels, model_folder
 from driftlens.models.chain import LayerChain, Slot
 from driftlens.models.language import tokenizer_files
@@ -325,7 +326,8 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
     """
     changes = task_vectors(models) if changes is None else changes
     folders = {name: model_folder(models.origins[name], source) for name, source in models.stored.items()}
-    home = folders.get("base") or Path(models.architecture.source)
+    known = models.architecture
+    home = folders.get("base") or Path(known.source)
 
     def doubts(name: str, source: StateSource, called: str) -> Doubt:
         if code := foreign_code(tokenizer_files.json_object(folders[name], "config.json"), needed=False):
@@ -354,11 +356,18 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
                     "words.",
                 )
 
-    return [
+    findings = [
         Finding("notice", label(name), text, hint)
         for name, source in models.stored.items()
         for text, hint in doubts(name, source, f"the {label(name)}")
     ]
+    for name, folder in folders.items():
+        try:
+            for text, hint in () if folder is None else contradictions(known, folder, f"the {label(name)}"):
+                findings.append(problem(label(name), IncompatibleModelsError(text, hint=hint)))
+        except DriftLensError as error:
+            findings.append(problem(label(name), error))
+    return findings
 
 
 def _left_behind(models: OpenModels, base: StateSource, source: StateSource, called: str) -> Doubt:

@@ -95,7 +95,7 @@ def test_a_tensor_that_the_index_alone_knows_is_named_and_nothing_else(shard: st
     assert len(told) == 1 and "'mtp.fc.weight', which no file holds" in told[0]
     stated["weight_map"] = {f"other.{key}": shard for key, shard in stated["weight_map"].items()}
     index.write_text(json.dumps(stated))
-    with pytest.raises(CheckpointError, match="but it is not|is missing"):
+    with pytest.raises(CheckpointError, match=r"but it is not|is missing"):
         open_checkpoint(root / "one")
 
 

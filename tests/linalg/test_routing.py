@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.functional import hessian
 
 from driftlens.base.errors import NumericsError
-from driftlens.linalg.routing import SHRINK, Routing, scored, solve_router
+from driftlens.linalg.routing import Routing, scored, solve_router
 
 EXPERTS, WIDTH = 3, 4
 LOSSES = {
@@ -47,7 +47,7 @@ def curvature(scoring: str, x: Tensor, wanted: Tensor) -> Tensor:
     """Mean over tokens of H (x) x x', shrunk, [E k, E k], by automatic second derivatives."""
     parts = [torch.kron(hessian(LOSSES[scoring], wanted @ row), torch.outer(row, row)) for row in x]
     whole = torch.stack(parts).mean(dim=0)
-    return SHRINK * whole + (1 - SHRINK) * torch.diag(whole.diagonal())
+    return 0.9 * whole + 0.1 * torch.diag(whole.diagonal())
 
 
 def objective(scoring: str, weights: Tensor, given: dict[str, Task]) -> Tensor:

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import driftlens as dl
+from driftlens.base.errors import IncompatibleModelsError, SpecError
 from driftlens_reports.terminal import summary
-from tests.zoo.decoders import MIXTURES
+from tests.zoo.decoders import MIXTURES, of, saved
 from tests.zoo.suite import TASKS, spec_of
 
 
@@ -44,3 +45,44 @@ def test_a_run_tells_who_goes_where_and_names_experts_without_tokens(tmp_path: P
     wanted = merged[key] + 0.3 * sum(expert[key] - merged[key] for expert in experts)
     torch.testing.assert_close(saved[key][2], wanted[2])
     assert not torch.allclose(saved[key][0], wanted[0])
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_an_expert_with_another_number_of_experts_is_refused(count: int, tmp_path: Path) -> None:
+    spec = spec_of(MIXTURES["Mixtral"], tmp_path)
+    saved(of("mixtral", "head_dim", num_local_experts=count, num_experts_per_tok=2), tmp_path / "b", 3)
+    with pytest.raises(IncompatibleModelsError, match=f"has {count} experts in a mixture; .* has 4"):
+        dl.analyze(spec, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_routers_are_repaired_saved_and_told_and_frozen_ones_leave_nothing_behind(tmp_path: Path) -> None:
+    spec = spec_of(MIXTURES["Mixtral"], tmp_path) | {"metrics": {"jacobian": False}}
+    run = dl.analyze(spec, out=tmp_path / "run")
+    plain, repaired = (
+        run.calibrate(
+            dl.FeatCal(lam=1e-3, rho=1, routers=routers), name=routers, save_weights=tmp_path / routers
+        )
+        for routers in ("off", "after")
+    )
+    rows = repaired.calibration("after").query("kind == 'router'")
+    assert len(rows) == 3 and rows[["routes_before", "routes_after"]].stack().between(0, 1).all()
+    assert (rows["objective_after"] < rows["objective_before"]).all()
+    assert not (plain.calibration("off")["kind"] == "router").any()
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("off", "after"))
+    changed = {
+        key.rpartition("layers.")[2][2:] for key, value in after.items() if not value.equal(before[key])
+    }
+    assert "block_sparse_moe.gate.weight" in changed
+    frozen = spec_of(MIXTURES["Mixtral"], tmp_path) | {"metrics": {"jacobian": False}}
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    for name in TASKS:
+        file = tmp_path / name / "model.safetensors"
+        routers = {key: value for key, value in base.items() if "gate.weight" in key}
+        save_file(load_file(file) | routers, file, {"format": "pt"})
+    run = dl.analyze(frozen, out=tmp_path / "frozen")
+    with pytest.raises(SpecError, match="frozen in training"):
+        run.calibrate(dl.FeatCal(rho=1, routers="before"), name="x", save_weights=tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+    assert "x" not in dl.open_run(tmp_path / "frozen").manifest.calibrations

@@ -26,6 +26,7 @@ from driftlens.jobs.preflight.processes import solved_groups
 from driftlens.linalg.gram import GramPool
 from tests.quick import few
 from tests.team.threads import teamed
+from tests.zoo import mixtures
 from tests.zoo.cases import Case, perturbed, pool_of
 from tests.zoo.solvable import WORLDS
 
@@ -41,6 +42,10 @@ def models(case: Case) -> dict[str, nn.Module]:
         for name, parameter in merged.named_parameters():
             parameter.copy_(sum(dict(e.named_parameters())[name] for e in experts.values()) / len(experts))
     return {"base": base, "merged": merged, **experts}
+
+
+def case_of(world: str) -> Case:
+    return WORLDS[world].case if world in WORLDS else mixtures.case(world)
 
 
 def samples(case: Case) -> Samples:
@@ -82,6 +87,7 @@ DIVIDED: dict[str, tuple[str, Calibrator]] = {
     "residual": ("open_clip_vit", ResidualCal(folds=2)),
     "metric": ("open_clip_vit", ResidualCal(folds=2, mu=0.9, order="block")),
     "uniform": ("open_clip_vit", ResidualCal(weights="uniform", cv="off")),
+    "routers": ("Mixtral", FeatCal(routers="after")),
 }
 ALONE = {**DIVIDED, "weights alone": ("open_clip_vit", calibrators["svc"]())}
 
@@ -89,14 +95,14 @@ ALONE = {**DIVIDED, "weights alone": ("open_clip_vit", calibrators["svc"]())}
 @pytest.mark.parametrize(("world", "calibrator"), ALONE.values(), ids=ALONE)
 @pytest.mark.parametrize("size", few([2, 4], quick=[2]))  # 4: one has nothing to do
 def test_several_processes_find_what_one_finds(world: str, calibrator: Calibrator, size: int) -> None:
-    case = WORLDS[world].case
+    case = case_of(world)
 
     # Modules are hooked while they run, so every thread has its own.
     pools = [pool_of(case, models(case)) for _ in range(size)]
 
     def walk(team: Team) -> list[CalibratedLayer]:
         pool = pools[team.rank]
-        sites = select_sites(pool.chain, update=calibrator.update)
+        sites = select_sites(pool.chain, update=calibrator.kinds)
         return list(calibrator.calibrate(Ground(pool, samples(case), sites, team=team)))
 
     one, many = walk(Team()), teamed(size, walk)
@@ -139,7 +145,7 @@ def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.Monke
 def test_batches_of_a_task_are_shared_where_tasks_are_too_few(
     world: str, calibrator: Calibrator, size: int
 ) -> None:
-    case = WORLDS[world].case
+    case = case_of(world)
     pools = [pool_of(case, models(case)) for _ in range(size)]
     generator = torch.Generator().manual_seed(3)
     counts = {"a": 2, "b": 5, "c": 9}  # in batches of two: most is one task's, and last ones are smaller
@@ -158,7 +164,7 @@ def test_batches_of_a_task_are_shared_where_tasks_are_too_few(
             task: [Given(lambda task=task: given[task], [f"{task}{at}" for at in range(count)], 2)]  # type: ignore[misc]
             for task, count in counts.items()
         }
-        sites = select_sites(pool.chain, update=calibrator.update)
+        sites = select_sites(pool.chain, update=calibrator.kinds)
 
         def hear(now: Step) -> None:
             seen.append((team.rank, now.task, now.layer))

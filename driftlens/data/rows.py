@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ from driftlens.data.sources import (
     refused,
     require_column,
 )
-from driftlens.data.text_files import encoding_of, separated_text
+from driftlens.data.text_files import encoding_of, require_text, separated_text
 from driftlens.models.language.pictures import PictureReader
 from driftlens.models.language.texts import Form, Pictured, Text, TextReader
 
@@ -277,12 +278,20 @@ def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
 def _lines(file: Path) -> list[str]:
     with refused(f"{file}: can't be read", PATHS_HINT, OSError):
         content = plain_file(file).read_bytes()
+    require_text(file, content)
     likely = encoding_of(content, "utf-8")
     if likely != "utf-8":
         looks = f"; it looks like {likely}" if likely else ""
         raise DataError(f"{file}: not UTF-8 text{looks}", hint="Save the file as UTF-8.")
+    text = content.decode("utf-8-sig")
+    if text.lstrip().startswith("["):
+        load = f"import json; [print(json.dumps(row)) for row in json.load(open({file.name!r}))]"
+        raise DataError(
+            f"{file} is one JSON list; expected an object on every line",
+            hint=f'Write it so, in its folder:\npython -c "{load}" > {shlex.quote(f"{file.stem}-rows.jsonl")}',
+        )
     # Only \n ends a line: other separators may stand unescaped inside a JSON string.
-    return content.decode("utf-8-sig").split("\n")
+    return text.split("\n")
 
 
 def _row(line: str, where: str) -> dict[str, Any]:
@@ -400,6 +409,13 @@ def _columns(file: Path, wanted: Collection[str | None], entry: TableData) -> di
         text = separated_text(file, entry.encoding or "utf-8", separator, wanted)
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
         rows, names = list(reader), list(reader.fieldnames or ())
+    if not names:
+        raise DataError(f"{file}: no rows", hint="Every task needs samples in each split.")
+    twice = next((name for name in wanted if names.count(str(name)) > 1), None)
+    if twice is not None:
+        raise DataError(
+            f"{file}: {names.count(twice)} columns are called {twice!r}", hint="Rename all but one."
+        )
     for row in rows:
         if None in row:
             raise DataError(

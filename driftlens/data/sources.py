@@ -172,7 +172,8 @@ def names_of(samples: Any) -> Any:
 def require_column(column: str, columns: Collection[str], key: str, where: str) -> None:
     """Refuse a column that is not there; `key` is what names it in the spec."""
     if column not in columns:
+        way = "`prompt` names columns as {COLUMN}." if key.startswith("{") else f"Name it as `{key}: COLUMN`."
         raise DataError(
             f"{where}: no column {column!r}; there are {', '.join(columns)}",
-            hint=f"{did_you_mean(column, columns)} Name it as `{key}: COLUMN`.".lstrip(),
+            hint=f"{did_you_mean(column, columns)} {way}".lstrip(),
         )

@@ -14,8 +14,27 @@ from driftlens.base.errors import DataError
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 """What stands between columns, in the programs that people export tables from."""
 _MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+_PACKED = {
+    b"\x1f\x8b": ("packed by gzip", "Unpack it first (gunzip)."),
+    b"BZh": ("packed by bzip2", "Unpack it first (bunzip2)."),
+    b"\xfd7zXZ": ("packed by xz", "Unpack it first (unxz)."),
+    b"\x28\xb5\x2f\xfd": ("packed by zstd", "Unpack it first (unzstd)."),
+    b"PK\x03\x04": ("a zip archive or a workbook", "Unpack it first; of a workbook, save the sheet as CSV."),
+    b"\xd0\xcf\x11\xe0": ("a workbook", "Save the sheet as CSV."),
+    b"PAR1": ("a Parquet file", "Give it the ending .parquet, and read it as `kind: table`."),
+}
+"""How files begin that are no text, whatever their name says: what they are, and what to do."""
+_SEP_LINE = re.compile(r"sep=(.)\r?\n", re.IGNORECASE)
+"""The first line by which Excel is told a separator."""
 _LOOKED_AT = 4096
 """Characters of a file, by which it is told whether they are text."""
+
+
+def require_text(file: Path, content: bytes) -> None:
+    """Refuse what is packed, or another program's."""
+    for start, (what, hint) in _PACKED.items():
+        if content.startswith(start):
+            raise DataError(f"{file} is {what}, not text", hint=hint)
 
 
 def encoding_of(content: bytes, expected: str) -> str | None:
@@ -37,13 +56,18 @@ def separated_text(file: Path, encoding: str, separator: str, wanted: Collection
         ValueError: it is no text.
     """
     content = file.read_bytes()
+    require_text(file, content)
     likely = encoding_of(content, encoding)
     if likely is None:
         raise ValueError(f"not {encoding} text")
     text = _decoded(content, likely) or ""
+    first = _SEP_LINE.match(text)
+    text = text if first is None else text[first.end() :]
     header = text.partition("\n")[0]
     between = max(_SEPARATORS, key=header.count)
-    if separator in header or between not in header or header.strip() in wanted:
+    if first is not None:
+        between = first[1]
+    elif separator in header or between not in header or header.strip() in wanted:
         between = separator
     if (likely, between) == (encoding, separator):
         return text
@@ -53,6 +77,7 @@ def separated_text(file: Path, encoding: str, separator: str, wanted: Collection
     there, read = (_SEPARATORS.get(one, repr(one)) for one in (between, separator))
     words += [f"has {there} between its columns, not {read}"] * (between != separator)
     load = f"{file.name!r}, sep={between!r}, encoding={likely!r}, dtype=str, keep_default_na=False"
+    load += ", skiprows=1" if first is not None else ""
     converted = f"{file.stem}-utf8.csv"
     raise DataError(
         f"{file} {' and '.join(words)}",

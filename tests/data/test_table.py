@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
+import re
 import shlex
 import subprocess
 import sys
@@ -151,7 +155,7 @@ def test_calibration_needs_no_labels_and_one_list_serves_two_splits(folder: Path
         pytest.param("path,label\n", "no rows", id="only a header"),
         pytest.param("path,label\n,a\n", "a path is str ''", id="no path"),
         pytest.param("Path,label\nx,a\n", "no column 'path'; there are Path, label", id="another column"),
-        pytest.param("", "no column 'path'", id="empty"),
+        pytest.param("", "no rows", id="empty"),
         pytest.param('path,label\n"x,a\n', "no table", id="open quote"),
     ],
 )
@@ -171,14 +175,17 @@ def test_what_is_no_list_of_images_is_refused_by_file(folder: Path, text: str, m
         pytest.param("utf-16", "\t", ("utf-16", "'naïve'", "tabs"), id="Excel's Unicode text"),
         pytest.param("utf-16-le", ",", ("utf-16-le", "'naïve'"), id="without a mark"),
         pytest.param("utf-8", "|", ("bars",), id="bars"),
+        pytest.param("cp1252", ";", ("cp1252", "semicolons"), id="a separator's line"),
+        pytest.param("utf-32", ",", ("utf-32", "'naïve'"), id="wide"),
         pytest.param("utf-8-sig", ",", (), id="as expected"),
     ],
 )
 def test_another_encoding_and_separator_are_named_with_both_remedies(
-    tmp_path: Path, encoding: str, separator: str, named: tuple[str, ...]
+    tmp_path: Path, encoding: str, separator: str, named: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
     file, rows = tmp_path / "rows.csv", [["q", "a"], ["naïve, \tor; not|", "007"], ["b", ""]]
-    lines = [separator.join(f'"{cell}"' if separator in cell else cell for cell in row) for row in rows]
+    lines = [f"sep={separator}"] * ("separator's line" in request.node.name)
+    lines += [separator.join(f'"{cell}"' if separator in cell else cell for cell in row) for row in rows]
     file.write_bytes("\r\n".join(lines).encode(encoding))
     entry = {"kind": "table", "calibration": str(file), "test": str(file), "input": "q", "target": "a"}
     if named:
@@ -198,6 +205,37 @@ def test_another_encoding_and_separator_are_named_with_both_remedies(
     assert [view.read(row) for row in range(2)] == [Text("naïve, \tor; not|", "007"), Text("b", "")]
 
 
+PACKED: dict[str, tuple[bytes, str]] = {
+    "gzip": (gzip.compress(b"q,a\nb,c\n"), "packed by gzip"),
+    "bzip2": (bz2.compress(b"q,a\nb,c\n"), "packed by bzip2"),
+    "xz": (lzma.compress(b"q,a\nb,c\n"), "packed by xz"),
+    "workbook": (b"PK\x03\x04\x14\0", "a workbook"),
+    "Parquet": (b"PAR1\x15", "a Parquet file"),
+}
+
+
+@pytest.mark.parametrize("kind", ["table", "jsonl"])
+@pytest.mark.parametrize("packing", PACKED)
+def test_what_is_packed_is_named_with_the_way_to_unpack_it(kind: str, packing: str, tmp_path: Path) -> None:
+    content, what = PACKED[packing]
+    (tmp_path / "rows.csv").write_bytes(content)
+    entry = {"kind": kind, "calibration": str(tmp_path / "rows.csv"), "test": str(tmp_path / "rows.csv")}
+    with pytest.raises(DataError, match=rf"rows\.csv is .*{what}") as refusal:
+        opened("calibration", **entry, input="q", target="a")
+    assert re.search("npack|save|kind: table", refusal.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("q,q,a\nb,b,c\n", "2 columns are called 'q'"), ("", "no rows"), ("q^a\nb^c\n", "no column 'q'")],
+)
+def test_a_header_that_does_not_tell_columns_apart_is_refused(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message):
+        opened("calibration", **one_file(tmp_path, text, input="q", target="a"))
+
+
 def test_settings_of_a_table_that_no_file_has_are_refused() -> None:
     entry = {"kind": "table", "calibration": "x.csv", "test": "x.csv"}
     for settings in ({"encoding": "utf-9"}, {"encoding": "rot13"}, {"separator": "; "}, {"separator": '"'}):
@@ -213,7 +251,7 @@ def test_files_of_another_kind_are_refused(folder: Path) -> None:
     for name, message in {
         "x.parquet": "a path is bytes",
         "damaged.pq": "no table",
-        "book.csv": "no table: not utf-8 text",
+        "book.csv": "is a zip archive or a workbook",
         "none.csv": "can't be read",
         "none.parquet": "can't be read",
     }.items():

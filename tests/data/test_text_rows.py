@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +334,18 @@ def test_a_bad_line_is_refused_by_file_and_number(
 ) -> None:
     with refusing(DataError, message, "rows.jsonl", hint=hint):
         opened(**lines(tmp_path, text))
+
+
+def test_a_json_list_is_refused_with_the_line_that_writes_its_rows(tmp_path: Path) -> None:
+    rows = [{"input": "a", "target": "b"}, {"input": "ä", "target": "c"}]
+    values = lines(tmp_path, json.dumps(rows, indent=1))
+    with pytest.raises(DataError, match="is one JSON list") as refusal:
+        opened(**values)
+    command = refusal.value.hint.rpartition("\n")[2].removeprefix("python ")
+    subprocess.run(f"{sys.executable} {command}", shell=True, cwd=tmp_path, check=True)
+    written = str(tmp_path / "rows-rows.jsonl")
+    view = opened(**values | {"calibration": written, "test": written})
+    assert [view.read(row) for row in range(2)] == [("a", "b"), ("ä", "c")]
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:

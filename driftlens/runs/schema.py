@@ -375,12 +375,15 @@ SCORES = Table(
         _pure(
             "value",
             "Of shares, accuracy among them since schema 1.5, 1 where the answer is right; of spearman the number, of "
-            "perplexity nats.",
+            "perplexity nats, of wer errors.",
             None,
             ANY,
         ),
         _pure(
-            "reference", "Of spearman the number wanted, of perplexity the tokens of the target.", None, ANY
+            "reference",
+            "Of spearman the number wanted, of perplexity the tokens of the target, of wer its words.",
+            None,
+            ANY,
         ),
         _text("answer", "What the variant generated or chose."),
         _text("target", "What was wanted."),

@@ -188,7 +188,7 @@ class TextEntry(Entry):
     @property
     def holds_texts(self) -> bool:
         """Whether rows are texts: somebody has said which."""
-        return self.input is not None or self.prompt is not None
+        return self.input is not None or self.prompt is not None or self.sounds is not None
 
     @property
     def answers(self) -> str:
@@ -199,6 +199,11 @@ class TextEntry(Entry):
     def pictures(self) -> str | None:
         """The column of the images that questions are about, or of their paths; None where they are about none."""
         return getattr(self, "image", None) if self.holds_texts else None
+
+    @property
+    def sounds(self) -> str | None:
+        """The column of the paths of sounds, of which the answers say what is said in them; None without."""
+        return getattr(self, "audio", None)
 
     @model_validator(mode="after")
     def _texts_agree(self) -> Self:
@@ -218,6 +223,8 @@ class TextEntry(Entry):
                 "label belongs to images, and texts are asked for",
                 "Take out one of the two; the column of answers is `target`.",
             )
+        if self.sounds is not None and (odd := [name for name in given if name not in _OF_SOUNDS]):
+            raise problem(f"{odd[0]} doesn't go together with audio", "Take out one of the two.")
         if self.words is not None and isinstance(self.classes, str | tuple):
             raise problem("both words and the names of classes are given", "The words are the names.")
         self._require_one_comparison(given)
@@ -240,6 +247,13 @@ class TextEntry(Entry):
                 raise problem(
                     f"{key} is given, and nothing says what answers a query", "Add `positive: COLUMN`."
                 )
+
+
+_OF_SOUNDS = (
+    *(*Entry.model_fields, "calibration", "test", "diagnosis", "file", "split", "encoding", "separator"),
+    *("audio", "target", "max_length", "decoder_inputs"),
+)
+"""What an entry of sounds may say."""
 
 
 class Places(Entry):
@@ -312,11 +326,15 @@ class HfData(TextEntry):
 
 
 class JsonlData(Places, TextEntry):
-    """Text tasks: files with one JSON object per line; `image` names the key of the path of a question's image."""
+    """Text tasks: files with one JSON object per line.
+
+    `image` names the key of the path of a question's image, `audio` that of a sound, which is asked instead of a text.
+    """
 
     kind: Literal["jsonl"]
     input: Text = "input"
     image: Text | None = None
+    audio: Text | None = None
 
 
 def _file_or_value(value: str, info: ValidationInfo) -> str:
@@ -346,8 +364,9 @@ class TableData(TextEntry):
     """CSV, TSV or Parquet files of image paths and labels, or with `input` or `prompt` of texts.
 
     One per split, or `file` with a column of splits. `image` is the column of paths, `path` if left out; beside texts
-    that of the images that they are about. `encoding` and `separator` are those of CSV files: UTF-8 and
-    commas if left out, or tabs where a file's name ends in `.tsv`.
+    that of the images that they are about. `audio` is the column of paths of sounds, whose words are the `target`.
+    `encoding` and `separator` are those of CSV files: UTF-8 and commas if left out, or tabs where a file's name ends
+    in `.tsv`.
     """
 
     kind: Literal["table"]
@@ -357,6 +376,7 @@ class TableData(TextEntry):
     test: Rows
     diagnosis: Rows | None = None
     image: Text | None = None
+    audio: Text | None = None
     label: Text | None = "label"
     classes: Classes = None
     encoding: Annotated[Text, AfterValidator(_encoding)] | None = None

@@ -83,6 +83,17 @@ def whisper() -> Any:
     return perturbed(made, 0, 0.2).eval()
 
 
+def extractor_of_seconds() -> Any:
+    """What makes eight bands at twelve times of a second of sound."""
+    return transformers.WhisperFeatureExtractor(8, hop_length=1333, chunk_length=1)
+
+
+def save_whisper(made: Any, folder: Path) -> Path:
+    """As transformers saves it, its feature extractor beside it."""
+    extractor_of_seconds().save_pretrained(save(made, folder))
+    return folder
+
+
 def save(made: Any, folder: Path) -> Path:
     made.save_pretrained(folder)
     form = (

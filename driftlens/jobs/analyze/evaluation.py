@@ -34,6 +34,7 @@ from driftlens.linalg.state import expert_cosine
 from driftlens.models.chain import Pool
 from driftlens.models.heads import gives_one_score, is_of_vocabulary
 from driftlens.models.language.generation import generate, log_likelihoods
+from driftlens.models.language.sounds import SoundReader, word_errors, words_of
 from driftlens.models.language.texts import Paired, Text, TextReader
 from driftlens.runs.run import DriftRun
 
@@ -362,6 +363,8 @@ def metrics_of(study: Study, task: str) -> tuple[str, ...]:
         return tuple(name for name, metric in METRICS.items() if metric.needs == needs)
     if texts is None or texts.reader is None or texts.reader.form == "encoder" or not at.test.text(0).target:
         return ()
+    if isinstance(texts.reader, SoundReader):
+        return ("wer",)
     return ("choice",) if at.choices else ("exact_match",)
 
 
@@ -424,6 +427,13 @@ _AT_ONCE = 4096
 """Texts whose features are held together where one number of each is kept."""
 
 
+def _wer(asked: _Asked, module: Any, part: range) -> Results:
+    for at, answer in zip(part, asked.generated(module, part), strict=True):
+        target = asked.texts[at].target.strip()
+        wanted = words_of(target)
+        yield float(word_errors(words_of(answer), wanted)), len(wanted), answer, target
+
+
 def _one_score(
     study: Study,
     task: str,
@@ -479,6 +489,7 @@ def _perplexity(asked: _Asked, module: Any, part: range) -> Results:
 
 _MEASURES: dict[str, Callable[[_Asked, Any, range], Results]] = {
     "exact_match": _exact_match,
+    "wer": _wer,
     "choice": _choice,
     "spearman": _spearman,
     "preference": _preference,

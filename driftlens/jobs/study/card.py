@@ -56,6 +56,7 @@ _BY_CLASS = {
     "ForSequenceClassification": "text-classification",
     "ForImageClassification": "image-classification",
     "ForMaskedLM": "fill-mask",
+    "WhisperForConditionalGeneration": "automatic-speech-recognition",
     **dict.fromkeys(("CLIPModel", "SiglipModel", "Siglip2Model"), "zero-shot-image-classification"),
     **dict.fromkeys(("Model", "ModelWithProjection"), ""),
 }

@@ -19,7 +19,7 @@ from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.loading import with_floats
 from driftlens.checkpoints.refusals import LIVE, is_seq2seq, running, wrong_family
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, weightless
-from driftlens.models.chain import LayerChain, adapters
+from driftlens.models.chain import TEXT, LayerChain, adapters
 from driftlens.models.families.causal import Behind, slope
 from driftlens.models.families.hf_auto import (
     built,
@@ -30,7 +30,7 @@ from driftlens.models.families.hf_auto import (
 from driftlens.models.families.seq2seq_stacks import Pair
 from driftlens.models.families.vit import scrambled
 from driftlens.models.heads import LmScores
-from driftlens.models.preprocessing import hf_text_preprocess
+from driftlens.models.preprocessing import hf_sound_preprocess, hf_text_preprocess
 from driftlens.models.saving import FolderFormat
 from driftlens.models.taking_apart.dissection import own_weights
 
@@ -188,7 +188,7 @@ _EXAMPLE = {
 
 @loaders.register("hf-seq2seq")
 def load_hf_seq2seq(request: ArchitectureRequest) -> Architecture:
-    """The architecture of an encoder-decoder that answers by text; its source is a folder or Hub id."""
+    """The architecture of an encoder-decoder that answers texts or sounds by text; its source is a folder or Hub id."""
     return _loaded(request, "hf-seq2seq")
 
 
@@ -200,30 +200,39 @@ def load_hf_t5(request: ArchitectureRequest) -> Architecture:
 
 def _loaded(request: ArchitectureRequest, loader: str) -> Architecture:
     """See `load_hf_seq2seq`; under the name of a loader."""
+    from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING as models
 
     source, offline = request.source, request.access.offline
     stated = read_plain_config(request, loader)
     if not is_seq2seq(stated):
         raise wrong_family(stated, source, "an encoder-decoder that answers by text")
     config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
-    model_class = models[type(config)]
+    of_texts, of_sounds = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+    hears = type(config) not in of_texts
+    model_class = (of_sounds if hears else of_texts)[type(config)]
     skeleton = weightless(partial(built, model_class, config), source)
     with running(source):
         # Of files of any version, T5 keeps here whether its head is its embeddings: in memory it always says so.
         _tie(skeleton, request.untied or getattr(config, "scale_decoder_outputs", True) is False)
         computed = _with_own_tables(skeleton)
-        chain, lm = seq2seq_chain(skeleton, _EXAMPLE)
+    if hears:
+        preprocess = hf_sound_preprocess(source, config, offline)
+    else:
+        preprocess = hf_text_preprocess(source, config, offline, "encoder-decoder")
+    with running(source):
+        chain, lm = seq2seq_chain(skeleton, preprocess.example() if hears else _EXAMPLE)
     return Architecture(
         loader=loader,
         source=source,
         skeleton=skeleton,
-        chain=chain,
+        chain=replace(chain, modality=replace(TEXT, pool="last")),
         layout=_layout(skeleton, chain, computed),
-        preprocess=hf_text_preprocess(source, config, offline, "encoder-decoder"),
+        preprocess=preprocess,
         folder=FolderFormat(
-            "model.safetensors", {"config.json": stated}, usage=partial(usage_of_texts, _USAGE)
+            "model.safetensors",
+            {"config.json": stated},
+            usage=partial(usage_of_texts, _HEARS if hears else _USAGE),
         ),
         lm=lm,
     )
@@ -258,6 +267,15 @@ def _layout(skeleton: Any, chain: LayerChain, computed: tuple[str, ...]) -> Spel
     return Spellings(names, (*copies, *computed), ignored)
 
 
+_HEARS = """\
+from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
+
+folder = "."  # this one, or the model's id on the Hub
+model, processor = AutoModelForSpeechSeq2Seq.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+waveform = [0.0] * 16000  # as many samples a second as the processor says
+inputs = processor(waveform, sampling_rate=processor.feature_extractor.sampling_rate, return_tensors="pt")
+answers = processor.batch_decode(model.generate(**inputs), skip_special_tokens=True)
+"""
 _USAGE = """\
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from driftlens.models.language.sounds import SoundReader
 from driftlens.models.language.texts import TextReader
 from driftlens.models.taking_apart.dissection import fitted
 
@@ -24,13 +26,18 @@ def generate(
     are cut as the reader says. Answers come without special tokens and spaces around them; the module is given back
     as it came.
     """
+    from transformers import GenerationMixin
+
     answers: list[str] = []
+    if reader.form == "encoder-decoder":  # whose answers have positions of their own
+        max_new_tokens = max(1, min(max_new_tokens, reader.limit - len(reader.before_answers)))
     with _greedy(module, reader, max_new_tokens) as settings:
         for first in range(0, len(inputs), batch_size):
             batch = _batch(reader, inputs[first : first + batch_size], max_new_tokens)
-            whole: Tensor = module.generate(  # type: ignore[operator]
-                **fitted(module, batch), generation_config=settings
-            )
+            # Whisper's own would look for languages and times, and go on from window to window.
+            is_heard, own = isinstance(reader, SoundReader), cast("Any", module).generate
+            call = partial(GenerationMixin.generate, cast("Any", module)) if is_heard else own
+            whole: Tensor = call(**fitted(module, batch), generation_config=settings)
             skipped = batch["input_ids" if reader.form == "decoder" else "decoder_input_ids"].shape[1]
             answers += [_answer(reader, row) for row in whole[:, skipped:].tolist()]
     return answers
@@ -39,9 +46,14 @@ def generate(
 def _batch(reader: TextReader, inputs: Sequence[Any], max_new_tokens: int) -> dict[str, Tensor]:
     """Questions as `generate` wants them: those of decoders padded on the left, so that all go on at one place."""
     if reader.form != "decoder":
-        batch = reader([(text, "") for text in inputs])
-        return {name: batch[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
+        batch = reader(_unanswered(inputs))
+        return {name: value for name, value in batch.items() if name != "decoder_attention_mask"}
     return reader.continued(inputs, [()] * len(inputs), spare=max_new_tokens)
+
+
+def _unanswered(questions: Sequence[Any]) -> list[Any]:
+    """Samples that ask these questions: texts, or what asks with more than a text."""
+    return [(question, "") if isinstance(question, str) else question for question in questions]
 
 
 def _answer(reader: TextReader, ids: Sequence[int]) -> str:
@@ -62,6 +74,8 @@ def _greedy(module: Any, reader: TextReader, max_new_tokens: int) -> Iterator[An
         pad_token_id=reader.tokenizer.pad_token_id,
         eos_token_id=list(reader.ends) or None,
         decoder_start_token_id=reader.start,
+        suppress_tokens=list(getattr(reader, "suppressed", ())) or None,
+        begin_suppress_tokens=list(getattr(reader, "suppressed_first", ())) or None,
     )
     own_settings, was_training = module.generation_config, module.training
     module.generation_config = GenerationConfig()
@@ -133,13 +147,14 @@ def _continued(
 
 
 def _encoded_once(
-    module: Any, reader: TextReader, questions: Sequence[str], columns: Sequence[Sequence[str]]
+    module: Any, reader: TextReader, questions: Sequence[Any], columns: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Of an encoder-decoder: questions are encoded once, and every answer is read against that."""
     device = next(module.parameters()).device
-    asked = {name: value.to(device) for name, value in reader([(text, "") for text in questions]).items()}
-    mask = asked["attention_mask"]
-    encoded = module.get_encoder()(input_ids=asked["input_ids"], attention_mask=mask)
+    batch = fitted(module, reader(_unanswered(questions)))
+    asked = {name: value for name, value in batch.items() if not name.startswith("decoder_")}
+    mask = {name: value for name, value in asked.items() if name == "attention_mask"}
+    encoded = module.get_encoder()(**asked)
     ends = () if reader.end is None else (reader.end,)
     for column in columns:
         tokens = [(*reader.answer_tokens(answer), *ends) for answer in column]
@@ -147,6 +162,6 @@ def _encoded_once(
         rows = [[*reader.before_answers, *row[:-1]] for row in tokens]
         ids = torch.tensor([row + [reader.tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
         scores = module(
-            encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=ids.to(device), use_cache=False
+            encoder_outputs=encoded, decoder_input_ids=ids.to(device), use_cache=False, **mask
         ).logits
         yield _summed(scores[:, len(reader.opening) :], tokens, at_end=False)

@@ -53,6 +53,14 @@ class Pictured(NamedTuple):
     image: Any = None
 
 
+class Heard(NamedTuple):
+    """A sample of a sound: its file, what is said in it, or nothing; `sound()` is the sound."""
+
+    input: str
+    target: str = ""
+    sound: Any = None
+
+
 class Paired(NamedTuple):
     """A sample of two texts that are read together, such as a query and a passage, and a number that is wanted."""
 
@@ -95,10 +103,8 @@ class TextReader:
 
     def __call__(self, samples: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         """Ids and masks of a batch, [n, t], padded on the right; for an encoder-decoder those of both streams."""
-        import torch
-
         asked = self._encoded([_asked(sample) for sample in samples], self._room(samples))
-        rows, batch = asked["input_ids"], {}
+        rows = asked["input_ids"]
         if self.form == "decoder":
             rows = [row + self._answer(sample[1]) for row, sample in zip(rows, samples, strict=True)]
         columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
@@ -109,10 +115,20 @@ class TextReader:
             led = len(begin) - (begin[-1] in self.tokenizer.all_special_ids)
             columns["pooling_mask"] = [[0] * min(led, len(row)) + [1] * (len(row) - led) for row in rows]
         if self.form == "encoder-decoder":
-            before = self.before_answers
-            answers = [[*before, *self.answer_tokens(sample[1])][: self.max_length] for sample in samples]
-            columns["decoder_input_ids"] = answers
-            columns["decoder_attention_mask"] = [[1] * len(row) for row in answers]
+            columns |= self.answered(samples)
+        return self.padded(columns)
+
+    def answered(self, samples: Sequence[Sequence[Any]]) -> dict[str, list[list[int]]]:
+        """What a decoder of its own reads of samples: its start, and their answers."""
+        before = self.before_answers
+        answers = [[*before, *self.answer_tokens(sample[1])][: self.max_length] for sample in samples]
+        return {"decoder_input_ids": answers, "decoder_attention_mask": [[1] * len(row) for row in answers]}
+
+    def padded(self, columns: Mapping[str, list[list[int]]]) -> dict[str, Tensor]:
+        """Rows of each entry as one tensor [n, t], padded on the right."""
+        import torch
+
+        batch = {}
         for name, lists in columns.items():
             longest = max(map(len, lists))
             filler = self.tokenizer.pad_token_id if name.endswith("input_ids") else 0

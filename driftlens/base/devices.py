@@ -69,6 +69,8 @@ def has_float64(device: torch.device) -> bool:
     """Whether the device computes with such numbers, tried out."""
     try:
         torch.ones(1, dtype=torch.float64, device=device).sum()
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError):
         return False
     return True
@@ -79,9 +81,14 @@ def device_of(dtype: torch.dtype, device: torch.device) -> torch.device:
     return device if dtype != torch.float64 or has_float64(device) else HOST
 
 
+def near_float64(tensor: Tensor) -> Tensor:
+    """The tensor where float64 is known: on its own device, or on the host."""
+    return tensor.to(device_of(torch.float64, tensor.device))
+
+
 def wide(tensor: Tensor) -> Tensor:
     """The tensor in float64; on the host where its device knows no such numbers."""
-    return tensor.to(device_of(torch.float64, tensor.device)).double()
+    return near_float64(tensor).double()
 
 
 def memory(device: torch.device) -> tuple[int, int] | None:

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
+from driftlens.base.devices import wide
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.engine.training import BoundaryFeatures, Course, LayerTrainer
@@ -57,14 +58,14 @@ class ReACT(Trained, LayerTrainer):
 
     def train(self, features: BoundaryFeatures, course: Course) -> Linear:
         """The correction of one task, solved in float64."""
-        merged, expert = (rows.double() for rows in features.rows())
+        merged, expert = (wide(rows) for rows in features.rows())
         gram = merged.mT @ merged
         size = torch.linalg.matrix_norm(gram)
         scale = 1 / size if bool(size > 0) else size.new_ones(())
         factor = factorize(scale * gram, what="gram + lam I", shift=self.lam)
         change = factor.solve_rows(scale * (expert - merged).mT @ merged)
         course.told(1, 1, float((expert - merged - merged @ change.mT).square().mean()))
-        return Linear((torch.eye(len(gram)).to(change) + change).to(features.merged.dtype))
+        return Linear((torch.eye(len(gram)).to(change) + change).to(features.merged))
 
     @classmethod
     def attachment(cls, tensors: Mapping[str, Tensor], site: str = "") -> Linear:

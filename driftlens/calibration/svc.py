@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from driftlens.base.devices import wide
 from driftlens.base.errors import SpecError
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Calibrator, calibrators
@@ -46,9 +47,9 @@ class SVC(Calibrator, Weightwise):
     def solve(self, problem: WeightProblem) -> list[SiteUpdate]:
         """The new weight of the problem's site."""
         [site], name = problem.sites, f"{problem.sites[0].name}.weight"
-        base = problem.base.double()
-        changes = (expert.double() - base for expert in problem.experts())
-        weight = base + stretched(problem.merged.double() - base, changes, self.alpha)
+        base = wide(problem.base)
+        changes = (wide(expert) - base for expert in problem.experts())
+        weight = base + stretched(wide(problem.merged) - base, changes, self.alpha)
         report = SiteReport(
             site=site.name,
             kind=site.kind,

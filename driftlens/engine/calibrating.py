@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from driftlens.base.devices import wide
 from driftlens.base.errors import DataError, NumericsError, SpecError
 from driftlens.base.progress import LayerSteps
 from driftlens.base.rounding import Change
@@ -353,9 +354,7 @@ class CalibrationWalk(ABC):
                         if len(self.lanes) == 1:
                             states = left, batch.get(EXPERT)
                             calibrated, expert = (layer.vectors(at, batch.side, pooling) for at in states)
-                            drift[task].append(
-                                torch.linalg.vector_norm((calibrated - expert).double(), dim=1)
-                            )
+                            drift[task].append(torch.linalg.vector_norm(wide(calibrated - expert), dim=1))
                 if splits:
                     batch.drop(TRUNK)
         return {task: torch.cat(sizes).tolist() for task, sizes in drift.items() if sizes}

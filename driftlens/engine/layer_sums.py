@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from driftlens.base.devices import device_of
 from driftlens.base.errors import SpecError
 from driftlens.base.team import Team
 from driftlens.engine.problems import (
@@ -207,7 +208,7 @@ class LinearSums:
 
     def _inputs(self, rows: Tensor) -> InputSums:
         """Sums at zero: in memory of their own where they are kept, else in what serves task after task."""
-        k, device = rows.shape[1], rows.device
+        k, device = rows.shape[1], device_of(self.dtype, rows.device)
         if self.kept is not None:
             gram = GramSum(k, self.dtype, device)
         else:
@@ -247,7 +248,8 @@ class LinearSums:
                 f"{type(self.fold).__name__} can't add up what several processes have summed up: it has no `join`",
                 hint="Calibrate in one process.",
             )
-        like = merged[f"{self.sites[0].name}.weight"].new_zeros((), dtype=self.dtype)
+        place = device_of(self.dtype, merged[f"{self.sites[0].name}.weight"].device)
+        like = torch.zeros((), dtype=self.dtype, device=place)
         widths = {site.name: len(merged[f"{site.name}.weight"]) for site in self.sites}
         biases = {name: width for name, width in widths.items() if f"{name}.bias" in merged}
         self.fold.join(team, to, self._shape(merged), like, biases, self.objectives)
@@ -258,12 +260,14 @@ class LinearSums:
 
     def problem(self, merged: Parameters, base: Parameters | None) -> LinearProblem:
         """What is to be solved; `merged` and `base` are the whole layer's parameters."""
+        moments = self.fold.moments()
+        place = moments.gram.device
         return LinearProblem(
             sites=tuple(self.sites),
-            moments=self.fold.moments(),
+            moments=moments,
             expert_bias=self.fold.mean_bias(),
-            merged=_of_sites(merged, self.sites),
-            base=None if base is None else _of_sites(base, self.sites),
+            merged=_of_sites(merged, self.sites, place),
+            base=None if base is None else _of_sites(base, self.sites, place),
             num_rows=() if self.sites[0].expert is None else (self.fold.num_rows,),
         )
 
@@ -297,13 +301,13 @@ class NormSums:
         """Add one batch of the task at hand: what the merged model feeds the norm [T, k], and how much rows count."""
         unit = normalised(self.site, rows)
         if weights is None:
-            count = torch.tensor(len(rows), dtype=self.dtype, device=rows.device)
+            count = torch.full((), len(rows), dtype=self.dtype, device=device_of(self.dtype, rows.device))
             sums = unit.sum(dim=0), unit.square().sum(dim=0), count
         else:
             weighted = unit * weights[:, None]
             sums = weighted.sum(dim=0), (weighted * unit).sum(dim=0), weights.sum()
         # Converted copies of whole batches would take longer than the sums; those of batches are kept in `dtype`.
-        first, second, count = (part.to(self.dtype) for part in sums)
+        first, second, count = (part.to(device_of(self.dtype, part.device), self.dtype) for part in sums)
         if self._task is not None:
             first, second, count = first + self._task[0], second + self._task[1], count + self._task[2]
         self._task = first, second, count
@@ -316,8 +320,8 @@ class NormSums:
         moments = NormMoments.of_affine(
             mean=first / count,
             second=second / count,
-            scale=expert[f"{self.site.name}.weight"].to(self.dtype),
-            shift=None if shift is None else shift.to(self.dtype),
+            scale=expert[f"{self.site.name}.weight"].to(first),
+            shift=None if shift is None else shift.to(first),
             weight_sum=torch.ones((), dtype=self.dtype, device=first.device),
         )
         self._tasks.append(moments)
@@ -342,7 +346,8 @@ class NormSums:
             return
         # Moments of a task below each other: averages by coordinate, and the weight.
         weight, names = merged[f"{self.site.name}.weight"], [each.name for each in fields(NormMoments)]
-        table = weight.new_zeros(num_tasks, len(names), len(weight), dtype=self.dtype)
+        shape, place = (num_tasks, len(names), len(weight)), device_of(self.dtype, weight.device)
+        table = torch.zeros(shape, dtype=self.dtype, device=place)
         for place, moments in zip(places, self._tasks, strict=True):
             table[place] = torch.stack([value.expand(table.shape[-1]) for value in vars(moments).values()])
         team.sum([table], to=to)
@@ -355,14 +360,15 @@ class NormSums:
         for moments in self._tasks:
             total = self.fold(total, moments)
         assert total is not None
-        parameters = _of_sites(merged, self.sites), None if base is None else _of_sites(base, self.sites)
-        return NormProblem(self.site, total, *parameters)
+        place = total.mean.device
+        pulls = None if base is None else _of_sites(base, self.sites, place)
+        return NormProblem(self.site, total, _of_sites(merged, self.sites, place), pulls)
 
 
-def _of_sites(parameters: Parameters, sites: Sequence[Site]) -> dict[str, Tensor]:
-    """Those of some sites alone."""
+def _of_sites(parameters: Parameters, sites: Sequence[Site], place: torch.device) -> dict[str, Tensor]:
+    """Those of some sites alone, where what is solved from lies."""
     names = (f"{site.name}.{part}" for site in sites for part in ("weight", "bias"))
-    return {name: parameters[name] for name in names if name in parameters}
+    return {name: parameters[name].to(place) for name in names if name in parameters}
 
 
 def normalised(site: Site, rows: Tensor) -> Tensor:

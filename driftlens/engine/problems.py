@@ -211,11 +211,11 @@ class TaskMoments:
         if weights is None:
             self.weight_sum += len(rows)
             self.num_rows += len(rows)
-            self.rows += rows.sum(dim=0)
+            self.rows += rows.sum(dim=0).to(self.rows.device)
         else:
-            self.weight_sum += weights.sum()
-            self.num_rows += weights.count_nonzero()
-            self.rows += weights @ rows
+            parts = weights.sum(), weights.count_nonzero(), weights @ rows
+            for total, part in zip((self.weight_sum, self.num_rows, self.rows), parts, strict=True):
+                total += part.to(total.device)
             # With both factors of the product scaled by the root, each row counts its weight.
             rows = rows * weights.sqrt()[:, None]
         self.gram.add_rows(rows)
@@ -277,13 +277,13 @@ class WeightedFold:
         gram.add(task.gram, scale)
         add_scaled(self._cross, sums.cross, scale)
         if sums.energy is not None:
-            energy = scale * sums.energy.to(self._rows.dtype)
+            energy = scale * sums.energy.to(self._rows)
             self._energy = energy if self._energy is None else self._energy + energy
         self._rows += scale * task.rows
-        self._targets += scale * sums.target
+        self._targets += (scale * sums.target).to(self._rows.device)
         self._weight += omega
         for name, bias in task.biases.items():
-            self._bias[name] = self._bias.get(name, 0.0) + omega * bias.to(self._rows.dtype)
+            self._bias[name] = self._bias.get(name, 0.0) + omega * bias.to(self._rows)
 
     @property
     def num_rows(self) -> int:

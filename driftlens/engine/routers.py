@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import moved
+from driftlens.base.devices import moved, wide
 from driftlens.base.errors import SpecError
 from driftlens.base.variants import expert_of
 from driftlens.engine.calibrating import TRUNK, CalibrationWalk, ClosedForm, Solved, solve_layer
@@ -44,7 +44,7 @@ def require_trained(walk: CalibrationWalk, calibrators: Sequence[ClosedForm]) ->
         rounding = 4 * torch.finfo(merged.dtype).eps
         for task in walk.tasks:
             expert = pool.stored(expert_of(task), slot)
-            if not torch.allclose(expert.double(), merged.double(), rtol=rounding, atol=0):
+            if not torch.allclose(wide(expert), wide(merged), rtol=rounding, atol=0):
                 return
     if slots:
         raise SpecError(

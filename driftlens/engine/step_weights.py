@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from driftlens.base.devices import near_float64, wide
 from driftlens.base.errors import NumericsError
 from driftlens.base.team import Team
 from driftlens.base.variants import expert_of
@@ -80,7 +81,7 @@ class Weighable:
         if self.energies is None:
             return counted, 0.0, 0.0
         seen = _total([count @ e for count, e in zip(self.counts, self.energies, strict=True)])
-        return counted, seen, float(self.metric.double().trace()) if self.metric.dim() else 0.0
+        return counted, seen, float(wide(self.metric).trace()) if self.metric.dim() else 0.0
 
     def raw(self, energy: float) -> tuple[list[Tensor], float]:
         """Weights by the energy beside the task's mean, and their sum; what rows count where there is none."""
@@ -90,7 +91,7 @@ class Weighable:
                 count * ((e / energy).clamp_min(_LEAST).sqrt() + _FLOOR)
                 for count, e in zip(self.counts, self.energies, strict=True)
             ]
-        return rows, _total([row.sum(dtype=torch.float64) for row in rows])
+        return rows, _total([near_float64(row).sum(dtype=torch.float64) for row in rows])
 
 
 Key = tuple[int, int]

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from driftlens.base.devices import device_of
 from driftlens.base.errors import DataError
 from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
@@ -385,7 +386,9 @@ class StepWalk(CalibrationWalk):
             task_gram.clear()
             task_sums: list[JointSums] = []
             if self.calibrator.mu:
-                metric = self._metric(weighted, merged_map.to(dtype), is_first=is_first)
+                metric = self._metric(
+                    weighted, merged_map.to(device_of(dtype, merged_map.device), dtype), is_first=is_first
+                )
                 task_sums = [JointSums(lend(dtype=dtype), outputs)]
                 sums.tasks[task] = metric, task_sums[0]
             rows_by_fold = self._by_fold(layer, student, group, streams, task, weighted)
@@ -432,7 +435,7 @@ class StepWalk(CalibrationWalk):
         outputs, inputs = like.shape
         for task in self.tasks if self.calibrator.mu else ():
             metric, task_sums = sums.tasks.get(task) or (
-                like.new_zeros(outputs, outputs, dtype=dtype),
+                torch.zeros(outputs, outputs, dtype=dtype, device=device_of(dtype, like.device)),
                 JointSums(self.grams.lend(inputs, dtype, like.device), outputs),
             )
             self.team.sum([metric, *task_sums.tensors], to=to)

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.devices import moved
+from driftlens.base.devices import has_float64, moved
 from driftlens.base.errors import DataError, NumericsError, RunError
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
@@ -209,7 +209,8 @@ class FiniteWatch:
         if model not in self._totals:
             self._first = start
         # A sum is NaN or infinite as soon as one entry is, and is cheaper than looking at each.
-        self._totals.setdefault(model, []).append(stream.flatten(1).sum(dim=1, dtype=torch.float64))
+        dtype = torch.float64 if has_float64(stream.device) else torch.float32
+        self._totals.setdefault(model, []).append(stream.flatten(1).sum(dim=1, dtype=dtype))
 
     def check(self) -> None:
         """Refuse what is NaN or infinite, by a `NumericsError` with the layer, the task and the first sample."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from driftlens.base.devices import device_of, near_float64
 from driftlens.base.errors import ShapeError
 
 _LEAF = 128  # rows or columns per product: the least that keeps a matrix library busy
@@ -20,6 +21,7 @@ def add_scaled(total: Tensor, part: Tensor, scale: float = 1.0) -> None:
     Mixed sums make a converted copy first. A copy of all of a large matrix takes ten times longer than the sum, for the
     sake of the memory it has to be given, so only some rows are converted at a time.
     """
+    part = part.to(total.device)
     rows = max(1, _ENTRIES // max(1, total[0].numel()))
     for start in range(0, len(total), rows):
         own_rows = total[start : start + rows]
@@ -34,7 +36,7 @@ def grown(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
     if total is None:
         return part
     if total.dtype != dtype:
-        total = total.to(dtype)
+        total = total.to(device_of(dtype, total.device), dtype)
     add_scaled(total, part)
     return total
 
@@ -43,13 +45,14 @@ class GramSum:
     """A growing sum of rows' outer products, [k, k], lower triangle only.
 
     Products are taken in the dtype of the rows, sums in `dtype`: float32 products of some thousand rows are good to
-    about 1e-6, and summing many of them in float64 loses nothing more. Rows and sum lie on `device`.
+    about 1e-6, and summing many of them in float64 loses nothing more. Rows lie on `device`, and so does the sum,
+    unless that device knows no such numbers: then products go to the host, tile by tile.
     """
 
     def __init__(self, k: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.k, self.dtype, self.device = k, dtype, device
+        self.k, self.dtype, self.device = k, dtype, device_of(dtype, device)
         # Empty until the first product, which overwrites it: touching this much memory once is what costs.
-        self._lower = torch.empty(k, k, dtype=dtype, device=device)
+        self._lower = torch.empty(k, k, dtype=dtype, device=self.device)
         self._is_empty = True
         self._tiles = list(_tiles(0, k))
 
@@ -70,9 +73,10 @@ class GramSum:
     def norm(self) -> Tensor:
         """Frobenius norm of the whole symmetric sum, a number in float64."""
         # A float32 sum of this many squares would be too small in the fourth digit.
+        lower = near_float64(self._lower)
         energies = [
             (1 if rows == columns else 2)
-            * torch.linalg.vector_norm(self._lower[rows, columns], dtype=torch.float64).square()
+            * torch.linalg.vector_norm(lower[rows, columns], dtype=torch.float64).square()
             for rows, columns in self._tiles
         ]
         return torch.stack(energies).sum().sqrt()
@@ -114,6 +118,7 @@ class GramSum:
         return self._lower
 
     def _put(self, tile: _Tile, product: Tensor, scale: float) -> None:
+        product = product.to(self._lower.device)
         if self._is_empty:
             self._lower[tile] = product if scale == 1 else product.to(self.dtype) * scale
         else:
@@ -134,7 +139,8 @@ class GramPool:
 
     def lend(self, k: int, dtype: torch.dtype, device: torch.device) -> GramSum:
         """A sum at zero, until all are taken back."""
-        fitting = (x for x in self._spare if (x.k, x.dtype, x.device) == (k, dtype, device))
+        place = device_of(dtype, device)
+        fitting = (x for x in self._spare if (x.k, x.dtype, x.device) == (k, dtype, place))
         lent = next(fitting, None)
         if lent is None:
             lent = GramSum(k, dtype, device)

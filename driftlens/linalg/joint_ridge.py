@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from driftlens.base.devices import device_of
 from driftlens.base.errors import NumericsError
 from driftlens.linalg.cholesky import Factor, factorize, probe, stationarity_error
 from driftlens.linalg.gram import GramSum, add_scaled
@@ -49,7 +50,8 @@ class JointMoments:
     def add(self, other: JointMoments) -> None:
         """Add other moments, of this dtype or a narrower one."""
         for name, value in vars(other).items():
-            getattr(self, name).add_(value)
+            total = getattr(self, name)
+            total.add_(value.to(total.device))
 
     def within(self, basis: Tensor) -> JointMoments:
         """Of the inputs in an orthonormal basis [k, r]."""
@@ -76,7 +78,7 @@ class JointSums:
         lines = x.new_empty(len(self._cross), -(-x.shape[1] // _LINE) * _LINE)
         add_scaled(self._cross, torch.mm(targets.mT, x, out=lines[:, : x.shape[1]]))
         local, upstream = targets.chunk(2, dim=1)
-        self._energy += (local + upstream).square().sum()
+        self._energy += (local + upstream).square().sum().to(self._energy.device)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -91,7 +93,11 @@ class JointSums:
 
 def total(parts: Sequence[JointMoments], dtype: torch.dtype | None = None) -> JointMoments:
     """The sum of moments, in another dtype or in theirs."""
-    summed = JointMoments(**{name: value.to(dtype, copy=True) for name, value in vars(parts[0]).items()})
+    dtype = dtype or parts[0].gram.dtype
+    place = device_of(dtype, parts[0].gram.device)
+    summed = JointMoments(
+        **{name: value.to(place, dtype, copy=True) for name, value in vars(parts[0]).items()}
+    )
     for part in parts[1:]:
         summed.add(part)
     return summed

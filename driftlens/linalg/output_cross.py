@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from driftlens.base.devices import device_of
 from driftlens.base.errors import ShapeError
 from driftlens.linalg.gram import GramSum, grown
 
@@ -126,10 +127,12 @@ class OutputCross:
     def tensors(self) -> list[Tensor]:
         """What is summed up so far, in the dtype of the sums and in its own memory, to be added to."""
         assert self._sums is not None
-        cross, target, energy = self._sums
-        of = OutputSums(
-            cross.to(self._dtype), target.to(self._dtype), None if energy is None else energy.to(self._dtype)
+        place = device_of(self._dtype, self._weight.device)
+        cross, target, energy = (
+            None if value is None else value.to(place, self._dtype) for value in self._sums
         )
+        assert cross is not None and target is not None
+        of = OutputSums(cross, target, energy)
         self._sums = of
         return [of.cross, of.target, *([] if of.energy is None else [of.energy])]
 
@@ -142,7 +145,8 @@ class OutputCross:
         weight, rest = self._weight, 1 - self._alpha
         cross = cross.to(weight)
         if energy is not None:
-            energy = self._alpha**2 * energy + rest * gram.quadratic(weight, scale=-rest, more=cross)
+            quadratic = rest * gram.quadratic(weight, scale=-rest, more=cross)
+            energy = self._alpha**2 * energy + quadratic.to(energy.device)
         return OutputSums(weight @ cross, weight @ target.to(weight), energy)
 
 

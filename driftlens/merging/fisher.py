@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from driftlens.base.devices import wide
 from driftlens.base.errors import SpecError
 from driftlens.base.settings import Bounds
 from driftlens.merging.averages import average
@@ -102,7 +103,7 @@ def diagonal(asked: Any, weights: Mapping[str, Tensor], batch_size: int | None) 
         return total
     for row in range(count):
         logs = asked.log_probabilities([row], weights)[0]
-        chances = logs.detach().double().exp()
+        chances = wide(logs.detach()).exp()
         # It is the variance of slopes over classes: one as good as impossible beside the second best adds nothing.
         rest = chances.sort().values[:-1].sum() if len(chances) > 1 else chances.sum()
         for value, chance in zip(logs, chances, strict=True):

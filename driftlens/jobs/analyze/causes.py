@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vjp
 
+from driftlens.base.devices import wide
 from driftlens.base.progress import Reporter, TaskMeter
 from driftlens.base.variants import expert_of
 from driftlens.data.samples import SampleSet
@@ -196,7 +197,7 @@ def _sensitivity_columns(parts: list[attribution.LayerSensitivity]) -> dict[str,
 
 
 def _joined(parts: list[Tensor]) -> NDArray[np.float64]:
-    return torch.cat(parts, dim=-1).double().cpu().numpy()
+    return torch.cat(parts, dim=-1).cpu().double().numpy()
 
 
 @torch.no_grad()
@@ -215,9 +216,9 @@ def adjoint_columns(
                 key = {"task": task, "variant": variant, "target": name, "layer": view.layer.index}
                 yield key | {
                     "sample_id": ids,
-                    "part": part.double().cpu().numpy(),
-                    "change": target.change.double().cpu().numpy(),
-                    **({"remainder": remainder.double().cpu().numpy()} if view is last else {}),
+                    "part": part.cpu().double().numpy(),
+                    "change": target.change.cpu().double().numpy(),
+                    **({"remainder": remainder.cpu().double().numpy()} if view is last else {}),
                 }
 
 
@@ -242,7 +243,7 @@ def group_rows(study: Study, task: str, variant: str, nodes: Mapping[int, int]) 
             common = norm(rest), inner(whole, whole), inner(drift, drift), norm(whole)
             for group, part in parts.items():
                 found = torch.stack([inner(part, whole), inner(part, pulled), *common])
-                sums[view.layer.index, group] += found.double().sum(dim=1).cpu().numpy()
+                sums[view.layer.index, group] += wide(found).sum(dim=1).cpu().numpy()
     for key, of in sums.items():
         ratios = of[:3] / np.where(of[3:] > 0, of[3:], np.nan)
         yield dict(zip(GROUP_CONTRIBUTIONS.names, (task, variant, *key, *ratios), strict=True))

@@ -143,7 +143,7 @@ class _Recorder:
         for look in self._per_view:
             columns |= look(view, self._pool)
         self._names[key] = list(columns)
-        self._seen[key].append(torch.stack(list(columns.values())).double())
+        self._seen[key].append(torch.stack(list(columns.values())))
         self._keep_features(key, view, view.merged_out)
         self._count_tokens(key, view, "merged")
         if view.variant == self._first_variant:
@@ -154,7 +154,7 @@ class _Recorder:
         """Who went where in a mixture of experts."""
         if model in view.routes:
             mask = view.side.mask(view.layer.stream)
-            counts = view.routes[model].counts(view.layer.num_experts, mask).double().cpu().numpy()
+            counts = view.routes[model].counts(view.layer.num_experts, mask).cpu().double().numpy()
             self.routing[key] = self.routing.get(key, 0.0) + counts
 
     def _keep_features(self, key: tuple[str, int], view: LayerView, state: State) -> None:
@@ -165,7 +165,7 @@ class _Recorder:
     def _settle(self) -> None:
         """Fetch what was seen of the layer at hand."""
         for key, columns in self._seen.items():
-            self._columns[key].append(torch.cat(columns, dim=1).cpu().numpy())
+            self._columns[key].append(torch.cat(columns, dim=1).cpu().double().numpy())
         for key, vectors in self._vectors.items():
             self._features[key].append(torch.cat(vectors).cpu().numpy())
         self._seen.clear()
@@ -346,7 +346,7 @@ def precision_error(
 
     def pooled(view: LayerView, state: State) -> Array:
         vectors: Tensor = view.layer.vectors(state, view.side, study.settings.pool)
-        return vectors.double().cpu().numpy()
+        return vectors.cpu().double().numpy()
 
     # One variant after the other: in float64 a vocabulary's embeddings are four times as large as in most files.
     walks = (walk(exact_pool, task, [variant], first) for variant in study.variants)

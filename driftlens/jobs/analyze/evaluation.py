@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from driftlens.base.devices import wide
 from driftlens.base.errors import DataError
 from driftlens.base.metrics import ACCURACY, METRICS, metric_called
 from driftlens.base.progress import Reporter, TaskMeter
@@ -122,7 +123,9 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
                 assert head is not None
                 labels = samples.labels[start : start + len(features)]
                 hits.append(modality.is_right(head, features, labels))
-            found.results[variant, modality.metric] += [(hit,) for hit in torch.cat(hits).double().tolist()]
+            found.results[variant, modality.metric] += [
+                (hit,) for hit in torch.cat(hits).cpu().double().tolist()
+            ]
     meter.finish()
     return found
 
@@ -138,10 +141,10 @@ def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, p
 
 def final_drift(found: Tensor, expert: Tensor) -> dict[str, float]:
     """How far a model's final features [n, d] are from the expert's, by columns of the layer table's last row."""
-    drift = torch.linalg.vector_norm(found - expert, dim=1).double()
-    size = float(torch.linalg.vector_norm(expert, dim=1).double().sum())
+    drift = wide(torch.linalg.vector_norm(found - expert, dim=1))
+    size = float(wide(torch.linalg.vector_norm(expert, dim=1)).sum())
     relative = float(drift.sum()) / size if size else math.nan
-    cosine = float(expert_cosine(found, expert).double().nanmean())
+    cosine = float(wide(expert_cosine(found, expert)).nanmean())
     return {"drift_l2_mean": float(drift.mean()), "drift_rel": relative, "cos_mean": cosine}
 
 

@@ -291,7 +291,7 @@ def _mark(head: ScoreMap, features: Tensor) -> list[float]:
     numbers = torch.Generator().manual_seed(0)
     probe = torch.randn(_PROBES, *features.shape[1:], generator=numbers).to(features)
     with exact_products():
-        scores = head.scores(probe).detach().double().cpu().flatten(1)
+        scores = head.scores(probe).detach().cpu().double().flatten(1)
     return (scores @ torch.randn(scores.shape[1], generator=numbers).double()).tolist()
 
 

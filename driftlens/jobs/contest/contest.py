@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from driftlens.base.devices import wide
 from driftlens.base.errors import (
     Cancelled,
     DataError,
@@ -282,14 +283,14 @@ class HeldOut(Generic[T]):
 
 def drift_scores(found: Tensor, expert: Tensor) -> Tensor:
     """Norms of final drift, [n], against the mean norm of the expert's features: their mean is `drift_rel`."""
-    sizes = torch.linalg.vector_norm(expert, dim=1).double()
-    return torch.linalg.vector_norm(found - expert, dim=1).double() / sizes.mean()
+    sizes = wide(torch.linalg.vector_norm(expert, dim=1))
+    return wide(torch.linalg.vector_norm(found - expert, dim=1)) / sizes.mean()
 
 
 def divergences(found: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
     """KL(expert || model) of each sample's class probabilities, [n], in nat; no label is needed."""
-    wanted = F.log_softmax(expert_head.scores(expert).double(), dim=1)
-    given = F.log_softmax(head.scores(found).double(), dim=1)
+    wanted = F.log_softmax(wide(expert_head.scores(expert)), dim=1)
+    given = F.log_softmax(wide(head.scores(found)), dim=1)
     return (wanted.exp() * (wanted - given)).sum(dim=1)
 
 

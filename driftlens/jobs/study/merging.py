@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from driftlens.base.access import Context
+from driftlens.base.devices import wide
 from driftlens.base.errors import ShapeError, SpecError
 from driftlens.base.files import PathLike, scratch_beside
 from driftlens.base.progress import Reporter
@@ -464,7 +465,8 @@ class _InputMoments:
 
     def add(self, site: Site, x: Tensor, weights: Tensor | None) -> None:
         # Float32 products would fill the null space of few tokens with rounding.
-        x = x.flatten(0, -2).double()
+        x = wide(x.flatten(0, -2))
+        weights = None if weights is None else weights.to(x.device)
         self._counts[site.name].append(float(len(x) if weights is None else weights.sum(dtype=torch.float64)))
         if site.kind == "linear":
             if site.name not in self._grams:

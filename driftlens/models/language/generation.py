@@ -124,7 +124,7 @@ def _summed(scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool) ->
     counts, places = torch.tensor([len(row) for row in tokens]), torch.arange(longest)
     is_own = places >= longest - counts[:, None] if at_end else places < counts[:, None]
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(dim=-1)
-    log_probabilities = wide.gather(2, ids.to(wide.device).long()[:, :, None])[:, :, 0].double().cpu()
+    log_probabilities = wide.gather(2, ids.to(wide.device).long()[:, :, None])[:, :, 0].cpu().double()
     return log_probabilities.where(is_own, 0.0).sum(dim=1), counts.double()
 
 

@@ -81,6 +81,15 @@ def device_of(dtype: torch.dtype, device: torch.device) -> torch.device:
     return device if dtype != torch.float64 or has_float64(device) else HOST
 
 
+def require_dtype(device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse float64 on a device that doesn't know it."""
+    if device_of(dtype, device) != device:
+        raise SpecError(
+            f"{device_name(device)} knows no float64, in which everything is to be computed",
+            hint="Set compute.dtype: float32 (sums and solves are made in float64 on the host), or take `cpu`.",
+        )
+
+
 def near_float64(tensor: Tensor) -> Tensor:
     """The tensor where float64 is known: on its own device, or on the host."""
     return tensor.to(device_of(torch.float64, tensor.device))

@@ -174,7 +174,7 @@ class Team:
             return
         import torch
 
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        flat = self._spoken(torch.cat([tensor.reshape(-1) for tensor in tensors]))
         options = torch.distributed.AllreduceOptions()
         self._collective(lambda: self._group.allreduce([flat], options))
         if self.rank == to:
@@ -214,10 +214,14 @@ class Team:
 
         options = torch.distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = of, 0
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        flat = self._spoken(torch.cat([tensor.reshape(-1) for tensor in tensors]))
         self._collective(lambda: self._group.broadcast([flat], options))
         if self.rank != of:
             _unpack(flat, tensors)
+
+    def _spoken(self, flat: Tensor) -> Tensor:
+        """On the host, where the processes have no common language for its device."""
+        return flat if _language(flat.device.type) else flat.cpu()
 
     def agrees(self, error: BaseException) -> bool:
         """Whether all processes have raised an error at the same place, so that they may go on together."""
@@ -574,7 +578,7 @@ def joined() -> Iterator[Team]:
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=_JOIN_SECONDS)))
         backend, place = "gloo", use_device(int(os.environ.get("LOCAL_RANK", "0")))
-        if place is not None and (own := dist.Backend.default_device_backend_map.get(place.type)):
+        if place is not None and (own := _language(place.type)):
             backend = f"cpu:gloo,{place.type}:{own}"
         dist.init_process_group(
             backend,
@@ -592,6 +596,14 @@ def joined() -> Iterator[Team]:
     yield team
     team.leave()
     dist.destroy_process_group()
+
+
+def _language(kind: str) -> str | None:
+    """What torch's processes talk by about tensors on devices of this kind: gloo of the host's, a maker's own, None."""
+    import torch
+
+    languages: dict[str, str] = torch.distributed.Backend.default_device_backend_map
+    return "gloo" if kind == "cpu" else next((own for own in (languages.get(kind),) if own != "gloo"), None)
 
 
 def members() -> int:

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from driftlens.base.devices import has_float64
+
 NAME = "sim"
 
 
@@ -103,6 +105,7 @@ def plugged(**switches: Any) -> Iterator[torch.device]:
 def turn(**switches: Any) -> None:
     """Set all switches; those not named go to how they were at first."""
     torch.ops.driftlens_sim.turn(*vars(Switches(**switches)).values())
+    has_float64.cache_clear()
 
 
 def counted() -> Counts:

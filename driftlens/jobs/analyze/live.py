@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.base.access import Context
-from driftlens.base.devices import resolve_device
+from driftlens.base.devices import require_dtype, resolve_device
 from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.base.files import plain_file
 from driftlens.base.layers import select_layers
@@ -75,6 +75,7 @@ def live_study(given: Modules, settings: LiveSettings = LiveSettings()) -> Study
 
     floats = (each.dtype for each in merged.parameters() if each.is_floating_point())
     dtype = functools.reduce(torch.promote_types, floats, torch.float32)  # the widest, not half precision
+    require_dtype(place, dtype)
     skeleton = _in_dtype(merged, dtype, place)
     example = (
         reads.example() if reads.texts is not None else next(tasks[min(tasks)].diagnosis.batches()).inputs

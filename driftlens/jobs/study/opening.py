@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from driftlens.base.access import Access
-from driftlens.base.devices import resolve_device
+from driftlens.base.devices import require_dtype, resolve_device
 from driftlens.base.errors import CheckpointError, DataError, DriftLensError, SpecError
 from driftlens.base.files import expanded
 from driftlens.base.layers import select_layers
@@ -244,7 +244,8 @@ def origins_of(spec: RunSpec) -> dict[str, str]:
 
 def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -> ModelPool:
     """The models side by side, keys, shapes and kinds of number compared; `device` stands over the spec's."""
-    place = resolve_device(device or spec.compute.device)
+    place, dtype = resolve_device(device or spec.compute.device), getattr(torch, spec.compute.dtype)
+    require_dtype(place, dtype)
     # Modules that run as they are bring tensors of their own, such as positions.
     settle(models.architecture.skeleton, place)
     return ModelPool(
@@ -252,7 +253,7 @@ def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -
         models.architecture.skeleton,
         models.sources,
         device=place,
-        dtype=getattr(torch, spec.compute.dtype),
+        dtype=dtype,
         budget=spec.compute.feature_budget,
     )
 

@@ -1,0 +1,220 @@
+"""Analyses, calibrators, mergers and models of every kind give the CPU's numbers on the pretended accelerator.
+
+So they do where it knows no float64, as sums and solves then are the host's, and where copies wait as long as they may.
+Attention is by products and softmax on both: the CPU's own kernel for it rounds in another way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import driftlens as dl
+from driftlens.calibration.calibrator import calibrators
+from driftlens.checkpoints.sources import module_source
+from driftlens.data.samples import Batch
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.walk import forward
+from driftlens.merging.method import merge_methods
+from driftlens.models.chain import LayerChain, adapters
+from driftlens.models.families.causal import causal_chain
+from driftlens.models.families.sequential import sequential_chain
+from driftlens.models.taking_apart.interception import settle
+from tests.accelerator import turn
+from tests.calibration.helpers import Subject, ground, subject
+from tests.contracts.test_adapters import subject_of
+from tests.zoo import decoders, live_families, mixtures
+from tests.zoo.world import World, build
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+BEHAVIOURS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "no_float64": {"no_double": True},
+    "lazy": {"is_lazy": True},
+}
+behaviours = pytest.mark.parametrize("switches", BEHAVIOURS.values(), ids=BEHAVIOURS)
+METRICS = {"jacobian": {"samples": 2, "spectral": True}, "cka": True, "groups": True, "adjoint": True}
+
+
+@pytest.fixture(autouse=True)
+def attention_by_products() -> Iterator[None]:
+    with sdpa_kernel([SDPBackend.MATH]):
+        yield
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build(tmp_path_factory.mktemp("world") / "models")
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Of one dtype and shape, every number equal or not a number on both sides."""
+    return found.dtype == expected.dtype and torch.equal(found.cpu().nan_to_num(), expected.nan_to_num())
+
+
+def tables(run: Any) -> dict[str, pd.DataFrame]:
+    """All but what was used."""
+    files = sorted((Path(run.path) / "tables").glob("*.parquet"))
+    tables = {file.stem: pd.read_parquet(file) for file in files if file.stem != "resources"}
+    return {name: table.drop(columns="seconds", errors="ignore") for name, table in tables.items()}
+
+
+@pytest.fixture(scope="module")
+def on_cpu(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
+    with sdpa_kernel([SDPBackend.MATH]):
+        run = dl.analyze(
+            world.one_task(metrics=METRICS), out=tmp_path_factory.mktemp("cpu") / "run", progress="none"
+        )
+    return tables(run)
+
+
+@behaviours
+def test_an_analysis_with_all_there_is(
+    sim: torch.device,
+    world: World,
+    on_cpu: dict[str, pd.DataFrame],
+    tmp_path: Path,
+    switches: dict[str, bool],
+) -> None:
+    turn(**switches)
+    run = dl.analyze(world.one_task(metrics=METRICS), out=tmp_path / "run", device="sim", progress="none")
+    assert run.manifest.device == "pretended accelerator"
+    assert any("knows no float64" in said for said in run.manifest.notices) == ("no_double" in switches)
+    found = tables(run)
+    assert found.keys() == on_cpu.keys() and len(found) > 6
+    for name, table in found.items():
+        pd.testing.assert_frame_equal(table, on_cpu[name], check_exact=True)
+    assert pd.read_parquet(tmp_path / "run/tables/resources.parquet")["peak_gpu_bytes"].max() > 0
+
+
+@functools.cache
+def models() -> Subject:
+    return subject("open_clip_vit")
+
+
+def pool_on(models: Subject, device: torch.device) -> ModelPool:
+    """The same models in float32."""
+    sources = {name: models.pool.source(name) for name in models.pool.names}
+    return ModelPool(models.pool.chain, models.modules["base"], sources, device=device, dtype=torch.float32)
+
+
+def solution(name: str, device: torch.device) -> dict[Any, Tensor]:
+    """All that a calibrator solves for or learns, and what it says of it."""
+    small = {"steps": 2, "epochs": 1, "folds": 2, "mu": 0.5}
+    known = calibrators[name].__init__.__annotations__
+    method = calibrators[name](**{key: value for key, value in small.items() if key in known})
+    options: dict[str, Any] = {"pool": pool_on(models(), device), "parts": models().samples(2)}
+    is_trained = hasattr(method, "train") or hasattr(method, "train_jointly")
+    on = ground(models(), **options, sites={}) if is_trained else ground(models(), method.update, **options)
+    solved: dict[Any, Tensor] = {}
+    for layer in method.calibrate(on):
+        solved |= {(layer.layer, key): value for key, value in layer.updates.items()}
+        for task, attached in layer.attachments.items():
+            solved |= {(layer.layer, task, key): value for key, value in attached.tensors().items()}
+        for report in layer.reports:
+            numbers = {key: value for key, value in vars(report).items() if isinstance(value, float)}
+            del numbers["seconds"]
+            solved |= {(layer.layer, report.site, key): torch.tensor(value) for key, value in numbers.items()}
+        drift = torch.tensor(list(layer.drift_l2_mean.values()))
+        solved[layer.layer, "drift"] = drift
+    assert solved
+    return solved
+
+
+@pytest.fixture(scope="module", params=sorted(calibrators))
+def calibrated(request: pytest.FixtureRequest) -> tuple[str, dict[Any, Tensor]]:
+    """A calibrator, and what it makes on the CPU."""
+    with sdpa_kernel([SDPBackend.MATH]):
+        return request.param, solution(request.param, CPU)
+
+
+@behaviours
+def test_a_calibration(
+    sim: torch.device, calibrated: tuple[str, dict[Any, Tensor]], switches: dict[str, bool]
+) -> None:
+    name, expected = calibrated
+    turn(**switches)
+    found = solution(name, sim)
+    assert found.keys() == expected.keys()
+    assert not [key for key in expected if not same(found[key], expected[key])]
+
+
+@pytest.mark.parametrize("switches", [{}, {"no_double": True}], ids=["plain", "no_float64"])
+@pytest.mark.parametrize("name", [name for name in merge_methods if merge_methods[name].runs_models])
+def test_a_merge_that_runs_models(
+    sim: torch.device, world: World, tmp_path: Path, name: str, switches: dict[str, bool]
+) -> None:
+    settings = {"steps": 2} if name == "adamerging" else {}
+    for device in ("cpu", "sim"):
+        turn(**(switches if device == "sim" else {}))
+        dl.merge(world.spec(), method=name, parameters=settings, out=tmp_path / device, device=device)
+    found, expected = (load_file(next((tmp_path / at).glob("*.safetensors"))) for at in ("sim", "cpu"))
+    assert found.keys() == expected.keys()
+    assert not [key for key in expected if not same(found[key], expected[key])]
+
+
+def of_adapter(name: str) -> tuple[nn.Module, LayerChain, Any]:
+    made = subject_of(name, torch.float32)
+    return made.module, made.chain, made.inputs
+
+
+def of_family(name: str) -> tuple[nn.Module, LayerChain, Any]:
+    family = live_families.FAMILIES[name]
+    model, inputs = family.build().eval(), family.data(torch.Generator().manual_seed(3), 3)
+    return model, sequential_chain(model, inputs, blocks=family.blocks), inputs
+
+
+def of_decoder(config: Any) -> tuple[nn.Module, LayerChain, Any]:
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    inputs = mixtures.tokens(torch.Generator().manual_seed(0), 3)
+    return model, causal_chain(model, inputs)[0], inputs
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, LayerChain, Any]]] = {
+    **{name: functools.partial(of_adapter, name) for name in adapters},
+    **{
+        name: functools.partial(of_family, name)
+        for name, family in live_families.FAMILIES.items()
+        if not family.refused
+    },
+    **{
+        f"decoder {name}": functools.partial(of_decoder, config)
+        for name, config in {**decoders.CONFIGS, **decoders.MORE, **decoders.MIXTURES}.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model(sim: torch.device, name: str) -> None:
+    model, chain, inputs = MODELS[name]()
+    batches, source = [Batch(0, 3, inputs)], module_source(model, "merged")
+    finals, libraries = [], []
+    for device in (CPU, sim):
+        settle(model, device)
+        pool = ModelPool(chain, model, {"merged": source}, device=device, dtype=torch.float32)
+        with torch.no_grad():
+            [(_, final)] = forward(pool, "merged", batches)
+            finals.append(final)
+            libraries.append(pool.library_states("merged", _on(inputs, device))[-1][chain.layers[-1].stream])
+    assert finals[1].device.type == sim.type and same(finals[1], finals[0].cpu())
+    assert same(libraries[1], libraries[0].cpu())
+
+
+def _on(inputs: Any, device: torch.device) -> Any:
+    return (
+        {key: value.to(device) for key, value in inputs.items()}
+        if isinstance(inputs, dict)
+        else inputs.to(device)
+    )

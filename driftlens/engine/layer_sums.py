@@ -346,8 +346,8 @@ class NormSums:
             return
         # Moments of a task below each other: averages by coordinate, and the weight.
         weight, names = merged[f"{self.site.name}.weight"], [each.name for each in fields(NormMoments)]
-        shape, place = (num_tasks, len(names), len(weight)), device_of(self.dtype, weight.device)
-        table = torch.zeros(shape, dtype=self.dtype, device=place)
+        shape, device = (num_tasks, len(names), len(weight)), device_of(self.dtype, weight.device)
+        table = torch.zeros(shape, dtype=self.dtype, device=device)
         for place, moments in zip(places, self._tasks, strict=True):
             table[place] = torch.stack([value.expand(table.shape[-1]) for value in vars(moments).values()])
         team.sum([table], to=to)

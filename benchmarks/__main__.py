@@ -22,6 +22,7 @@ NAMES = (
     "pages",
     "dashboard",
     "busy",
+    "mixtures",
     "mergekit",
 )
 

@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import time
 import zipfile
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -123,24 +124,33 @@ def _measured(folder: pathlib.Path, base: pathlib.Path, arguments: argparse.Name
     run.calibrate(dl.FeatCal(), name="featcal", save_weights=folder / "saved")
     repaired = time.process_time()
     run = dl.open_run(folder / "run")
+    variants = ("base", "expert", "merged", "baseline:featcal-anchor", "calibrated:featcal")
     lines = [
         f"precision@5 [95 % interval] of {arguments.queries} queries among {arguments.passages} texts, two experts of "
         f"{base.name} merged by {arguments.merge}, and relative drift",
-        f"| model | {' | '.join(f'{task} | drift' for task in TASKS)} |",
-        f"|---|{'---|' * (2 * len(TASKS))}",
+        variant_table(run, TASKS, variants, "precision@5"),
     ]
-    drift = run.layers(layer="final").set_index(["task", "variant"])["drift_rel"]
-    for variant in ("base", "expert", "merged", "baseline:featcal-anchor", "calibrated:featcal"):
-        cells = []
-        for task in TASKS:
-            rows = run.accuracy(task, variant).set_index("metric").loc["precision@5"]
-            cells.append(estimate(Interval(rows["value"], rows["ci_low"], rows["ci_high"]), "number"))
-            cells.append("0" if variant == "expert" else f"{drift.get((task, variant), float('nan')):.3f}")
-        lines.append(f"| {variant} | {' | '.join(cells)} |")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     lines.append(
         f"processor time: analysis {analyzed - started:.0f} s, repair {repaired - analyzed:.0f} s; peak {peak:.0f} MB"
     )
+    return "\n".join(lines)
+
+
+def variant_table(run: dl.Run, tasks: Sequence[str], variants: Sequence[str], metric: str) -> str:
+    """A row for each variant: its score with an interval and its final drift on every task."""
+    lines = [
+        f"| model | {' | '.join(f'{task} | drift' for task in tasks)} |",
+        f"|---|{'---|' * (2 * len(tasks))}",
+    ]
+    drift = run.layers(layer="final").set_index(["task", "variant"])["drift_rel"]
+    for variant in variants:
+        cells = []
+        for task in tasks:
+            row = run.accuracy(task, variant).set_index("metric").loc[metric]
+            cells.append(estimate(Interval(row["value"], row["ci_low"], row["ci_high"]), "number"))
+            cells.append("0" if variant == "expert" else f"{drift.get((task, variant), float('nan')):.3f}")
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

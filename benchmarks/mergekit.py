@@ -112,16 +112,9 @@ def _taken(command: Sequence[str], folder: pathlib.Path) -> Taken:
 
 def write_model(folder: pathlib.Path, blocks: int, width: int, within: int, *, seed: int) -> None:
     """A Llama with random weights in bf16 shards, and a tokenizer of made-up words; experts are near seed 0."""
-    import tokenizers
     import torch
     import transformers
 
-    words = {f"word{number}": number for number in range(WORDS)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    reader = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="word1", unk_token="word0"
-    )
     config = transformers.LlamaConfig(
         vocab_size=WORDS,
         hidden_size=width,
@@ -141,4 +134,18 @@ def write_model(folder: pathlib.Path, blocks: int, width: int, within: int, *, s
             weight.add_(1e-3 * torch.randn(weight.shape))
     size = sum(weight.nbytes for weight in model.parameters())
     model.save_pretrained(folder, max_shard_size=f"{size // SHARDS // 10**6 + 1}MB")
+    write_words(folder)
+
+
+def write_words(folder: pathlib.Path) -> None:
+    """A tokenizer of made-up words."""
+    import tokenizers
+    import transformers
+
+    words = {f"word{number}": number for number in range(WORDS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    reader = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="word1", unk_token="word0"
+    )
     reader.save_pretrained(folder)

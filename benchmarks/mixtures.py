@@ -85,12 +85,12 @@ def _write_texts(folder: pathlib.Path) -> None:
     import random
 
     draw = random.Random(0)
-    for task in range(1, TASKS + 1):
+    for name in (f"{task}{split}" for task in range(1, TASKS + 1) for split in ("", "-test")):
         rows = (
             {"input": " ".join(f"word{draw.randrange(2, WORDS)}" for _ in range(TOKENS)), "target": "word7"}
             for _ in range(SAMPLES)
         )
-        (folder / f"{task}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 def _job(folder: pathlib.Path, job: str, device: str) -> float:
@@ -108,7 +108,7 @@ def _job(folder: pathlib.Path, job: str, device: str) -> float:
             "prompt": "{input}",
             "metric": "exact_match",
             "calibration": str(folder / f"{task}.jsonl"),
-            "test": str(folder / f"{task}.jsonl"),
+            "test": str(folder / f"{task}-test.jsonl"),
         }
         for task in tasks
     }

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,27 +38,43 @@ def open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
     origin = f"{entry.path}[{entry.config or ''}]:{name}"
     if entry.holds_texts:
         return _open_texts(entry, split, rows, where, origin)
-    picture = _pictures(entry, rows, entry.pixels, where)
+    pictures = _pictures(entry, rows, entry.pixels, where)
     names, class_names = _labels(rows, entry.label, where) if entry.label else (None, None)
     return SplitView(
         origin=origin,
         ids=tuple(str(row) for row in range(len(rows))),
         class_names=class_names,
         label=lambda position: names[position] if names else None,
-        read=picture,
+        read=lambda position: pictures(position)[0](),
     )
 
 
-def _pictures(entry: HfData, rows: Any, column: str, where: str) -> Callable[[int], Picture]:
-    """What reads the image of a row."""
+def _pictures(
+    entry: HfData, rows: Any, column: str, where: str
+) -> Callable[[int], Sequence[Callable[[], Picture]]]:
+    """What reads the image of a row, or each of its images where texts are about several."""
     from datasets import Image
 
-    _check_image_column(rows, column, where)
+    feature = rows.features.get(column)
+    are_lists = entry.holds_texts and isinstance(getattr(feature, "feature", None), Image)
+    if not are_lists:
+        _check_image_column(rows, column, where)
     # Encoded, because decoding them `datasets` fetches any address and has Pillow start Ghostscript for PostScript.
-    mode, encoded = rows.features[column].mode, Image(decode=False)
-    images = rows.select_columns([column]).cast_column(column, encoded)
+    mode, encoded = (feature.feature if are_lists else feature).mode, Image(decode=False)
+    images = rows.select_columns([column]).cast_column(
+        column, type(feature)(encoded) if are_lists else encoded
+    )
     folders = _folders(entry)
-    return lambda row: _picture(images[row][column], mode, folders, f"{where}, row {row}")
+
+    def read(row: int, at: int) -> Picture:
+        cell = images[row][column]
+        return _picture(cell[at] if are_lists else cell, mode, folders, f"{where}, row {row}")
+
+    def of_row(row: int) -> Sequence[Callable[[], Picture]]:
+        count = len(images[row][column] or ()) if are_lists else 1
+        return [partial(read, row, at) for at in range(count)]
+
+    return of_row
 
 
 def _open_texts(entry: HfData, split: Split, rows: Any, where: str, origin: str) -> SplitView:
@@ -76,7 +93,7 @@ def _open_texts(entry: HfData, split: Split, rows: Any, where: str, origin: str)
         where=where,
         origin=origin,
         names=feature.names if isinstance(feature, ClassLabel) else None,
-        picture=_pictures(entry, rows, entry.pictures, where) if entry.pictures else None,
+        pictures=_pictures(entry, rows, entry.pictures, where) if entry.pictures else None,
     )
 
 

@@ -60,14 +60,14 @@ def text_view(
     origin: str,
     unit: str = "row",
     names: Sequence[str] | None = None,
-    picture: Callable[[int], Any] | None = None,
-    sound: Callable[[int], Any] | None = None,
+    pictures: Callable[[int], Sequence[Callable[[], Any]]] | None = None,
+    sounds: Callable[[int], Sequence[Callable[[], Any]]] | None = None,
 ) -> SplitView:
     """The samples of a split whose rows are texts; `row` gives those columns of a row that are asked.
 
     A split that serves no scores may lack the answers; of the test split all have one, where the column is named in the
-    spec. `names` are what whole numbers among the targets mean, `unit` what an id counts; `picture` reads the
-    image that a row is about, `sound` what is heard instead of a text.
+    spec. `names` are what whole numbers among the targets mean, `unit` what an id counts; `pictures` gives what
+    reads the images that a row is about, `sounds` what reads the one that is heard instead of a text.
     """
     from driftlens.spec.data import filled
 
@@ -96,11 +96,14 @@ def text_view(
                 f"{place}: nothing is asked, {' and '.join(map(repr, asked.values()))} is empty",
                 hint="Leave such rows out, or name the column that holds the text as `input`.",
             )
-        if sound is not None:
-            return Heard(fields["audio"], target(position), partial(sound, position))
+        if sounds is not None:
+            return Heard(fields["audio"], target(position), sounds(position)[0])
         question = filled(entry.prompt or "{input}", fields)
-        if picture is not None:
-            return Pictured(question, target(position), partial(picture, position))
+        if pictures is not None:
+            images = tuple(pictures(position))
+            if not images:
+                raise DataError(f"{place}: no image is named", hint="Name one, or leave the row out.")
+            return Pictured(question, target(position), images)
         return Text(question, target(position))
 
     def place(position: int) -> str:
@@ -140,7 +143,7 @@ def as_texts(
     if reader is not None and entry.prompt is not None:
         reader = replace(reader, lead="")  # the task's own stands in its place
     if reader is not None and entry.chat:
-        asked = reader.chats([row.input for row in rows])
+        asked = reader.chats([reader.message(row) for row in rows])
         rows = [row._replace(input=question) for question, row in zip(asked, rows, strict=True)]
     answer = entry.answer or (" {target}" if form == "decoder" and not entry.chat else "{target}")
     shows = split == "calibration" and not related_columns(entry)
@@ -184,13 +187,15 @@ def _files(
     file: Path,
     where: str,
     read: Callable[[Path], Any],
-) -> Callable[[int], Any] | None:
-    """What reads the image or sound whose path stands in a column of rows; None where no column is named."""
+) -> Callable[[int], Sequence[Callable[[], Any]]] | None:
+    """What reads the sound, or the images, whose path or paths stand in a column of rows; None where none is named."""
     if column is None:
         return None
-    paths = [row.get(column) for row in rows]
-    require_there(paths, file.parent, where, "images" if read is read_image else "sounds")
-    return lambda position: read(file.parent / str(paths[position]))
+    may_list = read is read_image
+    cells = [cell if isinstance(cell := row.get(column), list) and may_list else [cell] for row in rows]
+    paths = [path for listed in cells for path in listed]
+    require_there(paths, file.parent, where, "images" if may_list else "sounds")
+    return lambda position: [partial(read, file.parent / str(path)) for path in cells[position]]
 
 
 def _too_long(
@@ -290,10 +295,10 @@ def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
     for key, column in {"image": entry.pictures, "audio": entry.sounds}.items():
         if column is not None:
             require_column(column, keys, key, str(file))
-    picture = _files(entry.pictures, values, file, str(file), read_image)
-    sound = _files(entry.sounds, values, file, str(file), read_sound)
+    pictures = _files(entry.pictures, values, file, str(file), read_image)
+    sounds = _files(entry.sounds, values, file, str(file), read_sound)
     named = {"where": str(file), "origin": str(file.resolve()), "unit": "line"}
-    return text_view(entry, split, ids, keys, values.__getitem__, **named, picture=picture, sound=sound)
+    return text_view(entry, split, ids, keys, values.__getitem__, **named, pictures=pictures, sounds=sounds)
 
 
 def _lines(file: Path) -> list[str]:
@@ -364,11 +369,11 @@ def _open_texts(entry: TableData, split: Split) -> SplitView:
         return {name: values[position] for name, values in columns.items()}
 
     all_rows = [*map(row, range(len(rows)))]
-    picture = _files(entry.pictures, all_rows, file, where, read_image)
-    sound = _files(entry.sounds, all_rows, file, where, read_sound)
+    pictures = _files(entry.pictures, all_rows, file, where, read_image)
+    sounds = _files(entry.sounds, all_rows, file, where, read_sound)
     ids = list(map(str, rows))
     return text_view(
-        entry, split, ids, columns, row, where=where, origin=origin, picture=picture, sound=sound
+        entry, split, ids, columns, row, where=where, origin=origin, pictures=pictures, sounds=sounds
     )
 
 

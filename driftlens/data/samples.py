@@ -275,9 +275,9 @@ def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
 
 
 def _contents(value: Any) -> Iterable[bytes]:
-    if isinstance(value, Pictured | Heard):  # wherever its image or sound lies
-        read = value.image() if isinstance(value, Pictured) else value.sound().values
-        yield from _contents([value.input, value.target, np.asarray(read)])
+    if isinstance(value, Pictured | Heard):  # wherever its images or its sound lie
+        read = (image() for image in value.images) if isinstance(value, Pictured) else [value.sound().values]
+        yield from _contents([value.input, value.target, *map(np.asarray, read)])
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield str(key).encode()

@@ -68,7 +68,7 @@ class Preprocess:
             silence = Sound(np.zeros(self.texts.extractor.n_samples, dtype=np.float32))
             return self([Heard(text, sound=lambda: silence) for text in _EXAMPLES])
         if isinstance(self.texts, PictureReader):
-            return self([Pictured(text, image=partial(_rgb, pictures[0])) for text in _EXAMPLES])
+            return self([Pictured(text, images=(partial(_rgb, pictures[0]),)) for text in _EXAMPLES])
         return self(pictures if self.texts is None else [(text, "") for text in _EXAMPLES])
 
 

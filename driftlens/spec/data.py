@@ -328,7 +328,8 @@ class HfData(TextEntry):
 class JsonlData(Places, TextEntry):
     """Text tasks: files with one JSON object per line.
 
-    `image` names the key of the path of a question's image, `audio` that of a sound, which is asked instead of a text.
+    `image` names the key of the path of a question's image, or a list of paths; `audio` that of a sound, which is asked
+    instead of a text.
     """
 
     kind: Literal["jsonl"]

@@ -83,33 +83,48 @@ def test_every_kind_of_file_gives_the_same_questions_and_answers(tmp_path: Path,
     assert [view.label(at) for at in range(3)] == [word for _, word in wanted]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "hf"])
-def test_questions_about_images_are_the_same_from_every_kind_of_file(tmp_path: Path, kind: str) -> None:
-    """Several may be about one image; what tells data from other data is its pixels, wherever it lies."""
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "hf"])
+def test_questions_about_images_are_the_same_from_every_kind_of_file(
+    tmp_path: Path, kind: str, several: bool
+) -> None:
+    """Several may be about one image, or one about several; what tells data from other data is its pixels."""
+    if several and kind == "csv":
+        pytest.skip("cells of CSV files hold no lists")
     shades = (10, 200)
     digests = set()
     for folder in (tmp_path / "one", tmp_path / "two"):
         folder.mkdir()
         for at, shade in enumerate(shades):
             Image.new("RGB", (4, 3), (shade, 0, 0)).save(folder / f"{at}.png")
-        rows = [{**row, "file": f"{at % 2}.png"} for at, row in enumerate(ROWS)]
+        rows: list[dict[str, Any]] = [{**row, "file": f"{at % 2}.png"} for at, row in enumerate(ROWS)]
+        if several:
+            rows = [row | {"file": [row["file"], *["1.png"] * at]} for at, row in enumerate(rows)]
         values: dict[str, Any] = {"prompt": "{more}", "target": "number", "image": "file"}
         if kind == "jsonl":
             values |= both(jsonl(folder, rows))
         elif kind == "hf":
             import datasets
 
-            held = [{**row, "file": str(folder / str(row["file"]))} for row in rows]
-            data = datasets.Dataset.from_list(held).cast_column("file", datasets.Image())
+            held = [
+                {**row, "file": [*map(str, map(folder.joinpath, row["file"]))]}
+                if several
+                else {**row, "file": str(folder / row["file"])}
+                for row in rows
+            ]
+            feature = datasets.List(datasets.Image()) if several else datasets.Image()
+            data = datasets.Dataset.from_list(held).cast_column("file", feature)
             datasets.DatasetDict(all=data).save_to_disk(folder / "saved")
             values |= both("all", kind="hf", path=str(folder / "saved"))
         else:
-            pd.DataFrame(rows).to_csv(folder / "rows.csv", index=False)
-            values |= both(str(folder / "rows.csv"), "table")
+            frame, file = pd.DataFrame(rows), folder / f"rows.{kind}"
+            frame.to_csv(file, index=False) if kind == "csv" else frame.to_parquet(file)
+            values |= both(str(file), "table")
         view = opened(**values)
         read = [view.read(at) for at in range(3)]
         assert [sample[:2] for sample in read] == [("blue", "3"), ("no", "4"), ("yes", "5")]
-        assert [sample.image().getpixel((0, 0))[0] for sample in read] == [10, 200, 10]
+        shown = [[image().getpixel((0, 0))[0] for image in sample.images] for sample in read]
+        assert shown == [[10], [200, *[200] * several], [10, *[200, 200] * several]]
         digests.add(data_digest(view.ids, view.read))
     assert len(digests) == 1
     Image.new("RGB", (4, 3), (shades[0] + 1, 0, 0)).save(tmp_path / "two" / "0.png")

@@ -20,6 +20,9 @@ from tests.zoo.cases import perturbed
 from tests.zoo.tensors import assert_every_tensor, site_keys, weights_in
 from tests.zoo.vlms import PROCESSORS, TASKS, in_double, model_of, picture_spec, saved_vlms, text_spec, vlms
 
+SEVERAL = ("Gemma 3 with images", "Gemma 4 with images", "Idefics 3", "Mistral 3", "Qwen2.5-VL")
+"""Families beside LLaVA whose processors lay several images of a sample out in ways of their own."""
+
 
 def logits(folder: Path, text: str) -> torch.Tensor:
     """What transformers makes of a text by a folder."""
@@ -28,21 +31,22 @@ def logits(folder: Path, text: str) -> torch.Tensor:
         return model(**transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")).logits
 
 
-def read_by_the_library(processor: Any, question: str, picture: Path) -> Any:
-    """What a folder's own processor makes of a question about a picture."""
-    said = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
+def read_by_the_library(processor: Any, question: str, *pictures: Path) -> Any:
+    """What a folder's own processor makes of a question about pictures."""
+    marks = [{"type": "image"} for _ in pictures]
+    said = [{"role": "user", "content": [*marks, {"type": "text", "text": question}]}]
     text = processor.apply_chat_template(said, add_generation_prompt=True)
-    return processor(text=[text], images=[[Image.open(picture)]], return_tensors="pt")
+    return processor(text=[text], images=[[*map(Image.open, pictures)]], return_tensors="pt")
 
 
-def final_features(folder: Path, questions: list[tuple[str, Path]]) -> torch.Tensor:
+def final_features(folder: Path, questions: list[tuple[str, Path] | tuple[str, Path, Path]]) -> torch.Tensor:
     """What a folder's head reads where its answers to questions about pictures begin, by transformers alone."""
     model = in_double(transformers.AutoModelForImageTextToText.from_pretrained(folder))
     processor = transformers.AutoProcessor.from_pretrained(folder)
     read: list[torch.Tensor] = []
     model.get_output_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0][:, -1]))
-    for question, picture in questions:
-        given = read_by_the_library(processor, question, picture)
+    for question, *pictures in questions:
+        given = read_by_the_library(processor, question, *pictures)
         with torch.no_grad():
             model(**{key: x.double() if x.is_floating_point() else x for key, x in given.items()})
     return torch.cat(read)
@@ -119,6 +123,20 @@ def test_of_pictures_tower_and_decoder_are_measured_and_repaired(name: str, tmp_
     rows = [json.loads(line) for line in (tmp_path / "b-test.jsonl").read_text().splitlines()]
     features = final_features(tmp_path / "out", [(row["input"], tmp_path / row["picture"]) for row in rows])
     measured = torch.tensor(run.features("b", "calibrated:small", layer="final")).double()  # kept in float16
+    assert torch.cdist(measured, features).min(dim=1).values.max() < 1e-3 * features.norm(dim=1).max()
+
+
+@pytest.mark.parametrize("name", ["LLaVA", *(pytest.param(one, marks=pytest.mark.slow) for one in SEVERAL)])
+def test_questions_may_be_about_several_pictures(name: str, tmp_path: Path) -> None:
+    saved_vlms(name, tmp_path)
+    spec = picture_spec(tmp_path, several=True, metrics={"jacobian": False})
+    run = dl.analyze(spec, out=tmp_path / "run")
+    assert run.layers(variant="merged")["closure_error"].max() < 1e-9
+    rows = [json.loads(line) for line in (tmp_path / "b-test.jsonl").read_text().splitlines()]
+    asked: Any = [(row["input"], *(tmp_path / one for one in row["picture"])) for row in rows]
+    assert {len(question) for question in asked} == {2, 3}
+    features = final_features(tmp_path / "b", asked)
+    measured = torch.tensor(run.features("b", "expert", layer="final")).double()  # kept in float16
     assert torch.cdist(measured, features).min(dim=1).values.max() < 1e-3 * features.norm(dim=1).max()
 
 
@@ -251,6 +269,15 @@ def broken_loader(folder: Path, spec: Any) -> None:
     transformers.LlamaForCausalLM(whole.text_config).save_pretrained(folder / "base")
 
 
+def broken_marks(folder: Path, spec: Any) -> None:
+    spec["data"]["a"] |= {"prompt": "<image><image> {input}", "chat": False}
+
+
+def broken_list(folder: Path, spec: Any) -> None:
+    file = folder / "a-train.jsonl"
+    file.write_text(file.read_text().replace('"a-train-0.png"', "[]"))
+
+
 def broken_length(folder: Path, spec: Any) -> None:
     spec["data"]["a"]["max_length"] = 6
 
@@ -264,6 +291,8 @@ def broken_length(folder: Path, spec: Any) -> None:
         (broken_processor, 4, "can't be used as it is"),
         (broken_size, 4, "can't be used as it is"),
         (broken_base, 4, "processor"),
+        (broken_marks, 4, "says <image> 2 times and has 1 image; expected it once"),
+        (broken_list, 4, "line 1: no image is named"),
         (broken_length, 4, "image tokens can't be cut"),
         (broken_loader, 4, "expected a vision-language model"),
     ],

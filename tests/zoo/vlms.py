@@ -146,7 +146,9 @@ def vlms(*fast: str, only: Iterable[str] | None = None) -> list[Any]:
 def _qwen(kind: str) -> Any:
     images = transformers.Qwen2VLImageProcessor(patch_size=4, merge_size=2, min_pixels=64, max_pixels=256)
     videos = getattr(transformers, f"{kind.replace('2_5_', '2')}VideoProcessor")(patch_size=4, merge_size=2)
-    return getattr(transformers, f"{kind}Processor")(images, _tokenizer(), videos, chat_template=_asking())
+    return getattr(transformers, f"{kind}Processor")(
+        images, _tokenizer(), videos, chat_template=_asking("<start><image><end>")
+    )
 
 
 def _tokenizer() -> Any:
@@ -226,8 +228,11 @@ def saved_vlms(name: str, folder: Path) -> None:
         (PROCESSORS[name]() if name in PROCESSORS else _tokenizer()).save_pretrained(folder / part)
 
 
-def picture_spec(folder: Path, **more: Any) -> dict[str, Any]:
-    """A spec of the models in a folder and questions about pictures of several shapes, whose files are written."""
+def picture_spec(folder: Path, *, several: bool = False, **more: Any) -> dict[str, Any]:
+    """A spec of the models in a folder and questions about pictures of several shapes, whose files are written.
+
+    With `several` each question is about the picture of the row before it, too, but the first one.
+    """
     spec = text_spec(folder, **more)
     generator = np.random.default_rng(0)
     for task in TASKS:
@@ -239,6 +244,9 @@ def picture_spec(folder: Path, **more: Any) -> dict[str, Any]:
                 size = (12, (8, 24, 16)[at % 3], 3)
                 pixels = generator.integers(0, 256, size=size, dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / row["picture"])
+            if several:
+                files = [row["picture"] for row in rows]
+                rows = [row | {"picture": files[max(at - 1, 0) : at + 1]} for at, row in enumerate(rows)]
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         spec["data"][task] |= {"image": "picture", "chat": True}
     spec["data"]["defaults"] |= {"n": 8, "n_diagnosis": 4}

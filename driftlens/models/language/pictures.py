@@ -1,7 +1,7 @@
 """Questions about pictures, as the processor in a model's own folder makes inputs of both.
 
-Every sample has one image. Its row is what the processor makes of question and image, an answer follows as in rows of
-texts alone. The processor sees one sample at a time, so that no result depends on what else is in a batch.
+Every sample has images, mostly one. Its row is what the processor makes of question and images, an answer follows as
+in rows of texts alone. The processor sees one sample at a time, so that no result depends on what else is in a batch.
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ class PictureReader(TextReader):
         rows, images = zip(*(self._made(question, list(tail)) for question, tail in asked), strict=True)
         return self.left_padded(rows) | as_the_library(together(images))
 
-    def chats(self, messages: Sequence[Any]) -> list[str]:
-        """See `TextReader`; every message has its image before its text."""
-        said: list[Any] = [[{"type": "image"}, {"type": "text", "text": text}] for text in messages]
-        return super().chats(said)
+    def message(self, sample: Any) -> Any:
+        """See `TextReader`; every message has its images before its text."""
+        return [*[{"type": "image"} for _ in sample.images], {"type": "text", "text": sample.input}]
 
     @property
     def template(self) -> Any:
@@ -80,15 +79,23 @@ class PictureReader(TextReader):
         return mark
 
     def _made(self, sample: Pictured, answer: list[int]) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
-        """A question's entries by tokens, those of an answer behind it, and the entries of its image."""
-        text = sample.input if self.mark in sample.input else f"{self.mark} {sample.input}"
-        made = self.processor(text=[text], images=[[sample.image().convert("RGB")]], return_tensors="pt")
+        """A question's entries by tokens, those of an answer behind it, and the entries of its images."""
+        text, said, count = sample.input, sample.input.count(self.mark), len(sample.images)
+        if said not in (0, count):
+            raise DataError(
+                f"a question says {self.mark} {said} times and has {count} image{'s' * (count > 1)}; expected it once "
+                "for each",
+                hint="Leave these out, and they are put before the question, or name as many images.",
+            )
+        text = text if said else " ".join([*[self.mark] * count, text])
+        images = [image().convert("RGB") for image in sample.images]
+        made = self.processor(text=[text], images=[images], return_tensors="pt")
         whole = made["input_ids"][0].tolist()
         kept = self._open_ended(whole)
         first = int(whole[:2] == [self.tokenizer.bos_token_id] * 2)  # of which one is kept
         if len(kept) >= self.max_length:
             raise DataError(
-                f"a question and its image have {len(kept)} tokens; with an answer at most {self.max_length} are "
+                f"a question and its images have {len(kept)} tokens; with an answer at most {self.max_length} are "
                 "read, and image tokens can't be cut",
                 hint="Raise max_length, or give smaller images and shorter questions.",
             )
@@ -98,8 +105,10 @@ class PictureReader(TextReader):
             for name in made
             if name.endswith(("token_type_ids", "attention_mask")) and made[name].shape[:2] == (1, len(whole))
         }
-        images = {name: value for name, value in made.items() if name not in by_token and name != "input_ids"}
-        return {"input_ids": kept + answer, **by_token}, images
+        of_images = {
+            name: value for name, value in made.items() if name not in by_token and name != "input_ids"
+        }
+        return {"input_ids": kept + answer, **by_token}, of_images
 
 
 def together(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -46,11 +46,11 @@ class Text(NamedTuple):
 
 
 class Pictured(NamedTuple):
-    """A sample of an image and a text: what is asked, what the answer should be, or nothing; `image()` is the image."""
+    """A sample of images and a text: what is asked, what is answered, or nothing, and what reads each image."""
 
     input: str
     target: str = ""
-    image: Any = None
+    images: tuple[Callable[[], Any], ...] = ()
 
 
 class Heard(NamedTuple):
@@ -218,7 +218,7 @@ class TextReader:
                 )
         return lengths
 
-    def chats(self, messages: Sequence[str]) -> list[str]:
+    def chats(self, messages: Sequence[Any]) -> list[str]:
         """What the model reads where a user says each of `messages` and it is its turn to answer."""
         name = self.tokenizer.name_or_path
         try:
@@ -233,6 +233,10 @@ class TextReader:
             f"chat: the tokenizer of {name} has no chat template",
             hint="Take `chat` out and write the prompt in `prompt`, or use the tokenizer of the chat model.",
         )
+
+    def message(self, sample: Text) -> Any:
+        """What a user says who asks this, as `chats` takes it."""
+        return sample.input
 
     @property
     def template(self) -> Any:

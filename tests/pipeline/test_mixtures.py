@@ -33,7 +33,13 @@ def test_a_run_tells_who_goes_where_and_names_experts_without_tokens(tmp_path: P
     layers = run.layers("a", "merged").set_index("layer")
     assert layers["rerouted"].notna().sum() == 3 and layers.loc[2:4, "rerouted"].between(0, 1).all()
     assert "Tokens that go to other experts" in summary(run, verbose=True)
-    run = run.calibrate(dl.FeatCal(lam=1e-3, rho=1), name="small", save_weights=tmp_path / "out")
+    with pytest.raises(SpecError, match="leave all of them out"):
+        run.calibrate(
+            dl.FeatCal(rho=1, routers="before"), name="x", sites=["*.q_proj"], save_weights=tmp_path / "no"
+        )
+    assert not (tmp_path / "no").exists() and "x" not in dl.open_run(run.path).manifest.calibrations
+    calibrator = dl.FeatCal(lam=1e-3, rho=1, routers="after")
+    run = run.calibrate(calibrator, name="small", save_weights=tmp_path / "out")
     kept = run.calibration("small").query("kind == 'kept'")
     assert set(kept["site"]) == {
         f"model.layers.1.mlp.experts.2.{matrix}" for matrix in ("gate_up_proj", "down_proj")
@@ -42,41 +48,13 @@ def test_a_run_tells_who_goes_where_and_names_experts_without_tokens(tmp_path: P
     assert "model.layers.1.mlp.experts.2 (0 tokens)" in notice
     merged, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "out"))
     experts = [load_file(tmp_path / task / "model.safetensors") for task in TASKS]
+    routers = run.calibration("small").query("kind == 'router'")
+    assert len(routers) == 3 and (routers["objective_after"] < routers["objective_before"]).all()
+    assert "routers-small" in [sheet.name for sheet in calibration_sheets(run, "small")]
+    for key in (f"model.layers.{layer}.mlp.router.weight" for layer in range(3)):
+        start = merged[key] + 0.3 * sum(expert[key] - merged[key] for expert in experts)
+        assert not torch.allclose(saved[key], start)
     key = "model.layers.1.mlp.experts.gate_up_proj"
     wanted = merged[key] + 0.3 * sum(expert[key] - merged[key] for expert in experts)
     torch.testing.assert_close(saved[key][2], wanted[2])
     assert not torch.allclose(saved[key][0], wanted[0])
-
-
-@pytest.mark.slow
-def test_routers_are_repaired_saved_and_told_and_frozen_ones_leave_nothing_behind(tmp_path: Path) -> None:
-    spec = spec_of(MIXTURES["Mixtral"], tmp_path) | {"metrics": {"jacobian": False}}
-    run = dl.analyze(spec, out=tmp_path / "run")
-    plain, repaired = (
-        run.calibrate(
-            dl.FeatCal(lam=1e-3, rho=1, routers=routers), name=routers, save_weights=tmp_path / routers
-        )
-        for routers in ("off", "after")
-    )
-    rows = repaired.calibration("after").query("kind == 'router'")
-    assert len(rows) == 3 and rows[["routes_before", "routes_after"]].stack().between(0, 1).all()
-    assert (rows["objective_after"] < rows["objective_before"]).all()
-    assert not (plain.calibration("off")["kind"] == "router").any()
-    told = {name: [sheet.name for sheet in calibration_sheets(repaired, name)] for name in ("off", "after")}
-    assert "routers-after" in told["after"] and "routers-off" not in told["off"]
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("off", "after"))
-    changed = {
-        key.rpartition("layers.")[2][2:] for key, value in after.items() if not value.equal(before[key])
-    }
-    assert "block_sparse_moe.gate.weight" in changed
-    frozen = spec_of(MIXTURES["Mixtral"], tmp_path) | {"metrics": {"jacobian": False}}
-    base = load_file(tmp_path / "base" / "model.safetensors")
-    for name in TASKS:
-        file = tmp_path / name / "model.safetensors"
-        routers = {key: value for key, value in base.items() if "gate.weight" in key}
-        save_file(load_file(file) | routers, file, {"format": "pt"})
-    run = dl.analyze(frozen, out=tmp_path / "frozen")
-    with pytest.raises(SpecError, match="frozen in training"):
-        run.calibrate(dl.FeatCal(rho=1, routers="before"), name="x", save_weights=tmp_path / "nowhere")
-    assert not (tmp_path / "nowhere").exists()
-    assert "x" not in dl.open_run(tmp_path / "frozen").manifest.calibrations

@@ -37,6 +37,8 @@ _Z = NormalDist().inv_cdf(0.975)
 _ERROR = "_stderr"
 _COUNTS = ("sample_len", "sample_count")
 """Numbers beside the metrics of a task that are none."""
+_ALL = "all"
+"""A task of leaderboards' files that is the mean of all others."""
 _WHOLE = ("overall", "micro", "macro")
 """How metrics over all samples of a task begin; they stand before those of a part."""
 
@@ -195,6 +197,8 @@ def _groups(document: Mapping[str, Any]) -> dict[str, list[str]]:
         if above and "group_subtasks" not in document:
             listed.setdefault(above[-1][1], []).append(task)
         above.append((depth, task))
+    if _ALL in document["results"]:  # as leaderboards write it: of the others, whatever they are
+        listed.setdefault(_ALL, [task for task in document["results"] if task != _ALL])
     return listed
 
 

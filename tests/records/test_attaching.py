@@ -127,6 +127,13 @@ def test_a_mean_is_over_leaves_and_says_which(folder: Path, *, is_listed: bool) 
     assert [*attached_shares(run)["task"]] == ["mmlu", "arc"]
 
 
+def test_a_leaderboards_mean_of_all_is_no_task_beside_them(folder: Path) -> None:
+    scores = {"all": 0.5, "leaderboard|arc|0": 0.4, "leaderboard|mmlu|5": 0.6}
+    content = {"results": {task: {"acc": value, "acc_stderr": 0.01} for task, value in scores.items()}}
+    line, note = mean_lines(attach(folder, "merged", written(folder, content)))
+    assert line.startswith("mean of 2") and "50.0 %" in line and "not all" in note
+
+
 def test_a_mean_is_not_guessed_where_an_older_run_tells_of_no_groups(folder: Path) -> None:
     run = attach(folder, "merged", written(folder, {"results": {"mmlu": {"acc": 0.5}, "law": {"acc": 0.1}}}))
     assert len(mean_lines(run)) == 1

@@ -235,13 +235,17 @@ def test_slices_have_settings_of_their_own(folders: Folders, tmp_path: Path, run
         torch.testing.assert_close(found[key], start + a * (one[key] - start) + b * (two[key] - start))
 
 
+@pytest.mark.parametrize("is_flag", [False, True], ids=["recipe", "flag"])
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
 def test_what_the_written_type_loses_of_a_merge_is_told(
-    out_dtype: str, folders: Folders, tmp_path: Path, run_cli: Cli
+    out_dtype: str, folders: Folders, tmp_path: Path, run_cli: Cli, *, is_flag: bool
 ) -> None:
     models = [{"model": folders[name], "parameters": {"weight": 0.001}} for name in ("one", "two")]
     made = recipe(folders, "task_arithmetic") | {"models": models, "out_dtype": out_dtype}
-    done = run_cli("merge", written(made, tmp_path), "--out", tmp_path / "out")
+    flags = ["--out-dtype", out_dtype] if is_flag else []
+    made |= {"out_dtype": "float16"} if is_flag else {}
+    done = run_cli("merge", written(made, tmp_path), "--out", tmp_path / "out", *flags)
+    assert {value.dtype for value in weights(tmp_path / "out").values()} == {getattr(torch, out_dtype)}
     is_told = "of the entries that the merge changes equal the base's again in bfloat16" in done.err
     assert done.code == 0 and is_told == (out_dtype == "bfloat16")
     assert ("the merge changes" in (tmp_path / "out" / "README.md").read_text()) == is_told

@@ -182,6 +182,24 @@ def test_runs_and_cards_say_the_same(world: World, tmp_path: Path) -> None:
     assert set(lines) <= set(merge_experts(load_spec(spec), "average", {}, tmp_path / "x.safetensors"))
 
 
+@pytest.mark.parametrize("size", [0.003, 1])
+def test_the_verdict_says_when_most_of_a_merge_is_lost(size: float, world: World, tmp_path: Path) -> None:
+    given = with_models(world, tmp_path, (torch.bfloat16, torch.float32), moved_by(size))
+    experts = {"flowers": given["experts"]["flowers"]}
+    spec = world.one_task(base=given["base"], experts=experts, merge={"method": "average"}, metrics={})
+    run = analyze(spec, AnalysisRequest(out=tmp_path / "run", attribution=False))
+    base, expert = (load_file(tmp_path / f"{name}.safetensors") for name in ("base", "flowers"))
+    keys = [key for key in base if key.startswith("visual.")]
+    changed = sum(int((base[key].float() != expert[key]).sum()) for key in keys)
+    lost = sum(
+        int(((base[key].float() != expert[key]) & (base[key] == expert[key].bfloat16())).sum())
+        for key in keys
+    )
+    told = [text for text in verdict(run).sentences if "loses" in text]
+    wanted = f"bfloat16 loses about {lost / changed:.0%} of the entries that the merge changes."
+    assert told == [wanted] * (size < 1) and (lost > changed / 2) == (size < 1)
+
+
 @pytest.mark.parametrize("out_dtype", [None, "float32"])
 def test_a_merge_keeps_what_its_type_can_hold_and_tells_what_it_lost(
     out_dtype: str | None, world: World, tmp_path: Path

@@ -93,7 +93,7 @@ def _open_texts(entry: HfData, split: Split, rows: Any, where: str, origin: str)
         where=where,
         origin=origin,
         names=feature.names if isinstance(feature, ClassLabel) else None,
-        pictures=_pictures(entry, rows, entry.pictures, where) if entry.pictures else None,
+        beside=_pictures(entry, rows, entry.pictures, where) if entry.pictures else None,
     )
 
 

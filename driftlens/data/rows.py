@@ -60,14 +60,13 @@ def text_view(
     origin: str,
     unit: str = "row",
     names: Sequence[str] | None = None,
-    pictures: Callable[[int], Sequence[Callable[[], Any]]] | None = None,
-    sounds: Callable[[int], Sequence[Callable[[], Any]]] | None = None,
+    beside: Callable[[int], Sequence[Callable[[], Any]]] | None = None,
 ) -> SplitView:
     """The samples of a split whose rows are texts; `row` gives those columns of a row that are asked.
 
     A split that serves no scores may lack the answers; of the test split all have one, where the column is named in the
-    spec. `names` are what whole numbers among the targets mean, `unit` what an id counts; `pictures` gives what
-    reads the images that a row is about, `sounds` what reads the one that is heard instead of a text.
+    spec. `names` are what whole numbers among the targets mean, `unit` what an id counts; `beside` gives what reads the
+    images that a row is about, or the one sound that is heard instead of a text.
     """
     from driftlens.spec.data import filled
 
@@ -96,11 +95,11 @@ def text_view(
                 f"{place}: nothing is asked, {' and '.join(map(repr, asked.values()))} is empty",
                 hint="Leave such rows out, or name the column that holds the text as `input`.",
             )
-        if sounds is not None:
-            return Heard(fields["audio"], target(position), sounds(position)[0])
+        if beside is not None and entry.sounds is not None:
+            return Heard(fields["audio"], target(position), beside(position)[0])
         question = filled(entry.prompt or "{input}", fields)
-        if pictures is not None:
-            images = tuple(pictures(position))
+        if beside is not None:
+            images = tuple(beside(position))
             if not images:
                 raise DataError(f"{place}: no image is named", hint="Name one, or leave the row out.")
             return Pictured(question, target(position), images)
@@ -181,20 +180,17 @@ def _require_readable(task: str, split: str, rows: Sequence[Text], reader: TextR
     )
 
 
-def _files(
-    column: str | None,
-    rows: Sequence[Mapping[str, Any]],
-    file: Path,
-    where: str,
-    read: Callable[[Path], Any],
+def _beside(
+    entry: TextEntry, rows: Sequence[Mapping[str, Any]], file: Path, where: str
 ) -> Callable[[int], Sequence[Callable[[], Any]]] | None:
-    """What reads the sound, or the images, whose path or paths stand in a column of rows; None where none is named."""
+    """What reads the images, or the sound, whose paths or path rows hold; None where the entry names no such column."""
+    column, is_sound = entry.sounds or entry.pictures, entry.sounds is not None
     if column is None:
         return None
-    may_list = read is read_image
-    cells = [cell if isinstance(cell := row.get(column), list) and may_list else [cell] for row in rows]
+    read: Callable[[Path], Any] = read_sound if is_sound else read_image
+    cells = [cell if isinstance(cell := row.get(column), list) and not is_sound else [cell] for row in rows]
     paths = [path for listed in cells for path in listed]
-    require_there(paths, file.parent, where, "images" if may_list else "sounds")
+    require_there(paths, file.parent, where, "sounds" if is_sound else "images")
     return lambda position: [partial(read, file.parent / str(path)) for path in cells[position]]
 
 
@@ -295,10 +291,9 @@ def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
     for key, column in {"image": entry.pictures, "audio": entry.sounds}.items():
         if column is not None:
             require_column(column, keys, key, str(file))
-    pictures = _files(entry.pictures, values, file, str(file), read_image)
-    sounds = _files(entry.sounds, values, file, str(file), read_sound)
+    beside = _beside(entry, values, file, str(file))
     named = {"where": str(file), "origin": str(file.resolve()), "unit": "line"}
-    return text_view(entry, split, ids, keys, values.__getitem__, **named, pictures=pictures, sounds=sounds)
+    return text_view(entry, split, ids, keys, values.__getitem__, **named, beside=beside)
 
 
 def _lines(file: Path) -> list[str]:
@@ -368,13 +363,9 @@ def _open_texts(entry: TableData, split: Split) -> SplitView:
     def row(position: int) -> dict[str, Any]:
         return {name: values[position] for name, values in columns.items()}
 
-    all_rows = [*map(row, range(len(rows)))]
-    pictures = _files(entry.pictures, all_rows, file, where, read_image)
-    sounds = _files(entry.sounds, all_rows, file, where, read_sound)
+    beside = _beside(entry, [*map(row, range(len(rows)))], file, where)
     ids = list(map(str, rows))
-    return text_view(
-        entry, split, ids, columns, row, where=where, origin=origin, pictures=pictures, sounds=sounds
-    )
+    return text_view(entry, split, ids, columns, row, where=where, origin=origin, beside=beside)
 
 
 def _rows(

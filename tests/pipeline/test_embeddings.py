@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,26 +31,11 @@ from driftlens.spec import load_spec
 from driftlens.spec.data import TextEntry
 from tests.refusing import refusing
 from tests.zoo.cases import perturbed
+from tests.zoo.related import SENTENCES, by_hand, rows_of, table
 from tests.zoo.sentences import embedder, sentences, tokenizer_of
 from tests.zoo.suite import spec_of_folders
-from tests.zoo.tokenizers import WORDS
 
 PROMPTS = {"query": "question ", "document": "answer "}
-DRAW = np.random.default_rng(0)
-SENTENCES = [" ".join(DRAW.choice(WORDS, size=2 + row % 4)) for row in range(60)]
-
-
-def table(path: Path, rows: list[dict[str, Any]]) -> str:
-    """The rows as a file of the kind that its name says."""
-    if path.suffix == ".jsonl":
-        path.write_text("\n".join(map(json.dumps, rows)))
-    elif path.suffix == ".csv":
-        pd.DataFrame(rows).to_csv(path, index=False)
-    else:
-        pd.DataFrame(rows).to_parquet(path)
-    return str(path)
-
-
 KINDS = {".jsonl": "jsonl", ".csv": "table", ".parquet": "table"}
 
 
@@ -113,22 +97,6 @@ def embeddings(folder: Path, seed: int, texts: list[str], prompt: str = "") -> t
     return F.normalize(torch.stack(made) @ weight.T, dim=1)
 
 
-def by_hand(ranked: list[bool], wanted: int) -> dict[str, float]:
-    """The metrics of one query in loops."""
-    gain = ideal = first = 0.0
-    for rank in range(1, 11):
-        hit = rank <= len(ranked) and ranked[rank - 1]
-        gain += hit / np.log2(rank + 1)
-        ideal += (rank <= wanted) / np.log2(rank + 1)
-        first = first or (1 / rank if hit else 0.0)
-    return {
-        "ndcg@10": gain / ideal,
-        "accuracy@1": float(ranked[0]),
-        "precision@5": sum(ranked[:5]) / 5,
-        "mrr@10": first,
-    }
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dl.DriftRun]:
     folder = tmp_path_factory.mktemp("embeddings")
@@ -136,10 +104,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     run = dl.analyze(spec_of(folder, data), out=folder / "run", progress="none")
     run.calibrate(dl.FeatCal(), name="featcal", save_weights=folder / "saved")
     return folder, data, dl.open_run(folder / "run")
-
-
-def rows_of(entry: dict[str, Any], key: str = "test") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(entry[key]).read_text().split("\n")]
 
 
 def test_pairs_are_scored_by_how_alike_their_embeddings_are(

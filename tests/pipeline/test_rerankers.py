@@ -25,9 +25,9 @@ from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.opening import open_data
 from driftlens.models.architecture import load_architecture
 from driftlens.spec import load_spec
-from tests.pipeline.test_embeddings import SENTENCES, by_hand, table
 from tests.refusing import refusing
 from tests.zoo.cases import perturbed, with_seed
+from tests.zoo.related import SENTENCES, by_hand, rows_of, table
 from tests.zoo.sentences import DECODER
 from tests.zoo.small import small
 from tests.zoo.suite import spec_of_folders
@@ -190,10 +190,6 @@ def load_saved(folder: Path, task: str) -> Callable[[str, str], float]:
     assert not any(info.values())
     model.load_state_dict(load_file(folder / "heads" / f"{task}.safetensors"), strict=False)
     return partial(score, model.eval(), transformers.AutoTokenizer.from_pretrained(folder))
-
-
-def rows_of(entry: dict[str, Any], key: str = "test") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(entry[key]).read_text().split("\n")]
 
 
 def _assert_scored(

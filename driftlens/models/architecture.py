@@ -269,7 +269,9 @@ def _follow_sign(
     Where it doesn't, its own reason and remedy stand in the hint.
     """
     loader = str(error.context.get("loader"))
-    if loader in loaders and loader not in asked:
+    if loader in asked:  # which has refused it
+        error.hint = LIVE
+    elif loader in loaders:
         try:
             _opened(loader, replace(request, blocks=None), asked)
         except IncompatibleModelsError as refusal:

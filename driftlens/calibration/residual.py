@@ -33,7 +33,8 @@ class ResidualCal(Calibrator, Stepwise):
         mu: share in [0, 1] of the gradients' second moment in the output metric; it holds every task's Gram matrix.
         seed: of the random backward passes.
         routers: of mixtures of experts, solved for `before` the matrices of their layer's experts or `after` them; the
-            two differ where `order` is `block`, see `linalg.routing.solve_router` (HARC).
+            two differ where `order` is `block` or gates scale what experts read, see `linalg.routing.solve_router`
+            (HARC).
     """
 
     title = "Residual calibration"

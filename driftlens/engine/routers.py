@@ -2,7 +2,8 @@
 
 A router is solved by itself, before the matrices of its layer's experts or after them: on the features that the model
 which is calibrated feeds it then, towards the scores that the experts' routers give these. What the experts' matrices
-are solved from is the same either way, for their tokens are those that each task's own model sends there.
+are solved from is the same either way, for their tokens are those that each task's own model sends there; of Llama 4,
+whose gates scale what experts read, step by step it is not.
 """
 
 from __future__ import annotations

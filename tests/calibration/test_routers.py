@@ -163,6 +163,17 @@ def test_batches_and_their_order_change_nothing(method: str) -> None:
     assert float((one_by_one[key] - whole[key]).norm()) <= 1e-6 * float(whole[key].norm())
 
 
+def test_step_by_step_a_router_is_the_same_before_its_experts_and_after() -> None:
+    models = of("Mixtral")
+    before, after = (
+        updates_of(layers_of(models, ResidualCal(folds=2, routers=routers), layers=[2]))
+        for routers in ("before", "after")
+    )
+    assert before.keys() == after.keys() and all(
+        torch.equal(after[key], value) for key, value in before.items()
+    )
+
+
 def test_lanes_side_by_side_are_what_each_is_alone() -> None:
     models = of("Mixtral")
     lanes = [FeatCal(**FEATCAL, routers=routers) for routers in ("before", "after")]

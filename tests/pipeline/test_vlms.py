@@ -20,7 +20,7 @@ from tests.zoo.cases import perturbed
 from tests.zoo.tensors import assert_every_tensor, site_keys, weights_in
 from tests.zoo.vlms import PROCESSORS, TASKS, in_double, model_of, picture_spec, saved_vlms, text_spec, vlms
 
-SEVERAL = ("Gemma 3 with images", "Gemma 4 with images", "Idefics 3", "Mistral 3", "Qwen2.5-VL")
+SEVERAL = ("Idefics 3", "Qwen2.5-VL")
 """Families beside LLaVA whose processors lay several images of a sample out in ways of their own."""
 
 
@@ -94,7 +94,7 @@ def test_of_texts_every_tensor_is_what_merging_and_calibrating_made_of_it(name: 
 @pytest.mark.parametrize("name", vlms(only=PROCESSORS))
 def test_of_pictures_tower_and_decoder_are_measured_and_repaired(name: str, tmp_path: Path) -> None:
     saved_vlms(name, tmp_path)
-    spec = picture_spec(tmp_path, metrics={"jacobian": {"nodes": 8, "samples": 2}})
+    spec = picture_spec(tmp_path, metrics={"jacobian": {"nodes": 8, "samples": 1}})
     run = dl.analyze(spec, out=tmp_path / "run")
     layers = run.layers(variant="merged")
     assert layers["closure_error"].max() < 1e-9 and layers["jacobian_error"].median() < 1e-2
@@ -141,14 +141,9 @@ def test_questions_may_be_about_several_pictures(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [("LLaVA", "model.multi_modal_projector.linear_1"), ("Qwen2.5-VL", "model.visual.merger.mlp.2")],
-)
-def test_a_projector_is_solved_from_the_features_of_images_alone(
-    name: str, path: str, tmp_path: Path
-) -> None:
+def test_a_projector_is_solved_from_the_features_of_images_alone(tmp_path: Path) -> None:
     """Against FeatCal's equations in loops, on what transformers feeds the projectors of merged model and experts."""
+    name, path = "Qwen2.5-VL", "model.visual.merger.mlp.2"
     saved_vlms(name, tmp_path)
     spec = picture_spec(tmp_path, metrics={"jacobian": False})
     dl.merge(spec, out=tmp_path / "merged", method="task_arithmetic", parameters={"scaling": 0.3})

@@ -84,7 +84,13 @@ VLMS = {
         "gemma4",
         {
             **_TOWER | {"model_type": "gemma4_vision", "head_dim": 8, "num_key_value_heads": 2},
-            **{"pooling_kernel_size": 2, "position_embedding_size": 64, "standardize": True, "patch_size": 2},
+            **{
+                "num_hidden_layers": 1,
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 64,
+                "standardize": True,
+                "patch_size": 2,
+            },
         },
         _text(
             *("gemma4_text", "max_position_embeddings"),

@@ -1,6 +1,6 @@
 """A small mixture of experts, trained on the embedded texts, merged and repaired with routers off, before and after.
 
-`python -m benchmarks.routers [--seeds 3] [--folder DIR]`; models lie in DIR afterwards and are taken from there.
+`python -m benchmarks.routers [--seeds 2] [--folder DIR]`; models lie in DIR afterwards and are taken from there.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import itertools
 import json
 import pathlib
 import re
-import statistics
 import tempfile
 import time
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--folder", type=pathlib.Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -97,8 +97,8 @@ def table(seeds: list[dict[str, dict[str, float]]]) -> str:
         cells = []
         for column, form in columns.items():
             values = [of[variant].get(column, float("nan")) for of in seeds]
-            spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-            cells.append("–" if values[0] != values[0] else f"{statistics.mean(values):{form}}{spread}")
+            spread = f" ± {np.std(values, ddof=1):{form}}" if len(values) > 1 else ""
+            cells.append("–" if np.isnan(values).any() else f"{np.mean(values):{form}}{spread}")
         lines.append(f"| {variant} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -265,6 +265,7 @@ class CalibrationWalk(ABC):
             self.ground.store(),
             self.tell,
             file_prefix=f"{self.team.rank}-",
+            is_patient=True,
         )
         self.branches = [Branch(TRUNK, dict(enumerate(self.lanes)))]
         self.seconds = [0.0] * len(self.lanes)
@@ -309,6 +310,7 @@ class CalibrationWalk(ABC):
                 for batch in crossing:
                     for model in readers:
                         crossing.take(batch, model, maps[model], named=in_words(model))
+        self.passage.check()
 
     def expert(self, layer: Layer, task: str) -> Parameters:
         """The parameters of a task's expert. The next one is expected: the next task's, or the next layer's first."""
@@ -357,7 +359,10 @@ class CalibrationWalk(ABC):
                             drift[task].append(torch.linalg.vector_norm(wide(calibrated - expert), dim=1))
                 if splits:
                     batch.drop(TRUNK)
-        return {task: torch.cat(sizes).tolist() for task, sizes in drift.items() if sizes}
+        self.passage.check()
+        sizes = {task: torch.cat(of) for task, of in drift.items() if of}
+        read = iter(torch.cat([*sizes.values()]).tolist() if sizes else ())
+        return {task: [*itertools.islice(read, len(of))] for task, of in sizes.items()}
 
     @contextmanager
     def shared(self, lanes: Collection[int]) -> Iterator[None]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from driftlens.base.team import Team
@@ -268,11 +269,11 @@ class WeightedFold:
     def add(self, task: TaskMoments) -> None:
         """Take in one task, unless no row of it counts; its memory serves the next task afterwards."""
         gram = self._begun(task.shape, task.rows)
-        if not task.num_rows:
-            return
         self._count += task.num_rows
-        omega = self._task_weight(task.gram.norm() / task.weight_sum)
-        scale = float(omega / task.weight_sum)
+        weight = self._task_weight(task.gram.norm() / task.weight_sum)
+        # Not asked in Python, which would have to wait for every task and group: a task without rows adds zeros.
+        omega = torch.where(task.num_rows > 0, weight, 0.0)
+        scale = torch.where(task.num_rows > 0, weight / task.weight_sum, 0.0)
         sums = task.cross.sums(task.gram)
         gram.add(task.gram, scale)
         add_scaled(self._cross, sums.cross, scale)

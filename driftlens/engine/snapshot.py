@@ -212,6 +212,7 @@ class SnapshotWalk(CalibrationWalk):
         """Take the experts through the layer, and add what their sites see to the sums of every branch."""
         for task in self.parts:
             self._sum_up_task(layer, merged, task, needs_output=needs_output)
+        self.passage.check()
 
     def _sum_up_task(self, layer: Layer, merged: Parameters, task: str, *, needs_output: bool) -> None:
         expert = self.expert(layer, task)

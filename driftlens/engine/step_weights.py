@@ -8,6 +8,7 @@ those beyond the store's budget on disk.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -75,15 +76,15 @@ class Weighable:
     energies: list[Tensor] | None = None
     metric: Tensor = field(default_factory=lambda: torch.zeros(()))
 
-    def totals(self) -> tuple[float, float, float]:
+    def totals(self) -> tuple[list[Tensor], ...]:
         """Sum of what rows count, the same of their energies, and the metric's trace: they add up over processes."""
-        counted = _total([count.sum() for count in self.counts])
+        counted = [count.sum() for count in self.counts]
         if self.energies is None:
-            return counted, 0.0, 0.0
-        seen = _total([count @ e for count, e in zip(self.counts, self.energies, strict=True)])
-        return counted, seen, float(wide(self.metric).trace()) if self.metric.dim() else 0.0
+            return counted, [], []
+        seen = [count @ e for count, e in zip(self.counts, self.energies, strict=True)]
+        return counted, seen, [wide(self.metric).trace()] if self.metric.dim() else []
 
-    def raw(self, energy: float) -> tuple[list[Tensor], float]:
+    def raw(self, energy: float) -> tuple[list[Tensor], list[Tensor]]:
         """Weights by the energy beside the task's mean, and their sum; what rows count where there is none."""
         rows = list(self.counts)
         if self.energies is not None and energy > 0:
@@ -91,7 +92,7 @@ class Weighable:
                 count * ((e / energy).clamp_min(_LEAST).sqrt() + _FLOOR)
                 for count, e in zip(self.counts, self.energies, strict=True)
             ]
-        return rows, _total([near_float64(row).sum(dtype=torch.float64) for row in rows])
+        return rows, [near_float64(row).sum(dtype=torch.float64) for row in rows]
 
 
 Key = tuple[int, int]
@@ -106,7 +107,7 @@ def weighed(
     Other processes may have seen the rest of a task; all call this at the same time.
     """
     totals = _added_up(
-        team, {task: {key: of.totals() for key, of in groups.items()} for task, groups in seen.items()}
+        team, _read({task: {key: of.totals() for key, of in groups.items()} for task, groups in seen.items()})
     )
     energies = {
         task: {key: energy / max(counted, 1e-300) for key, (counted, energy, _) in groups.items()}
@@ -117,7 +118,8 @@ def weighed(
         for task, groups in seen.items()
     }
     sizes = _added_up(
-        team, {task: {key: (size,) for key, (_, size) in groups.items()} for task, groups in raw.items()}
+        team,
+        _read({task: {key: (size,) for key, (_, size) in groups.items()} for task, groups in raw.items()}),
     )
     weights: dict[str, dict[Key, Weighted]] = {task: {} for task in seen}
     for task, groups in raw.items():
@@ -141,9 +143,36 @@ def _added_up(
     return sums
 
 
-def _total(numbers: Sequence[Tensor]) -> float:
-    """Their sum, one after the other; a device is asked to wait once for all."""
-    return float(sum(torch.stack(list(numbers)).tolist())) if numbers else 0.0
+def _read(
+    summands: Mapping[str, Mapping[Key, tuple[list[Tensor], ...]]],
+) -> dict[str, dict[Key, tuple[float, ...]]]:
+    """Sums of numbers [], one after the other; a device is asked to wait once for all of a dtype."""
+    lists = [numbers for by_key in summands.values() for of in by_key.values() for numbers in of]
+    of_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for number in itertools.chain.from_iterable(lists):
+        of_dtype.setdefault(number.dtype, []).append(number)
+    values = {dtype: iter(torch.stack(numbers).tolist()) for dtype, numbers in of_dtype.items()}
+    sums = iter([float(sum(next(values[number.dtype]) for number in numbers)) for numbers in lists])
+    return {
+        task: {key: tuple(itertools.islice(sums, len(of))) for key, of in by_key.items()}
+        for task, by_key in summands.items()
+    }
+
+
+def require_finite(seen: Mapping[str, Mapping[Key, Weighable]]) -> None:
+    """Refuse gradients that are NaN or infinite; a device is asked to wait once for those of all tasks."""
+    is_finite = {
+        (task, layer): torch.isfinite(torch.cat(of.energies)).all()
+        for task, groups in seen.items()
+        for (layer, _), of in groups.items()
+        if of.energies
+    }
+    if is_finite and not bool(torch.stack([*is_finite.values()]).all()):
+        task, layer = next(key for key, finite in is_finite.items() if not bool(finite))
+        raise NumericsError(
+            f"gradients of the expert of {task!r} are NaN or infinite at layer {layer}",
+            hint="In a half-precision dtype, try compute.dtype: float32; or set weights to uniform.",
+        )
 
 
 def row_counts(
@@ -207,11 +236,6 @@ class ExpertGradients:
                 if entered != start:
                     batch.drop(entered)
             for at in range(len(groups)):
-                if not bool(torch.isfinite(torch.cat(energies[at])).all()):
-                    raise NumericsError(
-                        f"gradients of the expert of {task!r} are NaN or infinite at layer {layer.index}",
-                        hint="In a half-precision dtype, try compute.dtype: float32; or set weights to uniform.",
-                    )
                 weighable[layer.index, at] = Weighable(counts[at], energies[at], metrics[at])
         for batch in self.passage.waiting[task, 0]:
             for number in range(NUM_PASSES):

@@ -45,6 +45,7 @@ from driftlens.engine.step_weights import (
     Weighable,
     Weighted,
     groups_of,
+    require_finite,
     row_counts,
     weighed,
 )
@@ -275,6 +276,8 @@ class StepWalk(CalibrationWalk):
             self.seen[task] = gradients.weigh(
                 task, lambda batch: partial(self._draw, self.digests[batch]), EXPERT
             )
+        self.passage.check()
+        require_finite(self.seen)
 
     def _draw(self, digests: Sequence[str], width: int) -> Tensor:
         """Random directions for every sample of a batch, the same wherever it stands."""
@@ -319,6 +322,7 @@ class StepWalk(CalibrationWalk):
                     hear(batch.get(EXPERT), batch.side)
             if self.calibrator.weights == "uniform":
                 self.seen[task] = {(layer.index, at): Weighable(rows) for at, rows in enumerate(counts)}
+        self.passage.check()
         return next(((task, streams or {}) for task in self.parts), None)
 
     def _hear(

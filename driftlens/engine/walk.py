@@ -83,6 +83,8 @@ class Passage:
         on_read: called with every batch that is read, and with what waits of it.
         file_prefix: begins the names of files, unlike that of other passages in one store.
         is_full: whether a task without samples is refused.
+        is_patient: whether features that are NaN or infinite are refused by `check`, for all parts that crossed a layer
+            at once, and not behind every one: whoever looks at them has to wait for a device.
     """
 
     pool: ModelPool
@@ -93,7 +95,9 @@ class Passage:
     on_read: Callable[[Batch, WaitingBatch], None] = lambda batch, waiting: None
     file_prefix: str = ""
     is_full: bool = True
+    is_patient: bool = False
     waiting: dict[tuple[str, int], list[WaitingBatch]] = field(default_factory=dict, init=False)
+    _watches: list[FiniteWatch] = field(default_factory=list, init=False)
 
     @property
     def all_waiting(self) -> Iterator[WaitingBatch]:
@@ -111,7 +115,17 @@ class Passage:
     ) -> Crossing:
         """The batches of a part before a layer, to be taken through it; arguments as for `batches`."""
         watch = FiniteWatch(layer, task, self.parts[task][part].ids)
-        return Crossing(layer, watch, self.batches(layer, task, part, waits=waits, tell=tell))
+        self._watches.append(watch)
+        ended = (lambda: None) if self.is_patient else self.check
+        return Crossing(layer, watch, self.batches(layer, task, part, waits=waits, tell=tell), ended)
+
+    def check(self) -> None:
+        """Refuse features that have crossed a layer since the last time and are NaN or infinite."""
+        watches, self._watches = self._watches, []
+        totals = [total for watch in watches for totals in watch.totals.values() for total in totals]
+        if totals and not bool(torch.isfinite(torch.cat(totals)).all()):
+            for watch in watches:
+                watch.check()
 
     def batches(
         self,
@@ -159,18 +173,16 @@ class Passage:
 
 @dataclass
 class Crossing:
-    """The batches of one task before one layer, which models take through it one by one.
-
-    Behind the last batch, features that are NaN or infinite are refused.
-    """
+    """The batches of one task before one layer, which models take through it one by one; `ended` follows the last."""
 
     layer: Layer
     watch: FiniteWatch
     batches: Iterator[WaitingBatch]
+    ended: Callable[[], None]
 
     def __iter__(self) -> Iterator[WaitingBatch]:
         yield from self.batches
-        self.watch.check()
+        self.ended()
 
     def take(
         self,
@@ -202,19 +214,19 @@ class FiniteWatch:
     task: str
     ids: Sequence[str] = ()
     _first: int = field(default=0, init=False)
-    _totals: dict[str, list[Tensor]] = field(default_factory=dict, init=False)
+    totals: dict[str, list[Tensor]] = field(default_factory=dict, init=False)
 
     def see(self, model: str, stream: Tensor, start: int = 0) -> None:
         """Remember the next batch of a model's features, [n, ...]; `start` is its first sample's position."""
-        if model not in self._totals:
+        if model not in self.totals:
             self._first = start
         # A sum is NaN or infinite as soon as one entry is, and is cheaper than looking at each.
         dtype = torch.float64 if has_float64(stream.device) else torch.float32
-        self._totals.setdefault(model, []).append(stream.flatten(1).sum(dim=1, dtype=dtype))
+        self.totals.setdefault(model, []).append(stream.flatten(1).sum(dim=1, dtype=dtype))
 
     def check(self) -> None:
         """Refuse what is NaN or infinite, by a `NumericsError` with the layer, the task and the first sample."""
-        for model, totals in self._totals.items():
+        for model, totals in self.totals.items():
             bad = (~torch.isfinite(torch.cat(totals))).nonzero()
             if len(bad):
                 row = self._first + int(bad[0])
@@ -584,7 +596,7 @@ def layer_states(
 
     Layers are read one at a time while all given batches wait, so hand over as many as memory allows.
     """
-    passage = Passage(pool, {task: [Given(lambda: batches)]}, [model], is_full=False)
+    passage = Passage(pool, {task: [Given(lambda: batches)]}, [model], is_full=False, is_patient=True)
 
     def visit(layer: Layer) -> Iterator[tuple[Layer, list[tuple[int, State, SideInputs]]]]:
         layer_map = pool.layer_map(model, layer, task)
@@ -592,6 +604,8 @@ def layer_states(
         crossing = passage.crossing(layer, task)
         for batch in crossing:
             crossing.take(batch, model, layer_map)
+        if layer is pool.chain.layers[-1]:
+            passage.check()
         yield layer, [(batch.start, batch.get(model), batch.side) for batch in passage.all_waiting]
 
     return forward_order(visit, pool.chain.layers)

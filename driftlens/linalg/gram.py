@@ -15,8 +15,10 @@ _ENTRIES = 2**18  # converted at a time: about what a core's own cache holds
 _Tile = tuple[slice, slice]
 
 
-def add_scaled(total: Tensor, part: Tensor, scale: float = 1.0) -> None:
+def add_scaled(total: Tensor, part: Tensor, scale: float | Tensor = 1.0) -> None:
     """Add `scale * part` to `total` in place, of one shape; `part` may be of a narrower dtype.
+
+    A tensor's `scale` [] is not read: nobody waits for it.
 
     Mixed sums make a converted copy first. A copy of all of a large matrix takes ten times longer than the sum, for the
     sake of the memory it has to be given, so only some rows are converted at a time.
@@ -25,7 +27,14 @@ def add_scaled(total: Tensor, part: Tensor, scale: float = 1.0) -> None:
     rows = max(1, _ENTRIES // max(1, total[0].numel()))
     for start in range(0, len(total), rows):
         own_rows = total[start : start + rows]
-        torch.add(own_rows, part[start : start + rows], alpha=scale, out=own_rows)
+        _add(own_rows, part[start : start + rows], scale)
+
+
+def _add(total: Tensor, part: Tensor, scale: float | Tensor) -> None:
+    if isinstance(scale, Tensor):
+        total.addcmul_(part, scale)
+    else:
+        total.add_(part, alpha=scale)
 
 
 def grown(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,8 +73,8 @@ class GramSum:
             self._put(tile, rows[:, tile[0]].mT @ rows[:, tile[1]], 1.0)
         self._is_empty = False
 
-    def add(self, other: GramSum, scale: float) -> None:
-        """Add another sum, multiplied by `scale`."""
+    def add(self, other: GramSum, scale: float | Tensor) -> None:
+        """Add another sum, multiplied by `scale`, a number or a tensor []."""
         for tile in self._tiles:
             self._put(tile, other._lower[tile], scale)
         self._is_empty = False
@@ -117,12 +126,13 @@ class GramSum:
                 self._lower[columns, rows] = tile.mT
         return self._lower
 
-    def _put(self, tile: _Tile, product: Tensor, scale: float) -> None:
+    def _put(self, tile: _Tile, product: Tensor, scale: float | Tensor) -> None:
         product = product.to(self._lower.device)
         if self._is_empty:
-            self._lower[tile] = product if scale == 1 else product.to(self.dtype) * scale
+            is_one = not isinstance(scale, Tensor) and scale == 1
+            self._lower[tile] = product if is_one else product.to(self.dtype) * scale
         else:
-            self._lower[tile].add_(product, alpha=scale)
+            _add(self._lower[tile], product, scale)
 
 
 def held_entries(k: int) -> int:

@@ -28,6 +28,8 @@
 #include <limits>
 #include <map>
 #include <mutex>
+#include <set>
+#include <string>
 #include <unordered_map>
 
 namespace {
@@ -434,6 +436,20 @@ struct Call {
   }
 };
 
+// Whether the host has to wait for what an operation finds, for its answer or for how large that is.
+bool is_read(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first) {
+  static const std::set<std::string> found = {
+      "aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_unique2", "aten::unique_consecutive",
+      "aten::bincount"};
+  for (const auto& made : op.schema().returns())
+    if (made.type()->kind() == c10::TypeKind::BoolType) return true;
+  if (op.schema().name() != "aten::index" && op.schema().name() != "aten::index_put_")
+    return found.count(op.schema().name()) > 0;
+  for (const std::optional<at::Tensor>& index : stack[first + 1].toOptionalTensorList())
+    if (index && index->scalar_type() == c10::kBool) return true;
+  return false;
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   present();
   drain_current();
@@ -467,6 +483,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK(may_mix || !(call.device && call.has_host && !call.pairs.empty()), schema.name(),
               ": expected all tensors to be on the same device, found cpu and sim");
   if (may_mix && call.has_host) counts.to_device++;
+  if (is_read(op, *stack, first)) counts.read++;
   op.callBoxed(stack);
   call.write_back();
   const size_t made = schema.returns().size();

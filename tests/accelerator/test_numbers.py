@@ -80,7 +80,7 @@ def on_cpu(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return tables(run)
 
 
-@behaviours
+@pytest.mark.parametrize("switches", [{}, {"no_double": True, "is_lazy": True}], ids=["plain", "poor"])
 def test_an_analysis_with_all_there_is(
     sim: torch.device,
     world: World,

@@ -7,7 +7,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -15,6 +14,7 @@ import driftlens as dl
 from driftlens.base import devices
 from driftlens.runs.run import open_run
 from tests.accelerator import NAME
+from tests.pipeline.calibrating import copied
 from tests.team.test_processes import torchrun
 from tests.zoo.world import build
 
@@ -28,26 +28,17 @@ def test_a_process_takes_the_device_of_its_number(sim: torch.device) -> None:
 
 
 def test_two_processes_calibrate_on_two_devices(sim: torch.device, tmp_path: Path) -> None:
-    world, spec = build(tmp_path / "models"), tmp_path / "spec.yaml"
-    written = world.spec(metrics={"jacobian": False}, compute={"device": "auto"})
-    spec.write_text(yaml.safe_dump(written), encoding="utf-8")
-    commands = [
-        ["analyze", str(spec), "--out", str(tmp_path / "two")],
-        ["calibrate", str(tmp_path / "two"), "--name", "f"],
-    ]
-    for command in commands:
-        job = torchrun(2, *command, "--progress", "none", module="tests.accelerator.worker")
-        assert job.returncode == 0, job.stderr
+    spec = build(tmp_path / "models").spec(metrics={"jacobian": False}, compute={"device": "auto"})
     with sdpa_kernel([SDPBackend.MATH]):
-        one = dl.analyze(written, out=tmp_path / "one", device="cpu", progress="none")
-        one.calibrate(dl.FeatCal(), name="f", device="cpu", progress="none")
-    two, alone = open_run(tmp_path / "two"), open_run(tmp_path / "one")
-    assert two.manifest.device == "pretended accelerator"
-    pd.testing.assert_frame_equal(
-        *(run.layers()[["layer", "variant", "drift_l2_mean"]] for run in (two, alone)), rtol=1e-5
-    )
-    found, expected = (
-        load_file(next(run.path.rglob("calibrations/**/*.safetensors"))) for run in (two, alone)
-    )
+        one = dl.analyze(spec, out=tmp_path / "one", device="cpu", progress="none")
+        copied(one, tmp_path / "two")
+        one.calibrate(dl.FeatCal(), name="f", device="cpu", progress="none", attribution=False)
+    command = ["calibrate", str(tmp_path / "two"), "--name", "f", "--no-attribution", "--progress", "none"]
+    job = torchrun(2, *command, module="tests.accelerator.worker")
+    assert job.returncode == 0, job.stderr
+    runs = open_run(tmp_path / "two"), open_run(tmp_path / "one")
+    columns = ["layer", "variant", "drift_l2_mean"]
+    pd.testing.assert_frame_equal(*(run.layers()[columns] for run in runs), rtol=1e-5)
+    found, expected = (load_file(next(run.path.rglob("calibrations/**/*.safetensors"))) for run in runs)
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6)

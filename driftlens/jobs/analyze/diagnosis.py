@@ -34,7 +34,7 @@ from driftlens.engine.walk import (
 from driftlens.jobs.analyze.unmerged import unmerged
 from driftlens.jobs.study.study import Study
 from driftlens.linalg.state import norm, subtract
-from driftlens.models.chain import Pool, State
+from driftlens.models.chain import Layer, Pool, State
 
 Array = NDArray[np.float64]
 K = TypeVar("K")
@@ -89,6 +89,8 @@ def walked(study: Study, task: str, reporter: Reporter, first: int, last: int) -
             recorder.add(view)
             if library is not None:
                 library.compare(view)
+    if library is not None:
+        library.settle()
     found = Walked(recorder.columns(), recorder.features(), recorder.routing)
     if library is not None:
         found.closure = library.error
@@ -119,7 +121,7 @@ def _chunks(study: Study, task: str, samples: SampleSet, part: range) -> Iterato
 class _Recorder:
     """Collects per-sample columns and pooled features, in sample order, by variant and layer.
 
-    What was seen of a layer stays on the device until another comes: it is asked to wait once per layer and model.
+    What was seen of a layer stays on the device until another comes: it is asked to wait twice per layer.
     """
 
     def __init__(self, pool: Pool, first_variant: str, measured: Sequence[Diagnostic]) -> None:
@@ -164,10 +166,10 @@ class _Recorder:
 
     def _settle(self) -> None:
         """Fetch what was seen of the layer at hand."""
-        for key, columns in self._seen.items():
-            self._columns[key].append(torch.cat(columns, dim=1).cpu().double().numpy())
-        for key, vectors in self._vectors.items():
-            self._features[key].append(torch.cat(vectors).cpu().numpy())
+        for key, columns in _fetched(self._seen, dim=1).items():
+            self._columns[key].append(columns.double().numpy())
+        for key, vectors in _fetched(self._vectors, dim=0).items():
+            self._features[key].append(vectors.numpy())
         self._seen.clear()
         self._vectors.clear()
 
@@ -181,6 +183,19 @@ class _Recorder:
     def features(self) -> dict[tuple[str, int], NDArray[np.float32]]:
         self._settle()
         return {key: np.concatenate(parts) for key, parts in self._features.items()}
+
+
+def _fetched(parts: Mapping[K, Sequence[Tensor]], dim: int) -> dict[K, Tensor]:
+    """The parts of each, joined along one dimension, on the host; those of one shape and dtype travel together."""
+    alike: defaultdict[object, dict[K, Tensor]] = defaultdict(dict)
+    for key, of in parts.items():
+        whole = torch.cat([*of], dim=dim)
+        alike[whole.shape, whole.dtype][key] = whole
+    return {
+        key: row
+        for some in alike.values()
+        for key, row in zip(some, torch.stack([*some.values()]).cpu(), strict=True)
+    }
 
 
 def _end_to_end(parts: Sequence[Mapping[K, NDArray[N]]]) -> dict[K, NDArray[N]]:
@@ -274,26 +289,45 @@ class LibraryDrift:
             for variant in study.variants
         }
         self.error: dict[tuple[str, int], float] = {}
+        self._compared: list[tuple[Layer, str, str, Tensor]] = []
 
     def compare(self, view: LayerView) -> None:
-        """Keep the closure error of the first samples."""
+        """Keep the closure error of the first samples; `settle` tells it, of all variants of a layer together."""
         if view.start != 0:
             return
+        if self._compared and self._compared[0][0] is not view.layer:
+            self.settle()
         merged, expert = (
             {name: leaf[: self.batch.stop] for name, leaf in state.items()}
             for state in (view.merged_out, view.expert_out)
         )
-        theirs, layer = self._drift[view.variant][view.layer.index - 1], view.layer
-        error, limit, is_off = _apart(subtract(merged, expert), theirs, expert, self._dtype)
-        self.error[view.variant, layer.index] = error
-        if is_off:
-            raise not_closed(layer.index, layer.path, view.task, view.variant, error, limit, self._model)
+        theirs = self._drift[view.variant][view.layer.index - 1]
+        sizes = _sizes(subtract(merged, expert), theirs, expert)
+        self._compared.append((view.layer, view.task, view.variant, sizes))
+
+    def settle(self) -> None:
+        """Read what was compared since the last time, at once.
+
+        Raises:
+            NumericsError: drift that the models' own library doesn't give.
+        """
+        compared, self._compared = self._compared, []
+        read = torch.stack([sizes for *_, sizes in compared]).tolist() if compared else []
+        for (layer, task, variant, _), sizes in zip(compared, read, strict=True):
+            error, limit, is_off = _apart(sizes, self._dtype)
+            self.error[variant, layer.index] = error
+            if is_off:
+                raise not_closed(layer.index, layer.path, task, variant, error, limit, self._model)
 
 
-def _apart(ours: State, theirs: State, features: State, dtype: str) -> tuple[float, float, bool]:
+def _sizes(ours: State, theirs: State, features: State) -> Tensor:
+    """Of a difference, of how far two computations of it are apart, and of the features it is of, [3]."""
+    return torch.stack([norm(of).sum() for of in (ours, subtract(ours, theirs), features)])
+
+
+def _apart(sizes: Sequence[float], dtype: str) -> tuple[float, float, bool]:
     """How far two computations of one difference are apart, relative to it; what rounding explains; if it is more."""
-    size, scale = float(norm(ours).sum()), float(norm(features).sum())
-    apart = float(norm(subtract(ours, theirs)).sum())
+    size, apart, scale = sizes
     error = apart / size if size > 0 else math.nan
     limit = tolerance(dtype, size / scale) if size > 0 and scale > 0 else 0.0
     # Where one sees no difference at all, the other must see none either.
@@ -307,7 +341,8 @@ def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> bool
         return False
     base, wanted = ({name: state[name] for name in expert} for state in theirs)
     dtype = str(study.pool.dtype).removeprefix("torch.")
-    error, limit, is_off = _apart(subtract(expert, base), subtract(wanted, base), expert, dtype)
+    sizes = _sizes(subtract(expert, base), subtract(wanted, base), expert).tolist()
+    error, limit, is_off = _apart(sizes, dtype)
     if is_off:
         raise NumericsError(
             f"the final features of the expert of {task} are not those of its adapters as peft runs them: "
@@ -327,6 +362,7 @@ def check_closure(study: Study) -> None:
         library = LibraryDrift(study, task)
         for view in walk(study.pool, task, study.variants, [library.batch], ids=at_hand.diagnosis.ids):
             library.compare(view)
+        library.settle()
 
 
 def precision_error(

@@ -112,20 +112,20 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
     meter, done = TaskMeter(reporter, "evaluate", units, task), 0
     for first in part[::length]:
         chunk = list(samples.batches(first, min(first + length, part.stop)))
+        hits: dict[str, list[Tensor]] = {}  # fetched together: a device is asked to wait once per chunk
         for variant in variants:
             meter.step(done, variant)
             done += sum(batch.stop - batch.start for batch in chunk)
             model = expert_of(task) if variant == "expert" else variant
-            hits = []  # fetched together: a device is asked to wait once per chunk and variant
             # Scores are of one vector per sample, as in the output table: of tokens they would be of no class.
             for start, features in forward(study.pool, model, chunk, task=task, pooling=study.settings.pool):
                 head = maps[variant]
                 assert head is not None
                 labels = samples.labels[start : start + len(features)]
-                hits.append(modality.is_right(head, features, labels))
-            found.results[variant, modality.metric] += [
-                (hit,) for hit in torch.cat(hits).cpu().double().tolist()
-            ]
+                hits.setdefault(variant, []).append(modality.is_right(head, features, labels))
+        read = torch.stack([torch.cat(of) for of in hits.values()]).cpu().double().tolist() if hits else []
+        for variant, values in zip(hits, read, strict=True):
+            found.results[variant, modality.metric] += [(hit,) for hit in values]
     meter.finish()
     return found
 

@@ -86,7 +86,8 @@ that runs mergekit where it is installed). Methods: {", ".join(f"`{name}`" for n
 - `tokenizer_source`, `tokenizer: {{source}}` and `chat_template` (`auto`, `chatml` or the template itself) where all
   models have one vocabulary; models whose tokens differ are refused by name. Without a tokenizer rows are merged by
   their numbers, as there, and tokenizers that differ are said. mergekit cuts off rows behind the last token; here they
-  stay those of the base, so that experts and merge keep one shape. `tokens` and `pad_to_multiple_of` are refused.
+  stay those of the base, so that experts and merge keep one shape. `tokens` that all models have change nothing, as
+  there; `force`, tokens that a model lacks and `pad_to_multiple_of` are refused.
 - `arcee_fusion` takes its quartiles of a tensor of more than a million entries from a sample, of its own draw.
 
 Methods of ours of the same name follow their papers in float32 instead. What can't be followed is refused by name

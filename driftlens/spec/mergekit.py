@@ -185,6 +185,7 @@ class Recipe:
         out_dtype: what is written; None is what comes out.
         tokenizer: whose tokenizer is saved: `base`, `union` or a model; None is the base's or the first model's.
         chat_template: `auto`, or the template itself; None leaves it.
+        tokens: whose rows would have a source of their own in a model that lacks them.
         notices: what stands in the file, and is passed over as mergekit does.
         text: the recipe, as a card tells it.
     """
@@ -197,6 +198,7 @@ class Recipe:
     out_dtype: str | None = None
     tokenizer: str | None = None
     chat_template: str | None = None
+    tokens: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     text: str = ""
 
@@ -290,11 +292,21 @@ def recipe_of(given: Settings) -> Recipe:
         slices = tuple(part._replace(base=None) for part in slices)
     _require_models(method, slices)
     dtype, out_dtype = (_dtype(raw, key) for key in ("dtype", "out_dtype"))
-    tokenizer, template = _tokenizer(raw)
+    tokenizer, template, tokens = _tokenizer(raw)
     known = None if METHODS[method].base == "ignored" else base or slices[0].base
     said = tuple(dict.fromkeys(notices))
     return Recipe(
-        method, known, slices, settings, dtype, out_dtype, tokenizer, template, said, to_yaml(dict(given))
+        method,
+        known,
+        slices,
+        settings,
+        dtype,
+        out_dtype,
+        tokenizer,
+        template,
+        tokens,
+        said,
+        to_yaml(dict(given)),
     )
 
 
@@ -480,18 +492,23 @@ def _dtype(raw: Settings, key: str) -> str | None:
     return name or None
 
 
-def _tokenizer(raw: Settings) -> tuple[str | None, str | None]:
-    """Whose tokenizer is saved, and the chat template."""
+def _tokenizer(raw: Settings) -> tuple[str | None, str | None, tuple[str, ...]]:
+    """Whose tokenizer is saved, the chat template, and tokens that every model must have."""
     source, block, template = raw.get("tokenizer_source"), raw.get("tokenizer"), raw.get("chat_template")
+    tokens: Any = {}
     template = _CHATML if template == "chatml" else template
     if block is not None:
         if source is not None:
             raise refused("it has tokenizer_source and tokenizer", "Write one of them.")
         if not isinstance(block, dict) or block.keys() - {"source", "tokens", "pad_to_multiple_of"}:
             raise refused(f"tokenizer is {block!r}", "It has `source`: base, union or a model.")
-        if block.get("tokens") or block.get("pad_to_multiple_of"):
+        tokens = block.get("tokens") or {}
+        is_plain = isinstance(tokens, dict) and all(
+            isinstance(of, dict) and not of.get("force") for of in tokens.values()
+        )
+        if not is_plain or block.get("pad_to_multiple_of"):
             raise refused(
-                "tokenizer changes the vocabulary (tokens, pad_to_multiple_of)",
+                "tokenizer changes the vocabulary (tokens that are forced, pad_to_multiple_of)",
                 "Experts and merge must have one vocabulary for their features to be compared: leave it as it is.",
             )
         source = block.get("source", "union")
@@ -504,7 +521,7 @@ def _tokenizer(raw: Settings) -> tuple[str | None, str | None]:
             f"chat_template is {template!r}",
             "Write `auto`, `chatml` or the template itself: mergekit's others are not shipped.",
         )
-    return source, template
+    return source, template, tuple(map(str, tokens))
 
 
 def refused(what: str, hint: str = "") -> SpecError:

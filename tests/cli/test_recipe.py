@@ -484,7 +484,15 @@ def with_more_rows(folder: str, rows: int) -> None:
     model.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("asked", [{"tokenizer_source": "union"}, {"tokenizer": {"source": "base"}}], ids=str)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tokenizer_source": "union"},
+        {"tokenizer": {"source": "base"}},
+        {"tokenizer": {"source": "base", "tokens": {"red": {"source": "x"}}}},
+    ],
+    ids=["union", "base", "tokens that all have"],
+)
 def test_a_tokenizer_is_followed_where_all_have_one_and_rows_of_no_token_stay(
     asked: dict[str, Any], folders: Folders, tmp_path: Path, run_cli: Cli
 ) -> None:
@@ -637,7 +645,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "slices that end early": ({"slices": [[0, 2]]}, "its slices end before or behind layer 3"),
     "slices that go on": ({"slices": [[0, 4]]}, "its slices end before or behind layer 3"),
     "no layers": ({"slices": [None]}, "a slice takes the layers [None, None, None]"),
-    "tokens": ({"tokenizer": {"source": "base", "tokens": {"a": {}}}}, "changes the vocabulary"),
+    "forced tokens": (
+        {"tokenizer": {"source": "base", "tokens": {"red": {"source": "one", "force": True}}}},
+        "changes the vocabulary",
+    ),
+    "padding": ({"tokenizer": {"source": "base", "pad_to_multiple_of": 8}}, "changes the vocabulary"),
+    "tokens": (
+        {"tokenizer": {"source": "base", "tokens": {"red": {"source": "one"}, "<new>": {"source": "one"}}}},
+        "tokenizer.tokens has a source for '<new>', which one lacks",
+    ),
     "tokenizer twice": ({"tokenizer": {"source": "base"}, "tokenizer_source": "base"}, "and tokenizer"),
     "template": ({"chat_template": "llama3"}, "chat_template is 'llama3'"),
     "parameter": ({"parameters": {"densty": 0.5}}, "no parameter 'densty'"),

@@ -21,7 +21,7 @@ from driftlens.checkpoints.loading import (
 from driftlens.checkpoints.refusals import foreign_code, may_have_lm_head
 from driftlens.checkpoints.sentences import transformer_folder
 from driftlens.checkpoints.stated import ADAPTER, is_lora_folder, stated_shapes
-from driftlens.models.language.tokenizer_files import require_same_tokenizer
+from driftlens.models.language.tokenizer_files import json_object, require_same_tokenizer, token_ids
 from driftlens.spec.mergekit import Recipe, layer_of, refused
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -68,6 +68,7 @@ def require_foreseeable(recipe: Recipe, path: PathLike, access: Access) -> None:
             shapes[name] = stated_shapes(folder)
         if recipe.tokenizer is not None and home is not None:
             require_same_tokenizer(home, folder)
+        require_tokens(recipe, name, folder)
     depths = {name: depth for name, folder in folders.items() if (depth := _layers(folder)) is not None}
     layers = depths.get(first)
     if layers is None or not shapes.get(first):
@@ -118,6 +119,17 @@ def require_tokenizer(recipe: Recipe, access: Access) -> Path | None:
             f"the tokenizer of {name} is asked for, and there is none", "Name a model that has one."
         )
     return folder
+
+
+def require_tokens(recipe: Recipe, name: str, folder: Path) -> None:
+    """Refuse a model that lacks a token which the recipe has a source for: in all others that changes nothing."""
+    ids = token_ids(json_object(folder, "tokenizer.json")) if recipe.tokens else {}
+    if lacking := [token for token in recipe.tokens if token not in ids]:
+        raise refused(
+            f"tokenizer.tokens has a source for {some_of([*map(repr, lacking)])}, which {name} lacks",
+            "Experts and merge must have one vocabulary for their features to be compared: add the tokens to every "
+            "model first, or take them out of the recipe.",
+        )
 
 
 def _folder(name: str, access: Access) -> Path | None:

@@ -23,7 +23,7 @@ from driftlens.base.threads import computing_with
 from driftlens.checkpoints.loading import library_folder
 from driftlens.checkpoints.rounding import written
 from driftlens.checkpoints.sources import InDtypes, StateSource, TensorHeader, check_finite, floats_in
-from driftlens.jobs.study.foreseen import ALIKE, require_settings, require_tokenizer
+from driftlens.jobs.study.foreseen import ALIKE, require_settings, require_tokenizer, require_tokens
 from driftlens.jobs.study.merging import pieces, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_models, open_pool, saved_in
 from driftlens.jobs.study.suspicion import companions
@@ -192,6 +192,9 @@ def merge_recipe(recipe: Recipe, path: PathLike, access: Access) -> list[str]:
     numbers = (layer_of(key) for key in headers)
     layers = 1 + max((number for number in numbers if number is not None), default=0)
     require_target(models.architecture, path)
+    for name in by_name:
+        if (folder := library_folder(name.partition("+")[0])) is not None:
+            require_tokens(recipe, name, folder)
     require_settings(recipe, headers, layers)
     tokenizer, tokens = require_tokenizer(recipe, access), _tokens(recipe, models)
     known = merge_methods[recipe.known.near]

@@ -63,7 +63,7 @@ def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
         ):
             parts.remove("added_tokens")
         changes = [f"{part} in tokenizer.json" for part in parts]
-        ids, other_ids = _ids(base_parts), _ids(other_parts)
+        ids, other_ids = token_ids(base_parts), token_ids(other_parts)
         unlike = [
             f"{token!r} {other_ids.get(token)} for {ids.get(token)}"
             for token in ids | other_ids
@@ -114,7 +114,7 @@ def added_tokens(stated: Mapping[str, Any]) -> dict[Any, Any]:
     return {row.get("id"): row.get("content") for row in rows if isinstance(row, dict)}
 
 
-def _ids(stated: Mapping[str, Any]) -> dict[str, Any]:
+def token_ids(stated: Mapping[str, Any]) -> dict[str, Any]:
     """The id of every token, as `tokenizer.json` states it: by content, or in order with a score."""
     model = stated.get("model")
     words = model.get("vocab") if isinstance(model, dict) else None

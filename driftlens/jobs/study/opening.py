@@ -503,7 +503,7 @@ def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
     def shown() -> SampleSet:
         questions = [reader.asked(texts.read(at)) for at in range(count)]
         with pool.loaded(expert_of(samples.task)) as module:
-            found = generate(module, reader, questions, NEW_TOKENS, batch_size=samples.batch_size)
+            found = generate(module, reader, questions, NEW_TOKENS, batch_size=samples.at_once)
         return samples.answering([space + answer if answer else "" for answer in found])
 
     return replace(samples, load=lambda positions: shown().load(positions))

@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,14 @@ from torch import Tensor
 
 import driftlens.spec
 from driftlens.base.access import Access, Context
-from driftlens.base.devices import HOST, accelerator, answering, peak_memory, reset_peak_memory
+from driftlens.base.devices import (
+    HOST,
+    accelerator,
+    answering,
+    halving_batches,
+    peak_memory,
+    reset_peak_memory,
+)
 from driftlens.base.errors import CheckpointError, DataError, RunError, SpecError
 from driftlens.base.files import PathLike, from_json, write_json_atomic
 from driftlens.base.progress import Reporter
@@ -255,7 +263,11 @@ class Phase:
 
 
 def run_phases(writer: RunWriter, phases: Iterable[Phase]) -> None:
-    """Do the phases that are not done yet, one after the other, and record what each used."""
+    """Do the phases that are not done yet, one after the other, and record what each used.
+
+    Where memory is too little for a batch, the phase begins anew with batches half as large, unless several processes
+    have shared out the batches among them.
+    """
     for phase in phases:
         if writer.done(phase.name) and not phase.again:
             continue
@@ -264,12 +276,23 @@ def run_phases(writer: RunWriter, phases: Iterable[Phase]) -> None:
         answered = answering(device, f"{phase.name.partition(':')[0]} here")
         with exact_products(), writer.phase(phase.name) as usage, answered, threads:
             reset_peak_memory(device)
-            if phase.leads is None:
+            if phase.leads is not None:
+                lead(phase.leads, writer, phase.work)
+            elif phase.study is None or phase.study.team.size > 1:
                 phase.work()
             else:
-                lead(phase.leads, writer, phase.work)
+                of_tasks = phase.study.tasks.values()
+                size = max((at.diagnosis.batch_size for at in of_tasks), default=1)
+                with halving_batches(size, partial(_tell_smaller, writer, phase.name, device)) as done:
+                    done(phase.work)
             if (peak := peak_memory(device)) is not None:
                 usage["peak_gpu_bytes"] = peak
+
+
+def _tell_smaller(writer: RunWriter, phase: str, device: torch.device, size: int) -> None:
+    writer.notice(
+        f"{device} has too little memory for the batches of {phase}: it goes on with batches of {size}"
+    )
 
 
 @contextmanager

@@ -31,9 +31,10 @@ from driftlens.models.families.causal import causal_chain
 from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.taking_apart.interception import settle
 from tests.accelerator import turn
-from tests.calibration.helpers import Subject, ground, subject
-from tests.contracts.test_adapters import subject_of
+from tests.accelerator.subjects import models, pool_on
+from tests.calibration.helpers import ground
 from tests.zoo import decoders, live_families, mixtures
+from tests.zoo.hand_made import two_texts
 from tests.zoo.world import World, build
 
 pytestmark = pytest.mark.slow
@@ -99,17 +100,6 @@ def test_an_analysis_with_all_there_is(
     assert pd.read_parquet(tmp_path / "run/tables/resources.parquet")["peak_gpu_bytes"].max() > 0
 
 
-@functools.cache
-def models() -> Subject:
-    return subject("open_clip_vit")
-
-
-def pool_on(models: Subject, device: torch.device) -> ModelPool:
-    """The same models in float32."""
-    sources = {name: models.pool.source(name) for name in models.pool.names}
-    return ModelPool(models.pool.chain, models.modules["base"], sources, device=device, dtype=torch.float32)
-
-
 def solution(name: str, device: torch.device) -> dict[Any, Tensor]:
     """All that a calibrator solves for or learns, and what it says of it."""
     small = {"steps": 2, "epochs": 1, "folds": 2, "mu": 0.5}
@@ -166,8 +156,9 @@ def test_a_merge_that_runs_models(
 
 
 def of_adapter(name: str) -> tuple[nn.Module, LayerChain, Any]:
-    made = subject_of(name, torch.float32)
-    return made.module, made.chain, made.inputs
+    model, generator = adapters[name].tiny().float(), torch.Generator().manual_seed(0)
+    inputs = two_texts(generator, 3) if name == "seq2seq" else torch.randn(3, 3, 16, 16, generator=generator)
+    return model, adapters[name].chain(model), inputs
 
 
 def of_family(name: str) -> tuple[nn.Module, LayerChain, Any]:

@@ -17,7 +17,7 @@ from driftlens.calibration.residual import ResidualCal
 from driftlens.engine.walk import Crossing
 from driftlens.runs.writer import RunWriter
 from tests.accelerator import Counts, counted
-from tests.accelerator.test_numbers import models, pool_on
+from tests.accelerator.subjects import models, pool_on
 from tests.calibration.helpers import batched, given, ground
 from tests.zoo.world import DEPTH, World, build
 

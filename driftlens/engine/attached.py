@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.models.chain import LayerChain, Tap
 from driftlens.models.frames import features_of, find_features
+from driftlens.models.taking_apart.carried import num_streams
 
 
 class Attachment(Protocol):
@@ -134,6 +135,12 @@ def module_of(module: nn.Module, chain: LayerChain, boundary: int, site: str = "
                 hint="Choose a method that attaches behind blocks, or one that changes weights.",
             )
         return chain.final
+    if num_streams(module.get_submodule(layer.path)) > 1 and not site:
+        raise IncompatibleModelsError(
+            f"what leaves {layer.path} is several streams of each token, so nothing can be attached to the library's "
+            "own model there",
+            hint="Choose a method that attaches behind the head, or one that changes weights.",
+        )
     parent = f"{layer.path}.{site}".rpartition(".")[0]
     if site and isinstance(module.get_submodule(parent), nn.MultiheadAttention):
         return parent

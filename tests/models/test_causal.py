@@ -16,6 +16,7 @@ from torch import Tensor
 
 import driftlens as dl
 from driftlens.base.errors import IncompatibleModelsError, NumericsError
+from driftlens.engine.attached import module_of
 from driftlens.models.architecture import load_architecture
 from driftlens.models.families.causal import causal_chain
 from driftlens.models.taking_apart import carried, dissection
@@ -23,7 +24,7 @@ from tests.refusing import refusing
 from tests.zoo.cases import perturbed
 from tests.zoo.decoders import CONFIGS, MORE, TINY, of
 from tests.zoo.tokenizers import word_tokenizer
-from tests.zoo.walking import chain_states, largest_difference
+from tests.zoo.walking import chain_states, largest_difference, walk, weights
 
 REFUSED = {
     "computed from weights": of(
@@ -120,6 +121,26 @@ def test_what_waits_beside_features_is_each_models_own(changed: str, first: int,
     assert all(not leaf[1, ..., 3, :].any() for state in states[base] for leaf in state.values())
     equal = [torch.equal(*(states[model][at]["hidden"] for model in states)) for at in range(6)]
     assert equal.index(False) == first - 1
+
+
+def test_streams_at_padding_have_no_derivative() -> None:
+    """Where all are zeros, their norm, by which the head scales them, has an infinite one."""
+    model = transformers.AutoModelForCausalLM.from_config((CONFIGS | MORE)["Gemma 3n"]).double().eval()
+    chain, _ = causal_chain(model, BATCH)
+    states, (_, side) = walk(chain, model, BATCH), chain.start(BATCH)
+    state = {name: leaf.requires_grad_() for name, leaf in states[-2].items()}
+    left = chain.layers[-1].call(weights(chain, model)[-1], state, side)
+    left["hidden"].square().sum().backward()
+    gradient = state["hidden"].grad
+    assert gradient is not None and gradient.isfinite().all() and not gradient[1, 3].any()
+
+
+def test_nothing_is_attached_to_streams() -> None:
+    model = transformers.AutoModelForCausalLM.from_config((CONFIGS | MORE)["Gemma 3n"]).eval()
+    chain, _ = causal_chain(model, BATCH)
+    with refusing(IncompatibleModelsError, "model.layers.0", "several streams", hint="behind the head"):
+        module_of(model, chain, 2)
+    assert module_of(model, chain, len(chain.layers)) == "model.norm"
 
 
 def without_embeddings(state: Any) -> Any:

@@ -103,8 +103,9 @@ def test_features_scores_and_answers_are_those_of_the_library(config: Any, tmp_p
         scores = loaded(**whole).logits[range(3), whole["attention_mask"].sum(dim=1) - 1].double()
     assert found.lm is not None
     made = LmHead(tuple(map(str, range(40))), pool.source("merged"), found.lm).scores(features)
-    # Hunyuan's router multiplies in float32, whose last bits are those of a batch.
-    assert (made - scores).norm() <= (1e-7 if "hunyuan" in config.model_type else 1e-9) * scores.norm()
+    # Routers of Hunyuan and of AltUp compute in float32, whose last bits are those of a batch.
+    rounds = config.model_type in ("gemma3n_text", "hunyuan_v1_moe")
+    assert (made - scores).norm() <= (1e-6 if rounds else 1e-9) * scores.norm()
     last = mask.sum(dim=1) - 1
     rows = torch.arange(3)
     assert found.lm is not None

@@ -37,8 +37,8 @@ def beside_each_other(streams: Tensor) -> Tensor:
 
 
 def apart(hidden: Tensor, count: int) -> Tensor:
-    """The streams of `beside_each_other` as blocks are given them; of one alone the feature itself."""
-    return hidden if count == 1 else hidden.reshape(*hidden.shape[:2], count, -1).permute(2, 0, 1, 3)
+    """The streams of `beside_each_other` as blocks are given them."""
+    return hidden.reshape(*hidden.shape[:2], count, -1).permute(2, 0, 1, 3).contiguous()
 
 
 def is_given(block: nn.Module) -> bool:

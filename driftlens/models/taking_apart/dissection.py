@@ -300,7 +300,7 @@ class Dissection:
         """Features that leave one block."""
         block = self.blocks[position]
         # A copy, because blocks may write into their input (residual sums, in-place activations).
-        hidden = carried.apart(state["hidden"], self.streams).clone()
+        hidden = self._native(state["hidden"], side).clone()
         given, kwargs = frame_at(side, position).arguments(hidden)
         args: list[Any] = list(given)
         for name, of in self.computed.items():
@@ -344,7 +344,7 @@ class Dissection:
             }
         args, kwargs = inputs_in(side).arguments({})
         frames = [frame_at(side, position) for position in range(len(self.blocks))]
-        hidden = unflattened(carried.apart(state["hidden"], self.streams).clone(), frames[-1].left)
+        hidden = unflattened(self._native(state["hidden"], side).clone(), frames[-1].left)
         if self.final:  # before which no weight but these moves what is behind the blocks
             zero, outer = hidden.new_zeros(()), self.outer_weights()
             parameters = {name: zero.expand(weight.shape) for name, weight in outer.items()} | dict(
@@ -399,6 +399,12 @@ class Dissection:
             for argument, tensor in tensors_given(frame).items()
             if argument not in self.computed
         }
+
+    def _native(self, hidden: Tensor, side: SideInputs) -> Tensor:
+        """Features as blocks are given them; streams at padding are cut off, where their derivatives are infinite."""
+        if self.streams == 1:
+            return hidden
+        return carried.apart(without_padding(self.paths[0], hidden, side.mask("hidden")), self.streams)
 
     def _features(self, boundary: int, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """Features as they wait behind so many blocks: [n, h, w, c] as tokens, zeros in the rows of padding."""

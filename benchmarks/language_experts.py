@@ -23,7 +23,7 @@ from benchmarks.embeddings import variant_table
 
 TASKS = ("equation", "pos", "subj", "trec")
 PROMPT = "{input}\nanswer:"
-STEPS, BATCH, RATE, RANK = 120, 16, 5e-4, 16
+STEPS, BATCH, RATE, RANK = 80, 8, 1e-3, 16
 REPAIRS = {"featcal": dl.FeatCal(), "residual": dl.ResidualCal()}
 
 

@@ -198,10 +198,11 @@ def save_model(
     require_target(architecture, path)
     canonical = _stored_keys(architecture, base, model)
 
-    def stored(names: Mapping[str, str], wrapper: str) -> Stored:
+    def stored(names: Mapping[str, str], wrapper: str) -> Patched | Stored:
         updates = {name: canonical[key] for name, key in names.items() if key in canonical}
-        made = OnDemand(updates, lambda name: model.read(updates[name]))
-        return Stored(Patched(renamed(base, names), made), wrapper)
+        patched = Patched(renamed(base, names), OnDemand(updates, lambda name: model.read(updates[name])))
+        # Who has no layout reads the skeleton's tensors as they are, however the base's files hold them.
+        return patched if architecture.layout is None else Stored(patched, wrapper)
 
     target, form = pathlib.Path(path), architecture.folder
     if target.suffix == ".safetensors":

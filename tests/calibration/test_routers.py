@@ -19,7 +19,7 @@ from driftlens.engine.sites import select_sites
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.jobs.calibrate.variants import Solution, unreached
 from tests.calibration.helpers import TASKS, batched, given, updates_of
-from tests.linalg.test_routing import curvature
+from tests.reference.routing import curvature
 from tests.zoo.cases import CASES, Family, family
 from tests.zoo.mixtures import case, mixtures
 

@@ -5,17 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.functional import hessian
 
 from driftlens.base.errors import NumericsError
 from driftlens.linalg.routing import Routing, scored, solve_router
+from tests.reference.routing import LOSSES, curvature
 
 EXPERTS, WIDTH = 3, 4
-LOSSES = {
-    "softmax": lambda logits: logits.logsumexp(dim=0),
-    "sigmoid": lambda logits: torch.nn.functional.softplus(logits).sum(),
-}
-"""Whose second derivative by the logits of one token is the curvature that counts."""
 Task = tuple[Tensor, Tensor]
 
 
@@ -41,13 +36,6 @@ def solved(scoring: str, first: Tensor, given: dict[str, Task], size: int = 2) -
     solution = solve_router(routing, {name: wanted - first for name, (_, wanted) in given.items()})
     assert solution.after <= solution.before and solution.error <= 1e-8
     return first + solution.change
-
-
-def curvature(scoring: str, x: Tensor, wanted: Tensor) -> Tensor:
-    """Mean over tokens of H (x) x x', shrunk, [E k, E k], by automatic second derivatives."""
-    parts = [torch.kron(hessian(LOSSES[scoring], wanted @ row), torch.outer(row, row)) for row in x]
-    whole = torch.stack(parts).mean(dim=0)
-    return 0.9 * whole + 0.1 * torch.diag(whole.diagonal())
 
 
 def objective(scoring: str, weights: Tensor, given: dict[str, Task]) -> Tensor:

@@ -28,7 +28,7 @@ _PRODUCTS = (
 )
 _BATCHED = (torch.bmm, torch.Tensor.bmm)
 _TOP = (torch.topk, torch.Tensor.topk)
-_SCORINGS = {
+_SCORINGS: Mapping[Any, str] = {
     **dict.fromkeys((torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax), "softmax"),
     **dict.fromkeys((torch.sigmoid, torch.Tensor.sigmoid, torch.nn.functional.sigmoid), "sigmoid"),
 }

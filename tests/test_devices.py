@@ -12,6 +12,8 @@ import torch
 import driftlens
 from driftlens.base import devices
 from driftlens.base.errors import RunError, SpecError
+from driftlens.data import samples
+from driftlens.engine.pool import moved
 
 CPU = torch.device("cpu")
 SOURCES = [
@@ -37,10 +39,7 @@ def test_the_host_has_all_that_is_asked_of_a_device() -> None:
     devices.reset_peak_memory(CPU)
     devices.synchronize(CPU)
     tensor = torch.ones(2)
-    assert (
-        devices.moved(tensor, CPU) is tensor
-        and devices.moved(tensor, CPU, torch.float64).dtype == torch.float64
-    )
+    assert moved(tensor, CPU) is tensor and moved(tensor, CPU, torch.float64).dtype == torch.float64
 
 
 @pytest.mark.parametrize("name", ["cuda:99", "mps:7", "meta", "tpu", "cpu:x"])
@@ -69,11 +68,11 @@ def test_work_begins_anew_with_half_the_batch_until_it_fits(fits: int, sizes: li
     told: list[int] = []
 
     def work() -> None:
-        tried.append(devices.fitting_batch(8))
+        tried.append(samples.fitting_batch(8))
         if tried[-1] > fits:
             raise torch.OutOfMemoryError
 
     outcome = contextlib.nullcontext() if fits else pytest.raises(torch.OutOfMemoryError)
-    with outcome, devices.halving_batches(8, told.append) as done:
+    with outcome, samples.halving_batches(8, told.append) as done:
         done(work)
-    assert tried == sizes and told == sizes[1:] and devices.fitting_batch(8) == 8
+    assert tried == sizes and told == sizes[1:] and samples.fitting_batch(8) == 8

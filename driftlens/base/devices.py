@@ -7,10 +7,8 @@ device's own module. Where an answer can't be had (Apple's GPUs count no peak, f
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -166,60 +164,17 @@ def use_device(number: int) -> torch.device | None:
     return None
 
 
-def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor on `device`, and in `dtype` where one is given; to a GPU from pinned memory, without waiting.
+def pinned(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of the host on its way to another device: from pinned memory, without waiting, where that is known.
 
-    It is converted there, so that what travels is as narrow as what is stored; on the host, where the GPU doesn't know
-    the dtype that is stored.
+    What its device doesn't know is converted before, to `dtype`.
     """
-    if device.type != "cpu" and tensor.device.type == "cpu":
-        if dtype is not None and tensor.dtype == torch.float64 and not has_float64(device):
-            tensor = tensor.to(dtype)
-        if has_streams(device):
-            tensor = tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device, dtype)
+    if dtype is not None and tensor.dtype == torch.float64 and not has_float64(device):
+        tensor = tensor.to(dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if has_streams(device) else tensor
 
 
-_parts: ContextVar[int] = ContextVar("batch_parts", default=1)
-
-
-def fitting_batch(size: int) -> int:
-    """A batch size, halved as often as memory has been too little for the work at hand."""
-    return max(1, size // _parts.get())
-
-
-@contextmanager
-def halving_batches(
-    size: int, tell: Callable[[int], None]
-) -> Iterator[Callable[[Callable[[], object]], None]]:
-    """A function that does some work, again with half the batch size while memory is too little; 1 is the least.
-
-    Work has to begin anew whenever it is called. `size` is of the largest batches, and `tell` is told what it becomes;
-    it stays so until this is closed.
-    """
-
-    def done(work: Callable[[], object]) -> None:
-        while True:
-            try:
-                work()
-                return
-            except torch.OutOfMemoryError:
-                if fitting_batch(size) == 1:
-                    raise
-                _parts.set(2 * _parts.get())
-            # Only here is nothing left of what the error has gone through.
-            gc.collect()
-            _free_cached()
-            tell(fitting_batch(size))
-
-    token = _parts.set(_parts.get())
-    try:
-        yield done
-    finally:
-        _parts.reset(token)
-
-
-def _free_cached() -> None:
+def free_cached() -> None:
     """Give back what torch keeps for later; before torch 2.9 it does so itself before it fails."""
     empty: Callable[[], None] | None = getattr(torch.accelerator, "empty_cache", None)
     if empty is not None and accelerator() is not None:

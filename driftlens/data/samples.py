@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from driftlens.base.devices import fitting_batch
 from driftlens.base.errors import DataError
 from driftlens.data.sources import Split, SplitView
 from driftlens.models.language.texts import Heard, Pictured, Text, TextReader
@@ -26,6 +28,49 @@ _PROBES = 8
 """Samples that are read to tell data from other data of the same ids."""
 _MASKS = ("attention_mask", "decoder_attention_mask")
 """Which tokens of a sequence count; the second is that of entries whose names begin with `decoder_`."""
+
+
+_parts: ContextVar[int] = ContextVar("batch_parts", default=1)
+
+
+def fitting_batch(size: int) -> int:
+    """A batch size, halved as often as memory has been too little for the work at hand."""
+    return max(1, size // _parts.get())
+
+
+@contextmanager
+def halving_batches(
+    size: int, tell: Callable[[int], None]
+) -> Iterator[Callable[[Callable[[], object]], None]]:
+    """A function that does some work, again with half the batch size while memory is too little; 1 is the least.
+
+    Work has to begin anew whenever it is called. `size` is of the largest batches, and `tell` is told what it becomes;
+    it stays so until this is closed.
+    """
+
+    import torch
+
+    from driftlens.base.devices import free_cached
+
+    def done(work: Callable[[], object]) -> None:
+        while True:
+            try:
+                work()
+                return
+            except torch.OutOfMemoryError:
+                if fitting_batch(size) == 1:
+                    raise
+                _parts.set(2 * _parts.get())
+            # Only here is nothing left of what the error has gone through.
+            gc.collect()
+            free_cached()
+            tell(fitting_batch(size))
+
+    token = _parts.set(_parts.get())
+    try:
+        yield done
+    finally:
+        _parts.reset(token)
 
 
 @dataclass(frozen=True)

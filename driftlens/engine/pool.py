@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.devices import current_stream, device_of, has_streams, moved, stream_of, use_stream
+from driftlens.base.devices import current_stream, device_of, has_streams, pinned, stream_of, use_stream
 from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.base.variants import task_of
 from driftlens.base.words import some_of
@@ -66,6 +66,16 @@ class ReadAhead:
     def forget(self) -> None:
         """Let go of all that nobody asked for."""
         self._coming.clear()
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor on `device`, and in `dtype` where one is given; to a GPU from pinned memory, without waiting.
+
+    It is converted there, so that what travels is as narrow as what is stored.
+    """
+    if device.type != "cpu" and tensor.device.type == "cpu":
+        tensor = pinned(tensor, device, dtype)
+    return tensor.to(device, dtype)
 
 
 @dataclass(frozen=True)
@@ -144,6 +154,7 @@ class ModelPool:
         self._heads: dict[Hashable, LmHead] = {}
         self._known_finite: set[tuple[str, Slot]] = set()
         self._ahead = ReadAhead(device) if has_streams(device) else None
+        self._wide_device = device_of(torch.float64, device)
         for name, source in models.items():
             self.add(name, source)
 
@@ -194,7 +205,7 @@ class ModelPool:
     def in_float64(self) -> ModelPool:
         """The same models, computed in float64; on the CPU where the device knows no such numbers."""
         wide = copy.copy(self)
-        wide.device = device_of(torch.float64, self.device)
+        wide.device = self._wide_device
         wide.dtype = torch.float64
         wide._modules = {}  # they compute in their own dtype
         wide._ahead = None

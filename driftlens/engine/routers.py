@@ -17,10 +17,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import moved, wide
+from driftlens.base.devices import wide
 from driftlens.base.errors import SpecError
 from driftlens.base.variants import expert_of
 from driftlens.engine.calibrating import TRUNK, CalibrationWalk, ClosedForm, Solved, solve_layer
+from driftlens.engine.pool import moved
 from driftlens.engine.problems import RouterProblem, SiteReport, SiteUpdate
 from driftlens.engine.walk import WaitingBatch
 from driftlens.linalg.routing import Routing, scored, solve_router

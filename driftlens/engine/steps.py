@@ -51,7 +51,7 @@ from driftlens.engine.step_weights import (
 )
 from driftlens.engine.walk import WaitingBatch
 from driftlens.linalg.joint_ridge import BIAS_INPUT, JointSums
-from driftlens.models.chain import Layer, Parameters, Routes, SideInputs, State
+from driftlens.models.chain import Layer, Parameters, Routes, SideInputs, Site, State
 
 _WANTED, _CHOSEN, _GATES = "wanted", "chosen experts", "gates"
 _AT_ONCE = 2048
@@ -132,7 +132,8 @@ class StepWalk(CalibrationWalk):
     def __init__(self, ground: Ground, calibrator: Stepwise) -> None:
         super().__init__(ground)
         self.calibrator = calibrator
-        require_trained(self, [calibrator])
+        if calibrator.routers != "off":
+            require_trained(self, [calibrator])
         self.groups: dict[int, list[Group]] = {}
         self.seen: dict[str, dict[Key, Weighable]] = {}
         self.weighted: dict[str, dict[Key, Weighted]] = {}
@@ -140,6 +141,10 @@ class StepWalk(CalibrationWalk):
         self.folds: dict[str, dict[str, int]] = {}
         self.digests: dict[WaitingBatch, tuple[str, ...]] = {}
         self.passage.on_read = lambda batch, waiting: self.digests.update({waiting: batch.digests})
+
+    def _router(self, layer: Layer, names: Collection[str]) -> Site | None:
+        """The router of a layer that is solved for."""
+        return router_of(layer, names, [self.calibrator]) if self.calibrator.routers != "off" else None
 
     @torch.no_grad()
     @exact_products()
@@ -157,7 +162,7 @@ class StepWalk(CalibrationWalk):
         first = next(
             (at for at, step in enumerate(steps) if any(_of_expert(group) for _, group in step)), None
         )
-        router = router_of(layer, names, [self.calibrator])
+        router = self._router(layer, names)
         is_before = self.calibrator.routers == "before" and first is not None
         for at, step in enumerate([*steps, []]):
             if router is not None and at == (first if is_before else len(steps)):
@@ -213,7 +218,7 @@ class StepWalk(CalibrationWalk):
         for layer in self.pool.chain.layers:
             if layer.index in self.sites:
                 names = self.sites[layer.index]
-                router = router_of(layer, names, [self.calibrator])
+                router = self._router(layer, names)
                 plain = {*names} - {router.name} if router is not None else names
                 self.groups[layer.index] = groups_of(layer, plain)
                 for group in self.groups[layer.index]:
@@ -354,7 +359,7 @@ class StepWalk(CalibrationWalk):
         for name, stream in streams.items():
             wanted[name] = wanted[name] + _stream(layer, stream, state, seen.inputs)
         batch.put(_WANTED, wanted)
-        if router_of(layer, self.sites[layer.index], [self.calibrator]) is not None:
+        if self._router(layer, self.sites[layer.index]) is not None:
             keep_routes(layer, expert, batch, state, seen.side.routes)
         return left
 

@@ -20,11 +20,11 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.devices import has_float64, moved
+from driftlens.base.devices import has_float64
 from driftlens.base.errors import DataError, NumericsError, RunError
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.engine.pool import LayerMap, ModelPool
+from driftlens.engine.pool import LayerMap, ModelPool, moved
 from driftlens.linalg.state import added, expert_cosine, norm, subtract
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import Layer, Pool, Routes, SideInputs, State

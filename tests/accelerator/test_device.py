@@ -10,6 +10,7 @@ from torch import Tensor
 
 from driftlens.base import devices
 from driftlens.base.errors import RunError, SpecError
+from driftlens.engine.pool import moved
 from tests.accelerator import NAME, counted, turn
 
 WORK: dict[str, Callable[[Tensor], Tensor]] = {
@@ -72,7 +73,7 @@ def test_it_may_know_no_float64(sim: torch.device) -> None:
     turn(no_double=True)
     with pytest.raises(TypeError, match="float64"):
         torch.ones(3, device=sim).double()
-    assert devices.moved(torch.ones(3).double(), sim, torch.float32).dtype == torch.float32
+    assert moved(torch.ones(3).double(), sim, torch.float32).dtype == torch.float32
 
 
 def test_copies_that_nobody_waits_for_have_not_been_made(sim: torch.device) -> None:
@@ -80,7 +81,7 @@ def test_copies_that_nobody_waits_for_have_not_been_made(sim: torch.device) -> N
     before, stream = devices.current_stream(sim), devices.stream_of(sim)
     devices.use_stream(stream)
     try:
-        copied = devices.moved(torch.ones(3), sim)
+        copied = moved(torch.ones(3), sim)
     finally:
         devices.use_stream(before)
     assert copied.isnan().all()

@@ -25,7 +25,6 @@ from driftlens.base.devices import (
     HOST,
     accelerator,
     answering,
-    halving_batches,
     peak_memory,
     reset_peak_memory,
 )
@@ -37,6 +36,7 @@ from driftlens.base.threads import exact_products, settled_threads
 from driftlens.base.variants import calibrated
 from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.data.samples import halving_batches
 from driftlens.engine.attached import Attachments, attachments_from
 from driftlens.jobs.study.opening import OpenModels, open_study
 from driftlens.jobs.study.study import Study

@@ -89,6 +89,7 @@ def test_without_another_baseline_the_page_says_what_gains_are_counted_from(
     assert "no other baseline; gains are counted from merged" in said(app)
 
 
+@pytest.mark.slow
 def test_every_part_draws_its_charts_and_none_stands_twice(open_app: Open, root: Path) -> None:
     """Neither under its title nor, under another one, with the same lines that a legend names, or the same cells."""
     places: dict[str, str] = {}

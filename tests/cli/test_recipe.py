@@ -280,6 +280,7 @@ def is_drawn_by_the_law(method: str, folders: Folders, merged: dict[str, Tensor]
     assert 0 < found.mean() < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", DROPPED)
 def test_random_masks_follow_the_law(method: str, folders: Folders, tmp_path: Path, run_cli: Cli) -> None:
     file = written(dropped(folders, method), tmp_path)

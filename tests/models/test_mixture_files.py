@@ -215,6 +215,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match:RuntimeWarning")  # they did
 @pytest.mark.parametrize("options", TARGETS.values(), ids=[*TARGETS])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout"), [("Mixtral", "apart"), ("Mixtral", "fused"), ("gpt-oss", "fused")]
 )

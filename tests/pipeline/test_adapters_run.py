@@ -108,6 +108,7 @@ INPUTS = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("config", "options"), OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.slow
 @torch.no_grad()
 def test_features_of_an_expert_are_those_that_peft_computes(
     config: Any, options: dict[str, Any], stored: torch.dtype, tmp_path: Path

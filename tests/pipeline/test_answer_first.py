@@ -140,6 +140,7 @@ def assert_told_of(run: DriftRun, sentence: str) -> None:
     assert list(told.groups()[2:]) == [f"{count / n:.1%}".rstrip("%") for count in right.values()]
 
 
+@pytest.mark.slow
 def test_an_attribution_that_comes_later_is_the_one_that_comes_at_once(
     world: World, at_once: DriftRun, tmp_path: Path
 ) -> None:
@@ -381,6 +382,7 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("method", few(["featcal", "residual"], quick=["featcal"]))
+@pytest.mark.slow
 def test_more_batches_don_t_make_a_device_wait_more_often(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

@@ -280,6 +280,7 @@ def test_without_every_head_all_tasks_are_judged_by_relative_drift(study: Study)
     assert record["score"] == f"relative final drift of all tasks, as there is no head for {TASKS[0]}"
 
 
+@pytest.mark.slow
 def test_the_run_says_how_its_settings_were_chosen(
     roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -505,6 +506,7 @@ def test_candidates_keep_every_other_setting(study: Study, monkeypatch: pytest.M
     assert found.update == ("linear",) and found.eps == 1e-6
 
 
+@pytest.mark.slow
 def test_a_rehearsal_names_the_candidates_and_does_the_choice(
     roomy: DriftRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

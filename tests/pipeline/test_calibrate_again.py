@@ -173,6 +173,7 @@ def test_a_name_is_given_once_unless_it_is_to_be_replaced(
 
 
 @pytest.mark.parametrize("end", few(["failed", "cancelled"], quick=["cancelled"]))
+@pytest.mark.slow
 def test_what_has_the_name_stays_until_its_successor_is_solved_for(
     folder: Path, whole: DriftRun, end: str
 ) -> None:

@@ -180,6 +180,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", SETTINGS)
 def test_an_expert_whose_configuration_computes_otherwise_is_named_in_runs_too(key: str, root: Path) -> None:
     file = root / "one" / "config.json"

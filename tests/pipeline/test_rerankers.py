@@ -238,6 +238,7 @@ def test_queries_are_read_by_turns_with_what_answers_them_and_what_does_not(fold
         assert [*map(part.calibration.text, range(more))] == [*map(opened.calibration.text, range(more))]
 
 
+@pytest.mark.slow
 def test_a_card_says_how_a_cross_encoder_scores(tmp_path: Path) -> None:
     for seed, name in enumerate(("base", "own")):
         save(reranker("BERT", seed), tmp_path / name, "BERT", is_library=True)

@@ -228,6 +228,7 @@ def test_a_merge_keeps_what_its_type_can_hold_and_tells_what_it_lost(
     assert [line.startswith(text) for line in told_of] == [True] * (out_dtype is None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "settings", "layers"),
     [("featcal", {"lam": 30.0, "rho": 1.0}, (2,)), ("distill", {"steps": 2, "lr": 1e-5}, None)],

@@ -125,6 +125,7 @@ def spec(written: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.family("Whisper")
 @pytest.mark.shows("drift", files="hf-seq2seq", heads="word error rate")
+@pytest.mark.slow
 def test_what_is_heard_is_scored_word_by_word(folder: Path, spec: dict[str, Any], tmp_path: Path) -> None:
     run = dl.analyze(spec, out=tmp_path / "run", progress="none")
     rows = run.layers(variant="merged")

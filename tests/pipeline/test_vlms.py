@@ -277,6 +277,7 @@ def broken_length(folder: Path, spec: Any) -> None:
     spec["data"]["a"]["max_length"] = 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "code", "says"),
     [

@@ -59,6 +59,7 @@ def resized(folder: Path, more: int) -> None:
     model.save_pretrained(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [3, -2])
 def test_rows_are_aligned_with_the_bases_where_the_spec_asks_for_it(spec: dict[str, Any], more: int) -> None:
     models = opened(spec)

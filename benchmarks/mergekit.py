@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 VARIABLE = "DRIFTLENS_MERGEKIT"
 INSTALL = (
@@ -112,7 +112,6 @@ def _taken(command: Sequence[str], folder: pathlib.Path) -> Taken:
 
 def write_model(folder: pathlib.Path, blocks: int, width: int, within: int, *, seed: int) -> None:
     """A Llama with random weights in bf16 shards, and a tokenizer of made-up words; experts are near seed 0."""
-    import torch
     import transformers
 
     config = transformers.LlamaConfig(
@@ -126,21 +125,23 @@ def write_model(folder: pathlib.Path, blocks: int, width: int, within: int, *, s
         eos_token_id=1,
         dtype="bfloat16",
     )
+    write_near(transformers.LlamaForCausalLM, config, folder, seed)
+
+
+def write_near(kind: Any, config: Any, folder: pathlib.Path, seed: int) -> None:
+    """A model with random weights in bf16 shards, near that of seed 0, and a tokenizer of made-up words."""
+    import tokenizers
+    import torch
+    import transformers
+
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        model = kind(config).to(torch.bfloat16)
         torch.manual_seed(seed)
         for weight in model.parameters() if seed else ():
             weight.add_(1e-3 * torch.randn(weight.shape))
     size = sum(weight.nbytes for weight in model.parameters())
     model.save_pretrained(folder, max_shard_size=f"{size // SHARDS // 10**6 + 1}MB")
-    write_words(folder)
-
-
-def write_words(folder: pathlib.Path) -> None:
-    """A tokenizer of made-up words."""
-    import tokenizers
-    import transformers
 
     words = {f"word{number}": number for number in range(WORDS)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))

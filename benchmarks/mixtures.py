@@ -54,10 +54,9 @@ def _idle() -> float:
 
 def _write_model(folder: pathlib.Path, seed: int) -> None:
     """Random weights; experts lie near the base, which is number 0."""
-    import torch
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    from benchmarks.mergekit import write_words
+    from benchmarks.mergekit import write_near
 
     config = MixtralConfig(
         vocab_size=WORDS,
@@ -70,15 +69,7 @@ def _write_model(folder: pathlib.Path, seed: int) -> None:
         num_experts_per_tok=2,
         dtype="bfloat16",
     )
-    torch.set_default_dtype(torch.bfloat16)
-    torch.manual_seed(0)
-    model = MixtralForCausalLM(config)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters() if seed else ():
-            weight.add_(1e-3 * torch.randn(weight.shape))
-    model.save_pretrained(folder / str(seed), max_shard_size="500MB")
-    write_words(folder / str(seed))
+    write_near(MixtralForCausalLM, config, folder / str(seed), seed)
 
 
 def _write_texts(folder: pathlib.Path) -> None:

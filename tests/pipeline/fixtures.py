@@ -39,12 +39,17 @@ def folder(light: DriftRun, tmp_path: Path) -> Path:
     return copied(light, tmp_path / "run")
 
 
+def rehearse_briefly(patch: pytest.MonkeyPatch) -> None:
+    """Let every estimate rest on one short study."""
+    sizes = rehearsal._sizes
+    patch.setattr(rehearsal, "_sizes", lambda *study, **kind: sizes(*study, **kind)[:1])
+    patch.setattr(rehearsal, "_PATIENCE", 0.0)
+
+
 @pytest.fixture(autouse=True)
 def brief_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
     """One short study is enough where nobody asks how good an estimate is; who does has a fixture of this name."""
-    sizes = rehearsal._sizes
-    monkeypatch.setattr(rehearsal, "_sizes", lambda *study, **kind: sizes(*study, **kind)[:1])
-    monkeypatch.setattr(rehearsal, "_PATIENCE", 0.0)
+    rehearse_briefly(monkeypatch)
 
 
 @pytest.fixture

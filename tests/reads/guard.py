@@ -10,7 +10,7 @@ from pathlib import Path
 
 from driftlens.base.errors import DriftLensError
 
-SECONDS = 10.0
+SECONDS = 5.0
 """Of the processor, that reading one input may take."""
 MOST_GROWTH = 1 << 20
 """Kibibytes by which the process may grow over all inputs together: a gibibyte."""

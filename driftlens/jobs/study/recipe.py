@@ -67,7 +67,10 @@ class Followed:
         self.headers: Mapping[str, TensorHeader] = {
             key: TensorHeader(header.shape, self._written(key)) for key, header in first.headers.items()
         }
-        self._threads, self._unread = threads, list(self.headers)
+        self._threads, self._order = threads, list(self.headers)
+        self._places = {key: place for place, key in enumerate(self._order)}
+        self._most = max((header.nbytes for header in self.headers.values()), default=0)
+        self._begun = set[str]()
         self._coming: dict[str, Future[tuple[Tensor, Change]]] = {}
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
@@ -77,7 +80,7 @@ class Followed:
             NumericsError: a model's tensor is NaN or infinite; names the file.
             SpecError: the recipe lacks a parameter for it.
         """
-        if key in self._unread and self._threads is not None:
+        if self._threads is not None and (key in self._coming or key not in self._begun):
             self._begin(self._threads, key)
         coming = self._coming.pop(key, None)
         merged, change = self._merged(key) if coming is None else coming.result()
@@ -86,15 +89,16 @@ class Followed:
 
     def _begin(self, threads: ThreadPoolExecutor, key: str) -> None:
         """Begin a tensor and those after it, as many as have together no more entries than the largest has."""
-        place, sizes = self._unread.index(key), {name: at.nbytes for name, at in self.headers.items()}
-        del self._unread[place]
-        room = max(sizes.values()) - sum(sizes[name] for name in self._coming if name != key)
-        for name in [key, *self._unread[place:]]:
-            room -= sizes[name]
-            if name != key and room < 0:
+        room = self._most - sum(self.headers[name].nbytes for name in self._coming)
+        for place in range(self._places[key], len(self._order)):
+            name = self._order[place]
+            if name in self._coming:
+                continue
+            room -= self.headers[name].nbytes
+            if name != key and (room < 0 or name in self._begun):
                 break
-            if name not in self._coming:
-                self._coming[name] = threads.submit(self._merged, name)
+            self._begun.add(name)
+            self._coming[name] = threads.submit(self._merged, name)
 
     @torch.no_grad()
     def _merged(self, key: str) -> tuple[Tensor, Change]:

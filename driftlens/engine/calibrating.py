@@ -221,6 +221,12 @@ class ClosedForm(Method, ABC):
         return 1
 
 
+def router_of(layer: Layer, names: Collection[str], calibrators: Iterable[ClosedForm]) -> Site | None:
+    """The router of a layer, where it is among the chosen sites and any calibrator solves for routers."""
+    is_wanted = any(calibrator.routers != "off" for calibrator in calibrators)
+    return layer.router if is_wanted and layer.router is not None and layer.router.name in names else None
+
+
 @dataclass(frozen=True)
 class Branch:
     """Lanes that still have the merged model's features in common: which parts of the samples each may read."""
@@ -363,6 +369,22 @@ class CalibrationWalk(ABC):
         sizes = {task: torch.cat(of) for task, of in drift.items() if of}
         read = iter(torch.cat([*sizes.values()]).tolist() if sizes else ())
         return {task: [*itertools.islice(read, len(of))] for task, of in sizes.items()}
+
+    def solved_apart(
+        self,
+        layer: Layer,
+        merged: Parameters,
+        problems: Iterable[_P],
+        solve: Callable[[_P], Sequence[SiteUpdate]],
+        least_rows: Callable[[int], int],
+        sites: Sequence[Site],
+    ) -> Solved:
+        """What comes of the problems of all processes, each of which has some of one lane's; reports as `sites` are."""
+        stored_in = self.ground.stored_in
+        work = partial(solve_layer, self.pool, layer, problems, solve, least_rows, stored_in=stored_in)
+        [(updates, reports)] = solved_by_all(self.team, merged, lambda: [work()])
+        order = [site_path(layer, site) for site in sites]
+        return updates, sorted(reports, key=lambda report: order.index(report.site))
 
     @contextmanager
     def shared(self, lanes: Collection[int]) -> Iterator[None]:
@@ -510,7 +532,7 @@ class _WeightWalk(CalibrationWalk):
     @exact_products()
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> list[CalibratedLayer]:
         """Solve the linear sites of one layer, each in one of the processes."""
-        started, base, stored_in = time.perf_counter(), self.ground.base, self.ground.stored_in
+        started, base = time.perf_counter(), self.ground.base
         assert base is not None, "the calibrator's check refuses that"
         sites = [site for site in layer.sites if site.name in names and site.kind == "linear"]
         owners = self.team.balanced([1.0] * len(sites))
@@ -519,19 +541,10 @@ class _WeightWalk(CalibrationWalk):
             for site, owner in zip(sites, owners, strict=True)
             if owner == self.team.rank
         )
-        solve = partial(
-            solve_layer,
-            self.pool,
-            layer,
-            problems,
-            self.calibrator.solve,
-            self.calibrator.least_rows,
-            stored_in=stored_in,
-        )
         like = self.pool.parameters("merged", layer) if self.team.size > 1 else {}
-        [(updates, reports)] = solved_by_all(self.team, like, lambda: [solve()])
-        order = [site_path(layer, site) for site in sites]
-        reports.sort(key=lambda report: order.index(report.site))
+        updates, reports = self.solved_apart(
+            layer, like, problems, self.calibrator.solve, self.calibrator.least_rows, sites
+        )
         seconds = time.perf_counter() - started
         return [CalibratedLayer(layer.index, updates, reports, seconds=seconds)]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +20,14 @@ from torch import Tensor
 from driftlens.base.devices import wide
 from driftlens.base.errors import SpecError
 from driftlens.base.variants import expert_of
-from driftlens.engine.calibrating import TRUNK, CalibrationWalk, ClosedForm, Solved, solve_layer
+from driftlens.engine.calibrating import (
+    TRUNK,
+    CalibrationWalk,
+    ClosedForm,
+    Solved,
+    router_of,
+    solve_layer,
+)
 from driftlens.engine.pool import moved
 from driftlens.engine.problems import RouterProblem, SiteReport, SiteUpdate
 from driftlens.engine.walk import WaitingBatch
@@ -28,12 +35,6 @@ from driftlens.linalg.routing import Routing, scored, solve_router
 from driftlens.models.chain import Layer, Parameters, Routes, RoutesKnown, SideInputs, Site, Slot, State
 
 _ROUTES, _ROUTER = "routes", "router"
-
-
-def router_of(layer: Layer, names: Collection[str], calibrators: Iterable[ClosedForm]) -> Site | None:
-    """The router of a layer, where it is among the chosen sites and any calibrator solves for routers."""
-    is_wanted = any(calibrator.routers != "off" for calibrator in calibrators)
-    return layer.router if is_wanted and layer.router is not None and layer.router.name in names else None
 
 
 def require_trained(walk: CalibrationWalk, calibrators: Sequence[ClosedForm]) -> None:
@@ -129,8 +130,7 @@ class RouterRepair:
         ways = {task: self._wanted(task) - merged for task in self.walk.tasks}
         solution = solve_router(routing, ways)
         solved = merged + solution.change
-        weight, *bias = solved.split_with_sizes(self._widths(solved), dim=1)
-        values = [weight, *(column[:, 0] for column in bias)]
+        values = [solved[:, :-1], solved[:, -1]] if self._has_bias else [solved]
         size = float(torch.linalg.vector_norm(merged))
         report = SiteReport(
             site=self.site.name,
@@ -143,9 +143,9 @@ class RouterRepair:
         )
         return [SiteUpdate(dict(zip(problem.parameters, values, strict=True)), report)]
 
-    def _widths(self, affine: Tensor) -> list[int]:
-        has_bias = f"{self.site.name}.bias" in self.layer.parameters
-        return [affine.shape[1] - 1, 1] if has_bias else [affine.shape[1]]
+    @property
+    def _has_bias(self) -> bool:
+        return f"{self.site.name}.bias" in self.layer.parameters
 
     def _affine(self, parameters: Parameters) -> Tensor:
         """Weight and, where there is one, bias in a column, [E, k]."""
@@ -171,8 +171,7 @@ class RouterRepair:
 
     def _with_constant(self, x: Tensor) -> Tensor:
         dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
-        has_bias = f"{self.site.name}.bias" in self.layer.parameters
-        return torch.cat([x, x.new_ones(len(x), 1)], dim=1).to(dtype) if has_bias else x.to(dtype)
+        return (torch.cat([x, x.new_ones(len(x), 1)], dim=1) if self._has_bias else x).to(dtype)
 
     def _hear(self, student: Parameters) -> tuple[Counter[str], int, set[str]]:
         """Let wait what the router reads and the scores that are wanted of it.

@@ -29,6 +29,7 @@ from driftlens.engine.calibrating import (
     Ground,
     Solved,
     in_words,
+    router_of,
     solve_layer,
     solved_by_all,
 )
@@ -41,7 +42,7 @@ from driftlens.engine.problems import (
     Wanted,
     WeightedFold,
 )
-from driftlens.engine.routers import RouterRepair, keep_routes, require_trained, router_of
+from driftlens.engine.routers import RouterRepair, keep_routes, require_trained
 from driftlens.engine.sites import SiteRows, rows_and_output, site_path
 from driftlens.engine.walk import WaitingBatch
 from driftlens.linalg.gram import GramPool

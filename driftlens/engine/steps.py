@@ -31,12 +31,11 @@ from driftlens.engine.calibrating import (
     Ground,
     Solved,
     in_words,
-    solve_layer,
-    solved_by_all,
+    router_of,
 )
 from driftlens.engine.problems import CalibratedLayer, SiteReport, SiteUpdate, StepProblem
-from driftlens.engine.routers import RouterRepair, keep_routes, require_trained, router_of
-from driftlens.engine.sites import ENTERED, added_to, require_rule, rows_and_output, site_path, stacked
+from driftlens.engine.routers import RouterRepair, keep_routes, require_trained
+from driftlens.engine.sites import ENTERED, added_to, require_rule, rows_and_output, stacked
 from driftlens.engine.step_weights import (
     NUM_PASSES,
     ExpertGradients,
@@ -51,7 +50,7 @@ from driftlens.engine.step_weights import (
 )
 from driftlens.engine.walk import WaitingBatch
 from driftlens.linalg.joint_ridge import BIAS_INPUT, JointSums
-from driftlens.models.chain import Layer, Parameters, Routes, SideInputs, Site, State
+from driftlens.models.chain import Layer, Parameters, Routes, SideInputs, State
 
 _WANTED, _CHOSEN, _GATES = "wanted", "chosen experts", "gates"
 _AT_ONCE = 2048
@@ -142,10 +141,6 @@ class StepWalk(CalibrationWalk):
         self.digests: dict[WaitingBatch, tuple[str, ...]] = {}
         self.passage.on_read = lambda batch, waiting: self.digests.update({waiting: batch.digests})
 
-    def _router(self, layer: Layer, names: Collection[str]) -> Site | None:
-        """The router of a layer that is solved for."""
-        return router_of(layer, names, [self.calibrator]) if self.calibrator.routers != "off" else None
-
     @torch.no_grad()
     @exact_products()
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> list[CalibratedLayer]:
@@ -162,7 +157,7 @@ class StepWalk(CalibrationWalk):
         first = next(
             (at for at, step in enumerate(steps) if any(_of_expert(group) for _, group in step)), None
         )
-        router = self._router(layer, names)
+        router = router_of(layer, names, [self.calibrator])
         is_before = self.calibrator.routers == "before" and first is not None
         for at, step in enumerate([*steps, []]):
             if router is not None and at == (first if is_before else len(steps)):
@@ -198,27 +193,19 @@ class StepWalk(CalibrationWalk):
             self._join(sums, owner, merged, group)
             if owner == self.team.rank:
                 problems.append(sums.problem(group, merged))
-        solve = partial(
-            solve_layer,
-            self.pool,
-            layer,
-            problems,
-            self.calibrator.solve,
-            self.calibrator.least_rows,
-            stored_in=self.ground.stored_in,
+        sites = [site for _, group in step for site in group.sites]
+        solved = self.solved_apart(
+            layer, merged, problems, self.calibrator.solve, self.calibrator.least_rows, sites
         )
-        [(solved, reports)] = solved_by_all(self.team, merged, lambda: [solve()])
-        order = [site_path(layer, site) for _, group in step for site in group.sites]
-        reports.sort(key=lambda report: order.index(report.site))
         self.grams.take_back()
-        return solved, reports
+        return solved
 
     def _begin(self, first: Layer) -> None:
         """Read all samples and put them into folds; token weights of all layers, where gradients say them."""
         for layer in self.pool.chain.layers:
             if layer.index in self.sites:
                 names = self.sites[layer.index]
-                router = self._router(layer, names)
+                router = router_of(layer, names, [self.calibrator])
                 plain = {*names} - {router.name} if router is not None else names
                 self.groups[layer.index] = groups_of(layer, plain)
                 for group in self.groups[layer.index]:
@@ -359,7 +346,7 @@ class StepWalk(CalibrationWalk):
         for name, stream in streams.items():
             wanted[name] = wanted[name] + _stream(layer, stream, state, seen.inputs)
         batch.put(_WANTED, wanted)
-        if self._router(layer, self.sites[layer.index]) is not None:
+        if router_of(layer, self.sites[layer.index], [self.calibrator]) is not None:
             keep_routes(layer, expert, batch, state, seen.side.routes)
         return left
 

@@ -603,7 +603,8 @@ def _language(kind: str) -> str | None:
     import torch
 
     languages: dict[str, str] = torch.distributed.Backend.default_device_backend_map
-    return "gloo" if kind == "cpu" else next((own for own in (languages.get(kind),) if own != "gloo"), None)
+    own = languages.get(kind)
+    return own if kind == "cpu" or own != "gloo" else None
 
 
 def members() -> int:

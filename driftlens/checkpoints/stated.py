@@ -67,9 +67,8 @@ def weights_in(folder: pathlib.Path) -> pathlib.Path:
     raise CheckpointError(f"{folder} holds no weights; there is {shown}", hint=hint)
 
 
-def shards(index: pathlib.Path) -> dict[str, pathlib.Path]:
+def shards(index: pathlib.Path, listed: Mapping[str, str]) -> dict[str, pathlib.Path]:
     """The files that an index lists, by their name there; without one that nothing would miss."""
-    listed = weight_map(index)
     files = {name: index.parent / name for name in sorted({*listed.values()})}
     there = {key.partition(".")[0] for key, name in listed.items() if files[name].is_file()}
     # A part of the model that no file holds, like those for training alone; a head is its own part.
@@ -106,7 +105,7 @@ def stated_shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
     """Shapes by key, of safetensors alone; what is missing or broken is refused as whoever opens it would."""
     first = weights_in(folder)
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in shards(first).values() if first.suffix == ".json" else [first]:
+    for path in shards(first, weight_map(first)).values() if first.suffix == ".json" else [first]:
         refuse_pointer(path)
         if path.suffix == ".safetensors":
             with opened_safetensors(path, "np") as file:

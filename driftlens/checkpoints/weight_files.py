@@ -52,7 +52,7 @@ def _open_shards(index: pathlib.Path) -> StateSource:
     Tensors that the index alone knows are left out: whoever needs one misses it, and nobody else should.
     """
     listed = weight_map(index)
-    sources = {shard: open_file(path) for shard, path in shards(index).items()}
+    sources = {shard: open_file(path) for shard, path in shards(index, listed).items()}
     there = {
         key: (sources[shard], key)
         for key, shard in listed.items()

@@ -219,11 +219,13 @@ class Spellings:
             or the joint name of what files keep apart, see `joint_name`.
         left_out: beginnings of names that are no part of the model: classifiers, poolers that nobody reads.
         ignored: patterns of names that the library itself passes over.
+        is_lenient: whether it passes over tensors of modules that the model lacks, too, as transformers does.
     """
 
     names: Sequence[Mapping[str, str]]
     left_out: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    is_lenient: bool = False
 
     def refitted(self, source: StateSource) -> StateSource:
         """The checkpoint with its tensors cut and joined to those of memory, where they are not the same.
@@ -273,9 +275,48 @@ class Spellings:
             if key not in used
             and not key.startswith(beside)
             and header.dtype.is_floating_point
-            and not any(re.search(pattern, key) for pattern in self.ignored)
+            and not self._is_passed_over(key.removeprefix(wrapper))
         }
         return stored | unknown
+
+    def passed_over(self, headers: Collection[str], name: str) -> dict[str, str]:
+        """What a checkpoint holds that the library has no use for, but for buffers: key without the wrapper -> key."""
+        stored, wrapper = self._best(headers)
+        used, beside = set(stored.values()), (*TEXT_SIDE, *self.left_out)
+        named = {key.removeprefix(wrapper): key for key in headers if key not in used}
+        return {
+            key: at
+            for key, at in named.items()
+            if self._is_passed_over(key)
+            and key.rpartition(".")[0] not in self._modules
+            and not key.startswith(beside)
+        }
+
+    def _is_passed_over(self, key: str) -> bool:
+        """Whether the library loads a model without this tensor, which is none of the model's.
+
+        It is one of `ignored`, or of a module that lies beside all of the model's: not of one of its own, as a bias
+        is that others lack, nor of a block, of which there may be more in another model.
+        """
+        if any(re.search(pattern, key) for pattern in self.ignored):
+            return True
+        parts = key.split(".")
+        known = next(n for n in range(len(parts), -1, -1) if ".".join(parts[:n]) in self._modules)
+        is_numbered = any(part.isdigit() for part in parts[: known + 1])
+        is_inside = known == len(parts) - 1 and self._modules[".".join(parts[:-1])]
+        return self.is_lenient and not is_numbered and not is_inside
+
+    @functools.cached_property
+    def _modules(self) -> dict[str, bool]:
+        """Paths of the model's modules, as any spelling has them, and whether they hold tensors of their own."""
+        modules = {"": False}
+        for name in itertools.chain(*(names.values() for names in self.names)):
+            parts = whole(name).split(".")[:-1]
+            modules |= {
+                ".".join(parts[:n]): False for n in range(len(parts)) if ".".join(parts[:n]) not in modules
+            }
+            modules[".".join(parts)] = True
+        return modules
 
     def align(
         self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
@@ -302,7 +343,8 @@ class Spellings:
         wrapper = self.wrapper(keys, name)
         named = {key.removeprefix(wrapper): key for key in keys if key.startswith(wrapper)}
         beside = (*TEXT_SIDE, *self.left_out)
-        return {key: stored for key, stored in named.items() if key.startswith(beside)}
+        found = {key: stored for key, stored in named.items() if key.startswith(beside)}
+        return found | self.passed_over(keys, name)
 
     def _best(self, headers: Collection[str]) -> tuple[dict[str, str], str]:
         """The skeleton's keys that are found, and what stands before the names in the file."""

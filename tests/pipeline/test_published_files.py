@@ -119,6 +119,66 @@ def test_a_tensor_that_is_needed_and_in_no_file_is_missed(root: Path) -> None:
     assert not (root / "out").exists()
 
 
+DEEPER = {"num_nextn_predict_layers": 2}
+FURTHER = "model.layers.4.shared_head.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("key", "config"),
+    [
+        ("mtp.fc.weight", {}),
+        ("model.mtp.layers.0.norm.weight", {}),
+        ("v_head.summary.bias", {}),
+        (FURTHER, DEEPER),
+    ],
+)
+@pytest.mark.parametrize("holders", [("base", "one"), ("base",), ("one",), ("two", "one")], ids="-".join)
+def test_what_the_library_has_no_use_for_is_left_as_it_was_and_named(
+    key: str, config: dict[str, int], holders: tuple[str, ...], root: Path
+) -> None:
+    """Transformers loads a model without it, whether its class names it or not."""
+    for seed, name in enumerate(("base", "one", "two")):
+        file = root / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+        more = {key: torch.full((3,), float(seed))} if name in holders else {}
+        save_file(weights_of(root / name) | more, root / name / "model.safetensors", {"format": "pt"})
+    notices = merge_experts(
+        load_spec(spec_of(root, "base", "one", "two")), "average", {}, root / "out", Context()
+    )
+    told = [text for text in notices if key in text]
+    ends = {
+        "base": "saved models hold them as they are",
+        "one": "come without them",
+        "two": "come without them",
+    }
+    wanted = [ends[name] for name in ("base", "one", "two") if name in holders]
+    if holders == ("base", "one"):
+        wanted[1] = f"saved models hold the base's ({key} differs)"
+    assert [text.endswith(end) for text, end in zip(told, wanted, strict=True)] == [True] * len(wanted)
+    merged, one, two = (weights_of(root / name) for name in ("out", "one", "two"))
+    assert ("base" in holders) == (key in merged) and float(merged.pop(key, torch.zeros(1)).sum()) == 0
+    for name, value in merged.items():
+        torch.testing.assert_close(value, (one[name] + two[name]) / 2)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.mlp.gate.weight",
+        "model.layers.3.mlp.up_proj.weight",
+        "model.norm.bias",
+    ],
+)
+def test_what_another_architecture_would_compute_with_is_no_tensor_of_no_use(key: str, root: Path) -> None:
+    save_file(
+        weights_of(root / "one") | {key: torch.ones(3)}, root / "one" / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(IncompatibleModelsError, match="does not know") as refused:
+        merge_experts(load_spec(spec_of(root, "base", "one")), "average", {}, root / "out", Context())
+    assert key in refused.value.message and not (root / "out").exists()
+
+
 STRAYS: dict[str, tuple[bool, tuple[str, ...], str]] = {
     "index": (True, ("model.safetensors",), "model.safetensors and model.safetensors.index.json; model"),
     "pickle": (False, ("pytorch_model.bin",), "model.safetensors and pytorch_model.bin; model"),

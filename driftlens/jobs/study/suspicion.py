@@ -17,7 +17,8 @@ from torch import Tensor
 from driftlens.base.errors import DriftLensError, IncompatibleModelsError, NumericsError
 from driftlens.base.rounding import Change, coarse_words, lost_words
 from driftlens.base.variants import part_of, task_of
-from driftlens.checkpoints.alignment import TEXT_SIDE, KeyLayout
+from driftlens.base.words import some_of
+from driftlens.checkpoints.alignment import TEXT_SIDE, KeyLayout, Spellings
 from driftlens.checkpoints.lora import LoraSource, named_base
 from driftlens.checkpoints.refusals import foreign_code
 from driftlens.checkpoints.rounding import task_vector
@@ -336,6 +337,7 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
             )
             yield text, "Check that they compute the same."
         yield from ((text, "Take out what is not the model's.") for text in folder_notices(source))
+        yield from _passed_over(models, source, called)
         if models.base is None or name == "base":
             return
         yield from _left_behind(models, models.base, source, called)
@@ -368,6 +370,24 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
         except DriftLensError as error:
             findings.append(problem(label(name), error))
     return findings
+
+
+def _passed_over(models: OpenModels, source: StateSource, called: str) -> Doubt:
+    """What a file holds that its library has no use for; of an expert what the base has not, too."""
+    layout, base = models.architecture.layout, models.base
+    if not isinstance(layout, Spellings):
+        return
+    keys = layout.passed_over(source.headers, source.name)
+    if base is not None and base is not source:
+        keys = {key: at for key, at in keys.items() if key not in layout.passed_over(base.headers, base.name)}
+    if keys:
+        model = models.architecture.chain.settings["model"]
+        yield (
+            f"{called} holds {some_of([*map(repr, keys)], 2)}, for which {model} has no use (its library loads a model "
+            "without them): they are measured and merged with nothing, and saved models "
+            f"{'hold them as they are' if source is base else 'come without them'}",
+            "Where they decide what the model answers elsewhere, copy them into the folder that is saved.",
+        )
 
 
 def _left_behind(models: OpenModels, base: StateSource, source: StateSource, called: str) -> Doubt:

@@ -161,7 +161,7 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
             "pixel_values (images)",
             hint=LIVE,
         )
-    names = file_names(skeleton)
+    names, ignored = file_names(skeleton), passed_over(skeleton)
     classifier = _classifier(skeleton, config.num_labels)
     notice, own_head, blocks, core = "", None, request.blocks, skeleton.base_model_prefix
     beside = [key for key in _beside_core(skeleton) if not key.startswith(f"{classifier}.")]
@@ -187,8 +187,9 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     if classifier:
         skeleton = _unclassified(skeleton, classifier, preprocess)
     preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, notice))))
-    ignored = tuple(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())
-    layout = Spellings(spellings(names, skeleton), _left_out(classifier, own_head, skeleton), ignored)
+    layout = Spellings(
+        spellings(names, skeleton), _left_out(classifier, own_head, skeleton), ignored, is_lenient=True
+    )
     chain, folder = _followed(skeleton, preprocess, blocks, source), library_folder(source)
     reads_pairs = not reads_images and folder is not None and is_cross_encoder(folder)
     parameter_names = {name.rpartition(".")[2] for name, _ in skeleton.named_parameters()}
@@ -473,6 +474,15 @@ def spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:
     return [*plain, *alone, *within]
 
 
+def passed_over(skeleton: Any) -> tuple[str, ...]:
+    """Patterns of names in files that the library has no use for, as it says itself or its configuration does."""
+    config = skeleton.config.get_text_config()
+    depth, further = getattr(config, "num_hidden_layers", 0), (getattr(config, key, 0) for key in _FURTHER)
+    count = max((n for n in further if isinstance(n, int)), default=0)
+    behind = [rf"\blayers\.{depth + n}\." for n in range(count)]
+    return (*(skeleton._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS, *behind)
+
+
 def _left_out(classifier: str, own_head: HeadForm | None, skeleton: Any) -> tuple[str, ...]:
     """Beginnings of what other models of the family hold beside the skeleton."""
     core = f"{skeleton.base_model_prefix}."
@@ -494,8 +504,10 @@ answer = reader.decode(model.generate(**inputs, max_new_tokens=16)[0])
 """
 PADDED = {"input_ids": torch.tensor([[0, 0], [0, 0]]), "attention_mask": torch.tensor([[1, 0], [1, 1]])}
 """Two rows to look at a decoder by, one of them padded, where no tokenizer makes any."""
-BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
+_BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
 """What old checkpoints hold beside weights."""
+_FURTHER = ("num_nextn_predict_layers", "num_mtp_layers")
+"""How configurations count the layers behind the last that predict tokens further on, which the library doesn't run."""
 
 
 @loaders.register("hf-decoder")
@@ -521,14 +533,13 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
     with running(source):
         example = PADDED if preprocess is None else dict(preprocess.example())
         chain, lm = causal_chain(skeleton, example, request.blocks)
-    ignored = (*(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()), *BUFFERS)
     names = file_names(skeleton)
     return Architecture(
         loader="hf-decoder",
         source=source,
         skeleton=skeleton,
         chain=chain,
-        layout=Spellings(spellings(names, skeleton), ignored=ignored),
+        layout=Spellings(spellings(names, skeleton), ignored=passed_over(skeleton), is_lenient=True),
         preprocess=preprocess,
         folder=FolderFormat(
             "model.safetensors", {"config.json": stated}, usage=partial(usage_of_texts, _DECODER_USAGE)

@@ -24,6 +24,7 @@ from driftlens.models.families.causal import Behind, slope
 from driftlens.models.families.hf_auto import (
     built,
     file_names,
+    passed_over,
     read_plain_config,
     usage_of_texts,
 )
@@ -263,8 +264,7 @@ def _layout(skeleton: Any, chain: LayerChain, computed: tuple[str, ...]) -> Spel
     copies = {key: same[0] for key, same in chain.tied.items() if key != same[0]}
     plain = {key: name for key, name in file_names(skeleton).items() if key not in copies}
     names = [plain, *({**plain, same: copy} for copy, same in copies.items())]
-    ignored = tuple(getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ())
-    return Spellings(names, (*copies, *computed), ignored)
+    return Spellings(names, (*copies, *computed), passed_over(skeleton), is_lenient=True)
 
 
 _HEARS = """\

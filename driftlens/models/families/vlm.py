@@ -20,10 +20,10 @@ from driftlens.checkpoints.sources import Composed, StateSource
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, weightless
 from driftlens.models.families.causal import causal_chain, not_causal
 from driftlens.models.families.hf_auto import (
-    BUFFERS,
     PADDED,
     built,
     file_names,
+    passed_over,
     read_plain_config,
     spellings,
     usage_of_texts,
@@ -94,15 +94,16 @@ def load_hf_vlm(request: ArchitectureRequest) -> Architecture:
         chain, lm = causal_chain(skeleton, PADDED, request.blocks or f"{decoder}.{blocks}")
         if preprocess is not None and request.pictured:
             chain = sighted_chain(skeleton, preprocess.example(), tower_list(skeleton), chain)
-    ignored = (*(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()), *BUFFERS)
-    names = file_names(skeleton)
+    names, ignored = file_names(skeleton), passed_over(skeleton)
     plain = plain_names(names, decoder, lm.head)
     return Architecture(
         loader="hf-vlm",
         source=source,
         skeleton=skeleton,
         chain=chain,
-        layout=DecoderOrWhole([*spellings(names, skeleton), plain], ignored=ignored, decoder=plain),
+        layout=DecoderOrWhole(
+            [*spellings(names, skeleton), plain], ignored=ignored, is_lenient=True, decoder=plain
+        ),
         preprocess=preprocess,
         folder=FolderFormat(
             "model.safetensors", {"config.json": stated}, usage=partial(usage_of_texts, _USAGE)

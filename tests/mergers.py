@@ -84,14 +84,17 @@ that runs mergekit where it is installed). Methods: {", ".join(f"`{name}`" for n
   and among equal magnitudes in half precision is mergekit's with one thread. Two methods, `arcee_fusion` and
   `ramplus_tl`, come out of it in float32 whatever the recipe says; here they are rounded to what the recipe says.
 - `tokenizer_source`, `tokenizer: {{source}}` and `chat_template` (`auto`, `chatml` or the template itself) where all
-  models have one vocabulary; models whose tokens differ are refused by name. Without a tokenizer rows are merged by
-  their numbers, as there, and tokenizers that differ are said. mergekit cuts off rows behind the last token; here they
-  stay those of the base, so that experts and merge keep one shape. `tokens` that all models have change nothing, as
-  there; `force`, tokens that a model lacks and `pad_to_multiple_of` are refused.
+  models have one vocabulary; where one has more tokens, `base` leaves their rows out, and `union`, or that model's
+  tokenizer, is refused with the tokens named, as are models whose ids mean other tokens. Without a tokenizer rows are
+  merged by their numbers, as there, and tokenizers that differ are said. mergekit cuts off rows behind the last token;
+  here they stay those of the base, so that experts and merge keep one shape. `tokens` that all models have change
+  nothing, as there; `force`, tokens that a model lacks and `pad_to_multiple_of` are refused.
+- Tensors that the library has no use for, as those of heads that predict further tokens, stay those of the base and are
+  named; mergekit leaves them out.
 - `arcee_fusion` takes its quartiles of a tensor of more than a million entries from a sample, of its own draw.
 
 Methods of ours of the same name follow their papers in float32 instead. What can't be followed is refused by name
-before torch is imported, so far as recipe, configurations and headers of files show it.
+before torch is imported, so far as recipe, configurations and headers of files show it, or numbers in small files.
 """
 
 

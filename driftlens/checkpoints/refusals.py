@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import pathlib
 import shlex
 import zipfile
@@ -231,15 +232,21 @@ def foreign_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
     beside = config.get("auto_map")
     if not isinstance(beside, Mapping) or not beside:
         return ""
-    import transformers
-
     named = config.get("architectures") or []
-    is_known = needed and bool(named) and {*named} <= {*dir(transformers)}
-    if is_known:  # which imports torch
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-        is_known = config.get("model_type") in CONFIG_MAPPING
+    is_known = needed and bool(named) and _has_classes(str(config.get("model_type")), named)
     return "" if is_known else ", ".join(sorted({str(value) for value in beside.values()}))
+
+
+def _has_classes(kind: str, named: Collection[str]) -> bool:
+    """Whether the transformers that is installed has a model type and these classes, by its files: without importing.
+
+    That takes a second.
+    """
+    spec = importlib.util.find_spec("transformers")
+    home = pathlib.Path(str(spec and spec.origin)).parent / "models"
+    files = [*(home / "auto").glob("*.py"), *(home / kind.replace("-", "_")).glob("modeling_*.py")]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    return f'"{kind}"' in text and all(f'"{name}"' in text or f"class {name}(" in text for name in named)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from driftlens.base.errors import CheckpointError, NumericsError
-from driftlens.checkpoints.stated import opened_safetensors
+from driftlens.base.errors import CheckpointError
+from driftlens.checkpoints.stated import not_finite, opened_safetensors
 
 DTYPES = {
     "F64": torch.float64,
@@ -319,8 +319,4 @@ def check_finite(name: str, key: str, tensor: Tensor) -> None:
     finite = torch.isfinite(wide)
     bad = finite.numel() - int(finite.sum())
     if bad:
-        raise NumericsError(
-            f"{name}: tensor {key!r} holds {bad} NaN or infinite values of {finite.numel()}",
-            hint="The checkpoint is broken, or overflowed when it was cast; save it again from the original.",
-            key=key,
-        )
+        raise not_finite(name, key, bad, finite.numel())

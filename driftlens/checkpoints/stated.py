@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from driftlens.base.errors import CheckpointError
+from driftlens.base.errors import CheckpointError, NumericsError
 from driftlens.base.files import from_json, plain_file
 from driftlens.base.words import some_of
 from driftlens.checkpoints.refusals import conversion, refuse_pointer
@@ -101,8 +103,42 @@ def opened_safetensors(path: pathlib.Path, framework: str = "pt") -> Iterator[An
         ) from error
 
 
+def not_finite(name: str, key: str, bad: int, count: int) -> NumericsError:
+    """The refusal of a tensor with NaN or infinity in it."""
+    return NumericsError(
+        f"{name}: tensor {key!r} holds {bad} NaN or infinite values of {count}",
+        hint="The checkpoint is broken, or overflowed when it was cast; save it again from the original.",
+        key=key,
+    )
+
+
+SMALL = 1 << 25
+"""Bytes of a file up to which its numbers are looked at ahead; of larger ones reading them twice would take longer."""
+_EXPONENTS = {"F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80), "F32": ("<u4", 0x7F800000)}
+"""By number type its bits as integers, and those that NaN and infinity have set."""
+
+
+def require_finite(path: pathlib.Path, name: str) -> None:
+    """Refuse NaN and infinity in a small file of safetensors, without torch, which takes a second to import."""
+    import numpy as np
+
+    if path.suffix != ".safetensors" or path.stat().st_size > SMALL:
+        return
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    for key, stated in json.loads(content[8:start]).items():
+        if stated.get("dtype") in _EXPONENTS:
+            (kind, mask), count = _EXPONENTS[stated["dtype"]], math.prod(stated["shape"])
+            bits = np.frombuffer(content, kind, count, start + stated["data_offsets"][0])
+            if bad := int(np.count_nonzero((bits & mask) == mask)):
+                raise not_finite(name, key, bad, count)
+
+
 def stated_shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by key, of safetensors alone; what is missing or broken is refused as whoever opens it would."""
+    """Shapes by key, of safetensors alone; what is missing or broken is refused as whoever opens it would.
+
+    So is what is not finite in small files.
+    """
     first = weights_in(folder)
     shapes: dict[str, tuple[int, ...]] = {}
     for path in shards(first, weight_map(first)).values() if first.suffix == ".json" else [first]:
@@ -111,4 +147,5 @@ def stated_shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
             with opened_safetensors(path, "np") as file:
                 keys: list[str] = file.keys()
                 shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in keys}
+            require_finite(path, str(folder if first.suffix == ".json" else path))
     return shapes

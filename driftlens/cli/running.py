@@ -149,7 +149,7 @@ def merge(
     spec's own merge is made; RUN.YAML may be a recipe of mergekit for decoder-only language models, too.
     """
     from driftlens.spec import load_spec
-    from driftlens.spec.mergekit import recipe_of
+    from driftlens.spec.mergekit import is_recipe, recipe_of
     from driftlens.spec.yaml_text import read_mapping
 
     method, out = request.method, request.out
@@ -157,7 +157,7 @@ def merge(
         given = read_mapping(
             spec, "spec or recipe", "`driftlens init` writes a spec; mergekit's recipes are read, too."
         )
-        if "merge_method" in given:
+        if is_recipe(given):
             recipe = recipe_of(given)
             if request.out_dtype is not None:
                 recipe = dataclasses.replace(recipe, out_dtype=request.out_dtype)

@@ -32,9 +32,10 @@ _KEYS = (
     *("merge_method", "models", "slices", "modules", "base_model", "parameters", "dtype", "out_dtype"),
     *("tokenizer_source", "tokenizer", "chat_template"),
 )
+_PARTNERLESS = "such a model can be compared with nothing but itself."
 _STACKED = (
     "Drift compares a layer with the same layer of each expert, and a stacked, moved or repeated layer has no such "
-    "partner: merge it with mergekit, and compare that model with nothing but itself."
+    "partner: merge it with mergekit; " + _PARTNERLESS
 )
 
 
@@ -179,11 +180,12 @@ class Recipe:
     Attributes:
         method: mergekit's name.
         base: the base where the method knows one, else None.
+        home: whose configuration, form and tokenizer are saved: the base that is named, else the first model.
         slices: one after the other, all layers in order.
         settings: of all layers and models, those that stand higher up in the file last.
         dtype: what tensors are cast to before they are merged; None leaves them as they are stored.
         out_dtype: what is written; None is what comes out.
-        tokenizer: whose tokenizer is saved: `base`, `union` or a model; None is the base's or the first model's.
+        tokenizer: whose tokenizer is saved: `base`, `union` or a model; None is that of `home`.
         chat_template: `auto`, or the template itself; None leaves it.
         tokens: whose rows would have a source of their own in a model that lacks them.
         notices: what stands in the file, and is passed over as mergekit does.
@@ -192,6 +194,7 @@ class Recipe:
 
     method: str
     base: str | None
+    home: str
     slices: tuple[Slice, ...]
     settings: tuple[Settings, ...]
     dtype: str | None = None
@@ -209,9 +212,9 @@ class Recipe:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Every model once, in the order of the file; the base last where the file does not list it."""
+        """Every model once, in the order of the file; `home` last where the file does not list it."""
         names = [source.model for part in self.slices for source in part.sources]
-        return tuple(dict.fromkeys(names + ([self.base] if self.base else [])))
+        return tuple(dict.fromkeys([*names, self.home]))
 
     def slice_of(self, key: str, layers: int) -> tuple[Slice, float]:
         """The slice that a tensor of a model with so many layers belongs to, and how far along it lies, 0 to 1."""
@@ -276,10 +279,19 @@ def read_recipe(file: PathLike) -> Recipe:
     return recipe_of(read_mapping(Path(file), "recipe", "It needs `merge_method` and `models`."))
 
 
+def is_recipe(given: Settings) -> bool:
+    """Whether what a file holds is meant for mergekit, by its keys."""
+    return "version" not in given and not given.keys().isdisjoint((*_KEYS, "gate_mode"))
+
+
 def recipe_of(given: Settings) -> Recipe:
     """A recipe of mergekit, as its file spells it."""
     raw = dict(given)
     method = str(raw.get("merge_method"))
+    if "gate_mode" in raw:
+        raise refused(
+            "it makes a mixture of its models (gate_mode)", "Make it with mergekit-moe: " + _PARTNERLESS
+        )
     if method not in METHODS:
         hint = did_you_mean(method, METHODS) or f"There are {', '.join(METHODS)}."
         raise refused(f"merge_method is {method!r}", hint)
@@ -298,6 +310,7 @@ def recipe_of(given: Settings) -> Recipe:
     return Recipe(
         method,
         known,
+        base or known or slices[0].sources[0].model,
         slices,
         settings,
         dtype,
@@ -328,13 +341,13 @@ def _without_modules(raw: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     return raw | inner, [module.get("parameters")]
 
 
-def _passed_over(raw: Settings, method: str) -> list[str]:
+def _passed_over(given: Settings, method: str, known: Collection[str] = _KEYS, place: str = "") -> list[str]:
     """What is said of keys that mergekit reads nothing of; a SpecError for what nobody wrote on purpose."""
     notices = []
-    for key in [key for key in raw if key not in _KEYS]:
-        if (hint := _slip(key, _KEYS)) and key not in _IGNORED:
+    for key in [key for key in given if key not in known]:
+        if (hint := _slip(key, known)) and key not in _IGNORED:
             raise refused(f"{key} can't be followed", hint)
-        text = f"`{key}` at the top of the recipe is passed over, as mergekit does"
+        text = f"`{key}` {place or 'at the top of the recipe'} is passed over, as mergekit does"
         is_known = key in METHODS[method].parameters
         notices.append(f"{text}; to be used it stands under `parameters`" if is_known else text)
     return notices
@@ -370,6 +383,7 @@ def _slices(raw: Settings, method: str, base: str | None, notices: list[str]) ->
     for part in parts if isinstance(parts, list) else [parts]:
         if not isinstance(part, dict) or "sources" not in part:
             raise refused(f"a slice is {part!r}", "It has `sources`, and may have `parameters`.")
+        notices += _passed_over(part, method, ("sources", "base_model", "parameters"), "of a slice")
         own = base if part.get("base_model") is None else _model(part["base_model"])
         sources = _sources(part.get("sources"), method, notices)
         spans = [entry.get("layer_range") for entry in part["sources"]]
@@ -396,6 +410,8 @@ def _span(given: Any) -> tuple[int, int] | None:
 def _sources(entries: Any, method: str, notices: list[str]) -> tuple[Source, ...]:
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise refused(f"models is {entries!r}", "Write a list of `model: PATH` with `parameters`.")
+    for entry in entries:
+        notices += _passed_over(entry, method, ("model", "parameters", "layer_range"), "of a model")
     sources = tuple(
         Source(_model(entry.get("model")), _settings(entry.get("parameters"), method, notices))
         for entry in entries
@@ -521,7 +537,8 @@ def _tokenizer(raw: Settings) -> tuple[str | None, str | None, tuple[str, ...]]:
             f"chat_template is {template!r}",
             "Write `auto`, `chatml` or the template itself: mergekit's others are not shipped.",
         )
-    return source, template, tuple(map(str, tokens))
+    # So mergekit before 0.1 named a model.
+    return source and source.removeprefix("model:"), template, tuple(map(str, tokens))
 
 
 def refused(what: str, hint: str = "") -> SpecError:

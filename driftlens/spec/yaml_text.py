@@ -163,6 +163,8 @@ def _hint(error: yaml.MarkedYAMLError) -> str:
     text = error.problem or ""
     if "could not determine a constructor" in text:
         return "Tags that start with ! name code and are never followed; write plain values."
+    if "another document" in text:
+        return "Write each document, as mergekit-mega's are, to a file of its own."
     if "occurs twice" in text:
         return "Keep one of the two."
     return "Check indentation, colons and quotes at that place."

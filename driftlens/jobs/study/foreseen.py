@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from pathlib import Path
 
 from driftlens.base.access import Access
@@ -47,7 +48,7 @@ def require_foreseeable(recipe: Recipe, path: PathLike, access: Access) -> None:
     elif place.is_dir():
         raise RunError(f"{place} is a folder", hint="Give the path of a file, or one without the ending.")
     folders = {name: _folder(name, access) for name in recipe.models}
-    first = recipe.base or recipe.models[0]
+    first = recipe.home
     home = folders[first]
     if home is not None and not (home / "config.json").is_file():
         raise refused(
@@ -66,9 +67,8 @@ def require_foreseeable(recipe: Recipe, path: PathLike, access: Access) -> None:
         if not is_lora_folder(folder):
             require_plain_folder(folder)
             shapes[name] = stated_shapes(folder)
-        if recipe.tokenizer is not None and home is not None:
-            require_same_tokenizer(home, folder)
-        require_tokens(recipe, name, folder)
+        if home is not None:
+            require_tokens(recipe, name, folder, home)
     depths = {name: depth for name, folder in folders.items() if (depth := _layers(folder)) is not None}
     layers = depths.get(first)
     if layers is None or not shapes.get(first):
@@ -80,7 +80,9 @@ def require_foreseeable(recipe: Recipe, path: PathLike, access: Access) -> None:
     require_settings(recipe, keys, layers)
     for name, each in shapes.items():
         _require_all(first, shapes[first], name, each)
-        _require_same_shapes(first, shapes[first], name, each, keys)
+        _require_no_more(first, shapes[first], name, each, layers)
+        _require_no_more(name, each, first, shapes[first], layers)
+        _require_same_shapes(recipe, first, shapes[first], name, each, keys)
 
 
 def _require_decoder(name: str, folder: Path, first: str, home: Path | None) -> None:
@@ -111,19 +113,34 @@ def require_tokenizer(recipe: Recipe, access: Access) -> Path | None:
     """The folder of the tokenizer that is asked for; None where none is. Refuses one that isn't there."""
     if recipe.tokenizer is None:
         return None
-    first = (recipe.base or recipe.models[0]).partition("+")[0]
-    name = first if recipe.tokenizer in ("base", "union") else recipe.tokenizer
+    name = recipe.home.partition("+")[0] if recipe.tokenizer in ("base", "union") else recipe.tokenizer
     folder = files_beside_weights(name, offline=access.offline)
     if folder is None or not any((folder / file).is_file() for file in TOKENIZERS):
         raise refused(
             f"the tokenizer of {name} is asked for, and there is none", "Name a model that has one."
         )
+    if (home := files_beside_weights(recipe.home.partition("+")[0], offline=access.offline)) is not None:
+        require_tokens(recipe, name, folder, home)
     return folder
 
 
-def require_tokens(recipe: Recipe, name: str, folder: Path) -> None:
-    """Refuse a model that lacks a token which the recipe has a source for: in all others that changes nothing."""
-    ids = token_ids(json_object(folder, "tokenizer.json")) if recipe.tokens else {}
+def require_tokens(recipe: Recipe, name: str, folder: Path, home: Path) -> None:
+    """Refuse a model whose tokens have other ids than in `home`, or that has more where the vocabulary were to grow.
+
+    And one that lacks a token which the recipe has a source for: in all others that changes nothing.
+    """
+    if recipe.tokenizer is None:
+        return
+    require_same_tokenizer(home, folder)
+    ids, known = (token_ids(json_object(place, "tokenizer.json")) for place in (folder, home))
+    more = [token for token in ids if token not in known]
+    if more and recipe.tokenizer in ("union", name):
+        raise refused(
+            f"{name} has {some_of([*map(repr, more)])}, which {recipe.home} lacks, and the tokenizer that is asked for "
+            f"({recipe.tokenizer}) would have them",
+            "Experts and merge must have one vocabulary for their features to be compared: write `base` to leave the "
+            "rows of such tokens out, or add them to every model first.",
+        )
     if lacking := [token for token in recipe.tokens if token not in ids]:
         raise refused(
             f"tokenizer.tokens has a source for {some_of([*map(repr, lacking)])}, which {name} lacks",
@@ -174,12 +191,38 @@ def _require_all(first: str, wanted: Shapes, name: str, shapes: Shapes) -> None:
         raise refused(f"{name} lacks {some_of([*map(repr, lacking)])}, which {first} has", ALIKE)
 
 
-def _require_same_shapes(first: str, wanted: Shapes, name: str, shapes: Shapes, keys: Iterable[str]) -> None:
+def _require_no_more(first: str, wanted: Shapes, name: str, shapes: Shapes, layers: int) -> None:
+    """Refuse a model that has all the weights of another in its layers, and more; buffers are none."""
+
+    def kinds(of: Shapes) -> dict[str, str]:
+        inside = (key for key in of if (number := layer_of(key)) is not None and number < layers)
+        return {_LAYER.sub(".*.", key, count=1): key for key in inside if key.endswith((".weight", ".bias"))}
+
+    known, held = kinds(wanted), kinds(shapes)
+    lists = {kind.partition("*")[0] for kind in known}
+    owners = {kind.rpartition(".")[0] for kind in known}
+    containers = {end for owner in owners for end in accumulate(owner.split("."), "{}.{}".format)} - owners
+    more = [
+        key
+        for kind, key in held.items()
+        if kind not in known and kind.partition("*")[0] in lists and kind.rpartition(".")[0] not in containers
+    ]
+    if known.keys() <= held.keys() and more:
+        raise refused(f"{name} has {some_of([*map(repr, more)])}, which {first} lacks", ALIKE)
+
+
+def _require_same_shapes(
+    recipe: Recipe, first: str, wanted: Shapes, name: str, shapes: Shapes, keys: Iterable[str]
+) -> None:
     unlike = [key for key in keys if key in shapes and shapes[key] != wanted[key]]
+    tables = [key for key in unlike if layer_of(key) is None and shapes[key][1:] == wanted[key][1:]]
+    if recipe.tokenizer is not None:  # rows of tokens are then those of the base
+        unlike = [key for key in unlike if key not in tables]
     if unlike:
         key = unlike[0]
+        further = " With `tokenizer_source: base` rows of further tokens are left out."
         raise refused(
             f"{some_of([*map(repr, unlike)])} of {name} and of {first} differ in shape: {list(shapes[key])} for "
             f"{list(wanted[key])}",
-            ALIKE,
+            ALIKE + further * (unlike == tables),
         )

@@ -196,9 +196,10 @@ def merge_recipe(recipe: Recipe, path: PathLike, access: Access) -> list[str]:
     numbers = (layer_of(key) for key in headers)
     layers = 1 + max((number for number in numbers if number is not None), default=0)
     require_target(models.architecture, path)
-    for name in by_name:
-        if (folder := library_folder(name.partition("+")[0])) is not None:
-            require_tokens(recipe, name, folder)
+    folders = {name: library_folder(name.partition("+")[0]) for name in by_name}
+    for name, folder in folders.items():
+        if folder is not None and (home := folders[recipe.home]) is not None:
+            require_tokens(recipe, name, folder, home)
     require_settings(recipe, headers, layers)
     tokenizer, tokens = require_tokenizer(recipe, access), _tokens(recipe, models)
     known = merge_methods[recipe.known.near]
@@ -224,7 +225,7 @@ def merge_recipe(recipe: Recipe, path: PathLike, access: Access) -> list[str]:
 def _opened(recipe: Recipe, access: Access) -> tuple[OpenModels, dict[str, StateSource]]:
     """The models of a recipe, compared, and by the names that the recipe has for them."""
     names = recipe.models
-    base = recipe.base or names[0]
+    base = recipe.home
     tasks = {_task(name, number): name for number, name in enumerate(names) if name != base}
     described: dict[str, Any] = {
         "version": 1,
@@ -233,9 +234,10 @@ def _opened(recipe: Recipe, access: Access) -> tuple[OpenModels, dict[str, State
         "experts": {task: {"weights": name} for task, name in tasks.items()} or {"model": {"weights": base}},
         "merge": {"method": "average"},
     }
-    spec = load_spec(described)
     # Without a tokenizer mergekit reads none: rows of vocabularies are merged by their numbers.
     is_unread = recipe.tokenizer is None
+    described["architecture"] |= {} if is_unread else {"vocab": {"rows": "base"}}
+    spec = load_spec(described)
     try:
         models = open_models(spec, access, unread=is_unread, by_number=is_unread)
         open_pool(spec, models, device="cpu")  # compares keys and shapes

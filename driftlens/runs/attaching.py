@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from driftlens.base.files import PathLike, from_json, plain_file
 from driftlens.base.intervals import share_of_samples
 from driftlens.base.metrics import ATTACHED, metric_called
 from driftlens.base.variants import expert_of
+from driftlens.base.words import some_of
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.standing import is_analyzed
@@ -54,14 +56,18 @@ class _Results:
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
+log = logging.getLogger("driftlens")
+
+
 def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
     """Put the results that another tool has written into a run, as scores of one of its models.
 
     Read are files of the lm-evaluation-harness (0.3 or 0.4), of bigcode-evaluation-harness and of safety-eval. Scores
     stand in the accuracy table under the names that the tool gives, `harness:acc` for example, of the tasks that it
     names. Intervals are of the standard errors or counts it states; where it states neither, there is none. A share in
-    percent becomes one in [0, 1]. The manifest keeps the file's digest and which tasks are groups of others. Attached
-    again, a task's results take the place of the earlier ones. `variant` is what was measured, `expert:TASK` too.
+    percent becomes one in [0, 1]; what is NaN or infinite is left out, and the logger names it. The manifest keeps the
+    file's digest and which tasks are groups of others. Attached again, a task's results take the place of the earlier
+    ones. `variant` is what was measured, `expert:TASK` too.
 
     Raises:
         DataError: the file can't be read, is none of these, or its numbers can't be; the run has no such variant.
@@ -80,9 +86,13 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
     content = _content(file)
     measured = _measured(content, file)
     rows = [{"variant": variant, **row} for row in _rows(measured, file)]
+    document = from_json(content)
+    document.pop("config", None)
+    if lost := [*_not_finite(document.get("results", document))]:
+        log.warning("notice: %s: left out is what is no finite number: %s", file, some_of(lost, 5))
     about = {
         **{"variant": variant, "file": file.name, "sha256": hashlib.sha256(content).hexdigest()},
-        **{"tool": measured.tool, **measured.about, "groups": measured.groups},
+        **{"tool": measured.tool, **measured.about, "groups": measured.groups, "left_out": lost},
         **{"tasks": list(dict.fromkeys(row["task"] for row in rows)), "attached": utc_now()},
     }
     with RunWriter.resume(folder) as writer:
@@ -245,6 +255,15 @@ def _rows(measured: _Results, file: pathlib.Path) -> list[dict[str, Any]]:
     if not rows:
         raise _refused(file, "its results hold no number")
     return rows
+
+
+def _not_finite(scores: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    """Where a file has NaN or infinity for a score; without standard errors an interval is missing, and no score."""
+    for key, value in scores.items():
+        if isinstance(value, dict):
+            yield from _not_finite(value, f"{before}{key} ")
+        elif isinstance(value, float) and not math.isfinite(value) and _ERROR not in key:
+            yield f"{before}{key}"
 
 
 def _part(document: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -172,6 +172,29 @@ def test_code_by_bigcode_has_a_mean_and_no_intervals_as_the_file_tells_no_number
     assert tool_of(run, "merged", "mbppplus") == about["tool"]
 
 
+@pytest.mark.parametrize(
+    ("content", "lost"),
+    [
+        (
+            {"humaneval": {"pass@1": 0.5, "pass@10": math.nan}, "config": {"top_p": math.inf}},
+            "humaneval pass@10",
+        ),
+        (
+            {"harmbench": {"micro ASR (lower)": 0.5, "by_part": {"cyber": math.nan}}},
+            "harmbench by_part cyber",
+        ),
+        ({"results": {"a": {"acc,none": 0.5, "acc_stderr,none": math.nan}, "b": {"f1": math.inf}}}, "b f1"),
+    ],
+)
+def test_what_is_no_finite_number_is_left_out_and_named(
+    folder: Path, content: Any, lost: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = attach(folder, "merged", written(folder, content))
+    (about,) = run.manifest.attached.values()
+    assert about["left_out"] == [lost] and f"no finite number: {lost}" in caplog.text
+    assert [row["value"] for row in rows_of(run).values()] == [0.5]
+
+
 HIGHER, LOWER, EITHER = "higher is better", "lower is better", "which way is better its name doesn't tell"
 
 

@@ -182,9 +182,29 @@ def test_memory_is_told_with_the_model_that_peft_wraps(
     assert opened is not None
     whole = opened.study.pool.weight_bytes("base")
     monkeypatch.setattr(opened.study.pool, "budget", whole - (not room))
+    said = unmerged(opened.study, opened.study.adapters["expert:a"], INPUTS)
+    assert ("of the base don't fit compute.feature_budget" in said) == (not room)
     run = Rehearsed(opened.study, {}, [], 1000)
     monkeypatch.setattr(jobs, "rehearsed", lambda *_, **__: run)
     assert opened.analysis().resident - 1000 == (whole if room else 0)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_adapters_that_nobody_held_against_peft_are_named(
+    is_there: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(clip(world.state("base")).visual, tmp_path / "adapter", r=4, target_modules=["c_fc"])
+    spec = world.one_task(experts={"flowers": {"weights": str(tmp_path / "adapter")}}, metrics={})
+    if is_there:
+        spec["compute"] = {**spec.get("compute", {}), "feature_budget": "10kB"}
+    else:
+        monkeypatch.setitem(sys.modules, "peft", None)
+    reason = "don't fit compute.feature_budget, 0.0 MB" if is_there else "peft is not installed"
+    checks = preflight(load_spec(spec), estimate=False)
+    run = analyze(spec, AnalysisRequest(out=tmp_path / "run", attribution=False))
+    for texts in ([finding.text for finding in checks.findings], run.manifest.notices):
+        (told,) = [text for text in texts if "as peft runs them" in text]
+        assert told.startswith("the features of the expert of flowers were not held") and reason in told
 
 
 @pytest.mark.parametrize("alpha", [6, 6.1])

@@ -54,6 +54,7 @@ class TaskDiagnosis:
     routing: list[Row] = field(default_factory=list)
     features: dict[tuple[str, int], NDArray[np.float32]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
     precision_error: float = float("nan")
 
 
@@ -71,6 +72,7 @@ class Walked:
     closure: Mapping[tuple[str, int], float] = field(default_factory=dict)
     precision_error: float = float("nan")
     warnings: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
 
 @torch.no_grad()
@@ -94,6 +96,7 @@ def walked(study: Study, task: str, reporter: Reporter, first: int, last: int) -
     found = Walked(recorder.columns(), recorder.features(), recorder.routing)
     if library is not None:
         found.closure = library.error
+        found.notices += filter(None, [library.unheld])
         if task == next(iter(study.tasks)):
             try:
                 found.precision_error = precision_error(study, task, found.features)
@@ -211,6 +214,7 @@ def diagnosis_of(
     found = TaskDiagnosis(
         features=_end_to_end([part.features for part in parts]),
         warnings=first.warnings,
+        notices=first.notices,
         precision_error=first.precision_error,
     )
     all_columns = {key: _end_to_end([part.columns[key] for part in parts]) for key in first.columns}
@@ -278,7 +282,7 @@ class LibraryDrift:
         self.batch = next(samples.batches()).first(fitting)
         inputs = on_device(self.batch.inputs, pool.device, pool.dtype)
         expert = pool.library_states(pool.expert(task), inputs)
-        require_as_peft(study, task, inputs, expert[-1])
+        self.unheld = require_as_peft(study, task, inputs, expert[-1])
         self._model = str(pool.chain.settings.get("model", pool.chain.architecture))
         self._dtype = str(pool.dtype).removeprefix("torch.")
         self._drift: dict[str, list[State]] = {
@@ -334,11 +338,14 @@ def _apart(sizes: Sequence[float], dtype: str) -> tuple[float, float, bool]:
     return error, limit, error > limit or (size == 0 and apart > ROUNDING[dtype] * scale)
 
 
-def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> bool:
-    """Refuse an expert of adapters whose final features are not those of peft's own model; False where none runs."""
+def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> str:
+    """Refuse an expert of adapters whose final features are not those of peft's own model; says where none runs."""
     adapters = study.adapters.get(study.pool.expert(task))
-    if adapters is None or (theirs := unmerged(study, adapters, inputs)) is None:
-        return False
+    if adapters is None:
+        return ""
+    theirs = unmerged(study, adapters, inputs)
+    if isinstance(theirs, str):
+        return unheld(task, theirs)
     base, wanted = ({name: state[name] for name in expert} for state in theirs)
     dtype = str(study.pool.dtype).removeprefix("torch.")
     sizes = _sizes(subtract(expert, base), subtract(wanted, base), expert).tolist()
@@ -353,7 +360,14 @@ def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> bool
             closure_error=error,
             tolerance=limit,
         )
-    return True
+    return ""
+
+
+def unheld(task: str, reason: str) -> str:
+    """What is said of adapters that peft did not run."""
+    return (
+        f"the features of the expert of {task} were not held against its adapters as peft runs them: {reason}"
+    )
 
 
 def check_closure(study: Study) -> None:

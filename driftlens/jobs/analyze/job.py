@@ -301,6 +301,8 @@ class Phases:
             writer.append(name, frame, replace=True, columns=columns)
         for warning in found.warnings:
             writer.warn(warning)
+        for notice in found.notices:
+            writer.notice(notice)
         if not math.isnan(found.precision_error):
             writer.describe(precision={task: found.precision_error})
         for (variant, layer), array in found.features.items():

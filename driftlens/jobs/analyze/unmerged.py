@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from driftlens.base.errors import DriftLensError
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.jobs.study.study import Study
 from driftlens.models.chain import State
@@ -16,30 +15,33 @@ from driftlens.models.chain import State
 
 def unmerged_bytes(study: Study) -> int:
     """Of the module that `unmerged` loads beside a study; 0 where it loads none."""
-    if not study.adapters or importlib.util.find_spec("peft") is None:
-        return 0
-    needed = study.pool.weight_bytes("base")
-    return needed if needed <= study.pool.budget else 0
+    return study.pool.weight_bytes("base") if study.adapters and not no_room(study) else 0
+
+
+def no_room(study: Study) -> str:
+    """Why peft can't run adapters beside a study: it is not there, or the base exceeds the budget of features."""
+    needed, budget = study.pool.weight_bytes("base") / 1e6, study.pool.budget / 1e6
+    if importlib.util.find_spec("peft") is None:
+        return "peft is not installed"
+    return (
+        ""
+        if needed <= budget
+        else f"{needed:,.1f} MB of the base don't fit compute.feature_budget, {budget:,.1f} MB"
+    )
 
 
 @torch.no_grad()
-def unmerged(study: Study, adapters: LoraSource, inputs: Any) -> tuple[State, State] | None:
-    """Final states of the base and of an expert's adapters on it, as peft runs them.
-
-    None where peft is not installed or can't run it on the architecture's module, or that
-    takes more than the budget of features: nothing can be claimed then.
-    """
+def unmerged(study: Study, adapters: LoraSource, inputs: Any) -> tuple[State, State] | str:
+    """Final states of the base and of an expert's adapters on it, as peft runs them; else why nothing is claimed."""
+    if reason := no_room(study):
+        return reason
     pool = study.pool
-    if importlib.util.find_spec("peft") is None:
-        return None
-    try:
-        module = pool.copied("base")
-    except DriftLensError:  # no room
-        return None
+    module = pool.copied("base")
     base = pool.chain.library_states(module, inputs)[-1]
     given = adapters.for_modules({name for name, _ in module.named_modules()})
+    unlike = "peft can't put them on the modules as they are taken apart"
     if given is None:
-        return None
+        return unlike
     settings, tensors = given
     from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 
@@ -50,5 +52,5 @@ def unmerged(study: Study, adapters: LoraSource, inputs: Any) -> tuple[State, St
             wrapped = PeftModel(module, LoraConfig(**settings)).eval()
             left = set_peft_model_state_dict(wrapped, tensors).unexpected_keys
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # it has no such module
-            return None
-    return None if left else (base, pool.chain.library_states(wrapped.base_model.model, inputs)[-1])
+            return unlike
+    return unlike if left else (base, pool.chain.library_states(wrapped.base_model.model, inputs)[-1])

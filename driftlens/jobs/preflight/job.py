@@ -25,9 +25,9 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import coverage, select_sites
 from driftlens.engine.walk import forward, on_device, waiting_bytes
 from driftlens.findings.reading import estimate as with_interval
-from driftlens.jobs.analyze.diagnosis import require_as_peft
+from driftlens.jobs.analyze.diagnosis import require_as_peft, unheld
 from driftlens.jobs.analyze.evaluation import scores_of
-from driftlens.jobs.analyze.unmerged import unmerged_bytes
+from driftlens.jobs.analyze.unmerged import no_room
 from driftlens.jobs.calibrate.plan import calibrator_of
 from driftlens.jobs.preflight.jobs import SpecStudy, merge_text, model_runs
 from driftlens.jobs.preflight.models import check_models
@@ -358,11 +358,17 @@ def _score_experts(study: Study, checks: Preflight) -> None:
 def _check_adapters(study: Study, task: str, checks: Preflight) -> None:
     """Hold an expert of adapters against peft on one sample, as the analysis does on more."""
     pool, samples, name = study.pool, study.tasks[task].diagnosis, study.pool.expert(task)
-    if name not in study.adapters or not unmerged_bytes(study):
+    if name not in study.adapters:
+        return
+    if reason := no_room(study):
+        checks.notice(f"expert of {task}", unheld(task, reason))
         return
     inputs = on_device(samples.load([0]), pool.device, pool.dtype)
     states = pool.library_states(name, inputs)
-    if checks.attempt(f"expert of {task}", partial(require_as_peft, study, task, inputs, states[-1])):
+    said = checks.attempt(f"expert of {task}", partial(require_as_peft, study, task, inputs, states[-1]))
+    if said:
+        checks.notice(f"expert of {task}", said)
+    elif said is not None:
         checks.ok(f"expert of {task}", "its final features are those of its adapters as peft runs them")
 
 

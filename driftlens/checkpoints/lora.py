@@ -9,6 +9,7 @@ import pathlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ _PART = re.compile(
 )
 _COPIES = re.compile(r"(\.(modules_to_save|base_layer|token_adapter))+\.")
 """What peft puts between a module's path and the names of tensors that are saved whole."""
+_LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
+"""Where the number of a layer stands in a module's path, as peft looks for it."""
 _NESTED = re.compile(r"(\.base_layer)+$")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _SETTINGS = (
@@ -326,16 +329,35 @@ class LoraSource:
         }
 
     def _require_targets(self, modules: Iterable[str]) -> None:
-        """Refuse adapters of modules that the configuration does not name: peft passes over them."""
+        """Refuse adapters of modules that the configuration does not name, or leaves out: peft passes over them."""
         targets = self._config.get("target_modules")
         if not isinstance(targets, list) or not targets or self._config.get("target_parameters"):
             return  # of a pattern peft alone knows what it means
+        names = [*modules]
         ends = tuple(f".{target}" for target in map(str, targets))
-        lost = [name for name in modules if not f".{name}".endswith(ends)]
+        lost = [name for name in names if not f".{name}".endswith(ends)]
+        entry = [*map(str, targets), *dict.fromkeys(name.rpartition(".")[2] for name in lost)]
+        self._require_held(lost, "target_modules", entry)
+        for option in ("exclude_modules", "modules_to_save"):
+            given = self._config.get(option)
+            given = [str(part) for part in given] if isinstance(given, list) else []
+            is_inside = option == "modules_to_save"  # of which all that lies below is trained whole
+            hit = {
+                part: [n for n in names if _ends(n, part) or (is_inside and f".{part}." in f".{n}.")]
+                for part in given
+            }
+            self._require_held([*chain(*hit.values())], option, [part for part in given if not hit[part]])
+        layers = self._config.get("layers_to_transform")
+        if isinstance(layers, int | list) and layers != [] and not self._config.get("layers_pattern"):
+            numbers = {name: int(found[1]) for name in names if (found := _LAYER.match(name))}
+            known = layers if isinstance(layers, list) else [layers]
+            lost = [name for name in names if numbers.get(name) not in known]
+            self._require_held(lost, "layers_to_transform", sorted({*numbers.values()}))
+
+    def _require_held(self, lost: Sequence[str], option: str, entry: Sequence[Any]) -> None:
         if lost:
-            entry = [*map(str, targets), *dict.fromkeys(name.rpartition(".")[2] for name in lost)]
-            reason = f"it holds an adapter of {lost[0]!r}, which target_modules in {ADAPTER} doesn't name"
-            raise _refusal(self._folder, reason, _put_back({"target_modules": entry}))
+            reason = f"it holds an adapter of {lost[0]!r}, which peft passes over by {option} in {ADAPTER}"
+            raise _refusal(self._folder, reason, _put_back({option: entry}))
 
     def _pairs(self) -> tuple[dict[str, tuple[str, str, str]], dict[str, str]]:
         """Path of a module or parameter -> keys of A, B, lengths (or ""); of parameters, path -> the base's key."""

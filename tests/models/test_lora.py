@@ -308,6 +308,10 @@ LOST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another rank": ({**OPTIONS["plain"], "rank_pattern": {"v_proj": 3}}, {"rank_pattern": {"v_proj": 6}}),
     "dora": (OPTIONS["dora"], {"use_dora": False}),
     "module": (OPTIONS["plain"], {"target_modules": ["q_proj"]}),
+    "excluded": (OPTIONS["plain"], {"exclude_modules": ["q_proj", "fc2"]}),
+    "saved whole": (OPTIONS["plain"], {"modules_to_save": ["v_proj"]}),
+    "layers": (OPTIONS["plain"], {"layers_to_transform": [1]}),
+    "one layer": (OPTIONS["plain"], {"layers_to_transform": 0}),
 }
 
 

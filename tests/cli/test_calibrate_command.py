@@ -82,6 +82,25 @@ def test_the_command_that_is_named_at_the_end_saves_the_model(
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+def test_all_that_is_saved_has_the_type_that_the_flag_names(
+    folder: Path, run_cli: Cli, tmp_path: Path
+) -> None:
+    given = ("calibrate", folder, "--name", NAME, "--layers", 2, "--no-attribution", *QUIET)
+    refused = run_cli(*given, "--out-dtype", "int8")
+    assert refused.code == 2 and "bfloat16" in refused.err
+    done = run_cli(*given, "--out-dtype", "float16", "--save-weights", tmp_path / "out")
+    assert done.code == 0, done.err
+    saved = load_file(tmp_path / "out/open_clip_model.safetensors")
+    kept = load_file(folder / f"calibrations/{NAME}/weights.safetensors")
+    merged = load_file(folder / "models/merged.safetensors")
+    assert {value.dtype for value in merged.values() if value.is_floating_point()} == {torch.float32}
+    changed = [key for key, value in kept.items() if not torch.equal(value, merged[key].half())]
+    assert changed and all("resblocks.0." in key for key in changed)
+    for key, value in kept.items():
+        assert saved[key].dtype == torch.float16 and torch.equal(saved[key], value)
+    assert "| Saved in | float16 |" in (tmp_path / "out/README.md").read_text()
+
+
 def test_json_holds_the_same_numbers(folder: Path, run_cli: Cli) -> None:
     result = run_cli(
         "calibrate", folder, "--name", NAME, "--rho", 1, "--set", "update=[linear]", "--json", *QUIET

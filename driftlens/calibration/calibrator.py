@@ -29,6 +29,7 @@ class Calibrator(Method):
         presets: published settings by name; what one leaves out keeps its default.
         suited: loader of models -> the preset for its kind, where that isn't the first one.
         candidates: settings, over the defaults, that `--auto` compares with other methods; none where it is not asked.
+        with_views: defaults of settings where calibration samples have views.
         searched: names of settings that `--auto` searches, in the order in which it does; `steps_from` has the values.
         swept: setting -> factors of what is published for it that a sweep around it tries, each within its bounds.
         effort: processor time of a calibration against FeatCal's, for estimates.
@@ -44,6 +45,7 @@ class Calibrator(Method):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     suited: ClassVar[Mapping[str, str]] = {}
     candidates: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    with_views: ClassVar[Mapping[str, Any]] = {}
     searched: ClassVar[Sequence[str]] = ()
     swept: ClassVar[Mapping[str, Sequence[float]]] = {}
     effort: ClassVar[float] = 1.0

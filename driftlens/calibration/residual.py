@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import torch
@@ -39,6 +40,7 @@ class ResidualCal(Calibrator, Stepwise):
 
     title = "Residual calibration"
     candidates = ({}, {"mu": 0.9})
+    with_views = MappingProxyType({"mu": 0.9})
     effort = 3.4
     ablations = ({"order": "block"}, {"residual": 0}, {"weights": "uniform"}, {"cv": "off"}, {"mu": 0.9})
     update: Sequence[str] = ("linear", "bias")
@@ -109,7 +111,9 @@ class ResidualCal(Calibrator, Stepwise):
             ridges = Ridges(self.ridge, self.ridge, self.residual)
         moments = total(problem.folds, getattr(torch, self.solve_dtype))
         try:
-            change, gap = solve_joint(moments, ridges, tasks=problem.tasks)
+            # With as many rows as views give, the metric is well known, and few steps should go far in it.
+            is_two_sided = problem.has_views and self.mu < 1
+            change, gap = solve_joint(moments, ridges, tasks=problem.tasks, is_two_sided=is_two_sided)
         except SingularGramError as error:
             error.hint = "Raise `ridge`, or let cross-validation choose it (cv=on)."
             raise

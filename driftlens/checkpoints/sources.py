@@ -135,6 +135,22 @@ class InDtypes:
         return self._source.read(key, rows).to(self.headers[key].dtype)
 
 
+class Between:
+    """base + share * (end - base) of floating tensors, in the dtypes of `end`, whose other tensors are its own."""
+
+    def __init__(self, base: StateSource, end: StateSource, share: float) -> None:
+        self.name, self.headers = end.name, end.headers
+        self._base, self._end, self._share = base, end, share
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, or rows [start, stop) of it, from float64; errors as for the sources."""
+        end = self._end.read(key, rows)
+        if not end.is_floating_point() or self._share == 1 or key not in self._base.headers:
+            return end
+        start = self._base.read(key, rows).double()
+        return ((1 - self._share) * start + self._share * end.double()).to(end.dtype)
+
+
 def floats_in(source: StateSource, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """This dtype for every tensor of numbers with a point."""
     return {key: dtype for key, header in source.headers.items() if header.dtype.is_floating_point}

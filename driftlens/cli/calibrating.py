@@ -32,7 +32,7 @@ def calibrate(
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
     from driftlens.jobs.contest.automatic import choice_of
 
-    choose = choice_of(request) if request.auto else None
+    choose = choice_of(request)
     if dry_run:
         from driftlens.jobs.preflight.calibrating import rehearse
 

@@ -7,7 +7,6 @@ pixels go with the shorter side, so that a severity looks alike on pictures of a
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from driftlens.base.errors import DataError, SpecError, did_you_mean
-from driftlens.data.samples import SampleSet
+from driftlens.data.samples import SampleSet, drawing
 from driftlens.data.sources import Picture
 
 Pixels = NDArray[np.float64]
@@ -85,9 +84,7 @@ def corrupt(picture: Picture, kind: str, severity: int, drawn: tuple[int, str]) 
     image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
     pixels = np.asarray(image.convert("RGB"), dtype=np.float64) / 255
     seed, name = drawn
-    words = np.frombuffer(hashlib.sha256(f"{kind}/{name}".encode()).digest(), dtype="<u4").tolist()
-    random = np.random.default_rng(np.random.SeedSequence([seed, *words]))
-    corrupted_pixels = CORRUPTIONS[kind](pixels, severity - 1, random)
+    corrupted_pixels = CORRUPTIONS[kind](pixels, severity - 1, drawing(seed, f"{kind}/{name}"))
     return np.asarray(np.clip(corrupted_pixels, 0, 1) * 255 + 0.5, dtype=np.uint8)
 
 

@@ -151,9 +151,11 @@ def as_texts(
     rows = [row._replace(target=texts.answered(row.target) if row.target else "") for row in rows]
     given = [row if shown == "target" else row._replace(target="") for row in rows]
     on_answers = (f"{task}: calibration shows the expert's own greedy answers",) if shown == "expert" else ()
+    read = reader or preprocess
     return replace(
         samples,
-        load=lambda positions: (reader or preprocess)([given[position] for position in positions]),
+        load=lambda positions: read([given[position] for position in positions]),
+        preprocess=read,
         notices=samples.notices
         + on_answers
         + (() if reader is None else _too_long(samples, given, entry, reader)),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from driftlens.data.related import Comparison
+    from driftlens.spec.data import Views
 
 COUNT_KEYS: Mapping[Split, str] = {"calibration": "n", "diagnosis": "n_diagnosis", "test": "n_test"}
 """The spec's key for the number of samples of each split."""
@@ -75,11 +76,15 @@ def halving_batches(
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive samples: positions in the set, and the model's raw inputs (tensor or dict of tensors)."""
+    """Consecutive samples: positions in the set, and the model's raw inputs (tensor or dict of tensors).
+
+    `copied` are digests of the samples that these are copies of, or are; empty where none is a copy.
+    """
 
     start: int
     stop: int
     inputs: Any
+    copied: tuple[str, ...] = ()
 
     def first(self, count: int) -> Batch:
         """Its first samples, padded as they are."""
@@ -97,7 +102,7 @@ class Batch:
 
     def _part(self, first: int, last: int) -> Batch:
         cut = _cut(self.inputs, slice(first, last))
-        return Batch(self.start + first, min(self.stop, self.start + last), cut)
+        return Batch(self.start + first, min(self.stop, self.start + last), cut, self.copied[first:last])
 
 
 def _cut(inputs: Any, places: slice | Tensor) -> Any:
@@ -122,6 +127,7 @@ class Texts:
         reader: what makes token ids of them; None where nobody knows the model.
         answer: how an answer is written; the word stands for `{target}`.
         shown: which answers `SampleSet.load` gives the model beside the questions.
+        own_answers: gives other samples of the task the answers of its expert, where `shown` are those.
         compared: what test samples are compared with; None where that is nothing.
     """
 
@@ -130,6 +136,7 @@ class Texts:
     answer: str = "{target}"
     shown: Shown = "none"
     compared: Comparison | None = None
+    own_answers: Callable[[SampleSet], SampleSet] | None = None
 
     def answered(self, word: str) -> str:
         """How the model should say a word, such as the name of a class."""
@@ -149,7 +156,9 @@ class SampleSet:
         notices: what a reader of the results must be told about the samples.
         texts: what the samples are as text; None where they are none.
         picture: position -> the image as its source holds it; None where samples are no images of a data source.
-        preprocess: what `load` makes raw inputs of images with, where there are any.
+        preprocess: what `load` makes raw inputs of images or texts with, where there are any.
+        views: which copies calibrations read beside the samples, see `driftlens.data.views`; None for none.
+        original: the samples that some of these are copies of, in their order again and again; None where none is.
     """
 
     task: str
@@ -163,9 +172,16 @@ class SampleSet:
     texts: Texts | None = None
     picture: Callable[[int], Any] | None = None
     preprocess: Callable[[list[Any]], Any] | None = None
+    views: Views | None = None
+    original: SampleSet | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def num_read(self) -> int:
+        """How many samples a calibration reads, copies among them."""
+        return len(self) * (1 + (0 if self.views is None else self.views.count))
 
     @property
     def num_batches(self) -> int:
@@ -191,7 +207,12 @@ class SampleSet:
         size = self.at_once
         for first in range(start, end, size):
             last = min(first + size, end)
-            yield Batch(first, last, self.load(range(first, last)))
+            copied = (
+                ()
+                if (of := self.original) is None
+                else tuple(of.digests[at % len(of)] for at in range(first, last))
+            )
+            yield Batch(first, last, self.load(range(first, last)), copied)
 
     def text(self, position: int) -> Text:
         """What a sample asks and what its answer should be, whatever of it `load` gives the model.
@@ -376,11 +397,15 @@ def draw(
 
 def shuffled(count: int, seed: int, *, task: str, split: Split) -> list[int]:
     """The numbers 0 to count - 1 in the order in which samples are drawn; `draw` says what decides it."""
+    return [int(index) for index in drawing(seed, f"{split}/{task}").permutation(count)]
+
+
+def drawing(seed: int, name: str) -> np.random.Generator:
+    """What draws the same for the same seed and name, on every machine."""
     # Python's own hash() of text changes from process to process; this one does not.
-    digest = hashlib.sha256(f"{split}/{task}".encode("utf-8", "surrogatepass")).digest()
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
     words = np.frombuffer(digest, dtype="<u4").tolist()
-    generator = np.random.default_rng(np.random.SeedSequence([seed, *words]))
-    return [int(index) for index in generator.permutation(count)]
+    return np.random.default_rng(np.random.SeedSequence([seed, *words]))
 
 
 def _too_few(view: SplitView, n: int | Literal["all"], left: int, task: str, split: Split) -> DataError:

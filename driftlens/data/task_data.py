@@ -141,7 +141,8 @@ def open_task_data(
                 read_by = replace(reader, lead=reader.prompts.before("query"))
         return as_texts(samples, rows, rules, read_by, preprocess, compared)
 
-    calibration = drawn("calibration")
+    asked = defaults.views if entry.views is None else entry.views
+    calibration = replace(drawn("calibration"), views=asked)
     # Accuracy is never measured on calibration samples, and diagnosis draws from the test samples unless
     # it has a split of its own: then overlap is the user's choice, and reported.
     taken = calibration.ids if views["test"].origin == views["calibration"].origin else ()

@@ -28,6 +28,8 @@ from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
 from driftlens.checkpoints.rounding import written
 from driftlens.checkpoints.sources import StateSource
+from driftlens.data.samples import SampleSet
+from driftlens.data.views import viewed
 from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.engine.problems import (
     CalibratedLayer,
@@ -91,8 +93,9 @@ class Ground:
 
     Attributes:
         pool: base, merged model and one expert per task.
-        parts: calibration samples by task. Tasks are taken in the order of their names. Where there is one part of
-            each, of known ids and batch size, processes may share the batches of a task.
+        parts: calibration samples by task, to which their views are added. Tasks are taken in the order of their
+            names. Where there is one part of each, of known ids and batch size, processes may share the batches of a
+            task.
         sites: layer index -> names of its sites, see `select_sites`; none for what is trained.
         base: the pool's name of the base, or None without one.
         done: layers calibrated before an interruption -> their updates, which are applied and not recomputed.
@@ -121,6 +124,20 @@ class Ground:
     seed: int = 0
     memory: Memory | None = None
     like: StateSource | None = None
+
+    def __post_init__(self) -> None:
+        parts = {
+            task: [viewed(part) if isinstance(part, SampleSet) else part for part in parts]
+            for task, parts in self.parts.items()
+        }
+        object.__setattr__(self, "parts", parts)
+
+    @property
+    def has_views(self) -> bool:
+        """Whether any of the samples is a copy of another one."""
+        return any(
+            getattr(part, "original", None) is not None for parts in self.parts.values() for part in parts
+        )
 
     @property
     def tasks(self) -> list[str]:

@@ -61,6 +61,7 @@ class StepProblem:
         merged: the sites' parameters in the merged model, by the layer's own names.
         task_weight_sum: sum over tasks of the task weights.
         num_rows: of every fold.
+        has_views: whether some of the samples are copies of others.
     """
 
     sites: tuple[Site, ...]
@@ -70,6 +71,7 @@ class StepProblem:
     merged: Parameters
     task_weight_sum: float
     num_rows: Sequence[int] = ()
+    has_views: bool = False
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,7 @@ class ExpertGradients:
     chosen: Mapping[int, Sequence[Group]]
     metric: bool
     on_step: OnStep
+    num_passes: int = NUM_PASSES
 
     def weigh(
         self, task: str, draws: Callable[[WaitingBatch], Callable[[int], Tensor]], start: str
@@ -238,7 +239,7 @@ class ExpertGradients:
             for at in range(len(groups)):
                 weighable[layer.index, at] = Weighable(counts[at], energies[at], metrics[at])
         for batch in self.passage.waiting[task, 0]:
-            for number in range(NUM_PASSES):
+            for number in range(self.num_passes):
                 batch.drop(f"back-{number}")
         return weighable
 
@@ -282,16 +283,16 @@ class ExpertGradients:
             if layer.role == "head":
                 f = torch.nn.functional.normalize(layer.vectors(out, batch.side, self.pooling), dim=-1)
                 heads = [[(f * v.to(f)).sum()] for v in draw(f.shape[-1])]
-                arriving: list[list[Tensor | None]] = [[None]] * NUM_PASSES
+                arriving: list[list[Tensor | None]] = [[None]] * self.num_passes
             else:
-                heads = [list(out.values())] * NUM_PASSES
-                backs = [batch.get(f"back-{number}") for number in range(NUM_PASSES)]
+                heads = [list(out.values())] * self.num_passes
+                backs = [batch.get(f"back-{number}") for number in range(self.num_passes)]
                 arriving = [[back[name] for name in out] for back in backs]
         leaves = [value for value in state.values() if value.requires_grad]
         sites = [outputs[site.name] for group in groups for site in group.sites]
         gradients: list[list[Tensor]] = []
-        for number in range(NUM_PASSES):
-            more = number + 1 < NUM_PASSES
+        for number in range(self.num_passes):
+            more = number + 1 < self.num_passes
             pairs = [
                 pair for pair in zip(heads[number], arriving[number], strict=True) if pair[0].requires_grad
             ]

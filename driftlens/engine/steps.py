@@ -23,6 +23,7 @@ from driftlens.base.devices import device_of
 from driftlens.base.errors import DataError
 from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
+from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import (
     EXPERT,
     TRUNK,
@@ -72,7 +73,7 @@ class _Sums:
     factors: dict[str, float]
     num_rows: list[int]
 
-    def problem(self, group: Group, merged: Parameters) -> StepProblem:
+    def problem(self, group: Group, merged: Parameters, *, has_views: bool) -> StepProblem:
         """What is to be solved; Gram matrices are brought to mean norm 1."""
         norms = [self.norms[task] for task in sorted(self.norms)]
         # Where no input ever varies from 0 there is nothing to bring to norm 1.
@@ -88,6 +89,7 @@ class _Sums:
             {name: value for name, value in merged.items() if name.rpartition(".")[0] in group.names},
             scale * sum(self.factors[task] for task in sorted(self.factors)),
             self.num_rows,
+            has_views,
         )
 
 
@@ -139,7 +141,8 @@ class StepWalk(CalibrationWalk):
         self.energies: dict[str, dict[Key, float]] = {}
         self.folds: dict[str, dict[str, int]] = {}
         self.digests: dict[WaitingBatch, tuple[str, ...]] = {}
-        self.passage.on_read = lambda batch, waiting: self.digests.update({waiting: batch.digests})
+        self.originals: dict[WaitingBatch, tuple[str, ...]] = {}
+        self.passage.on_read = self._know
 
     @torch.no_grad()
     @exact_products()
@@ -192,7 +195,7 @@ class StepWalk(CalibrationWalk):
             sums = self.team.final(sum_up) if self.divided else sum_up()
             self._join(sums, owner, merged, group)
             if owner == self.team.rank:
-                problems.append(sums.problem(group, merged))
+                problems.append(sums.problem(group, merged, has_views=self.ground.has_views))
         sites = [site for _, group in step for site in group.sites]
         solved = self.solved_apart(
             layer, merged, problems, self.calibrator.solve, self.calibrator.least_rows, sites
@@ -216,6 +219,10 @@ class StepWalk(CalibrationWalk):
             self.team.together(partial(self._weigh, first))
             self._know_weights()
 
+    def _know(self, batch: Batch, waiting: WaitingBatch) -> None:
+        self.digests[waiting] = batch.digests
+        self.originals[waiting] = batch.copied or self.digests[waiting]
+
     def _know_weights(self) -> None:
         self.weighted, self.energies = weighed(self.team, self.seen)
         self.seen = {}
@@ -226,17 +233,17 @@ class StepWalk(CalibrationWalk):
         return -(-len(self.pool.chain.layers) // 2) if self.calibrator.weights == "gradient" else 0
 
     def _read_all(self, first: Layer) -> dict[str, set[str]]:
-        """The digests of this process's samples, which all wait before the layer then, by task."""
+        """The digests of this process's samples' originals; they all wait before the layer then, by task."""
         step = -self._num_early_steps or first.index
         for task in self.parts:
             deque(self.passage.batches(first, task, tell=partial(self.tell, step, task)), maxlen=0)
         return {
-            task: {digest for batch in batches for digest in self.digests[batch]}
+            task: {digest for batch in batches for digest in self.originals[batch]}
             for (task, _), batches in self.passage.waiting.items()
         }
 
     def _all_folds(self, digests: Sequence[Mapping[str, set[str]]]) -> dict[str, dict[str, int]]:
-        """By task the fold of every sample, by what processes have: equal samples in one, whatever their order."""
+        """By task the fold of every original, by what processes have: equal samples in one, whatever their order."""
         folds, num_folds = dict[str, dict[str, int]](), self.calibrator.num_folds
         for task in self.tasks:
             different = sorted(set[str]().union(*(by_task.get(task, set()) for by_task in digests)))
@@ -264,6 +271,7 @@ class StepWalk(CalibrationWalk):
                 self.groups,
                 metric=self.calibrator.mu > 0,
                 on_step=tell,
+                num_passes=self._num_passes,
             )
             self.seen[task] = gradients.weigh(
                 task, lambda batch: partial(self._draw, self.digests[batch]), EXPERT
@@ -271,12 +279,17 @@ class StepWalk(CalibrationWalk):
         self.passage.check()
         require_finite(self.seen)
 
+    @property
+    def _num_passes(self) -> int:
+        """Back through an expert, a sample: copies, too, are passed through."""
+        return 1 if self.ground.has_views else NUM_PASSES
+
     def _draw(self, digests: Sequence[str], width: int) -> Tensor:
         """Random directions for every sample of a batch, the same wherever it stands."""
         rows = []
         for digest in digests:
             generator = torch.Generator().manual_seed((int(digest[:15], 16) + self.calibrator.seed) % 2**63)
-            rows.append(torch.randn(NUM_PASSES, width, generator=generator, dtype=torch.float64))
+            rows.append(torch.randn(self._num_passes, width, generator=generator, dtype=torch.float64))
         return torch.stack(rows, dim=1).to(self.pool.dtype).to(self.pool.device)
 
     def _run_all_experts(self, layer: Layer, student: Parameters, *, needs_output: bool) -> dict[str, str]:
@@ -451,7 +464,7 @@ class StepWalk(CalibrationWalk):
         fold_of, num_batches = self.folds[task], len(weighted.rows)
         batches = zip(self.passage.batches(layer, task), weighted.rows, strict=True)
         for number, (batch, count) in enumerate(batches, start=1):
-            of_samples = [fold_of[digest] for digest in self.digests[batch]]
+            of_samples = [fold_of[digest] for digest in self.originals[batch]]
             x, wanted, tokens = self._rows(layer, student, group, streams, batch)
             # On the CPU, where their number per fold is known without waiting for a device.
             fold = torch.tensor(of_samples)

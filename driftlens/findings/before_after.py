@@ -286,12 +286,31 @@ _COMPARED = {"compared", "choice", "kept", "best", "base_stands", "score", "corr
 def selection_sentences(run: DriftRun, name: str) -> list[str]:
     """What was chosen, by which held-out advantage and at what cost; none where nothing was chosen."""
     made = run.calibration_info(name)
+    shrunk = [_shrink_sentence(made.shrink)] if made.shrink else []
     if not made.automatic:
-        return []
+        return shrunk
     if made.selection.keys() >= _COMPARED:
-        return _comparison_sentences(made.selection)
+        return [*_comparison_sentences(made.selection), *shrunk]
     # An older run, or a chooser of the caller's own, which may keep any record.
-    return [f"Settings were chosen from the calibration samples; calibrations/{name}/config.yaml says how."]
+    return [
+        f"Settings were chosen from the calibration samples; calibrations/{name}/config.yaml says how.",
+        *shrunk,
+    ]
+
+
+def _shrink_sentence(shrink: Mapping[str, Any]) -> str:
+    """Which share of the way from the base is kept, and what it was chosen by."""
+    text = f"All weights are the base's and {brief(shrink['share'])} of the way from there to what was calibrated"
+    if "curve" not in shrink:
+        return f"{text}."
+    curve = {entry["share"]: entry for entry in shrink["curve"]}
+    what = "KL" if curve[shrink["share"]]["what"].startswith("KL") else "relative drift"
+    scores = [
+        f"{brief(share)}: {brief(entry['score'])} ({brief(entry['score_low'])} to {brief(entry['score_high'])})"
+        for share, entry in curve.items()
+    ]
+    n = curve[shrink["share"]]["n"]
+    return f"{text}; held-out {what} by share ({counted(n, 'sample')}, 95 % intervals): {'; '.join(scores)}."
 
 
 def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:

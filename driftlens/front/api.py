@@ -275,7 +275,7 @@ def calibrated(
     from driftlens.jobs.contest.automatic import choice_of
     from driftlens.jobs.contest.sweep import control
 
-    folder, choose = _folder(run), choice_of(request) if request.auto else None
+    folder, choose = _folder(run), choice_of(request)
     run_calibration(folder, request, context, choose=choose, on_first=on_first, on_measured=on_measured)
     if request.control:
         control(folder, request.name, context)

@@ -177,15 +177,24 @@ class JointSolution(NamedTuple):
 
 
 def solve_joint(
-    moments: JointMoments, ridges: Ridges, *, tasks: Sequence[tuple[Tensor, JointMoments]] = ()
+    moments: JointMoments,
+    ridges: Ridges,
+    *,
+    tasks: Sequence[tuple[Tensor, JointMoments]] = (),
+    is_two_sided: bool = False,
 ) -> JointSolution:
     """D of the whole, with the ridges and the share given; `moments` are of all folds.
 
     `tasks` has the output metric S_i of every task and its moments, which add up to those of all folds: then it is
     sum_i S_i D A_i + l D = sum_i S_i C_i that is solved, by a few preconditioned conjugate-gradient steps from the
-    solution without metric.
+    solution without metric. They are preconditioned by V (A + l I)^-1, or if it `is_two_sided` by S^-1 V (A + l I)^-1
+    with S the mean of all S_i, which must be positive definite.
     """
     require_finite(moments)
+    outputs = None
+    if tasks and is_two_sided:
+        mean = sum((metric for metric, _ in tasks[1:]), tasks[0][0]) / len(tasks)
+        outputs = factorize(mean, what="the mean output metric")
     solution_sum, factors = torch.zeros_like(moments.local), dict[float, Factor]()
     direction, error = probe(moments.gram), 0.0
     image = moments.gram @ direction
@@ -206,6 +215,8 @@ def solve_joint(
             towards, before = torch.zeros_like(residual), residual.new_tensor(math.inf)
             for _ in range(_STEPS):
                 better = factor.solve_rows(residual.clone())
+                if outputs is not None:
+                    better = outputs.solve_rows(better.mT.clone()).mT
                 size = (residual * better).sum()
                 if not bool(size > 0):
                     break

@@ -99,6 +99,9 @@ class CalibrationInfo(Chosen):
         out_dtype: the number type that was asked for to save in; empty where it is the base's own.
         change: of the entries that were solved for, how many differ from the merged model's, and what the number type
             left of that (see `driftlens.base.rounding.Change`); empty where none was, and in older runs.
+        shrink: which share of the way from the base is kept, as it was `asked` for, and with `auto` the `curve` of
+            held-out scores and drift by share, from which it was chosen; empty where nobody asked.
+        views: which copies of the samples were read beside them, such as crop:3, by task; empty where none were asked.
     """
 
     method: str
@@ -117,6 +120,8 @@ class CalibrationInfo(Chosen):
     attached: int = 0
     out_dtype: str = ""
     change: Mapping[str, Any] = field(default_factory=dict)
+    views: Mapping[str, str] = field(default_factory=dict)
+    shrink: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,53 @@ from driftlens.spec.types import (
 )
 
 
+class Views(Part):
+    """Copies of every calibration sample, made by `seed` whenever they are read; calibrations read them beside it.
+
+    Attributes:
+        copies: of each sample.
+        kind: `crop` moves an image and changes its light, `mix` adds another sample of the task, `words` puts words of
+            the task's other prompts into a prompt; `auto` takes what suits the samples, `none` makes no copies.
+    """
+
+    kind: Literal["auto", "crop", "mix", "words", "none"] = "auto"
+    copies: Annotated[int, Field(strict=True, ge=1, le=31)] = 3
+    seed: Seed = 0
+
+    @property
+    def count(self) -> int:
+        """Copies of each sample; 0 where none are made."""
+        return 0 if self.kind == "none" else self.copies
+
+    def __str__(self) -> str:
+        return (
+            "none"
+            if self.kind == "none"
+            else ":".join(map(str, (self.kind, self.copies, *filter(None, [self.seed]))))
+        )
+
+
+_VIEWS = re.compile(r"(?P<kind>[a-z]+)?:?(?P<copies>\d{1,9})?(:(?P<seed>\d{1,9}))?")
+
+
+def _views_spelled_out(given: Any) -> Any:
+    """`3`, `crop`, `crop:3` and `crop:3:1` by the names of their parts."""
+    if isinstance(given, int) and not isinstance(given, bool):
+        return {"copies": given}
+    if not isinstance(given, str):
+        return given
+    match = _VIEWS.fullmatch(given.strip())
+    if match is None or not given.strip():
+        raise problem(f"{given!r} says neither kind nor copies", "For example crop:3, auto or none.")
+    return {
+        name: value if name == "kind" else int(value) for name, value in match.groupdict().items() if value
+    }
+
+
+ViewsAsked = Annotated[Views | None, BeforeValidator(_views_spelled_out)]
+"""Views by the names of their parts, or as words say them: `crop:3`."""
+
+
 class DataDefaults(Part):
     """Counts per task that a task's own entry may override; `n` are drawn for calibration, by `seed`."""
 
@@ -46,6 +93,7 @@ class DataDefaults(Part):
     n_test: CountOrAll = "all"
     seed: Seed = 0
     batch_size: Count = 32
+    views: ViewsAsked = None
 
 
 def _metric(name: str) -> str:
@@ -68,6 +116,7 @@ class Entry(Part):
     n: Count | None = None
     n_diagnosis: Count | None = None
     n_test: CountOrAll | None = None
+    views: ViewsAsked = None
     metric: Annotated[tuple[MetricName, ...] | None, BeforeValidator(_one_or_several)] = None
 
 

@@ -7,6 +7,7 @@ A field says once what it is called, of which type, within which bounds, what it
 from __future__ import annotations
 
 import json
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from driftlens.base.errors import SpecError, did_you_mean
+from driftlens.spec.data import ViewsAsked
 from driftlens.spec.problems import spec_error
 from driftlens.spec.types import Count, Flag, Part, Seed, Text, problem
 from driftlens.spec.words import (
@@ -172,6 +174,17 @@ def _plain_record(given: Any) -> Any:
     return given if given is None or isinstance(given, Mapping) else dict(vars(given))
 
 
+def _share(given: Any) -> Any:
+    """A share of the way from the base, as a number or in words."""
+    try:
+        share = given if given in (None, "auto") else float(given)
+    except (TypeError, ValueError):
+        share = math.nan
+    if isinstance(given, bool) or (isinstance(share, float) and not 0 <= share <= 1.5):
+        raise problem(f"expected auto, or a number from 0 to 1.5; got {given!r}")
+    return share
+
+
 def _pairs(given: Any) -> Any:
     return given if given is None else [(each, {}) if isinstance(each, str) else each for each in given]
 
@@ -181,6 +194,7 @@ def _several(given: Any) -> Any:
 
 
 _SAMPLES = "Calibration samples per task."
+_VIEWS = "Copies of every sample to read beside it: crop:3, mix:3, words:3, auto or none."
 _LAYERS = "Layers to calibrate: numbers or patterns on module paths, all blocks if left out."
 _SITES = (
     "Modules to calibrate: patterns on their paths, or groups (q, k, v, o, gate, up, down, norms); linear and norm "
@@ -190,6 +204,7 @@ _MERGED_TO = (
     "A .safetensors file, or a folder the original library loads; of a comparison its folder, merges/<name> if left "
     "out."
 )
+Shrink = Annotated[float | Literal["auto"] | None, BeforeValidator(_share)]
 OutDtype = Literal["float32", "float16", "bfloat16"]
 """Number types that models are saved in."""
 LayerPatterns = Annotated[tuple[str | int, ...] | None, BeforeValidator(_plain_layers)]
@@ -229,9 +244,14 @@ class CalibrationRequest(Request):
     preset: Text | None = asked("Published settings; `driftlens methods` lists them.")
     parameters: dict[str, Any] = _parameters("Another hyperparameter of the method; repeatable.")
     samples: Count | None = asked(_SAMPLES, unset="the spec's")
+    views: ViewsAsked = asked(_VIEWS, unset="the spec's", metavar="kind:copies")
     layers: LayerPatterns = asked(_LAYERS, read=layers_named)
     sites: tuple[Text, ...] | None = asked(_SITES, read=parts)
     top_layers: Count | None = asked("Only so many layers: those that most of the final drift comes from.")
+    shrink: Shrink = asked(
+        "Keep this share of the way from the base, 0 to 1.5; auto takes the best on held-out calibration samples.",
+        unset="1, all of it",
+    )
     auto: Flag = asked(
         "Choose the best on held-out calibration samples: the merged model, the base, these settings, a search from "
         "them and, without --method, what other methods offer.",

@@ -13,10 +13,12 @@ from torch import Tensor
 from driftlens.base.errors import DataError, NumericsError
 from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.sources import TensorsSource
-from driftlens.data.samples import Batch
+from driftlens.data.samples import Batch, SampleSet
+from driftlens.data.views import viewed
 from driftlens.engine.step_weights import ExpertGradients
 from driftlens.engine.walk import Given
 from driftlens.linalg.joint_ridge import WIDEST, JointMoments, Ridges, choose_ridges, solve_joint, total
+from driftlens.spec.data import Views
 from tests.calibration.helpers import TASKS, calibrated, layers_of, part, subject, updates_of
 from tests.reference import residual as reference
 from tests.reference.drift import STEPS
@@ -198,26 +200,37 @@ PAIRS = [(name, settings) for name in ("open_clip_vit", "hf_clip_vit") for setti
 
 
 @pytest.mark.parametrize(
-    ("name", "of"),
-    [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in PAIRS],
+    ("name", "of", "copies"),
+    [pytest.param(*pair, 0, marks=() if pair in QUICK else pytest.mark.slow) for pair in PAIRS]
+    + [("hf_clip_vit", "metric", 2), pytest.param("open_clip_vit", "default", 1, marks=pytest.mark.slow)],
 )
-def test_solves_agree_with_the_slow_reference(name: str, of: str) -> None:
-    """Of a fused in-projection and of separate ones; alone, every module is solved for its own target."""
-    models, product = subject(name, n=5), ResidualCal(**SETTINGS[of])
-    world, modules, samples = models.world, models.modules, range(5)
+def test_solves_agree_with_the_slow_reference(name: str, of: str, copies: int) -> None:
+    """Of a fused in-projection and of separate ones; alone, every module is solved for its own target.
+
+    The reference is given views as further samples, each in its original's fold; of them one direction is drawn.
+    """
+    n = 3 if copies else 5
+    models, product = subject(name, n=n), ResidualCal(**SETTINGS[of])
+    views = Views(kind="crop", copies=copies) if copies else None
+    load: Any = lambda positions: models.inputs[list(positions)]  # noqa: E731
+    given_samples = SampleSet("a", "calibration", tuple(map(str, range(n))), None, load, views=views)
+    world, modules, samples = models.world, models.modules, range(n * (1 + copies))
+    inputs = viewed(given_samples).load(samples)
     features = {
         task: {
-            role: [world.enter(modules[model], models.inputs, sample) for sample in samples]
+            role: [world.enter(modules[model], inputs, sample) for sample in samples]
             for role, model in (("merged", "merged"), ("expert", f"expert:{task}"))
         }
         for task in TASKS
     }
     # Folds and random directions follow the content of samples, whatever their order.
-    digests = [digest for batch in models.batches() for digest in batch.digests]
+    digests = Batch(0, len(inputs), inputs).digests
     width = STEPS[name](modules["base"])[-1](features["a"]["expert"][0][None]).shape[-1]
     seeds = [(int(digest[:15], 16) + product.seed) % 2**63 for digest in digests]
     draws = [
-        torch.randn(2, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        torch.randn(
+            1 if copies else 2, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
         for seed in seeds
     ]
     heads = {task: STEPS[name](modules[f"expert:{task}"])[-1] for task in TASKS}
@@ -226,17 +239,18 @@ def test_solves_agree_with_the_slow_reference(name: str, of: str) -> None:
         {task: world.blocks(modules[f"expert:{task}"]) for task in TASKS},
         features,
         reference.Settings(
-            folds=[sorted(digests).index(of) % product.folds for of in digests]
+            folds=[sorted(digests[:n]).index(digests[at % n]) % product.folds for at in samples]
             if product.cv == "on"
             else None,
             ridge=product.ridge,
             share=product.residual,
             mu=product.mu,
+            is_two_sided=copies > 0,
             draws=draws if product.weights == "gradient" else None,
             leave={task: lambda hidden, head=head: head(hidden[None])[0] for task, head in heads.items()},
         ),
     )
-    found = calibrated(models, product)
+    found = calibrated(models, product, parts={task: [given_samples] for task in TASKS})
     assert len(found) == sum(map(len, want))
     for (layer, parameter), value in found.items():
         site, _, part = parameter.rpartition(".")

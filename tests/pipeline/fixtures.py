@@ -9,7 +9,7 @@ import pytest
 import driftlens as dl
 from driftlens.jobs.preflight import rehearsal
 from driftlens.runs.run import DriftRun
-from tests.pipeline.calibrating import copied
+from tests.pipeline.calibrating import copied, roomy_run
 from tests.zoo.world import World, build
 
 
@@ -31,6 +31,12 @@ def light(world: World, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
     """A finished run of the same world without Jacobians, which take longest; read-only."""
     out = tmp_path_factory.mktemp("light") / "run"
     return dl.analyze(world.spec(metrics={"jacobian": False}), out=out, progress="none")
+
+
+@pytest.fixture(scope="session")
+def roomy(world: World, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """A finished run of the same models with more samples; read-only."""
+    return roomy_run(world, tmp_path_factory.mktemp("roomy"))
 
 
 @pytest.fixture

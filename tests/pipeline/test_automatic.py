@@ -37,14 +37,9 @@ from driftlens.jobs.study.study import Study, TaskSamples
 from driftlens.models.heads import Head
 from driftlens.runs.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml
-from tests.pipeline.calibrating import COUNT, NAME, copied, request, roomy_run, spoil_merged
+from tests.pipeline.calibrating import COUNT, NAME, copied, request, spoil_merged
 from tests.pipeline.checking import rehearsed_once
 from tests.zoo.world import CLASSES, TASKS, World, write_images
-
-
-@pytest.fixture(scope="module")
-def roomy(world: World, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
-    return roomy_run(world, tmp_path_factory.mktemp("roomy"))
 
 
 @pytest.fixture

@@ -30,7 +30,8 @@ class Settings:
         ridge: both ridges without folds.
         share: t without folds, the largest one with them.
         mu: of the output metric.
-        draws: of every sample the two random directions [2, width]; None for uniform weights.
+        is_two_sided: whether conjugate gradients are preconditioned by the mean metric, too.
+        draws: of every sample the random directions [draws, width]; None for uniform weights.
         leave: task -> (what leaves the expert's last block of one sample, [t, d]) -> final feature.
     """
 
@@ -38,6 +39,7 @@ class Settings:
     ridge: float = 0.0
     share: float = 1.0
     mu: float = 0.0
+    is_two_sided: bool = False
     draws: Sequence[Tensor] | None = None
     leave: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
@@ -186,7 +188,7 @@ def solve(
     metrics = {task: metric(slopes.get(task), outputs, settings.mu) for task in by_task}
     parts = ("local", l0, 1.0), ("upstream", l1, t)
     return sum(
-        (share * with_metric(by_task, metrics, of, ridge, settings.mu) for of, ridge, share in parts),
+        (share * with_metric(by_task, metrics, of, ridge, settings) for of, ridge, share in parts),
         torch.zeros(outputs, inputs + 1, dtype=torch.float64),
     )
 
@@ -245,24 +247,29 @@ def metric(slopes: Sequence[Tensor] | None, outputs: int, mu: float) -> Tensor:
 
 
 def with_metric(
-    tasks: Mapping[str, Sums], metrics: Mapping[str, Tensor], of: str, ridge: float, mu: float
+    tasks: Mapping[str, Sums], metrics: Mapping[str, Tensor], of: str, ridge: float, settings: Settings
 ) -> Tensor:
     """C (A + l I)^-1, and from there five preconditioned conjugate gradients to sum S_i D A_i + l D = sum S_i C_i."""
     gram = plus(list(tasks.values())).gram
     found = ridged(getattr(plus(list(tasks.values())), of), gram, ridge)
-    if not mu:
+    if not settings.mu:
         return found
+    mean = torch.stack([*metrics.values()]).mean(dim=0)
+
+    def eased(rest: Tensor) -> Tensor:
+        by_inputs = ridged(rest, gram, ridge)
+        return torch.linalg.inv(mean) @ by_inputs if settings.is_two_sided else by_inputs
 
     def image(change: Tensor) -> Tensor:
         return ridge * change + sum(metrics[task] @ change @ sums.gram for task, sums in tasks.items())
 
     left = sum(metrics[task] @ getattr(sums, of) for task, sums in tasks.items()) - image(found)
-    better = ridged(left, gram, ridge)
+    better = eased(left)
     direction = better
     for _ in range(5):
         size, along = (left * better).sum(), image(direction)
         step = size / (direction * along).sum()
         found, left = found + step * direction, left - step * along
-        better = ridged(left, gram, ridge)
+        better = eased(left)
         direction = better + (left * better).sum() / size * direction
     return found

@@ -79,7 +79,7 @@ def calibrate(
     measured, and nothing of it before; where its drift comes from is added behind that. `on_first` is told of a few
     samples as soon as the layers are solved, `on_measured` once when drift and accuracy are there.
     """
-    folder, is_chosen = pathlib.Path(path), choose is not None
+    folder, is_chosen = pathlib.Path(path), choose is not None and choose.choose is not None
     if only_saves(folder, request):
         context.access.team.once(lambda: _save_kept(folder, request, context, is_chosen=is_chosen))
         return open_run(folder)
@@ -196,7 +196,7 @@ def open_calibration(
         folder, context, num_calibration=request.samples, with_calibrations=False
     )
     models = all_in(models, request.out_dtype)
-    study = dataclasses.replace(study, out_dtype=models.out_dtype)
+    study = dataclasses.replace(study, out_dtype=models.out_dtype).viewing(request.views)
     spec = driftlens.spec.load_spec(folder / layout.SPEC) if context.live is None else None
     plan = plan_calibration(request, run, spec, study)
     asked = request.changed(resume=False, replace=False).words()
@@ -244,6 +244,8 @@ def _is_same(plan: CalibrationPlan, taken: CalibrationInfo, *, is_chosen: bool) 
         and plan.out_dtype == taken.out_dtype
         and tuple(plan.patterns) == tuple(taken.sites)
         and plan.sample_digests == dict(taken.sample_digests)
+        and plan.views == dict(taken.views)
+        and plan.shrink.get("asked") == taken.shrink.get("asked")
     )
 
 
@@ -288,11 +290,14 @@ class _Work:
                     self.writer.remove_calibration(self.plan.name)  # what one that was stopped has left
 
         lead(self.team, self.writer, clear)
-        if choose is not None:
+        if choose is not None and choose.choose is not None:
             self._choose(choose)
         identity, plan = self.plan.identity(self.opened.manifest, self.study), self.plan
         begun = identity | {"selection": dict(plan.selection), COMMAND: list(self.opened.words)}
         self.team.once(lambda: self.scratch.go_on(begun))
+        if plan.shrink.get("asked") == "auto":
+            assert choose is not None
+            plan = self._shrink(choose)
         if replaces:
             self._make_room()
         notices = self.team.once(lambda: _notices(plan, self.study, self.opened.manifest))
@@ -336,6 +341,13 @@ class _Work:
             identity = self.plan.identity(self.opened.manifest, self.study)
             settled = start | identity | {"selection": dict(self.plan.selection)}
             self.team.once(lambda: scratch.settle(settled))
+
+    def _shrink(self, choose: Choice) -> CalibrationPlan:
+        """Go on with the plan that has its share of the way from the base."""
+        writer, phase = self.writer, f"{self.plan.phase}:shrink"
+        with writer.phase(phase), reopening.suitable_threads(writer, phase, self.study):
+            self.plan = self.plan.shrunk(choose, self.study, self.reporter, self.scratch.kept("shrunk"))
+        return self.plan
 
     def _make_room(self) -> None:
         """Only when all layers are solved does the calibration that has the name make room."""

@@ -16,6 +16,7 @@ from driftlens.base.settings import resolve
 from driftlens.base.variants import calibrated, control_of, expert_of, task_of
 from driftlens.calibration.calibrator import Calibrator, calibrators, over_preset, require_task_id
 from driftlens.data.samples import SampleSet, part_of
+from driftlens.data.views import viewed
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites, updated_sites
 from driftlens.jobs.study.reopening import Kept
@@ -40,12 +41,25 @@ class Choice:
             `kept`, the calibration's variant is that model, `merged` or `base`, as it is.
         outlook: (calibrator to start from, samples by task, has_base) -> titles of candidates, and the most that
             choosing and calibrating take, in calibrations by FeatCal; refuses what nothing can be chosen for.
+        shares: (study, what to calibrate with; a model's name where it stays as it is, sites, reporter, where to keep
+            what is tried) -> by share of the way from the base, held-out scores; see `CalibrationInfo.shrink`.
     """
 
-    choose: Callable[
-        [Study, Calibrator, Mapping[int, Sequence[str]], Reporter, Kept], tuple[Calibrator, Mapping[str, Any]]
-    ]
+    choose: (
+        Callable[
+            [Study, Calibrator, Mapping[int, Sequence[str]], Reporter, Kept],
+            tuple[Calibrator, Mapping[str, Any]],
+        ]
+        | None
+    ) = None
     outlook: Callable[..., tuple[Sequence[str], float]] = lambda *_, **__: ((), 1.0)
+    shares: (
+        Callable[
+            [Study, Calibrator | str, Mapping[int, Sequence[str]], Reporter, Kept],
+            Sequence[Mapping[str, Any]],
+        ]
+        | None
+    ) = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,7 @@ class CalibrationPlan(Chosen):
         patterns: that the sites' paths match; none means linear and norm modules inside blocks.
         boundaries: layers that a trained calibrator changes or attaches something to; it solves for no site.
         out_dtype: what is saved in; empty for the base's own.
+        shrink: see `CalibrationInfo.shrink`; without a `share` while that is still to be chosen.
     """
 
     name: str
@@ -71,6 +86,7 @@ class CalibrationPlan(Chosen):
     seed: int = 0
     boundaries: Sequence[int] = ()
     out_dtype: str = ""
+    shrink: Mapping[str, Any] = field(default_factory=dict)
 
     def settled(self, calibrator: Calibrator, study: Study) -> CalibrationPlan:
         """The plan with this calibrator, and the control that its anchor wants."""
@@ -87,6 +103,7 @@ class CalibrationPlan(Chosen):
             calibrator: Calibrator = kind(**resolve(kind, begun["settings"], begun["method"]))
         else:
             shown = study.blinded(self.samples)
+            assert choose.choose is not None
             calibrator, found = choose.choose(shown, self.calibrator, self.sites, reporter, kept)
             selection = {**found, "preset": preset_of(self.calibrator), "asked": self.asked}
         calibrator.check(has_base=study.has_base)
@@ -97,6 +114,15 @@ class CalibrationPlan(Chosen):
             sites = updated_sites(study.pool.chain, self.sites, calibrator.kinds)
             plan = dataclasses.replace(plan, method=method_called(calibrator), sites=sites)
         return plan.settled(calibrator, study)
+
+    def shrunk(self, choose: Choice, study: Study, reporter: Reporter, kept: Kept) -> CalibrationPlan:
+        """The plan with the share of the way from the base that held-out samples of its own speak for."""
+        assert choose.shares is not None
+        shown, method = study.blinded(self.samples), self.kept or self.calibrator
+        curve = choose.shares(shown, method, self.sites, reporter, kept)
+        best = min(curve, key=lambda entry: entry["score"])
+        shrink = {**self.shrink, "share": best["share"], "curve": list(curve)}
+        return dataclasses.replace(self, shrink=shrink)
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -156,6 +182,12 @@ class CalibrationPlan(Chosen):
         """Digest of the calibration samples' ids, or of their contents where a caller has handed them in, by task."""
         return {task: ids_digest(samples.identities) for task, samples in self.samples.items()}
 
+    @property
+    def views(self) -> dict[str, str]:
+        """Which copies of samples are read beside them, as was asked for, by task."""
+        given = {task: samples.views for task, samples in self.samples.items()}
+        return {task: str(views) for task, views in given.items() if views is not None}
+
     def info(
         self,
         seconds: float,
@@ -181,6 +213,8 @@ class CalibrationPlan(Chosen):
             attached=attached,
             out_dtype=self.out_dtype,
             change=dict(change),
+            views=self.views,
+            shrink=self.shrink,
         )
 
     def identity(self, manifest: Manifest, study: Study) -> dict[str, Any]:
@@ -196,6 +230,8 @@ class CalibrationPlan(Chosen):
             "models": {name: manifest.models[name].digest for name in models},
             "compute": f"{study.pool.device.type}, {str(study.pool.dtype).removeprefix('torch.')}",
             **({"out_dtype": self.out_dtype} if self.out_dtype else {}),
+            **({"views": self.views} if self.views else {}),
+            **({"shrink": self.shrink["asked"]} if self.shrink else {}),
         }
 
 
@@ -204,7 +240,7 @@ def plan_calibration(
 ) -> CalibrationPlan:
     """The plan of a request; where it says nothing, the `calibration` section of the run's spec counts."""
     section = None if spec is None else spec.calibration
-    calibrator = calibrator_of(request, section)
+    calibrator = calibrator_of(request, section, has_views=study.has_views)
     calibrator.check(has_base=study.has_base)
     method, chooses_itself = method_of(request, section), not calibrator.takes_sites
     if spec is not None:
@@ -214,6 +250,7 @@ def plan_calibration(
     }
     for task, drawn in samples.items():
         calibrator.require_samples(len(drawn), task)
+        viewed(drawn)  # refuses views that can't be made
     if request.control:
         _require_control(samples, calibrator, method)
     patterns = request.sites
@@ -234,6 +271,8 @@ def plan_calibration(
             f"{control} is a baseline of the run and would be the control of {request.name!r}",
             hint="Choose another --name.",
         )
+    if request.shrink is not None:
+        _require_way(method, calibrator, study)
     plan = CalibrationPlan(
         request.name,
         method,
@@ -245,8 +284,27 @@ def plan_calibration(
         seed=study.seed,
         boundaries=calibrator.boundaries(len(chain.layers)),
         out_dtype=request.out_dtype or "",
+        shrink=_shrink_of(request.shrink),
     )
     return plan.settled(calibrator, study)
+
+
+def _shrink_of(asked: float | str | None) -> dict[str, Any]:
+    """What is known of the share before it is chosen."""
+    if asked is None:
+        return {}
+    return {"asked": asked} if asked == "auto" else {"asked": asked, "share": asked}
+
+
+def _require_way(method: str, calibrator: Calibrator, study: Study) -> None:
+    """Refuse to shrink where there is no base, or nothing but what is attached."""
+    if not study.has_base:
+        raise SpecError("shrink goes towards the base, and the run has none", hint="Leave shrink out.")
+    if calibrator.needs_task_id:
+        raise SpecError(
+            f"{method} attaches maps and leaves the weights alone, so that nothing can be shrunk towards the base",
+            hint="Leave shrink out, or choose a method that changes weights.",
+        )
 
 
 def _require_control(samples: Mapping[str, SampleSet], calibrator: Calibrator, method: str) -> None:
@@ -356,10 +414,12 @@ def method_called(calibrator: Calibrator) -> str:
     )
 
 
-def calibrator_of(request: CalibrationRequest, section: Calibration | None) -> Calibrator:
+def calibrator_of(
+    request: CalibrationRequest, section: Calibration | None, *, has_views: bool = False
+) -> Calibrator:
     """The calibrator with all hyperparameters resolved: parameters over preset over spec over defaults."""
     method = method_of(request, section)
-    given: dict[str, Any] = {}
+    given = dict(calibrators[method].with_views) if has_views else {}
     if section is not None and section.method == method:  # else its settings are another method's
         given |= over_preset(method, section.preset, section.parameters)
     given |= over_preset(method, request.preset, request.parameters)

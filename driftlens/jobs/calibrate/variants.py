@@ -20,7 +20,14 @@ from driftlens.base.variants import calibrated
 from driftlens.base.words import counted, some_of
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.rounding import written
-from driftlens.checkpoints.sources import InDtypes, OnDemand, StateSource, TensorsSource, content_digest
+from driftlens.checkpoints.sources import (
+    Between,
+    InDtypes,
+    OnDemand,
+    StateSource,
+    TensorsSource,
+    content_digest,
+)
 from driftlens.engine.attached import Attachment, Attachments, attachment_tensors, portable_tensors
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.jobs.calibrate.plan import CalibrationPlan
@@ -151,6 +158,8 @@ def save_variants(
             base, reach = pool.source("base"), plan.calibrator.anchor_reach
             parameters = anchors(pool.chain, merged, base, reach, solution.updates)
         source = with_parameters(pool.chain, merged, study.like, parameters)
+        if variant == plan.variant and plan.shrink:
+            source = Between(pool.source("base"), source, plan.shrink["share"])
         with writer.file(relative) as path:
             save_model(
                 models.architecture, models.own_form, source, path, metadata=weights_metadata(variant, info)

@@ -19,6 +19,7 @@ from driftlens.engine.problems import LinearProblem, Problem, SiteUpdate
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.calibrate.job import calibrate, open_calibration
+from driftlens.jobs.contest.automatic import choice_of
 from driftlens.jobs.contest.contest import (
     Candidate,
     Outcome,
@@ -45,7 +46,21 @@ def entrants(given: Sequence[tuple[str, Mapping[str, object]]]) -> list[Candidat
         parts = [method, *(f"{key}-{value}" for key, value in settings.items())]
         return re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(parts)).strip("-")
 
-    return candidates(given, calibrators, calibrators.__getitem__, name_of)
+    found = candidates(given, calibrators, calibrators.__getitem__, name_of, beside=BESIDE)
+    for entrant in found:
+        request_of(entrant)
+    return found
+
+
+BESIDE = ("views", "shrink")
+"""What an entrant may be asked for beside its method's own settings, as a calibration is."""
+
+
+def request_of(entrant: Candidate, **more: Any) -> CalibrationRequest:
+    """The calibration that an entrant is; a SpecError where that can't be asked for."""
+    asked: dict[str, Any] = {name: entrant.settings[name] for name in BESIDE if name in entrant.settings}
+    own = {name: value for name, value in entrant.settings.items() if name not in BESIDE}
+    return CalibrationRequest(name=entrant.name, method=entrant.method, parameters=own, **asked, **more)
 
 
 def compete(
@@ -58,16 +73,17 @@ def compete(
 ) -> dict[str, str]:
     """Calibrate a run with every repair in turn, on the same samples; those that are there are left as they are.
 
-    Settings are those published for models of the run's kind, over which the entrant's own count; those of the spec's
-    `calibration` take their place where it is of the same method and says some. One that was interrupted goes on where
-    it stopped. Given is why those that could not be made could not, by name.
+    `views` and `shrink` among an entrant's settings are the calibration's. Settings are those published for models of
+    the run's kind, over which the entrant's own count; those of the spec's `calibration` take their place where it is
+    of the same method and says some. One that was interrupted goes on where it stopped. Given is why those that could
+    not be made could not, by name.
     """
     loader = str(open_run(run).manifest.architecture.get("loader"))
     spec = Path(run) / layout.SPEC
     section = load_spec(spec).calibration if spec.is_file() else None  # runs of live modules have none
 
     def attempt(entrant: Candidate) -> Outcome[None]:
-        kind, name = calibrators[entrant.method], entrant.name
+        kind = calibrators[entrant.method]
         preset = kind.suited.get(loader, next(iter(kind.presets), None))
         if (
             section is not None
@@ -75,16 +91,8 @@ def compete(
             and (section.preset or section.parameters)
         ):
             preset = None
-        request = CalibrationRequest(
-            name=name,
-            method=entrant.method,
-            preset=preset,
-            parameters=dict(entrant.settings),
-            samples=samples,
-            resume=True,
-            attribution=attribution,
-        )
-        calibrate(run, request, context)
+        request = request_of(entrant, preset=preset, samples=samples, resume=True, attribution=attribution)
+        calibrate(run, request, context, choose=choice_of(request))
         return Outcome()
 
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from driftlens.jobs.contest.contest import (
     Trials,
     contest,
 )
+from driftlens.jobs.contest.shrinking import SHARES, SHRINKING, shares_of_the_way
 from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
 from driftlens.spec.requests import CalibrationRequest
@@ -331,9 +332,35 @@ BEST = Chooser(functools.partial(choose_settings, others=True), functools.partia
 """The same among all calibrators that declare candidates."""
 
 
-def choice_of(request: CalibrationRequest) -> Chooser:
-    """How a request for `--auto` wants its hyperparameters chosen."""
-    return BEST if request.method is None else HELD_OUT
+def choice_of(request: CalibrationRequest) -> Chooser | None:
+    """How a request wants its hyperparameters chosen, or its share of the way from the base; None where nothing is."""
+    choose = (BEST if request.method is None else HELD_OUT) if request.auto else None
+    if request.shrink != "auto":
+        return choose
+    looks = _of_one if choose is None else choose.outlook
+    return dataclasses.replace(
+        choose or Chooser(), outlook=functools.partial(_with_shares, looks), shares=shares_of_the_way
+    )
+
+
+def _of_one(start: Calibrator, counts: Mapping[str, int], *, has_base: bool) -> tuple[list[str], float]:
+    return [], start.effort
+
+
+def _with_shares(
+    looks: Callable[..., tuple[Sequence[str], float]],
+    start: Calibrator,
+    counts: Mapping[str, int],
+    *,
+    has_base: bool,
+) -> tuple[list[str], float]:
+    """An outlook that is followed by a choice of the share, which calibrates once more without a fold."""
+    for task, count in counts.items():
+        folds_of(count, task, SHRINKING)
+    titles, effort = looks(start, counts, has_base=has_base)
+    return [*titles, f"shares {', '.join(f'{share:g}' for share in SHARES)} of the way from the base"], (
+        effort + start.effort * (NUM_FOLDS - 1) / NUM_FOLDS
+    )
 
 
 def _free(start: Calibrator, *, has_base: bool, others: bool) -> list[str]:

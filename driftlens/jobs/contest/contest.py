@@ -68,8 +68,12 @@ def candidates(
     name_of: Callable[[str, Mapping[str, object]], str],
     *,
     kind: str = "",
+    beside: Collection[str] = (),
 ) -> list[Candidate]:
-    """The candidates asked for by method and settings, `all` being every method; no file is opened."""
+    """The candidates asked for by method and settings, `all` being every method; no file is opened.
+
+    Settings called as those `beside` are none of the method's, and stay as they are given.
+    """
     asked = [
         (method, settings)
         for name, settings in given
@@ -77,7 +81,8 @@ def candidates(
     ]
     by_name: dict[str, Candidate] = {}
     for method, settings in asked:
-        resolved = resolve(owner_of(method), settings, f"{kind} {method!r}" if kind else method)
+        own = {key: value for key, value in settings.items() if key not in beside}
+        resolved = {**settings, **resolve(owner_of(method), own, f"{kind} {method!r}" if kind else method)}
         # YAML reads `off` as false; a name says what the method reads.
         said = {key: resolved[key] if isinstance(value, bool) else value for key, value in settings.items()}
         name = name_of(method, said)

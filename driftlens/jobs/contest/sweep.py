@@ -193,7 +193,7 @@ def _open(
             f"n is {wanted}, but there are {fewest} calibration samples",
             hint="Hand in more, and set `samples`.",
         )
-    starts = [calibrator_of(one, section) for one in asked]
+    starts = [calibrator_of(one, section, has_views=opened.study.has_views) for one in asked]
     return opened, [Setting.of(method_called(at), at.get_params(), count or fewest) for at in starts]
 
 

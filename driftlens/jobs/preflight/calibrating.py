@@ -47,7 +47,8 @@ def rehearse(
     Other arguments are as for `calibrate`. Of the checkpoints, headers and the weights of some layers are read; whether
     files have changed since the run is only found out by the calibration itself, which hashes them.
     """
-    folder, checks, started, is_chosen = Path(path), Preflight(), time.perf_counter(), choose is not None
+    folder, checks, started = Path(path), Preflight(), time.perf_counter()
+    is_chosen = choose is not None and choose.choose is not None
     if only_saves(folder, request):
         if checks.attempt("save-weights", lambda: open_kept(folder, request, context, is_chosen=is_chosen)):
             checks.ok("save-weights", f"{request.name} is finished: what the run keeps is written at once")

@@ -206,7 +206,7 @@ def _waiting(entry: MergeMethod, pool: ModelPool, data: Mapping[str, TaskData]) 
     """Bytes of the experts' features that wait at two boundaries where a method reads moments."""
     if not entry.reads_moments or not data:
         return 0
-    samples = sum(len(task.calibration) for task in data.values())
+    samples = sum(task.calibration.num_read for task in data.values())
     one = next(iter(data.values())).diagnosis.load([0])
     return 2 * samples * waiting_bytes(pool, pool.names[0], one)
 

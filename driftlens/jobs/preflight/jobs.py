@@ -243,7 +243,7 @@ def model_runs(
     """How often a model runs on one sample, there and back, as the method says of itself; 0 where it runs none."""
     if entry.reads_moments:
         passes = 2 if entry.reads == "prefix" else 1
-        return passes * sum(len(task.calibration) for task in data.values())
+        return passes * sum(task.calibration.num_read for task in data.values())
     if not entry.scores:
         return 0
     lm = models.architecture.lm

@@ -340,8 +340,10 @@ def features_bytes(study: Study, part: float = 1.0) -> int:
     """
     pool, layers = study.pool, study.pool.chain.layers
     task, at_hand = next(iter(study.tasks.items()))
+    read = (at.calibration.num_read for at in study.tasks.values() if at.calibration is not None)
     per_sample = waiting_bytes(pool, pool.expert(task), at_hand.diagnosis.load([0]), 1 + len(study.variants))
-    count = math.ceil(part * max(len(at.diagnosis) for at in study.tasks.values()))
+    largest = max(*(len(at.diagnosis) for at in study.tasks.values()), *(read if study.has_views else ()), 0)
+    count = math.ceil(part * largest)
     at_once = (count, min(count, at_hand.diagnosis.batch_size) * len(layers))
     return sum(min(study.settings.feature_budget, per_sample * number) for number in at_once)
 

@@ -199,6 +199,7 @@ def calibration_command(name: str, info: CalibrationInfo, run: str = "RUN", **mo
     if info.seed is None or not info.layers:
         return ""
     counts = set(info.samples.values())
+    views = set(info.views.values()) if len(info.views) == len(info.samples) else set()
     chooses_itself = info.method in calibrators and not calibrators[info.method].takes_sites
     request = CalibrationRequest(
         name=name,
@@ -207,7 +208,8 @@ def calibration_command(name: str, info: CalibrationInfo, run: str = "RUN", **mo
         samples=counts.pop() if len(counts) == 1 else None,  # unequal ones are the spec's own
         layers=None if chooses_itself else tuple(info.layers),
         sites=tuple(info.sites) or None,
-        **{"out_dtype": info.out_dtype or None, **more},
+        shrink=info.shrink.get("share"),
+        **{"out_dtype": info.out_dtype or None, "views": views.pop() if len(views) == 1 else None, **more},
     )
     return shlex.join(["driftlens", "calibrate", run, *request.words()])
 
@@ -364,6 +366,10 @@ def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
     if info.seed is not None:  # else an older run does not say which sites were meant
         yield from _sites(run, name)
     yield from [("Saved in", info.out_dtype)] if info.out_dtype else []
+    if info.shrink:
+        how = ", chosen on held-out samples" if info.shrink["asked"] == "auto" else ""
+        yield "Shrunk", f"to {info.shrink['share']:g} of the way from the base{how}"
+    yield from [("Views of samples", ", ".join(sorted({*info.views.values()})))] if info.views else []
     yield "Preset", info.preset or "none"
     yield from _texts(info.settings)
     yield "Time", f"{info.seconds:.1f} s on {run.manifest.device}, without the analysis"

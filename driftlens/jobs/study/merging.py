@@ -33,6 +33,7 @@ from driftlens.checkpoints.sources import (
     require_key,
 )
 from driftlens.data.samples import SampleSet
+from driftlens.data.views import viewed
 from driftlens.engine.layer_sums import normalised
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.sites import parameter_groups, row_weights, rows_and_output
@@ -402,7 +403,7 @@ def site_moments(
     ones and sites that run twice left out; of `norms` it is E[z * z] [k] of their normalised inputs z. With `merged`,
     which tells a parameter of a layer that was given, an expert's layer reads what merged layers made of the samples.
     """
-    sets = {task: [at.calibration] for task, at in study.tasks.items() if at.calibration is not None}
+    sets = {task: [viewed(at.calibration)] for task, at in study.tasks.items() if at.calibration is not None}
     passage = Passage(study.pool, sets, [_WALKER], is_full=False)
     yield from forward_order(_SiteMoments(passage, norms, merged).visit, study.pool.chain.layers)
 

@@ -506,7 +506,8 @@ def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
             found = generate(module, reader, questions, NEW_TOKENS, batch_size=samples.at_once)
         return samples.answering([space + answer if answer else "" for answer in found])
 
-    return replace(samples, load=lambda positions: shown().load(positions))
+    kept = replace(texts, own_answers=functools.partial(with_own_answers, pool=pool))
+    return replace(samples, load=lambda positions: shown().load(positions), texts=kept)
 
 
 def task_samples(

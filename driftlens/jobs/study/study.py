@@ -25,6 +25,7 @@ from driftlens.runs.manifest import ModelInfo
 
 if TYPE_CHECKING:
     from driftlens.data.sources import Picture
+    from driftlens.spec.data import Views
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -136,6 +137,24 @@ class Study:
     def has_base(self) -> bool:
         """Whether there is a base to compare with and to take task vectors from."""
         return "base" in self.variants
+
+    @property
+    def has_views(self) -> bool:
+        """Whether calibrations read copies of samples beside them."""
+        return any(
+            at.calibration is not None and at.calibration.num_read > len(at.calibration)
+            for at in self.tasks.values()
+        )
+
+    def viewing(self, views: Views | None) -> Study:
+        """The study with these views of all its calibration samples; with those that they have if there are none."""
+        if views is None:
+            return self
+        tasks = {
+            task: replace(at, calibration=at.calibration and replace(at.calibration, views=views))
+            for task, at in self.tasks.items()
+        }
+        return replace(self, tasks=tasks)
 
     @property
     def like(self) -> StateSource:

@@ -78,6 +78,11 @@ class PictureReader(TextReader):
         mark: str = self.processor.boi_token if is_gemma_3 else self.processor.image_token
         return mark
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """See `TextReader`."""
+        return (self.mark, *super().marks)
+
     def _made(self, sample: Pictured, answer: list[int]) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
         """A question's entries by tokens, those of an answer behind it, and the entries of its images."""
         text, said, count = sample.input, sample.input.count(self.mark), len(sample.images)

@@ -244,6 +244,11 @@ class TextReader:
         return self.tokenizer.get_chat_template() if self.tokenizer.chat_template else None
 
     @property
+    def marks(self) -> tuple[str, ...]:
+        """What stands for something else than text in a question, the longest first."""
+        return tuple(sorted(filter(None, self.tokenizer.all_special_tokens), key=len, reverse=True))
+
+    @property
     def rule(self) -> str:
         """What becomes of questions that are too long, in a few words."""
         return f"of a longer question the {'beginning' if self.form == 'decoder' else 'end'} is cut"

@@ -1,0 +1,225 @@
+"""Views: copies of calibration samples, made by seed whenever they are read, and never stored.
+
+A calibration reads them beside the samples: expert and merged model alike, so that nothing asks that a copy keeps its
+original's label. What a copy is depends on the seed, its original and, where it takes something of them, the task's
+other samples, whatever their order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from driftlens.base.errors import DataError
+from driftlens.data.samples import SampleSet, drawing
+from driftlens.models.language.texts import Heard
+
+if TYPE_CHECKING:
+    from numpy.random import Generator
+    from torch import Tensor
+
+_MARGIN = 3 / 32
+"""Of an image's side by which it is moved at most; what is not there is the mirror image of what is."""
+_LIGHT = 0.2
+_REPLACED = 0.3
+"""Share of a prompt's words that are those of other prompts."""
+
+
+def viewed(samples: SampleSet) -> SampleSet:
+    """The samples, behind them their first copies, the second ones, ...; themselves where there are none.
+
+    Raises:
+        DataError: nothing can be made of the samples as `views` says it.
+    """
+    views = samples.views
+    if views is None or not views.count:
+        return samples
+    original = replace(samples, views=None)
+    count, kind = len(original), views.kind if views.kind != "auto" else _suitable(original)
+    if kind != "crop" and count < 2:
+        raise DataError(
+            f"task {samples.task}: views of kind {kind} take something of other samples, and it has one sample",
+            hint="Give it more, or take views: none.",
+        )
+    identities, seed = original.identities, views.seed
+
+    def random(place: int) -> Generator:
+        return drawing(seed, f"view {place // count}/{samples.task}/{identities[place % count]}")
+
+    copies = [f"{name}, view {number}" for number in range(1, 1 + views.count) for name in original.ids]
+    every = replace(
+        original,
+        ids=(*original.ids, *copies),
+        labels=None,
+        picture=None,
+        original=original,
+    )
+    if kind == "words":
+        return _reworded(every, random)
+    every = replace(every, load=(_cropped if kind == "crop" else _mixed)(original, random))
+    every.load([count])  # what can't be made is refused here
+    return every
+
+
+def _suitable(samples: SampleSet) -> str:
+    """The kind of views for what samples are."""
+    if samples.texts is not None and not isinstance(samples.texts.read(0), Heard):
+        return "words"
+    sizes: list[int] = []
+    _changed(lambda value: sizes.append(value.dim() if value.is_floating_point() else 0), samples.load([0]))
+    return "crop" if 4 in sizes else "mix"
+
+
+def _changed(change: Callable[..., Any], *inputs: Any) -> Any:
+    """What `change` makes of the tensors in raw inputs of one form, the rest as it is."""
+    first = inputs[0]
+    if isinstance(first, Mapping):
+        return {name: _changed(change, *(each[name] for each in inputs)) for name in first}
+    if isinstance(first, list | tuple):
+        return tuple(_changed(change, *parts) for parts in zip(*inputs, strict=True))
+    return change(*inputs) if hasattr(first, "is_floating_point") else first
+
+
+def _cropped(original: SampleSet, random: Callable[[int], Generator]) -> Callable[[Sequence[int]], Any]:
+    """Reads samples and copies: images [n, c, h, w], moved, times 1 + u, plus v."""
+    import torch
+
+    count = len(original)
+
+    def load(positions: Sequence[int]) -> Any:
+        are_images = False
+
+        def images(value: Tensor) -> Tensor:
+            nonlocal are_images
+            if value.dim() != 4 or not value.is_floating_point():
+                return value
+            are_images = True
+            rows = [
+                row if at < count else _moved(row, random(at))
+                for at, row in zip(positions, value, strict=True)
+            ]
+            return torch.stack(rows)
+
+        inputs = _changed(images, original.load([at % count for at in positions]))
+        _require(are_images, original, "crop", "images [n, c, h, w]")
+        return inputs
+
+    return load
+
+
+def _moved(image: Tensor, random: Generator) -> Tensor:
+    from torch.nn.functional import pad
+
+    down, right = (min(side - 1, max(1, round(side * _MARGIN))) for side in image.shape[-2:])
+    wide = pad(image[None], (right, right, down, down), mode="reflect")[0]
+    top, left = (int(random.integers(2 * most + 1)) for most in (down, right))
+    scale, shift = random.uniform(-_LIGHT, _LIGHT, 2).tolist()
+    return wide[..., top : top + image.shape[-2], left : left + image.shape[-1]] * (1 + scale) + shift
+
+
+def _mixed(original: SampleSet, random: Callable[[int], Generator]) -> Callable[[Sequence[int]], Any]:
+    """Reads samples and copies: w of a sample and 1 - w of another one, w from [0.5, 1]; whole numbers as they are."""
+    count = len(original)
+    order = sorted(range(count), key=original.identities.__getitem__)
+    ranks = {position: rank for rank, position in enumerate(order)}
+
+    def load(positions: Sequence[int]) -> Any:
+        import torch
+
+        are_floats = False
+        others, shares = list[int](), list[float]()
+        for at in positions:
+            own = at % count
+            if at < count:
+                others.append(own)
+                shares.append(1.0)
+            else:
+                drawn = random(at)
+                others.append(order[(ranks[own] + 1 + int(drawn.integers(count - 1))) % count])
+                shares.append(float(drawn.uniform(0.5, 1)))
+        is_copy = torch.tensor([at >= count for at in positions])
+
+        def mixture(value: Tensor, other: Tensor) -> Tensor:
+            nonlocal are_floats
+            if not value.is_floating_point():
+                return value
+            if value.shape != other.shape:
+                raise DataError(
+                    f"task {original.task}: samples of shapes {list(value.shape[1:])} and {list(other.shape[1:])} "
+                    "can't be mixed",
+                    hint="Take another kind of views, or none.",
+                )
+            are_floats, side_by_side = True, (-1, *[1] * (value.dim() - 1))
+            share = torch.tensor(shares, dtype=value.dtype).reshape(side_by_side)
+            return torch.where(is_copy.reshape(side_by_side), share * value + (1 - share) * other, value)
+
+        inputs = _changed(mixture, original.load([at % count for at in positions]), original.load(others))
+        _require(are_floats, original, "mix", "numbers that can be mixed")
+        return inputs
+
+    return load
+
+
+def _require(holds: bool, samples: SampleSet, kind: str, wanted: str) -> None:
+    if not holds:
+        raise DataError(
+            f"task {samples.task}: views of kind {kind} are of {wanted}, and its samples are none",
+            hint="Take another kind of views, or none.",
+        )
+
+
+def _beginning(texts: Sequence[str]) -> str:
+    """What all texts begin with."""
+    first, last = min(texts), max(texts)  # which have the least in common
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    return "".join(letter for letter, _ in alike)
+
+
+def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet:
+    """Samples and copies in whose prompts words are replaced by such of the task's other prompts.
+
+    What all prompts of the task begin and end with, and special tokens of the tokenizer, stay; so do answers, but for
+    those of the expert, which answers anew.
+    """
+    original, texts, read = every.original, every.texts, every.preprocess
+    assert original is not None
+    if texts is None or read is None:
+        raise DataError(
+            f"task {every.task}: views of kind words are of texts, and its samples are none",
+            hint="Take another kind of views, or none.",
+        )
+    rows = [texts.read(position) for position in range(len(original))]
+    asked = [row.input for row in rows]
+    special = () if texts.reader is None else texts.reader.marks
+    kept = re.compile("|".join([*map(re.escape, special), r"(\w+)"]))
+    head = re.sub(r"\w+$", "", _beginning(asked))
+    tail = re.sub(r"^\w+", "", _beginning([text[::-1] for text in asked])[::-1])
+    middles = [slice(len(head), max(len(head), len(text) - len(tail))) for text in asked]
+    words, ends = list[str](), dict[int, tuple[int, int]]()
+    for position in sorted(range(len(asked)), key=original.identities.__getitem__):
+        own = [match[1] for match in kept.finditer(asked[position][middles[position]]) if match[1]]
+        ends[position] = len(words), len(words) + len(own)
+        words += own
+
+    def copy(place: int) -> Any:
+        position, drawn = place % len(asked), random(place)
+        text, middle, (first, behind) = asked[position], middles[position], ends[position]
+        num_others = len(words) - (behind - first)
+
+        def word(match: re.Match[str]) -> str:
+            if not match[1] or not num_others or drawn.random() >= _REPLACED:
+                return match[0]
+            other = int(drawn.integers(num_others))
+            return words[other if other < first else other + behind - first]
+
+        changed = kept.sub(word, text[middle])
+        return rows[position]._replace(input=text[: middle.start] + changed + text[middle.stop :])
+
+    rows += [copy(place) for place in range(len(asked), len(every))]
+    given = rows if texts.shown == "target" else [row._replace(target="") for row in rows]
+    texts = replace(texts, read=rows.__getitem__)
+    every = replace(every, load=lambda positions: read([given[at] for at in positions]), texts=texts)
+    return texts.own_answers(every) if texts.own_answers is not None else every

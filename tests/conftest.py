@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from driftlens.cli import MADE_BETWEEN
 from tests.accelerator import NAME, plugged
 from tests.families import SHOWN, shown
 
@@ -65,6 +67,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage be looked for seldom, and not among libraries and thousands of tests, which stay to the end."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(MADE_BETWEEN, *gc.get_threshold()[1:])
 
 
 def arithmetic() -> dict[str, object]:

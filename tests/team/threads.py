@@ -35,6 +35,8 @@ def teamed(size: int, work: Callable[[Team], T]) -> list[T]:
                 raise
             finally:
                 team.close()
+                # Tracebacks keep the team; whenever they go, its group would wait a minute for what it had begun.
+                team._group = group = None  # type: ignore[assignment]
         except BaseException as error:
             errors[rank] = error
 

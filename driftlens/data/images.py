@@ -146,6 +146,7 @@ def read_image(source: Path | BinaryIO, where: str = "", mode: str | None = "RGB
     with not_read, Image.open(plain_file(source) if isinstance(source, Path) else source) as image:
         if image.format == "EPS":  # Pillow would start Ghostscript to read it
             raise ValueError("it is PostScript, a program that would have to be run")
+        as_picture(image, f"{where or source}")
         return image.convert(mode) if mode else image.copy()
 
 

@@ -368,6 +368,9 @@ def _contents(value: Any) -> Iterable[bytes]:
         yield array.tobytes()
 
 
+DRAWN_BY = "the names of split and task: a task that is renamed draws other samples of the same data"
+
+
 def draw(
     view: SplitView,
     n: int | Literal["all"],
@@ -380,7 +383,7 @@ def draw(
     """Positions of the drawn samples, in the order drawn; `all` keeps the split's own order.
 
     The same arguments give the same samples on every machine, and a smaller `n` a beginning of a larger one. Two tasks
-    on the same data draw differently. Samples of `exclude_ids` are not drawn.
+    on the same data draw differently, and so does one under another name. Samples of `exclude_ids` are not drawn.
 
     Raises:
         DataError: fewer samples than `n` are left; the hint names the key to change.

@@ -63,7 +63,10 @@ DataSource = Callable[[Any, Split, Access], SplitView]
 data_sources: Registry[DataSource] = Registry("data source", "driftlens.data", "driftlens.data_sources")
 
 PATHS_HINT = "Relative paths are resolved against the spec file's folder."
-BYTES_REMEDY = "Store values 0 to 255 as uint8; values in [0, 1] become (255 * x).round().astype('uint8')."
+BYTES_REMEDY = (
+    "Store values 0 to 255 as uint8, all images by one rule: values in [0, 1] become "
+    "(255 * x).round().astype('uint8'), 16 bits with 65535 for white (x / 257).round().astype('uint8')."
+)
 
 
 @contextmanager
@@ -97,10 +100,19 @@ def check_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> No
 
 
 def as_picture(value: Any, where: str) -> Picture:
-    """`value` itself, if it is a PIL image or a uint8 array."""
-    from PIL import Image
+    """`value` itself, if it is an image of bytes: PIL's in any mode that has no deeper samples, or a uint8 array.
+
+    Of 16 or 32 bits and of floats nobody says which value is white, and Pillow would take all from 255 on for it.
+    """
+    from PIL import Image, ImageMode
 
     if isinstance(value, Image.Image):
+        kind = np.dtype(ImageMode.getmode(value.mode).typestr)
+        if kind.itemsize > 1:
+            raise DataError(
+                f"{where}: pixels are {kind.newbyteorder('=')} (Pillow's mode {value.mode}), expected 8 bits a channel",
+                hint=BYTES_REMEDY,
+            )
         return value
     if isinstance(value, np.ndarray):
         check_pixels(value.shape, value.dtype, where)

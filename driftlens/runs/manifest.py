@@ -138,6 +138,7 @@ class Manifest:
         precision: largest relative error of the drift of a few samples against float64, by task, where measured.
         threads: thread counts by library, and by phase where another number of torch's suited it better.
         seeds: every seed, by what it draws.
+        drawn_by: what else decides which samples are drawn; empty in older runs, where it was the same.
         deterministic: whether deterministic algorithms were asked for.
         unfinished: variants whose rows are still being written or removed; readers don't show them.
         calibrations: by name; the variant is `calibrated:NAME`.
@@ -179,6 +180,7 @@ class Manifest:
     precision: Mapping[str, float] = field(default_factory=dict)
     threads: Mapping[str, int] = field(default_factory=dict)
     seeds: Mapping[str, int] = field(default_factory=dict)
+    drawn_by: str = ""
     deterministic: bool = False
     tasks: Sequence[str] = ()
     variants: Sequence[str] = ()

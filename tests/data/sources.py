@@ -54,6 +54,17 @@ def encoded(shade: int, form: str = "PNG") -> bytes:
     return stream.getvalue()
 
 
+DEEP = [("uint16", "TIFF"), ("uint16", "PNG"), (">u2", "TIFF"), ("int32", "TIFF"), ("float32", "TIFF")]
+"""Kinds of samples beyond a byte and formats that keep them."""
+
+
+def deep(kind: str, form: str) -> bytes:
+    """A grey image of such samples, which `convert("RGB")` would make white or black."""
+    stream = io.BytesIO()
+    Image.fromarray(np.linspace(256, 9000, 24).reshape(4, 6).astype(kind)).save(stream, form)
+    return stream.getvalue()
+
+
 def shard(file: Path, members: Mapping[str, bytes], *extra: tarfile.TarInfo) -> str:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(file, "w") as tar:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from torchvision.datasets import ImageFolder
@@ -12,7 +13,18 @@ from torchvision.datasets import ImageFolder
 from driftlens.base.errors import DataError
 from driftlens.data.task_data import open_task_data
 from driftlens.spec.data import DataDefaults
-from tests.data.sources import colour, entry_of, images, labels_of, opened, shades, write_images
+from tests.data.sources import (
+    DEEP,
+    colour,
+    deep,
+    entry_of,
+    images,
+    labels_of,
+    opened,
+    shades,
+    shard,
+    write_images,
+)
 from tests.refusing import refusing
 
 FILES = {
@@ -318,3 +330,51 @@ def test_an_explicitly_named_label_array_must_exist(tmp_path: Path) -> None:
     entry = {**saved(tmp_path), "test": {"x": "x_test", "y": "y_tset"}}
     with pytest.raises(DataError, match="no array y_tset; there are x_train, y_train, x_test, y_test"):
         opened("test", **entry)
+
+
+def _in_folder(folder: Path, content: bytes) -> dict[str, Any]:
+    (folder / "x.tiff").write_bytes(content)
+    return folder_entry(folder)
+
+
+def _in_table(folder: Path, content: bytes) -> dict[str, Any]:
+    (folder / "x.tiff").write_bytes(content)
+    (folder / "rows.csv").write_text("path,label\nx.tiff,a\n")
+    return {"kind": "table", **dict.fromkeys(("calibration", "test"), str(folder / "rows.csv"))}
+
+
+def _in_shard(folder: Path, content: bytes) -> dict[str, Any]:
+    file = shard(folder / "0.tar", {"x.tiff": content, "x.cls": b"0"})
+    return {"kind": "webdataset", "calibration": file, "test": file}
+
+
+def _in_rows(folder: Path, content: bytes) -> dict[str, Any]:
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+    rows = datasets.Dataset.from_dict({"image": [{"bytes": content}], "label": ["a"]}, features=features)
+    datasets.DatasetDict(test=rows, train=rows).save_to_disk(folder / "rows")
+    return {"kind": "hf", "path": str(folder / "rows"), "calibration": "train", "test": "test"}
+
+
+@pytest.mark.parametrize(("kind", "form"), DEEP, ids=str)
+@pytest.mark.parametrize(
+    "source", [_in_folder, _in_table, _in_shard, _in_rows], ids=lambda made: made.__name__
+)
+def test_samples_beyond_a_byte_are_refused_by_name(tmp_path: Path, source: Any, kind: str, form: str) -> None:
+    """`convert("RGB")` takes all of 255 and more for white, and floats for black: images would all be one."""
+    view = images(**source(tmp_path, deep(kind, form)))
+    with refusing(DataError, f"pixels are {np.dtype(kind).name} ", "expected 8 bits", hint="one rule"):
+        view.read(0)
+
+
+def test_what_holds_a_byte_a_channel_is_read_whatever_its_mode(tmp_path: Path) -> None:
+    from PIL import Image
+
+    picture = Image.fromarray(colour(9))
+    for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB"):
+        picture.convert(mode, **({"palette": Image.Palette.ADAPTIVE} if mode == "P" else {})).save(
+            tmp_path / "x.tif"
+        )
+        expected = Image.open(tmp_path / "x.tif")
+        assert expected.mode == mode
+        read = images(**folder_entry(tmp_path)).read(0)
+        assert np.array_equal(np.asarray(read), np.asarray(expected.convert("RGB")))

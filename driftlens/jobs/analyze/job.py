@@ -24,6 +24,7 @@ from driftlens.base.files import PathLike, write_text_atomic
 from driftlens.base.progress import Reporter
 from driftlens.base.variants import calibrated
 from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.data.samples import DRAWN_BY
 from driftlens.jobs.analyze.causes import attribution_of
 from driftlens.jobs.analyze.diagnosis import diagnosis_of, walked
 from driftlens.jobs.analyze.evaluation import scores_of
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
 
     from driftlens.data.sources import Picture
     from driftlens.spec import RunSpec
+
+_ROUNDING = 1e-5
+"""Relative to the largest feature: more than products of batches of several sizes differ by in float32."""
 
 
 def analyze(
@@ -310,6 +314,11 @@ class Phases:
                 writer.write_features(task, variant, layer, array)
         if "expert" in variants:
             _store_shown(writer, task, study.tasks[task])
+            if are_alike(found.features["expert", study.pool.chain.layers[-1].index]):
+                writer.notice(
+                    f"{task}: all samples have the same final feature, so its numbers are of one input; look whether "
+                    "the samples are what they should be"
+                )
 
     def _explain(self, task: str, variants: Sequence[str]) -> None:
         import pandas as pd
@@ -329,6 +338,11 @@ class Phases:
             self.writer.fill("layers", pd.DataFrame(found.layers))
 
 
+def are_alike(features: NDArray[np.floating[Any]]) -> bool:
+    """Whether several samples have one feature [n, d], but for the rounding of batches of other sizes."""
+    return len(features) > 1 and bool(np.ptp(features, axis=0).max() <= _ROUNDING * np.abs(features).max())
+
+
 def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
     """Write down what is known before anything is computed: models, layers, samples, classes."""
     pool = study.pool
@@ -339,6 +353,7 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
         threads={"torch": torch.get_num_threads()},
         deterministic=study.settings.deterministic,
         seeds={"samples": study.seed},
+        drawn_by=DRAWN_BY,
         tasks=list(study.tasks),
         variants=list(study.variants),
         layers=[LayerInfo(layer.index, layer.role, layer.path) for layer in pool.chain.layers],

@@ -68,7 +68,7 @@ def layer_values(seen: Seen) -> dict[str, float]:
         "cos_std": _std(columns["cos"]),
         "mismatch_l2_mean": columns["mismatch_l2"].mean(),
         "propagation_l2_mean": columns["propagation_l2"].mean(),
-        "cross_term": _total_ratio(columns["mixed"], drift**2),
+        "cross_term": _total_ratio(columns["mixed"] * columns["unit"] ** 2, drift**2),
         "amplification": _total_ratio(columns["state_propagation"], columns["state_in"]),
         **dict(zip(("amplification_low", "amplification_high"), ends, strict=True)),
     }
@@ -84,7 +84,7 @@ def layer_values(seen: Seen) -> dict[str, float]:
         values |= {
             "rerouted": columns["rerouted"].mean(),
             "rerouted_l2_mean": columns["rerouted_l2"].mean(),
-            "rerouted_share": _total_ratio(columns["rerouted_along"], drift**2),
+            "rerouted_share": _total_ratio(columns["rerouted_along"] * columns["unit"] ** 2, drift**2),
         }
     return {name: float(value) for name, value in values.items()}
 

@@ -25,7 +25,7 @@ from driftlens.base.errors import DataError, NumericsError, RunError
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import LayerMap, ModelPool, moved
-from driftlens.linalg.state import added, expert_cosine, norm, subtract
+from driftlens.linalg.state import added, binade, expert_cosine, lengths, norm, subtract
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import Layer, Pool, Routes, SideInputs, State
 
@@ -472,10 +472,11 @@ def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
 
     Returns:
         Columns [n]. Of pooled vectors: `drift_l2` |e|, `expert_l2` |h_expert|, `cos`, `mismatch_l2` |m|,
-        `propagation_l2` |p|, `mixed` 2 <m, p>, and for residual layers `residual_l2` |r|. Of the full state:
-        `state_in` |e_in|, `state_mismatch` |m|, `state_propagation` |p|, `state_drift` |e|. Of a mixture of experts
-        `rerouted`, the share of tokens that go to other experts than in the expert model; with c what that changes in
-        the pooled vector, e = (e - c) + c: `rerouted_l2` |c| and `rerouted_along` <c, e>.
+        `propagation_l2` |p|, and for residual layers `residual_l2` |r|; `mixed` is 2 <m, p> in squares of `unit`, a
+        power of two near their entries. Of the full state: `state_in` |e_in|, `state_mismatch` |m|,
+        `state_propagation` |p|, `state_drift` |e|. Of a mixture of experts `rerouted`, the share of tokens that go to
+        other experts than in the expert model; with c what that changes in the pooled vector, e = (e - c) + c:
+        `rerouted_l2` |c| and `rerouted_along` <c, e> in squares of `unit`.
     """
     split = decompose(view)
 
@@ -483,14 +484,16 @@ def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
         return view.layer.vectors(state, view.side, pool)
 
     mismatch, propagation = pool_of(split.local_mismatch), pool_of(split.propagation)
-    expert, merged = pool_of(view.expert_out), pool_of(view.merged_out)
+    expert, merged, drift = pool_of(view.expert_out), pool_of(view.merged_out), pool_of(split.drift)
+    unit = binade(torch.maximum(mismatch.abs(), propagation.abs()).amax(dim=1))
     columns = {
-        "drift_l2": torch.linalg.vector_norm(pool_of(split.drift), dim=1),
-        "expert_l2": torch.linalg.vector_norm(expert, dim=1),
+        "drift_l2": lengths(drift),
+        "expert_l2": lengths(expert),
         "cos": expert_cosine(merged, expert),
-        "mismatch_l2": torch.linalg.vector_norm(mismatch, dim=1),
-        "propagation_l2": torch.linalg.vector_norm(propagation, dim=1),
-        "mixed": 2 * (mismatch * propagation).sum(dim=1),
+        "mismatch_l2": lengths(mismatch),
+        "propagation_l2": lengths(propagation),
+        "unit": unit,
+        "mixed": 2 * (mismatch / unit[:, None] * (propagation / unit[:, None])).sum(dim=1),
         "state_mismatch": norm(split.local_mismatch),
         "state_propagation": norm(split.propagation),
         "state_drift": norm(split.drift),
@@ -503,10 +506,10 @@ def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
         real = elsewhere.new_ones(elsewhere.shape) if mask is None else mask.reshape(-1).bool()
         by_sample = (part.reshape(len(c), -1).sum(dim=1).to(c) for part in (elsewhere & real, real))
         columns["rerouted"] = torch.div(*by_sample)
-        columns["rerouted_l2"] = torch.linalg.vector_norm(c, dim=1)
-        columns["rerouted_along"] = (c * pool_of(split.drift)).sum(dim=1)
+        columns["rerouted_l2"] = lengths(c)
+        columns["rerouted_along"] = (c / unit[:, None] * (drift / unit[:, None])).sum(dim=1)
     if view.layer.is_residual:
-        columns["residual_l2"] = torch.linalg.vector_norm(propagation - pool_of(drift_in), dim=1)
+        columns["residual_l2"] = lengths(propagation - pool_of(drift_in))
     return columns
 
 

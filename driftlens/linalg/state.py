@@ -60,8 +60,21 @@ def inner(left: State, right: State) -> Tensor:
 
 def norm(state: State) -> Tensor:
     """Euclidean norm per sample over all leaves and tokens, [n]."""
-    norms = [torch.linalg.vector_norm(leaf.flatten(1), dim=1) for leaf in state.values()]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    norms = [lengths(leaf.flatten(1)) for leaf in state.values()]
+    return norms[0] if len(norms) == 1 else lengths(torch.stack(norms, dim=1))
+
+
+def lengths(rows: Tensor) -> Tensor:
+    """Euclidean norm of each row [n, k], [n]; right, too, where squares would leave the dtype's range."""
+    scale = binade(torch.linalg.vector_norm(rows, ord=math.inf, dim=1))
+    return torch.linalg.vector_norm(rows / scale[:, None], dim=1) * scale
+
+
+def binade(sizes: Tensor) -> Tensor:
+    """A power of two near each size, 1 where that is 0 or not finite: to divide by it is exact, so no bit changes."""
+    half = sizes / 2  # so that the power is finite, too
+    power = (half / torch.frexp(half).mantissa).clamp_min(torch.finfo(sizes.dtype).tiny)
+    return torch.where((half > 0) & half.isfinite(), power, 1)
 
 
 def relative_error(estimate: State, exact: State) -> Tensor:

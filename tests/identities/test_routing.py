@@ -103,7 +103,6 @@ def test_routes_are_the_librarys_own_and_what_they_change_is_exact() -> None:
         # <e - c, e> + <c, e> = |e|^2
         drift = view.layer.vectors(decompose(view).drift, view.side, "last")
         c = view.layer.vectors(changed, view.side, "last")
-        assert torch.allclose(columns["rerouted_along"], (c * drift).sum(dim=1))
-        assert torch.allclose(
-            ((drift - c) * drift).sum(dim=1) + columns["rerouted_along"], inner({"": drift}, {"": drift})
-        )
+        along = columns["rerouted_along"] * columns["unit"] ** 2
+        assert torch.allclose(along, (c * drift).sum(dim=1))
+        assert torch.allclose(((drift - c) * drift).sum(dim=1) + along, inner({"": drift}, {"": drift}))

@@ -140,7 +140,7 @@ def test_columns_agree_with_a_slow_reference(name: str, shape: str) -> None:
                 "cos": torch.cosine_similarity(row.expert + row.drift, row.expert, dim=0),
                 "mismatch_l2": row.mismatch.norm(),
                 "propagation_l2": row.propagation.norm(),
-                "mixed": 2 * row.mismatch @ row.propagation,
+                "mixed": 2 * row.mismatch @ row.propagation / columns["unit"][offset] ** 2,
                 "state_in": row.state_in,
                 "state_propagation": row.state_propagation,
                 "state_mismatch": row.state_mismatch,

@@ -31,7 +31,7 @@ from driftlens.findings.measures import interval_of, results
 from driftlens.findings.reading import estimate
 from driftlens.jobs.study.study import Study
 from driftlens.linalg.ranking import DEEPEST, RANKINGS, similarities
-from driftlens.linalg.state import expert_cosine
+from driftlens.linalg.state import expert_cosine, lengths
 from driftlens.models.chain import Pool
 from driftlens.models.heads import gives_one_score, is_of_vocabulary
 from driftlens.models.language.generation import generate, log_likelihoods
@@ -141,8 +141,8 @@ def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, p
 
 def final_drift(found: Tensor, expert: Tensor) -> dict[str, float]:
     """How far a model's final features [n, d] are from the expert's, by columns of the layer table's last row."""
-    drift = wide(torch.linalg.vector_norm(found - expert, dim=1))
-    size = float(wide(torch.linalg.vector_norm(expert, dim=1)).sum())
+    drift = wide(lengths(found - expert))
+    size = float(wide(lengths(expert)).sum())
     relative = float(drift.sum()) / size if size else math.nan
     cosine = float(wide(expert_cosine(found, expert)).nanmean())
     return {"drift_l2_mean": float(drift.mean()), "drift_rel": relative, "cos_mean": cosine}
@@ -165,8 +165,8 @@ def first_look(run: DriftRun, study: Study, variant: str, counts: Mapping[str, i
         expert = torch.from_numpy(features).to(found)
         seen = run.samples(task, "merged", layer="final").set_index("sample_id").loc[list(samples.ids)]
         drift["merged"] += float(seen["drift_l2"].sum())
-        drift[variant] += float(torch.linalg.vector_norm(found - expert, dim=1).sum())
-        size += float(torch.linalg.vector_norm(expert, dim=1).sum())
+        drift[variant] += float(lengths(found - expert).sum())
+        size += float(lengths(expert).sum())
         num_samples += len(samples)
         metric, rows = _first_scores(run, study, task, variant, samples, found, counts[task])
         for name in ("merged", variant, "expert") if rows and all(map(len, rows.values())) else ():

@@ -44,6 +44,7 @@ from driftlens.jobs.analyze.evaluation import final_features
 from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
+from driftlens.linalg.state import lengths
 from driftlens.models.chain import ParameterKey
 from driftlens.models.heads import ScoreMap
 
@@ -288,8 +289,8 @@ class HeldOut(Generic[T]):
 
 def drift_scores(found: Tensor, expert: Tensor) -> Tensor:
     """Norms of final drift, [n], against the mean norm of the expert's features: their mean is `drift_rel`."""
-    sizes = wide(torch.linalg.vector_norm(expert, dim=1))
-    return wide(torch.linalg.vector_norm(found - expert, dim=1)) / sizes.mean()
+    sizes = wide(lengths(expert))
+    return wide(lengths(found - expert)) / sizes.mean()
 
 
 def divergences(found: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:

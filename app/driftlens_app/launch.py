@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -13,6 +14,8 @@ from driftlens.base.errors import RunError
 from driftlens_app.settings import Settings
 
 _HERE = Path(__file__).parent
+MOST_FILES = 4096
+"""Each page that is open takes a few files of the server, and macOS and many shells allow 256."""
 LOCAL_HOSTS = ("localhost", "127.0.0.1")
 
 
@@ -66,6 +69,21 @@ def require_free(host: str, port: int) -> None:
             f"port {port} of {host} can't be listened on: {error.strerror}",
             hint="Choose another --port, or leave it out: the first free one from 8501 is taken.",
         ) from None
+
+
+def allow_files() -> int:
+    """How many files this process and what follows it may open, after as many were asked for as there is a right to."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such bound
+        return MOST_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, most = (MOST_FILES if bound == resource.RLIM_INFINITY else bound for bound in (soft, hard))
+    if soft < min(most, MOST_FILES):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, MOST_FILES), hard))
+            soft = min(most, MOST_FILES)
+    return soft
 
 
 def allowed_hosts(host: str) -> Sequence[str]:

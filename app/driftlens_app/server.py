@@ -12,13 +12,14 @@ from pathlib import Path
 
 import streamlit as st
 from starlette.convertors import StringConvertor, register_url_convertor
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 from streamlit import file_util, net_util
 
 from driftlens_app import views
@@ -68,13 +69,31 @@ async def _reading_ahead(_app: st.App) -> AsyncIterator[None]:
     yield
 
 
+def _is_own(scope: Scope) -> bool:
+    """Whether a page of this very server asks: same scheme, name and port, which no other page's browser can claim.
+
+    Streamlit would let in whoever leaves the origin out, and pages of any port of this machine.
+    """
+    headers = Headers(scope=scope)
+    scheme = {"ws": "http", "wss": "https"}.get(scope["scheme"], scope["scheme"])
+    # Browsers leave it out where a page is opened or a picture is shown, which changes nothing.
+    origin_needed = scope["type"] == "websocket" or scope["method"] not in ("GET", "HEAD")
+    origin = headers.get("Origin")
+    return not origin_needed if origin is None else origin == f"{scheme}://{headers.get('Host')}"
+
+
 class _OwnAnswers:
-    """No answer shows inside another site's frame, where a click might not be meant for it."""
+    """Pages of others get no answer, and none shows inside their frames, where a click might not be meant for it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan" and not _is_own(scope):
+            refusal = PlainTextResponse("This page is not the dashboard's own.\n", status_code=403)
+            await (WebSocketClose(1008) if scope["type"] == "websocket" else refusal)(scope, receive, send)
+            return
+
         async def alone(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["Content-Security-Policy"] = "frame-ancestors 'none'"

@@ -329,6 +329,11 @@ def ui(
     settings = Settings(root=root.resolve(), read_only=read_only)
     if port is not None:
         launch.require_free(host, port)
+    if (count := launch.allow_files()) < launch.MOST_FILES:
+        note(
+            f"warning: the server may open {count:,} files at once, which many pages use up; `ulimit -n "
+            f"{launch.MOST_FILES}` before this command allows more, where the machine does"
+        )
     arguments = launch.command(host=host, port=port, browser=not no_browser)
     sys.stdout.flush()
     # The server takes this process's place: signals reach it, and its exit code is the command's.

@@ -26,7 +26,7 @@ from driftlens_app.jobs import processes
 from driftlens_app.pages import pages
 from driftlens_app.settings import Settings
 from tests.app.conftest import MAIN
-from tests.browser.server import serving
+from tests.browser.server import free_port, serving
 from tests.records.full_run import write_full_run
 
 
@@ -48,10 +48,10 @@ def url(tmp_path_factory: pytest.TempPathFactory, outside: socket.socket) -> Ite
         yield address
 
 
-def answer(url: str, path: str, headers: dict[str, str]) -> int:
+def answer(url: str, path: str, headers: dict[str, str], method: str = "GET") -> int:
     """Status of a websocket handshake or an ordinary request."""
     place = urlsplit(url)
-    lines = [f"GET {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
     with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
         connection.sendall("\r\n".join([*lines, "", ""]).encode())
         return int(connection.recv(64).split()[1])
@@ -81,6 +81,41 @@ def test_a_foreign_host_or_origin_gets_no_session(url: str, outside: socket.sock
     assert handshake(url, Host=own, Origin="http://evil.example") == 403
     with pytest.raises(BlockingIOError):
         outside.accept()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        None,
+        "null",
+        "http://{name}:{other}",
+        "http://{name}",
+        "https://{name}:{port}",
+        "http://localhost:{port}",
+        "http://0.0.0.0:{port}",
+        "http://192.168.0.1:{port}",
+        "http://{name}:{port}@evil.example",
+        "http://{name}:{port}/",
+    ],
+)
+def test_a_page_at_another_port_or_address_of_this_machine_gets_no_session_and_no_answer(
+    url: str, page: str | None
+) -> None:
+    """Streamlit compares names alone, and lets in whoever names no origin: such a page could start and delete."""
+    place = urlsplit(url)
+    parts = {"name": place.hostname, "port": place.port, "other": free_port()}
+    asked = {"Host": place.netloc} | ({} if page is None else {"Origin": page.format(**parts)})
+    assert handshake(url, **asked) == 403
+    assert answer(url, "/_stcore/host-config", asked) == (200 if page is None else 403)
+    assert answer(url, "/_stcore/upload_file/a/b", asked, "PUT") == 403
+    own = {"Host": place.netloc, "Origin": url}
+    assert handshake(url, **own) == 101 and answer(url, "/_stcore/host-config", own) == 200
+
+
+def test_behind_a_proxy_with_tls_the_own_page_is_the_proxys(url: str) -> None:
+    """It says so in X-Forwarded-Proto, which no page can send along with a websocket."""
+    asked = {"Host": "localhost", "Origin": "https://localhost"}
+    assert [handshake(url, **asked), handshake(url, **asked, **{"X-Forwarded-Proto": "https"})] == [403, 101]
 
 
 @pytest.mark.parametrize("path", ["", "overview", "no_such_page", "calibrate", "_stcore/health"])
@@ -269,6 +304,28 @@ def test_another_host_warns_and_looks_only_unless_told_otherwise(
     assert leaving.value.code == 0
     assert started == [Settings(tmp_path.resolve(), read_only)]
     assert ("no login" in capsys.readouterr().err) is ("--host" in options)
+
+
+LIMITED = """
+import resource
+from driftlens_app.launch import MOST_FILES, allow_files
+for hard in (2 * MOST_FILES, MOST_FILES // 2):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+    assert allow_files() == min(hard, MOST_FILES) == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+"""
+
+
+def test_as_many_files_as_allowed_may_be_open_and_fewer_than_needed_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(os, "execve", lambda *_: None)
+    for count in (launch.MOST_FILES, 256):
+        monkeypatch.setattr(launch, "allow_files", lambda count=count: count)
+        with pytest.raises(SystemExit):
+            main(["ui", str(tmp_path)])
+        assert ("ulimit -n" in capsys.readouterr().err) is (count == 256)
 
 
 def test_a_folder_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ import json
 import os
 import pathlib
 import platform
+import re
 import secrets
 import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import IO, Any, Self
 
 import psutil
 
@@ -30,7 +31,12 @@ PathLike = str | os.PathLike[str]
 PARTIAL = ".partial-*"
 """What scratch folders are called, behind `.partial-` the machine and the process that made them."""
 
+_UNSAFE = re.compile(r"_(?=[_:])|(?<=[_:])_|^\.|[^A-Za-z0-9._-]")
+LONGEST_FILE_NAME = 240
+"""Of 255 bytes that file systems allow a file's name, what is left by the endings put behind an escaped name."""
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
+"""What a disk that knows no locks answers to who asks for one."""
 _ASIDE = ".replaced"
 _HERE = f"{zlib.crc32(platform.node().encode()):08x}"
 _swept: set[tuple[int, pathlib.Path]] = set()
@@ -39,6 +45,21 @@ _unfinished: dict[tuple[int, object], Callable[[], None]] = {}
 """What a process that is stopped at any moment has yet to put in order: an interrupt may fall into the end of a block.
 
 By process (a fork has its parent's entries, but must not touch them) and key: what undoes the step."""
+
+
+def escape(name: str) -> str:
+    """A file name for any task or variant name: `:` becomes `__`, the unsafe is percent-escaped.
+
+    So are underscores that could be taken for a colon, and a leading dot: no two names have one file name, and none
+    leaves its folder.
+    """
+    if not name:
+        raise ValueError("an empty name can't be a file name")
+    return _UNSAFE.sub(lambda found: "__" if found[0] == ":" else _percent(found[0]), name)
+
+
+def _percent(character: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in character.encode())
 
 
 @contextlib.contextmanager
@@ -204,6 +225,49 @@ def put_in_order() -> None:
         if undo is not None:
             with contextlib.suppress(Exception):
                 undo()
+
+
+class Guard:
+    """A file that one process holds at a time, for as long as it lives.
+
+    On a disk that knows no locks it is open and not held, so that what lies beside it has to say who is at work: a
+    lock made of a file's mere presence would stay when its process is killed, and with a copy of its folder.
+    """
+
+    def __init__(self, file: PathLike, timeout: float = 0.0) -> None:
+        from filelock import FileLock
+
+        self._file = pathlib.Path(file)
+        self._lock = FileLock(self._file, timeout, fallback_to_soft=False)
+        self._open: IO[bytes] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it was acquired, and not released since."""
+        return self._lock.is_locked or self._open is not None
+
+    def acquire(self) -> None:
+        """Take it within the timeout; a TimeoutError where another process holds it."""
+        try:
+            self._lock.acquire()
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            self._open = self._file.open("ab")
+
+    def release(self) -> None:
+        """Let go of it; does nothing where it is not held."""
+        self._lock.release()
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 def _discard(folder: pathlib.Path) -> None:

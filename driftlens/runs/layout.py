@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from driftlens.base.files import escape as escape
 
 MANIFEST = "manifest.json"
 SPEC = "spec.yaml"
@@ -46,19 +46,6 @@ MOST_THUMBS = 2000
 
 LONGEST_TEXT = 1000
 """Characters of a sample's text that a run keeps; the middle of a longer one is left out."""
-
-_UNSAFE = re.compile(r"_(?=[_:])|(?<=[_:])_|^\.|[^A-Za-z0-9._-]")
-
-
-def escape(name: str) -> str:
-    """A file name for any task or variant name: `:` becomes `__`, the unsafe is percent-escaped.
-
-    So are underscores that could be taken for a colon, and a leading dot: no two names have one file name, and none
-    leaves its folder.
-    """
-    if not name:
-        raise ValueError("an empty name can't be a file name")
-    return _UNSAFE.sub(lambda found: "__" if found[0] == ":" else _percent(found[0]), name)
 
 
 def table_file(name: str) -> str:
@@ -116,7 +103,3 @@ def begun_calibration(name: str) -> str:
 def sample_ids_file(task: str) -> str:
     """Path of the sample ids that name the rows of a task's features, relative to the run directory."""
     return f"features/{escape(task)}/sample_ids.json"
-
-
-def _percent(character: str) -> str:
-    return "".join(f"%{byte:02X}" for byte in character.encode())

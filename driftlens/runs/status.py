@@ -15,12 +15,12 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import psutil
-from filelock import FileLock
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, RunLockedError
 from driftlens.base.files import (
     PARTIAL,
+    Guard,
     forget_undo,
     free_bytes,
     from_json,
@@ -78,12 +78,12 @@ class RunLock:
     """The right to write to a run directory, held from `acquire` to `release`.
 
     The operating system gives the lock back when a process dies, whatever killed it, so that a dead owner
-    blocks nobody. The note it leaves in `run.lock` is what `acquire` returns.
+    blocks nobody. The note it leaves in `run.lock` is what `acquire` returns; on a disk without locks it alone counts.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
-        self._guard = FileLock(folder / GUARD, timeout=0)
+        self._guard = Guard(folder / GUARD)
         self._held: os.stat_result | None = None
 
     def acquire(self) -> Owner | None:
@@ -100,8 +100,8 @@ class RunLock:
         try:
             self._held = (self._folder / GUARD).stat()
             previous = owner_of(self._folder)
-            # The guard was free. Only where it can't be relied on (removed by hand, a network folder) is the
-            # owner that the note names alive nevertheless.
+            # The guard was free. Only where it can't be relied on (removed by hand, a disk without locks, a network
+            # folder) is the owner that the note names alive nevertheless.
             if previous is not None and previous.pid != os.getpid() and previous.is_alive:
                 raise _locked(self._folder, previous)
             sweep(self._folder.glob(PARTIAL), others=True)
@@ -151,7 +151,7 @@ class RunLock:
 
     def release(self) -> None:
         """Give the lock back and remove the note; does nothing when the lock is not held."""
-        if self._guard.is_locked:
+        if self._guard.is_held:
             with contextlib.suppress(OSError):
                 if self.is_own:
                     (self._folder / LOCK).unlink()
@@ -203,9 +203,17 @@ def require_unlocked(folder: pathlib.Path) -> None:
 
 
 def _locked(folder: pathlib.Path, owner: Owner | None) -> RunLockedError:
+    hint = "Wait until it has finished, or stop it, and try again."
+    if (
+        owner is not None and owner.host != platform.node()
+    ):  # whose process can't be asked for, and clock may differ
+        hint = (
+            f"Wait until it has finished, or stop it there. Its last sign of life is of {owner.heartbeat}, by that "
+            f"machine's clock; if nothing of it runs there any more, remove {folder / LOCK}."
+        )
     return RunLockedError(
         f"{folder} is being written to by {owner or 'another process'}",
-        hint="Wait until it has finished, or stop it, and try again.",
+        hint=hint,
         pid=None if owner is None else owner.pid,
     )
 

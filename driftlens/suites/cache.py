@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from driftlens.base.errors import SpecError
-from driftlens.base.files import atomic_folder, sha256_of, write_json_atomic
+from driftlens.base.files import Guard, atomic_folder, sha256_of, write_json_atomic
 from driftlens.base.progress import Reporter
 from driftlens.base.registry import Registry
 from driftlens.suites.drawing import PURPOSES, DrawnTask
@@ -182,13 +182,11 @@ class Suite(ABC):
 @contextmanager
 def _building(folder: pathlib.Path, reporter: Reporter) -> Iterator[None]:
     """The exclusive right to build `folder`; the reporter may cancel the wait for it."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder.with_name(f"{folder.name}.lock"))
-    while not lock.is_locked:
+    lock = Guard(folder.with_name(f"{folder.name}.lock"), _POLL_SECONDS)
+    while not lock.is_held:
         try:
-            lock.acquire(timeout=_POLL_SECONDS)
-        except Timeout:
+            lock.acquire()
+        except TimeoutError:
             reporter.step("wait", 0, None, "another process is building the embedded suite")
     try:
         yield

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from driftlens.base.errors import RunLockedError
 from driftlens.findings.listing import find_runs
+from driftlens.runs.layout import LOCK
 from driftlens.runs.run import open_run
 from driftlens.runs.standing import current_state
 from driftlens.runs.status import Owner, RunLock, living_owner_of, owner_of
 from driftlens.runs.writer import RunWriter
 from tests.records.stopping import process
+from tests.refusing import refusing
 
 HOLD = """
 import sys
@@ -119,6 +124,45 @@ def test_a_note_of_a_live_process_counts_even_where_the_guard_was_removed(tmp_pa
         (tmp_path / "run/run.lock.guard").unlink()
         with pytest.raises(RunLockedError, match=f"process {first.pid}"):
             RunLock(tmp_path / "run").acquire()
+
+
+@pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
+def test_on_a_disk_without_locks_the_note_says_who_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """And a file that was left, or copied along, locks nothing for good."""
+    lacking = (
+        f"import errno, fcntl\ndef flock(*_): raise OSError(errno.{name}, 'lacking')\nfcntl.flock = flock\n"
+    )
+
+    def flock(*_: object) -> None:
+        raise OSError(getattr(errno, name), "lacking")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with process(lacking + HOLD, tmp_path / "run") as first:
+        with pytest.raises(RunLockedError, match=f"process {first.pid}"):
+            RunLock(tmp_path / "run").acquire()
+        first.kill()
+        first.wait()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    for folder in (tmp_path / "run", tmp_path / "copy"):
+        for _ in range(2):
+            with RunLock(folder) as lock:
+                assert lock.is_own and living_owner_of(folder) is not None
+        assert owner_of(folder) is None
+
+
+def test_who_waits_for_a_machine_whose_clock_is_ahead_is_told_the_way_out(tmp_path: Path) -> None:
+    with process(HOLD, tmp_path / "run") as first:
+        first.communicate()
+    there = Owner(7, None, "another-machine", "2999-01-01T00:00:00Z")
+    (tmp_path / "run" / LOCK).write_text(json.dumps(dataclasses.asdict(there)))
+    hint = ("2999-01-01", "that machine's clock", f"remove {tmp_path / 'run' / LOCK}")
+    with refusing(RunLockedError, "process 7 on another-machine", hint=hint):
+        RunLock(tmp_path / "run").acquire()
+    (tmp_path / "run" / LOCK).unlink()
+    with RunLock(tmp_path / "run"):
+        pass
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux tells it")

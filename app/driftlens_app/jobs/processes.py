@@ -18,11 +18,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, RunLockedError, SpecError
-from driftlens.base.files import from_json
+from driftlens.base.files import Guard, from_json
 from driftlens.base.progress import ProgressEvent
 from driftlens.runs.layout import COMPARISON, EVENTS, STATUS
 from driftlens.runs.status import Failure, Status, living_owner_of, process_started, read_status, utc_now
@@ -114,7 +113,7 @@ def told_failure(said: str) -> Failure | None:
 
 
 def start(request: Request) -> Job:
-    """The job asked for, or the one that was running; refused while another process writes, or where a link leaves."""
+    """The job asked for, which may run already; refused while another one does or writes, or where a link leaves."""
     if not request.run.parent.is_dir():  # it would be made again, around this one run
         raise RunError(f"the folder {request.run.parent} is gone", hint="Open the dashboard on another one.")
     for path in (request.run, request.folder, request.folder / _GUARD):
@@ -123,11 +122,11 @@ def start(request: Request) -> Job:
     try:
         request.folder.mkdir(parents=True, exist_ok=True)
         # Whoever else holds it, a second click, tab or server, is between asking and starting.
-        with FileLock(request.folder / _GUARD, timeout=_START_SECONDS):
-            return _running(request.run) or _started(request)
+        with Guard(request.folder / _GUARD, _START_SECONDS):
+            return _running(request) or _started(request)
     except DriftLensError:
         raise
-    except Timeout:
+    except TimeoutError:
         raise RunLockedError(
             f"another dashboard has been starting a job for {request.run.name} for long",
             hint="Try again; if it stays so, close the other dashboard.",
@@ -139,10 +138,17 @@ def start(request: Request) -> Job:
         ) from error
 
 
-def _running(run: Path) -> Job | None:
-    job = job_of(run)
+def _running(request: Request) -> Job | None:
+    """The very job, where it was asked for twice; refuses to go on while another one runs."""
+    run, job = request.run, job_of(request.run)
     if job is not None and job.code is None and job.owner.is_alive:
-        return job
+        settings = from_json(json.dumps(dict(request.settings)))  # as its record has them
+        if (job.kind, job.name, dict(job.settings)) == (request.kind, request.name, settings):
+            return job
+        raise RunLockedError(
+            f"{run.name} is at work already: {job.kind} {job.name}, started at {job.started[11:16]} UTC",
+            hint="Nothing was started. Wait until that has finished, or cancel it, and try again.",
+        )
     owner = living_owner_of(run)
     if owner is not None:
         raise RunLockedError(
@@ -306,7 +312,8 @@ def _ended(job: Job, status: Status | None) -> View:
         return View(job, "done", progress)
     if says == "cancelled" or job.code == Cancelled.exit_code or (job.cancelled and was_killed):
         return View(job, "cancelled", progress)
-    if says == "failed" or (failure is not None and not was_killed):
+    # Who tells its error has ended by itself, though the server that would know its exit code was down.
+    if says == "failed" or (failure is not None and (job.code is None or not was_killed)):
         return View(job, "failed", progress, failure or Failure("Error", "it gave no reason"))
     if job.code is None and _is_fresh(status):
         # Its process can't be seen from here, but it has just written: wait before calling it dead.

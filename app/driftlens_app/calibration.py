@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, get_args
 
 import streamlit as st
@@ -13,11 +14,12 @@ from pydantic import TypeAdapter
 
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.settings import Schema, choices_of, entry_of, expected, model_of, read
+from driftlens.base.words import counted
 from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest, OutDtype
 from driftlens.spec.words import layers_named
 from driftlens_app.jobs.processes import ask
 from driftlens_app.settings import Settings
-from driftlens_app.show import caption, plain
+from driftlens_app.show import caption, note, plain
 
 _START, _ESTIMATE, _BEST = "start-calibration", "estimate-calibration", "best-calibration"
 _SUGGESTED = "_suggested_name"
@@ -44,7 +46,8 @@ class Method:
     `suited` is by loader the preset for its kind of models where that isn't the first one, `automatic` what can be
     chosen on held-out samples, `swept` the factors of what is published that a sweep tries, `of_base` what of these
     takes a base, `candidates` what the choice of the best method tries. `effort` is the processor time against
-    FeatCal's, and `choosing` as how many calibrations by FeatCal that choice takes from here, at most.
+    FeatCal's, `choosing` as how many calibrations by FeatCal that choice takes from here, at most, and `fewest` how
+    many samples a task it needs.
     """
 
     title: str
@@ -59,6 +62,7 @@ class Method:
     candidates: tuple[Mapping[str, Any], ...] = ()
     effort: float = 1.0
     choosing: float = 0.0
+    fewest: int = 0
 
     def preset_for(self, loader: str) -> str | None:
         """The published setting for models of a loader; None where the method has none."""
@@ -135,18 +139,28 @@ def calibration_form(
     blocked: bool,
     exports: str | None,
     loader: str = "",
+    counts: Mapping[str, int] = MappingProxyType({}),
     cost: str = "",
 ) -> tuple[CalibrationRequest, str]:
-    """What the form says, `last` at first, and which of its buttons was pressed: `estimate`, `calibrate` or none."""
+    """What the form says, `last` at first, and which of its buttons was pressed: `estimate`, `calibrate` or none.
+
+    `counts` are calibration samples by task.
+    """
     first = methods()[DEFAULT_METHOD]
+    few = next((task for task, count in counts.items() if count < first.fewest), None)
     best = st.button(
         "Repair with the best method",
         type="primary",
         icon=":material/auto_awesome:",
-        disabled=blocked,
+        disabled=blocked or few is not None,
         key=_BEST,
     )
-    if cost:
+    if few is not None:
+        note(
+            f"Task {plain(few)} has {counted(counts[few], 'calibration sample')}, and the choice takes {first.fewest} "
+            "or more of each task: some are held out. Settings under Advanced need none held out."
+        )
+    elif cost:
         caption(cost)
     caption(_ON_BEST)
     preset = first.preset_for(loader)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import streamlit as st
@@ -111,13 +111,17 @@ def _summary(folder: str, stamp: Stamp, is_alive: bool) -> RunSummary:
     return summary
 
 
-def _folders(root: Path) -> Iterator[Path]:
+def _folders(root: Path) -> list[Path]:
+    """The folders of runs, each once: one that links lead to as well under its own name."""
     if _is_run(root):
-        yield root
-        return
-    for parent in (root, root / _SUBFOLDER):
-        children = sorted(parent.iterdir()) if parent.is_dir() and is_inside(parent, root) else []
-        yield from (child for child in children if _is_run(child) and is_inside(child, root))
+        return [root]
+    parents = [parent for parent in (root, root / _SUBFOLDER) if parent.is_dir() and is_inside(parent, root)]
+    children = [child for parent in parents for child in sorted(parent.iterdir())]
+    runs = [child for child in children if _is_run(child) and is_inside(child, root)]
+    first: dict[str, Path] = {}
+    for run in sorted(runs, key=Path.is_symlink):
+        first.setdefault(os.path.realpath(run), run)
+    return [run for run in runs if first[os.path.realpath(run)] is run]
 
 
 def _is_run(folder: Path) -> bool:

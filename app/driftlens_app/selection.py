@@ -72,12 +72,13 @@ def choose_run(settings: Settings) -> DriftRun | None:
     if not ids:
         return None
     # Streamlit's own binding leaves a default out of the URL, and the newest run is another one tomorrow.
-    asked = st.query_params.get(RUN)
-    if asked is not None and asked != st.session_state.get(_IN_URL):
-        st.session_state[RUN] = asked if asked in ids else None
-    elif st.session_state.get(RUN, "") not in ids:
-        asked = st.session_state.get(RUN)
-        st.session_state[RUN] = ids[0] if asked is None else None
+    asked, shown = st.query_params.get(RUN), st.session_state.get(_IN_URL)
+    if asked not in (None, shown):
+        st.session_state[RUN] = st.session_state[_IN_URL] = asked
+    elif st.session_state.get(RUN) not in ids:  # of a run that is gone another one may not take the place
+        st.session_state[RUN] = st.session_state.get(RUN) or shown or ids[0]
+    if st.session_state[RUN] not in ids:
+        st.session_state[_IN_URL], st.session_state[RUN] = st.session_state[RUN], None
     st.session_state[RUN] = st.session_state[RUN]  # what is sent anew has the name of now
     titles = run_titles(settings)
     chosen: str | None = st.sidebar.selectbox(
@@ -86,9 +87,18 @@ def choose_run(settings: Settings) -> DriftRun | None:
     if chosen is None:
         broken = ", ".join(run.path.name for run in _unreadable(settings))
         reason = f" {broken} can't be read; the page Runs says why." if broken else ""
+        asked = st.session_state[_IN_URL]
         raise DataError(f"the run {asked!r} is not here", hint=f"Choose one in the sidebar.{reason}")
     st.session_state[_IN_URL] = st.query_params[RUN] = chosen
     return opened(folder_of(settings, chosen))
+
+
+def forget_run(run_id: str) -> None:
+    """Let the newest run be looked at where that was one that was just put away."""
+    if st.query_params.get(RUN) == run_id:
+        del st.query_params[RUN]
+        for key in (RUN, _IN_URL):
+            st.session_state.pop(key, None)
 
 
 def require_no_unreadable(settings: Settings) -> None:

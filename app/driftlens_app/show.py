@@ -40,8 +40,8 @@ _LINE, _CLAUSE = 140, 100
 """Characters of a caption that fit beside the sidebar of a wide window, and in a column beside a narrow one."""
 _SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Za-z0-9`])")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
-_PICTURES = re.compile(":(?=material|streamlit)")
-"""How Streamlit's signs for icons begin, which it looks for once Markdown is read: no escape helps against them."""
+_MADE = re.compile(r"(?<=:)(?=material|streamlit|//)|(?<=www)(?=\.)|(?=@)", re.IGNORECASE)
+"""Inside signs for icons and addresses, which are looked for once Markdown is read: no escape helps against them."""
 _NUMBERS = {
     "count": (1, "%d"),
     "number": (1, "%.3g"),
@@ -83,7 +83,7 @@ def is_narrow() -> bool:
 
 def plain(text: object) -> str:
     """`text` on one line, so that Markdown shows every character and obeys none: anybody may have written names."""
-    return _MARKDOWN.sub(r"\\\1", _PICTURES.sub(":\N{WORD JOINER}", printable(str(text))))
+    return _MARKDOWN.sub(r"\\\1", _MADE.sub("\N{WORD JOINER}", printable(str(text))))
 
 
 def coded(text: str) -> str:

@@ -47,7 +47,7 @@ def demo_request(settings: Settings, suite: str = "image") -> Request:
     earlier = job_of(run)
     force = ("--force",) if earlier is not None and _is_run(run) else ()
     arguments = ("demo", "--suite", suite, "--out", str(run), *force, *_PROGRESS)
-    return Request("demo", "Demo run", run, arguments)
+    return Request("demo", "Demo run", run, arguments, {"suite": suite})
 
 
 Merges = Mapping[str, Mapping[str, Any]]

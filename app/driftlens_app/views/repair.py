@@ -79,6 +79,7 @@ def show() -> None:
             blocked=blocked,
             exports=None if settings.is_one_run else str(run.path),
             loader=run.manifest.architecture.get("loader", ""),
+            counts={task: len(ids) for task, ids in run.manifest.sample_ids.get("calibration", {}).items()},
             cost=choosing_cost(run, choosing, efforts),
         )
         _act(run, wanted, pressed, blocked=blocked)

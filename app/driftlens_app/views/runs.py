@@ -22,7 +22,7 @@ from driftlens_app.jobs.requests import DEMO
 from driftlens_app.live import SECONDS, await_demo, show_new_runs, state_of, welcome
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import listed_runs
-from driftlens_app.selection import RUN
+from driftlens_app.selection import RUN, forget_run
 from driftlens_app.settings import Settings, is_inside
 from driftlens_app.show import (
     AXIS,
@@ -169,9 +169,7 @@ def _put_away(ticked: list[RunSummary], kind: str, settings: Settings) -> None:
                 raise RunError(f"{folder} is a link that leaves {settings.root}", hint="Remove it.")
             for run in ticked:
                 set_aside(run.path, settings.root / folder)
-                if st.query_params.get(RUN) == run.id:
-                    del st.query_params[RUN]
-                    st.session_state.pop(RUN, None)
+                forget_run(run.id)
                 for job in filter(None, (job_of(run.path, making) for making in MAKING)):
                     dismiss(job)  # how it ended is over with the run
             st.session_state[_TOLD] = f"{_ASIDE[kind][1].capitalize()}: {names}"

@@ -1,0 +1,94 @@
+"""A folder that others change while it is looked at, and jobs that others start."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from driftlens.base.errors import RunLockedError
+from driftlens.runs.run import open_run
+from driftlens_app.jobs import processes, watch
+from driftlens_app.runs import listed_runs
+from driftlens_app.settings import Settings
+from driftlens_app.show import plain
+from tests.app.conftest import Open, until
+from tests.app.pages import begin, errors, finish, record_job, said, state
+from tests.records.full_run import Size, write_full_run
+from tests.refusing import refusing
+
+
+def test_a_viewed_run_that_vanishes_never_becomes_another(open_app: Open, root: Path, tmp_path: Path) -> None:
+    viewed, newer = open_run(root / "full").id, open_run(write_full_run(root / "newer")).id
+    app = open_app(root, "overview", run=viewed)
+    shutil.move(root / "full", tmp_path / "away")
+    for page in ("overview", "overview", "layers", "runs"):
+        app.switch_page(f"views/{page}.py").run()
+        assert app.selectbox(key="run").value is None and f"the run '{viewed}' is not here" in errors(app)
+    shutil.move(tmp_path / "away", root / "full")
+    app.run()
+    assert app.selectbox(key="run").value == viewed and not app.error
+    shutil.move(root / "full", tmp_path / "away")
+    app.run()
+    app.selectbox(key="run").select(newer).run()
+    assert app.selectbox(key="run").value == newer and not app.error
+
+
+@pytest.mark.parametrize("name", ["a link", "z link"])
+def test_a_link_inside_the_folder_does_not_hide_the_run(root: Path, name: str) -> None:
+    (root / name).symlink_to(root / "full")
+    (root / f"{name} too").symlink_to(root / name)
+    assert [(run.path.name, run.problem) for run in listed_runs(Settings(root))] == [("full", "")]
+
+
+@pytest.mark.usefixtures("worker")
+def test_another_users_job_is_refused_in_words_and_the_same_one_is_shared(run: Path) -> None:
+    job = begin(run, "steady")
+    assert begin(run, "steady").pid == job.pid
+    words = ("full is at work already", "calibrate steady", "UTC")
+    with refusing(RunLockedError, *words, hint="Nothing was started"):
+        begin(run, "mine")
+    assert len(processes._CHILDREN) == 1
+    finish(run)
+    until(lambda: state(run) == "done", "it is done")
+    assert watch(run).job.name == "steady"  # type: ignore[union-attr]
+
+
+def test_a_job_that_failed_while_the_server_was_down_shows_its_own_error(
+    open_app: Open, root: Path, run: Path
+) -> None:
+    job = record_job(run / "logs", run, code=None, host=platform.node())
+    assert "gone without a word" in errors(open_app(root, "repair"))
+    job.log.write_text("loading\nerror: the disk is full\nhint: Make room on it.\n")
+    assert watch(run).state == "failed"  # type: ignore[union-attr]
+    app = open_app(root, "repair")
+    assert "the disk is full" in errors(app) and "without a word" not in errors(app)
+
+
+def test_the_best_is_not_offered_where_too_few_samples_could_be_held_out(open_app: Open, root: Path) -> None:
+    few = open_run(write_full_run(root / "few", size=Size(samples=7))).id
+    app = open_app(root, "repair", run=few)
+    (button,) = [each for each in app.button if each.label == "Repair with the best method"]
+    assert button.disabled and "has 7 calibration samples, and the choice takes 8 or more" in said(app)
+    (other,) = [each for each in app.button if each.label == "FeatCal calibrate"]
+    assert not other.disabled
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "https://evil.example/a",
+        "HTTP://evil.example",
+        "www.evil.example",
+        "Www.evil.example",
+        "a@evil.example",
+    ],
+)
+def test_an_address_in_a_name_is_text(name: str) -> None:
+    """GitHub's Markdown looks for these in text whose escapes are already read (spec, section 6.9)."""
+    shown = plain(f"see {name} there").replace("\\", "")
+    assert not re.search(r"(https?://|www(?=\.))[-.\w]+|[-.\w+]+@[-\w]+(\.[-\w]+)+", shown, re.IGNORECASE)
+    assert shown.replace("\N{WORD JOINER}", "") == f"see {name} there"

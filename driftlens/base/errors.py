@@ -105,8 +105,10 @@ def did_you_mean(name: object, known: Collection[object]) -> str:
     return f"Did you mean {near[0]!r}?" if near else ""
 
 
-_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What steers a terminal, changes the order of what is read, or can't be written at all."""
+_STEERING = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
+"""What steers a terminal, changes the order of what is read, isn't seen at all, or can't be written."""
 
 
 def harmless(text: str, *, is_json: bool = False) -> str:

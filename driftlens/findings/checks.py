@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from driftlens.base.errors import ChecksFailedError, LayerNotFoundError
+from driftlens.base.errors import ChecksFailedError, LayerNotFoundError, harmless
 from driftlens.base.files import PathLike
 from driftlens.base.intervals import Interval
 from driftlens.base.metrics import metric_called
@@ -442,4 +442,4 @@ def _add_outcome(case: ElementTree.Element, result: CheckResult) -> None:
 
 
 def _safe(text: str) -> str:
-    return _NOT_XML.sub("\ufffd", text)
+    return _NOT_XML.sub("\ufffd", harmless(text))

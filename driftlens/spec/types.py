@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from driftlens.base.errors import SpecError, harmless
-from driftlens.base.files import expanded
+from driftlens.base.files import LONGEST_FILE_NAME, escape, expanded
 
 _FILE_SUFFIX = re.compile(r"\.(bin|ckpt|gguf|h5|json|msgpack|npz|onnx|pkl|pt|pth|safetensors)", re.IGNORECASE)
 """Endings that mark a value as a file even where none exists yet; `Llama-3.2-3B` has a dot but no ending."""
@@ -65,11 +65,25 @@ def _checked_name(name: str) -> str:
         raise problem(
             f"the name {name!r} holds a control character", "Any other character may stand in a name."
         )
+    if (length := len(escape(name))) > LONGEST_FILE_NAME:
+        raise problem(
+            f"the name {name[:20]!r}... of {len(name)} characters takes {length} in names of files, at most "
+            f"{LONGEST_FILE_NAME} fit",
+            "Shorten it. There a letter from A to Z takes one character, one of other scripts or a sign 3 to 12.",
+        )
     return name
 
 
+def require_name(name: str) -> None:
+    """Refuse, by a SpecError, what can't name a task."""
+    try:
+        _checked_name(name)
+    except PydanticCustomError as error:
+        raise SpecError(str(error.context["message"]), hint=str(error.context["hint"])) from None  # type: ignore[index]
+
+
 Name = Annotated[str, AfterValidator(_checked_name)]
-"""A task's or variant's name: any text but control characters."""
+"""A task's or variant's name: any text but control characters, as long as a file's name may be."""
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1)]

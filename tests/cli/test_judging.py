@@ -147,12 +147,15 @@ def test_other_samples_are_refused_unless_allowed(run_cli: Cli, written: Path, t
 
 
 def test_names_that_would_steer_the_terminal_are_made_harmless(run_cli: Cli, tmp_path: Path) -> None:
-    task = "\x1b[31mred"
-    path = write_full_run(tmp_path / "run", tasks=(task,), size=SIZE)
-    for command in (["check", path], ["compare", path], ["project", path]):
+    """Those that reverse what is read, and those that nobody sees, too."""
+    steering = "\x1b\u061c\u200b\u200e\u200f\u202e\u2066\ufeff"
+    path = write_full_run(tmp_path / "run", tasks=(f"{steering}[31mred",), size=SIZE)
+    junit = tmp_path / "checks.xml"
+    for command in (["check", path, "--junit", junit], ["compare", path], ["project", path], ["show", path]):
         result = run_cli(*command)
-        assert "\x1b" not in result.out + result.err, command
+        assert not {*steering} & {*result.out, *result.err}, command
         assert command[0] == "check" or "[31mred" in result.out
+    assert not {*steering} & {*junit.read_text(encoding="utf-8")}
 
 
 def test_layouts_are_kept_and_their_quality_is_shown(run_cli: Cli, own: Path) -> None:

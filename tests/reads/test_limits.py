@@ -9,19 +9,24 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 import driftlens.cli as cli
 from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
+from driftlens.base.files import LONGEST_FILE_NAME
 from driftlens.checkpoints import guarded, loading, pickles, weight_files
 from driftlens.checkpoints.loading import read_config
 from driftlens.data import images
 from driftlens.data.images import read_image
 from driftlens.findings.projection.layouts import MOST_POINTS
+from driftlens.jobs.analyze.live import live_study
+from driftlens.jobs.analyze.modules import Modules
 from driftlens.jobs.contest import sweep
 from driftlens.merging import averages, spherical
 from driftlens.models import architecture
 from driftlens.models.language import texts
+from driftlens.runs.layout import escape
 from driftlens.runs.verify import LONGEST_NAME
 from driftlens.spec import run as spec_run
 from driftlens.spec import types, yaml_text
@@ -31,6 +36,7 @@ from driftlens_app.jobs import requests
 from tests.data.sources import encoded, opened, shard
 from tests.pipeline.fixtures import world
 from tests.reads.guard import MOST_GROWTH, SECONDS
+from tests.refusing import refusing
 from tests.zoo.world import World
 
 __all__ = ["world"]
@@ -71,6 +77,11 @@ LIMITS: dict[str, tuple[str, str]] = {
     "name of a run": (
         f"{LONGEST_NAME} characters",
         "records/test_verify.py::test_a_name_that_is_none_is_refused",
+    ),
+    "name of a task": (
+        f"{LONGEST_FILE_NAME} characters as a file has it, where one outside A to Z, digits, `-`, `_` and `.` takes 3 "
+        "to 12; no control characters",
+        "reads/test_limits.py::test_names_of_tasks",
     ),
     "JSON": (
         "as deep as Python reads without exhausting its stack, whole numbers of 4,300 digits",
@@ -152,6 +163,26 @@ def test_paths(world: World, longest: int) -> None:
         load_spec(world.spec(base={"weights": beyond}))
 
 
+@pytest.mark.parametrize("letter", ["a", "花", "\N{GRINNING FACE}"])
+def test_names_of_tasks(world: World, tmp_path: Path, letter: str) -> None:
+    """From a file and from Python: the longest can name a file beside any ending that is put behind it."""
+    most = LONGEST_FILE_NAME // len(escape(letter))
+    for count in (most, most + 1):
+        name, spec = letter * count, world.spec()
+        first, *_ = spec["experts"]
+        for section in ("experts", "data", "heads"):
+            spec[section] = {name if task == first else task: at for task, at in spec[section].items()}
+        if count == most:
+            (tmp_path / f"{escape(name)}.safetensors").touch()
+            assert name in load_spec(spec).experts
+            continue
+        module = torch.nn.Linear(1, 1)
+        live = Modules(module, experts={name: module}, data={name: torch.ones(2, 1)})
+        for refuse, given in ((load_spec, spec), (live_study, live)):
+            with refusing(SpecError, f"of {count} characters", f"{LONGEST_FILE_NAME} fit", hint="Shorten"):
+                refuse(given)  # type: ignore[operator]
+
+
 @pytest.mark.parametrize(
     ("key", "most"),
     [
@@ -168,8 +199,6 @@ def test_configurations(tmp_path: Path, key: str, most: int) -> None:
 
 
 def test_tensors_that_no_model_has_are_not_filled() -> None:
-    import torch
-
     module = architecture.weightless(lambda: torch.nn.Linear(2, 3), "small")
     assert module.weight.is_meta
 

@@ -56,6 +56,7 @@ from driftlens.runs.writer import RunWriter
 from driftlens.spec.data import TextEntry
 from driftlens.spec.problems import checked
 from driftlens.spec.requests import AnalysisRequest, LiveSettings, refuse_unknown
+from driftlens.spec.types import require_name
 
 LOADER = "live"
 """Of modules that the caller has built, as the manifest names it."""
@@ -422,6 +423,8 @@ def _score_map(head: ScoreMap | nn.Linear) -> ScoreMap:
 def _require_alike(given: Modules, by_task: Mapping[str, Mapping[str, Any] | None]) -> None:
     """Refuse tasks that have no expert, or the other way round, and modules of different classes."""
     experts = set(given.experts or ())
+    for task in sorted(experts):
+        require_name(task)
     for what, entries in by_task.items():
         if not experts or (entries is not None and experts != set(entries)):
             raise SpecError(

@@ -69,6 +69,11 @@ def stored_table(path: pathlib.Path, table: Table) -> Table:
     return table.extended(_added(_opened(path, lambda file: file.schema_arrow))) if path.exists() else table
 
 
+def stored_columns(path: pathlib.Path) -> list[str]:
+    """The columns that a table's file holds, in their order; none where there is no file."""
+    return list(_opened(path, lambda file: file.schema_arrow.names)) if path.exists() else []
+
+
 def read_table(path: pathlib.Path, table: Table) -> pd.DataFrame:
     """The rows of a Parquet file as a frame: columns that an older schema lacked null, those of diagnostics behind."""
     stored = _read(path, table)

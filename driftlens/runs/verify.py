@@ -17,11 +17,12 @@ import pyarrow.parquet as pq
 from driftlens.base.errors import RunError
 from driftlens.base.files import sha256_of
 from driftlens.base.words import counted
-from driftlens.runs.layout import ENTRIES, MANIFEST, VOLATILE
+from driftlens.runs.layout import ENTRIES, MANIFEST, VOLATILE, table_file
 from driftlens.runs.manifest import FileInfo, Manifest, manifest_is_intact, read_manifest, write_manifest
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES, Column
 from driftlens.runs.status import RunLock
+from driftlens.runs.tables import stored_columns
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,8 @@ class Equality:
             that is smaller and the column holds pure numbers or nats, such as cosines, errors and losses.
         where: the column and row it is found at.
         unequal: what no tolerance covers: rows only one run has, values only one has, texts and counts that differ.
+        lacking: columns that the files of one run alone hold, as the other's were written by an older schema; they are
+            not compared.
     """
 
     tables: list[str] = field(default_factory=list)
@@ -166,6 +169,7 @@ class Equality:
     largest: float = 0.0
     where: str = ""
     unequal: list[str] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
 
     def within(self, tolerance: float = TOLERANCE) -> bool:
         """Whether the runs are equal, numbers up to `tolerance`."""
@@ -191,8 +195,11 @@ def equality(a: DriftRun, b: DriftRun) -> Equality:
                     found.unequal.append(f"{table.name}: {what}")
             shared = first.index.intersection(second.index)
             first, second = first.reindex(shared), second.reindex(shared)
+        files = [stored_columns(run.path / table_file(table.name)) for run in (a, b)]
+        lacking = {*files[0]} ^ {*files[1]} if all(files) else set()
+        found.lacking += [f"{table.name}.{column.name}" for column in table.columns if column.name in lacking]
         for column in table.columns:
-            if column.name not in (*table.key, *_SKIPPED_COLUMNS):
+            if column.name not in (*table.key, *_SKIPPED_COLUMNS, *lacking):
                 label = f"{table.name}.{column.name}"
                 _compare(found, label, column, first[column.name], second[column.name])
     found.bit_equal = found.bit_equal and not found.unequal

@@ -12,7 +12,7 @@ import pandas as pd
 from driftlens.base.intervals import Interval, mean_over_tasks, p_of
 from driftlens.base.metrics import ACCURACY, METRICS, metric_called, says_of, title_of
 from driftlens.base.variants import calibrated, title
-from driftlens.base.words import counted, some_of
+from driftlens.base.words import counted, listed, some_of
 from driftlens.findings import reading
 from driftlens.findings.before_after import calibration_sheets, selection_sentences
 from driftlens.findings.checks import CheckReport, self_checks
@@ -217,18 +217,24 @@ def comparison_text(
 
 
 def equality_text(compared: Equality, tolerance: float) -> str:
-    """Whether two runs are equal: to the last bit, within a tolerance, or where not."""
-    if compared.bit_equal:
-        values, tables = counted(compared.num_values, "value"), counted(len(compared.tables), "table")
-        return f"Equal to the last bit: {values} in {tables}."
+    """Whether two runs are equal: to the last bit, within a tolerance, or where not; and what was not compared."""
     error = reading.error(compared.largest)
     largest = f"the largest difference of a number is {error} of its column ({compared.where})"
-    if compared.within(tolerance):
-        return printable(f"Equal within {tolerance:g}: {largest}.")
-    lines = [f"Not equal within {tolerance:g}" + (f": {largest}." if compared.where else ".")]
-    lines += compared.unequal[:_SHOWN]
-    if len(compared.unequal) > _SHOWN:
-        lines.append(f"and {len(compared.unequal) - _SHOWN} more (--json lists all)")
+    if compared.bit_equal:
+        values, tables = counted(compared.num_values, "value"), counted(len(compared.tables), "table")
+        lines = [f"Equal to the last bit: {values} in {tables}."]
+    elif compared.within(tolerance):
+        lines = [f"Equal within {tolerance:g}: {largest}."]
+    else:
+        lines = [f"Not equal within {tolerance:g}" + (f": {largest}." if compared.where else ".")]
+        lines += compared.unequal[:_SHOWN]
+        if len(compared.unequal) > _SHOWN:
+            lines.append(f"and {len(compared.unequal) - _SHOWN} more (--json lists all)")
+    if compared.lacking:
+        names = listed(compared.lacking)
+        lines.append(
+            f"Not compared, as one run is of an older schema, whose tables have no such columns: {names}."
+        )
     return "\n".join(printable(line) for line in lines)
 
 

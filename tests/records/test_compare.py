@@ -19,6 +19,7 @@ from driftlens.runs.manifest import ModelInfo, read_manifest, write_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
 from driftlens.runs.verify import equality
+from driftlens_reports.terminal import equality_text
 from tests.records.full_run import Size, write_full_run
 from tests.records.judged import SIZE
 from tests.records.spoiling import spoil
@@ -256,6 +257,20 @@ def test_no_tolerance_covers_text_counts_and_gaps(
     assert not found.within(math.inf) and not found.bit_equal
     (only,) = found.unequal
     assert only.startswith(f"{table}.{column}: 1 row differs (")
+
+
+def test_columns_that_an_older_schema_lacks_are_told_from_values_that_differ(
+    full: DriftRun, copied: Path
+) -> None:
+    file = copied / "tables" / "layers.parquet"
+    pq.write_table(pq.read_table(file).drop_columns(["cka", "random_gain_mean"]), file)
+    for pair in ((full, open_run(copied)), (open_run(copied), full)):
+        found = equality(*pair)
+        assert found.bit_equal and {*found.lacking} == {"layers.cka", "layers.random_gain_mean"}
+        assert "Not compared, as one run is of an older schema" in equality_text(found, 0.0)
+    spoil(copied, "layers", 0, "drift_l2_mean", 1e9)
+    found = equality(full, open_run(copied))
+    assert not found.within(1e-3) and found.where.startswith("layers.drift_l2_mean")
 
 
 def test_rows_of_one_run_alone_are_counted(full: DriftRun, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from driftlens.base.settings import expected, schemas_of, settings_of
+from driftlens.calibration.automatic import NUM_FOLDS
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.jobs.contest.automatic import BEST
 from driftlens.merging.method import READS, merge_methods
@@ -18,7 +19,8 @@ def catalog() -> dict[str, dict[str, Any]]:
     """Calibrators, merge methods and loaders by name, each with title, source and settings.
 
     Of calibrators also the presets, which settings can be chosen by themselves, what `--auto` compares, and as how many
-    calibrations by FeatCal the choice of the best method takes from there, at most; 0 where nothing is searched.
+    calibrations by FeatCal the choice of the best method takes from there, at most, and the fewest samples of a task
+    that it is made on; 0 where nothing is searched.
     """
     return {
         "calibrators": {
@@ -37,6 +39,7 @@ def catalog() -> dict[str, dict[str, Any]]:
                 "of_base": [at for at in kind.searched if not kind().steps_from(at, has_base=False)],
                 "candidates": [dict(settings) for settings in kind.candidates],
                 "choosing": _choosing(kind),
+                "fewest": 2 * NUM_FOLDS if kind.searched else 0,
             }
             # Those with published settings first.
             for name, kind in sorted(calibrators.items(), key=lambda entry: not entry[1].presets)

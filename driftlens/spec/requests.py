@@ -185,6 +185,15 @@ def _share(given: Any) -> Any:
     return share
 
 
+def _jacobian(given: Any) -> Any:
+    """What settings of Jacobians are given as, with a spec's words for the defaults and for none."""
+    if given is None or isinstance(given, bool):
+        return {} if given else None
+    if isinstance(given, Mapping) or hasattr(given, "nodes"):
+        return given
+    raise ValueError("expected dl.JacobianSettings(...), or False")
+
+
 def _pairs(given: Any) -> Any:
     return given if given is None else [(each, {}) if isinstance(each, str) else each for each in given]
 
@@ -483,7 +492,7 @@ class LiveSettings(LiveInputs):
             vectors.
         n_calibration: the same as `n`, of samples to calibrate on.
         cka: whether linear CKA is computed.
-        jacobian: settings of path-averaged Jacobians; None leaves them out.
+        jacobian: settings of path-averaged Jacobians; None or False leaves them out.
         adjoint: whether changes of loss and margin are traced back to layers; needs `jacobian`.
         groups: whether local mismatches and contributions are split by module group; needs `jacobian`.
         name: of the run.
@@ -493,7 +502,7 @@ class LiveSettings(LiveInputs):
     pool: Literal["cls", "mean", "last", "all"] | None = None
     n_calibration: Count | None = 256
     cka: Flag = False
-    jacobian: Annotated[Any, PlainSerializer(_plain_record)] = None
+    jacobian: Annotated[Any, BeforeValidator(_jacobian), PlainSerializer(_plain_record)] = None
     adjoint: Flag = False
     groups: Flag = False
     name: Text = "live"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from driftlens.runs.run import DriftRun
 from tests.families import OPEN_CLIP, STACK
 from tests.pipeline.processes import python
 from tests.reference.drift import drift_rows, stack_steps
+from tests.refusing import refusing
 from tests.zoo.cases import Stack, perturbed, with_seed
 from tests.zoo.world import LOGIT_SCALE, TASKS, World, clip, merged_weights, pixels, write_spec
 
@@ -51,6 +53,43 @@ def test_runs_of_other_data_under_the_same_ids_are_not_called_paired(tmp_path: P
     with pytest.raises(DataError, match="diagnosis samples of task"):
         dl.compare(first, other)
     assert not dl.compare(first, other, allow_mismatch=True).tasks["drift_paired"].any()
+
+
+@pytest.mark.parametrize("jacobian", [False, None, True, {"samples": 2}, JACOBIAN], ids=str)
+def test_jacobians_are_asked_for_as_in_a_spec(tmp_path: Path, jacobian: Any) -> None:
+    rows = analyzed(stacks(), tmp_path / "run", jacobian=jacobian).layers(variant="merged")
+    assert rows["jacobian_samples"].notna().any() == bool(jacobian)
+    with refusing(SpecError, "jacobian", "expected dl.JacobianSettings(...), or False"):
+        analyzed(stacks(), tmp_path / "other", jacobian=5)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e22, 1e30])
+def test_numbers_scale_with_features_of_any_size(tmp_path: Path, scale: float) -> None:
+    """Squares of such numbers leave float32, whose sums would be 0 or infinite; a power of two changes no bit."""
+    exact = 2.0 ** round(math.log2(scale))
+
+    def scaled(module: nn.Module, by: float) -> nn.Module:
+        with torch.no_grad():
+            for parameter in module.out.parameters():  # type: ignore[union-attr]
+                parameter.mul_(by)
+        return module
+
+    runs = (
+        analyzed({name: scaled(module, by) for name, module in stacks().items()}, tmp_path / f"{by:g}")
+        for by in (1.0, exact)
+    )
+    usual, last = (run.layers(variant="merged").iloc[-1] for run in runs)
+    lengths = ("drift_l2_mean", "drift_l2_std", "drift_l2_q90", "mismatch_l2_mean", "propagation_l2_mean")
+    for column in (*lengths, "amplification"):  # what comes in is not scaled
+        assert last[column] == usual[column] * exact, column
+    for column in ("drift_rel", "drift_vs_base", "cos_mean", "cross_term", "closure_error"):
+        assert last[column] == pytest.approx(usual[column], rel=1e-12), column
+
+
+def test_samples_that_are_one_to_the_model_are_told(tmp_path: Path) -> None:
+    (told,) = analyzed(stacks(), tmp_path / "run", data={"task": torch.ones(6, 5)}).manifest.notices
+    assert told.startswith("task: all samples have the same final feature")
+    assert not analyzed(stacks(), tmp_path / "other").manifest.notices
 
 
 @OPEN_CLIP

@@ -59,9 +59,8 @@ def record_job(folder: Path, run: Path, kind: Kind = "calibrate", **values: Any)
     """A job that has failed and left no more than its record in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     log, name = folder / f"{kind}-1.log", run.name if kind == "analyze" else "featcal"
-    job = Job(
-        kind, name, run, log, 4_000_000, 1.0, "elsewhere", "2026-01-02T03:04:05.678Z", **{"code": 1, **values}
-    )
+    given = {"host": "elsewhere", "started": "2026-01-02T03:04:05.678Z", "code": 1, **values}
+    job = Job(kind, name, run, log, 4_000_000, 1.0, **given)
     write_job(job)
     return job
 

@@ -27,7 +27,7 @@ def test_a_viewed_run_that_vanishes_never_becomes_another(open_app: Open, root: 
     shutil.move(root / "full", tmp_path / "away")
     for page in ("overview", "overview", "layers", "runs"):
         app.switch_page(f"views/{page}.py").run()
-        assert app.selectbox(key="run").value is None and f"the run '{viewed}' is not here" in errors(app)
+        assert app.selectbox(key="run").value is None and f"run '{viewed}' is not here" in errors(app)
     shutil.move(tmp_path / "away", root / "full")
     app.run()
     assert app.selectbox(key="run").value == viewed and not app.error

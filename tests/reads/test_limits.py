@@ -179,7 +179,7 @@ def test_names_of_tasks(world: World, tmp_path: Path, letter: str) -> None:
         module = torch.nn.Linear(1, 1)
         live = Modules(module, experts={name: module}, data={name: torch.ones(2, 1)})
         for refuse, given in ((load_spec, spec), (live_study, live)):
-            with refusing(SpecError, f"of {count} characters", f"{LONGEST_FILE_NAME} fit", hint="Shorten"):
+            with refusing(SpecError, f"of {count} characters", f"{LONGEST_FILE_NAME} fit", match="Shorten"):
                 refuse(given)  # type: ignore[operator]
 
 

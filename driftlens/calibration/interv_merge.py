@@ -83,6 +83,7 @@ class IntervMerge(Descent, Trained, JointTrainer):
     source = "arXiv:2412.17023"
     effort = 90.0  # 1.1 times SurgeryV2, measured in one run: four tasks of real images, 30 steps each
     of_tokens = True
+    in_sites = True
 
     def __init__(
         self,

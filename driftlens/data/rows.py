@@ -178,7 +178,7 @@ def _require_readable(task: str, split: str, rows: Sequence[Text], reader: TextR
     raise DataError(
         f"task {task}: {split} samples have {have.removesuffix(' and texts')}, and the model reads {_READ[wanted]}",
         hint="Images beside texts need the loader hf-vlm, sounds hf-seq2seq and a model of speech; `image: COLUMN` and "
-        "`audio: COLUMN` name them, of all tasks or none.",
+        "`audio: COLUMN` name them, sounds of all tasks or none.",
     )
 
 
@@ -463,8 +463,7 @@ def require_there(paths: Sequence[Any], folder: Path, where: str, what: str = "i
     if odd:
         raise DataError(
             f"{where}: a path is {type(odd[0]).__name__} {str(odd[0])[:40]!r}, expected text",
-            hint=f"The {what} themselves can't stand in the table"
-            + ("; a data set that holds them is of kind hf." if what == "images" else "."),
+            hint=f"The {what} themselves can't stand in the table; a data set that holds them is of kind hf.",
         )
     with refused(
         f"{where}: a path can't be looked up", f"Paths of {what} are expected.", OSError, ValueError

@@ -1,9 +1,12 @@
-"""Files of sounds: waveforms, or features that were made of them."""
+"""Sounds in files and in data sets: waveforms, or features that were made of them."""
 
 from __future__ import annotations
 
+import io
 import wave
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -19,19 +22,51 @@ _MOST = 1 << 27
 """Numbers of one sound; two hours at sixteen thousand a second."""
 
 
+_HINT = (
+    "Expected a .npy of a waveform [t] or of features [bands, frames], or a .wav with plain samples (PCM)."
+)
+_CELL_HINT = (
+    'Expected a WAV file with plain samples (PCM), or numbers: {"array": [t], "sampling_rate": RATE}. What is packed '
+    "otherwise (FLAC, MP3) is not unpacked: write it anew, as numbers, with `dataset.map`."
+)
+
+
 def read_sound(file: Path) -> Sound:
     """The sound in a `.npy` or `.wav` file; channels become their mean, whole numbers lie within -1 and 1.
 
     Raises:
         DataError: it is no such file, or holds neither a waveform [t] nor features [bands, frames].
     """
-    hint = "Expected a .npy of a waveform [t] or of features [bands, frames], or a .wav with plain samples (PCM)."
     with refused(f"{file}: can't be read", PATHS_HINT, OSError):
         plain_file(file)
-    with refused(f"{file}: no sound", hint, ValueError, EOFError, wave.Error, KeyError):
-        values, rate = _wav(file) if file.suffix.lower() == ".wav" else (_npy(file), None)
+    is_wav = file.suffix.lower() == ".wav"
+    return _checked(lambda: _wav(str(file)) if is_wav else (_npy(file), None), str(file), _HINT)
+
+
+def sound_in(cell: Any, where: str) -> Sound:
+    """The sound that a cell of a data set holds: the bytes of a WAV file, or numbers, with their rate or without.
+
+    Raises:
+        DataError: it holds neither a waveform [t] nor features [bands, frames].
+    """
+
+    def read() -> tuple[np.ndarray, int | None]:
+        if isinstance(cell, bytes):
+            return _wav(io.BytesIO(cell))
+        values, rate = (cell["array"], cell["sampling_rate"]) if isinstance(cell, Mapping) else (cell, None)
+        array = np.asarray(values)
+        if array.dtype.kind != "f":  # of whole ones nothing says how large they may be
+            raise ValueError(f"its numbers are {array.dtype}; expected floats within -1 and 1")
+        return _as_floats(array), None if rate is None else int(rate)
+
+    return _checked(read, where, _CELL_HINT)
+
+
+def _checked(read: Callable[[], tuple[np.ndarray, int | None]], where: str, hint: str) -> Sound:
+    with refused(f"{where}: no sound", hint, ValueError, EOFError, wave.Error, LookupError, TypeError):
+        values, rate = read()
     if not values.size or values.ndim not in (1, 2) or not np.isfinite(values).all():
-        raise DataError(f"{file}: numbers of shape {list(values.shape)}, empty or not finite", hint=hint)
+        raise DataError(f"{where}: numbers of shape {list(values.shape)}, empty or not finite", hint=hint)
     return Sound(values, rate)
 
 
@@ -43,8 +78,8 @@ def _npy(file: Path) -> np.ndarray:
     return _as_floats(values)
 
 
-def _wav(file: Path) -> tuple[np.ndarray, int]:
-    with wave.open(str(file), "rb") as sound:
+def _wav(file: str | BinaryIO) -> tuple[np.ndarray, int]:
+    with wave.open(file, "rb") as sound:
         content = sound.readframes(sound.getnframes())
         channels, rate = sound.getnchannels(), sound.getframerate()
         values = np.frombuffer(content, dtype=_WIDTHS[sound.getsampwidth()])

@@ -141,6 +141,12 @@ def module_of(module: nn.Module, chain: LayerChain, boundary: int, site: str = "
             "own model there",
             hint="Choose a method that attaches behind the head, or one that changes weights.",
         )
+    if not layer.is_returned and not site:
+        raise IncompatibleModelsError(
+            f"what leaves {layer.path} is not what that module returns, so nothing can be attached to the library's "
+            "own model there",
+            hint="Choose a method that attaches behind the head, or one that changes weights.",
+        )
     parent = f"{layer.path}.{site}".rpartition(".")[0]
     if site and isinstance(module.get_submodule(parent), nn.MultiheadAttention):
         return parent

@@ -351,7 +351,9 @@ class NormSums:
         for place, moments in zip(places, self._tasks, strict=True):
             table[place] = torch.stack([value.expand(table.shape[-1]) for value in vars(moments).values()])
         team.sum([table], to=to)
-        values = ([*rows[:-1], rows[-1, 0]] for rows in table)
+        values = (
+            [*rows[:-1], rows[-1, 0]] for rows in table if rows[-1, 0] > 0
+        )  # what sees nothing has none
         self._tasks = [NormMoments(**dict(zip(names, row, strict=True))) for row in values]
 
     def problem(self, merged: Parameters, base: Parameters | None) -> NormProblem:

@@ -275,6 +275,12 @@ class ModelPool:
                 state[layer.stream] = attached[layer.index](state[layer.stream])
         return states
 
+    def require_attachable(self, boundaries: Iterable[int]) -> None:
+        """Refuse boundaries behind blocks at which the library's own module can't be given other features."""
+        for boundary in boundaries:
+            if self.chain.layers[boundary - 1].role == "block":
+                module_of(self._skeleton, self.chain, boundary)
+
     def _weights_of(self, model: str) -> AbstractContextManager[None]:
         """While this is open, the module that lends its forward pass computes with the model's weights."""
         if model in self._modules:

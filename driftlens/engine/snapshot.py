@@ -34,6 +34,7 @@ from driftlens.engine.calibrating import (
     solved_by_all,
 )
 from driftlens.engine.layer_sums import LayerSums
+from driftlens.engine.pool import LayerMap
 from driftlens.engine.problems import (
     CalibratedLayer,
     InputSums,
@@ -141,6 +142,8 @@ class SnapshotWalk(CalibrationWalk):
     sums: dict[str, dict[Hashable, LayerSums]] = field(default_factory=dict, init=False)
     kept: dict[Hashable, dict[Hashable, InputSums]] = field(default_factory=dict, init=False)
     router: Site | None = field(default=None, init=False)
+    seen: list[str] = field(default_factory=list, init=False)
+    """Tasks of this process of which the layer at hand sees anything."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -211,6 +214,7 @@ class SnapshotWalk(CalibrationWalk):
 
     def _sum_up(self, layer: Layer, merged: Parameters, *, needs_output: bool) -> None:
         """Take the experts through the layer, and add what their sites see to the sums of every branch."""
+        self.seen = []
         for task in self.parts:
             self._sum_up_task(layer, merged, task, needs_output=needs_output)
         self.passage.check()
@@ -220,7 +224,7 @@ class SnapshotWalk(CalibrationWalk):
         every = [sums for by_key in self.sums.values() for sums in by_key.values()]
         inputs = {site for sums in every for site in sums.expert_inputs}
         outputs = {site for sums in every for site in sums.expert_outputs}
-        entered, seen = State(), SiteRows(SideInputs())
+        entered, seen, sees = State(), SiteRows(SideInputs()), False
 
         def heard(state: State, side: SideInputs) -> State:
             nonlocal entered, seen
@@ -231,6 +235,10 @@ class SnapshotWalk(CalibrationWalk):
         for part in range(len(self.parts[task])):
             crossing = self.passage.crossing(layer, task, part, waits=True)
             for batch in crossing:
+                if not layer.sees(batch.side):
+                    crossing.take(batch, EXPERT, LayerMap(layer, expert), named=in_words(EXPERT))
+                    continue
+                sees = True
                 with self.shared(range(len(self.lanes))):
                     if needs_output:
                         crossing.take(batch, EXPERT, heard, named=in_words(EXPERT))
@@ -241,6 +249,9 @@ class SnapshotWalk(CalibrationWalk):
                         if any(lane.calibrator.inputs == "expert" for lane in self.calibrations):
                             batch.put(_ENTERED, entered)
                 self._add(layer, batch, part, merged, expert, entered, seen, task)
+        if not sees:
+            return
+        self.seen.append(task)
         ranks = self.divided.get(task, [self.team.rank])
         for sums in every:
             sums.bring(self.team, ranks)
@@ -287,7 +298,7 @@ class SnapshotWalk(CalibrationWalk):
         ]
         owners = self.team.balanced([part.cost(merged) for *_, part in jobs])
         rank = self.team.rank
-        held = [task for task in self.parts if self.divided.get(task, [rank])[0] == rank]
+        held = [task for task in self.seen if self.divided.get(task, [rank])[0] == rank]
         places = [list(self.tasks).index(task) for task in held]
         problems: dict[tuple[str, Hashable], list[Problem]] = {}
         order: dict[tuple[str, Hashable], list[str]] = {}

@@ -216,13 +216,13 @@ class ExpertGradients:
         for layer in reversed(layers):
             parameters = self.passage.pool.parameters(expert_of(task), layer)
             entered = start if layer is layers[0] else _recorded(layer.index - 1)
-            groups = self.chosen.get(layer.index, ())
+            groups = self._groups(layer, task)
             counts: list[list[Tensor]] = [[] for _ in groups]
             energies: list[list[Tensor]] = [[] for _ in groups]
             metrics = [torch.zeros(()) for _ in groups]
             for batch in self.passage.batches(layer, task, tell=partial(self.on_step, layer.index, task)):
                 side = batch.side.along(Routes()) if layer.num_experts else batch.side
-                seen = self._back(layer, parameters, batch, side, entered, draws(batch))
+                seen = self._back(layer, groups, parameters, batch, side, entered, draws(batch))
                 for at, group in enumerate(groups):
                     y, gradients = seen[at]
                     state = batch.get(entered)
@@ -243,6 +243,11 @@ class ExpertGradients:
                 batch.drop(f"back-{number}")
         return weighable
 
+    def _groups(self, layer: Layer, task: str) -> Sequence[Group]:
+        """The chosen groups of a layer that sees anything of a task."""
+        sees = all(layer.sees(batch.side) for batch in self.passage.waiting[task, 0])
+        return self.chosen.get(layer.index, ()) if sees else ()
+
     def _record(self, task: str, layers: Sequence[Layer], start: str) -> None:
         """Take the expert through the layers, and let what is at every boundary wait for the way back."""
         on_step = partial(self.on_step, layers[-1].index, task)
@@ -257,6 +262,7 @@ class ExpertGradients:
     def _back(
         self,
         layer: Layer,
+        groups: Sequence[Group],
         parameters: Parameters,
         batch: WaitingBatch,
         side: SideInputs,
@@ -264,7 +270,6 @@ class ExpertGradients:
         draw: Callable[[int], Tensor],
     ) -> list[tuple[Tensor, list[Tensor]]]:
         """Output and gradients of every group; the gradients at the boundary before take the place of those behind."""
-        groups = self.chosen.get(layer.index, ())
         wanted = {site.name for group in groups for site in group.sites}
         outputs: dict[str, Tensor] = {}
 

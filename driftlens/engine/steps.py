@@ -34,6 +34,7 @@ from driftlens.engine.calibrating import (
     in_words,
     router_of,
 )
+from driftlens.engine.pool import LayerMap
 from driftlens.engine.problems import CalibratedLayer, SiteReport, SiteUpdate, StepProblem
 from driftlens.engine.routers import RouterRepair, keep_routes, require_trained
 from driftlens.engine.sites import ENTERED, added_to, require_rule, rows_and_output, stacked
@@ -305,15 +306,21 @@ class StepWalk(CalibrationWalk):
     ) -> tuple[str, dict[str, str]] | None:
         """Take the experts through the layer, and let wait what their sites give.
 
-        Its value is the first task of this process, and to what sites add their outputs there; None without tasks.
+        Its value is the first task of this process that the layer sees, and to what sites add their outputs there; None
+        without such tasks.
         """
-        groups, streams = self.groups[layer.index], None
+        groups, streams, first = self.groups[layer.index], None, ""
         names = [site.name for group in groups for site in group.sites]
         for task in self.parts:
             expert = self.expert(layer, task)
             counts: list[list[Tensor]] = [[] for _ in groups]
             crossing = self.passage.crossing(layer, task, waits=True)
+            sees = False
             for batch in crossing:
+                if not layer.sees(batch.side):
+                    crossing.take(batch, EXPERT, LayerMap(layer, expert), named=in_words(EXPERT))
+                    continue
+                sees = True
                 if streams is None:
                     repairs = self.calibrator.residual > 0
                     state = batch.get(TRUNK)
@@ -325,10 +332,11 @@ class StepWalk(CalibrationWalk):
                     crossing.take(batch, EXPERT, hear, named=in_words(EXPERT))
                 else:
                     hear(batch.get(EXPERT), batch.side)
-            if self.calibrator.weights == "uniform":
+            first = first or (task if sees else "")
+            if self.calibrator.weights == "uniform" and sees:
                 self.seen[task] = {(layer.index, at): Weighable(rows) for at, rows in enumerate(counts)}
         self.passage.check()
-        return next(((task, streams or {}) for task in self.parts), None)
+        return (first, streams or {}) if first else None
 
     def _hear(
         self,
@@ -380,10 +388,10 @@ class StepWalk(CalibrationWalk):
         # Products of float32 rows are no better than float32, and few of them are summed up.
         folds = [JointSums(lend(dtype=merged_map.dtype), outputs) for _ in range(self.calibrator.num_folds)]
         product, task_gram = lend(dtype=merged_map.dtype), lend(dtype=merged_map.dtype)
-        weights = {task: by_key[layer.index, at] for task, by_key in self.weighted.items()}
-        energy = sum(self.energies[task][layer.index, at] for task in self.tasks if self.energies) / len(
-            self.tasks
-        )
+        key = layer.index, at
+        weights = {task: by_key[key] for task, by_key in self.weighted.items() if key in by_key}
+        known = [of[key] for task in self.tasks if key in (of := self.energies.get(task, {}))]
+        energy = sum(known) / max(1, len(known))
         sums = _Sums(folds, {}, {}, {}, [0] * len(folds))
         pending: list[_Rows] = [[] for _ in folds]
         for task, weighted in weights.items():
@@ -436,13 +444,13 @@ class StepWalk(CalibrationWalk):
         sizes = {task: pair for by_task in by_rank for task, pair in by_task.items()}
         sums.num_rows = [sum(rows) for rows in zip(*self.team.gather(sums.num_rows), strict=True)]
         like = _affine(merged, group)
-        sums.norms = {task: like.new_tensor(sizes[task][0]) for task in self.tasks}
-        sums.factors = {task: sizes[task][1] for task in self.tasks}
+        sums.norms = {task: like.new_tensor(size) for task, (size, _) in sizes.items()}
+        sums.factors = {task: factor for task, (_, factor) in sizes.items()}
         for fold in sums.folds:
             self.team.sum(fold.tensors, to=to)
         dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
         outputs, inputs = like.shape
-        for task in self.tasks if self.calibrator.mu else ():
+        for task in sorted(sizes) if self.calibrator.mu else ():
             metric, task_sums = sums.tasks.get(task) or (
                 torch.zeros(outputs, outputs, dtype=dtype, device=device_of(dtype, like.device)),
                 JointSums(self.grams.lend(inputs, dtype, like.device), outputs),

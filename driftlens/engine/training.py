@@ -130,7 +130,7 @@ class FrozenWalk:
         for layer_map in self.maps:
             layer = layer_map.layer
             names = {site.name for site in layer.sites if site.kind == "linear"}
-            if layer.role == "block" and names:  # the norm behind T5's encoder is a block without
+            if layer.role == "block" and names and layer.sees(side):  # the norm behind T5's encoder has none
                 sums = added_to(layer, layer_map.parameters, state, side, names)
                 site = next((name for name, stream in sums.items() if not stream), None)
                 if site is None:
@@ -227,7 +227,7 @@ def frozen_walk(
             state = crossing.take(batch, EXPERT, layer_map, named="the expert model")
             if layer.index == max(targets):
                 batch.drop(EXPERT)
-            if layer.index in targets:
+            if layer.index in targets and layer.sees(batch.side):
                 features = state[layer.stream]
                 _require_tokens(layer, features)
                 mask = batch.side.mask(layer.stream)
@@ -318,7 +318,9 @@ class Trainer(Method, ABC):
 
 
 class AttachmentTrainer(Trainer):
-    """Learns what is attached for every task, from the samples of that task alone."""
+    """Learns what is attached for every task, from the samples of that task alone; `in_sites` to outputs of sites."""
+
+    in_sites: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -333,10 +335,12 @@ class AttachmentTrainer(Trainer):
 
     def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
         """See `Trainer`; every task is learnt by one process. A later boundary has passed what was attached before."""
-        team = ground.team
+        team, boundaries = ground.team, self.boundaries(len(ground.pool.chain.layers))
+        if not self.in_sites:
+            ground.pool.require_attachable(boundaries)
         owners = team.owners(ground.tasks)
         tasks = [task for task in ground.tasks if owners[task] == team.rank]
-        steps = _Steps(ground, len(tasks) * len(self.boundaries(len(ground.pool.chain.layers))))
+        steps = _Steps(ground, len(tasks) * len(boundaries))
         learnt: dict[tuple[str, int], Attachment] = {}
 
         def learn() -> Iterator[CalibratedLayer]:
@@ -408,7 +412,8 @@ class LayerTrainer(AttachmentTrainer):
 
         def visit(layer: Layer) -> Iterator[tuple[int, Attachment]]:
             take(layer)
-            if layer.index in wanted:
+            sides = [batch.side for batch in passage.waiting[task, 0]]
+            if layer.index in wanted and all(map(layer.sees, sides)):
                 features = gathered(passage.waiting[task, 0], layer, task)
                 with torch.enable_grad():
                     attachment = self.train(features, course(layer.index))

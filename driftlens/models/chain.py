@@ -273,6 +273,8 @@ class Layer:
         is_residual: whether the layer is h + g(h), so that its input and output drift can be subtracted.
         no_sites: parameters that belong to no site -> their module, and what that is, `kind: why`; for messages.
         router: of a mixture of experts, as a site that is solved by itself; none where there is no one linear map.
+        is_returned: whether its module returns what leaves it, where nothing is done to that before the next one.
+        needs: the side input without which its sites see nothing of a batch, such as the places of images.
     """
 
     index: int
@@ -286,6 +288,12 @@ class Layer:
     is_residual: bool = False
     no_sites: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     router: Site | None = None
+    is_returned: bool = True
+    needs: str = ""
+
+    def sees(self, side: SideInputs) -> bool:
+        """Whether its sites are given anything of a batch."""
+        return not self.needs or self.needs in side
 
     @property
     def all_sites(self) -> tuple[Site, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -220,7 +220,7 @@ def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess
             f"{source}: its processor is a {type(processor).__name__}; expected one of images and texts",
             hint=_PROCESSOR,
         )
-    reader = PictureReader(**_shared(texts.texts), processor=processor)
+    reader = PictureReader(**texts.texts.parts, processor=processor)
     processor.tokenizer.padding_side = "right"
     settings = {**texts.settings, "images": processor.image_processor.to_dict()}
     return Preprocess(f"transformers {type(processor).__name__}", reader, settings, texts=reader)
@@ -239,7 +239,7 @@ def hf_sound_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     assert made.texts is not None
     generation = read_config(source, "generation_config.json", offline=offline) or {}
     reader = SoundReader(
-        **_shared(made.texts),
+        **made.texts.parts,
         suppressed=tuple(generation.get("suppress_tokens") or ()),
         suppressed_first=tuple(generation.get("begin_suppress_tokens") or ()),
         extractor=extractor,
@@ -264,11 +264,6 @@ def _processor(kind: str, source: str, offline: bool) -> Any:
             f"{source}: its processor can't be read ({type(error).__name__}: {str(error).splitlines()[0]})",
             hint=_PROCESSOR,
         ) from error
-
-
-def _shared(reader: TextReader) -> dict[str, Any]:
-    """What a reader of more than texts has of one of texts."""
-    return {part.name: getattr(reader, part.name) for part in fields(reader)}
 
 
 def text_preprocess(

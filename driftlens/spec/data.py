@@ -251,7 +251,7 @@ class TextEntry(Entry):
 
     @property
     def sounds(self) -> str | None:
-        """The column of the paths of sounds, of which the answers say what is said in them; None without."""
+        """The column of sounds or of their paths, of which the answers say what is said in them; None without."""
         return getattr(self, "audio", None)
 
     @model_validator(mode="after")
@@ -300,7 +300,7 @@ class TextEntry(Entry):
 
 _OF_SOUNDS = (
     *(*Entry.model_fields, "calibration", "test", "diagnosis", "file", "split", "encoding", "separator"),
-    *("audio", "target", "max_length", "decoder_inputs"),
+    *("path", "revision", "config", "audio", "target", "max_length", "decoder_inputs"),
 )
 """What an entry of sounds may say."""
 
@@ -355,7 +355,7 @@ class HfData(TextEntry):
     """A data set in the Hugging Face `datasets` format: a folder written by `save_to_disk`, or a Hub id.
 
     Rows are images, in the column `image` if left out, or with `input` or `prompt` texts; `image` is then the column of
-    the images that these are about.
+    the images that these are about. `audio` is the column of sounds, whose words are the `target`.
     """
 
     kind: Literal["hf"]
@@ -366,6 +366,7 @@ class HfData(TextEntry):
     test: Text
     diagnosis: Text | None = None
     image: Text | None = None
+    audio: Text | None = None
     label: Text | None = "label"
 
     @property

@@ -166,8 +166,23 @@ def test_a_tower_that_keeps_features_in_space_is_refused_by_name() -> None:
         taken_apart(model_of(IN_SPACE), batch)
 
 
-def test_a_batch_without_images_is_refused() -> None:
-    module, batch = whole_of("LLaVA"), batch_of("LLaVA", torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("LLaVA"),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("Gemma 4 with images", "Qwen3-VL")),
+    ],
+)
+def test_of_texts_alone_the_tower_passes_nothing_on(name: str) -> None:
+    module, batch = whole_of(name), batch_of(name, torch.Generator().manual_seed(0))
     chain = taken_apart(module, batch)
-    with pytest.raises(DataError, match="no images"):
-        chain.start({name: batch[name] for name in ("input_ids", "attention_mask")})
+    words = {"input_ids": batch["input_ids"] % IMAGE_TOKEN, "attention_mask": batch["attention_mask"]}
+    states = walked(chain, module, words)
+    assert largest_error(states[-1:], chain.library_states(module, words)[-1:]) < 1e-12
+    assert [state.keys() for state in states] == [
+        state.keys() for state in chain.library_states(module, words)
+    ]
+    for layer, state in zip(chain.layers, states, strict=True):
+        assert (layer.stream == "vision") == ("vision" in state and not state["vision"].numel())
+    with refusing(DataError, "no input_ids", code=4):
+        chain.start({"pixel_values": batch["pixel_values"]})

@@ -10,6 +10,7 @@ import wave
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pandas as pd
 import pytest
@@ -312,6 +313,86 @@ def test_what_is_no_entry_of_sounds_is_refused(
 ) -> None:
     spec["data"]["a"] |= change
     with refusing(error, words):
+        dl.analyze(spec, out=tmp_path / "run", progress="none")
+    assert not (tmp_path / "run").exists()
+
+
+BYTES = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+
+
+def in_a_data_set(folder: Path, spec: dict[str, Any], place: Path, cell: Any, feature: Any) -> None:
+    """The sounds of every third row as cells of a data set, in the place of the files.
+
+    Bytes are written as a plain column and called `datasets.Audio` afterwards, which would ask for an encoder.
+    """
+    kinds, splits = datasets.Features({"heard": feature, "text": datasets.Value("string")}), {}
+    for split in ("train", "test"):
+        rows = [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
+        cells = [{"heard": cell(folder / row["file"]), "text": row["text"]} for row in rows]
+        kept = [row for row in cells if row["heard"] is not None]
+        splits[split] = datasets.Dataset.from_list(kept, features=kinds)
+    datasets.DatasetDict(splits).save_to_disk(str(place))
+    for info in place.glob("*/dataset_info.json") if feature == BYTES else ():
+        stated = json.loads(info.read_text())
+        stated["features"]["heard"] = {"_type": "Audio"}
+        info.write_text(json.dumps(stated))
+    entry = {"kind": "hf", "path": str(place), "calibration": "train", "test": "test", "audio": "heard"}
+    spec["data"] = {"a": entry | {"target": "text"}, "defaults": {"n": 3, "n_diagnosis": 3, "batch_size": 2}}
+
+
+def as_cell(form: str, file: Path) -> Any:
+    """A file's content as a data set holds it; None where this form is another file's."""
+    if form == "bytes":
+        return {"bytes": file.read_bytes(), "path": None} if file.suffix == ".wav" else None
+    array = None if file.suffix == ".wav" else np.load(file)
+    if array is None or (array.ndim == 2) != (form == "features"):
+        return None
+    return array.tolist() if form == "features" else {"array": array.tolist(), "sampling_rate": RATE}
+
+
+@pytest.mark.parametrize("form", ["bytes", "numbers", "features"])
+def test_cells_of_a_data_set_are_heard_as_files_are(
+    form: str, folder: Path, spec: dict[str, Any], tmp_path: Path
+) -> None:
+    """WAV files in `datasets.Audio`, waveforms with their rate, features: without the library's decoders."""
+    number = datasets.Value("float32")
+    feature = {
+        "bytes": BYTES,
+        "numbers": {"array": datasets.List(number), "sampling_rate": datasets.Value("int32")},
+        "features": datasets.List(datasets.List(number)),
+    }[form]
+    in_a_data_set(folder, spec, tmp_path / "data", functools.partial(as_cell, form), feature)
+    study, _ = open_study(load_spec(spec))
+    test = study.tasks["a"].test
+    assert test is not None and len(test) == NUM // 3
+    rows = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
+    files = [row["file"] for row in rows if as_cell(form, folder / row["file"]) is not None]
+    wanted = {row["file"]: row["text"] for row in rows}
+    heard = test.load(range(len(test)))["input_features"]
+    for at, file in enumerate(files):
+        assert test.text(at).target == wanted[file]
+        torch.testing.assert_close(heard[at], features_of(folder / file)[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        pytest.param({"bytes": b"fLaC" + b"\0" * 60, "path": "a.flac"}, "row 0: no sound", id="packed"),
+        pytest.param({"bytes": None, "path": "/etc/hostname"}, "leads out of the data set", id="elsewhere"),
+        pytest.param({"bytes": wav(8000), "path": None}, "8000 samples a second", id="rate"),
+        pytest.param([1, 2, 3], "its numbers are int64", id="whole numbers"),
+        pytest.param([[0.1, 0.2], [0.1]], "row 0: no sound", id="ragged"),
+    ],
+)
+def test_cells_that_cant_be_heard_are_refused(
+    cell: Any, words: str, folder: Path, spec: dict[str, Any], tmp_path: Path
+) -> None:
+    kind = "int64" if cell == [1, 2, 3] else "float32"
+    value = datasets.Value(kind)
+    feature = datasets.List(datasets.List(value) if isinstance(cell, list) and kind == "float32" else value)
+    feature = BYTES if isinstance(cell, dict) else feature
+    in_a_data_set(folder, spec, tmp_path / "data", lambda _: cell, feature)
+    with refusing(DataError, words):
         dl.analyze(spec, out=tmp_path / "run", progress="none")
     assert not (tmp_path / "run").exists()
 

@@ -50,6 +50,7 @@ from driftlens.models.heads import (
     text_head,
 )
 from driftlens.models.language.generation import generate
+from driftlens.models.language.pictures import PictureReader
 from driftlens.models.language.tokenizer_files import require_same_tokenizer
 from driftlens.models.language.vocabularies import (
     own_head,
@@ -448,6 +449,13 @@ def _notices(
                 f"{task}: the answers of two classes begin with the same token, so scores are of the next token and "
                 "answers are chosen by their likelihood"
             )
+    texts = {task: opened.test.texts for task, opened in data.items()}
+    sees = {task for task, of in texts.items() if of is not None and isinstance(of.reader, PictureReader)}
+    if sees and (blind := sorted(data.keys() - sees)):
+        yield (
+            f"{', '.join(blind)}: samples are texts, of which the vision tower saw nothing: there is no drift in it, and "
+            f"it is calibrated, with what projects its features, from {', '.join(sorted(sees))} alone"
+        )
     yield from (*head_notices(models), *dtype_notices(models))
     yield from unequal_counts({task: len(opened.calibration) for task, opened in data.items()}, "calibration")
     yield from unequal_counts({task: len(opened.diagnosis) for task, opened in data.items()}, "diagnosis")
@@ -462,13 +470,16 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
     if named is None and architecture is not None and architecture.ends_in_classes:
         named = named_by_expert(spec, task, head or LinearHead(linear="own"))
     preprocess = None if architecture is None else architecture.preprocess
+    reader = None if preprocess is None else preprocess.texts
+    if isinstance(reader, PictureReader) and getattr(entry, "pictures", None) is None:
+        reader = reader.of_words
     return open_task_data(
         task,
         entry,
         spec.data.defaults,
         preprocess or list,
         reads=None if architecture is None else architecture.chain.modality.name,
-        reader=None if preprocess is None else preprocess.texts,
+        reader=reader,
         head_classes=named,
         is_paired=architecture is not None and _reads_pairs(spec, task, architecture),
         access=access,

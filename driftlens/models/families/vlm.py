@@ -30,6 +30,7 @@ from driftlens.models.families.hf_auto import (
 )
 from driftlens.models.families.sequential import block_list
 from driftlens.models.families.vlm_chain import sighted_chain, tower_list
+from driftlens.models.language.pictures import WordReader
 from driftlens.models.preprocessing import Preprocess, hf_picture_preprocess, hf_text_preprocess
 from driftlens.models.saving import FolderFormat
 
@@ -119,7 +120,10 @@ def _preprocess(request: ArchitectureRequest, config: Any) -> Preprocess | None:
     if request.pictured:
         return hf_picture_preprocess(request.source, config, request.access.offline)
     texts = hf_text_preprocess(request.source, config, request.access.offline, "decoder")
-    return replace(texts, notice=" ".join(filter(None, (texts.notice, _BLIND))))
+    assert texts.texts is not None
+    reader = WordReader(**texts.texts.parts)
+    notice = " ".join(filter(None, (texts.notice, _BLIND)))
+    return replace(texts, transform=reader, texts=reader, notice=notice)
 
 
 def decoder_path(whole: Any) -> str:

@@ -6,12 +6,14 @@ tower's blocks is read later too (features of several blocks, deepstack's) stays
 projector is a layer: all that happens between the last block of the tower and the first of the decoder, where image
 features take the place of image tokens in `hidden` [n, t, d]. Deepstack's features depend on weights, so that they are
 states, too: `deepstack_<block>` [n, t, d] waits for what leaves that block of the decoder, and is added to it.
+
+Of a batch of texts alone `vision` has no tokens, [n, 0, d]: the tower passes it on and the decoder begins with texts.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +26,7 @@ from driftlens.models.chain import TEXT, Layer, LayerChain, Parameters, SideInpu
 from driftlens.models.families.causal import not_causal
 from driftlens.models.families.sequential import Watch, among, block_list
 from driftlens.models.frames import Inputs, frame_at, inputs_in, padding_mask, raw_inputs
-from driftlens.models.language.pictures import ROWS, as_the_library
+from driftlens.models.language.pictures import as_the_library
 from driftlens.models.taking_apart import carried
 from driftlens.models.taking_apart.dissection import Dissection, forward_pass, own_weights, run
 from driftlens.models.taking_apart.interception import (
@@ -87,28 +89,35 @@ class Sighted(Dissection):
         self.count, self.blind, self.tower = len(towers), blind, tower
         self.decoder, self.image_token = whole.get_decoder(), int(whole.config.image_token_id)
         self.kept: tuple[int, ...] = ()
+        self.width = 1
 
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
         """See `Dissection.start`; pixels are side inputs, as they come image by image and not sample by sample."""
-        batch = _require_pictured(inputs)
-        _, side = super().start(as_the_library(batch))
-        return {}, replace(side, tensors={**side.tensors, **self._places(batch)})
+        if not is_pictured(inputs):
+            state, side = self.blind.start(inputs)
+            unseen = torch.zeros(len(inputs["input_ids"]), 0, dtype=torch.bool)
+            tensors = {**side.tensors, "vision_mask": unseen.to(inputs["input_ids"].device)}
+            frames: Any = (*[None] * self.count, *side.frames)
+            return state, replace(side, tensors=tensors, frames=frames)
+        _, side = super().start(as_the_library(inputs))
+        return {}, replace(side, tensors={**side.tensors, **self._places(inputs)})
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
         """See `Dissection.library_states`."""
-        batch = _require_pictured(inputs)
-        named, places = raw_inputs(as_the_library(batch)), self._places(batch)
+        sees, named = is_pictured(inputs), raw_inputs(as_the_library(inputs))
+        side = SideInputs(self._places(inputs) if sees else {})
         past, mask = module.get_submodule(self.final), padding_mask(named, None)
-        blocks = [module.get_submodule(path) for path in self.paths if self.carries]
+        blocks = [module.get_submodule(path) for path in self.paths[self.count :] if self.carries]
         with _given(module.get_decoder()) as given, carried.watched(blocks, mask) as entered:  # type: ignore[operator]
             recording = self._observed(module, named, keep=True, past=past)
         tower, decoder = recording.features[: self.count + 1], recording.features[self.count + 1 :]
-        side = SideInputs(places)
+        entered = [*[{}] * self.count, *entered]
         states: list[State] = []
         for boundary, native in enumerate(tower):
+            vision = _by_sample(native, side) if sees else native
             kept = {name: value for name, value in (states[-1] if states else {}).items() if name != "vision"}
-            kept |= {f"vision_{boundary - 1}": _by_sample(native, side)} if boundary - 1 in self.kept else {}
-            states.append({**kept, "vision": _by_sample(native, side)})
+            kept |= {f"vision_{boundary - 1}": vision} if sees and boundary - 1 in self.kept else {}
+            states.append({**kept, "vision": vision})
         deep = _deepstack(given)
         for boundary, hidden in enumerate(decoder):
             if boundary:
@@ -119,10 +128,16 @@ class Sighted(Dissection):
 
     def require_shared(self, models: Any, inputs: Any) -> None:
         """See `Dissection.require_shared`."""
-        super().require_shared(models, as_the_library(_require_pictured(inputs)))
+        if is_pictured(inputs):
+            super().require_shared(models, as_the_library(inputs))
+        elif self.blind.require_shared is not None:
+            self.blind.require_shared(models, inputs)
 
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """What reaches the first block of the tower."""
+        if _AT_IMAGES not in side:
+            like = next(iter(parameters.values()))
+            return {"vision": like.new_zeros(len(side["vision_mask"]), 0, self.width)}
         args, kwargs = inputs_in(side).arguments({})
         native = run_until(self.blocks[0], lambda: call(self.module, parameters, args, kwargs))
         return {"vision": _by_sample(native, side)}
@@ -137,6 +152,8 @@ class Sighted(Dissection):
         tap: Tap | None = None,
     ) -> State:
         """What leaves a block of the tower; sites hear of samples' tokens, however the block has them."""
+        if _AT_IMAGES not in side:
+            return state
         shape = (-1, *frame_at(side, position).entered)
         bare = replace(side, tensors={key: x for key, x in side.tensors.items() if key != "hidden_mask"})
         given = {"hidden": _packed(state["vision"], side).reshape(shape)}
@@ -161,18 +178,20 @@ class Sighted(Dissection):
 
         Sites hear of image features as the decoder has them, [n, t, k], with zeros where a token is none.
         """
+        weights = {slots[name].key: value for name, value in parameters.items()}
+        if _AT_IMAGES not in side:
+            return self._projected(weights, (), side)
         mask = side[_AT_IMAGES]
         heard = None if tap is None else _rearranged(tap, partial(_at_images, mask), lambda x: x[mask])
-        weights = {slots[name].key: value for name, value in parameters.items()}
         with tapped(self.module.get_submodule(path), sites, heard):
             return self._projected(weights, self._tower_outputs(state, side), side)
 
     def _projected(self, parameters: Parameters, outputs: Sequence[Any], side: SideInputs) -> State:
-        """See `projector`, where blocks of the tower return `outputs`."""
+        """See `projector`, where blocks of the tower return `outputs`; none of them runs on texts alone."""
         args, kwargs = inputs_in(side).arguments({})
         bypassed = [
             (block, lambda *_, output=output, **__: output)
-            for block, output in zip(self.blocks[: self.count], outputs, strict=True)
+            for block, output in zip(self.blocks[: self.count], outputs, strict=bool(outputs))
         ]
         with replaced_forwards(bypassed), _given(self.decoder) as given:
             state = self._reaching(self.count, partial(call, self.module, parameters, args, kwargs), side)
@@ -209,9 +228,12 @@ class Sighted(Dissection):
         with torch.no_grad():
             with Watch() as before:
                 state = self.stem(outer, state, side)
+            self.width = state["vision"].shape[-1]
             outputs = self._tower_outputs(state, side)
             with Watch() as between:
                 state = self._projected(outer, outputs, side)
+        deep = [int(name.rpartition("_")[2]) for name in state if name.startswith("deepstack_")]
+        added = [self.count + number for number in deep]
         read = [id(output if isinstance(output, Tensor) else output[0]) in between.seen for output in outputs]
         self.kept = tuple(position for position in range(self.count - 1) if read[position])
         blocks = list[tuple[Site, ...]]()
@@ -221,12 +243,20 @@ class Sighted(Dissection):
         stem = [name for name in outer if name in among(outer, before)]
         projected = [name for name in outer if name in among(outer, between)]
         projector = self._projector(stem, projected, partial(self._projected, outer, outputs, side), side)
-        return self._layers(blocks, stem, projector, side)
+        return self._layers(blocks, stem, projector, added, side)
 
     def _layers(
-        self, blocks: list[tuple[Site, ...]], stem: list[str], projector: Layer, side: SideInputs
+        self,
+        blocks: list[tuple[Site, ...]],
+        stem: list[str],
+        projector: Layer,
+        added: Collection[int],
+        side: SideInputs,
     ) -> tuple[Layer, ...]:
-        """See `traced`, given the sites of all blocks, the weights before the tower and the layer behind it."""
+        """See `traced`, given the sites of all blocks, the weights before the tower and the layer behind it.
+
+        Behind the blocks in the places `added` something is added to what they return.
+        """
         layers = [
             Layer(
                 1,
@@ -236,6 +266,7 @@ class Sighted(Dissection):
                 self.stem,
                 stream="vision",
                 pool="mean",
+                needs=_AT_IMAGES,
             )
         ]
         for position, sites in enumerate(blocks):
@@ -256,6 +287,8 @@ class Sighted(Dissection):
                     is_residual=frame.entered == frame.left,
                     no_sites=no_sites(self.blocks[position], self.slots[position], sites),
                     router=self.router(position),
+                    is_returned=position not in added,
+                    needs=_AT_IMAGES if is_tower else "",
                 )
             )
         head = self.blind.layers[-1]
@@ -285,7 +318,8 @@ class Sighted(Dissection):
         )
         layer_call = partial(self.projector, path, slots, sites)
         left_alone = no_sites(module, names, sites)
-        return Layer(1, "block", path, slots, layer_call, sites, pool="mean", no_sites=left_alone)
+        more: Any = {"no_sites": left_alone, "is_returned": False, "needs": _AT_IMAGES}
+        return Layer(1, "block", path, slots, layer_call, sites, pool="mean", **more)
 
     def _projector_path(self, names: list[str]) -> str:
         """Of weights behind the tower the module that the last one lies in, those of texts left out."""
@@ -335,6 +369,10 @@ class Sighted(Dissection):
         blocks = {path: module.get_submodule(path) for path in self.paths}
         tower = dict(list(blocks.items())[: self.count])
         decoder = dict(list(blocks.items())[self.count :])
+        if not is_pictured(inputs.values):
+            texts = observe(decoder, forward, keep=keep, is_added_to=True)
+            unseen = [of.new_zeros(len(of), 0, self.width) for of in texts.features[:1] * (self.count + 1)]
+            return Recording(features=[*unseen, *texts.features], output=texts.output)
         inner: list[Recording] = []
 
         def decoded() -> Any:
@@ -382,15 +420,14 @@ def row_of(batch: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
     return {name: value[row : row + 1] for name, value in batch.items()}
 
 
-def _require_pictured(inputs: Any) -> dict[str, Tensor]:
-    """A batch with images; refused where it has none."""
-    batch = dict(inputs) if isinstance(inputs, Mapping) else {}
-    if "input_ids" not in batch or not any(name.endswith(ROWS) for name in batch):
+def is_pictured(inputs: Any) -> bool:
+    """Whether a batch has images beside texts; refused where it has no texts."""
+    if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
+        held = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
         raise DataError(
-            f"a batch holds {', '.join(map(str, batch)) or type(inputs).__name__} and no images",
-            hint="Every sample of a vision-language run with images needs one: name its column as `image`.",
+            f"a batch holds {held} and no input_ids", hint="Give what the model's own processor makes."
         )
-    return batch
+    return any(name.startswith("pixel_values") for name in inputs)
 
 
 def _by_sample(native: Tensor, side: SideInputs) -> Tensor:

@@ -1,7 +1,8 @@
 """Questions about pictures, as the processor in a model's own folder makes inputs of both.
 
-Every sample has images, mostly one. Its row is what the processor makes of question and images, an answer follows as
-in rows of texts alone. The processor sees one sample at a time, so that no result depends on what else is in a batch.
+A task's samples all have images, mostly one, or none. The row of such a sample is what the processor makes of question
+and images, an answer follows as in rows of texts alone. The processor sees one sample at a time, so that no result
+depends on what else is in a batch.
 """
 
 from __future__ import annotations
@@ -21,14 +22,35 @@ ROWS = ".rows"
 
 
 @dataclass(frozen=True)
-class PictureReader(TextReader):
-    """Samples of an image and a text -> a batch of token ids and of what belongs to images.
+class WordReader(TextReader):
+    """Texts alone, of a model that reads images too: its chat template takes messages in parts.
 
     Attributes:
-        processor: the folder's own.
+        processor: the folder's own, where it was read.
     """
 
     processor: Any = None
+
+    def message(self, sample: Any) -> Any:
+        """See `TextReader`; every message has its images before its text."""
+        images = getattr(sample, "images", ())
+        return [*[{"type": "image"} for _ in images], {"type": "text", "text": sample.input}]
+
+    @property
+    def template(self) -> Any:
+        """The processor's chat template, or else its tokenizer's."""
+        stated = None if self.processor is None else self.processor.chat_template
+        return (stated.get("default") if isinstance(stated, Mapping) else stated) or super().template
+
+
+@dataclass(frozen=True)
+class PictureReader(WordReader):
+    """Samples of an image and a text -> a batch of token ids and of what belongs to images."""
+
+    @property
+    def of_words(self) -> WordReader:
+        """What reads the samples of tasks without images."""
+        return WordReader(**self.parts)
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Entries by tokens, [n, t], padded on the right, and those of images as `together` has them."""
@@ -58,16 +80,6 @@ class PictureReader(TextReader):
         asked = zip(questions, tails, strict=True)
         rows, images = zip(*(self._made(question, list(tail)) for question, tail in asked), strict=True)
         return self.left_padded(rows) | as_the_library(together(images))
-
-    def message(self, sample: Any) -> Any:
-        """See `TextReader`; every message has its images before its text."""
-        return [*[{"type": "image"} for _ in sample.images], {"type": "text", "text": sample.input}]
-
-    @property
-    def template(self) -> Any:
-        """The processor's chat template, or else its tokenizer's."""
-        stated = self.processor.chat_template
-        return (stated.get("default") if isinstance(stated, Mapping) else stated) or super().template
 
     @property
     def mark(self) -> str:

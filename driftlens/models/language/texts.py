@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -252,6 +252,11 @@ class TextReader:
     def rule(self) -> str:
         """What becomes of questions that are too long, in a few words."""
         return f"of a longer question the {'beginning' if self.form == 'decoder' else 'end'} is cut"
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a reader of more, or less, than this one's samples has of it."""
+        return {part.name: getattr(self, part.name) for part in fields(self)}
 
     @cached_property
     def digest(self) -> str:

@@ -284,9 +284,12 @@ class Dissection:
             (block, lambda hidden, *_, frame=frame, **__: frame.output(hidden))
             for block, frame in zip(self.blocks[position:], frames, strict=True)
         ]
-        with replaced_forwards(passing), carried.watched(self.blocks, mask) as entered:
+        with replaced_forwards(passing), carried.watched(self.blocks[position:], mask) as entered:
             hidden = run_until(self.blocks[-1], whole, past=True)
-        return {**carried.entering(position, entered), "hidden": self._features(position, hidden, mask)}
+        return {
+            **carried.entering(position, [*[{}] * position, *entered]),
+            "hidden": self._features(position, hidden, mask),
+        }
 
     def block(
         self,

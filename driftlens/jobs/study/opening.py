@@ -453,8 +453,8 @@ def _notices(
     sees = {task for task, of in texts.items() if of is not None and isinstance(of.reader, PictureReader)}
     if sees and (blind := sorted(data.keys() - sees)):
         yield (
-            f"{', '.join(blind)}: samples are texts, of which the vision tower saw nothing: there is no drift in it, and "
-            f"it is calibrated, with what projects its features, from {', '.join(sorted(sees))} alone"
+            f"{', '.join(blind)}: samples are texts, of which the vision tower saw nothing: there is no drift in it, "
+            f"and it is calibrated, with what projects its features, from {', '.join(sorted(sees))} alone"
         )
     yield from (*head_notices(models), *dtype_notices(models))
     yield from unequal_counts({task: len(opened.calibration) for task, opened in data.items()}, "calibration")

@@ -1,4 +1,4 @@
-"""Run every benchmark and print one line each: `python -m benchmarks [--device cuda] [name ...]`."""
+"""Run every benchmark and print one line each: `python -m benchmarks [--device auto] [name ...]`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib
 import os
 
 import torch
+
+from driftlens.base.devices import device_name, resolve_device
 
 NAMES = (
     "decomposition",
@@ -36,14 +38,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.mergekit:
         os.environ["DRIFTLENS_MERGEKIT"] = arguments.mergekit
-    device = (
-        torch.cuda.get_device_name()
-        if arguments.device == "cuda"
-        else f"{torch.get_num_threads()} CPU threads"
-    )
+    chosen = resolve_device(arguments.device)
+    device = f"{torch.get_num_threads()} CPU threads" if chosen.type == "cpu" else device_name(chosen)
     print(f"torch {torch.__version__}, {device}, float32")
     for name in arguments.names:
-        print(importlib.import_module(f"benchmarks.{name}").run(arguments.device), flush=True)
+        print(importlib.import_module(f"benchmarks.{name}").run(str(chosen)), flush=True)
 
 
 if __name__ == "__main__":

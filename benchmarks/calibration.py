@@ -28,7 +28,7 @@ from driftlens.models.chain import Layer, adapters
 BLOCKS = 12
 BATCH = 32  # the default of a spec
 ROUNDS = 2
-CASES = {"cpu": ((8, 16), (2, 64)), "cuda": ((8, 256),)}  # tasks, samples of each, features already decoded
+ON_HOST, ON_ACCELERATOR = ((8, 16), (2, 64)), ((8, 256),)  # tasks, samples of each, features already decoded
 
 
 def run(device: str) -> str:
@@ -38,7 +38,8 @@ def run(device: str) -> str:
     its rounding isn't ours.
     """
     where = torch.device(device)
-    return "\n".join(_case(tasks, samples, where) for tasks, samples in CASES[where.type])
+    cases = ON_HOST if where.type == "cpu" else ON_ACCELERATOR
+    return "\n".join(_case(tasks, samples, where) for tasks, samples in cases)
 
 
 def _case(tasks: int, samples: int, device: torch.device) -> str:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from driftlens.base.devices import synchronize
+
 BATCH = 16
 Weights = dict[str, Tensor]
 
@@ -32,9 +34,9 @@ class Clock:
 
         On a device, seconds on the wall, once it is done with what it was asked.
         """
-        if self._device.type != "cuda":
+        if self._device.type == "cpu":
             return time.process_time() / torch.get_num_threads()
-        torch.cuda.synchronize()
+        synchronize(self._device)
         return time.perf_counter()
 
     def __call__(self, run: Callable[[], Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-import torch
+from driftlens.base.devices import HOST, accelerator, synchronize
 
 
 def best_of(
@@ -17,8 +17,7 @@ def best_of(
         for name, run in candidates.items():
             started = time.perf_counter()
             run()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            synchronize(accelerator() or HOST)
             if turn:
                 best[name] = min(best[name], time.perf_counter() - started)
     return best
@@ -29,6 +28,5 @@ def seconds_of(run: Callable[[], object], times: int = 1) -> float:
     started = time.perf_counter()
     for _ in range(times):
         run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronize(accelerator() or HOST)
     return (time.perf_counter() - started) / times

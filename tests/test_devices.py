@@ -18,7 +18,7 @@ from driftlens.engine.pool import moved
 CPU = torch.device("cpu")
 SOURCES = [
     file
-    for folder in ("driftlens", "reports", "app")
+    for folder in ("driftlens", "reports", "app", "benchmarks")
     for file in sorted((Path(driftlens.__file__).parents[1] / folder).rglob("*.py"))
 ]
 ASKS = re.compile(
@@ -67,7 +67,7 @@ def test_work_begins_anew_with_half_the_batch_until_it_fits(
     fits: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[int] = []
-    told: list[int] = []
+    told: list[str] = []
     monkeypatch.setattr(
         samples.gc, "collect", lambda: 0
     )  # all that tests before this one have left takes long
@@ -80,4 +80,8 @@ def test_work_begins_anew_with_half_the_batch_until_it_fits(
     outcome = contextlib.nullcontext() if fits else pytest.raises(torch.OutOfMemoryError)
     with outcome, samples.halving_batches(8, told.append) as done:
         done(work)
-    assert tried == sizes and told == sizes[1:] and samples.fitting_batch(8) == 8
+    assert (
+        tried == sizes
+        and told == [f"batches of {size}" for size in sizes[1:]]
+        and samples.fitting_batch(8) == 8
+    )

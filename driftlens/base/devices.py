@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from driftlens.base.errors import RunError, SpecError
+from driftlens.base.team import LESS_MEMORY
 
 HOST = torch.device("cpu")
 
@@ -79,6 +81,43 @@ def has_float64(device: torch.device) -> bool:
 def device_of(dtype: torch.dtype, device: torch.device) -> torch.device:
     """Where numbers of this dtype are summed and solved: there, or on the host where the device has no float64."""
     return device if dtype != torch.float64 or has_float64(device) else HOST
+
+
+class SumsTooLarge(torch.OutOfMemoryError):
+    """Moments, or what is solved from them, have no room on their device."""
+
+
+_crowded: ContextVar[bool] = ContextVar("crowded", default=False)
+
+
+def place_of_sums(dtype: torch.dtype, device: torch.device) -> torch.device:
+    """Where moments of this dtype are kept and solved from: as `device_of`, or on the host where they had no room."""
+    return HOST if _crowded.get() else device_of(dtype, device)
+
+
+@contextmanager
+def summing() -> Iterator[None]:
+    """While this is open, memory that is used up is a `SumsTooLarge`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise SumsTooLarge(str(error)) from error
+
+
+@contextmanager
+def sums_moving() -> Iterator[Callable[[], bool]]:
+    """A function that lets sums lie on the host until this is closed; returns whether they lay elsewhere before."""
+    token = _crowded.set(_crowded.get())
+
+    def move() -> bool:
+        lay_elsewhere = not _crowded.get()
+        _crowded.set(True)
+        return lay_elsewhere
+
+    try:
+        yield move
+    finally:
+        _crowded.reset(token)
 
 
 def require_dtype(device: torch.device, dtype: torch.dtype) -> None:
@@ -171,7 +210,9 @@ def pinned(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = Non
     """
     if dtype is not None and tensor.dtype == torch.float64 and not has_float64(device):
         tensor = tensor.to(dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if has_streams(device) else tensor
+    # What is pinned already is its owner's, who may write to it again as soon as this returns.
+    is_ours = has_streams(device) and not tensor.is_pinned()
+    return tensor.pin_memory().to(device, non_blocking=True) if is_ours else tensor
 
 
 def free_cached() -> None:
@@ -189,7 +230,7 @@ def answering(device: torch.device, what: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise RunError(
             f"{device} has too little memory to {what}: {_first_line(error)}",
-            hint="Lower data.defaults.batch_size, or take `--device cpu`. Finished phases are kept: --resume goes on.",
+            hint=LESS_MEMORY,
         ) from error
     except RuntimeError as error:
         if isinstance(error, RunError) or _answers(device):

@@ -48,10 +48,17 @@ _TOLD_SECONDS = 8.0
 """How long a process that failed leaves it to the first one to say why."""
 _HEARD_SECONDS = 1.0
 """How long the first one, which said it, waits for the others to know."""
+LESS_MEMORY = (
+    "Lower data.defaults.batch_size, or take `--device cpu`. Finished phases are kept: --resume goes on."
+)
 _PAIRS = 1 << 30
 """Numbers of messages between two begin here; those that all count begin at 0."""
 _INLINE = 1 << 16
 """Bytes that go through the store; more go from process to process."""
+
+
+class MemoryElsewhere(RunError):
+    """Memory was too little in another process; all may begin anew with less, see `Team.begin_anew`."""
 
 
 class Team:
@@ -61,7 +68,8 @@ class Team:
         """`group` is a process group of torch.distributed, `store` one of its stores; neither is needed alone."""
         self.rank, self.size = rank, size
         self._group, self._store = group, _Store(store, size)
-        self._number = 0
+        self._whole_store, self._beginnings = store, 0
+        self._number = self._last_pair = 0
         self._looked = 0.0
         self._sending: list[threading.Thread] = []
         self._pairs: dict[tuple[int, int], int] = {}
@@ -188,7 +196,7 @@ class Team:
         """
         import torch
 
-        self._pairs[of, to] = number = self._pairs.get((of, to), 0) + 1
+        self._pairs[of, to] = number = self._pairs.get((of, to), self._last_pair) + 1
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
         if self.rank == of:
             self._give(flat, to, _PAIRS + number)
@@ -230,6 +238,33 @@ class Team:
     def token(self) -> CancelToken:
         """A token that a process's work polls: it also hears of the others."""
         return CancelToken() if self.size == 1 else _Heard(self)
+
+    def begin_anew(self, error: BaseException, wish: T) -> list[T]:
+        """Where memory was too little in one process: what all wish who have raised that or heard of it, by rank.
+
+        What was under way is forgotten, sums half added up too: all begin again at the same place. If something else
+        went wrong first, that is raised.
+        """
+        if self.size == 1:
+            return [wish]
+        self._post(error)
+        first = _error_of(self._store.get("failed"))
+        if not isinstance(first, MemoryElsewhere):
+            raise first
+        import torch
+
+        dist: Any = torch.distributed
+        self._beginnings += 1
+        self._store = _Store(dist.PrefixStore(f"anew{self._beginnings}", self._whole_store), self.size)
+        used, self._number = (self._number, max(self._pairs.values(), default=0)), 0
+        self._error, self._is_posted = None, False
+        self._pairs.clear()
+        by_rank = self.gather((wish, used))
+        # No message of before is taken for one that comes now.
+        self._number, self._last_pair = (
+            max(numbers) for numbers in zip(*(used for _, used in by_rank), strict=True)
+        )
+        return [wish for wish, _ in by_rank]
 
     def progress(self, sink: ProgressSink) -> ProgressSink:
         """A sink for one bar of all processes: while the first waits for another's task, it shows how far that is."""
@@ -405,7 +440,15 @@ class Team:
                 self._sink(dataclasses.replace(event, seconds=max(event.seconds, self._shown.seconds)))
 
     def _collective(self, begin: Callable[[], Any]) -> None:
-        """A collective, from its beginning, where nccl connects, to its end; signals and others are heard meanwhile."""
+        """A collective, from its beginning, where nccl connects, to its end; signals and others are heard meanwhile.
+
+        It begins when all are here: once it has begun nobody can leave it before the last one has come.
+        """
+        key = self._key("here")
+        if self._store.add(key, 1) == self.size:
+            self._store.set(f"{key}/all", "1")
+        else:
+            self._awaited(f"{key}/all")
         begun: list[Any] = []
         self._finished(lambda: begun.append(begin()))
         pause = 0.0001
@@ -541,12 +584,16 @@ def _described(error: BaseException, rank: int) -> str:
         error = RunError(f"process {rank}: {error}", hint="What was finished is kept.")
     if isinstance(error, DriftLensError):
         return json.dumps([type(error).__name__, error.message, error.hint])
+    if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):  # torch's, not imported here
+        error_of_memory = f"process {rank} has too little memory: {str(error).partition(chr(10))[0]}"
+        return json.dumps([MemoryElsewhere.__name__, error_of_memory, LESS_MEMORY])
     return json.dumps(["", f"in process {rank}: {type(error).__name__}: {error}", ""])
 
 
 def _error_of(posted: bytes) -> BaseException:
     name, message, hint = json.loads(posted)
-    kind = getattr(driftlens.base.errors, name, None) if name else None
+    kinds = {**vars(driftlens.base.errors), MemoryElsewhere.__name__: MemoryElsewhere}
+    kind = kinds.get(name) if name else None
     return RuntimeError(message) if kind is None else kind(message, hint=hint)
 
 

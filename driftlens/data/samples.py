@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from driftlens.base.errors import DataError
+from driftlens.base.team import ALONE, MemoryElsewhere, Team
 from driftlens.data.sources import Split, SplitView
 from driftlens.models.language.texts import Heard, Pictured, Text, TextReader
 
@@ -41,35 +42,45 @@ def fitting_batch(size: int) -> int:
 
 @contextmanager
 def halving_batches(
-    size: int, tell: Callable[[int], None]
+    size: int, tell: Callable[[str], None], *, sums: bool = False, team: Team = ALONE
 ) -> Iterator[Callable[[Callable[[], object]], None]]:
-    """A function that does some work, again with half the batch size while memory is too little; 1 is the least.
+    """A function that does some work, again with less at once while memory is too little.
 
-    Work has to begin anew whenever it is called. `size` is of the largest batches, and `tell` is told what it becomes;
-    it stays so until this is closed.
+    Batches, the largest of which has `size` samples, are halved down to one sample. Where the work `sums` up moments
+    these are kept on the host if it was they that had no room, or if nothing else helps. Work has to begin anew
+    whenever it is called, in all processes of a team alike; `tell` is told what it goes on with, which stays so until
+    this is closed.
     """
 
     import torch
 
-    from driftlens.base.devices import free_cached
+    from driftlens.base.devices import SumsTooLarge, free_cached, sums_moving
 
     def done(work: Callable[[], object]) -> None:
         while True:
             try:
                 work()
+                team.meet()  # whoever went on could not come back
                 return
-            except torch.OutOfMemoryError:
-                if fitting_batch(size) == 1:
+            except (torch.OutOfMemoryError, MemoryElsewhere) as error:
+                is_least = fitting_batch(size) == 1
+                moves = any(team.begin_anew(error, is_least or isinstance(error, SumsTooLarge)))
+                if sums and moves and move():
+                    goes_on_with = "moments and solves on the host"
+                elif is_least:
                     raise
-                _parts.set(2 * _parts.get())
+                else:
+                    _parts.set(2 * _parts.get())
+                    goes_on_with = f"batches of {fitting_batch(size)}"
             # Only here is nothing left of what the error has gone through.
             gc.collect()
             free_cached()
-            tell(fitting_batch(size))
+            tell(goes_on_with)
 
     token = _parts.set(_parts.get())
     try:
-        yield done
+        with sums_moving() as move:
+            yield done
     finally:
         _parts.reset(token)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import wide
+from driftlens.base.devices import summing, wide
 from driftlens.base.errors import DataError, NumericsError, SpecError
 from driftlens.base.progress import LayerSteps
 from driftlens.base.rounding import Change
@@ -44,6 +44,7 @@ from driftlens.engine.problems import (
 )
 from driftlens.engine.sites import site_path
 from driftlens.engine.walk import FeatureStore, Given, Part, Parts, Passage, forward_order
+from driftlens.linalg.cholesky import svd_operations
 from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, Parameters, Pool, Site
 
@@ -167,7 +168,7 @@ class Ground:
 
     def shares(self) -> tuple[dict[str, Sequence[Part]], dict[str, list[int]]]:
         """This process's samples by task, and the ranks of those that share a task, where several do."""
-        sizes = {task: getattr(self.parts[task][0], "batch_size", 0) for task in self.tasks}
+        sizes = {task: _batch_size(self.parts[task][0]) for task in self.tasks}
         known = {task: len(self.parts[task][0].ids) for task, size in sizes.items() if size}
         is_whole = all(len(parts) == 1 for parts in self.parts.values())
         if self.team.size == 1 or not is_whole or len(known) < len(sizes) or not all(known.values()):
@@ -187,6 +188,12 @@ class Ground:
             if len(runs) > 1:
                 ranks[task] = [rank for rank, *_ in runs]
         return here, ranks
+
+
+def _batch_size(part: Part) -> int:
+    """Of all batches but the last, as memory bears it; 0 where nobody knows."""
+    size: int = getattr(part, "at_once", 0) or getattr(part, "batch_size", 0)
+    return size
 
 
 def _batches_of(part: Part, first: int, behind: int) -> Part:
@@ -441,6 +448,7 @@ def solved_by_all(team: Team, merged: Parameters, work: Callable[[], list[Solved
     return solved
 
 
+@summing()
 def solve_layer(
     pool: ModelPool,
     layer: Layer,
@@ -552,13 +560,14 @@ class _WeightWalk(CalibrationWalk):
         started, base = time.perf_counter(), self.ground.base
         assert base is not None, "the calibrator's check refuses that"
         sites = [site for site in layer.sites if site.name in names and site.kind == "linear"]
-        owners = self.team.balanced([1.0] * len(sites))
+        like = self.pool.parameters("merged", layer) if self.team.size > 1 else {}
+        weights = [like.get(f"{site.name}.weight", torch.empty(0, 0)) for site in sites]
+        owners = self.team.balanced([svd_operations(1, *weight.shape) for weight in weights])
         problems = (
             self._problem(layer, site, base)
             for site, owner in zip(sites, owners, strict=True)
             if owner == self.team.rank
         )
-        like = self.pool.parameters("merged", layer) if self.team.size > 1 else {}
         updates, reports = self.solved_apart(
             layer, like, problems, self.calibrator.solve, self.calibrator.least_rows, sites
         )

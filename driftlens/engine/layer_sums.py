@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.base.devices import device_of
+from driftlens.base.devices import place_of_sums
 from driftlens.base.errors import SpecError
 from driftlens.base.team import Team
 from driftlens.engine.problems import (
@@ -22,6 +22,7 @@ from driftlens.engine.problems import (
     WeightedFold,
 )
 from driftlens.engine.sites import SiteRows, require_rule, row_weights, stacked
+from driftlens.linalg.cholesky import solve_operations
 from driftlens.linalg.gram import GramPool, GramSum
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.linalg.ridge import NormMoments
@@ -208,7 +209,7 @@ class LinearSums:
 
     def _inputs(self, rows: Tensor) -> InputSums:
         """Sums at zero: in memory of their own where they are kept, else in what serves task after task."""
-        k, device = rows.shape[1], device_of(self.dtype, rows.device)
+        k, device = rows.shape[1], place_of_sums(self.dtype, rows.device)
         if self.kept is not None:
             gram = GramSum(k, self.dtype, device)
         else:
@@ -236,8 +237,7 @@ class LinearSums:
 
     def cost(self, merged: Parameters) -> float:
         """About how many operations the solve takes."""
-        outputs, k = self._shape(merged)
-        return k**3 / 3 + outputs * k**2
+        return solve_operations(*self._shape(merged))
 
     def join(self, team: Team, to: int, merged: Parameters, places: Sequence[int], num_tasks: int) -> None:
         """Add up the sums of all processes for one of them; `places` are those of this one's tasks among all."""
@@ -248,7 +248,7 @@ class LinearSums:
                 f"{type(self.fold).__name__} can't add up what several processes have summed up: it has no `join`",
                 hint="Calibrate in one process.",
             )
-        place = device_of(self.dtype, merged[f"{self.sites[0].name}.weight"].device)
+        place = place_of_sums(self.dtype, merged[f"{self.sites[0].name}.weight"].device)
         like = torch.zeros((), dtype=self.dtype, device=place)
         widths = {site.name: len(merged[f"{site.name}.weight"]) for site in self.sites}
         biases = {name: width for name, width in widths.items() if f"{name}.bias" in merged}
@@ -301,13 +301,13 @@ class NormSums:
         """Add one batch of the task at hand: what the merged model feeds the norm [T, k], and how much rows count."""
         unit = normalised(self.site, rows)
         if weights is None:
-            count = torch.full((), len(rows), dtype=self.dtype, device=device_of(self.dtype, rows.device))
+            count = torch.full((), len(rows), dtype=self.dtype, device=place_of_sums(self.dtype, rows.device))
             sums = unit.sum(dim=0), unit.square().sum(dim=0), count
         else:
             weighted = unit * weights[:, None]
             sums = weighted.sum(dim=0), (weighted * unit).sum(dim=0), weights.sum()
         # Converted copies of whole batches would take longer than the sums; those of batches are kept in `dtype`.
-        first, second, count = (part.to(device_of(self.dtype, part.device), self.dtype) for part in sums)
+        first, second, count = (part.to(place_of_sums(self.dtype, part.device), self.dtype) for part in sums)
         if self._task is not None:
             first, second, count = first + self._task[0], second + self._task[1], count + self._task[2]
         self._task = first, second, count
@@ -346,7 +346,7 @@ class NormSums:
             return
         # Moments of a task below each other: averages by coordinate, and the weight.
         weight, names = merged[f"{self.site.name}.weight"], [each.name for each in fields(NormMoments)]
-        shape, device = (num_tasks, len(names), len(weight)), device_of(self.dtype, weight.device)
+        shape, device = (num_tasks, len(names), len(weight)), place_of_sums(self.dtype, weight.device)
         table = torch.zeros(shape, dtype=self.dtype, device=device)
         for place, moments in zip(places, self._tasks, strict=True):
             table[place] = torch.stack([value.expand(table.shape[-1]) for value in vars(moments).values()])

@@ -9,9 +9,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from driftlens.base.devices import summing
 from driftlens.base.team import Team
 from driftlens.engine.attached import Attachment
-from driftlens.linalg.gram import GramPool, GramSum, add_scaled
+from driftlens.linalg.gram import GramPool, GramSum, add_scaled, single
 from driftlens.linalg.joint_ridge import JointMoments
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.linalg.ridge import Moments, NormMoments
@@ -211,6 +212,7 @@ class TaskMoments:
         self.cross.add(rows, expert_rows, expert_outputs, weights)
         if self._is_known:
             return
+        rows, weights = single(rows), None if weights is None else single(weights)
         if weights is None:
             self.weight_sum += len(rows)
             self.num_rows += len(rows)
@@ -268,6 +270,7 @@ class WeightedFold:
         self._bias = {name: self._bias.get(name, like.new_zeros(width)) for name, width in biases.items()}
         team.sum([*sums, *self._bias.values()], to=to)
 
+    @summing()
     def add(self, task: TaskMoments) -> None:
         """Take in one task, unless no row of it counts; its memory serves the next task afterwards."""
         gram = self._begun(task.shape, task.rows)

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import wide
+from driftlens.base.devices import place_of_sums, wide
 from driftlens.base.errors import SpecError
 from driftlens.base.variants import expert_of
 from driftlens.engine.calibrating import (
@@ -150,7 +150,8 @@ class RouterRepair:
     def _affine(self, parameters: Parameters) -> Tensor:
         """Weight and, where there is one, bias in a column, [E, k]."""
         dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
-        parts = [parameters[name].to(dtype) for name in _slots(self.layer, self.site)]
+        place = place_of_sums(dtype, self.walk.pool.device)
+        parts = [parameters[name].to(place, dtype) for name in _slots(self.layer, self.site)]
         return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
 
     def _wanted(self, task: str) -> Tensor:
@@ -171,7 +172,8 @@ class RouterRepair:
 
     def _with_constant(self, x: Tensor) -> Tensor:
         dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
-        return (torch.cat([x, x.new_ones(len(x), 1)], dim=1) if self._has_bias else x).to(dtype)
+        rows = torch.cat([x, x.new_ones(len(x), 1)], dim=1) if self._has_bias else x
+        return rows.to(place_of_sums(dtype, x.device), dtype)
 
     def _hear(self, student: Parameters) -> tuple[Counter[str], int, set[str]]:
         """Let wait what the router reads and the scores that are wanted of it.

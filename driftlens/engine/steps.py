@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import device_of
+from driftlens.base.devices import place_of_sums
 from driftlens.base.errors import DataError
 from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
@@ -51,6 +51,7 @@ from driftlens.engine.step_weights import (
     weighed,
 )
 from driftlens.engine.walk import WaitingBatch
+from driftlens.linalg.cholesky import solve_operations
 from driftlens.linalg.joint_ridge import BIAS_INPUT, JointSums
 from driftlens.models.chain import Layer, Parameters, Routes, SideInputs, State
 
@@ -189,7 +190,7 @@ class StepWalk(CalibrationWalk):
         """New parameters of some groups, solved from one snapshot of what the student feeds them."""
         if not step:
             return {}, []
-        owners = self.team.balanced([1.0] * len(step))
+        owners = self.team.balanced([solve_operations(*_affine(merged, group).shape) for _, group in step])
         problems: list[StepProblem] = []
         for (at, group), owner in zip(step, owners, strict=True):
             sum_up = partial(self._sums, layer, student, merged, at, group, streams)
@@ -404,7 +405,7 @@ class StepWalk(CalibrationWalk):
             task_sums: list[JointSums] = []
             if self.calibrator.mu:
                 metric = self._metric(
-                    weighted, merged_map.to(device_of(dtype, merged_map.device), dtype), is_first=is_first
+                    weighted, merged_map.to(place_of_sums(dtype, merged_map.device), dtype), is_first=is_first
                 )
                 task_sums = [JointSums(lend(dtype=dtype), outputs)]
                 sums.tasks[task] = metric, task_sums[0]
@@ -452,7 +453,7 @@ class StepWalk(CalibrationWalk):
         outputs, inputs = like.shape
         for task in sorted(sizes) if self.calibrator.mu else ():
             metric, task_sums = sums.tasks.get(task) or (
-                torch.zeros(outputs, outputs, dtype=dtype, device=device_of(dtype, like.device)),
+                torch.zeros(outputs, outputs, dtype=dtype, device=place_of_sums(dtype, like.device)),
                 JointSums(self.grams.lend(inputs, dtype, like.device), outputs),
             )
             self.team.sum([metric, *task_sums.tensors], to=to)

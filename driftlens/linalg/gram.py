@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import device_of, near_float64
+from driftlens.base.devices import near_float64, place_of_sums, summing
 from driftlens.base.errors import ShapeError
 
 _LEAF = 128  # rows or columns per product: the least that keeps a matrix library busy
@@ -45,23 +45,29 @@ def grown(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
     if total is None:
         return part
     if total.dtype != dtype:
-        total = total.to(device_of(dtype, total.device), dtype)
+        total = total.to(place_of_sums(dtype, total.device), dtype)
     add_scaled(total, part)
     return total
+
+
+def single(rows: Tensor) -> Tensor:
+    """Rows of float16 or bfloat16 in float32, others as they are: a product is rounded to the dtype of its factors."""
+    return rows.float() if rows.dtype.itemsize < torch.float32.itemsize else rows
 
 
 class GramSum:
     """A growing sum of rows' outer products, [k, k], lower triangle only.
 
-    Products are taken in the dtype of the rows, sums in `dtype`: float32 products of some thousand rows are good to
-    about 1e-6, and summing many of them in float64 loses nothing more. Rows lie on `device`, and so does the sum,
-    unless that device knows no such numbers: then products go to the host, tile by tile.
+    Products are taken in the dtype of the rows, at least in float32, sums in `dtype`: float32 products of some thousand
+    rows are good to about 1e-6, and summing many of them in float64 loses nothing more. Rows lie on `device`, and so
+    does the sum, unless that device knows no such numbers, or has no room: then products go to the host, tile by tile.
     """
 
     def __init__(self, k: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.k, self.dtype, self.device = k, dtype, device_of(dtype, device)
+        self.k, self.dtype, self.device = k, dtype, place_of_sums(dtype, device)
         # Empty until the first product, which overwrites it: touching this much memory once is what costs.
-        self._lower = torch.empty(k, k, dtype=dtype, device=self.device)
+        with summing():
+            self._lower = torch.empty(k, k, dtype=dtype, device=self.device)
         self._is_empty = True
         self._tiles = list(_tiles(0, k))
 
@@ -69,6 +75,7 @@ class GramSum:
         """Add rows' outer products, rows' rows; `rows` is [T, k]."""
         if rows.dim() != 2 or rows.shape[1] != self.k:
             raise ShapeError(f"want rows [T, {self.k}], got {list(rows.shape)}")
+        rows = single(rows)
         for tile in self._tiles:
             self._put(tile, rows[:, tile[0]].mT @ rows[:, tile[1]], 1.0)
         self._is_empty = False
@@ -149,7 +156,7 @@ class GramPool:
 
     def lend(self, k: int, dtype: torch.dtype, device: torch.device) -> GramSum:
         """A sum at zero, until all are taken back."""
-        place = device_of(dtype, device)
+        place = place_of_sums(dtype, device)
         fitting = (x for x in self._spare if (x.k, x.dtype, x.device) == (k, dtype, place))
         lent = next(fitting, None)
         if lent is None:

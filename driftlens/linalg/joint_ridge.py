@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import device_of
+from driftlens.base.devices import HOST, place_of_sums, summing
 from driftlens.base.errors import NumericsError
 from driftlens.linalg.cholesky import Factor, factorize, probe, stationarity_error
-from driftlens.linalg.gram import GramSum, add_scaled
+from driftlens.linalg.gram import GramSum, add_scaled, single
 
 BIAS_INPUT = math.sqrt(1000.0)
 GRID = (*(10 ** (step / 2) for step in range(-8, 1)), 3.0)
@@ -63,6 +63,7 @@ class JointMoments:
 class JointSums:
     """Growing `JointMoments`, in the memory and the dtype of a Gram sum."""
 
+    @summing()
     def __init__(self, gram: GramSum, outputs: int) -> None:
         self._gram = gram
         self._cross = torch.zeros(2 * outputs, gram.k, dtype=gram.dtype, device=gram.device)
@@ -74,6 +75,7 @@ class JointSums:
 
     def add(self, x: Tensor, targets: Tensor) -> None:
         """Add what rows [T, k] have in common with their local and upstream targets, side by side: [T, 2 o]."""
+        x, targets = single(x), single(targets)
         # A product whose rows aren't whole cache lines takes up to twice as long.
         lines = x.new_empty(len(self._cross), -(-x.shape[1] // _LINE) * _LINE)
         add_scaled(self._cross, torch.mm(targets.mT, x, out=lines[:, : x.shape[1]]))
@@ -94,7 +96,7 @@ class JointSums:
 def total(parts: Sequence[JointMoments], dtype: torch.dtype | None = None) -> JointMoments:
     """The sum of moments, in another dtype or in theirs."""
     dtype = dtype or parts[0].gram.dtype
-    place = device_of(dtype, parts[0].gram.device)
+    place = place_of_sums(dtype, parts[0].gram.device)
     summed = JointMoments(
         **{name: value.to(place, dtype, copy=True) for name, value in vars(parts[0]).items()}
     )
@@ -130,6 +132,8 @@ def choose_ridges(
     if len(folds[0].gram) > WIDEST:
         basis = _span(sum((fold.gram for fold in folds[1:]), folds[0].gram), WIDEST)
         folds = [fold.within(basis) for fold in folds]
+    # They are small by now. Devices are slow at what follows, or can't do it, and each step would wait for them.
+    folds = [JointMoments(**{name: value.to(HOST) for name, value in vars(fold).items()}) for fold in folds]
     everything = total(folds)
     ridges = everything.gram.new_tensor(grid)
     plain = everything.gram.new_zeros(len(grid))
@@ -165,7 +169,7 @@ def _span(gram: Tensor, width: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     basis = torch.randn(len(gram), width, generator=generator, dtype=torch.float64).to(gram)
     for _ in range(2):
-        basis = torch.linalg.qr(gram @ basis).Q
+        basis = torch.linalg.qr((gram @ basis).to(HOST)).Q.to(gram)
     return basis
 
 
@@ -232,7 +236,8 @@ def solve_joint(
 
 def require_finite(moments: JointMoments) -> None:
     """Refuse moments with NaN or infinite entries."""
-    if not all(bool(torch.isfinite(end)) for value in vars(moments).values() for end in value.aminmax()):
+    ends = [end for value in vars(moments).values() for end in value.aminmax()]
+    if not bool(torch.isfinite(torch.stack(ends)).all()):
         raise NumericsError(
             "the moments hold NaN or infinite entries",
             hint="Look at the features and weights that they were computed from.",

@@ -6,7 +6,7 @@ outputs y = W u + b are known, since it has run.
 
 With T rows, W x of every row costs T O k operations and the product of W t with the input T O k more; the sum of t x'
 alone costs T k^2, and O k^2 once at the end. Energies come for free in the first way and cost O k^2 / 2 in the second.
-Products are taken in the dtype of the rows, sums in a dtype of choice.
+Products are taken in the dtype of the rows, at least in float32, sums in a dtype of choice.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import device_of
+from driftlens.base.devices import place_of_sums
 from driftlens.base.errors import ShapeError
-from driftlens.linalg.gram import GramSum, grown
+from driftlens.linalg.gram import GramSum, grown, single
 
 
 class OutputSums(NamedTuple):
@@ -60,8 +60,8 @@ class OutputCross:
         outputs, k = weight.shape
         through_inputs = num_rows * k**2 + outputs * k**2 + (outputs * k**2 // 2 if energies else 0)
         self.row_by_row = 2 * num_rows * outputs * k <= through_inputs
-        self._weight = weight
-        self._bias = bias
+        self._weight = single(weight)
+        self._bias = single(bias)
         self._alpha = alpha
         self._dtype = dtype
         self._energies = energies
@@ -91,7 +91,10 @@ class OutputCross:
                 f"and {list(counted)}"
             )
         of_these = self._of_outputs if self.row_by_row else self._of_inputs
-        more = of_these(rows, expert_rows, expert_outputs, weights)
+        outputs_of_sites = [*map(single, expert_outputs)]
+        more = of_these(
+            single(rows), single(expert_rows), outputs_of_sites, None if weights is None else single(weights)
+        )
         if self._sums is not None:
             held = self._sums
             more = OutputSums(
@@ -127,7 +130,7 @@ class OutputCross:
     def tensors(self) -> list[Tensor]:
         """What is summed up so far, in the dtype of the sums and in its own memory, to be added to."""
         assert self._sums is not None
-        place = device_of(self._dtype, self._weight.device)
+        place = place_of_sums(self._dtype, self._weight.device)
         cross, target, energy = (
             None if value is None else value.to(place, self._dtype) for value in self._sums
         )

@@ -29,7 +29,9 @@ class Switches:
 
     Attributes:
         no_double: float64 is refused, as Apple's GPUs do.
-        is_lazy: copies to and from pinned memory that don't block happen as late as waits allow.
+        is_lazy: nothing is there before somebody has waited for it: copies to and from pinned memory that don't block
+            happen as late as waits allow, other streams see NaN where a kernel's output will be, and memory of one
+            stream is refused to another that `record_stream` hasn't told it of.
         is_gone: whatever is asked of the devices fails, as after a driver's crash.
         limit: bytes of memory of each, -1 without a limit.
     """

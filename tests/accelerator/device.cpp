@@ -1,6 +1,11 @@
 // A pretended accelerator: a torch device of kind PrivateUse1 whose memory lies apart and whose operations run on the
 // CPU's kernels. What a real one punishes by wrong numbers or errors is punished here, too: fresh memory is full of
-// NaN, copies that don't block happen as late as streams and waits allow, tensors of two devices don't mix.
+// NaN, tensors of two devices don't mix, and where it is lazy nothing is there before somebody has waited for it.
+//
+// Kernels run at once, for of what a late one does only two things can be seen: that its inputs changed before it ran,
+// and that its outputs weren't there yet. The first takes a host or a stream that writes without waiting. The host
+// writes to a device by copies alone, and those from pinned memory do happen as late as waits allow. The second is what
+// `hide` does: what a kernel has written turns to NaN until work comes behind it, in its own stream or after a wait.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/core/Tensor.h>
@@ -27,10 +32,12 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
-#include <unordered_map>
+#include <tuple>
+#include <vector>
 
 namespace {
 
@@ -60,10 +67,13 @@ void present() {
 int64_t used[DEVICES], peak[DEVICES];
 thread_local Index current = 0;
 
+thread_local c10::StreamId streams[DEVICES];  // in which this thread's work is queued
+
 struct Block {
   void* start;
   size_t bytes;
   Index device;
+  std::set<c10::StreamId> known;  // streams whose work is done before this memory is handed out again
 };
 
 void release(void* context) {
@@ -86,7 +96,7 @@ struct Memory final : c10::DeviceAllocator {
     if (bytes) std::memset(start, 0xFF, bytes);  // NaN in every floating dtype
     used[current] = wanted;
     peak[current] = std::max(peak[current], wanted);
-    return {start, new Block{start, bytes, current}, &release, c10::Device(KIND, current)};
+    return {start, new Block{start, bytes, current, {streams[current]}}, &release, c10::Device(KIND, current)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
@@ -143,7 +153,7 @@ bool is_pinned(const void* data) {
   return at < next->first + next->second;
 }
 
-// Streams: queues of copies that nobody has waited for.
+// Streams: queues of what nobody has waited for.
 
 struct Work {
   int64_t number;
@@ -152,13 +162,15 @@ struct Work {
 std::map<std::pair<Index, c10::StreamId>, std::deque<Work>> queues;
 int64_t numbered = 0;
 std::atomic<c10::StreamId> newest{0};
-thread_local c10::StreamId streams[DEVICES];
 
 using Key = std::pair<Index, c10::StreamId>;
 
 Key key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
 
+std::recursive_mutex of_running;  // what one thread has taken out of a queue must be done before another looks into it
+
 void drain(const Key& key, int64_t last = std::numeric_limits<int64_t>::max()) {
+  std::lock_guard<std::recursive_mutex> running(of_running);
   while (true) {
     Work work;
     {
@@ -303,6 +315,32 @@ at::Tensor seen_by_host(const at::Tensor& tensor) {  // the same memory as a ten
   return at::native::as_strided_tensorimpl(flat, tensor.sizes(), tensor.strides(), tensor.storage_offset());
 }
 
+// What is done with it in the stream at hand. A real device would hand out such memory again while it is still read.
+void use(const at::Tensor& tensor) {
+  const auto* block = static_cast<Block*>(tensor.storage().data_ptr().get_context());
+  Lock lock(of_memory);
+  TORCH_CHECK(!switches.is_lazy || block->known.count(streams[block->device]),
+              "sim error: memory of one stream is used in another that `record_stream` hasn't told it of");
+}
+
+// Let nobody see what was just written before work comes behind it.
+void hide(const at::Tensor& written, std::set<const void*>& hidden) {
+  if (!switches.is_lazy || !written.defined() || !written.is_privateuseone()) return;
+  const auto storage = written.storage();
+  auto* start = static_cast<char*>(storage.mutable_data());
+  if (!start || !hidden.insert(start).second) return;
+  auto kept = std::make_shared<std::vector<char>>(start, start + storage.nbytes());
+  std::memset(start, 0xFF, kept->size());
+  enqueue({written.device().index(), streams[written.device().index()]}, [storage, kept] {
+    std::memcpy(storage.mutable_data(), kept->data(), std::min(kept->size(), storage.nbytes()));
+  });
+}
+
+void hide(const at::Tensor& written) {
+  std::set<const void*> hidden;
+  hide(written, hidden);
+}
+
 at::Tensor on_device(const at::Tensor& host, Index device) {
   if (!host.defined() || !host.is_cpu()) return host;
   auto made = empty_strided(host.sizes(), host.strides(), host.scalar_type(), {}, c10::Device(KIND, device), {});
@@ -315,8 +353,12 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   const bool from_device = source.is_privateuseone(), to_device = target.is_privateuseone();
   if (!target.numel()) return target;
   if (from_device != to_device) (from_device ? counts.to_host : counts.to_device)++;
-  auto from = source, to = target;
-  auto copy = [from, to] { seen_by_host(to).copy_(seen_by_host(from).expand_as(to)); };
+  if (from_device) use(source);
+  if (to_device) use(target);
+  // Other tensors of the same memory, which Python knows nothing of.
+  const auto from = seen_by_host(from_device ? source : source.detach());
+  const auto to = seen_by_host(to_device ? target : target.detach());
+  auto copy = [from, to] { to.copy_(from.expand_as(to)); };
   const bool is_apart = from_device != to_device && is_pinned(from_device ? target.data_ptr() : source.data_ptr());
   if (switches.is_lazy && non_blocking && is_apart) {
     // The CPU's own tensor is kept as it is until then: whoever changes it without a wait sends what it became.
@@ -327,6 +369,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   }
   drain_current();
   copy();
+  if (to_device && (from_device || non_blocking)) hide(target);
   return target;
 }
 
@@ -338,6 +381,7 @@ at::Tensor copy_and_resize(const at::Tensor& source, const at::Tensor& target) {
 at::Scalar read(const at::Tensor& tensor) {
   present();
   counts.read++;
+  use(tensor);
   drain_current();
   return seen_by_host(tensor).item();
 }
@@ -358,6 +402,7 @@ void grow(const c10::Storage& storage, size_t bytes) {
 }
 
 const at::Tensor& resize_(const at::Tensor& tensor, c10::IntArrayRef size, std::optional<c10::MemoryFormat>) {
+  drain_current();
   auto* impl = tensor.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(size);
   const size_t bytes = static_cast<size_t>(tensor.numel() + tensor.storage_offset()) * tensor.element_size();
@@ -369,12 +414,15 @@ at::Tensor convolution(const at::Tensor& x, const at::Tensor& weight, const std:
                        c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
                        c10::IntArrayRef output_padding, int64_t groups) {
   TORCH_CHECK(x.device() == weight.device(), "convolution: expected all tensors to be on the same device");
+  for (const at::Tensor& given : {x, weight}) use(given);
   drain_current();
   std::optional<at::Tensor> shift;
   if (bias && bias->defined()) shift = seen_by_host(*bias);
   auto made = at::convolution(seen_by_host(x), seen_by_host(weight), shift, stride, padding, dilation, transposed,
                               output_padding, groups);
-  return on_device(made, x.device().index());
+  auto brought = on_device(made, x.device().index());
+  hide(brought);
+  return brought;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
@@ -387,10 +435,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
       seen_by_host(gradient), seen_by_host(x), seen_by_host(weight), c10::OptionalIntArrayRef({outputs}), stride,
       padding, dilation, transposed, output_padding, groups, wanted);
   const auto device = x.device().index();
-  return {on_device(of_x, device), on_device(of_weight, device), on_device(of_bias, device)};
+  auto made = std::make_tuple(on_device(of_x, device), on_device(of_weight, device), on_device(of_bias, device));
+  std::apply([](const auto&... each) { (hide(each), ...); }, made);
+  return made;
 }
 
-void record_stream(at::Tensor&, c10::Stream) {}  // what is queued keeps its tensors itself
+void record_stream(at::Tensor& tensor, c10::Stream stream) {
+  Lock lock(of_memory);
+  static_cast<Block*>(tensor.storage().data_ptr().get_context())->known.insert(stream.id());
+}
 
 int64_t plain_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
                         double, bool, std::optional<double>, bool) {
@@ -413,6 +466,7 @@ struct Call {
     TORCH_CHECK(!device || *device == tensor.device().index(), op.schema().name(),
                 ": expected all tensors to be on the same device, found two of sim");
     device = tensor.device().index();
+    use(tensor);
     for (auto& [ours, host] : pairs)
       if (ours.is_same(tensor)) return host;
     // An output that a kernel is to give its size needs memory of the host that can grow.
@@ -456,17 +510,23 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call{op};
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size(), first = stack->size() - count;
+  std::vector<at::Tensor> written;
   const bool may_mix = schema.name().find("index") != std::string::npos;  // by indices of the host
   for (size_t i = 0; i < count; i++) {
     auto& value = (*stack)[first + i];
     const auto* alias = schema.arguments()[i].alias_info();
     TORCH_CHECK(!alias || alias->isWrite() || schema.returns().empty() || !schema.returns()[0].alias_info(),
                 schema.name(), ": a view that the pretended device doesn't know");
+    const bool is_written = alias && alias->isWrite();
     if (value.isTensor()) {
+      if (is_written) written.push_back(value.toTensor());
       value = call.handed(value.toTensor());
     } else if (value.isTensorList()) {
       std::vector<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(call.handed(tensor));
+      for (const at::Tensor& tensor : value.toTensorVector()) {
+        if (is_written) written.push_back(tensor);
+        list.push_back(call.handed(tensor));
+      }
       value = c10::List<at::Tensor>(list);
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> list;
@@ -491,12 +551,16 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     auto& value = (*stack)[i];
     if (value.isTensor()) {
       value = call.brought(value.toTensor());
+      written.push_back(value.toTensor());
     } else if (value.isTensorList()) {
       std::vector<at::Tensor> list;
       for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(call.brought(tensor));
+      written.insert(written.end(), list.begin(), list.end());
       value = c10::List<at::Tensor>(list);
     }
   }
+  std::set<const void*> hidden;
+  for (const auto& tensor : written) hide(tensor, hidden);
 }
 
 struct Hooks final : at::PrivateUse1HooksInterface {

@@ -1,4 +1,7 @@
-"""Too little memory for a batch halves the batches, and the numbers stay; too little for one sample is told."""
+"""Too little memory for a batch halves the batches, for moments moves them to the host, and the numbers stay.
+
+Where it is too little for one sample that is told, and the run goes on from there.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,20 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from torch import Tensor
 
 import driftlens as dl
 from driftlens.base import devices
 from driftlens.base.errors import RunError
+from driftlens.calibration.calibrator import Calibrator
+from driftlens.calibration.featcal import FeatCal
+from driftlens.calibration.residual import ResidualCal
+from driftlens.data.samples import halving_batches
+from driftlens.linalg.gram import GramSum
 from driftlens.runs.run import open_run
 from tests.accelerator import turn
+from tests.accelerator.subjects import models, pool_on
+from tests.calibration.helpers import ground, updates_of
 from tests.zoo.world import build
 
 pytestmark = pytest.mark.slow
@@ -23,13 +34,13 @@ pytestmark = pytest.mark.slow
 def test_batches_are_halved_until_they_fit(sim: torch.device, tmp_path: Path) -> None:
     world = build(tmp_path / "models")
 
-    def run(name: str, batch_size: int, limit: int = -1) -> Any:
+    def run(name: str, batch_size: int, limit: int = -1, **options: Any) -> Any:
         gc.collect()
         turn(limit=limit)
         devices.reset_peak_memory(sim)
         spec = world.one_task(metrics={"jacobian": False})
         spec["data"]["defaults"] = {"n": 4, "n_diagnosis": 8, "batch_size": batch_size}
-        return dl.analyze(spec, out=tmp_path / name, device="sim", progress="none")
+        return dl.analyze(spec, out=tmp_path / name, device="sim", progress="none", **options)
 
     wide = run("wide", 8)
     peaks = {name: pd.read_parquet(tmp_path / name / "tables/resources.parquet") for name in ("wide",)}
@@ -49,3 +60,64 @@ def test_batches_are_halved_until_they_fit(sim: torch.device, tmp_path: Path) ->
     with pytest.raises(RunError, match="too little memory to analyze here") as caught:
         run("none", 2, low // 4)
     assert "--resume" in caught.value.hint and open_run(tmp_path / "none").status.state == "failed"
+    pd.testing.assert_frame_equal(run("none", 2, resume=True).layers(), narrow.layers())
+
+
+def solved(
+    method: Calibrator, sim: torch.device, limit: int = -1
+) -> tuple[dict[Any, Tensor], list[str], int]:
+    """What is solved for within so many bytes, what was told on the way, and how many were in use."""
+    gc.collect()
+    turn(limit=limit)
+    devices.reset_peak_memory(sim)
+    updates: dict[Any, Tensor] = {}
+    told: list[str] = []
+
+    def work() -> None:
+        on = ground(models(), method.update, pool=pool_on(models(), sim), parts=models().samples(1))
+        updates.update({name: value.cpu() for name, value in updates_of(method.calibrate(on)).items()})
+
+    with halving_batches(1, told.append, sums=True) as done:
+        done(work)
+    return updates, told, devices.peak_memory(sim) or 0
+
+
+METHODS: dict[str, Calibrator] = {"featcal": FeatCal(), "residual": ResidualCal(folds=2, mu=0.5)}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_moments_that_have_no_room_are_kept_on_the_host(sim: torch.device, method: Calibrator) -> None:
+    expected, told, high = solved(method, sim)
+    assert not told
+    with devices.sums_moving() as move:
+        move()
+        _, _, low = solved(method, sim)
+    assert low < high
+    found, told, peak = solved(method, sim, (low + high) // 2)
+    assert told == ["moments and solves on the host"] and peak <= (low + high) // 2
+    assert found.keys() == expected.keys()
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def test_what_had_no_room_is_known(sim: torch.device) -> None:
+    turn(limit=(devices.peak_memory(sim) or 0) + 64)
+    with pytest.raises(devices.SumsTooLarge, match="out of memory"):
+        GramSum(512, torch.float64, sim)
+
+
+def test_a_calibration_says_once_where_its_moments_are(
+    sim: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = GramSum.__init__
+
+    def without_room(self: GramSum, k: int, dtype: torch.dtype, device: torch.device) -> None:
+        plain(self, k, dtype, device)
+        if self.device.type == sim.type:
+            raise devices.SumsTooLarge("there is no room")
+
+    spec = build(tmp_path / "models").one_task(metrics={"jacobian": False})
+    run = dl.analyze(spec, out=tmp_path / "run", device="sim", progress="none")
+    monkeypatch.setattr(GramSum, "__init__", without_room)
+    calibrated = dl.calibrate(run, name="featcal", progress="none")
+    told = [text for text in calibrated.manifest.notices if "too little memory" in text]
+    assert len(told) == 1 and told[0].endswith("it goes on with moments and solves on the host")

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+import driftlens as dl
 from driftlens.base import devices
 from driftlens.base.team import Team
+from driftlens.calibration.calibrator import Calibrator
+from driftlens.calibration.featcal import FeatCal
+from driftlens.calibration.residual import ResidualCal
+from driftlens.runs import layout
 from tests.accelerator import NAME
+from tests.accelerator.subjects import models, pool_on
+from tests.calibration.helpers import ground, updates_of
+from tests.team.test_processes import said, same_weights, torchrun
 from tests.team.threads import teamed
+from tests.zoo.world import build
 
 pytestmark = pytest.mark.slow
 
@@ -33,3 +45,39 @@ def test_sums_and_solutions_go_from_device_to_device(sim: torch.device) -> None:
     found = teamed(2, work)
     assert [[float(value.mean()) for value in of] for of in found] == [[3.0, 2.0, 3.0], [2.0, 2.0, 2.0]]
     assert [{value.device.index for value in of} for of in found] == [{0}, {1}]
+
+
+METHODS: dict[str, Calibrator] = {
+    "featcal": FeatCal(),
+    "residual": ResidualCal(folds=2, weights="uniform"),
+    "block": ResidualCal(folds=2, order="block", mu=0.5),
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_processes_with_a_device_each_find_what_one_finds(sim: torch.device, method: Calibrator) -> None:
+    pools = [pool_on(models(), torch.device(NAME, rank)) for rank in range(2)]
+
+    def walk(team: Team) -> dict[Any, Tensor]:
+        return updates_of(method.calibrate(ground(models(), method.update, pool=pools[team.rank], team=team)))
+
+    one, many = walk(Team()), teamed(2, walk)
+    for rank, found in enumerate(many):
+        assert found.keys() == one.keys() and {value.device.index for value in found.values()} == {rank}
+        for name, value in one.items():
+            # Residual calibration adds up float32 products task by task.
+            assert (found[name].cpu() - value.cpu()).norm() <= 1e-4 * value.cpu().norm(), name
+
+
+def test_a_job_of_processes_with_a_device_each(sim: torch.device, tmp_path: Path) -> None:
+    spec = build(tmp_path / "models").spec(metrics={"jacobian": False})
+    run = dl.analyze(spec, out=tmp_path / "run", device=NAME, progress="none")
+    options = "--name", "shared", "--no-attribution"
+    job = torchrun(2, "calibrate", str(run.path), *options, module="tests.accelerator.worker")
+    assert job.returncode == 0, said(job)
+    dl.calibrate(run, name="alone", attribution=False, progress="none")
+    shared, alone = (
+        next((run.path / layout.calibration_folder(name)).glob("*.safetensors"))
+        for name in ("shared", "alone")
+    )
+    same_weights(shared, alone)

@@ -68,7 +68,10 @@ def by_phase(world: World, out: Path, batch_size: int, num_baselines: int) -> di
 
 
 def test_an_analysis_waits_per_layer(sim: torch.device, world: World, tmp_path: Path) -> None:
-    few, many = (by_phase(world, tmp_path / f"{size}", size, num) for size, num in ((4, 1), (2, 3)))
+    few, narrow, many = (
+        by_phase(world, tmp_path / f"{size}", size, num) for size, num in ((4, 1), (1, 1), (2, 3))
+    )
+    assert narrow == few
     for name in world.tasks:
         if (
             name != world.tasks[0]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from driftlens.base.errors import ShapeError
 from driftlens.linalg.gram import GramPool, GramSum, add_scaled
+from driftlens.linalg.joint_ridge import JointSums
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.linalg.ridge import NormMoments
 from tests.linalg.rows import moments_of
@@ -69,6 +70,32 @@ def test_the_norm_of_a_wide_float32_sum_is_not_too_small(generator: torch.Genera
     found.add_rows(rows)
     want = torch.linalg.matrix_norm(rows.double().mT @ rows.double())
     assert float(found.norm()) == pytest.approx(float(want), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_narrow_features_are_summed_up_in_float32(dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Against float64 sums of the same numbers: nothing on the way is rounded to the features' own dtype."""
+    gram, joint = GramSum(20, torch.float32, CPU), JointSums(GramSum(20, torch.float32, CPU), 3)
+    weight, bias = random(generator, 6, 20).to(dtype), random(generator, 6).to(dtype)
+    options = {"alpha": 0.3, "dtype": torch.float32, "energies": True}
+    ways = [OutputCross(weight, bias, num_rows=num, **options) for num in (1, 1 << 20)]
+    inputs, targets = (random(generator, 400, width).to(dtype) for width in (20, 6))
+    for x, y in zip(inputs.split(100), targets.split(100), strict=True):
+        gram.add_rows(x)
+        joint.add(x, y)
+        for way in ways:
+            way.add(x, x, [y], None)
+    x, y, w, b = (part.double() for part in (inputs, targets, weight, bias))
+    wanted = 0.3 * (y - b) + 0.7 * x @ w.mT
+    expected = {"gram": (gram.full(), x.mT @ x), "joint": (joint.tensors[-2], y.mT @ x)}
+    assert [way.row_by_row for way in ways] == [True, False]
+    for way in ways:
+        cross, target, energy = way.sums(gram)
+        assert energy is not None
+        expected[f"cross {way.row_by_row}"] = cross, wanted.mT @ x
+        expected[f"target {way.row_by_row}"] = target, wanted.sum(dim=0)
+    for name, (found, exact) in expected.items():
+        assert found.dtype == torch.float32 and (found - exact).norm() <= 1e-6 * exact.norm(), name
 
 
 def test_float32_products_are_summed_in_float64() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.base.errors import NumericsError, SingularGramError, SpecError
-from driftlens.base.team import Team
+from driftlens.base.team import MemoryElsewhere, Team
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
-from driftlens.data.samples import Batch
+from driftlens.data.samples import Batch, SampleSet, fitting_batch, halving_batches
 from driftlens.engine.calibrating import Ground, Step
 from driftlens.engine.problems import CalibratedLayer, WeightedFold
 from driftlens.engine.sites import select_sites
@@ -205,6 +207,51 @@ def test_many_calibrations_side_by_side_are_divided_too() -> None:
     for layers in teamed(3, walk):
         for lane in range(len(lanes)):
             compared([of[lane] for of in one], [[of[lane] for of in layers]], 1e-9)
+
+
+@pytest.mark.parametrize("fits", [2, 0], ids=["half", "nothing"])
+@pytest.mark.parametrize("method", ["featcal", "residual"])
+@pytest.mark.parametrize("size", [2, 3])  # with three processes tasks are shared
+def test_all_begin_anew_where_one_has_too_little_memory(method: str, size: int, fits: int) -> None:
+    world, calibrator = DIVIDED[method]
+    case, generator = case_of(world), torch.Generator().manual_seed(3)
+    pools = [pool_of(case, models(case)) for _ in range(size)]
+    given = {}
+    for task, count in {"a": 4, "b": 5, "c": 11}.items():
+        inputs, ids = case.inputs(generator, count), tuple(f"{task}{row}" for row in range(count))
+        load = functools.partial(lambda inputs, rows: inputs[list(rows)], inputs)
+        given[task] = [SampleSet(task, "calibration", ids, None, load, batch_size=4)]
+
+    def walk(team: Team) -> tuple[list[CalibratedLayer], list[str]]:
+        told: list[str] = []
+        layers: list[CalibratedLayer] = []
+        steps = itertools.count()
+        pool = pools[team.rank]
+        sites = select_sites(pool.chain, update=calibrator.kinds)
+
+        def hear(now: Step) -> None:
+            if team.rank == 1 and fitting_batch(4) > fits and next(steps) % 4 == 3:
+                raise torch.OutOfMemoryError("all is in use\nand a page of advice")
+
+        def work() -> None:
+            layers[:] = calibrator.calibrate(Ground(pool, given, sites, team=team, on_step=hear))
+
+        with halving_batches(4, told.append, team=team) as done:
+            if fits or team.size == 1:
+                done(work)
+            else:
+                error = torch.OutOfMemoryError if team.rank == 1 else MemoryElsewhere
+                with pytest.raises(error, match="all is in use") as caught:
+                    done(work)
+                assert (
+                    team.rank == 1 or caught.value.message == "process 1 has too little memory: all is in use"
+                )
+        return layers, told
+
+    (one, _), many = walk(Team()), teamed(size, walk)
+    assert all(told == ["batches of 2", "batches of 1"][: 2 - fits // 2] for _, told in many)
+    if fits:
+        compared(one, [layers for layers, _ in many], 1e-9)
 
 
 @pytest.mark.parametrize("spoiled", TASKS)

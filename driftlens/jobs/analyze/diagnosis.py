@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -393,19 +393,13 @@ def precision_error(
     samples, exact_pool = study.tasks[task].diagnosis, study.pool.in_float64()
     first = list(samples.batches(0, min(VERIFIED_SAMPLES, len(samples))))
     worst = math.nan
-
-    def pooled(view: LayerView, state: State) -> Array:
-        vectors: Tensor = view.layer.vectors(state, view.side, study.settings.pool)
-        return vectors.cpu().double().numpy()
-
     # One variant after the other: in float64 a vocabulary's embeddings are four times as large as in most files.
-    walks = (walk(exact_pool, task, [variant], first) for variant in study.variants)
-    for view in itertools.chain.from_iterable(walks):
+    views = (_exact_drifts(study, walk(exact_pool, task, [variant], first)) for variant in study.variants)
+    for view, exact in itertools.chain.from_iterable(views):
         rows = slice(view.start, view.stop)
         found, expert = (
             features[name, view.layer.index][rows].astype(np.float64) for name in (view.variant, "expert")
         )
-        exact = pooled(view, view.merged_out) - pooled(view, view.expert_out)
         size, scale = np.linalg.norm(exact), np.linalg.norm(expert)
         if not size or not scale:
             continue
@@ -424,3 +418,29 @@ def precision_error(
                 tolerance=limit,
             )
     return worst
+
+
+class _Seen(NamedTuple):
+    """Where a view was taken."""
+
+    variant: str
+    layer: Layer
+    start: int
+    stop: int
+
+
+def _exact_drifts(study: Study, views: Iterable[LayerView]) -> Iterator[tuple[_Seen, Array]]:
+    """Pooled drifts [n, d] of views; all are read at once, so that no device is waited for in between."""
+    seen, vectors = list[_Seen](), list[Tensor]()
+    for view in views:
+        seen.append(_Seen(view.variant, view.layer, view.start, view.stop))
+        for state in (view.merged_out, view.expert_out):
+            # A copy, or a look at some tokens would hold all of them.
+            vectors.append(view.layer.vectors(state, view.side, study.settings.pool).clone())
+    flat = torch.cat([vector.flatten() for vector in vectors]).cpu().double()
+    sizes = [vector.shape for vector in vectors]
+    read = [
+        part.view(size) for part, size in zip(torch.split(flat, [*map(math.prod, sizes)]), sizes, strict=True)
+    ]
+    for at, merged, expert in zip(seen, read[::2], read[1::2], strict=True):
+        yield at, (merged - expert).numpy()

@@ -302,7 +302,9 @@ class _Work:
             self._make_room()
         notices = self.team.once(lambda: _notices(plan, self.study, self.opened.manifest))
         self.writer.begin_variants(plan.variants)
-        run_phases(self.writer, [Phase(plan.phase, lambda: self._save(identity, notices), self.study)])
+        run_phases(
+            self.writer, [Phase(plan.phase, lambda: self._save(identity, notices), self.study, sums=True)]
+        )
         change = self.team.once(lambda: kept_change(self.writer.folder, plan.name))
         notices = [
             *notices,
@@ -335,8 +337,11 @@ class _Work:
         start = plan.identity(self.opened.manifest, self.study) | {"automatic": True} | begins
         self.team.once(lambda: scratch.go_on(start, asked=plan.asked))
         begun = self.team.once(lambda: scratch.begun)
-        with writer.phase(phase), reopening.suitable_threads(writer, phase, self.study):
+
+        def tried() -> None:
             self.plan = plan.chosen(choose, self.study, self.reporter, begun, scratch.tried)
+
+        run_phases(writer, [Phase(phase, tried, self.study, again=True, sums=True)])
         if not begun["selection"]:
             identity = self.plan.identity(self.opened.manifest, self.study)
             settled = start | identity | {"selection": dict(self.plan.selection)}

@@ -35,10 +35,20 @@ from driftlens.jobs.calibrate.plan import (
     calibrator_of,
     method_called,
 )
-from driftlens.jobs.contest.contest import LANE, Fit, HeldOut, Judge, Outcome, Trials, contest
+from driftlens.jobs.contest.contest import (
+    LANE,
+    Attempts,
+    Fit,
+    HeldOut,
+    Judge,
+    Ledger,
+    Outcome,
+    Trials,
+    contest,
+)
 from driftlens.jobs.study import reopening
 from driftlens.jobs.study.opening import open_data, with_own_answers
-from driftlens.jobs.study.reopening import deterministic_algorithms, suitable_threads, writing
+from driftlens.jobs.study.reopening import Phase, deterministic_algorithms, run_phases, writing
 from driftlens.jobs.study.study import Study, TaskSamples
 from driftlens.runs import layout
 from driftlens.runs.run import DriftRun, open_run
@@ -154,13 +164,23 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
             for seed, drawn in samples.items():
                 phase, ledger = f"{PHASE}:{seed}", _Ledger(writer, table, seed, tuple(tasks), visits.scored)
                 attempts = functools.partial(visits.attempts, drawn, seed)
-                with writer.phase(phase), suitable_threads(writer, phase, study):
-                    for setting, outcome in contest(settings, attempts, ledger):
-                        if outcome.error is not None:
-                            unsolved.setdefault(setting, outcome.error)
+                visit = functools.partial(_visit, settings, attempts, ledger, unsolved)
+                run_phases(writer, [Phase(phase, visit, study, again=True, sums=True)])
     if unsolved:
         raise _incomplete(unsolved)
     return open_run(folder)
+
+
+def _visit(
+    settings: Sequence[Setting],
+    attempts: Attempts[Setting, Rows],
+    ledger: Ledger[Setting, Rows],
+    unsolved: dict[Setting, DriftLensError],
+) -> None:
+    """Every setting that the ledger lacks; what keeps one from being solved is added, by setting."""
+    for setting, outcome in contest(settings, attempts, ledger):
+        if outcome.error is not None:
+            unsolved.setdefault(setting, outcome.error)
 
 
 def control(path: PathLike, name: str, context: Context = Context()) -> DriftRun:

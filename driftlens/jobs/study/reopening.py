@@ -248,7 +248,7 @@ class Follower(RunWriter):
 
 @dataclass(frozen=True)
 class Phase:
-    """One part of a job; `again` does it although it was done before.
+    """One part of a job; `again` does it although it was done before, `sums` says that it sums up moments.
 
     Attributes:
         study: whose models it runs, with as many threads as suit these just then; None where it runs none.
@@ -260,13 +260,13 @@ class Phase:
     study: Study | None = None
     leads: Team | None = None
     again: bool = False
+    sums: bool = False
 
 
 def run_phases(writer: RunWriter, phases: Iterable[Phase]) -> None:
     """Do the phases that are not done yet, one after the other, and record what each used.
 
-    Where memory is too little for a batch, the phase begins anew with batches half as large, unless several processes
-    have shared out the batches among them.
+    Where memory is too little, the phase begins anew with less of it, see `halving_batches`.
     """
     for phase in phases:
         if writer.done(phase.name) and not phase.again:
@@ -278,21 +278,20 @@ def run_phases(writer: RunWriter, phases: Iterable[Phase]) -> None:
             reset_peak_memory(device)
             if phase.leads is not None:
                 lead(phase.leads, writer, phase.work)
-            elif phase.study is None or phase.study.team.size > 1:
+            elif phase.study is None:
                 phase.work()
             else:
                 of_tasks = phase.study.tasks.values()
                 size = max((at.diagnosis.batch_size for at in of_tasks), default=1)
-                with halving_batches(size, partial(_tell_smaller, writer, phase.name, device)) as done:
+                tell, team = partial(_tell_less, writer, phase, device), phase.study.team
+                with halving_batches(size, tell, sums=phase.sums, team=team) as done:
                     done(phase.work)
             if (peak := peak_memory(device)) is not None:
                 usage["peak_gpu_bytes"] = peak
 
 
-def _tell_smaller(writer: RunWriter, phase: str, device: torch.device, size: int) -> None:
-    writer.notice(
-        f"{device} has too little memory for the batches of {phase}: it goes on with batches of {size}"
-    )
+def _tell_less(writer: RunWriter, phase: Phase, device: torch.device, goes_on_with: str) -> None:
+    writer.notice(f"{device} has too little memory for {phase.name}: it goes on with {goes_on_with}")
 
 
 @contextmanager

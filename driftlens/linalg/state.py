@@ -65,9 +65,19 @@ def norm(state: State) -> Tensor:
 
 
 def lengths(rows: Tensor) -> Tensor:
-    """Euclidean norm of each row [n, k], [n]; right, too, where squares would leave the dtype's range."""
-    scale = binade(torch.linalg.vector_norm(rows, ord=math.inf, dim=1))
-    return torch.linalg.vector_norm(rows / scale[:, None], dim=1) * scale
+    """Euclidean norm of each row [n, k], [n]; right, too, where squares leave float32's range, and no bit else."""
+    norms = torch.linalg.vector_norm(rows, dim=1)
+    least = torch.finfo(torch.promote_types(rows.dtype, torch.float32)).tiny ** 0.5 * 2**20
+    is_right = norms.isfinite() & (norms >= least)
+    is_host = rows.device.type == "cpu"  # elsewhere to ask would be to wait
+    if is_host and is_right.all():
+        return norms
+    sizes = torch.linalg.vector_norm(rows, ord=math.inf, dim=1)
+    is_right |= sizes == 0
+    if is_host and is_right.all():
+        return norms
+    scale = binade(sizes)
+    return torch.where(is_right, norms, torch.linalg.vector_norm(rows / scale[:, None], dim=1) * scale)
 
 
 def binade(sizes: Tensor) -> Tensor:

@@ -65,8 +65,9 @@ def test_a_click_on_a_row_of_the_overview_chooses_its_task(
 
 
 def test_names_that_are_streamlits_signs_are_text(page: Any, tmp_path: Path) -> None:
-    """Icons, its logo and narrow spaces; a joiner without width may stand in them."""
-    name, task = ":material/delete: :streamlit: a\N{NARROW NO-BREAK SPACE}b", ":material_home: :red[x]"
+    """Icons, its logo, narrow spaces and addresses; a joiner without width may stand in them."""
+    name = ":material/delete: :streamlit: a\N{NARROW NO-BREAK SPACE}b https://evil.example www.evil.example"
+    task = ":material_home: :red[x] me@evil.example"
     run = open_run(write_full_run(tmp_path / "runs" / "odd", name=name, tasks=(task,), size=Size(blocks=1)))
     with serving(tmp_path / "runs", tmp_path / "log") as address:
         for path, called in (("overview", name), ("samples", f"Samples of {task}")):
@@ -74,6 +75,7 @@ def test_names_that_are_streamlits_signs_are_text(page: Any, tmp_path: Path) -> 
             drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
             said = page.get_by_role("heading", level=1).inner_text().replace("\N{WORD JOINER}", "")
             assert said == called.replace("\N{NARROW NO-BREAK SPACE}", " ")
+            expect(page.locator("a[href*=evil]")).to_have_count(0)
         expect(page.locator("[data-testid=stMain] h1 :is(img, [role=img])")).to_have_count(0)
 
 

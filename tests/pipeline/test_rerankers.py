@@ -20,7 +20,7 @@ from scipy.stats import spearmanr
 
 import driftlens as dl
 from driftlens.base.access import Access
-from driftlens.base.errors import DataError, DriftLensError, SpecError
+from driftlens.base.errors import DataError, DriftLensError, IncompatibleModelsError, SpecError
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.opening import open_data
 from driftlens.models.architecture import load_architecture
@@ -300,3 +300,46 @@ def test_a_classifier_with_several_scores_is_no_reranker(folders: Path, tmp_path
     with refusing(SpecError, "gives 3 scores", hint="num_labels: 1", code=2):
         dl.analyze(several, out=tmp_path / "run", progress="none")
     assert not (tmp_path / "run").exists()
+
+
+YES, NO = 13, 14
+"""Tokens of answers."""
+
+
+def judging(folder: Path, seed: int) -> Any:
+    """A language model whose answer is a score, as sentence-transformers saves it since version 6."""
+    sizes = {"vocab_size": len(tokenizer_of("Qwen3")), "pad_token_id": 0, "max_position_embeddings": 24}
+    model = perturbed(with_seed(lambda: small("Qwen3ForCausalLM", **sizes, **DECODER))().eval(), seed, 0.2)
+    save(model, folder, "Qwen3", is_library=True)
+    kind = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
+    modules = json.loads((folder / "modules.json").read_text())
+    modules.append({"idx": 1, "name": "1", "path": "1_LogitScore", "type": kind})
+    stated = {"true_token_id": YES, "false_token_id": NO, "module_input_name": "causal_logits"}
+    (folder / "1_LogitScore").mkdir()
+    (folder / "1_LogitScore" / "config.json").write_text(json.dumps(stated))
+    (folder / "modules.json").write_text(json.dumps(modules))
+    return model
+
+
+def test_a_language_model_whose_answer_is_a_score_is_refused_with_a_way_on(tmp_path: Path) -> None:
+    """The classifier that the hint tells of gives the same score of the same tokens; merged folders stay whole."""
+    model, data = judging(tmp_path / "base", 0), {"own": entries(tmp_path)["own"]}
+    judging(tmp_path / "own", 1)
+    spec = spec_of(tmp_path, "hf-auto", data)
+    way = f"score.weight[0] = lm_head.weight[{YES}] - lm_head.weight[{NO}]"
+    with refusing(IncompatibleModelsError, "LogitScore of sentence-transformers", hint=way, code=4):
+        dl.analyze(spec, out=tmp_path / "run", progress="none")
+    assert not (tmp_path / "run").exists()
+    kind = transformers.AutoModelForSequenceClassification
+    classifier = kind.from_pretrained(tmp_path / "base", num_labels=1).eval()
+    head = model.get_output_embeddings().weight.detach()
+    classifier.score.weight.data[0] = head[YES] - head[NO]
+    ids = tokenizer_of("Qwen3")("is it red", "blue", return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**ids).logits[0, -1]
+        torch.testing.assert_close(classifier(**ids).logits[0, 0], logits[YES] - logits[NO])
+    dl.merge(spec, method="average", out=tmp_path / "out")
+    for name in ("modules.json", "1_LogitScore/config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text()) == json.loads(
+            (tmp_path / "base" / name).read_text()
+        )

@@ -13,7 +13,13 @@ import torch
 
 from driftlens.base.access import Access
 from driftlens.base.devices import require_dtype, resolve_device
-from driftlens.base.errors import CheckpointError, DataError, DriftLensError, SpecError
+from driftlens.base.errors import (
+    CheckpointError,
+    DataError,
+    DriftLensError,
+    IncompatibleModelsError,
+    SpecError,
+)
 from driftlens.base.files import expanded
 from driftlens.base.layers import select_layers
 from driftlens.base.metrics import METRICS
@@ -23,7 +29,7 @@ from driftlens.calibration.calibrator import calibrators, over_preset, require_t
 from driftlens.checkpoints.alignment import Refitted, Spellings
 from driftlens.checkpoints.loading import fetched, library_folder, open_checkpoint
 from driftlens.checkpoints.lora import LoraSource
-from driftlens.checkpoints.sentences import require_same_reading
+from driftlens.checkpoints.sentences import answering_tokens, require_same_reading, sentence_folder
 from driftlens.checkpoints.sources import Composed, InDtypes, StateSource, floats_in
 from driftlens.checkpoints.stated import is_lora_folder
 from driftlens.data.related import related_columns
@@ -489,7 +495,19 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
 def _reads_pairs(spec: RunSpec, task: str, architecture: Architecture) -> bool:
     """Whether a task compares texts by a classifier with one score, which reads two at once; refused with several."""
     entry = spec.data.tasks[task]
-    if not isinstance(entry, TextEntry) or not related_columns(entry) or not architecture.ends_in_classes:
+    if not isinstance(entry, TextEntry) or not related_columns(entry):
+        return False
+    if tokens := answering_tokens(sentence_folder(library_folder(architecture.source))):
+        right, *wrong = (f"lm_head.weight[{token}]" for token in tokens)
+        raise IncompatibleModelsError(
+            f"data.{task}: texts are compared, and {architecture.source} judges two texts by what a language model "
+            "answers (LogitScore of sentence-transformers), which isn't followed; expected a classifier with a score",
+            hint="Save base and experts by AutoModelForSequenceClassification.from_pretrained(FOLDER, num_labels=1) "
+            f"with score.weight[0] = {' - '.join([right, *wrong])}: of the same tokens the score is the same. What its "
+            "chat template says around the texts has to stand in them. Drift, merges and repairs of tasks that compare "
+            "nothing work as the folder is.",
+        )
+    if not architecture.ends_in_classes:
         return False
     expert = spec.experts[task].weights
     if (count := num_labels(expert)) is None:  # an adapter, or a file of weights

@@ -141,6 +141,7 @@ def calibration_sheets(run: DriftRun, name: str) -> list[Table]:
     sheets = (
         *(_features(run, rows, name), _scores(rows, name), _drifts(run, name)),
         *(_changes(name, changes), _answers(name, changes), _routers(run, name), _moves(run, name)),
+        _shares(run, name),
     )
     return [sheet for sheet in sheets if sheet.rows]
 
@@ -299,18 +300,32 @@ def selection_sentences(run: DriftRun, name: str) -> list[str]:
 
 
 def _shrink_sentence(shrink: Mapping[str, Any]) -> str:
-    """Which share of the way from the base is kept, and what it was chosen by."""
-    text = f"All weights are the base's and {brief(shrink['share'])} of the way from there to what was calibrated"
-    if "curve" not in shrink:
-        return f"{text}."
-    curve = {entry["share"]: entry for entry in shrink["curve"]}
-    what = "KL" if curve[shrink["share"]]["what"].startswith("KL") else "relative drift"
-    scores = [
-        f"{brief(share)}: {brief(entry['score'])} ({brief(entry['score_low'])} to {brief(entry['score_high'])})"
-        for share, entry in curve.items()
-    ]
-    n = curve[shrink["share"]]["n"]
-    return f"{text}; held-out {what} by share ({counted(n, 'sample')}, 95 % intervals): {'; '.join(scores)}."
+    """Which share of the way from the base is kept, and by what it was chosen."""
+    by = f", the share with the lowest held-out {_judged_by(shrink)}" if "curve" in shrink else ""
+    return f"All weights are base + {shrink['share']:g} (repaired - base){by}."
+
+
+def _judged_by(shrink: Mapping[str, Any]) -> str:
+    return "KL" if str(shrink["curve"][0]["what"]).startswith("KL") else "relative drift"
+
+
+def _shares(run: DriftRun, name: str) -> Table:
+    """Held-out scores and drift by share of the way from the base, where one was chosen by them."""
+    shrink = run.calibration_info(name).shrink
+    curve = shrink.get("curve", [])
+    what = _judged_by(shrink) if curve else ""
+    columns = [f"{measure}{end}" for measure in ("score", "drift") for end in ("", "_low", "_high")]
+    return Table.of(
+        f"shares-{name}",
+        f"{title(calibrated(name))}: held-out {what} and drift by share of the way from the base",
+        {
+            **{"share": "number", what: "number", f"{what} low": "number", f"{what} high": "number"},
+            **{"drift": "number", "drift low": "number", "drift high": "number", "samples": "count"},
+        },
+        [[entry["share"], *(entry[column] for column in columns), entry["n"]] for entry in curve],
+        "Means over tasks with 95 % intervals (Student's t), of samples that this repair was fitted without; drift is "
+        "that of the final feature, against the expert's norm. What was chosen is fitted to all samples.",
+    )
 
 
 def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:

@@ -253,13 +253,15 @@ class CalibrationRequest(Request):
     preset: Text | None = asked("Published settings; `driftlens methods` lists them.")
     parameters: dict[str, Any] = _parameters("Another hyperparameter of the method; repeatable.")
     samples: Count | None = asked(_SAMPLES, unset="the spec's")
-    views: ViewsAsked = asked(_VIEWS, unset="the spec's", metavar="kind:copies")
+    views: ViewsAsked = asked(_VIEWS, unset="the spec's", metavar="kind:copies", read=str, is_list=False)
     layers: LayerPatterns = asked(_LAYERS, read=layers_named)
     sites: tuple[Text, ...] | None = asked(_SITES, read=parts)
     top_layers: Count | None = asked("Only so many layers: those that most of the final drift comes from.")
     shrink: Shrink = asked(
         "Keep this share of the way from the base, 0 to 1.5; auto takes the best on held-out calibration samples.",
         unset="1, all of it",
+        read=str,
+        is_list=False,
     )
     auto: Flag = asked(
         "Choose the best on held-out calibration samples: the merged model, the base, these settings, a search from "

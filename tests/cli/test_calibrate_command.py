@@ -302,3 +302,12 @@ def test_the_settings_chosen_are_those_calibrated_with(
     assert escaped(sentence) in card
     sections = Report(open_run(folder), "calibration").content.sections
     assert f"{NAME}: {sentence}" in [text for section in sections for text in section.sentences]
+
+
+def test_views_and_shares_are_flags(folder: Path, run_cli: Cli) -> None:
+    """The rehearsal says what is read; a share that can't be is told at once."""
+    words = ("calibrate", folder, "--name", "v", "--method", "residual", "--set", "folds=2")
+    told = run_cli(*words, "--views", "mix:2", "--shrink", "0.5", "--dry-run")
+    assert "flowers 4 and 8 copies" in told.out and "mu 0.9" in told.out
+    refused = run_cli(*words, "--shrink", "2")
+    assert refused.code == 2 and "0 to 1.5" in refused.err

@@ -11,12 +11,16 @@ import torch
 from torch import Tensor
 
 from driftlens.base.errors import DataError, SpecError
+from driftlens.calibration.featcal import FeatCal
+from driftlens.calibration.residual import ResidualCal
+from driftlens.data import views as views_of
 from driftlens.data.samples import SampleSet, Texts, part_of
 from driftlens.data.views import viewed
 from driftlens.models.language.texts import Text, TextReader
 from driftlens.spec import load_spec
 from driftlens.spec.data import Views
 from driftlens.spec.requests import CalibrationRequest
+from tests.calibration.helpers import TASKS, calibrated, subject
 from tests.specs import minimal, refused
 from tests.zoo.tokenizers import word_tokenizer
 
@@ -193,3 +197,16 @@ def test_views_are_said_in_words_or_by_their_parts(asked: Any, views: Views) -> 
     assert CalibrationRequest(name="a", views=word.removeprefix("--views=")).views == views
     data = {**minimal()["data"], "defaults": {"views": asked}}
     assert load_spec(minimal(data=data)).data.defaults.views == views
+
+
+@pytest.mark.parametrize("method", [FeatCal(), ResidualCal(folds=2, weights="uniform")])
+def test_views_that_change_nothing_count_for_nothing(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(views_of, "_moved", lambda image, random: image)
+    models = subject("hf_clip_vit", n=4)
+    plain = replace(samples(models.inputs, "crop", copies=1), views=None)
+    one, two = (
+        calibrated(models, method, parts={task: [of] for task in TASKS})
+        for of in (plain, replace(plain, views=Views(kind="crop", copies=1)))
+    )
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=1e-9, atol=1e-11)

@@ -19,14 +19,16 @@ from driftlens.checkpoints.sources import Between, TensorsSource
 from driftlens.data.samples import part_of
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.sites import select_sites
-from driftlens.findings.before_after import selection_sentences
+from driftlens.findings.before_after import calibration_sheets, selection_sentences
 from driftlens.jobs.calibrate.job import calibrate, open_calibration
 from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.contest import contest, shrinking
 from driftlens.jobs.contest.automatic import choice_of
 from driftlens.jobs.preflight.calibrating import rehearse
+from driftlens.jobs.preflight.rehearsal import features_bytes
 from driftlens.jobs.study.card import calibration_command
 from driftlens.runs.run import DriftRun
+from driftlens.spec.data import Views
 from tests.pipeline.calibrating import copied, request
 from tests.zoo.world import World
 
@@ -79,6 +81,8 @@ def test_views_of_the_spec_are_read_by_calibrations_and_regmean(world: World, tm
     spec["data"]["defaults"]["views"] = "mix:2"
     run = dl.analyze(spec, out=tmp_path / "own", progress="none")
     opened = open_calibration(run.path, request())
+    more, fewer = opened.study, opened.study.viewing(Views(kind="none"))
+    assert features_bytes(more) > features_bytes(fewer)
     sets = [(of.calibration, of.diagnosis, of.test) for _, of in sorted(opened.study.tasks.items())]
     assert [[of and of.num_read for of in each] for each in sets] == [[12, 5, 9], [4, 5, 9]]
     assert opened.plan.views == {"flowers": "mix:2", "shapes": "none"}
@@ -112,7 +116,7 @@ def test_all_tensors_keep_a_share_and_the_record_says_so(
     info = run.manifest.calibrations["shrunk"]
     assert info.shrink == {"asked": 0.5, "share": 0.5}
     assert "--shrink=0.5" in calibration_command("shrunk", info)
-    assert any("of the way" in sentence for sentence in selection_sentences(run, "shrunk"))
+    assert any("base + 0.5" in sentence for sentence in selection_sentences(run, "shrunk"))
 
 
 def test_the_share_is_chosen_on_samples_that_the_repair_has_not_seen(
@@ -139,7 +143,9 @@ def test_the_share_is_chosen_on_samples_that_the_repair_has_not_seen(
     assert shrink["share"] == min(curve, key=lambda share: curve[share]["score"])
     again = calibrate(folder, request("by-hand", shrink=shrink["share"], **more))
     assert equal(weights(folder, "auto"), weights(folder, "by-hand"))
-    assert "held-out" in " ".join(selection_sentences(again, "auto"))
+    assert f"base + {shrink['share']:g} (repaired - base)" in " ".join(selection_sentences(again, "auto"))
+    [sheet] = [sheet for sheet in calibration_sheets(again, "auto") if sheet.name == "shares-auto"]
+    assert [row[:2] for row in sheet.rows] == [(share, entry["score"]) for share, entry in curve.items()]
 
     study = open_calibration(folder, request("other")).study
     pool, samples = study.pool, {task: at.calibration for task, at in study.tasks.items()}

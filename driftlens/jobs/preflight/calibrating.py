@@ -104,7 +104,14 @@ def _describe(opened: OpenCalibration, checks: Preflight) -> None:
         what = "attachments" if plan.calibrator.needs_task_id else "all weights"
         checks.ok("sites", f"{what} {where}")
     checks.ok("leaves", plan.calibrator.leaves())
-    checks.ok("samples", ", ".join(f"{task} {count}" for task, count in plan.counts.items()))
+    copies = {task: samples.num_read - len(samples) for task, samples in plan.samples.items()}
+    checks.ok(
+        "samples",
+        ", ".join(
+            f"{task} {count}" + f" and {copies[task]} copies" * (copies[task] > 0)
+            for task, count in plan.counts.items()
+        ),
+    )
     checks.ok("saved in", plan.out_dtype or "the number types of the base")
     if plan.control:
         checks.ok("control", f"{plan.control} shows what the anchor does by itself")

@@ -103,9 +103,12 @@ def write_text_atomic(path: PathLike, text: str) -> None:
         written.write_bytes(data)
 
 
-def write_json_atomic(path: PathLike, value: object) -> None:
-    """Write `value` as indented JSON, keys in the order given, whole or not at all."""
-    write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+def write_json_atomic(path: PathLike, value: object, *, allow_nan: bool = False) -> None:
+    """Write `value` as indented JSON, keys in the order given, whole or not at all.
+
+    With `allow_nan` infinite numbers are written as Python's own reader takes them, and no other.
+    """
+    write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=allow_nan) + "\n")
 
 
 def from_json(text: str | bytes) -> Any:

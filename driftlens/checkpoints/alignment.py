@@ -15,7 +15,14 @@ from torch import Tensor
 
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.refusals import family_of_keys
-from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader, renamed, require_key
+from driftlens.checkpoints.sources import (
+    Composed,
+    StateSource,
+    TensorHeader,
+    promoted,
+    renamed,
+    require_key,
+)
 
 
 class Layout(Protocol):
@@ -146,7 +153,7 @@ class Refitted:
                     key=name,
                 )
         # Adapters on some experts make them wider than the others.
-        dtype = functools.reduce(torch.promote_types, (header.dtype for header in headers))
+        dtype = promoted(*(header.dtype for header in headers))
         count = (len(names) // each,) if "*" in key else ()
         parts = tuple((name, header.shape) for name, header in zip(names, headers, strict=True))
         return TensorHeader((*count, *shape), dtype, parts)

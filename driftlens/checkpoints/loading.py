@@ -289,8 +289,11 @@ def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, A
 
 
 def _sane(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """The configuration, unless building what it describes would not end."""
+    """The configuration, unless building what it describes would not end, or what is computed with it is no number."""
     for key, value in config.items():
+        if value == {"__float__": "NaN"} or (isinstance(value, float) and math.isnan(value)):
+            hint = "Restore its configuration from the original."
+            raise IncompatibleModelsError(f"{source}: its configuration has NaN for {key}", hint=hint)
         if isinstance(value, dict):
             _sane(value, source)
         for what, (most, names) in _MOST.items():

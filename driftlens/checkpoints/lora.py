@@ -18,7 +18,7 @@ from torch import Tensor
 from driftlens.base.errors import CheckpointError
 from driftlens.base.files import from_json, plain_file
 from driftlens.checkpoints.guarded import guarded
-from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader, require_key
+from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader, promoted, require_key
 from driftlens.checkpoints.stated import ADAPTER
 from driftlens.checkpoints.weight_files import open_file
 
@@ -217,7 +217,7 @@ class LoraSource:
 
     def _wide(self, key: str) -> TensorHeader:
         header = self._base.headers[key]
-        return TensorHeader(header.shape, torch.promote_types(header.dtype, torch.float32))
+        return TensorHeader(header.shape, promoted(header.dtype, torch.float32))
 
     def _saved_whole(self, base: StateSource) -> dict[str, str]:
         """Of tensors that were saved whole, the base's names or their own -> the adapter's keys."""
@@ -331,6 +331,12 @@ class LoraSource:
     def _require_targets(self, modules: Iterable[str]) -> None:
         """Refuse adapters of modules that the configuration does not name, or leaves out: peft passes over them."""
         targets = self._config.get("target_modules")
+        for option, pattern in (
+            ("target_modules", targets),
+            ("exclude_modules", self._config.get("exclude_modules")),
+        ):
+            if isinstance(pattern, str) and pattern.lower() != "all-linear":
+                self._require_matched(option, pattern, [*modules])
         if not isinstance(targets, list) or not targets or self._config.get("target_parameters"):
             return  # of a pattern peft alone knows what it means
         names = [*modules]
@@ -353,6 +359,17 @@ class LoraSource:
             known = layers if isinstance(layers, list) else [layers]
             lost = [name for name in names if numbers.get(name) not in known]
             self._require_held(lost, "layers_to_transform", sorted({*numbers.values()}))
+
+    def _require_matched(self, option: str, pattern: str, modules: Sequence[str]) -> None:
+        """Refuse adapters that a pattern of whole paths leaves out, of modules to adapt or to exclude."""
+        try:
+            places = guarded("patterns", [rf"(?<![\s\S])(?:{pattern})"], modules)
+        except ValueError as error:
+            raise _refusal(self._folder, f"{option}: {error}", _RESTORE) from error
+        is_lost = option == "exclude_modules"
+        lost = [name for name, place in zip(modules, places, strict=True) if (place is not None) == is_lost]
+        kinds = [*dict.fromkeys(name.rpartition(".")[2] for name in modules)]
+        self._require_held(lost, option, [] if is_lost else kinds)
 
     def _require_held(self, lost: Sequence[str], option: str, entry: Sequence[Any]) -> None:
         if lost:

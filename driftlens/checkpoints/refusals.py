@@ -259,8 +259,13 @@ def running(source: str) -> Iterator[None]:
     except (
         Exception
     ) as error:  # whatever somebody's forward pass makes of a model without weights, or a plain batch
-        cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise IncompatibleModelsError(f"{source} can't be used as it is ({cause})", hint=LIVE) from error
+        kind, lines = type(error).__name__, [line.strip() for line in str(error).splitlines()] or [""]
+        cause = " ".join(lines[: 1 + lines[0].endswith(":")])
+        # As transformers calls it where a configuration has a value of another kind than it should.
+        hint = "Restore its configuration from the original." if kind.startswith("StrictDataclass") else LIVE
+        raise IncompatibleModelsError(
+            f"{source} can't be used as it is ({kind}: {cause})", hint=hint
+        ) from error
 
 
 def refuse_pointer(path: pathlib.Path) -> None:

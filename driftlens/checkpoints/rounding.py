@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from driftlens.base.rounding import Change
-from driftlens.checkpoints.sources import StateSource
+from driftlens.checkpoints.sources import StateSource, promoted
 
 LOOKED_AT = 1 << 12
 """Entries of each tensor by which a model is judged that nobody reads as a whole: thousands suffice for a share."""
@@ -21,7 +21,7 @@ _ORDERED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def change_of(start: Tensor, end: Tensor, dtype: torch.dtype) -> Change:
     """Of two tensors of one shape: what differs, and what of that `dtype` keeps."""
     name = str(dtype).removeprefix("torch.")
-    wide = torch.promote_types(torch.promote_types(start.dtype, end.dtype), torch.float32)
+    wide = promoted(start.dtype, end.dtype, torch.float32)
     start, end = start.to(wide), end.to(wide)
     differs = start != end
     norm = float(start.double().square().sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import json
 import pathlib
@@ -209,6 +210,14 @@ def _header(name: str, key: str, piece: Any) -> TensorHeader:
             key=key,
         )
     return TensorHeader(tuple(piece.get_shape()), dtype)
+
+
+def promoted(*dtypes: torch.dtype) -> torch.dtype:
+    """The narrowest type that holds all of these; one-byte floats, above which torch has none, count as float16."""
+    if len({*dtypes}) == 1:
+        return dtypes[0]
+    halves = (torch.float16 if dtype.is_floating_point and dtype.itemsize == 1 else dtype for dtype in dtypes)
+    return functools.reduce(torch.promote_types, halves)
 
 
 class Table(Tensor):

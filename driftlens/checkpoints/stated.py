@@ -56,6 +56,11 @@ def weights_in(folder: pathlib.Path) -> pathlib.Path:
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
             return folder / name
+        if (folder / name).is_symlink():  # into a cache of the Hub, of which the folder was copied
+            raise CheckpointError(
+                f"{folder / name} is a link to {(folder / name).readlink()}, which isn't there",
+                hint="Copy or download the folder again, with what its links lead to (cp -rL).",
+            )
     names = sorted(entry.name for entry in folder.iterdir())
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
     inner = [name for name in names if any((folder / name / file).is_file() for file in WEIGHT_FILES)]

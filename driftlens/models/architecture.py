@@ -128,7 +128,12 @@ class Architecture:
             beside = ArchitectureRequest(
                 str(place if place.is_dir() else place.parent), access=Access(offline=True)
             )
-            _follow_sign(error, beside, (self.loader,))
+            if error.context.get("loader") == self.loader:
+                error.hint = (
+                    "Its tensors have names of their own: load it in its library, and save it from there."
+                )
+            else:
+                _follow_sign(error, beside, (self.loader,))
             raise
 
     def lora_base(self, base: StateSource, folder: str) -> StateSource:

@@ -219,7 +219,8 @@ def save_model(
             (folder / name).parent.mkdir(exist_ok=True)
             _copy(place, folder / name)
         for name, content in form.configs.items():
-            write_json_atomic(folder / name, _without_code(content, name))
+            # transformers before 5 wrote infinite numbers so, and every version reads them.
+            write_json_atomic(folder / name, _without_code(content, name), allow_nan=True)
         for name, text in form.texts.items():
             write_text_atomic(folder / name, text)
         for name, head in heads.items():
@@ -329,7 +330,7 @@ def _copy(source: pathlib.Path, target: pathlib.Path) -> None:
     if plain == content:
         shutil.copyfile(source, target)
     else:
-        write_json_atomic(target, plain)
+        write_json_atomic(target, plain, allow_nan=True)
 
 
 def _without_code(content: Any, file: str) -> Any:

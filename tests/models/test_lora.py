@@ -310,6 +310,8 @@ LOST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "module": (OPTIONS["plain"], {"target_modules": ["q_proj"]}),
     "excluded": (OPTIONS["plain"], {"exclude_modules": ["q_proj", "fc2"]}),
     "saved whole": (OPTIONS["plain"], {"modules_to_save": ["v_proj"]}),
+    "excluded by a pattern": (OPTIONS["plain"], {"exclude_modules": r".*\.q_proj"}),
+    "pattern": (OPTIONS["plain"], {"target_modules": r"vision.*\.q_proj|q_proj|v_proj"}),
     "layers": (OPTIONS["plain"], {"layers_to_transform": [1]}),
     "one layer": (OPTIONS["plain"], {"layers_to_transform": 0}),
 }

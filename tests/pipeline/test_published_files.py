@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -228,6 +229,47 @@ def test_a_folder_without_weights_says_where_some_may_be(
     with pytest.raises(CheckpointError, match="holds no weights") as refused:
         open_checkpoint(root / "one")
     assert hint in refused.value.hint
+
+
+def test_a_link_that_leads_nowhere_is_named(root: Path) -> None:
+    (root / "one" / "model.safetensors").unlink()
+    (root / "one" / "model.safetensors").symlink_to("../blobs/0")
+    with pytest.raises(CheckpointError, match=r"is a link to .*blobs/0, which isn't there"):
+        open_checkpoint(root / "one")
+
+
+def test_numbers_of_one_byte_are_merged_as_what_they_are(root: Path) -> None:
+    one = {key: value.to(torch.float8_e4m3fn) for key, value in weights_of(root / "one").items()}
+    save_file(one, root / "one" / "model.safetensors", {"format": "pt"})
+    merge_experts(load_spec(spec_of(root, "base", "one", "two")), "average", {}, root / "out", Context())
+    merged, two = (weights_of(root / name) for name in ("out", "two"))
+    for key, value in merged.items():
+        torch.testing.assert_close(value, (one[key].float() + two[key]) / 2)
+
+
+@pytest.mark.parametrize("before", ["base_model.model.", "_fsdp_wrapped_module."])
+def test_names_of_a_trainings_own_are_said_to_be_such(before: str, root: Path) -> None:
+    named = {before + key: value for key, value in weights_of(root / "one").items()}
+    save_file(named, root / "one" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(IncompatibleModelsError, match=re.escape(before)) as refused:
+        open_models(load_spec(spec_of(root, "base", "one")))
+    assert "save it from there" in refused.value.hint
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, {"__float__": "NaN"}], ids=str)
+def test_a_folder_keeps_infinite_numbers_of_a_configuration_and_nan_is_refused(
+    number: Any, root: Path
+) -> None:
+    """As transformers before 5 wrote them, which is no JSON."""
+    file = root / "base" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"own_limit": number}))
+    spec = load_spec(spec_of(root, "base", "one"))
+    if number not in (math.inf, -math.inf):
+        with pytest.raises(IncompatibleModelsError, match="has NaN for own_limit"):
+            merge_experts(spec, "average", {}, root / "out", Context())
+        return
+    merge_experts(spec, "average", {}, root / "out", Context())
+    assert transformers.AutoModelForCausalLM.from_pretrained(root / "out").config.own_limit == number
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +21,14 @@ from driftlens.base.rounding import Change
 from driftlens.base.threads import computing_with
 from driftlens.checkpoints.loading import library_folder
 from driftlens.checkpoints.rounding import written
-from driftlens.checkpoints.sources import InDtypes, StateSource, TensorHeader, check_finite, floats_in
+from driftlens.checkpoints.sources import (
+    InDtypes,
+    StateSource,
+    TensorHeader,
+    check_finite,
+    floats_in,
+    promoted,
+)
 from driftlens.jobs.study.foreseen import ALIKE, require_settings, require_tokenizer, require_tokens
 from driftlens.jobs.study.merging import pieces, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_models, open_pool, saved_in
@@ -163,7 +169,7 @@ class Followed:
         """What is computed in: the recipe's, or the widest of what is stored."""
         stored = [model.headers[key].dtype for model in self._models.values()]
         if self._recipe.dtype is None or not stored[0].is_floating_point:
-            return functools.reduce(torch.promote_types, stored)
+            return promoted(*stored)
         return getattr(torch, self._recipe.dtype)
 
     def _written(self, key: str) -> torch.dtype:

@@ -19,6 +19,7 @@ import numpy as np
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError
 from driftlens.base.files import from_json, plain_file
+from driftlens.base.words import some_of
 from driftlens.data.sources import (
     PATHS_HINT,
     Split,
@@ -50,9 +51,9 @@ def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> S
     """The images below a split's folder, sorted by class and path; ids are paths relative to that folder.
 
     As in torchvision's ImageFolder, a class is a direct sub-folder whose images may lie at any depth. Hidden files and
-    folders are skipped, and what systems leave behind. A class may be empty in one split where another fills it. Images
-    without class folders make an unlabelled split, and so does a split that the entry calls so, whose images may lie at
-    any depth.
+    folders are skipped, and what systems leave behind. A class may be empty in one split where another fills it, and
+    the folder of one that calibration has may be missing in the test split. Images without class folders make an
+    unlabelled split, and so does a split that the entry calls so, whose images may lie at any depth.
     """
     folder = Path(getattr(entry, split))
     classes, loose = _listing(folder)
@@ -69,6 +70,7 @@ def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> S
     images = {name: _images_of_class(folder, name) for name in classes}
     empty = [name for name, there in images.items() if not there]
     _require_filled_elsewhere(entry, folder, empty)
+    absent = _absent(entry, classes) if split == "test" and classes else []
     paths = [(name, path) for name, there in images.items() for path in there] or [
         ("", name) for name in loose
     ]
@@ -76,11 +78,24 @@ def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> S
     return SplitView(
         origin=str(folder.resolve()),
         ids=ids,
-        class_names=tuple(classes) or None,
+        class_names=tuple(sorted([*classes, *absent])) or None,
         label=lambda position: paths[position][0] or None,
         read=lambda position: read_image(folder / ids[position]),
-        notices=tuple(f"{folder / name}: the class folder holds no images" for name in empty),
+        notices=(
+            *(_no_images(folder / name) for name in empty),
+            *(f"{folder}: there is no class folder {name!r}, which calibration has" for name in absent),
+        ),
     )
+
+
+def _absent(entry: ImageFolderData, classes: list[str]) -> list[str]:
+    """Classes that calibration has and the test split lacks; none where that has others, which may be misspelled."""
+    if "calibration" in entry.unlabelled:
+        return []
+    place = Path(entry.calibration)
+    names = _listing(place)[0]
+    lacking = [name for name in names if name not in classes] if {*classes} <= {*names} else []
+    return [name for name in lacking if _images_of_class(place, name)]
 
 
 def _require_filled_elsewhere(entry: ImageFolderData, folder: Path, empty: Iterable[str]) -> None:
@@ -90,9 +105,18 @@ def _require_filled_elsewhere(entry: ImageFolderData, folder: Path, empty: Itera
     for name in empty:
         if not any(_images_of_class(Path(place), name) for place in places if place is not None):
             raise DataError(
-                f"{folder / name}: the class folder holds no images",
-                hint=f"Add images of {name!r}, or remove the folder if it is no class.",
+                _no_images(folder / name),
+                hint=f"Add images of {name!r}, or remove the folder if it is no class; images end in "
+                f"{', '.join(sorted(SUFFIXES))}.",
             )
+
+
+def _no_images(folder: Path) -> str:
+    """What is said of a class folder without images, with what its files are instead."""
+    names = (Path(name) for _, _, files in os.walk(folder) for name in files)
+    endings = sorted({name.suffix.lower() for name in names if not _is_hidden(name.name)} - {""})
+    others = f", but files that end in {some_of(endings)}" if endings else ""
+    return f"{folder}: the class folder holds no images{others}"
 
 
 def _listing(folder: Path) -> tuple[list[str], list[str]]:

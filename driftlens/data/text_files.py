@@ -21,6 +21,10 @@ _PACKED = {
     b"\x28\xb5\x2f\xfd": ("packed by zstd", "Unpack it first (unzstd)."),
     b"PK\x03\x04": ("a zip archive or a workbook", "Unpack it first; of a workbook, save the sheet as CSV."),
     b"\xd0\xcf\x11\xe0": ("a workbook", "Save the sheet as CSV."),
+    b"version https://git-lfs": ("a Git LFS pointer", "Run `git lfs pull` in its folder."),
+    **dict.fromkeys(
+        (b"<html", b"<!DOCTYPE html", b"<!doctype html"), ("a web page", "Download the file itself.")
+    ),
     b"PAR1": ("a Parquet file", "Give it the ending .parquet, and read it as `kind: table`."),
 }
 """How files begin that are no text, whatever their name says: what they are, and what to do."""

@@ -166,7 +166,14 @@ def text_head(
     for name in names if words is None else words:
         # Not str.format: other braces in a template are text.
         prompts = [template.replace("{}", name) for template in templates]
-        rows.append(F.normalize(F.normalize(tower.embed(prompts), dim=-1).mean(dim=0), dim=-1))
+        try:
+            embedded = tower.embed(prompts)
+        except IndexError as error:
+            raise SpecError(
+                f"the base's text tower has no embeddings for some tokens of {prompts[0]!r}: its tokenizer is another",
+                hint="Give precomputed class embeddings in `heads.<task>.file`.",
+            ) from error
+        rows.append(F.normalize(F.normalize(embedded, dim=-1).mean(dim=0), dim=-1))
     return Head(names, torch.stack(rows), tower.logit_scale)
 
 

@@ -11,7 +11,7 @@ import pytest
 from torchvision.datasets import ImageFolder
 
 from driftlens.base.errors import DataError
-from driftlens.data.task_data import open_task_data
+from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.spec.data import DataDefaults
 from tests.data.sources import (
     DEEP,
@@ -67,6 +67,35 @@ def test_samples_are_sorted_by_class_and_path(tmp_path: Path) -> None:
     )
 
 
+def test_a_class_folder_that_is_missing_in_the_test_split_alone_is_a_class_and_a_notice(
+    tmp_path: Path,
+) -> None:
+    places = [
+        *(f"calibration/{name}/{n}.png" for name in "abc" for n in range(3)),
+        "test/a/0.png",
+        "test/b/1.png",
+    ]
+    write_images(tmp_path, {place: n for n, place in enumerate(places)})
+    entry = {"kind": "imagefolder", **{split: str(tmp_path / split) for split in ("calibration", "test")}}
+
+    def opened() -> TaskData:
+        return open_task_data(
+            "t",
+            entry_of(**entry),
+            DataDefaults(n=3, n_diagnosis=1),
+            len,
+            reads="image",
+            head_classes=("c", "b", "a"),
+        )
+
+    assert opened().notices == (
+        f"t: {tmp_path / 'test'}: there is no class folder 'c', which calibration has",
+    )
+    (tmp_path / "test" / "b").rename(tmp_path / "test" / "B")
+    with refusing(DataError, "only in data: 'B'", hint="'B' looks like 'b'"):
+        opened()
+
+
 def test_hidden_files_and_folders_are_no_images_and_no_classes(tmp_path: Path) -> None:
     hidden = ("a/._x.png", "a/.cache/y.png", ".ipynb_checkpoints/z.png", "__MACOSX/a/v.png", "a/@eaDir/w.png")
     write_images(tmp_path, {"a/x.png": 1, **dict.fromkeys(hidden, 2)})
@@ -89,8 +118,9 @@ def test_a_class_that_one_split_lacks_and_another_fills_is_a_class_and_a_notice(
     data = open_task_data("t", entry_of(**entry), counts, len, reads="image", head_classes=("b", "a"))
     assert data.class_names == ("b", "a")
     assert data.notices == (f"t: {tmp_path / lacking / 'b'}: the class folder holds no images",)
-    (tmp_path / other / "b" / "9.png").unlink()
-    with refusing(DataError, "b: the class folder holds no images"):
+    (tmp_path / other / "b" / "9.png").rename(tmp_path / other / "b" / "9.heic")
+    ending = ", but files that end in .heic" * (lacking == "test")  # calibration is opened first
+    with refusing(DataError, match=f"b: the class folder holds no images{ending}\n.* images end in .bmp"):
         opened(**entry)
 
 

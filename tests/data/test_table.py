@@ -210,6 +210,8 @@ PACKED: dict[str, tuple[bytes, str]] = {
     "bzip2": (bz2.compress(b"q,a\nb,c\n"), "packed by bzip2"),
     "xz": (lzma.compress(b"q,a\nb,c\n"), "packed by xz"),
     "workbook": (b"PK\x03\x04\x14\0", "a workbook"),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer"),
+    "page": (b"<!DOCTYPE html><html></html>", "a web page"),
     "Parquet": (b"PAR1\x15", "a Parquet file"),
 }
 
@@ -222,7 +224,7 @@ def test_what_is_packed_is_named_with_the_way_to_unpack_it(kind: str, packing: s
     entry = {"kind": kind, "calibration": str(tmp_path / "rows.csv"), "test": str(tmp_path / "rows.csv")}
     with pytest.raises(DataError, match=rf"rows\.csv is .*{what}") as refusal:
         opened("calibration", **entry, input="q", target="a")
-    assert re.search("npack|save|kind: table", refusal.value.hint)
+    assert re.search("npack|save|kind: table|lfs pull|Download", refusal.value.hint)
 
 
 @pytest.mark.parametrize(

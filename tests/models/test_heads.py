@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from driftlens.base.errors import (
     CheckpointError,
@@ -219,6 +219,13 @@ def test_text_towers_that_need_more_than_open_clip_are_refused(
     architecture = load_architecture("open-clip", str(tmp_path / "model_config.json"))
     with pytest.raises(SpecError, match=option):
         architecture.text_tower(open_checkpoint(open_clip))
+
+
+def test_words_that_a_text_tower_has_no_embeddings_for_are_refused() -> None:
+    table = nn.Embedding(4, 2)
+    tower = TextTower(lambda prompts: table(torch.tensor([[5]] * len(prompts)))[:, 0], 1.0)
+    with refusing(SpecError, "'a cat'", "its tokenizer is another", hint="precomputed"):
+        text_head(tower, ["cat"], ["a {}"])
 
 
 @pytest.mark.parametrize("templates", [[], ["a photo."]], ids=["none", "no_place"])

@@ -119,7 +119,7 @@ def test_a_class_that_one_split_lacks_and_another_fills_is_a_class_and_a_notice(
     assert data.class_names == ("b", "a")
     assert data.notices == (f"t: {tmp_path / lacking / 'b'}: the class folder holds no images",)
     (tmp_path / other / "b" / "9.png").rename(tmp_path / other / "b" / "9.heic")
-    ending = ", but files that end in .heic" * (lacking == "test")  # calibration is opened first
+    ending = ", but files that end in .heic" * (other == "test")  # which is opened
     with refusing(DataError, match=f"b: the class folder holds no images{ending}\n.* images end in .bmp"):
         opened(**entry)
 

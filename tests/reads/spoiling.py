@@ -36,7 +36,7 @@ NASTY: tuple[Any, ...] = (
         "\x00",
         "\x1b[31m",
         "\x9b2J",
-        "\u202e",
+        "\u202e\u200b\u061c\ufeff",
         "\ud800",
         "²",
         "~nobody/x",

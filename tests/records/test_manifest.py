@@ -31,6 +31,7 @@ def filled(full: DriftRun) -> Manifest:
         full.manifest,
         synthetic=True,
         live={"settings": {"n": 4}},
+        drawn_by="the names of split and task",
         deterministic=True,
         environment={"OMP_NUM_THREADS": "1"},
         threads={"torch": 1},

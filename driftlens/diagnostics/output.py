@@ -17,7 +17,7 @@ from driftlens.linalg.state import (
     gauss_legendre,
     softmax_change,
 )
-from driftlens.models.heads import LmHead, ScoreMap, class_rows
+from driftlens.models.heads import LmHead, ScoreMap, class_rows, is_of_vocabulary
 from driftlens.runs.schema import OUTPUTS
 
 GAIN_NODES = 4
@@ -61,18 +61,15 @@ def output_columns(
     scores, expert_scores = head.scores(variant), (expert_head or head).scores(expert)
     drift = scores - expert_scores
     log_p, expert_log_p = scores.log_softmax(dim=1), expert_scores.log_softmax(dim=1)
-    largest = drift.abs().amax(dim=1)
-    mismatch = (
-        torch.zeros_like(largest)
-        if expert_head is None or expert_head is head
-        else torch.linalg.vector_norm(head.scores(expert) - expert_scores, dim=1)
-    )
-    gains = score_gains(head, expert, variant)
+    # Of a vocabulary, scores are most of the work: each is made once.
+    start_scores = expert_scores if expert_head is None or expert_head is head else head.scores(expert)
+    mismatch = torch.linalg.vector_norm(start_scores - expert_scores, dim=1)
+    gains = score_gains(head, expert, variant, scores - start_scores)
     columns = {
         "expert_pred": expert_scores.argmax(dim=1),
         "pred": scores.argmax(dim=1),
         "score_drift_l2": torch.linalg.vector_norm(drift, dim=1),
-        "score_drift_inf": largest,
+        "score_drift_inf": drift.abs().amax(dim=1),
         "score_gain_secant": gains.secant,
         "score_gain": gains.directional,
         "score_gain_spectral": gains.spectral,
@@ -107,43 +104,40 @@ def decisions(expert_scores: Tensor, scores: Tensor) -> dict[str, Tensor]:
     }
 
 
-_OWN = [column for column in OUTPUTS.columns[len(OUTPUTS.key) + 1 :] if not column.name.startswith("token_")]
-
-
-@diagnostic("output", table="outputs", columns=_OWN, option="")
+@diagnostic("output", table="outputs", columns=OUTPUTS.columns[len(OUTPUTS.key) + 1 :], option="")
 def _of_samples(seen: Seen) -> dict[str, Any]:
-    head: ScoreMap = seen.head
-    expert, variant = torch.from_numpy(seen.expert), torch.from_numpy(seen.variant)
-    rows = class_rows(head, seen.labels) if seen.labels is not None else None
-    columns = {
-        name: value.numpy()
-        for name, value in output_columns(head, expert, variant, rows, expert_head=seen.expert_head).items()
-    }
-    names = np.array(head.classes, dtype=object)
-    return columns | {name: names[columns[name]] for name in ("expert_pred", "pred")}
+    """`output_columns`, as many samples at a time as there is room for scores; of a language model `token_` too.
 
-
-@diagnostic(
-    "next_token",
-    table="outputs",
-    columns=OUTPUTS.only("token_kl", "token_flipped", "token_certified"),
-    option="",
-)
-def next_token(seen: Seen) -> dict[str, Any]:
-    """What drift does to the next token over the whole vocabulary, whatever words a task asks for.
-
-    Divergence, flips and certificates as in `output_columns`; nothing without a language model's head.
+    That is what drift does to the next token over the whole vocabulary, whatever words a task asks for.
     """
-    if not isinstance(seen.head, LmHead) or not isinstance(seen.expert_head, LmHead):
-        return {}
-    heads = [replace(head, classes=(), tokens=None) for head in (seen.expert_head, seen.head)]
-    rows = max(1, _SCORES // max(head.num_tokens for head in heads))
-    features = (torch.split(torch.from_numpy(part), rows) for part in (seen.expert, seen.variant))
-    parts = [
-        decisions(*(head.scores(part.double()) for head, part in zip(heads, of_models, strict=True)))
-        for of_models in zip(*features, strict=True)
+    head: ScoreMap = seen.head
+    of_tokens = [
+        replace(each, classes=(), tokens=None)
+        for each in (seen.expert_head, head)
+        if isinstance(each, LmHead)
     ]
-    return {f"token_{name}": torch.cat([part[name] for part in parts]).numpy() for name in parts[0]}
+    rows = max(1, _SCORES // max([len(head.classes), 1, *(each.num_tokens for each in of_tokens)]))
+    labels = class_rows(head, seen.labels) if seen.labels is not None else None
+    parts: list[dict[str, Tensor]] = []
+    for begin in range(0, len(seen.variant), rows):
+        at = slice(begin, begin + rows)
+        expert, variant = (
+            torch.from_numpy(seen.expert[at]).double(),
+            torch.from_numpy(seen.variant[at]).double(),
+        )
+        columns = decided = output_columns(
+            head, expert, variant, None if labels is None else labels[at], expert_head=seen.expert_head
+        )
+        if len(of_tokens) == 2:
+            if not is_of_vocabulary(head):
+                decided = decisions(
+                    *(each.scores(x) for each, x in zip(of_tokens, (expert, variant), strict=True))
+                )
+            columns = columns | {f"token_{name}": decided[name] for name in ("flipped", "certified", "kl")}
+        parts.append(columns)
+    joined = {name: torch.cat([part[name] for part in parts]).numpy() for name in parts[0]}
+    names = np.array(head.classes, dtype=object)
+    return joined | {name: names[joined[name]] for name in ("expert_pred", "pred")}
 
 
 def _margin(scores: Tensor) -> Tensor:
@@ -172,16 +166,17 @@ class ScoreGains:
     certified: Tensor
 
 
-def score_gains(head: ScoreMap, start: Tensor, end: Tensor) -> ScoreGains:
+def score_gains(head: ScoreMap, start: Tensor, end: Tensor, change: Tensor | None = None) -> ScoreGains:
     """Gains of `head.scores` on the segments from the expert's features [n, d] to the variant's, float64 advised.
 
-    Where the gain is bounded exactly nothing is sampled (of a linear map all but the last are one number per
-    direction).
+    `change` is how scores [n, c] change from one to the other, where that is known already. Where the gain is bounded
+    exactly nothing is sampled (of a linear map all but the last are one number per direction).
     """
     drift = end - start
     length = torch.linalg.vector_norm(drift, dim=1)
     direction = drift / length[:, None]
-    secant = torch.linalg.vector_norm(head.scores(end) - head.scores(start), dim=1) / length
+    change = head.scores(end) - head.scores(start) if change is None else change
+    secant = torch.linalg.vector_norm(change, dim=1) / length
     bound = head.gain_bound(start, end)
     certified = (
         torch.full_like(length, torch.nan) if bound is None else torch.where(length > 0, bound, torch.nan)

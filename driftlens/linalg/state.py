@@ -35,6 +35,8 @@ TOGETHER = 4 << 20
 NODES = 8
 PANEL = 2.0
 """Longest change of score differences over a panel; eight nodes then err below 1e-11 (over 4, by up to 8e-9)."""
+_SCORES = 1 << 18
+"""Scores that are integrated over at a time."""
 
 
 def floating(state: State) -> State:
@@ -230,9 +232,10 @@ def softmax_change(scores: Tensor, change: Tensor) -> Tensor:
     Source: FeatCal (arXiv:2605.13030), appendix on the output-drift bridge, softmax probability bridge.
     """
     total = torch.zeros_like(scores)
-    for t, weight in composite_nodes(change):
-        p = (scores + t * change).softmax(dim=1)
-        total += weight * p * (change - (p * change).sum(dim=1, keepdim=True))
+    for into, z, d in _by_rows(total, scores, change):
+        for t, weight in composite_nodes(d):
+            p = (z + t * d).softmax(dim=1)
+            into += weight * p * (d - (p * d).sum(dim=1, keepdim=True))
     return total
 
 
@@ -243,10 +246,17 @@ def cross_entropy_change(scores: Tensor, change: Tensor, labels: Tensor) -> Tens
     """
     wanted = change.gather(1, labels[:, None])[:, 0]
     total = torch.zeros_like(wanted)
-    for t, weight in composite_nodes(change):
-        p = (scores + t * change).softmax(dim=1)
-        total += weight * ((p * change).sum(dim=1) - wanted)
+    for into, z, d, of_label in _by_rows(total, scores, change, wanted):
+        for t, weight in composite_nodes(d):
+            p = (z + t * d).softmax(dim=1)
+            into += weight * ((p * d).sum(dim=1) - of_label)
     return total
+
+
+def _by_rows(*parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of equally many rows, some rows at a time: of a vocabulary, as many scores as caches hold."""
+    rows = max(1, _SCORES // max(1, parts[1].shape[1]))
+    return zip(*(part.split(rows) for part in parts), strict=True)
 
 
 def composite_nodes(change: Tensor, panels: int | None = None) -> Iterator[tuple[float, float]]:

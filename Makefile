@@ -2,7 +2,7 @@
 PYTHON ?= python
 SEED ?= 1
 
-.PHONY: help install check format test test-slow fuzz faults sbom browser families bench demo docs notebooks gallery screenshots lowest
+.PHONY: help install check format test test-slow fuzz faults sbom browser families bench demo suites docs notebooks gallery screenshots lowest
 
 help:            ## print the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +48,9 @@ bench:           ## ratios of time and memory, each from one run on this machine
 
 demo:            ## the whole tool on the embedded suite
 	driftlens demo --force
+
+suites:          ## train the embedded suites anew and put their weights into the package; some minutes
+	$(PYTHON) -m driftlens.suites.packing
 
 docs:            ## the site, under build/site; its gallery is drawn from a demo run
 	test -d build/demo || driftlens demo --out build/demo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pathlib
 import shutil
@@ -12,20 +13,23 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from driftlens.base.errors import SpecError
+from driftlens.base.errors import RunError, SpecError
 from driftlens.base.files import Guard, atomic_folder, sha256_of, write_json_atomic
 from driftlens.base.progress import Reporter
 from driftlens.base.registry import Registry
-from driftlens.suites.drawing import PURPOSES, DrawnTask
+from driftlens.suites.drawing import DrawnTask
 from driftlens.suites.recipe import AnyRecipe
 from driftlens.suites.training import Worker, work_together
 from driftlens.suites.writing import WrittenTask
 
 RECORD = "suite.json"
-FORMAT = 1
+FORMAT = 2
 """Version of the layout and of the record."""
+PACKED = pathlib.Path(__file__).with_name("weights")
+"""What the package holds of each usual suite in a folder named after its kind: all but the samples."""
 SCALING = 0.3
 """Task Arithmetic's scaling, as in the published benchmarks."""
 DRAWN = "drawn"
@@ -63,7 +67,11 @@ class Suite(ABC):
         rebuild: bool = False,
         recipe: AnyRecipe | None = None,
     ) -> Self:
-        """The suite from the cache; built, in minutes and by one process, where there is none or a damaged one."""
+        """The suite from the cache; unpacked or built, by one process, where there is none or a damaged one.
+
+        The package holds the weights of the usual recipe's seed 0; others are trained, in minutes, and so is that one
+        with `rebuild`.
+        """
         import platformdirs
 
         if seed < 0:
@@ -80,8 +88,41 @@ class Suite(ABC):
                 # Asked again: another process may have built it while this one waited.
                 if rebuild or not suite.is_whole():
                     with atomic_folder(folder, replace=True) as partial:
-                        cls.build(partial, recipe, seed, reporter)
+                        is_packed = not rebuild and cls.packed().get("digest") == digest
+                        (cls.unpack if is_packed else cls.build)(partial, recipe, seed, reporter)
         return suite
+
+    @classmethod
+    def packed(cls) -> dict[str, Any]:
+        """The record of what the package holds, with size and SHA-256 of every file as it is there; or nothing."""
+        file = PACKED / cls.prefix / RECORD
+        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return record
+
+    @classmethod
+    def unpack(cls, folder: pathlib.Path, recipe: Any, seed: int, reporter: Reporter) -> None:
+        """Fill an empty folder with what the package holds, every number as it was trained, and samples drawn anew."""
+        from safetensors.torch import load
+
+        packed = cls.packed()
+        (folder / "data").mkdir()
+        for name, stated in packed["files"].items():
+            content = (PACKED / cls.prefix / name).read_bytes()
+            if hashlib.sha256(content).hexdigest() != stated["sha256"]:
+                raise RunError(
+                    f"{PACKED / cls.prefix / name} is not the file that the package was made with",
+                    hint="Install driftlens again.",
+                )
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            if name.endswith(".safetensors"):
+                save({key: tensor.float() for key, tensor in load(content).items()}, folder / name)
+            else:
+                (folder / name).write_bytes(content)
+        for at, name in enumerate(cls.drawn):
+            reporter.step("draw", at, len(cls.drawn), name)
+            cls.draw(folder, name, recipe, seed)
+        reporter.step("draw", len(cls.drawn), len(cls.drawn))
+        cls._vouch(folder, packed)
 
     @classmethod
     def build(cls, folder: pathlib.Path, recipe: Any, seed: int, reporter: Reporter) -> None:
@@ -90,7 +131,7 @@ class Suite(ABC):
         for name in (DRAWN, "data", "experts"):
             (folder / name).mkdir()
         sizes = {
-            "draw": (len(cls.drawn) * len(PURPOSES), 1),
+            "draw": (len(cls.drawn) * 2, 1),
             "train base": (1, recipe.base.steps),
             "train experts": (len(cls.drawn), recipe.expert.steps),
         }
@@ -108,18 +149,23 @@ class Suite(ABC):
             "heads": {name: cls.head(name) for name in cls.drawn},
             "test_accuracy": measured,
             "seconds": heard.seconds,
-            "files": {
-                path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-                for path in sorted(folder.rglob("*"))
-                if path.is_file()
-            },
         }
-        write_json_atomic(folder / RECORD, record)
+        cls._vouch(folder, record)
+
+    @staticmethod
+    def _vouch(folder: pathlib.Path, record: dict[str, Any]) -> None:
+        """Write the record, with size and SHA-256 of every file."""
+        write_json_atomic(folder / RECORD, {**record, "files": listing(folder)})
 
     @staticmethod
     @abstractmethod
     def untrained(recipe: Any, seed: int = 0) -> Any:
         """A model as it is before its training."""
+
+    @staticmethod
+    @abstractmethod
+    def draw(folder: pathlib.Path, task: str, recipe: Any, seed: int) -> None:
+        """Write a task's samples for its expert and for testing."""
 
     @staticmethod
     @abstractmethod
@@ -225,8 +271,26 @@ class Heard:
             self._began = time.monotonic()
 
 
+def listing(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file below, by path."""
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def rounded(model: nn.Module) -> None:
+    """Round all weights in place to what half precision holds, so that they can be packed without loss."""
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(tensor.half())
+
+
 def save(weights: Mapping[str, Tensor], path: pathlib.Path) -> None:
     """Write tensors as safetensors."""
     from safetensors.torch import save_file
 
-    save_file({key: tensor.detach().contiguous() for key, tensor in weights.items()}, path)
+    kept = {key: tensor.detach().contiguous() for key, tensor in weights.items()}
+    save_file(kept, path, metadata={"format": "pt"})  # without which transformers takes no file

@@ -11,8 +11,8 @@ import torch
 
 from driftlens.base.files import write_json_atomic
 from driftlens.suites import training
-from driftlens.suites.cache import DRAWN, Suite, save
-from driftlens.suites.drawing import PURPOSES, Purpose, tasks
+from driftlens.suites.cache import DRAWN, Suite, rounded, save
+from driftlens.suites.drawing import Purpose, tasks
 from driftlens.suites.recipe import Recipe, stream
 
 CONFIG, BASE = "open_clip_config.json", "base.safetensors"
@@ -42,13 +42,29 @@ class ImageSuite(Suite):
         return training.build_clip(recipe.model_config(), seed)
 
     @staticmethod
+    def draw(folder: pathlib.Path, task: str, recipe: Recipe, seed: int) -> None:
+        """As of a `Suite`."""
+        x_train, y_train = tasks[task].pictures("train", recipe.num_train, seed)
+        x_test, y_test = tasks[task].pictures("test", recipe.num_test, seed)
+        np.savez_compressed(
+            folder / "data" / f"{task}.npz",
+            x_train=x_train,
+            y_train=y_train,
+            x_test=x_test,
+            y_test=y_test,
+            class_names=np.array(tasks[task].class_names),
+        )
+
+    @staticmethod
     def work(worker: training.Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
         """As of a `Suite`."""
-        counts = {"base": recipe.num_base, "train": recipe.num_train, "test": recipe.num_test}
-        for name, purpose in worker.jobs(list(itertools.product(tasks, PURPOSES))):
-            images, labels = tasks[name].pictures(purpose, counts[purpose], seed)
-            np.savez(folder / DRAWN / f"{name}-{purpose}.npz", images=images, labels=labels)
-            worker.tell("draw", f"{name}, {purpose}", 1)
+        for name, is_of_base in worker.jobs(list(itertools.product(tasks, (True, False)))):
+            if is_of_base:
+                images, labels = tasks[name].pictures("base", recipe.num_base, seed)
+                np.savez(folder / DRAWN / f"{name}.npz", x_base=images, y_base=labels)
+            else:
+                ImageSuite.draw(folder, name, recipe, seed)
+            worker.tell("draw", f"{name}, {'base' if is_of_base else 'train and test'}", 1)
         worker.meet()
         _train_base(worker, folder, recipe, seed)
         worker.meet()
@@ -60,8 +76,8 @@ embedded_suite = ImageSuite.made
 
 
 def _drawn(folder: pathlib.Path, name: str, purpose: Purpose) -> training.Pictures:
-    with np.load(folder / DRAWN / f"{name}-{purpose}.npz") as file:
-        return training.Pictures(tasks[name], **file)
+    with np.load(folder / (DRAWN if purpose == "base" else "data") / f"{name}.npz") as file:
+        return training.Pictures(tasks[name], file[f"x_{purpose}"], file[f"y_{purpose}"])
 
 
 def _train_base(worker: training.Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
@@ -73,6 +89,7 @@ def _train_base(worker: training.Worker, folder: pathlib.Path, recipe: Recipe, s
     training.train_base(
         clip, training.tokenizer(recipe.context_length), pictures, recipe, stream(seed, "base"), worker
     )
+    rounded(clip)
     if worker.rank == 0:
         preprocess = {"mean": list(OPENAI_DATASET_MEAN), "std": list(OPENAI_DATASET_STD)}
         config = {"model_cfg": recipe.model_config(), "preprocess_cfg": preprocess}
@@ -84,18 +101,10 @@ def _train_base(worker: training.Worker, folder: pathlib.Path, recipe: Recipe, s
 def _train_expert(
     worker: training.Worker, folder: pathlib.Path, recipe: Recipe, seed: int, name: str
 ) -> None:
-    """Train and save one expert, and save the pictures of its task; tell accuracies of base and expert."""
+    """Train and save one expert; tell accuracies of base and expert."""
     from safetensors.torch import load_file
 
     train, test = _drawn(folder, name, "train"), _drawn(folder, name, "test")
-    np.savez_compressed(
-        folder / "data" / f"{name}.npz",
-        x_train=train.images,
-        y_train=train.labels,
-        x_test=test.images,
-        y_test=test.labels,
-        class_names=np.array(train.task.class_names),
-    )
     clip = training.build_clip(recipe.model_config(), 0)
     clip.load_state_dict(load_file(folder / BASE))
     clip.eval()
@@ -109,6 +118,7 @@ def _train_expert(
         stream(seed, f"expert/{name}"),
         lambda step, loss: worker.tell("train experts", name, step, loss),
     )
+    rounded(clip.visual)
     tower = {f"visual.{key}": tensor for key, tensor in clip.visual.state_dict().items()}
     save(tower, folder / ImageSuite.expert.format(name))
     of_expert = training.accuracy(clip.visual, test.pixels(), torch.from_numpy(test.labels), embeddings)

@@ -15,9 +15,9 @@ import numpy as np
 from driftlens.suites.drawing import SIZE, tasks
 from driftlens.suites.writing import texts
 
-VERSION = 2
+VERSION = 3
 """Raise it with every change to the drawing or the training that the settings below do not show."""
-TEXT_VERSION = 1
+TEXT_VERSION = 2
 """The same of the texts."""
 
 

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.suites.cache import DRAWN, Suite
-from driftlens.suites.drawing import PURPOSES
+from driftlens.suites.cache import DRAWN, Suite, rounded
+from driftlens.suites.drawing import PURPOSES, Purpose
 from driftlens.suites.recipe import TextRecipe, stream
 from driftlens.suites.training import Worker, train
 from driftlens.suites.writing import WrittenTask, texts
@@ -54,18 +54,24 @@ class TextSuite(Suite):
         return build_decoder(recipe.model_config(2000), seed)
 
     @staticmethod
+    def draw(folder: pathlib.Path, task: str, recipe: TextRecipe, seed: int) -> None:
+        """As of a `Suite`."""
+        _write(folder, task, "train", recipe.num_train, seed)
+        _write(folder, task, "test", recipe.num_test, seed)
+
+    @staticmethod
     def work(worker: Worker, folder: pathlib.Path, recipe: TextRecipe, seed: int) -> None:
         """As of a `Suite`."""
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
         warnings.filterwarnings("ignore", category=FutureWarning)  # what peft still asks of transformers
-        counts = {"base": recipe.num_base, "train": recipe.num_train, "test": recipe.num_test}
-        for name, purpose in worker.jobs(list(itertools.product(texts, PURPOSES))):
-            rows = texts[name].rows(purpose, counts[purpose], seed)
-            lines = [json.dumps({"input": text, "target": answer}) for text, answer in rows]
-            (folder / _file(name, purpose)).write_text("\n".join(lines) + "\n", encoding="utf-8")
-            worker.tell("draw", f"{name}, {purpose}", 1)
+        for name, is_of_base in worker.jobs(list(itertools.product(texts, (True, False)))):
+            if is_of_base:
+                _write(folder, name, "base", recipe.num_base, seed)
+            else:
+                TextSuite.draw(folder, name, recipe, seed)
+            worker.tell("draw", f"{name}, {'base' if is_of_base else 'train and test'}", 1)
         worker.meet()
         drawn = {pair: _asked(folder, *pair) for pair in itertools.product(texts, PURPOSES)}
         words = {word for rows in drawn.values() for text, _ in rows for word in _WORDS.findall(text.lower())}
@@ -149,6 +155,12 @@ def code(task: WrittenTask, answer: str) -> str:
     return f"code_{task.name}_{task.classes.index(answer)}"
 
 
+def _write(folder: pathlib.Path, task: str, purpose: Purpose, count: int, seed: int) -> None:
+    rows = texts[task].rows(purpose, count, seed)
+    lines = [json.dumps({"input": text, "target": answer}) for text, answer in rows]
+    (folder / _file(task, purpose)).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def _file(task: str, purpose: str) -> str:
     return f"{DRAWN if purpose == 'base' else 'data'}/{task}-{purpose}.jsonl"
 
@@ -183,6 +195,7 @@ def _train_base(
         worker.told_by_first("train base"),
         worker,
     )
+    rounded(model)
     return model
 
 
@@ -213,6 +226,7 @@ def _train_expert(
             "train experts", name, step * recipe.expert.steps // schedule.steps, loss
         ),
     )
+    rounded(expert)
     return expert
 
 

@@ -89,7 +89,7 @@ def _job(folder: pathlib.Path, job: str, device: str) -> float:
     import driftlens as dl
 
     if job == "featcal":
-        dl.calibrate(folder / "run", dl.FeatCal(), name=job, attribution=False, progress="none")
+        dl.calibrate(folder / "run", name=job, method=job, attribution=False, progress="none")
         return _peak()
     tasks = [str(task) for task in range(1, TASKS + 1)]
     data = {

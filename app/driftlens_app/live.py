@@ -287,8 +287,8 @@ def welcome(page: str = "") -> None:
         note("This dashboard is read-only: `driftlens demo` makes a run in a terminal.", "lock")
     else:
         st.markdown(
-            "Small models are trained, merged, analysed and calibrated here. "
-            "This takes up to four minutes the first time, about one minute later."
+            "Small models, which come with DriftLens, are merged, analysed and repaired here. "
+            "This takes about a minute."
         )
         suite = st.radio(
             "Models of", [*SUITES], format_func=SUITES.__getitem__, key="suite", disabled=is_live

@@ -178,5 +178,6 @@ def test_one_button_makes_the_demo_run_and_leads_to_its_overview(
         settled(page)
         run = open_run(root / "driftlens-demo")
         assert f"run={run.id}" in page.url
-        assert run.variants == ("base", "merged", "baseline:featcal-anchor", "calibrated:featcal")
+        made = ("baseline:featcal-anchor", "calibrated:featcal", "calibrated:residual")
+        assert run.variants == ("base", "merged", *made)
         expect(page.get_by_text(verdict(run).sentences[0])).to_be_visible(timeout=60_000)

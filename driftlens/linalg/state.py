@@ -256,7 +256,7 @@ def cross_entropy_change(scores: Tensor, change: Tensor, labels: Tensor) -> Tens
 def _by_rows(*parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Tensors of equally many rows, some rows at a time: of a vocabulary, as many scores as caches hold."""
     rows = max(1, _SCORES // max(1, parts[1].shape[1]))
-    return zip(*(part.split(rows) for part in parts), strict=True)
+    return zip(*(torch.split(part, rows) for part in parts), strict=True)
 
 
 def composite_nodes(change: Tensor, panels: int | None = None) -> Iterator[tuple[float, float]]:

@@ -29,6 +29,7 @@ settings.register_profile("slow", deadline=None, max_examples=50)
 settings.load_profile("driftlens")
 
 torch.set_num_threads(1)
+gc.disable()  # until all is collected: nearly all that imports make stays
 
 MOST_WORKERS = 8
 """Every worker imports all libraries and takes a gigabyte of memory before it computes anything."""
@@ -74,6 +75,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(MADE_BETWEEN, *gc.get_threshold()[1:])
+    gc.enable()
 
 
 def arithmetic() -> dict[str, object]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shlex
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,6 +25,7 @@ from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from tests.cli.conftest import Cli
 from tests.cli.worker import Event, frozen
+from tests.forked import Forked
 from tests.pipeline.calibrating import (
     NAME,
     calibrate_until,
@@ -44,9 +44,7 @@ def middle_of(phase: str) -> Callable[[Event], bool]:
     return lambda event: event["phase"] == phase and event["done"] >= 2
 
 
-def calibrating(
-    folder: Path, stops: Callable[[Event], bool], *flags: str
-) -> AbstractContextManager[subprocess.Popen[str]]:
+def calibrating(folder: Path, stops: Callable[[Event], bool], *flags: str) -> AbstractContextManager[Forked]:
     return frozen(stops, "calibrate", str(folder), "--name", NAME, *flags)
 
 

@@ -26,7 +26,7 @@ from driftlens.findings.next_step import next_command
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import verify
 from tests.cli.conftest import Cli
-from tests.cli.worker import started
+from tests.forked import Forked
 from tests.zoo.towers import under_transformers_names
 from tests.zoo.world import NUM_TRAIN, SCALING, World, clip, merged_weights, pixels, tower, write_spec
 
@@ -293,8 +293,7 @@ def test_ctrl_c_stops_a_comparison_and_leaves_nothing(world: World, spec_file: P
     """In a process of its own, in the middle of a merge that would take minutes."""
     spec, out = write_spec(spec_file, world.spec()), tmp_path / "out"
     asked = ["--compare", "average,wudi:steps=100000", "--keep", "--out", str(out)]
-    with started("merge", str(spec), *asked) as process:
-        assert process.stderr is not None
+    with Forked("merge", str(spec), *asked, "--progress", "jsonl") as process:
         for line in process.stderr:
             if json.loads(line)["label"] == "wudi steps=100000":
                 break

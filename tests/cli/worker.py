@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.forked import Forked
+
 Event = dict[str, Any]
 COMMAND = (sys.executable, "-m", "driftlens")
 
 
 @contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that tells its progress as lines of JSON on stderr; killed at the end of the block."""
-    command = [*COMMAND, *arguments, "--progress", "jsonl"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-@contextmanager
-def frozen(stops: Callable[[Event], bool], *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The same, stopped by SIGSTOP where an event says so."""
-    with started(*arguments) as process:
-        assert process.stderr is not None
+def frozen(stops: Callable[[Event], bool], *arguments: str) -> Iterator[Forked]:
+    """A process that tells its progress as lines of JSON on stderr, stopped by SIGSTOP where an event says so."""
+    with Forked(*arguments, "--progress", "jsonl") as process:
         assert any(stops(json.loads(line)) for line in process.stderr), "the process ended before that"
         process.send_signal(signal.SIGSTOP)
         yield process
 
 
-def analyzing(spec: Path, out: Path) -> AbstractContextManager[subprocess.Popen[str]]:
+def analyzing(spec: Path, out: Path) -> AbstractContextManager[Forked]:
     """A process that analyzes, frozen in the middle of the second task."""
     return frozen(
         lambda event: event["phase"] == "analyze" and event["done"] > event["total"] / 2,

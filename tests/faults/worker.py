@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -14,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-LIBRARIES = ("torch", "open_clip", "pandas", "pyarrow.parquet", "matplotlib.pyplot", "plotly.graph_objects")
 
 _POWERS = "-dac_override,-dac_read_search"
 AS_ANYBODY = ["setpriv", "--bounding-set", _POWERS, "--inh-caps", _POWERS] if shutil.which("setpriv") else []
@@ -69,15 +66,13 @@ def main() -> None:
     """Run every case that standard input names, a line of JSON each, and answer with its code."""
     import torch
 
-    import driftlens.cli
+    import tests.preloaded  # noqa: F401
     from tests.faults.moments import play
 
     torch.set_num_threads(1)
     warnings.simplefilter(
         "ignore", DeprecationWarning
     )  # that a process with threads forks; no thread here has a lock
-    for name in (*LIBRARIES, *_own_modules(Path(driftlens.cli.__file__).parents[1])):
-        importlib.import_module(name)
     for line in sys.stdin:
         case = json.loads(line)
         child = os.fork()
@@ -97,16 +92,6 @@ def main() -> None:
             os._exit(code)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
-
-
-def _own_modules(package: Path) -> list[str]:
-    found = []
-    for root in (package, *(package.parent / name for name in ("reports/driftlens_reports",))):
-        for file in sorted(root.rglob("*.py")):
-            parts = file.relative_to(root.parent).with_suffix("").parts
-            if "__main__" not in parts:
-                found.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-    return found
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import read_status
 from driftlens.spec import load_spec
+from tests.forked import Forked
 from tests.pipeline.calibrating import TABLES, copied
 from tests.zoo.world import World, build
 
@@ -43,25 +44,23 @@ def torchrun(
     )
 
 
-def started(
-    size: int, *arguments: str, module: str = "driftlens", fault: str = ""
-) -> list[subprocess.Popen[str]]:
+def started(size: int, *arguments: str, module: str = "driftlens", fault: str = "") -> list[Forked]:
     """The processes of a job, started as SLURM does: the first one holds the store, nobody watches over them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    place["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # `main` says so; the worker has imported torch by then
+    place |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "FAULT": fault}  # `main` says so; torch is imported by then
     return [
-        subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            env={**os.environ, **place, "RANK": str(rank), "FAULT": fault},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
+        Forked(*arguments, module=module, environment={**place, "RANK": str(rank)}) for rank in range(size)
     ]
+
+
+def ended(size: int, *arguments: str, module: str = "driftlens", fault: str = "") -> tuple[list[int], str]:
+    """Exit codes of such a job by rank, and all that its processes said on stderr."""
+    jobs = started(size, *arguments, module=module, fault=fault)
+    told = [job.communicate(timeout=SECONDS)[1] for job in jobs]
+    return [job.wait() or 0 for job in jobs], "".join(told)
 
 
 def said(job: subprocess.CompletedProcess[str]) -> str:
@@ -178,8 +177,8 @@ def test_a_run_of_two_processes_is_that_of_one(spec: Path, alone: DriftRun, tmp_
     ]
     for name, *rest in commands:
         assert run([name, str(one), *rest, "--progress", "none"]) == 0
-        job = torchrun(2, name, str(two), *rest)
-        assert job.returncode == 0, job.stderr
+        codes, told = ended(2, name, str(two), *rest)
+        assert codes == [0, 0], told
     found, wanted = open_run(two), open_run(one)
     same_tables(found, wanted, tolerance=1e-9)
     keys = ["sweep", "point", "seed", "task"]
@@ -215,8 +214,8 @@ def test_a_killed_process_ends_the_job_and_another_number_of_them_resumes(
     assert "process 1 of 2" in status.error.message and not (many / "run.lock").exists()
     kept = [file.name for file in many.rglob("*.safetensors") if file.stem.isdecimal()]
     assert kept == ["002.safetensors"]  # what was solved before
-    job = torchrun(3, "calibrate", str(many), *arguments, "--resume")
-    assert job.returncode == 0, job.stderr
+    codes, told = ended(3, "calibrate", str(many), *arguments, "--resume")
+    assert codes == [0, 0, 0], told
     assert run(["calibrate", str(one), *arguments, "--progress", "none"]) == 0
     same_weights(*(folder / "calibrations/featcal/weights.safetensors" for folder in (many, one)))
     same_tables(open_run(many), open_run(one), tolerance=1e-9)
@@ -232,13 +231,13 @@ def test_what_two_processes_solved_is_saved_before_one_goes_wrong(light: DriftRu
         at: ["calibrate", str(at), "--name", "mine", "--no-attribution", "--save-weights", str(target)]
         for at, target in targets.items()
     }
-    job = torchrun(2, *given[two], module="tests.team.worker", fault="refused:1")
-    assert 4 in exit_codes(job), job.stderr
+    codes, told = ended(2, *given[two], module="tests.team.worker", fault="refused:1")
+    assert 4 in codes, told
     (weights,) = targets[two].glob("*.safetensors")
     stamp, card = weights.stat().st_mtime_ns, (targets[two] / "README.md").read_text()
     assert "Nothing is measured of it yet" in card
-    job = torchrun(2, *given[two], "--resume")
-    assert job.returncode == 0, job.stderr
+    codes, told = ended(2, *given[two], "--resume")
+    assert codes == [0, 0], told
     assert weights.stat().st_mtime_ns == stamp
     assert "Nothing is measured" not in (targets[two] / "README.md").read_text()
     assert run([*given[one], "--progress", "none"]) == 0
@@ -258,12 +257,12 @@ def test_an_error_of_any_process_is_said_once_with_its_exit_code(
     fault: str, message: str, code: int, light: DriftRun, tmp_path: Path
 ) -> None:
     folder = copied(light, tmp_path / "run")
-    job = torchrun(2, "evaluate", str(folder), "--again", module="tests.team.worker", fault=fault)
-    assert said(job).count("error: ") == 1 and message in said(job), job.stderr
-    assert code in exit_codes(job)
+    codes, told = ended(2, "evaluate", str(folder), "--again", module="tests.team.worker", fault=fault)
+    assert told.count("error: ") == 1 and message in told
+    assert code in codes
     status = read_status(folder)
     assert status is not None and status.state == "failed" and status.error is not None
-    assert not (folder / "run.lock").exists() and job.stdout == ""
+    assert not (folder / "run.lock").exists()
 
 
 @pytest.mark.slow

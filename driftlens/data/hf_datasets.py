@@ -108,8 +108,11 @@ def _open_texts(entry: HfData, split: Split, rows: Any, where: str, origin: str)
     asked = (*columns_asked(entry).values(), entry.answers, *related_columns(entry).values())
     wanted = [column for column in asked if column in columns and column != entry.audio]
     feature, plain = rows.features.get(entry.answers), rows.select_columns(list(dict.fromkeys(wanted)))
-    beside = _pictures(entry, rows, entry.pictures, where) if entry.pictures else None
-    beside = _sounds(entry, rows, entry.audio, where) if entry.audio else beside
+    beside: Callable[[int], Sequence[Callable[[], Any]]] | None = None
+    if entry.audio:
+        beside = _sounds(entry, rows, entry.audio, where)
+    elif entry.pictures:
+        beside = _pictures(entry, rows, entry.pictures, where)
 
     def row(position: int) -> dict[str, Any]:
         heard = {} if entry.audio is None else {entry.audio: f"{where}, row {position}"}

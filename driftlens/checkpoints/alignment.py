@@ -99,6 +99,10 @@ def names_of(joint: str, count: int) -> list[str]:
     return [name.replace("*", str(n)) for n in range(count) for name in names] if "*" in joint else names
 
 
+_ANSWERS = ("score", "classifier", "classification_head", "qa_outputs")
+"""What models have by which they answer otherwise: with it one is of another kind, and not whole without."""
+
+
 class Refitted:
     """A checkpoint with the tensors of a model in memory: rows of what files fuse, joints of what they keep apart.
 
@@ -310,6 +314,8 @@ class Spellings:
         parts = key.split(".")
         known = next(n for n in range(len(parts), -1, -1) if ".".join(parts[:n]) in self._modules)
         is_numbered = any(part.isdigit() for part in parts[: known + 1])
+        if parts[0] in _ANSWERS:
+            return False
         is_inside = known == len(parts) - 1 and self._modules[".".join(parts[:-1])]
         return self.is_lenient and not is_numbered and not is_inside
 

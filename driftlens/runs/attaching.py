@@ -37,6 +37,8 @@ TOOLS: Mapping[str, str] = MappingProxyType(
 """Whose files are read, and where each is published."""
 _Z = NormalDist().inv_cdf(0.975)
 _ERROR = "_stderr"
+_NO_NUMBERS = ("nan", "inf", "-inf", "infinity", "none")
+"""How what is no finite number is spelled, as a number, as text or as nothing."""
 _COUNTS = ("sample_len", "sample_count")
 """Numbers beside the metrics of a task that are none."""
 _ALL = "all"
@@ -262,7 +264,7 @@ def _not_finite(scores: Mapping[str, Any], before: str = "") -> Iterator[str]:
     for key, value in scores.items():
         if isinstance(value, dict):
             yield from _not_finite(value, f"{before}{key} ")
-        elif isinstance(value, float) and not math.isfinite(value) and _ERROR not in key:
+        elif _ERROR not in key and str(value).lower() in _NO_NUMBERS:
             yield f"{before}{key}"
 
 

@@ -169,6 +169,7 @@ def test_what_the_library_has_no_use_for_is_left_as_it_was_and_named(
         "model.layers.0.mlp.gate.weight",
         "model.layers.3.mlp.up_proj.weight",
         "model.norm.bias",
+        "score.weight",
     ],
 )
 def test_what_another_architecture_would_compute_with_is_no_tensor_of_no_use(key: str, root: Path) -> None:

@@ -184,6 +184,8 @@ def test_code_by_bigcode_has_a_mean_and_no_intervals_as_the_file_tells_no_number
             "harmbench by_part cyber",
         ),
         ({"results": {"a": {"acc,none": 0.5, "acc_stderr,none": math.nan}, "b": {"f1": math.inf}}}, "b f1"),
+        ({"results": {"a": {"acc,none": 0.5, "alias": "a"}, "b": {"acc,none": "NaN"}}}, "b acc,none"),
+        ({"humaneval": {"pass@1": 0.5, "pass@10": None}, "config": {"limit": None}}, "humaneval pass@10"),
     ],
 )
 def test_what_is_no_finite_number_is_left_out_and_named(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from driftlens.base.errors import SpecError
+from driftlens.base.errors import IncompatibleModelsError, SpecError
 from driftlens.calibration import descent
 from driftlens.calibration.calibrator import Trained, calibrators, require_task_id
 from driftlens.calibration.distill import Distill
@@ -18,7 +18,8 @@ from driftlens.calibration.react import ReACT
 from driftlens.calibration.surgery import ProbSurgery, Surgery, SurgeryV2
 from driftlens.data.samples import Batch
 from driftlens.engine.attached import attachment_tensors
-from driftlens.engine.calibrating import Step
+from driftlens.engine.calibrating import Ground, Step
+from driftlens.engine.walk import Given
 from tests.calibration.helpers import (
     TASKS,
     Memory,
@@ -31,8 +32,22 @@ from tests.calibration.helpers import (
     trained,
 )
 from tests.quick import few
+from tests.refusing import refusing
+from tests.zoo.cases import family
+from tests.zoo.mixtures import case
 
 TRAINED = [name for name, kind in calibrators.items() if issubclass(kind, Trained)]
+
+
+def test_where_nothing_can_be_attached_no_sample_is_read() -> None:
+    """Behind Gemma 3n's blocks are several streams of each token."""
+
+    def unread() -> Any:
+        pytest.fail("samples are read")
+
+    place = Ground(family(case("Gemma 3n")).pool, {task: [Given(unread)] for task in TASKS})
+    with refusing(IncompatibleModelsError, "several streams of each token", hint="changes weights", code=4):
+        next(SurgeryV2().calibrated(place))
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from tests.zoo.cases import Case, with_seed
-from tests.zoo.decoders import MIXTURES
+from tests.zoo.decoders import MIXTURES, MORE
 
 
 def mixtures(*fast: str) -> list[Any]:
@@ -28,11 +28,11 @@ def tokens(generator: torch.Generator, n: int) -> dict[str, torch.Tensor]:
 
 
 def case(name: str) -> Case:
-    """A mixture as a live model in float64; the chain is made of three texts."""
+    """A mixture, or another decoder, as a live model in float64; the chain is made of three texts."""
     from driftlens.models.families.causal import causal_chain
 
     def built() -> Any:
-        model = transformers.AutoModelForCausalLM.from_config(MIXTURES[name]).double().eval()
+        model = transformers.AutoModelForCausalLM.from_config((MORE | MIXTURES)[name]).double().eval()
         model.config._experts_implementation = "eager"  # the others know no float64
         with torch.no_grad():
             for parameter in model.parameters():

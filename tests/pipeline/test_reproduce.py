@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import shutil
 import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from driftlens.suites.reproduce import Printed, hub_ids, load_suite, protocol_ca
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
 from driftlens_reports.paper.published import published_tables
 from driftlens_reports.reproduced import _looked_up
+from tests.forked import Forked
 from tests.models.writing import train
 from tests.zoo.cases import perturbed
 from tests.zoo.suite import CLASSES, PAIRS, Suite
@@ -142,14 +142,11 @@ def tiny(world: World, file: Path, published: Any) -> Path:
 
 
 def told(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "driftlens", "reproduce", *arguments],
-        env={**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"},
-        cwd=home.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with contextlib.chdir(home.parent):
+        variables = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+        process = Forked("reproduce", *arguments, module="tests.pipeline.hub_home", environment=variables)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(arguments, process.wait() or 0, out, err)
 
 
 @pytest.mark.slow

@@ -46,6 +46,10 @@ def context(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     opened.close()
 
 
+in_light = pytest.mark.parametrize("context", ["light"], indirect=True)
+"""For what colours have no part in."""
+
+
 def drawn(report: Report, context: Any) -> Opened:
     opened = Opened(context.new_page(), report.run.path.parent / "report.html")
     opened.page.locator("body[data-drawn=all]").wait_for(timeout=60_000)
@@ -76,6 +80,7 @@ def test_the_interactive_report_draws_every_chart_and_asks_for_nothing(report: R
     )
 
 
+@in_light
 def test_what_is_drawn_are_the_numbers_of_the_table(report: Report, context: Any) -> None:
     page = drawn(report, context).page
     lines = page.evaluate(
@@ -104,6 +109,7 @@ def test_the_pages_style_leaves_the_charts_colours_alone(report: Report, context
     assert merged in fills and "rgb(0, 0, 0)" not in fills
 
 
+@in_light
 def test_charts_scroll_in_a_narrow_window_and_fit_a_sheet_of_paper(report: Report, context: Any) -> None:
     """Narrower than 640 pixels, panels would run into each other; the page itself never grows wider than the window."""
     narrow = "document.querySelector('.plot .main-svg').clientWidth === 640"

@@ -118,6 +118,6 @@ def test_a_calibration_says_once_where_its_moments_are(
     spec = build(tmp_path / "models").one_task(metrics={"jacobian": False})
     run = dl.analyze(spec, out=tmp_path / "run", device="sim", progress="none")
     monkeypatch.setattr(GramSum, "__init__", without_room)
-    calibrated = dl.calibrate(run, name="featcal", progress="none")
+    calibrated = dl.calibrate(run, name="featcal", device="sim", progress="none")
     told = [text for text in calibrated.manifest.notices if "too little memory" in text]
     assert len(told) == 1 and told[0].endswith("it goes on with moments and solves on the host")

@@ -72,10 +72,10 @@ def test_processes_with_a_device_each_find_what_one_finds(sim: torch.device, met
 def test_a_job_of_processes_with_a_device_each(sim: torch.device, tmp_path: Path) -> None:
     spec = build(tmp_path / "models").spec(metrics={"jacobian": False})
     run = dl.analyze(spec, out=tmp_path / "run", device=NAME, progress="none")
-    options = "--name", "shared", "--no-attribution"
+    options = "--name", "shared", "--no-attribution", "--device", NAME
     job = torchrun(2, "calibrate", str(run.path), *options, module="tests.accelerator.worker")
     assert job.returncode == 0, said(job)
-    dl.calibrate(run, name="alone", attribution=False, progress="none")
+    dl.calibrate(run, name="alone", attribution=False, device=NAME, progress="none")
     shared, alone = (
         next((run.path / layout.calibration_folder(name)).glob("*.safetensors"))
         for name in ("shared", "alone")

@@ -138,7 +138,7 @@ class Texts:
         reader: what makes token ids of them; None where nobody knows the model.
         answer: how an answer is written; the word stands for `{target}`.
         shown: which answers `SampleSet.load` gives the model beside the questions.
-        own_answers: gives other samples of the task the answers of its expert, where `shown` are those.
+        answers: questions -> how the task's expert answers them, as answers are written; None where nobody can ask it.
         compared: what test samples are compared with; None where that is nothing.
     """
 
@@ -147,7 +147,7 @@ class Texts:
     answer: str = "{target}"
     shown: Shown = "none"
     compared: Comparison | None = None
-    own_answers: Callable[[SampleSet], SampleSet] | None = None
+    answers: Callable[[Sequence[Any]], list[str]] | None = None
 
     def answered(self, word: str) -> str:
         """How the model should say a word, such as the name of a class."""

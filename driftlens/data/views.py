@@ -7,6 +7,7 @@ other samples, whatever their order.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -181,8 +182,8 @@ def _beginning(texts: Sequence[str]) -> str:
 def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet:
     """Samples and copies in whose prompts words are replaced by such of the task's other prompts.
 
-    What all prompts of the task begin and end with, and special tokens of the tokenizer, stay; so do answers, but for
-    those of the expert, which answers anew.
+    What all prompts of the task begin and end with, and special tokens of the tokenizer, stay. Where answers are shown,
+    the task's expert answers copies anew.
     """
     original, texts, read = every.original, every.texts, every.preprocess
     assert original is not None
@@ -219,7 +220,19 @@ def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet
         return rows[position]._replace(input=text[: middle.start] + changed + text[middle.stop :])
 
     rows += [copy(place) for place in range(len(asked), len(every))]
-    given = rows if texts.shown == "target" else [row._replace(target="") for row in rows]
-    texts = replace(texts, read=rows.__getitem__)
-    every = replace(every, load=lambda positions: read([given[at] for at in positions]), texts=texts)
-    return texts.own_answers(every) if texts.own_answers is not None else every
+    anew = len(asked) if texts.shown == "target" else 0
+
+    @functools.cache
+    def given() -> list[Any]:
+        """The rows with the answers that are shown; of copies the data's would answer another question."""
+        silent = [row._replace(target="") for row in rows[anew:]]
+        if texts.shown == "none" or texts.answers is None:
+            return [*rows[:anew], *silent]
+        answers = texts.answers(silent)
+        return [*rows[:anew], *(row._replace(target=of) for row, of in zip(silent, answers, strict=True))]
+
+    return replace(
+        every,
+        load=lambda positions: read([given()[at] for at in positions]),
+        texts=replace(texts, read=rows.__getitem__),
+    )

@@ -117,7 +117,7 @@ def test_words_are_those_of_other_prompts_and_templates_and_answers_stay() -> No
     assert rows[:6] == [[question, f" answer {at}"] for at, question in enumerate(QUESTIONS)]
     changed = 0
     for at, (question, answer) in enumerate(rows[6:]):
-        assert answer == f" answer {at % 6}" and question == every.texts.read(6 + at).input  # type: ignore[union-attr]
+        assert answer == "" and question == every.texts.read(6 + at).input  # type: ignore[union-attr]
         assert question.startswith("Review: the ") and question.endswith(" indeed. Verdict:")
         noun, was, word = question.removeprefix("Review: the ").removesuffix(" indeed. Verdict:").split()
         own = QUESTIONS[at % 6].split()
@@ -140,17 +140,23 @@ def test_special_tokens_are_no_words() -> None:
     assert all(every.texts.read(at).input.split()[1] == marks[0] for at in range(64))
 
 
-def test_experts_answer_views_anew() -> None:
-    plain, asked = texts(QUESTIONS, shown="expert"), list[list[str]]()
+@pytest.mark.parametrize(("shown", "told"), [("target", 6), ("expert", 0), ("none", 24)])
+def test_experts_answer_views_anew(shown: str, told: int) -> None:
+    """Not before samples are read, and once; of the data's own answers those of originals stay."""
+    plain, asked = texts(QUESTIONS, shown=shown), list[list[str]]()
 
-    def answers(of: SampleSet) -> SampleSet:
-        assert of.texts is not None
-        asked.append([of.texts.read(at).input for at in range(len(of))])
-        return of
+    def answers(rows: Sequence[Any]) -> list[str]:
+        asked.append([row.input for row in rows])
+        return [f" to {row.input}" for row in rows]
 
     assert plain.texts is not None
-    every = viewed(replace(plain, texts=replace(plain.texts, own_answers=answers)))
-    assert len(asked) == 1 and asked[0][:6] == QUESTIONS and len(asked[0]) == len(every) == 24
+    every = viewed(replace(plain, texts=replace(plain.texts, answers=answers)))
+    assert not asked
+    rows = every.load(range(24))
+    assert every.load([7])[0] == rows[7] and [len(of) for of in asked] == [24 - told] * (told < 24)
+    for at, (question, answer) in enumerate(rows):
+        own = f" answer {at}" if shown == "target" else ""
+        assert answer == (own if at < told else f" to {question}")
 
 
 def _tensor(*shape: int) -> Tensor:

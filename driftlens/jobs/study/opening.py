@@ -523,20 +523,26 @@ def _reads_pairs(spec: RunSpec, task: str, architecture: Architecture) -> bool:
 def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
     """The same samples; where their task wants it, with the greedy answers of its own expert, made when first read."""
     texts = samples.texts
-    if texts is None or texts.reader is None or texts.shown != "expert":
+    if texts is None or texts.reader is None or texts.shown == "none":
         return samples
     reader, count = texts.reader, len(samples)
     space = " " if texts.answer.startswith(" ") else ""
 
+    def answers(rows: Sequence[Any]) -> list[str]:
+        with pool.loaded(expert_of(samples.task)) as module:
+            found = generate(
+                module, reader, [*map(reader.asked, rows)], NEW_TOKENS, batch_size=samples.at_once
+            )
+        return [space + answer if answer else "" for answer in found]
+
     @functools.cache
     def shown() -> SampleSet:
-        questions = [reader.asked(texts.read(at)) for at in range(count)]
-        with pool.loaded(expert_of(samples.task)) as module:
-            found = generate(module, reader, questions, NEW_TOKENS, batch_size=samples.at_once)
-        return samples.answering([space + answer if answer else "" for answer in found])
+        return samples.answering(answers([texts.read(at) for at in range(count)]))
 
-    kept = replace(texts, own_answers=functools.partial(with_own_answers, pool=pool))
-    return replace(samples, load=lambda positions: shown().load(positions), texts=kept)
+    answered = replace(samples, texts=replace(texts, answers=answers))
+    if texts.shown == "target":
+        return answered
+    return replace(answered, load=lambda positions: shown().load(positions))
 
 
 def task_samples(

@@ -182,8 +182,8 @@ def _beginning(texts: Sequence[str]) -> str:
 def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet:
     """Samples and copies in whose prompts words are replaced by such of the task's other prompts.
 
-    What all prompts of the task begin and end with, and special tokens of the tokenizer, stay. Where answers are shown,
-    the task's expert answers copies anew.
+    What all prompts of the task begin and end with, and special tokens of the tokenizer, stay. Copies show no
+    answer of the data's, which would be that of another question; an expert whose own are shown answers them anew.
     """
     original, texts, read = every.original, every.texts, every.preprocess
     assert original is not None
@@ -226,7 +226,7 @@ def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet
     def given() -> list[Any]:
         """The rows with the answers that are shown; of copies the data's would answer another question."""
         silent = [row._replace(target="") for row in rows[anew:]]
-        if texts.shown == "none" or texts.answers is None:
+        if texts.shown != "expert" or texts.answers is None:
             return [*rows[:anew], *silent]
         answers = texts.answers(silent)
         return [*rows[:anew], *(row._replace(target=of) for row, of in zip(silent, answers, strict=True))]

@@ -523,7 +523,7 @@ def _reads_pairs(spec: RunSpec, task: str, architecture: Architecture) -> bool:
 def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
     """The same samples; where their task wants it, with the greedy answers of its own expert, made when first read."""
     texts = samples.texts
-    if texts is None or texts.reader is None or texts.shown == "none":
+    if texts is None or texts.reader is None or texts.shown != "expert":
         return samples
     reader, count = texts.reader, len(samples)
     space = " " if texts.answer.startswith(" ") else ""
@@ -539,10 +539,8 @@ def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
     def shown() -> SampleSet:
         return samples.answering(answers([texts.read(at) for at in range(count)]))
 
-    answered = replace(samples, texts=replace(texts, answers=answers))
-    if texts.shown == "target":
-        return answered
-    return replace(answered, load=lambda positions: shown().load(positions))
+    kept = replace(texts, answers=answers)
+    return replace(samples, load=lambda positions: shown().load(positions), texts=kept)
 
 
 def task_samples(

@@ -23,6 +23,7 @@ from driftlens.findings.before_after import calibration_sheets, selection_senten
 from driftlens.jobs.calibrate.job import calibrate, open_calibration
 from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.contest import contest, shrinking
+from driftlens.jobs.contest.arena import entrants, request_of
 from driftlens.jobs.contest.automatic import choice_of
 from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.preflight.rehearsal import features_bytes
@@ -198,3 +199,18 @@ def test_shrinking_counts_in_estimates(roomy: DriftRun) -> None:
     assert outlooks[0] is None and outlooks[1] is not None
     _, effort = outlooks[1].outlook(FeatCal(), {"a": 16}, has_base=True)
     assert effort == pytest.approx(1.75)
+
+
+def test_entrants_are_asked_for_with_views_and_shares() -> None:
+    """Rows of their own beside those without, and no settings of the method."""
+    given: list[tuple[str, dict[str, object]]] = [
+        ("residual", {}),
+        ("residual", {"views": 3, "mu": 0.5}),
+        ("featcal", {"shrink": "auto"}),
+    ]
+    asked = [request_of(entrant) for entrant in entrants(given)]
+    assert [of.name for of in asked] == ["residual", "residual-views-3-mu-0.5", "featcal-shrink-auto"]
+    assert asked[1].views == Views() and asked[1].parameters == {"mu": 0.5} and asked[2].shrink == "auto"
+    for odd in ({"views": 0}, {"shrink": 7}, {"vews": 1}):
+        with pytest.raises(SpecError):
+            entrants([("residual", odd)])

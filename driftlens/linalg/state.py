@@ -72,7 +72,7 @@ def lengths(rows: Tensor) -> Tensor:
     least = torch.finfo(torch.promote_types(rows.dtype, torch.float32)).tiny ** 0.5 * 2**20
     is_right = norms.isfinite() & (norms >= least)
     is_host = rows.device.type == "cpu"  # elsewhere to ask would be to wait
-    if is_host and is_right.all():
+    if not rows.shape[1] or (is_host and is_right.all()):
         return norms
     sizes = torch.linalg.vector_norm(rows, ord=math.inf, dim=1)
     is_right |= sizes == 0

@@ -180,7 +180,8 @@ def merge(
         method, request = own.method, request.model_copy(update={"parameters": own.parameters})
     if (method is None) == (comparison.merges is None):
         raise SpecError(
-            "expected exactly one of --method and --compare", hint="`driftlens methods` lists them."
+            "expected exactly one of --method and --compare, or --out alone",
+            hint="`driftlens methods` lists them; --out alone makes the spec's own merge, or a recipe's.",
         )
     if comparison.merges is not None:
         if request.parameters:

@@ -32,6 +32,8 @@ _KEYS = (
     *("merge_method", "models", "slices", "modules", "base_model", "parameters", "dtype", "out_dtype"),
     *("tokenizer_source", "tokenizer", "chat_template"),
 )
+_OWN = ("merge_method", "models", "slices", "modules", "gate_mode")
+"""Of these every recipe has one, and no spec has any."""
 _PARTNERLESS = "such a model can be compared with nothing but itself."
 _STACKED = (
     "Drift compares a layer with the same layer of each expert, and a stacked, moved or repeated layer has no such "
@@ -281,7 +283,7 @@ def read_recipe(file: PathLike) -> Recipe:
 
 def is_recipe(given: Settings) -> bool:
     """Whether what a file holds is meant for mergekit, by its keys."""
-    return "version" not in given and not given.keys().isdisjoint((*_KEYS, "gate_mode"))
+    return "version" not in given and not given.keys().isdisjoint(_OWN)
 
 
 def recipe_of(given: Settings) -> Recipe:

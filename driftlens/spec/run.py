@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.spec.data import Data
+from driftlens.spec.mergekit import is_recipe
 from driftlens.spec.problems import RETIRED, checked
 from driftlens.spec.sections import (
     Architecture,
@@ -146,6 +147,11 @@ def load_spec(source: Path | str | Mapping[str, Any] | RunSpec, overrides: Seque
 
 def _read(file: Path, where: str) -> dict[str, Any]:
     raw = read_mapping(file, "spec", "`driftlens init` writes a commented spec to start from.")
+    if is_recipe(raw):
+        raise SpecError(
+            f"{where} is a recipe of mergekit, and no spec",
+            hint=f"`driftlens merge {where} --out FOLDER` follows it; `driftlens init` writes a spec.",
+        )
     if file.name == "spec.yaml" and (file.parent / "manifest.json").is_file():
         for dotted in RETIRED:
             section, _, key = dotted.rpartition(".")

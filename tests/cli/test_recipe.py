@@ -739,6 +739,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    "given", [("validate",), ("merge", "--method", "ties", "--out", "x"), ("merge",)], ids=str
+)
+def test_a_recipe_in_the_place_of_a_spec_is_named_with_the_command_that_follows_it(
+    given: tuple[str, ...], folders: Folders, tmp_path: Path, run_cli: Cli
+) -> None:
+    file = written(recipe(folders, "ties"), tmp_path)
+    refused = run_cli(given[0], file, *given[1:])
+    assert refused.code == 2 and [*tmp_path.iterdir()] == [file]
+    followed = f"`driftlens merge {file} --out FOLDER` follows it"
+    assert (followed if len(given) > 1 or given[0] != "merge" else "--out alone makes") in refused.hint
+
+
 ANSWERS = """
 import contextlib, io, json, sys
 from driftlens.cli import main

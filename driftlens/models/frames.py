@@ -46,6 +46,7 @@ class Frame:
         dtype: the features' dtype when the call was recorded.
         entered: the shape of a sample's features that the block was given.
         left: the shape of those that it returned.
+        fixed: tensors among the arguments, as `tensors_given` names them, whose dtype follows no feature's.
     """
 
     args: tuple[Any, ...]
@@ -55,6 +56,7 @@ class Frame:
     dtype: torch.dtype
     entered: torch.Size
     left: torch.Size
+    fixed: frozenset[str] = frozenset()
 
     def arguments(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments with `hidden` in its place, in the shape that the block wants.
@@ -74,15 +76,21 @@ class Frame:
         """What the block returns when its features are `hidden`."""
         if self.rest is None:
             return hidden
-        return type(self.rest)([hidden, *self._alike(self.rest, hidden)])
+        return type(self.rest)([hidden, *self._alike(self.rest, hidden, "output")])
 
-    def _alike(self, value: Any, hidden: Tensor) -> Any:
-        def adapt(tensor: Any) -> Any:
-            if not isinstance(tensor, Tensor):
-                return tensor
-            return tensor.to(hidden.device, hidden.dtype if tensor.dtype == self.dtype else None)
+    def _alike(self, value: Any, hidden: Tensor, name: str = "") -> Any:
+        def inside(entries: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+            before = f"{name}." if name else ""
+            return {key: self._alike(entry, hidden, f"{before}{key}") for key, entry in entries}
 
-        return mapped(value, adapt)
+        if isinstance(value, Mapping):
+            return inside(value.items())
+        if type(value) in (tuple, list):
+            return type(value)(inside(enumerate(value)).values())
+        if not isinstance(value, Tensor):
+            return value
+        follows = value.dtype == self.dtype and name not in self.fixed
+        return value.to(hidden.device, hidden.dtype if follows else None)
 
 
 def unflattened(hidden: Tensor, shape: torch.Size) -> Tensor:

@@ -163,6 +163,7 @@ MORE = {
     ),
     "Apertus": of("apertus", "head_dim"),
     "Hunyuan": of("hunyuan_v1_dense"),
+    "ERNIE 4.5": of("ernie4_5"),
     "Gemma 4": of("gemma4_text", **GEMMA4 | {"num_kv_shared_layers": 2}),
     "Gemma 4, dense": of(
         "gemma4_text", **GEMMA4 | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}

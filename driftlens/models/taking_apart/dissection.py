@@ -145,6 +145,7 @@ class Dissection:
         self.channels_last = [not convolves] * (len(self.blocks) + 1)
         self._has_seen_readers = False
         self._is_known_shared = False
+        self._fixed = [frozenset[str]()] * len(self.blocks)
         self._forms: dict[str, Any] = {}
 
     def outer_weights(self) -> dict[str, Tensor]:
@@ -222,10 +223,12 @@ class Dissection:
             (module, lambda features, *_, **__: torch.empty_like(features)) for module in modules
         )
 
-    def stand_ins(self, device: torch.device, number: float = 0.0) -> dict[str, Tensor]:
+    def stand_ins(
+        self, device: torch.device, number: float = 0.0, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
         """The weights outside the blocks; those that have shapes only as one number, which takes no memory."""
         return {
-            name: torch.full((), number, device=device).expand(weight.shape)
+            name: torch.full((), number, device=device, dtype=dtype).expand(weight.shape)
             if weight.is_meta
             else weight.detach()
             for name, weight in self.outer_weights().items()
@@ -246,7 +249,10 @@ class Dissection:
                         hint="Use the loader made for this family, or live modules wrapped so that this is computed "
                         "inside each block.",
                     )
+        if not self._is_known_shared:
+            self._fixed = self._of_fixed_dtype(inputs, device)
         self._is_known_shared = True
+        first = [replace(frame, fixed=fixed) for frame, fixed in zip(first, self._fixed, strict=True)]
         # A batch without padding may come without the mask that another has.
         is_given = any(tensors_given(frame) for frame in first)
         if not is_given and all(
@@ -254,6 +260,16 @@ class Dissection:
         ):
             self._frames = first
         return first
+
+    def _of_fixed_dtype(self, inputs: Inputs, device: torch.device) -> list[frozenset[str]]:
+        """By block the arguments that stay as they are where features are float64, such as rotary tables of ERNIE."""
+        try:
+            frames = self._shell_frames(inputs, self.stand_ins(device, dtype=torch.float64))
+        except Exception:  # whatever somebody's forward makes of float64, in which it isn't computed then
+            return self._fixed
+        given = [tensors_given(frame) if frame.dtype == torch.float64 else {} for frame in frames]
+        narrow = [{name for name, of in each.items() if of.dtype == torch.float32} for each in given]
+        return [frozenset(names) for names in narrow]
 
     def _shell_frames(self, inputs: Inputs, outer: Mapping[str, Tensor]) -> list[Frame]:
         with self.shapes_only(), hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):

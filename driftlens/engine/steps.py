@@ -412,7 +412,7 @@ class StepWalk(CalibrationWalk):
             rows_by_fold = self._by_fold(layer, student, group, streams, task, weighted)
             for x, targets, sizes in _weighted(rows_by_fold, maps, factor):
                 if len(x) + sum(len(rows) for kept in pending for rows, _ in kept) > _AT_ONCE:
-                    _take_in(pending, folds)
+                    _take_in(pending, folds, *task_sums)
                 sums.num_rows = [before + more for before, more in zip(sums.num_rows, sizes, strict=True)]
                 parts = (part.split_with_sizes(sizes) for part in (x, targets))
                 for fold, kept, rows, wished in zip(folds, pending, *parts, strict=True):

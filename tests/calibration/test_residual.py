@@ -15,6 +15,7 @@ from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.sources import TensorsSource
 from driftlens.data.samples import Batch, SampleSet
 from driftlens.data.views import viewed
+from driftlens.engine import steps
 from driftlens.engine.step_weights import ExpertGradients
 from driftlens.engine.walk import Given
 from driftlens.linalg.joint_ridge import WIDEST, JointMoments, Ridges, choose_ridges, solve_joint, total
@@ -157,6 +158,15 @@ def test_order_of_tasks_and_samples_and_size_of_batches_change_nothing() -> None
         one, two = calibrated(models, settings), calibrated(models, settings, parts=other)
         for key, value in one.items():
             torch.testing.assert_close(two[key], value, rtol=1e-7, atol=1e-9)
+
+
+def test_rows_that_are_taken_in_bit_by_bit_all_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the output metric, too, where a task has more rows than are multiplied at once."""
+    models, settings = subject(n=4), ResidualCal(folds=2, mu=0.5)
+    whole = calibrated(models, settings, parts=models.samples(1))
+    monkeypatch.setattr(steps, "_AT_ONCE", 2)
+    for key, value in calibrated(models, settings, parts=models.samples(1)).items():
+        torch.testing.assert_close(value, whole[key], rtol=1e-7, atol=1e-9)
 
 
 def test_resuming_gives_the_same_weights() -> None:

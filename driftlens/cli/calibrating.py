@@ -30,9 +30,11 @@ def calibrate(
     as_json: JsonFlag = False,
 ) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
-    from driftlens.jobs.contest.automatic import choice_of
+    choose = None
+    if request.auto or request.shrink == "auto":
+        from driftlens.jobs.contest.automatic import choice_of
 
-    choose = choice_of(request)
+        choose = choice_of(request)
     if dry_run:
         from driftlens.jobs.preflight.calibrating import rehearse
 

@@ -22,8 +22,7 @@ from driftlens.engine.problems import (
     WeightedFold,
 )
 from driftlens.engine.sites import SiteRows, require_rule, row_weights, stacked
-from driftlens.linalg.cholesky import solve_operations
-from driftlens.linalg.gram import GramPool, GramSum
+from driftlens.linalg.gram import GramPool, GramSum, solve_operations
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.linalg.ridge import NormMoments
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State

@@ -12,8 +12,7 @@ from torch import Tensor
 from driftlens.base.devices import summing
 from driftlens.base.team import Team
 from driftlens.engine.attached import Attachment
-from driftlens.linalg.gram import GramPool, GramSum, add_scaled, single
-from driftlens.linalg.joint_ridge import JointMoments
+from driftlens.linalg.gram import GramPool, GramSum, JointMoments, add_scaled, single
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.linalg.ridge import Moments, NormMoments
 from driftlens.models.chain import Parameters, Site, SiteKind

@@ -51,8 +51,8 @@ from driftlens.engine.step_weights import (
     weighed,
 )
 from driftlens.engine.walk import WaitingBatch
-from driftlens.linalg.cholesky import solve_operations
-from driftlens.linalg.joint_ridge import BIAS_INPUT, JointSums
+from driftlens.linalg.gram import JointSums, solve_operations
+from driftlens.linalg.joint_ridge import BIAS_INPUT
 from driftlens.models.chain import Layer, Parameters, Routes, SideInputs, State
 
 _WANTED, _CHOSEN, _GATES = "wanted", "chosen experts", "gates"

@@ -186,11 +186,6 @@ def svd_operations(count: int, rows: int, columns: int) -> float:
     return count * 220.0 * rows * columns * min(rows, columns)
 
 
-def solve_operations(outputs: int, inputs: int) -> float:
-    """Roughly what a factor of the inputs takes, and a solve for every output."""
-    return inputs**3 / 3 + outputs * inputs**2
-
-
 def solve_in_range(gram: Tensor, rows: Tensor) -> Tensor:
     """rows [o, k] times the pseudoinverse of `gram` [k, k], both in float64; by Cholesky where it is regular.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from driftlens.base.errors import ShapeError
 
 _LEAF = 128  # rows or columns per product: the least that keeps a matrix library busy
 _ENTRIES = 2**18  # converted at a time: about what a core's own cache holds
+_LINE = 16  # numbers in a cache line, in float32
 _Tile = tuple[slice, slice]
 
 
@@ -185,3 +187,70 @@ def _tiles(start: int, stop: int) -> Iterator[_Tile]:
     yield slice(middle, stop), slice(start, middle)
     yield from _tiles(start, middle)
     yield from _tiles(middle, stop)
+
+
+@dataclass
+class JointMoments:
+    """Weighted sums over rows, all in one dtype.
+
+    Attributes:
+        gram: A, of x~ x~', [k, k].
+        local: C0, of (y0 - W_m x - b_m) x~', [o, k].
+        upstream: Cd, of (y1 - y0) x~', [o, k].
+        energy: of |y1 - W_m x - b_m|^2, [].
+    """
+
+    gram: Tensor
+    local: Tensor
+    upstream: Tensor
+    energy: Tensor
+
+    def add(self, other: JointMoments) -> None:
+        """Add other moments, of this dtype or a narrower one."""
+        for name, value in vars(other).items():
+            total = getattr(self, name)
+            total.add_(value.to(total.device))
+
+    def within(self, basis: Tensor) -> JointMoments:
+        """Of the inputs in an orthonormal basis [k, r]."""
+        return JointMoments(
+            basis.mT @ self.gram @ basis, self.local @ basis, self.upstream @ basis, self.energy
+        )
+
+
+class JointSums:
+    """Growing `JointMoments`, in the memory and the dtype of a Gram sum."""
+
+    @summing()
+    def __init__(self, gram: GramSum, outputs: int) -> None:
+        self._gram = gram
+        self._cross = torch.zeros(2 * outputs, gram.k, dtype=gram.dtype, device=gram.device)
+        self._energy = self._cross.new_zeros(())
+
+    def add_gram(self, product: GramSum) -> None:
+        """Add x'x of some rows."""
+        self._gram.add(product, 1.0)
+
+    def add(self, x: Tensor, targets: Tensor) -> None:
+        """Add what rows [T, k] have in common with their local and upstream targets, side by side: [T, 2 o]."""
+        x, targets = single(x), single(targets)
+        # A product whose rows aren't whole cache lines takes up to twice as long.
+        lines = x.new_empty(len(self._cross), -(-x.shape[1] // _LINE) * _LINE)
+        add_scaled(self._cross, torch.mm(targets.mT, x, out=lines[:, : x.shape[1]]))
+        local, upstream = targets.chunk(2, dim=1)
+        self._energy += (local + upstream).square().sum().to(self._energy.device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Of what it consists, in its own memory."""
+        return [*self._gram.tiles(), self._cross, self._energy]
+
+    def moments(self, scale: float) -> JointMoments:
+        """The sums, multiplied by a number, in their own memory."""
+        sums = self._gram.full(), *self._cross.chunk(2), self._energy
+        return JointMoments(*(value.mul_(scale) for value in sums))
+
+
+def solve_operations(outputs: int, inputs: int) -> float:
+    """Roughly what a factor of the inputs takes, and a solve for every output."""
+    return inputs**3 / 3 + outputs * inputs**2

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import HOST, place_of_sums, summing
+from driftlens.base.devices import HOST, place_of_sums
 from driftlens.base.errors import NumericsError
 from driftlens.linalg.cholesky import Factor, factorize, probe, stationarity_error
-from driftlens.linalg.gram import GramSum, add_scaled, single
+from driftlens.linalg.gram import JointMoments
 
 BIAS_INPUT = math.sqrt(1000.0)
 GRID = (*(10 ** (step / 2) for step in range(-8, 1)), 3.0)
@@ -27,70 +26,6 @@ GRID = (*(10 ** (step / 2) for step in range(-8, 1)), 3.0)
 WIDEST = 256
 """Inputs beyond which folds are compared in the span of this many directions, not in all of their space."""
 _STEPS = 5
-_LINE = 16
-"""Numbers in a cache line, in float32."""
-
-
-@dataclass
-class JointMoments:
-    """Weighted sums over rows, all in one dtype.
-
-    Attributes:
-        gram: A, of x~ x~', [k, k].
-        local: C0, of (y0 - W_m x - b_m) x~', [o, k].
-        upstream: Cd, of (y1 - y0) x~', [o, k].
-        energy: of |y1 - W_m x - b_m|^2, [].
-    """
-
-    gram: Tensor
-    local: Tensor
-    upstream: Tensor
-    energy: Tensor
-
-    def add(self, other: JointMoments) -> None:
-        """Add other moments, of this dtype or a narrower one."""
-        for name, value in vars(other).items():
-            total = getattr(self, name)
-            total.add_(value.to(total.device))
-
-    def within(self, basis: Tensor) -> JointMoments:
-        """Of the inputs in an orthonormal basis [k, r]."""
-        return JointMoments(
-            basis.mT @ self.gram @ basis, self.local @ basis, self.upstream @ basis, self.energy
-        )
-
-
-class JointSums:
-    """Growing `JointMoments`, in the memory and the dtype of a Gram sum."""
-
-    @summing()
-    def __init__(self, gram: GramSum, outputs: int) -> None:
-        self._gram = gram
-        self._cross = torch.zeros(2 * outputs, gram.k, dtype=gram.dtype, device=gram.device)
-        self._energy = self._cross.new_zeros(())
-
-    def add_gram(self, product: GramSum) -> None:
-        """Add x'x of some rows."""
-        self._gram.add(product, 1.0)
-
-    def add(self, x: Tensor, targets: Tensor) -> None:
-        """Add what rows [T, k] have in common with their local and upstream targets, side by side: [T, 2 o]."""
-        x, targets = single(x), single(targets)
-        # A product whose rows aren't whole cache lines takes up to twice as long.
-        lines = x.new_empty(len(self._cross), -(-x.shape[1] // _LINE) * _LINE)
-        add_scaled(self._cross, torch.mm(targets.mT, x, out=lines[:, : x.shape[1]]))
-        local, upstream = targets.chunk(2, dim=1)
-        self._energy += (local + upstream).square().sum().to(self._energy.device)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Of what it consists, in its own memory."""
-        return [*self._gram.tiles(), self._cross, self._energy]
-
-    def moments(self, scale: float) -> JointMoments:
-        """The sums, multiplied by a number, in their own memory."""
-        sums = self._gram.full(), *self._cross.chunk(2), self._energy
-        return JointMoments(*(value.mul_(scale) for value in sums))
 
 
 def total(parts: Sequence[JointMoments], dtype: torch.dtype | None = None) -> JointMoments:

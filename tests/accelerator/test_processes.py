@@ -19,7 +19,7 @@ from driftlens.runs import layout
 from tests.accelerator import NAME
 from tests.accelerator.subjects import models, pool_on
 from tests.calibration.helpers import ground, updates_of
-from tests.team.test_processes import said, same_weights, torchrun
+from tests.team.processes import said, same_weights, torchrun
 from tests.team.threads import teamed
 from tests.zoo.world import build
 

@@ -18,7 +18,8 @@ from driftlens.data.views import viewed
 from driftlens.engine import steps
 from driftlens.engine.step_weights import ExpertGradients
 from driftlens.engine.walk import Given
-from driftlens.linalg.joint_ridge import WIDEST, JointMoments, Ridges, choose_ridges, solve_joint, total
+from driftlens.linalg.gram import JointMoments
+from driftlens.linalg.joint_ridge import WIDEST, Ridges, choose_ridges, solve_joint, total
 from driftlens.spec.data import Views
 from tests.calibration.helpers import TASKS, calibrated, layers_of, part, subject, updates_of
 from tests.reference import residual as reference

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from driftlens.base.errors import ShapeError
-from driftlens.linalg.gram import GramPool, GramSum, add_scaled
-from driftlens.linalg.joint_ridge import JointSums
+from driftlens.linalg.gram import GramPool, GramSum, JointSums, add_scaled
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.linalg.ridge import NormMoments
 from tests.linalg.rows import moments_of

@@ -300,6 +300,6 @@ def test_candidates_compete_as_they_would_be_saved(
         add(pool, model, source, *more)
 
     monkeypatch.setattr(ModelPool, "add", watched)
-    request = CalibrationRequest(name="best", out_dtype=out_dtype, attribution=False, layers=(2,))
+    request = CalibrationRequest(name="best", auto=True, out_dtype=out_dtype, attribution=False, layers=(2,))
     calibrate(run.path, request, choose=choice_of(request))
     assert tried == {getattr(torch, out_dtype or "bfloat16")}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 
@@ -103,6 +104,31 @@ def test_a_terminal_gets_a_bar_that_says_the_time_left(monkeypatch: pytest.Monke
     shown = stream.getvalue()
     assert "1/4" in shown and "about 6.0 s left" in shown
     assert "[bold]layer[/bold] 1" in shown  # a label is text, not markup
+
+
+def test_a_terminal_that_is_gone_ends_no_work() -> None:
+    """Between its end and the signal that tells of it, what is drawn finds no place."""
+
+    class Terminal(io.StringIO):
+        is_gone, refused = False, 0
+
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            if self.is_gone:
+                self.refused += 1
+                raise OSError(errno.EIO, "Input/output error")
+            return super().write(text)
+
+    terminal = Terminal()
+    with sink_for("rich", terminal) as sink:
+        sink(ProgressEvent("merge", 1, 2, "a", 0.1, {}))
+        terminal.is_gone = True
+        for phase in ("analyze", "explain"):
+            sink(ProgressEvent(phase, 1, 2, "a", 0.2, {}))
+        terminal.is_gone = False
+    assert terminal.refused
 
 
 def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:

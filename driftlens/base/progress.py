@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal, TextIO, TypeVar
 
@@ -271,14 +271,16 @@ def _bars(stream: TextIO) -> Iterator[ProgressSink]:
     with Progress(*columns, console=Console(file=stream), redirect_stdout=False) as progress:
 
         def draw(event: ProgressEvent) -> None:
-            if event.phase not in bars:
-                bars[event.phase] = progress.add_task(event.phase, times="", label="")
-            progress.update(
-                bars[event.phase],
-                completed=event.done,
-                total=event.total,
-                times=_times(event),
-                label=harmless(event.label),
-            )
+            # A terminal that was closed can't be written to a moment before the signal that says so is heard.
+            with suppress(OSError):
+                if event.phase not in bars:
+                    bars[event.phase] = progress.add_task(event.phase, times="", label="")
+                progress.update(
+                    bars[event.phase],
+                    completed=event.done,
+                    total=event.total,
+                    times=_times(event),
+                    label=harmless(event.label),
+                )
 
         yield draw

@@ -31,7 +31,7 @@ def calibrate(
 ) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
     choose = None
-    if request.auto or request.shrink == "auto":
+    if request.chooses:
         from driftlens.jobs.contest.automatic import choice_of
 
         choose = choice_of(request)

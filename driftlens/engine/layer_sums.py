@@ -21,7 +21,7 @@ from driftlens.engine.problems import (
     Wanted,
     WeightedFold,
 )
-from driftlens.engine.sites import SiteRows, require_rule, row_weights, stacked
+from driftlens.engine.sites import SiteRows, require_rule, row_weights, stacked, stacked_shape
 from driftlens.linalg.gram import GramPool, GramSum, solve_operations
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.linalg.ridge import NormMoments
@@ -236,7 +236,7 @@ class LinearSums:
 
     def cost(self, merged: Parameters) -> float:
         """About how many operations the solve takes."""
-        return solve_operations(*self._shape(merged))
+        return solve_operations(*stacked_shape(merged, self.sites))
 
     def join(self, team: Team, to: int, merged: Parameters, places: Sequence[int], num_tasks: int) -> None:
         """Add up the sums of all processes for one of them; `places` are those of this one's tasks among all."""
@@ -251,11 +251,7 @@ class LinearSums:
         like = torch.zeros((), dtype=self.dtype, device=place)
         widths = {site.name: len(merged[f"{site.name}.weight"]) for site in self.sites}
         biases = {name: width for name, width in widths.items() if f"{name}.bias" in merged}
-        self.fold.join(team, to, self._shape(merged), like, biases, self.objectives)
-
-    def _shape(self, merged: Parameters) -> tuple[int, int]:
-        weights = [merged[f"{site.name}.weight"] for site in self.sites]
-        return sum(map(len, weights)), weights[0].shape[1]
+        self.fold.join(team, to, stacked_shape(merged, self.sites), like, biases, self.objectives)
 
     def problem(self, merged: Parameters, base: Parameters | None) -> LinearProblem:
         """What is to be solved; `merged` and `base` are the whole layer's parameters."""

@@ -37,7 +37,7 @@ from driftlens.engine.calibrating import (
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.problems import CalibratedLayer, SiteReport, SiteUpdate, StepProblem
 from driftlens.engine.routers import RouterRepair, keep_routes, require_trained
-from driftlens.engine.sites import ENTERED, added_to, require_rule, rows_and_output, stacked
+from driftlens.engine.sites import ENTERED, added_to, require_rule, rows_and_output, stacked, stacked_shape
 from driftlens.engine.step_weights import (
     NUM_PASSES,
     ExpertGradients,
@@ -190,7 +190,7 @@ class StepWalk(CalibrationWalk):
         """New parameters of some groups, solved from one snapshot of what the student feeds them."""
         if not step:
             return {}, []
-        owners = self.team.balanced([solve_operations(*_affine(merged, group).shape) for _, group in step])
+        owners = self.team.balanced([solve_operations(*_shape(merged, group)) for _, group in step])
         problems: list[StepProblem] = []
         for (at, group), owner in zip(step, owners, strict=True):
             sum_up = partial(self._sums, layer, student, merged, at, group, streams)
@@ -444,13 +444,13 @@ class StepWalk(CalibrationWalk):
         )
         sizes = {task: pair for by_task in by_rank for task, pair in by_task.items()}
         sums.num_rows = [sum(rows) for rows in zip(*self.team.gather(sums.num_rows), strict=True)]
-        like = _affine(merged, group)
+        like = merged[f"{group.sites[0].name}.weight"]
         sums.norms = {task: like.new_tensor(size) for task, (size, _) in sizes.items()}
         sums.factors = {task: factor for task, (_, factor) in sizes.items()}
         for fold in sums.folds:
             self.team.sum(fold.tensors, to=to)
         dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
-        outputs, inputs = like.shape
+        outputs, inputs = _shape(merged, group)
         for task in sorted(sizes) if self.calibrator.mu else ():
             metric, task_sums = sums.tasks.get(task) or (
                 torch.zeros(outputs, outputs, dtype=dtype, device=place_of_sums(dtype, like.device)),
@@ -555,6 +555,12 @@ def _affine(parameters: Parameters, group: Group) -> Tensor:
         return weight
     bias = torch.cat([parameters[f"{name}.bias"] for name in group.names])
     return torch.cat([weight, bias[:, None] / BIAS_INPUT], dim=1)
+
+
+def _shape(parameters: Parameters, group: Group) -> tuple[int, int]:
+    """Of what `_affine` makes."""
+    outputs, inputs = stacked_shape(parameters, group.sites)
+    return outputs, inputs + group.has_bias
 
 
 def _of_expert(group: Group) -> bool:

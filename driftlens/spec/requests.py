@@ -277,6 +277,11 @@ class CalibrationRequest(Request):
     replace: Flag = asked("Take out the calibration of this name.", False)
     attribution: Flag = _attribution()
 
+    @property
+    def chooses(self) -> bool:
+        """Whether anything of it is chosen on held-out samples."""
+        return self.auto or self.shrink == "auto"
+
     @model_validator(mode="after")
     def _one_choice_of_layers(self) -> Self:
         if self.layers is not None and self.top_layers is not None:

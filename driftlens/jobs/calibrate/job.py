@@ -349,9 +349,12 @@ class _Work:
 
     def _shrink(self, choose: Choice) -> CalibrationPlan:
         """Go on with the plan that has its share of the way from the base."""
-        writer, phase = self.writer, f"{self.plan.phase}:shrink"
-        with writer.phase(phase), reopening.suitable_threads(writer, phase, self.study):
-            self.plan = self.plan.shrunk(choose, self.study, self.reporter, self.scratch.kept("shrunk"))
+        plan = self.plan
+
+        def tried() -> None:
+            self.plan = plan.shrunk(choose, self.study, self.reporter, self.scratch.kept("shrunk"))
+
+        run_phases(self.writer, [Phase(f"{plan.phase}:shrink", tried, self.study, again=True, sums=True)])
         return self.plan
 
     def _make_room(self) -> None:

@@ -24,7 +24,7 @@ from driftlens.base.files import temporary_folder
 from driftlens.base.progress import Reporter
 from driftlens.calibration.automatic import LEVEL, NUM_FOLDS, Decision, Scores, decide, folds_of, search
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.data.samples import SampleSet, part_of
+from driftlens.data.samples import part_of
 from driftlens.engine.sites import updated_sites
 from driftlens.jobs.calibrate.plan import Choice as Chooser
 from driftlens.jobs.calibrate.plan import method_called, plain_settings, preset_of
@@ -38,6 +38,7 @@ from driftlens.jobs.contest.contest import (
     Scored,
     Trials,
     contest,
+    unlabelled,
 )
 from driftlens.jobs.contest.shrinking import SHARES, SHRINKING, shares_of_the_way
 from driftlens.jobs.study.reopening import Kept
@@ -182,11 +183,7 @@ class CrossFits:
         spill: Path,
     ) -> None:
         self.study, self.judge, self.bar = study, Judge(study), bar
-        self.samples: dict[str, SampleSet] = {}
-        for task, at in study.tasks.items():
-            if at.calibration is None:
-                raise DataError(f"task {task} has no calibration samples")
-            self.samples[task] = dataclasses.replace(at.calibration, labels=None)
+        self.samples = unlabelled(study)
         self.tried: list[dict[str, Any]] = []
         self.costs: list[float] = []
         folds = {task: folds_of(len(at), task) for task, at in self.samples.items()}

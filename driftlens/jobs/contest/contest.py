@@ -310,6 +310,16 @@ class Fit(NamedTuple):
     parts: frozenset[int]
 
 
+def unlabelled(study: Study) -> dict[str, SampleSet]:
+    """The calibration samples by task, without labels, which no choice may see; refuses a task without samples."""
+    samples: dict[str, SampleSet] = {}
+    for task, at in study.tasks.items():
+        if at.calibration is None:
+            raise DataError(f"task {task} has no calibration samples")
+        samples[task] = replace(at.calibration, labels=None)
+    return samples
+
+
 @dataclass(frozen=True)
 class Trials:
     """Where calibrations are tried: on some `parts` of the samples, by the positions of each.

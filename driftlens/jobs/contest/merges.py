@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import re
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from driftlens.base.access import Context
-from driftlens.base.errors import Cancelled, DataError, DriftLensError, RunError, SpecError
+from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.base.files import PathLike, from_json, require_free, temporary_folder
 from driftlens.base.intervals import Interval, mean_interval, mean_over_tasks
 from driftlens.base.progress import CancelToken, Reporter
@@ -42,6 +41,7 @@ from driftlens.jobs.contest.contest import (
     drift_scores,
     one_by_one,
     require_any,
+    unlabelled,
 )
 from driftlens.jobs.study.merging import merged_source, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_study
@@ -314,11 +314,9 @@ def _samples(
 ) -> tuple[dict[str, SampleSet], dict[str, SampleSet]]:
     """The samples that may be read, and those to judge on; of texts these, if `bare` both, are the question alone."""
     shown, judged = {}, {}
-    for task, at in study.tasks.items():
-        if at.calibration is None:
-            raise DataError(f"task {task} has no calibration samples")
-        shown[task] = judged[task] = dataclasses.replace(at.calibration, labels=None)
-        texts = at.calibration.texts
+    for task, samples in unlabelled(study).items():
+        shown[task] = judged[task] = samples
+        texts = samples.texts
         if texts is not None and texts.reader is not None and texts.shown != "none":
             judged[task] = shown[task].answering([""] * len(shown[task]))
             shown[task] = judged[task] if bare else shown[task]

@@ -6,9 +6,7 @@ With a = 0 the base and with a = 1 the repair are among them, so that by the jud
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from driftlens.base.progress import Reporter
 from driftlens.calibration.automatic import NUM_FOLDS, folds_of
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.checkpoints.sources import Between
-from driftlens.data.samples import SampleSet, part_of
+from driftlens.data.samples import part_of
 from driftlens.engine.sites import updated_sites
 from driftlens.jobs.contest.contest import (
     LANE,
@@ -35,6 +33,7 @@ from driftlens.jobs.contest.contest import (
     Trials,
     contest,
     drift_scores,
+    unlabelled,
 )
 from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
@@ -50,10 +49,7 @@ def shares_of_the_way(
     study: Study, method: Calibrator | str, sites: Mapping[int, Sequence[str]], reporter: Reporter, kept: Kept
 ) -> list[dict[str, Any]]:
     """See `Choice.shares`: of every share score and drift, each with its interval over the `n` held-out samples."""
-    samples: dict[str, SampleSet] = {}
-    for task, at in study.tasks.items():
-        assert at.calibration is not None
-        samples[task] = dataclasses.replace(at.calibration, labels=None)
+    samples = unlabelled(study)
     folds = {task: folds_of(len(at), task, SHRINKING) for task, at in samples.items()}
     judge = Judge(study)
 
@@ -79,7 +75,16 @@ def shares_of_the_way(
             yield from ((share, Outcome(value)) for share, value in scores(missing).items())
             return
         with temporary_folder() as folder:
-            trials = _trials(study, samples, folds, sites, reporter, folder)
+            trials = Trials(
+                study,
+                samples,
+                folds,
+                lambda update: updated_sites(pool.chain, sites, update),
+                reporter,
+                PHASE,
+                folder / "features",
+                seed=study.seed,
+            )
             for _, outcome in trials.outcomes([Fit(method, _REST)], lambda _: scores(missing)):
                 if outcome.error is not None:
                     raise outcome.error
@@ -89,27 +94,6 @@ def shares_of_the_way(
     ledger = KeptScores[float](kept, lambda share: f"{share:g}", study.team)
     by_share = {share: outcome.value for share, outcome in contest(SHARES, attempts, ledger)}
     return [_entry(share, by_share[share] or {}, judge.score) for share in SHARES]
-
-
-def _trials(
-    study: Study,
-    samples: Mapping[str, SampleSet],
-    folds: Mapping[str, Sequence[range]],
-    sites: Mapping[int, Sequence[str]],
-    reporter: Reporter,
-    folder: Path,
-) -> Trials:
-    chain = study.pool.chain
-    return Trials(
-        study,
-        samples,
-        folds,
-        lambda update: updated_sites(chain, sites, update),
-        reporter,
-        PHASE,
-        folder / "features",
-        seed=study.seed,
-    )
 
 
 def _entry(

@@ -233,25 +233,19 @@ def _form_fields(
         key="samples",
         help="Calibration samples; they need no labels and are never those that accuracy is measured on.",
     )
-    said["views"] = (
-        st.text_input(
-            "Views of samples",
-            "" if start.views is None else str(start.views),
-            placeholder="as in the run's spec",
-            key="views",
-            help="Copies of every sample that are read beside it: crop:3, mix:3, words:3, auto or none.",
-        ).strip()
-        or None
+    said["views"] = _text(
+        "Views of samples",
+        start.views,
+        placeholder="as in the run's spec",
+        key="views",
+        help="Copies of every sample that are read beside it: crop:3, mix:3, words:3, auto or none.",
     )
-    said["shrink"] = (
-        st.text_input(
-            "Share of the way from the base",
-            "" if start.shrink is None else f"{start.shrink}",
-            placeholder="all of it",
-            key="shrink",
-            help="A number from 0 (the base) to 1.5, or auto for the best on held-out calibration samples.",
-        ).strip()
-        or None
+    said["shrink"] = _text(
+        "Share of the way from the base",
+        start.shrink,
+        placeholder="all of it",
+        key="shrink",
+        help="A number from 0 (the base) to 1.5, or auto for the best on held-out calibration samples.",
     )
     said["auto"] = bool(method.automatic) and st.checkbox(
         f"Choose {', '.join(method.automatic)} on held-out calibration samples",
@@ -275,6 +269,11 @@ def _form_fields(
         )
         estimate = st.form_submit_button("Estimate", icon=":material/timer:", disabled=blocked, key=_ESTIMATE)
     return said, "calibrate" if calibrate else "estimate" if estimate else ""
+
+
+def _text(label: str, start: object, **field: Any) -> str | None:
+    """What a field of text says; None where it is empty."""
+    return st.text_input(label, "" if start is None else str(start), **field).strip() or None
 
 
 def _saved_fields(start: CalibrationRequest, *, may_export: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import pathlib
 import shutil
@@ -34,6 +35,8 @@ SCALING = 0.3
 """Task Arithmetic's scaling, as in the published benchmarks."""
 DRAWN = "drawn"
 """Folder for samples as they come, until all is built."""
+_DRAWN = ("base", "train and test")
+"""What is drawn of every task, each at once."""
 _NAME_LENGTH = 12
 """Characters of the digest in the folder's name."""
 _POLL_SECONDS = 1.0
@@ -131,7 +134,7 @@ class Suite(ABC):
         for name in (DRAWN, "data", "experts"):
             (folder / name).mkdir()
         sizes = {
-            "draw": (len(cls.drawn) * 2, 1),
+            "draw": (len(cls.drawn) * len(_DRAWN), 1),
             "train base": (1, recipe.base.steps),
             "train experts": (len(cls.drawn), recipe.expert.steps),
         }
@@ -162,10 +165,23 @@ class Suite(ABC):
     def untrained(recipe: Any, seed: int = 0) -> Any:
         """A model as it is before its training."""
 
+    @classmethod
+    def draw_all(cls, worker: Worker, folder: pathlib.Path, recipe: Any, seed: int) -> None:
+        """In every worker: its share of all samples, which are there when this returns."""
+        for name, what in worker.jobs(list(itertools.product(cls.drawn, _DRAWN))):
+            (cls.draw_for_base if what == "base" else cls.draw)(folder, name, recipe, seed)
+            worker.tell("draw", f"{name}, {what}", 1)
+        worker.meet()
+
     @staticmethod
     @abstractmethod
     def draw(folder: pathlib.Path, task: str, recipe: Any, seed: int) -> None:
         """Write a task's samples for its expert and for testing."""
+
+    @staticmethod
+    @abstractmethod
+    def draw_for_base(folder: pathlib.Path, task: str, recipe: Any, seed: int) -> None:
+        """Write a task's samples for the base, which are not kept."""
 
     @staticmethod
     @abstractmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pathlib
 from typing import Any
 
@@ -56,16 +55,15 @@ class ImageSuite(Suite):
         )
 
     @staticmethod
+    def draw_for_base(folder: pathlib.Path, task: str, recipe: Recipe, seed: int) -> None:
+        """As of a `Suite`."""
+        images, labels = tasks[task].pictures("base", recipe.num_base, seed)
+        np.savez(folder / DRAWN / f"{task}.npz", x_base=images, y_base=labels)
+
+    @staticmethod
     def work(worker: training.Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
         """As of a `Suite`."""
-        for name, is_of_base in worker.jobs(list(itertools.product(tasks, (True, False)))):
-            if is_of_base:
-                images, labels = tasks[name].pictures("base", recipe.num_base, seed)
-                np.savez(folder / DRAWN / f"{name}.npz", x_base=images, y_base=labels)
-            else:
-                ImageSuite.draw(folder, name, recipe, seed)
-            worker.tell("draw", f"{name}, {'base' if is_of_base else 'train and test'}", 1)
-        worker.meet()
+        ImageSuite.draw_all(worker, folder, recipe, seed)
         _train_base(worker, folder, recipe, seed)
         worker.meet()
         for name in worker.jobs(list(tasks)):

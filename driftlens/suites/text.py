@@ -60,19 +60,18 @@ class TextSuite(Suite):
         _write(folder, task, "test", recipe.num_test, seed)
 
     @staticmethod
+    def draw_for_base(folder: pathlib.Path, task: str, recipe: TextRecipe, seed: int) -> None:
+        """As of a `Suite`."""
+        _write(folder, task, "base", recipe.num_base, seed)
+
+    @staticmethod
     def work(worker: Worker, folder: pathlib.Path, recipe: TextRecipe, seed: int) -> None:
         """As of a `Suite`."""
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
         warnings.filterwarnings("ignore", category=FutureWarning)  # what peft still asks of transformers
-        for name, is_of_base in worker.jobs(list(itertools.product(texts, (True, False)))):
-            if is_of_base:
-                _write(folder, name, "base", recipe.num_base, seed)
-            else:
-                TextSuite.draw(folder, name, recipe, seed)
-            worker.tell("draw", f"{name}, {'base' if is_of_base else 'train and test'}", 1)
-        worker.meet()
+        TextSuite.draw_all(worker, folder, recipe, seed)
         drawn = {pair: _asked(folder, *pair) for pair in itertools.product(texts, PURPOSES)}
         words = {word for rows in drawn.values() for text, _ in rows for word in _WORDS.findall(text.lower())}
         answers = {answer for task in texts.values() for answer in task.classes}

@@ -211,15 +211,20 @@ def test_answers_about_pictures_are_those_of_the_library(name: str, tmp_path: Pa
     run.calibrate(dl.FeatCal(lam=1e-3, rho=1), name="small")
 
 
+def write_decoder_alone(folder: Path, name: str) -> None:
+    """A plain language model near the decoder of LLaVA's base."""
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(folder / "base")
+    alone = transformers.LlamaForCausalLM(whole.config.text_config)
+    decoder = {f"model.{key}": value for key, value in whole.model.language_model.state_dict().items()}
+    alone.load_state_dict(decoder | {"lm_head.weight": whole.lm_head.weight})
+    perturbed(alone, 5, 0.1).save_pretrained(folder / name)
+
+
 @pytest.mark.parametrize("loader", ["hf-vlm", "hf-auto"])
 def test_a_language_model_is_an_expert_of_the_decoder(loader: str, tmp_path: Path) -> None:
     """Its tensors by another library's names, and the base's own tower."""
     saved_vlms("LLaVA", tmp_path)
-    whole = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
-    alone = transformers.LlamaForCausalLM(whole.config.text_config)
-    decoder = {f"model.{key}": value for key, value in whole.model.language_model.state_dict().items()}
-    alone.load_state_dict(decoder | {"lm_head.weight": whole.lm_head.weight})
-    perturbed(alone, 5, 0.1).save_pretrained(tmp_path / "a")
+    write_decoder_alone(tmp_path, "a")
     spec: Any = text_spec(tmp_path)
     spec["architecture"]["loader"] = loader
     dl.merge(spec, out=tmp_path / "out", method="task_arithmetic", parameters={"scaling": 0.3})
@@ -245,11 +250,7 @@ def mixed_spec(folder: Path, **more: Any) -> Any:
 def test_tasks_with_pictures_and_tasks_without_share_a_run(tmp_path: Path) -> None:
     """The expert of the task in words is a plain language model; the tower hears of the other task alone."""
     saved_vlms("LLaVA", tmp_path)
-    whole = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
-    alone = transformers.LlamaForCausalLM(whole.config.text_config)
-    decoder = {f"model.{key}": value for key, value in whole.model.language_model.state_dict().items()}
-    alone.load_state_dict(decoder | {"lm_head.weight": whole.lm_head.weight})
-    perturbed(alone, 5, 0.1).save_pretrained(tmp_path / "b")
+    write_decoder_alone(tmp_path, "b")
     run = dl.analyze(mixed_spec(tmp_path), out=tmp_path / "run", progress="none")
     [said] = [text for text in run.manifest.notices if "vision tower saw nothing" in text]
     assert said.startswith("b: samples are texts") and said.endswith("from a alone")

@@ -177,14 +177,15 @@ class Team:
         self.gather(None)
 
     def sum(self, tensors: Sequence[Tensor], to: int) -> None:
-        """Put sums over all processes in the place of one's tensors, of one dtype and device; one all-reduce."""
+        """Put sums over all processes in the place of one's tensors, of one dtype and device; one reduction to it."""
         if self.size == 1 or not tensors:
             return
         import torch
 
         flat = self._spoken(torch.cat([tensor.reshape(-1) for tensor in tensors]))
-        options = torch.distributed.AllreduceOptions()
-        self._collective(lambda: self._group.allreduce([flat], options))
+        options = torch.distributed.ReduceOptions()
+        options.rootRank, options.rootTensor = to, 0
+        self._collective(lambda: self._group.reduce([flat], options))
         if self.rank == to:
             _unpack(flat, tensors)
 

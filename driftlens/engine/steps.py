@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -157,8 +157,7 @@ class StepWalk(CalibrationWalk):
         merged, updates = dict(student), dict[str, Tensor]()
         reports: list[SiteReport] = []
         streams = self._run_all_experts(layer, student, needs_output=not is_last)
-        numbered = list(enumerate(groups))
-        steps = [numbered] if self.calibrator.order == "block" else [[one] for one in numbered]
+        steps = self._steps(groups)
         first = next(
             (at for at, step in enumerate(steps) if any(_of_expert(group) for _, group in step)), None
         )
@@ -178,6 +177,23 @@ class StepWalk(CalibrationWalk):
             batch.drop(_WANTED)
         drift = {} if is_last else self.advance(layer, merged, [(updates, reports)])
         return [CalibratedLayer(layer.index, updates, reports, drift, time.perf_counter() - started)]
+
+    def _steps(self, groups: Sequence[Group]) -> list[list[tuple[int, Group]]]:
+        """Numbered groups, step by step: beside each other those that can't change what the others read.
+
+        Such are groups of one input, and of several experts of a mixture; as many at once as processes, for memory.
+        """
+        if self.calibrator.order == "block":
+            return [list(enumerate(groups))]
+        beside: dict[Hashable, list[tuple[int, Group]]] = {}
+        done = Counter[int]()
+        for at, group in enumerate(groups):
+            site = group.sites[0]
+            key = site.input if site.expert is None else done[site.expert]
+            done.update([] if site.expert is None else [site.expert])
+            beside.setdefault(key, []).append((at, group))
+        size = self.team.size
+        return [step[at : at + size] for step in beside.values() for at in range(0, len(step), size)]
 
     def _solve_step(
         self,

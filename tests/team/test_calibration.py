@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.data.samples import Batch, SampleSet, fitting_batch, halving_batches
 from driftlens.engine.calibrating import Ground, Step
-from driftlens.engine.problems import CalibratedLayer, WeightedFold
+from driftlens.engine.problems import CalibratedLayer, SiteUpdate, StepProblem, WeightedFold
 from driftlens.engine.sites import select_sites
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.engine.walk import Given
@@ -90,6 +91,7 @@ DIVIDED: dict[str, tuple[str, Calibrator]] = {
     "metric": ("open_clip_vit", ResidualCal(folds=2, mu=0.9, order="block")),
     "uniform": ("open_clip_vit", ResidualCal(weights="uniform", cv="off")),
     "routers": ("Mixtral", FeatCal(routers="after")),
+    "experts": ("Mixtral", ResidualCal(weights="uniform", cv="off")),
 }
 ALONE = {**DIVIDED, "weights alone": ("open_clip_vit", calibrators["svc"]())}
 
@@ -110,6 +112,25 @@ def test_several_processes_find_what_one_finds(world: str, calibrator: Calibrato
     one, many = walk(Team()), teamed(size, walk)
     assert any(layer.updates for layer in one)
     compared(one, many, 1e-9)
+
+
+def test_step_by_step_processes_solve_experts_beside_each_other() -> None:
+    class Recording(ResidualCal):
+        def solve(self, problem: StepProblem) -> Sequence[SiteUpdate]:
+            solved.append((threading.get_ident(), problem.sites[0].expert))
+            return super().solve(problem)
+
+    case, solved = mixtures.case("Mixtral"), list[tuple[int, int | None]]()
+    pools = [pool_of(case, models(case)) for _ in range(2)]
+
+    def walk(team: Team) -> list[CalibratedLayer]:
+        pool = pools[team.rank]
+        ground = Ground(pool, samples(case), select_sites(pool.chain, update=["linear"]), team=team)
+        return list(Recording(weights="uniform", cv="off").calibrate(ground))
+
+    teamed(2, walk)
+    counts = Counter(thread for thread, expert in solved if expert is not None)
+    assert len(counts) == 2 and len(set(counts.values())) == 1, counts
 
 
 def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,9 @@ def _unjoined(rank: int, size: int) -> Team:
     return team
 
 
-def test_sums_reach_one_process_and_shares_all() -> None:
+def test_sums_reach_one_process_and_shares_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed.ProcessGroupGloo, "allreduce", None)  # twice as much on the wire
+
     def work(team: Team) -> tuple[list[float], float, list[float]]:
         matrix, number = torch.full((2, 3), team.rank + 1.0), torch.tensor(10.0**team.rank)
         team.sum([matrix[:, 1:], number], to=1)

@@ -162,7 +162,7 @@ def _member(rank: int, number: int, folder: str, name: str, threads: int) -> Non
         distributed.all_reduce(rate)
         tiny, large = torch.zeros(1), torch.zeros(_BYTES // 8, dtype=torch.float64)
         latency, heavy = (
-            _seconds_of(functools.partial(distributed.all_reduce, part)) for part in (tiny, large)
+            _seconds_of(functools.partial(distributed.reduce, part, dst=0)) for part in (tiny, large)
         )
         if rank == 0:
             found = {

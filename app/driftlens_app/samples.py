@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -12,7 +12,10 @@ import streamlit as st
 from streamlit.column_config import CheckboxColumn, NumberColumn, TextColumn
 
 from driftlens.base.variants import part_of, title
+from driftlens.base.words import counted
+from driftlens.findings.outcomes import BROKEN_BY_MERGE, OUTCOMES, outcomes
 from driftlens.findings.reading import printable
+from driftlens.findings.verdict import verdict
 from driftlens.runs.layout import texts_file, thumbs_file
 from driftlens.runs.run import DriftRun
 from driftlens_app.runs import key_of
@@ -35,8 +38,11 @@ MOST_CARDS = 60
 """Cards of a wall; a selection brings others to its front."""
 
 _WALL = """
-.wall { display: grid; grid-template-columns: repeat(auto-fill, minmax(168px, 1fr)); gap: 12px; font-size: 13px; }
+.walls { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(300px, 100%), 1fr)); gap: 20px; }
+.wall { display: grid; grid-template-columns: repeat(auto-fill, minmax(168px, 1fr)); gap: 12px; font-size: 13px;
+        align-content: start; }
 .wall.texts { grid-template-columns: repeat(auto-fill, minmax(min(280px, 100%), 1fr)); }
+.wall h4 { grid-column: 1 / -1; margin: 0; font-size: 15px; font-weight: 600; }
 .card { display: flex; flex-direction: column; gap: 6px; padding: 10px; text-align: left; cursor: pointer; min-width: 0;
         font: inherit; color: inherit; background: var(--st-secondary-background-color);
         border: 1px solid var(--st-border-color); border-radius: 8px; }
@@ -47,6 +53,10 @@ _WALL = """
 .says { display: grid; grid-template-columns: auto 1fr; gap: 2px 8px; overflow-wrap: anywhere; }
 .who, .id { opacity: 0.75; }
 .other { font-weight: 700; }
+.outcome { align-self: start; padding: 1px 8px; border-radius: 999px; font-size: 12px; font-weight: 600;
+           border: 1px solid currentColor; }
+.good { color: var(--st-green-text-color); }
+.bad { color: var(--st-red-text-color); }
 .id { font-size: 12px; margin-top: auto; overflow-wrap: anywhere; }
 """
 
@@ -102,13 +112,28 @@ def show_points(run: DriftRun, task: str, chart: str, marked: Sequence[str]) -> 
     points(data={"chart": chart, "pictures": there, "marked": [*marked]}, key=f"points-{chart}", height=1)
 
 
-def show_wall(run: DriftRun, task: str, ids: Sequence[str], options: ChartOptions, *, key: str) -> None:
-    """Cards of samples of one task, the most telling first, and the story of the only or the clicked one."""
-    cards, story = wall_cards(run, task, ids[:MOST_CARDS], options), st.container()
-    wall = component("wall", "<div class='wall'></div>", _WALL)
-    chosen = wall(data={"cards": cards}, key=key, default={"sample": None}, on_sample_change=lambda: None)
-    if len(ids) > len(cards):
-        st.caption(f"The first {len(cards)} of {len(ids):,} samples.")
+def outcomes_of(run: DriftRun, task: str, options: ChartOptions) -> pd.Series[str]:
+    """What became of every sample by what is shown: the merged and the newest repaired model; empty where unknown."""
+    repaired = [name for name in chosen_variants(run, options) if part_of(name) == "calibrated"]
+    if not (merged := verdict(run).merged):
+        return pd.Series(dtype=str)
+    return outcomes(run, task, merged, repaired[-1] if repaired else "")["outcome"]
+
+
+def show_wall(
+    run: DriftRun, task: str, groups: Mapping[str, Sequence[str]], options: ChartOptions, *, key: str
+) -> None:
+    """Cards of samples of one task, by the heading of their group, and the story of the only or the clicked one."""
+    ids = [sample for group in groups.values() for sample in group]
+    most, story = max(1, MOST_CARDS // len(groups)), st.container()
+    walls = [
+        {"title": head, "cards": wall_cards(run, task, group[:most], options)}
+        for head, group in groups.items()
+    ]
+    wall = component("wall", "<div class='walls'></div>", _WALL)
+    chosen = wall(data={"walls": walls}, key=key, default={"sample": None}, on_sample_change=lambda: None)
+    if len(ids) > (num := sum(len(each["cards"]) for each in walls)):
+        st.caption(f"The first {num} of {len(ids):,} samples.")
     sample = ids[0] if len(ids) == 1 else chosen.sample
     with story:
         if sample in ids:
@@ -117,9 +142,45 @@ def show_wall(run: DriftRun, task: str, ids: Sequence[str], options: ChartOption
             st.caption("Click a sample to see how it drifts, layer by layer.")
 
 
+def show_before_after(run: DriftRun, name: str, options: ChartOptions) -> None:
+    """What the merge broke and the repair `name` left or mended, and what it broke itself, side by side."""
+    judged = verdict(run, name)
+    by_task = {
+        task: outcomes(run, task, judged.merged, judged.after)["outcome"]
+        for task in run.tasks
+        if judged.merged
+    }
+    changed = {
+        task: int(found.isin([*BROKEN_BY_MERGE, "broken"]).sum())
+        for task, found in by_task.items()
+        if len(found)
+    }
+    if not changed:
+        return
+    st.subheader("What the merge broke, and what the repair did", anchor=False)
+    most = max(changed, key=lambda task: changed[task])
+    task = st.selectbox(
+        "Task of the wall", [*changed], index=[*changed].index(most), key="wall-of", bind="query-params"
+    )
+    found = by_task[task]
+    groups = {
+        f"{at.capitalize()} ({len(ids)}): {OUTCOMES[at]}": ids
+        for at in ("repaired", "still wrong", "broken")
+        if (ids := found.index[found == at].tolist())
+    }
+    if not groups:
+        note(f"The merge broke no sample of {plain(task)}, nor did the repair.", "check")
+        return
+    show_wall(run, task, groups, options, key="before-after-wall")
+    st.caption(f"{counted(len(found), 'sample')} with known answers.")
+
+
 def wall_cards(run: DriftRun, task: str, ids: Sequence[str], options: ChartOptions) -> list[dict[str, Any]]:
-    """Of each sample what a card shows: `id`, `picture`, `text` and `says`: who says what, unlike the expert."""
-    texts, rows = texts_of(run, task), run.outputs(task)
+    """Of each sample what a card shows: `id`, `picture`, `text`, `outcome` and `says`: who says what, and its mark.
+
+    Marks: ✓ and ✗ tell right from wrong; where that isn't known, ≠ what is unlike the expert.
+    """
+    texts, rows, became = texts_of(run, task), run.outputs(task), outcomes_of(run, task, options)
     names = [name for name in chosen_variants(run, options) if part_of(name) != "baseline"]
     lone = [part_of(name) for name in names]
     who = {name: part_of(name) if lone.count(part_of(name)) == 1 else title(name) for name in names}
@@ -127,15 +188,21 @@ def wall_cards(run: DriftRun, task: str, ids: Sequence[str], options: ChartOptio
     by_sample = {sample: part.set_index("variant") for sample, part in rows.groupby("sample_id")}
     cards = []
     for sample, picture in zip(ids, pictures(run, task, ids), strict=True):
-        says: list[tuple[str, str, bool]] = []
+        says: list[tuple[str, str, str]] = []
         if (said := by_sample.get(sample)) is not None:
             label, expected = said.iloc[0][["label", "expert_pred"]]
-            says = [("label", _said(label), False), ("expert said", _said(expected), False)]
+            says = [("label", _said(label), ""), ("expert said", _said(expected), _mark(expected, label))]
             for name in (name for name in names if name in said.index):
                 answer = said.at[name, "pred"]
-                says.append((f"{who[name]} says", _said(answer), bool(answer != expected)))
-        cards.append({"id": sample, "picture": picture, "text": texts.get(sample, ""), "says": says})
+                unlike = "≠" if answer != expected else ""
+                says.append((f"{who[name]} says", _said(answer), _mark(answer, label) or unlike))
+        card = {"id": sample, "picture": picture, "text": texts.get(sample, ""), "says": says}
+        cards.append(card | {"outcome": became.get(sample, "")})
     return cards
+
+
+def _mark(answer: object, label: object) -> str:
+    return "" if pd.isna(label) or pd.isna(answer) else "✓" if answer == label else "✗"
 
 
 def _said(name: object) -> str:

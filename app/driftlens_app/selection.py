@@ -20,8 +20,8 @@ from driftlens_reports.charts.chart import ChartOptions
 
 RUN, TASK, VARIANTS, LAYER, MEASURE = "run", "task", "variants", "layer", "measure"
 """Keys of the widgets, which are the names in the URL."""
-FLIPPED = "flipped"
-"""The same of whether the page Samples shows only flipped ones."""
+OUTCOME, FLIPPED = "outcome", "flipped"
+"""The same of what became of the samples that the page Samples shows, and the chip of those that flip."""
 
 FINAL = "final"
 _MEASURES = ("L2", "relative")

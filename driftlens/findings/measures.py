@@ -167,7 +167,7 @@ def paired_answers(
         if not same_samples(before, after, task, split):
             continue
         sides = zip((before, after), variants, strict=True)
-        start, end = (_right(run, task, variant, metric, split) for run, variant in sides)
+        start, end = (right_answers(run, task, variant, metric, split) for run, variant in sides)
         answers = start.to_frame("before").join(end.rename("after"), how="inner")
         if len(answers):
             origins = [before.manifest.sample_origins.get(of, {}).get(task) for of in ("test", "diagnosis")]
@@ -179,7 +179,7 @@ def paired_answers(
 
 
 @remembered
-def _right(run: DriftRun, task: str, variant: str, metric: Metric, split: str) -> pd.Series[Any]:
+def right_answers(run: DriftRun, task: str, variant: str, metric: Metric, split: str) -> pd.Series[Any]:
     """Whether each test sample, or each labelled diagnosis sample, was answered rightly, by sample id."""
     if split == "test":
         return results(run, task, variant, metric)["value"] == 1

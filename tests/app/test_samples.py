@@ -6,13 +6,16 @@ import base64
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
+from streamlit.testing.v1 import AppTest
 
 from driftlens.base.errors import LayerNotFoundError, SpecError
+from driftlens.findings.outcomes import outcomes
 from driftlens.runs.layout import THUMB_SIDE as SIDE
 from driftlens.runs.layout import texts_file, thumbs_file
 from driftlens.runs.run import open_run
@@ -25,6 +28,13 @@ from driftlens_reports.charts.picking import scored_samples
 from tests.app.conftest import Open
 from tests.app.pages import errors, said
 from tests.records.full_run import Size, write_full_run, write_run
+
+
+def walls(app: AppTest) -> list[dict[str, Any]]:
+    """The walls of cards that a page shows."""
+    (wall,) = [at.proto for at in app.get("bidi_component") if "wall" in at.proto.component_name]
+    shown: list[dict[str, Any]] = json.loads(wall.json)["walls"]
+    return shown
 
 
 def test_samples_are_listed_by_falling_drift_under_a_heading_that_names_the_task(
@@ -48,15 +58,17 @@ def test_a_card_says_what_each_model_says_and_what_is_unlike_the_expert(root: Pa
     (card,) = wall_cards(run, "cars", flips[:1], ChartOptions())
     row, repaired = rows.loc[flips[0]], run.outputs("cars", "calibrated:featcal").set_index("sample_id")
     last = repaired.at[flips[0], "pred"]
+    marks = ["✓" if answer == row["label"] else "✗" for answer in (row["expert_pred"], row["pred"], last)]
     assert card["says"] == [
-        ("label", row["label"], False),
-        ("expert said", row["expert_pred"], False),
-        ("merged says", row["pred"], True),
-        ("calibrated says", last, last != row["expert_pred"]),
+        ("label", row["label"], ""),
+        ("expert said", row["expert_pred"], marks[0]),
+        ("merged says", row["pred"], marks[1]),
+        ("calibrated says", last, marks[2]),
     ]
+    assert card["outcome"] == outcomes(run, "cars", "merged", "calibrated:featcal").at[flips[0], "outcome"]
     run._frames["outputs"] = run.outputs().assign(label=None)
     (bare,) = wall_cards(run, "cars", flips[:1], ChartOptions())
-    assert bare["says"][0] == ("label", "–", False)
+    assert bare["says"][0] == ("label", "–", "") and bare["says"][2] == ("merged says", row["pred"], "≠")
 
 
 def test_the_url_keeps_what_is_selected_until_another_task_is_chosen(open_app: Open, root: Path) -> None:
@@ -176,6 +188,58 @@ def test_flipped_decisions_are_those_that_differ_from_the_experts(root: Path) ->
         zip(wanted["task"], wanted["sample_id"], strict=True)
     )
     assert found["margin"].is_monotonic_decreasing
+
+
+def test_every_card_of_flipped_decisions_flips_and_the_heading_counts_cards(
+    open_app: Open, root: Path
+) -> None:
+    """A control's flips stand on no card."""
+    run = open_run(root / "full")
+    rows = run.outputs("cars")
+    rows = rows[
+        rows["variant"].isin(["merged", "calibrated:featcal"]) & (rows["pred"] != rows["expert_pred"])
+    ]
+    everything = run.outputs()
+    is_control = everything["variant"].str.startswith("baseline")
+    run._frames["outputs"] = everything.assign(flipped=everything["flipped"] | is_control)
+    ids = flipped(scored_samples(run, ChartOptions(tasks=("cars",)), "flipped"))[
+        "sample_id"
+    ].drop_duplicates()
+    assert {*ids} == {*rows["sample_id"]} and len(ids)
+    for card in wall_cards(run, "cars", [*ids], ChartOptions()):
+        said = {who: answer for who, answer, _ in card["says"]}
+        assert {said["merged says"], said["calibrated says"]} != {said["expert said"]}
+    app = open_app(root, "samples", part="Decisions")
+    assert {card["id"] for wall in walls(app) for card in wall["cards"]} == {*ids}
+
+
+@pytest.mark.parametrize("chip", ["still wrong", "repaired", "flipped", "expert wrong"])
+def test_a_chip_filters_the_wall_by_what_became_of_samples(open_app: Open, root: Path, chip: str) -> None:
+    run = open_run(root / "full")
+    became = outcomes(run, "cars", "merged", "calibrated:featcal")["outcome"]
+    wanted = {"flipped": {*flipped_ids(run, "cars", ChartOptions())}}.get(
+        chip, {*became.index[became == chip]}
+    )
+    app = open_app(root, "samples", task="cars")
+    pills = app.button_group(key="outcome")
+    if not wanted:
+        assert chip not in str(pills.options)
+        return
+    assert any(option == f"{chip} ({len(wanted)})" for option in pills.options)
+    pills.set_value([chip]).run()
+    assert {card["id"] for wall in walls(app) for card in wall["cards"]} == wanted
+
+
+def test_the_repair_page_shows_what_the_merge_broke_beside_what_the_repair_did(
+    open_app: Open, root: Path
+) -> None:
+    app = open_app(root, "repair", **{"wall-of": "cars"})
+    became = outcomes(open_run(root / "full"), "cars", "merged", "calibrated:featcal")["outcome"]
+    assert walls(app)
+    for wall in walls(app):
+        name, count = wall["title"].split(" (")[0].lower(), int(wall["title"].split("(")[1].split(")")[0])
+        assert count == (became == name).sum() == len(wall["cards"])
+        assert {became[card["id"]] for card in wall["cards"]} == {name}
 
 
 def test_without_class_scores_the_output_page_says_what_gives_them(open_app: Open, tmp_path: Path) -> None:

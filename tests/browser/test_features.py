@@ -171,7 +171,7 @@ def test_one_click_leads_from_the_verdict_to_the_flipped_samples_behind_it(
     cards = page.locator("button[data-sample]")
     expect(cards).to_have_count(len(wanted), timeout=30_000)
     assert set(cards.evaluate_all("cards => cards.map(card => card.dataset.sample)")) == set(wanted)
-    assert f"task={task}" in page.url and "flipped=" in page.url
+    assert f"task={task}" in page.url and "outcome=flipped" in page.url
 
 
 @pytest.mark.parametrize("colour", ["flip", "class", "drift"])

@@ -19,7 +19,7 @@ from driftlens.runs.run import DriftRun
 from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page, path_of
 from driftlens_app.samples import pictures
-from driftlens_app.selection import FLIPPED, MEASURE, RUN, TASK, VARIANTS, Selection, selection
+from driftlens_app.selection import FLIPPED, MEASURE, OUTCOME, RUN, TASK, VARIANTS, Selection, selection
 from driftlens_app.show import (
     AXIS,
     caption,
@@ -97,7 +97,7 @@ def _to_samples(run: DriftRun, judged: Verdict) -> None:
     if st.button(
         said, icon=":material/scatter_plot:", key="to-samples", help="Where it decides unlike the expert."
     ):
-        st.switch_page(path_of("samples"), query_params={RUN: run.id, TASK: task, FLIPPED: "true"})
+        st.switch_page(path_of("samples"), query_params={RUN: run.id, TASK: task, OUTCOME: FLIPPED})
 
 
 def _task_table(run: DriftRun, judged: Verdict) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from driftlens.base.variants import title
+from driftlens.base.variants import calibrated, title
 from driftlens.base.words import counted, listed
 from driftlens.findings.before_after import arena_sheet, calibration_sheets, selection_sentences
 from driftlens.findings.frame import change_in_words
@@ -24,6 +24,7 @@ from driftlens_app.live import begin, show_bad_end, show_live
 from driftlens_app.outlook import choosing_cost, show_findings, show_outlook
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import opened
+from driftlens_app.samples import show_before_after
 from driftlens_app.selection import selection
 from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import (
@@ -183,6 +184,8 @@ def _show_result(run: DriftRun, name: str) -> None:
             help="Below 100 % the repair has brought features nearer. Drift itself is on Overview and Layers.",
         )
         show_drawn("drift-left", run.id, drawn)
+    with shown_errors():
+        show_before_after(run, name, selection().options(variants=("merged", calibrated(name))))
     with shown_errors(), st.container(horizontal=True):
         _downloads(run, name)
         st.page_link(path_of("samples"), label="Samples", icon=":material/scatter_plot:")

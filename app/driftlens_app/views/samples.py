@@ -10,15 +10,17 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from driftlens.base.variants import title
+from driftlens.base.variants import part_of, title
+from driftlens.base.words import counted
+from driftlens.findings.outcomes import OUTCOMES
 from driftlens.findings.projection import METHODS
 from driftlens.findings.projection.layouts import FEWEST_POINTS
 from driftlens.runs.run import DriftRun
 from driftlens_app.jobs.requests import project_request
 from driftlens_app.live import offer
 from driftlens_app.pages import Page
-from driftlens_app.samples import show_points, show_wall
-from driftlens_app.selection import FLIPPED, LAYER, TASK, VARIANTS, Selection, selection
+from driftlens_app.samples import outcomes_of, show_points, show_wall
+from driftlens_app.selection import FLIPPED, LAYER, OUTCOME, TASK, VARIANTS, Selection, selection
 from driftlens_app.show import note, open_part, page_title, plain, show_chart, show_part, show_table
 from driftlens_reports.charts.chart import SECTIONS, ChartOptions, charts, parts_of
 from driftlens_reports.charts.picking import chosen_variants, scored_samples
@@ -152,29 +154,51 @@ def _keep(run: DriftRun, task: str, marked: str) -> None:
 
 def _samples(run: DriftRun, task: str, options: ChartOptions, marked: Sequence[str]) -> None:
     """The wall of samples, those selected in the chart or all of them, and the story of one."""
-    flips = flipped_ids(run, task, options)
     st.subheader(f"What the models say of {plain(task)}", anchor=False, help="Most drifted first.")
-    with st.container(horizontal=True, vertical_alignment="center"):
-        label = f"Flipped only ({len(flips)})"
-        only = st.toggle(
-            label, key=FLIPPED, bind="query-params", help="The expert's most certain ones first."
-        )
-        if marked:
-            st.markdown(f"{len(marked)} selected in the chart")
-            st.button("Show all samples", icon=":material/close:", on_click=_mark, args=(run, task, ()))
     rows = sample_rows(run, task, options)
     if rows.empty:
         note("The run has no rows of single samples.")
         return
     ids = rows["sample_id"].tolist()
-    if only:
-        ids = [name for name in flips if name in set(ids)]
-    if marked:
-        ids = [name for name in ids if name in set(marked)]
+    with st.container(horizontal=True, vertical_alignment="center"):
+        ids = _chosen_outcomes(run, task, ids, options)
+        if marked:
+            st.markdown(f"{len(marked)} selected in the chart")
+            st.button("Show all samples", icon=":material/close:", on_click=_mark, args=(run, task, ()))
+            ids = [name for name in ids if name in set(marked)]
     if not ids:
-        note("No decision flips here.", "check")
+        note("No such sample here.", "check")
         return
-    show_wall(run, task, ids, options, key="samples-wall")
+    show_wall(run, task, {"": ids}, options, key="samples-wall")
+
+
+def _chosen_outcomes(run: DriftRun, task: str, ids: list[str], options: ChartOptions) -> list[str]:
+    """Those of the samples that the reader's chips are of; of flipped ones the expert's most certain ones first."""
+    flips = [name for name in flipped_ids(run, task, options) if name in {*ids}]
+    became = outcomes_of(run, task, options).reindex(ids)
+    there = {FLIPPED: len(flips)} | {name: int((became == name).sum()) for name in OUTCOMES}
+    asked = [*st.query_params.get_all(OUTCOME), *(st.session_state.get(OUTCOME) or ())]
+    names = [name for name, count in there.items() if count or name in asked]
+    if not names:
+        return ids
+    wanted = st.pills(
+        "Only",
+        names,
+        selection_mode="multi",
+        format_func=lambda name: f"{name} ({there[name]})",
+        key=OUTCOME,
+        bind="query-params",
+        help="; ".join(
+            [f"{FLIPPED}: decided unlike the expert", *(f"{name}: {OUTCOMES[name]}" for name in OUTCOMES)]
+        ),
+    )
+    if not wanted:
+        return ids
+    return (
+        flips
+        if wanted == [FLIPPED]
+        else [name for name in ids if became[name] in wanted or (FLIPPED in wanted and name in {*flips})]
+    )
 
 
 def flipped_ids(run: DriftRun, task: str, options: ChartOptions) -> list[str]:
@@ -227,10 +251,11 @@ def _flips(chosen: Selection) -> None:
         else:
             note("No decision flips.", "check")
         return
+    rows = rows.drop_duplicates(["task", "sample_id"])
     counts = rows["task"].value_counts()
-    task = _one_of(chosen, rows, "flips-of", lambda name: f"{name} ({counts[name]} flips)")
-    ids = rows.loc[rows["task"] == task, "sample_id"].drop_duplicates().tolist()
-    show_wall(chosen.run, task, ids, options, key="flips-wall")
+    task = _one_of(chosen, rows, "flips-of", lambda name: f"{name} ({counted(counts[name], 'sample')})")
+    ids = rows.loc[rows["task"] == task, "sample_id"].tolist()
+    show_wall(chosen.run, task, {"": ids}, options, key="flips-wall")
 
 
 def _one_of(chosen: Selection, rows: pd.DataFrame, key: str, name: Callable[[str], str] = str) -> str:
@@ -250,6 +275,9 @@ def _answers(chosen: Selection) -> None:
     st.subheader("Answers", anchor=False, help="Test samples on which the models differ come first.")
     task = _one_of(chosen, rows, "answers-of")
     shown = answers(rows[rows["task"] == task], [*chosen.run.variants, "expert"])
+    became = outcomes_of(chosen.run, task, chosen.options())
+    if shown["sample"].isin(became.index).any():
+        shown.insert(1, "outcome", shown["sample"].map(became))
     show_table(shown.head(_MOST_ROWS), {}, key="answers-table", alt=f"Answers on the test samples of {task}")
 
 
@@ -264,8 +292,8 @@ def answers(rows: pd.DataFrame, variants: Sequence[str]) -> pd.DataFrame:
 
 
 def flipped(decided: pd.DataFrame) -> pd.DataFrame:
-    """Of measured decisions, those unlike the expert's: a row per task, sample and model, by falling margin."""
-    rows = decided[decided["flipped"].astype(bool)]
+    """Of measured decisions, those unlike the expert's by models that cards show: a row each, by falling margin."""
+    rows = decided[decided["flipped"].astype(bool) & (decided["variant"].map(part_of) != "baseline")]
     rows = rows.assign(model=rows["variant"].map(title)).sort_values("margin", ascending=False, kind="stable")
     return rows[["task", "sample_id", "model", "margin"]].reset_index(drop=True)
 

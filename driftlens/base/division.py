@@ -1,9 +1,12 @@
-"""Who takes which piece of a work that several processes share: arithmetic that all of them do alike."""
+"""Which piece of a work is whose, of several processes, and done when: arithmetic that all of them do alike."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _UNEVEN = 1.15
 """How much longer the slowest process may take with whole items than with batches divided evenly."""
@@ -19,6 +22,19 @@ def balanced(costs: Sequence[float], size: int) -> tuple[list[int], float]:
         load, ranks[piece] = loads[0]
         heapq.heapreplace(loads, (load + costs[piece], ranks[piece]))
     return ranks, max(loads)[0]
+
+
+def in_runs(items: Iterable[T], sizes: Iterable[int], most: int) -> list[list[T]]:
+    """Items in their order, in runs of at most this size together, or of one item; what has size 0 begins none."""
+    runs: list[list[T]] = [[]]
+    total = 0
+    for item, size in zip(items, sizes, strict=True):
+        if size and total and total + size > most:
+            runs.append([])
+            total = 0
+        runs[-1].append(item)
+        total += size
+    return runs
 
 
 def shared(counts: Mapping[str, int], size: int) -> dict[str, list[tuple[int, int, int]]]:

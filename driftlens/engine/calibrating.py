@@ -100,7 +100,8 @@ class Ground:
         sites: layer index -> names of its sites, see `select_sites`; none for what is trained.
         base: the pool's name of the base, or None without one.
         done: layers calibrated before an interruption -> their updates, which are applied and not recomputed.
-        feature_budget: bytes of waiting features that may stay in memory.
+        feature_budget: bytes of waiting features that may stay in memory, and about as many of sums over experts of a
+            mixture, more of which are summed up and solved one run after the other.
         spill: folder for features beyond the budget, emptied again whatever happens; None keeps all in memory.
         on_step: told of every step; it may raise, `Cancelled` for instance.
         pooling: how one vector per sample is taken for `drift_l2_mean`; None takes what suits the modality.
@@ -342,10 +343,14 @@ class CalibrationWalk(ABC):
                         crossing.take(batch, model, maps[model], named=in_words(model))
         self.passage.check()
 
-    def expert(self, layer: Layer, task: str) -> Parameters:
-        """The parameters of a task's expert. The next one is expected: the next task's, or the next layer's first."""
+    def expert(self, layer: Layer, task: str, *, stays: bool = False) -> Parameters:
+        """The parameters of a task's expert. The next one is expected: the next task's, or the next layer's first.
+
+        If the walk `stays` at the layer, the first task's of the same layer follows the last one's.
+        """
         parameters, tasks = self.pool.parameters(expert_of(task), layer), [*self.parts]
         layers_on, place = divmod(tasks.index(task) + 1, len(tasks))
+        layers_on = 0 if stays else layers_on
         if layer.index + layers_on <= self.last:
             self.pool.expect([expert_of(tasks[place])], layer.index + layers_on)
         return parameters

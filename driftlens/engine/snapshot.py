@@ -3,7 +3,8 @@
 Per layer (Algorithm 1 of FeatCal, arXiv:2605.13030): the features of every task go through the expert's layer and the
 merged model's, and the inputs of the sites are summed up; all sites of the layer are solved from this one snapshot; the
 layer with its new parameters is run once more, and what leaves it waits at the next boundary. The expert's features
-never meet the merged model's.
+never meet the merged model's. Sums of all experts of a mixture may be too much for memory: then they are taken in runs,
+each summed up from the same snapshot and solved before the next.
 
 Many calibrations walk side by side, each in a lane of its own; one alone is the plain case. Every layer's weights are
 read once, and the expert's features belong to all lanes. Until the first calibrated layer there is one merged model, so
@@ -21,9 +22,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from driftlens.base.division import in_runs
 from driftlens.base.threads import exact_products
 from driftlens.engine.calibrating import (
     EXPERT,
+    Branch,
     CalibrationWalk,
     ClosedForm,
     Ground,
@@ -46,7 +49,7 @@ from driftlens.engine.problems import (
 from driftlens.engine.routers import RouterRepair, keep_routes, require_trained
 from driftlens.engine.sites import SiteRows, rows_and_output, site_path
 from driftlens.engine.walk import WaitingBatch
-from driftlens.linalg.gram import GramPool
+from driftlens.linalg.gram import GramPool, solve_bytes
 from driftlens.linalg.ridge import NormMoments
 from driftlens.models.chain import Layer, Parameters, SideInputs, Site, State
 
@@ -155,29 +158,51 @@ class SnapshotWalk(CalibrationWalk):
         """Solve the sites of one layer; unless it is the last one, take all features to the next boundary."""
         self.seconds = [0.0] * len(self.lanes)
         merged = self.pool.parameters("merged", layer)
-        chain, objectives = self.pool.chain, self.ground.objectives
         self.router = router_of(layer, names, [lane.calibrator for lane in self.calibrations])
         names = {*names} - {self.router.name} if self.router is not None else names
-        sums = partial(LayerSums, chain, layer, names, objectives=objectives, grams=self.grams)
-        # Features of other streams stay as they are until one of their own layers runs.
-        others = sum(earlier.stream != layer.stream for earlier in chain.layers[: layer.index])
-        for branch in self.branches:
-            wanted = {
-                self.calibrations[index].moments_key: self.calibrations[index] for index in branch.lanes
-            }
-            self.sums[branch.name] = {
-                key: sums(lane.calibrator, kept=self.kept.setdefault((branch.name, key, others), {}))
-                for key, lane in wanted.items()
-            }
-        summed = partial(self._sum_up, layer, merged, needs_output=not is_last)
-        self.team.together(partial(self.team.final, summed) if self.divided else summed)
-        solved = self._with_routers(layer, merged, self._solve(layer, merged))
-        self.grams.take_back()
+        solved: list[Solved] = [({}, []) for _ in self.lanes]
+        runs = self._runs(layer, merged, names)
+        for number, run in enumerate(runs, start=1):
+            self._begin(layer, run)
+            is_final = number == len(runs)
+            summed = partial(self._sum_up, layer, merged, is_final=is_final, moves=is_final and not is_last)
+            self.team.together(partial(self.team.final, summed) if self.divided else summed)
+            for (updates, reports), more in zip(solved, self._solve(layer, merged), strict=True):
+                updates |= more[0]
+                reports += more[1]
+            self.grams.take_back()
+        solved = self._with_routers(layer, merged, solved)
         drift = {} if is_last else self._advance(layer, merged, solved)
         return [
             CalibratedLayer(layer.index, updates, reports, drift, seconds)
             for (updates, reports), seconds in zip(solved, self.seconds, strict=True)
         ]
+
+    def _runs(self, layer: Layer, merged: Parameters, names: Collection[str]) -> list[list[str]]:
+        """Names of sites in the order in which they are solved, those together that are summed up in one pass."""
+        sites = sorted((site for site in layer.sites if site.name in names), key=lambda x: x.kind != "linear")
+        sums = sum(len(self._wanted(branch)) for branch in self.branches)
+        sizes = (
+            0 if site.expert is None else sums * solve_bytes(*merged[f"{site.name}.weight"].shape)
+            for site in sites
+        )
+        return in_runs([site.name for site in sites], sizes, self.ground.feature_budget)
+
+    def _wanted(self, branch: Branch) -> dict[Hashable, Lane]:
+        """A branch's lanes by what they want: of those that want the same, the last."""
+        return {self.calibrations[index].moments_key: self.calibrations[index] for index in branch.lanes}
+
+    def _begin(self, layer: Layer, names: Collection[str]) -> None:
+        """Empty sums of some sites for every branch."""
+        chain = self.pool.chain
+        sums = partial(LayerSums, chain, layer, names, objectives=self.ground.objectives, grams=self.grams)
+        # Features of other streams stay as they are until one of their own layers runs.
+        others = sum(earlier.stream != layer.stream for earlier in chain.layers[: layer.index])
+        for branch in self.branches:
+            self.sums[branch.name] = {
+                key: sums(lane.calibrator, kept=self.kept.setdefault((branch.name, key, others), {}))
+                for key, lane in self._wanted(branch).items()
+            }
 
     def _with_routers(self, layer: Layer, merged: Parameters, solved: Sequence[Solved]) -> Sequence[Solved]:
         """The same with every lane's router, on what the layer feeds it as it was, or as it is solved for now."""
@@ -212,15 +237,20 @@ class SnapshotWalk(CalibrationWalk):
         is_deployed = all(lane.calibrator.inputs == "deployed" for lane in self.calibrations)
         super().pass_through(layer, done if is_deployed else {})
 
-    def _sum_up(self, layer: Layer, merged: Parameters, *, needs_output: bool) -> None:
-        """Take the experts through the layer, and add what their sites see to the sums of every branch."""
+    def _sum_up(self, layer: Layer, merged: Parameters, *, is_final: bool, moves: bool) -> None:
+        """Add what sites see to the sums of every branch, and if it `moves`, take the experts through the layer.
+
+        Of several passes through a layer the final one alone lets anything wait.
+        """
         self.seen = []
         for task in self.parts:
-            self._sum_up_task(layer, merged, task, needs_output=needs_output)
+            self._sum_up_task(layer, merged, task, is_final=is_final, moves=moves)
         self.passage.check()
 
-    def _sum_up_task(self, layer: Layer, merged: Parameters, task: str, *, needs_output: bool) -> None:
-        expert = self.expert(layer, task)
+    def _sum_up_task(
+        self, layer: Layer, merged: Parameters, task: str, *, is_final: bool, moves: bool
+    ) -> None:
+        expert = self.expert(layer, task, stays=not is_final)
         every = [sums for by_key in self.sums.values() for sums in by_key.values()]
         inputs = {site for sums in every for site in sums.expert_inputs}
         outputs = {site for sums in every for site in sums.expert_outputs}
@@ -229,22 +259,23 @@ class SnapshotWalk(CalibrationWalk):
         def heard(state: State, side: SideInputs) -> State:
             nonlocal entered, seen
             entered = state
-            seen, left = rows_and_output(layer, expert, state, side, inputs, outputs, stops=not needs_output)
+            seen, left = rows_and_output(layer, expert, state, side, inputs, outputs, stops=not moves)
             return left
 
         for part in range(len(self.parts[task])):
             crossing = self.passage.crossing(layer, task, part, waits=True)
             for batch in crossing:
                 if not layer.sees(batch.side):
-                    crossing.take(batch, EXPERT, LayerMap(layer, expert), named=in_words(EXPERT))
+                    if is_final:
+                        crossing.take(batch, EXPERT, LayerMap(layer, expert), named=in_words(EXPERT))
                     continue
                 sees = True
                 with self.shared(range(len(self.lanes))):
-                    if needs_output:
+                    if moves:
                         crossing.take(batch, EXPERT, heard, named=in_words(EXPERT))
                     else:
                         heard(batch.get(EXPERT), batch.side)
-                    if self.router is not None:
+                    if self.router is not None and is_final:
                         keep_routes(layer, expert, batch, entered, seen.side.routes)
                         if any(lane.calibrator.inputs == "expert" for lane in self.calibrations):
                             batch.put(_ENTERED, entered)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from driftlens.base.devices import place_of_sums
+from driftlens.base.division import in_runs
 from driftlens.base.errors import DataError
 from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
@@ -51,7 +52,7 @@ from driftlens.engine.step_weights import (
     weighed,
 )
 from driftlens.engine.walk import WaitingBatch
-from driftlens.linalg.gram import JointSums, solve_operations
+from driftlens.linalg.gram import JointSums, solve_bytes, solve_operations
 from driftlens.linalg.joint_ridge import BIAS_INPUT
 from driftlens.models.chain import Layer, Parameters, Routes, SideInputs, State
 
@@ -204,6 +205,30 @@ class StepWalk(CalibrationWalk):
         streams: Mapping[str, str],
     ) -> Solved:
         """New parameters of some groups, solved from one snapshot of what the student feeds them."""
+        solved: Solved = {}, []
+        # Every group is summed up in a pass of its own: alone, a process solves it before the next.
+        most = self.ground.feature_budget if self.team.size > 1 else 0
+        sizes = (self._num_sums * solve_bytes(*_shape(merged, group)) for _, group in step)
+        for run in in_runs(step, sizes, most):
+            updates, reports = self._solve_run(layer, student, merged, run, streams)
+            solved[0].update(updates)
+            solved[1].extend(reports)
+        return solved
+
+    @property
+    def _num_sums(self) -> int:
+        """Of a group, about: those of every fold and, where there is an output metric, of every task."""
+        return self.calibrator.num_folds + bool(self.calibrator.mu) * len(self.tasks)
+
+    def _solve_run(
+        self,
+        layer: Layer,
+        student: Parameters,
+        merged: Parameters,
+        step: Sequence[tuple[int, Group]],
+        streams: Mapping[str, str],
+    ) -> Solved:
+        """The same of those of the groups whose sums are held at once."""
         if not step:
             return {}, []
         owners = self.team.balanced([solve_operations(*_shape(merged, group)) for _, group in step])

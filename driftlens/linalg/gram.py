@@ -251,6 +251,11 @@ class JointSums:
         return JointMoments(*(value.mul_(scale) for value in sums))
 
 
+def solve_bytes(outputs: int, inputs: int) -> int:
+    """About what sums and solve hold in float64: Gram matrices of a task and of all, a factor; cross moments twice."""
+    return 8 * (3 * inputs**2 + 2 * outputs * inputs)
+
+
 def solve_operations(outputs: int, inputs: int) -> float:
     """Roughly what a factor of the inputs takes, and a solve for every output."""
     return inputs**3 / 3 + outputs * inputs**2

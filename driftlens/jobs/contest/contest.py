@@ -44,6 +44,7 @@ from driftlens.jobs.analyze.evaluation import final_features
 from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
+from driftlens.linalg.gram import solve_bytes
 from driftlens.linalg.state import lengths
 from driftlens.models.chain import ParameterKey
 from driftlens.models.heads import ScoreMap
@@ -469,7 +470,5 @@ class Trials:
                 if name.rpartition(".")[0] in sites.get(layer.index, ())
             ]
             solution += sum(shape.numel() for shape in shapes) * pool.dtype.itemsize
-            # A Gram matrix, its sum over tasks and its factor; likewise the cross moments.
-            here = sum(3 * shape[-1] ** 2 + 2 * shape.numel() for shape in shapes if len(shape) == 2)
-            moments = max(moments, 8 * here)
+            moments = max(moments, sum(solve_bytes(*shape) for shape in shapes if len(shape) == 2))
         return solution + moments

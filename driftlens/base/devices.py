@@ -140,8 +140,12 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def memory(device: torch.device) -> tuple[int, int] | None:
-    """Bytes of the device that are free, and all it has."""
-    return _memory("get_memory_info", "mem_get_info", device)
+    """Bytes of the device that are free, or kept by torch for later, and all it has."""
+    known: tuple[int, int] | None = _memory("get_memory_info", "mem_get_info", device)
+    if known is None:
+        return None
+    reserved, used = (_memory(name, name, device) or 0 for name in ("memory_reserved", "memory_allocated"))
+    return known[0] + max(0, reserved - used), known[1]
 
 
 def peak_memory(device: torch.device) -> int | None:

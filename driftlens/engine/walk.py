@@ -11,6 +11,8 @@ Only the features of one boundary wait at any time, those beyond a budget on dis
 from __future__ import annotations
 
 import contextlib
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,10 +22,10 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.devices import has_float64
+from driftlens.base.devices import has_float64, memory
 from driftlens.base.errors import DataError, NumericsError, RunError
 from driftlens.checkpoints.sources import module_source
-from driftlens.data.samples import Batch
+from driftlens.data.samples import Batch, fitting_batch
 from driftlens.engine.pool import LayerMap, ModelPool, moved
 from driftlens.linalg.state import added, binade, expert_cosine, lengths, norm, subtract
 from driftlens.models.architecture import architecture_of
@@ -246,12 +248,15 @@ class FiniteWatch:
 class FeatureStore:
     """Counts the bytes of states that are in memory, and keeps the others in files of one folder.
 
-    As a context it takes its files away again at the end, and the folder if it made it; without a folder, all stay.
+    As a context it takes its files away again at the end, and the folder if it made it; without a folder, all stay. On
+    another device than the host no more waits than half of what was free there at first, the rest on the host: less
+    again wherever memory has been too little before.
     """
 
     budget: int = 0
     folder: Path | None = None
     _held: int = field(default=0, init=False)
+    _room: dict[torch.device, float] = field(default_factory=dict, init=False)
     _files: set[Path] = field(default_factory=set, init=False)
     _made_folder: bool = field(default=False, init=False)
 
@@ -269,9 +274,26 @@ class FeatureStore:
         """Whether that much more may stay in memory."""
         return self.folder is None or self._held + nbytes <= self.budget
 
-    def hold(self, nbytes: int) -> None:
-        """Count bytes that stay in memory; negative ones are let go."""
-        self._held += nbytes
+    def hold(self, state: State, sign: int = 1) -> None:
+        """Count the bytes of a state that stays in memory, or with the sign -1 is let go."""
+        for value in state.values():
+            self._held += sign * value.nbytes
+            if value.device.type != "cpu":
+                self._room[value.device] = self._left(value.device) - sign * value.nbytes
+
+    def placed(self, state: State) -> State:
+        """The state where it may wait: where it is, or on the host."""
+        sizes = Counter[torch.device]()
+        for value in state.values():
+            sizes[value.device] += value.nbytes
+        full = {at for at, size in sizes.items() if at.type != "cpu" and size > self._left(at)}
+        return {name: value.cpu() if value.device in full else value for name, value in state.items()}
+
+    def _left(self, device: torch.device) -> float:
+        if device not in self._room:
+            free = memory(device)
+            self._room[device] = math.inf if free is None else fitting_batch(free[0] // 2)
+        return self._room[device]
 
     def write(self, name: str, state: State) -> Path:
         """Write a state to its file, in the place of what was there; the file."""
@@ -298,9 +320,11 @@ class FeatureStore:
 
 
 @dataclass(frozen=True)
-class _OnDisk:
-    file: Path
-    devices: dict[str, torch.device]
+class _Waiting:
+    """A state in memory or in a file, and where its tensors are to be when somebody asks."""
+
+    state: State | Path
+    devices: Mapping[str, torch.device]
 
 
 @dataclass(eq=False)
@@ -315,26 +339,27 @@ class WaitingBatch:
     side: SideInputs
     start: int
     stop: int
-    _states: dict[str, State | _OnDisk] = field(default_factory=dict, init=False)
-    _held: dict[str, int] = field(default_factory=dict, init=False)
+    _states: dict[str, _Waiting] = field(default_factory=dict, init=False)
+    _held: dict[str, State] = field(default_factory=dict, init=False)
 
     def lend(self, model: str, state: State) -> None:
         """Give the model a state that is used at once and never waits, so that no budget counts it."""
-        self._states[model] = state
+        self._states[model] = _Waiting(state, {})
 
     def put(self, model: str, state: State) -> None:
         """Let `state` take the place of the model's state at the boundary before."""
-        before, nbytes = self._states.get(model), sum(leaf.nbytes for leaf in state.values())
-        self.store.hold(-self._held.pop(model, 0))
-        if self.store.fits(nbytes):
-            self.store.hold(nbytes)
-            self._held[model] = nbytes
-            self._states[model] = state
-            if isinstance(before, _OnDisk):
-                before.file.unlink(missing_ok=True)
+        before = self._states.get(model)
+        self.store.hold(self._held.pop(model, {}), -1)
+        places = {name: value.device for name, value in state.items()}
+        if self.store.fits(sum(value.nbytes for value in state.values())):
+            waiting = self.store.placed(state)
+            self.store.hold(waiting)
+            self._held[model] = waiting
+            self._states[model] = _Waiting(waiting, places)
+            if before is not None and isinstance(before.state, Path):
+                before.state.unlink(missing_ok=True)
         else:
-            file = self.store.write(f"{self.name}-{model}", state)
-            self._states[model] = _OnDisk(file, {key: value.device for key, value in state.items()})
+            self._states[model] = _Waiting(self.store.write(f"{self.name}-{model}", state), places)
 
     def drop(self, model: str) -> None:
         """Let go of a state that nobody asks for again."""
@@ -342,12 +367,14 @@ class WaitingBatch:
 
     def get(self, model: str) -> State:
         """The model's state at this boundary."""
-        held = self._states[model]
-        if isinstance(held, dict):
-            return held
-        from safetensors.torch import load_file
+        waiting = self._states[model]
+        state = waiting.state
+        if isinstance(state, Path):
+            from safetensors.torch import load_file
 
-        return {key: value.to(held.devices[key]) for key, value in load_file(held.file).items()}
+            state = load_file(state)
+        places = {name: waiting.devices.get(name, value.device) for name, value in state.items()}
+        return {name: moved(value, places[name]) for name, value in state.items()}
 
 
 def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:

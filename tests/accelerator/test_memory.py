@@ -21,11 +21,12 @@ from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.data.samples import halving_batches
+from driftlens.engine import walk
 from driftlens.linalg.gram import GramSum
 from driftlens.runs.run import open_run
 from tests.accelerator import turn
 from tests.accelerator.subjects import models, pool_on
-from tests.calibration.helpers import ground, updates_of
+from tests.calibration.helpers import batched, given, ground, updates_of
 from tests.zoo.world import build
 
 pytestmark = pytest.mark.slow
@@ -96,6 +97,30 @@ def test_moments_that_have_no_room_are_kept_on_the_host(sim: torch.device, metho
     found, told, peak = solved(method, sim, (low + high) // 2)
     assert told == ["moments and solves on the host"] and peak <= (low + high) // 2
     assert found.keys() == expected.keys()
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def test_features_that_have_no_room_wait_on_the_host(
+    sim: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = torch.randn(200, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    parts = {"a": given(batched(inputs, 2))}
+
+    def peak(limit: int = -1) -> tuple[dict[Any, Tensor], int]:
+        gc.collect()
+        turn(limit=limit)
+        devices.reset_peak_memory(sim)
+        on = ground(models(), pool=pool_on(models(), sim), parts=parts)
+        updates = {name: value.cpu() for name, value in updates_of(FeatCal().calibrate(on)).items()}
+        return updates, devices.peak_memory(sim) or 0
+
+    expected, high = peak()
+    with monkeypatch.context() as patch:
+        patch.setattr(walk, "memory", lambda device: (0, 0))
+        low = peak()[1]
+    assert low < 0.8 * high
+    found, most = peak((low + high) // 2)  # an error would tell of halved batches
+    assert low < most <= (low + high) // 2
     assert not [name for name in expected if not torch.equal(found[name], expected[name])]
 
 

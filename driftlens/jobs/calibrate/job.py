@@ -359,8 +359,13 @@ class _Work:
 
     def _make_room(self) -> None:
         """Only when all layers are solved does the calibration that has the name make room."""
+        plan = self.plan
+
+        def work() -> None:
+            solve(self.writer, self.study, plan, self.scratch, self.reporter)
+
         try:
-            solve(self.writer, self.study, self.plan, self.scratch, self.reporter)
+            run_phases(self.writer, [Phase(f"{plan.phase}:solve", work, self.study, again=True, sums=True)])
         except DriftLensError as error:
             if self.team.leads and not isinstance(error, Cancelled | RunError):
                 self.scratch.remove()  # what has the name stays, and going on would fail once more

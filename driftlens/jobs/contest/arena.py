@@ -17,6 +17,7 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import FeatCal
 from driftlens.engine.problems import LinearProblem, Problem, SiteUpdate
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
+from driftlens.engine.walk import Parts
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.calibrate.job import calibrate, open_calibration
 from driftlens.jobs.contest.automatic import choice_of
@@ -211,7 +212,7 @@ def measure_excess(
     plan, study = opened.plan, opened.study
     reopening.require_same_samples(opened.manifest, study)
     reopening.require_same_models(opened.manifest, study, context.reporter())
-    lanes, rows, last = [], list[dict[str, Any]](), max(plan.sites)
+    lanes, rows, last = list[Lane](), list[dict[str, Any]](), max(plan.sites)
     deployed, heard = dict[str, tuple[Tensor, float, Tensor, float]](), list[dict[str, Any]]()
     for inputs in INPUTS:
         calibrator = _Heard(**plan.calibrator.get_params() | {"inputs": inputs})
@@ -220,27 +221,21 @@ def measure_excess(
         lanes.append(Lane(calibrator))
     with RunWriter.resume(folder) as writer:
         reporter = context.reporter(writer.progress)
-        (folder / layout.SCRATCH).mkdir(exist_ok=True)
-        with (
-            reopening.deterministic_algorithms(study.settings.deterministic),
-            writer.phase(PHASE),
-            reopening.suitable_threads(writer, PHASE, study),
-            torch.no_grad(),
-        ):
-            trials = Trials(
-                study,
-                plan.samples,
-                {},
-                lambda _: plan.sites,
-                reporter,
-                PHASE,
-                folder / layout.SCRATCH / PHASE,
-            )
-            ground = trials.ground({task: [samples] for task, samples in plan.samples.items()}, plan.sites)
-            for layers in calibrate_side_by_side(ground, lanes):
+        spill = folder / layout.SCRATCH / PHASE
+        spill.parent.mkdir(exist_ok=True)
+        trials = Trials(study, plan.samples, {}, lambda _: plan.sites, reporter, PHASE, spill)
+        parts: Parts = {task: [samples] for task, samples in plan.samples.items()}
+
+        @torch.no_grad()
+        def work() -> None:
+            rows.clear()
+            for layers in calibrate_side_by_side(trials.ground(parts, plan.sites), lanes):
                 known = {"layer": layers[0].layer, "seed": study.seed, "n": min(plan.counts.values())}
-                rows += [{**known, **row} for row in heard]
+                rows.extend({**known, **row} for row in heard)
                 heard.clear()
             writer.append("excess", pd.DataFrame(rows), replace=True)
+
+        with reopening.deterministic_algorithms(study.settings.deterministic):
+            reopening.run_phases(writer, [reopening.Phase(PHASE, work, study, again=True, sums=True)])
         reporter.step(PHASE, last, last)
     return open_run(folder)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,7 +28,7 @@ from driftlens.engine.calibrating import (
     router_of,
     solve_layer,
 )
-from driftlens.engine.pool import moved
+from driftlens.engine.pool import ModelPool, moved
 from driftlens.engine.problems import RouterProblem, SiteReport, SiteUpdate
 from driftlens.engine.walk import WaitingBatch
 from driftlens.linalg.routing import Routing, scored, solve_router
@@ -37,15 +37,21 @@ from driftlens.models.chain import Layer, Parameters, Routes, RoutesKnown, SideI
 _ROUTES, _ROUTER = "routes", "router"
 
 
-def require_trained(walk: CalibrationWalk, calibrators: Sequence[ClosedForm]) -> None:
+def require_trained(
+    pool: ModelPool,
+    sites: Mapping[int, Collection[str]],
+    tasks: Collection[str],
+    calibrators: Sequence[ClosedForm],
+) -> None:
     """Refuse routers that no expert has changed: there is nothing to solve for."""
-    pool, layers = walk.pool, walk.pool.chain.layers
-    routers = [(layer, router_of(layer, walk.sites.get(layer.index, ()), calibrators)) for layer in layers]
+    routers = [
+        (layer, router_of(layer, sites.get(layer.index, ()), calibrators)) for layer in pool.chain.layers
+    ]
     slots = [slot for layer, site in routers if site is not None for slot in _slots(layer, site).values()]
     for slot in slots:
         merged = pool.stored("merged", slot)
         rounding = 4 * torch.finfo(merged.dtype).eps
-        for task in walk.tasks:
+        for task in tasks:
             expert = pool.stored(expert_of(task), slot)
             if not torch.allclose(wide(expert), wide(merged), rtol=rounding, atol=0):
                 return

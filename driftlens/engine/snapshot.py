@@ -150,7 +150,7 @@ class SnapshotWalk(CalibrationWalk):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_trained(self, [lane.calibrator for lane in self.calibrations])
+        require_trained(self.pool, self.sites, self.tasks, [lane.calibrator for lane in self.calibrations])
 
     @torch.no_grad()
     @exact_products()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
+from driftlens.base.errors import DataError, DriftLensError, IncompatibleModelsError, SpecError
 from driftlens.checkpoints.loading import (
     files_beside_weights,
     image_processor_config,
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 _OFFSET = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
 """Model types whose positions are counted from behind the number of the padding token."""
-_PROCESSOR = "Put the base's processor_config.json and preprocessor_config.json beside its config.json."
+_PROCESSOR = (
+    "Put the base's own processor_config.json, preprocessor_config.json and tokenizer files beside its config.json: "
+    "sizes of images and patches, and the token that stands for an image, are each model's own."
+)
 _EXAMPLES = ("a word", "and a few more")
 _POSITIONS = ("target_positions", "position_embeddings")
 """How families call the number of a decoder's positions."""
@@ -211,6 +215,7 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
 
 def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     """How texts with an image each become the inputs of a model, by the processor beside its configuration."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     texts = hf_text_preprocess(source, config, offline, "decoder")
     assert texts.texts is not None
@@ -223,7 +228,13 @@ def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess
     reader = PictureReader(**texts.texts.parts, processor=processor)
     processor.tokenizer.padding_side = "right"
     settings = {**texts.settings, "images": processor.image_processor.to_dict()}
-    return Preprocess(f"transformers {type(processor).__name__}", reader, settings, texts=reader)
+    usual, name = PROCESSOR_MAPPING_NAMES.get(config.model_type), type(processor).__name__
+    notice = (
+        ""
+        if usual in (None, name)
+        else f"the processor is a {name}, and {config.model_type} models have a {usual}"
+    )
+    return Preprocess(f"transformers {name}", reader, settings, notice, reader)
 
 
 def hf_sound_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
@@ -249,6 +260,24 @@ def hf_sound_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     }
     settings = {**made.settings, "sounds": stated}
     return Preprocess(f"transformers {type(extractor).__name__}", reader, settings, texts=reader)
+
+
+@contextlib.contextmanager
+def on_processed(preprocess: Preprocess, config: Any, source: str) -> Iterator[Any]:
+    """A block that runs a model on what its processor makes of an example, which may be another model's processor."""
+    token = getattr(config, "image_token_id", None)
+    try:
+        example = preprocess.example()
+        if token is not None and not (example["input_ids"] == token).any():
+            raise ValueError(f"no token {token}, in whose place the model reads an image")
+        yield example
+    except Exception as error:  # whatever a library makes of another model's inputs
+        if isinstance(error, DriftLensError) and not preprocess.notice:
+            raise
+        cause = preprocess.notice or f"{type(error).__name__}: {error}".splitlines()[0]
+        raise IncompatibleModelsError(
+            f"{source} can't be run on what its processor makes of an example ({cause})", hint=_PROCESSOR
+        ) from error
 
 
 def _processor(kind: str, source: str, offline: bool) -> Any:

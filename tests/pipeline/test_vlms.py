@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +333,12 @@ def broken_size(folder: Path, spec: Any) -> None:
     file.write_text(file.read_text().replace('"patch_size": 4', '"patch_size": 2'))
 
 
+def broken_token(folder: Path, spec: Any) -> None:
+    """Images are read where another token stands."""
+    file = folder / "base" / "config.json"
+    file.write_text(re.sub(r'"image_token_(id|index)": 26', r'"image_token_\1": 25', file.read_text()))
+
+
 def broken_base(folder: Path, spec: Any) -> None:
     (folder / "base" / "processor_config.json").unlink()
 
@@ -360,8 +367,13 @@ def broken_length(folder: Path, spec: Any) -> None:
     [
         (broken_pictures, 4, "1 of 8 images are not there, the first is a-train-3.png"),
         (broken_column, 4, "no column 'file'"),
-        (broken_processor, 4, "can't be used as it is"),
-        (broken_size, 4, "can't be used as it is"),
+        (broken_processor, 4, "a Qwen2_5_VLProcessor, and llava models have a LlavaProcessor"),
+        (
+            broken_size,
+            4,
+            "the model can't read these images and texts: Image features and image tokens",
+        ),
+        (broken_token, 4, "no token 25, in whose place the model reads an image"),
         (broken_base, 4, "processor"),
         (broken_marks, 4, "says <image> 2 times and has 1 image; expected it once"),
         (broken_list, 4, "line 1: no image is named"),

@@ -18,6 +18,7 @@ from driftlens.calibration.calibrator import Calibrator, calibrators, over_prese
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.data.views import viewed
 from driftlens.engine.pool import ModelPool
+from driftlens.engine.routers import require_trained
 from driftlens.engine.sites import select_sites, updated_sites
 from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
@@ -265,6 +266,7 @@ def plan_calibration(
     chain = study.pool.chain
     update = calibrator.kinds
     sites = {} if chooses_itself else select_sites(chain, layers=layers, sites=patterns, update=update)
+    require_trained(study.pool, sites, samples, [calibrator])
     control = control_of(request.name)
     if control in study.variants:
         raise SpecError(

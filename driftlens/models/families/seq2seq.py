@@ -31,7 +31,7 @@ from driftlens.models.families.hf_auto import (
 from driftlens.models.families.seq2seq_stacks import Pair
 from driftlens.models.families.vit import scrambled
 from driftlens.models.heads import LmScores
-from driftlens.models.preprocessing import hf_sound_preprocess, hf_text_preprocess
+from driftlens.models.preprocessing import hf_sound_preprocess, hf_text_preprocess, on_processed
 from driftlens.models.saving import FolderFormat
 from driftlens.models.taking_apart.dissection import own_weights
 
@@ -221,8 +221,8 @@ def _loaded(request: ArchitectureRequest, loader: str) -> Architecture:
         preprocess = hf_sound_preprocess(source, config, offline)
     else:
         preprocess = hf_text_preprocess(source, config, offline, "encoder-decoder")
-    with running(source):
-        chain, lm = seq2seq_chain(skeleton, preprocess.example() if hears else _EXAMPLE)
+    with on_processed(preprocess, config, source) if hears else running(source) as example:
+        chain, lm = seq2seq_chain(skeleton, example or _EXAMPLE)
     return Architecture(
         loader=loader,
         source=source,

@@ -31,7 +31,12 @@ from driftlens.models.families.hf_auto import (
 from driftlens.models.families.sequential import block_list
 from driftlens.models.families.vlm_chain import sighted_chain, tower_list
 from driftlens.models.language.pictures import WordReader
-from driftlens.models.preprocessing import Preprocess, hf_picture_preprocess, hf_text_preprocess
+from driftlens.models.preprocessing import (
+    Preprocess,
+    hf_picture_preprocess,
+    hf_text_preprocess,
+    on_processed,
+)
 from driftlens.models.saving import FolderFormat
 
 _BLIND = "all samples are texts: the vision tower saw nothing and stays as merged, as does what projects its features"
@@ -93,8 +98,9 @@ def load_hf_vlm(request: ArchitectureRequest) -> Architecture:
     with running(source):
         blocks, _ = block_list(skeleton.get_submodule(decoder), None)
         chain, lm = causal_chain(skeleton, PADDED, request.blocks or f"{decoder}.{blocks}")
-        if preprocess is not None and request.pictured:
-            chain = sighted_chain(skeleton, preprocess.example(), tower_list(skeleton), chain)
+    if preprocess is not None and request.pictured:
+        with on_processed(preprocess, config, source) as example:
+            chain = sighted_chain(skeleton, example, tower_list(skeleton), chain)
     names, ignored = file_names(skeleton), passed_over(skeleton)
     plain = plain_names(names, decoder, lm.head)
     return Architecture(

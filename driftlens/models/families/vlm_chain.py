@@ -42,6 +42,9 @@ from driftlens.models.taking_apart.sites import no_sites, tapped, traced_sites
 
 _OF_TOWER = ("vision_mask", "vision_places", "vision_rows")
 _AT_IMAGES = "image_tokens"
+_PROCESSED = (
+    "Give what the model's own processor makes: sizes of images and numbers of tokens are each model's own."
+)
 _DEEPSTACK = "deepstack_visual_embeds"
 """What the decoder is given of features that it adds to those of its first blocks, where it adds any."""
 
@@ -379,7 +382,12 @@ class Sighted(Dissection):
             inner.append(observe(decoder, forward, keep=keep, is_added_to=True))
             return inner[0].output
 
-        outside = observe(tower, decoded, keep=keep)
+        try:
+            outside = observe(tower, decoded, keep=keep)
+        except ValueError as error:  # in words of the library
+            raise DataError(
+                f"the model can't read these images and texts: {error}", hint=_PROCESSED
+            ) from error
         frames, features = [*outside.frames, *inner[0].frames], [*outside.features, *inner[0].features]
         return self._bare(Recording(frames, features, outside.output))
 
@@ -424,9 +432,7 @@ def is_pictured(inputs: Any) -> bool:
     """Whether a batch has images beside texts; refused where it has no texts."""
     if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
         held = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
-        raise DataError(
-            f"a batch holds {held} and no input_ids", hint="Give what the model's own processor makes."
-        )
+        raise DataError(f"a batch holds {held} and no input_ids", hint=_PROCESSED)
     return any(name.startswith("pixel_values") for name in inputs)
 
 

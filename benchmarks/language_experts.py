@@ -134,7 +134,7 @@ def _measured(base: pathlib.Path, arguments: argparse.Namespace) -> str:
     run = dl.analyze(spec, out=arguments.folder / "run", progress="none", resume=True)
     clocks.append(time.process_time())
     for name in REPAIRS:
-        run = dl.calibrate(run, name=name, method=name, progress="none")
+        run = dl.calibrate(run, name=name, method=name, resume=True, progress="none")
         clocks.append(time.process_time())
     spent = [f"{(end - begin) / 60:.1f}" for begin, end in itertools.pairwise(clocks)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

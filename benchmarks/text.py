@@ -20,7 +20,7 @@ from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import Given, drift_columns, walk
 from driftlens.models.architecture import architecture_of, weightless
 from driftlens.models.chain import LayerChain
-from driftlens.models.families.hf_auto import decoder_chain
+from driftlens.models.families.causal import causal_chain
 
 TOKENS, ANSWER, BATCH = 128, 8, 8
 TASKS, SAMPLES = 4, 16
@@ -61,7 +61,7 @@ def _decomposition(
     batches = _batches(0, device, answer=0)
     # As files are opened: what is shared by all models has no weights.
     skeleton = weightless(lambda: kind(config), "decoder")
-    pool = _pool(models, skeleton, decoder_chain(skeleton, batches[0].inputs))
+    pool = _pool(models, skeleton, causal_chain(skeleton, batches[0].inputs)[0])
 
     def decomposition() -> None:
         for view in walk(pool, "a", ["merged"], batches):

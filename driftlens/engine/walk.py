@@ -435,7 +435,7 @@ class LayerView:
         """
         if self.variant_along is None:
             return {}
-        given = self.routes[by].given()
+        given = self.routes[by].given(beside=self.routes["merged"])
         is_same = not bool(self.routes["merged"].changed(given).any())
         other = self.merged_out if is_same else self.variant_along(self.merged_in, routes=given)
         return subtract(self.merged_out, other)
@@ -575,7 +575,9 @@ def walk(
         crossing = passage.crossing(layer, task)
         for batch in crossing:
             entered = {model: batch.get(model) for model in models}
-            routes = {model: Routes() for model in models} if layer.num_experts else {}
+            routes = (
+                {model: Routes(keeps_rows=model != expert) for model in models} if layer.num_experts else {}
+            )
             through = {model: partial(_through, maps[model], routes=routes.get(model)) for model in models}
             left = {expert: crossing.take(batch, expert, through[expert])}
             for variant in variants:

@@ -61,6 +61,9 @@ class Routes:
 
     A pass that `ends` there, by `RoutesKnown`, also writes what its router reads, `fed` [T, d], and which `steps` it
     takes from scores to choices: `softmax` or `sigmoid`, and `top`.
+
+    A pass that `keeps_rows` also writes what the mixture reads and makes of it, `rows` [T, d] each. One that is given
+    other routes from the same features takes from it, as `beside`, the rows of tokens that go the same way in both.
     """
 
     chosen: Tensor | None = None
@@ -69,6 +72,9 @@ class Routes:
     ends: bool = False
     fed: Tensor | None = None
     steps: set[str] = field(default_factory=set)
+    keeps_rows: bool = False
+    rows: tuple[Tensor, Tensor] | None = None
+    beside: Routes | None = None
 
     @property
     def scoring(self) -> str:
@@ -100,9 +106,15 @@ class Routes:
         assert self.chosen is not None and other.chosen is not None
         return (self.chosen.sort(dim=-1).values != other.chosen.sort(dim=-1).values).any(dim=-1)
 
-    def given(self) -> Routes:
-        """The same for another pass to take."""
-        return Routes(self.chosen, self.gates, is_given=True)
+    def given(self, beside: Routes | None = None) -> Routes:
+        """The same for another pass to take; from the same features as the pass `beside`, where that is told."""
+        return Routes(self.chosen, self.gates, is_given=True, beside=beside)
+
+    def anew(self, features: Tensor) -> Tensor | None:
+        """Which tokens a pass that is given these must take through its experts, [T]; None for all of them."""
+        if self.beside is None or self.beside.rows is None or not torch.equal(features, self.beside.rows[0]):
+            return None
+        return self.beside.changed(self)
 
 
 @dataclass(frozen=True, eq=False)

@@ -162,6 +162,8 @@ def mixing(
     watch = _Watch(mixture, weights, names, tap, Routes() if routes is None else routes)
     with ExitStack() as hooks:
         hooks.callback(mixture.module.register_forward_pre_hook(watch.told, with_kwargs=True).remove)
+        if mixture.is_routed:
+            hooks.callback(mixture.module.register_forward_hook(watch.made).remove)
         if mixture.router and watch.routes.ends:
             router = block.get_submodule(mixture.router)
             hooks.callback(router.register_forward_pre_hook(watch.fed, with_kwargs=True).remove)
@@ -189,6 +191,8 @@ class _Watch(TorchFunctionMode):
         }
         self.stacks = {id(weights[f"{mixture.path}.{matrix}"]): matrix for matrix in mixture.matrices}
         self.is_inside = False
+        self.features: Tensor | None = None
+        self.anew: Tensor | None = None
         self.read: dict[int, tuple[str, Tensor]] = {}  # keeps what was read, so that no other takes its id
 
     def told(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,21 +203,29 @@ class _Watch(TorchFunctionMode):
         """
         self.is_inside = True
         if self.mixture.is_routed:
-            features, chosen, gates = (*args, *kwargs.values())
+            self.features, chosen, gates = (*args, *kwargs.values())
             self.routes.record(chosen, gates)
         if self.routes.ends:
             raise RoutesKnown
-        if not self.mixture.is_routed:
-            return None
-        elsewhere = self.routes.changed(Routes(chosen, gates))[:, None]
-        if not self.routes.is_given or not bool(elsewhere.any()):
+        if self.features is None or not self.routes.is_given:
             return None
         assert self.routes.chosen is not None and self.routes.gates is not None
-        return (
-            features,
-            torch.where(elsewhere, self.routes.chosen, chosen),
-            torch.where(elsewhere, self.routes.gates, gates),
-        ), {}
+        elsewhere = self.routes.changed(Routes(chosen, gates))[:, None]
+        sent = torch.where(elsewhere, self.routes.chosen, chosen), torch.where(elsewhere, self.routes.gates, gates)
+        self.anew = self.routes.anew(self.features)
+        if self.anew is None:
+            return (self.features, *sent), {}
+        return tuple(part[self.anew] for part in (self.features, *sent)), {}
+
+    def made(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        """Behind a mixture that is told who goes where: its rows are kept, or completed by those of a pass beside."""
+        assert self.features is not None
+        if self.anew is not None:
+            assert self.routes.beside is not None and self.routes.beside.rows is not None
+            return self.routes.beside.rows[1].index_put((self.anew,), output)
+        if self.routes.keeps_rows and self.features.dim() == 2 and output.shape == self.features.shape:
+            self.routes.rows = self.features, output
+        return None
 
     def fed(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the router runs: what it reads; from here on functions of scores are its own."""

@@ -70,15 +70,15 @@ def measured(folder: pathlib.Path, seed: int) -> dict[str, dict[str, float]]:
         for variant in scores["variant"].unique():
             rows, of = layers[layers["variant"] == variant], scores[scores["variant"] == variant]
             final = rows[rows["layer"] == rows["layer"].max()]
-            routers = run.calibration(variant.partition(":")[2]) if variant in seconds else None
+            of_routers = run.calibration(variant.partition(":")[2]) if variant in seconds else None
             found[variant] = {
                 "accuracy": of[of["metric"] == "accuracy"]["value"].mean(),
                 "drift": final["drift_rel"].mean() if len(rows) else 0.0,
                 "rerouted": rows["rerouted"].mean() if len(rows) else 0.0,
                 "seconds": seconds.get(variant, float("nan")),
             }
-            if routers is not None:
-                found[variant] |= routers[["routes_before", "routes_after"]].mean().to_dict()
+            if of_routers is not None:
+                found[variant] |= of_routers[["routes_before", "routes_after"]].mean().to_dict()
     return found
 
 

@@ -192,7 +192,8 @@ def reference(
         left, right = dict[str, Any].fromkeys(linear, 0.0), dict[str, Any].fromkeys(linear, 0.0)
         for task in samples:
             expert = models[f"expert:{task}"].get_submodule(path)
-            gram, cross = dict[str, Any].fromkeys(linear, 0.0), dict[str, Any].fromkeys(linear, 0.0)
+            gram: dict[str, Any] = dict.fromkeys(linear, 0.0)
+            cross: dict[str, Any] = dict.fromkeys(linear, 0.0)
             rows = dict.fromkeys(linear, 0)
             for ours, wanted in zip(mine[task], theirs[task], strict=True):
                 with _inputs(block) as seen:

@@ -211,7 +211,10 @@ class _Watch(TorchFunctionMode):
             return None
         assert self.routes.chosen is not None and self.routes.gates is not None
         elsewhere = self.routes.changed(Routes(chosen, gates))[:, None]
-        sent = torch.where(elsewhere, self.routes.chosen, chosen), torch.where(elsewhere, self.routes.gates, gates)
+        sent = (
+            torch.where(elsewhere, self.routes.chosen, chosen),
+            torch.where(elsewhere, self.routes.gates, gates),
+        )
         self.anew = self.routes.anew(self.features)
         if self.anew is None:
             return (self.features, *sent), {}

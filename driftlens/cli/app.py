@@ -260,7 +260,7 @@ def _field_flag(name: str, field: FieldInfo, option: Option) -> inspect.Paramete
         default = inspect.Parameter.empty
     elif default is None or option.read is not None or value == list[str]:
         value, default = value | None, None
-    declared = typer.Option(*[spelled] if spelled else [], **about)
+    declared = typer.Option(*spelled.split(), **about)
     return _flag(option.parameter or name, value, default, declared)
 
 

@@ -1,4 +1,4 @@
-"""Commands that read runs out: report, export, project."""
+"""Commands that read runs out: report, export, view, project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from driftlens.base.errors import DataError, SpecError
 from driftlens.cli.app import Job, JsonFlag, RunFolder, app, flagged, note, say, say_json
-from driftlens.spec.requests import ExportRequest, ProjectionRequest
+from driftlens.spec.requests import ExportRequest, ProjectionRequest, ViewRequest
 from driftlens.spec.words import parts
 
 if TYPE_CHECKING:
@@ -128,6 +128,15 @@ def _tell(written: Sequence[Exported], out: Path, as_json: bool) -> None:
         for panel in entry.missing:
             note(f"  {entry.name} lacks {panel.name}: {panel.missing}")
     say(f"{sum(len(entry.files) for entry in written)} files in {out}")
+
+
+@app.command()
+@flagged
+def view(run: RunFolder, request: ViewRequest) -> None:
+    """Write a page to explore samples in: they move from model to model; select, filter, search, export. No server."""
+    from driftlens_reports.explorer.page import Explorer
+
+    say(f"wrote {Explorer(run, request).save(request.out)}")
 
 
 @app.command()

@@ -29,6 +29,7 @@ from driftlens.spec.requests import (
     PreflightRequest,
     ProjectionRequest,
     SweepRequest,
+    ViewRequest,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from driftlens.findings.table import Table
     from driftlens.jobs.preflight.outcome import Preflight
     from driftlens.spec import RunSpec
+    from driftlens_reports.explorer.page import Explorer
 
     SpecLike = Path | str | Mapping[str, Any] | RunSpec
 
@@ -124,6 +126,19 @@ class Run(DriftRun):
     ) -> Projection:
         """One layout of the expert's and the variants' features on a plane; keywords as for `driftlens.project`."""
         return project(self, task, store_it=store_it, **dict(request), **vars(around))
+
+    @keywords(request=ViewRequest)
+    def view(self, request: ViewRequest) -> Explorer:
+        """A page in which samples move from model to model, which shows itself in notebooks; `save` writes it.
+
+        Keywords are the fields of `ViewRequest`: tasks, method, samples, and `out` to write it at once.
+        """
+        from driftlens_reports.explorer.page import Explorer
+
+        made = Explorer(self, request)
+        if request.out is not None:
+            made.save(request.out)
+        return made
 
     def _repr_html_(self) -> str:
         """The summary, for notebooks."""

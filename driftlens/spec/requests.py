@@ -410,6 +410,19 @@ class ProjectionRequest(Request, title="project"):
     max_points: int = asked("Most points of one layout, all variants together.", 2000)
 
 
+class ViewRequest(Request, title="view"):
+    """Samples to be explored in a browser."""
+
+    out: Path | None = asked(
+        "The page to write.", name="--out -o", metavar="FILE", unset="view.html in the run's `reports`"
+    )
+    tasks: tuple[str, ...] = asked("Only this task; repeatable.", (), name="--task", metavar="TASK")
+    method: Literal["pca", "umap", "tsne"] = asked(
+        "Layout of the features: pca, made at once; umap or tsne, which take their time and are kept in the run.", "pca"
+    )
+    samples: Count = asked("Most samples, all tasks together.", 20_000)
+
+
 class ExhibitRequest(Request, title="export"):
     """What a writer may choose of figures and tables for a paper.
 

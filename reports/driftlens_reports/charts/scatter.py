@@ -27,8 +27,6 @@ _TITLE = 22
 _LONGEST_TEXT = 80
 """Letters of a sample's text beside its point."""
 _BARE = {"showticklabels": False, "ticks": ""}
-_LIGHT = ("#0072B2", "#D55E00", "#00805D", "#B0407F", "#6D1FD0", "#7A5C00", "#1B1B1B")
-_DARK = ("#56B4E9", "#E69F00", "#2FC79A", "#E08BC0", "#B08CFF", "#F0E442", "#EDEDED")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "triangle-down")
 _MOST_NAMED = 10
 """Classes that a legend can name in a few lines."""
@@ -307,7 +305,7 @@ def _entry(name: Any) -> str:
 
 
 def _looks(every: pd.Series[Any], dark: bool) -> dict[Any, tuple[str, str]]:
-    colours = _DARK if dark else _LIGHT
+    colours = theme.CLASSES[dark]
     # After every round of colours the next symbol: 56 classes look different.
     return {
         name: (colours[at % len(colours)], _SYMBOLS[at // len(colours) % len(_SYMBOLS)])

@@ -70,6 +70,11 @@ DARK = Palette(
     sequential=("#24182E", "#552449", "#913A4A", "#CC663F", "#EBA45F", "#FBE9BE"),
     diverging=("#7FB4F0", "#3F7CC4", "#1F416B", "#232323", "#7A3E10", "#CF7420", "#FFC98A"),
 )
+CLASSES = (
+    ("#0072B2", "#D55E00", "#00805D", "#B0407F", "#6D1FD0", "#7A5C00", "#1B1B1B"),
+    ("#56B4E9", "#E69F00", "#2FC79A", "#E08BC0", "#B08CFF", "#F0E442", "#EDEDED"),
+)
+"""Colours that tell classes apart in the light and the dark theme, beside their marks."""
 
 
 def palette(dark: bool) -> Palette:

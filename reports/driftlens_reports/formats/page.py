@@ -57,7 +57,7 @@ def interactive_page(
     from plotly.offline import get_plotlyjs
 
     scripts = (get_plotlyjs(), pathlib.Path(__file__).with_name("report.js").read_text(encoding="utf-8"))
-    sources = [f"'{_digest(source)}'" for source in scripts]
+    sources = [f"'{digest(source)}'" for source in scripts]
     if any(trace.type.endswith("gl") for entry in drawn.values() for trace in entry.figure.data):
         # Plotly's WebGL traces compile their drawing commands; only a report with raw points has any.
         sources.append("'unsafe-eval'")
@@ -121,7 +121,7 @@ def _render(
     environment = _environment()
     themes = {"light": palette(False), "dark": palette(True)}
     style = environment.get_template("report.css.jinja").render(**themes, twins=_twins())
-    policy = policy or f"style-src '{_digest(style)}'"
+    policy = policy or f"style-src '{digest(style)}'"
     text = environment.get_template("report.html.jinja").render(
         content=content,
         # Ours, not the run's: the style sheet, drawings and scripts stand as they are.
@@ -136,7 +136,7 @@ def _render(
     return text.encode()
 
 
-def _digest(source: str) -> str:
+def digest(source: str) -> str:
     """The hash by which a policy allows one inline style sheet or script."""
     return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
 

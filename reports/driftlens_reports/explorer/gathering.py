@@ -1,0 +1,350 @@
+"""What the explorer's page holds of a run: places, columns, neighbours and pictures of its samples, packed as JSON.
+
+Samples of all tasks stand in one order, and every column is a list over them. Numbers of many samples are base64 of
+little-endian arrays, [model, layer, sample] where they differ by model and layer; NaN and -1 stand for what is not known.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+
+from driftlens.base.errors import DataError
+from driftlens.base.variants import is_control, part_of, title
+from driftlens.findings.outcomes import OUTCOMES, outcomes
+from driftlens.findings.projection import project
+from driftlens.findings.projection.layouts import MOST_POINTS, Settings, lay_out, load_points, thinned
+from driftlens.findings.reading import printable
+from driftlens.findings.verdict import verdict
+from driftlens.runs.layout import THUMB_SIDE
+from driftlens.runs.run import DriftRun
+from driftlens.runs.standing import current_state
+from driftlens.spec.requests import ProjectionRequest, ViewRequest
+from driftlens_reports.charts.theme import look
+from driftlens_reports.charts.words import overlap_notes
+
+MOST_PICTURES = 2000
+"""Of one page, about 1.5 kB each."""
+NEIGHBOURS = 8
+_ORDER = ("base", "merged", "baseline", "calibrated", "expert")
+"""Stages that samples move through, by the part that a model plays."""
+_BY_LAYER = {"drift": "drift_l2", "mismatch": "mismatch_l2", "propagation": "propagation_l2", "share": "final_share"}
+"""Columns by model and layer, and what the table of samples calls them."""
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The samples of one task that a page shows: rows of the run's own order, and where they stand among all."""
+
+    task: str
+    rows: Array
+    ids: tuple[str, ...]
+    start: int
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """Where each sample stands among those of all tasks."""
+        return {name: self.start + at for at, name in enumerate(self.ids)}
+
+
+def gathered(run: DriftRun, request: ViewRequest = ViewRequest()) -> dict[str, Any]:
+    """Everything that the page shows of a run, as JSON knows it.
+
+    Raises:
+        DataError: the run has no such task, or no samples.
+        RunError: a table or features can't be read.
+    """
+    tasks = [*(request.tasks or run.tasks)]
+    stages = sorted(
+        (name for name in (*run.variants, "expert") if not is_control(name)),
+        key=lambda name: _ORDER.index(part_of(name)),
+    )
+    shown = [*_shown(run, tasks, request.samples)]
+    if not shown:
+        raise DataError(
+            f"{run.path} has no samples to show",
+            hint="`driftlens analyze` on its spec, with --resume, measures what is missing.",
+        )
+    layers = [entry.index for entry in run.manifest.layers]
+    planes = [_planes(run, each, layers, stages, request) for each in shown]
+    columns, words = _columns(run, shown, stages, layers)
+    return {
+        "run": {"id": run.id, "name": printable(run.name), "state": current_state(run)},
+        "sentences": [*verdict(run).sentences],
+        "stages": [_stage(run, name) for name in stages],
+        "layers": [run.layer_name(layer) for layer in layers],
+        "tasks": [{"name": printable(each.task), "start": each.start, "n": len(each.ids)} for each in shown],
+        "outcomes": [[name, meaning] for name, meaning in OUTCOMES.items()],
+        "ids": [name for each in shown for name in each.ids],
+        "words": words,
+        "texts": [text for each in shown for text in _texts(run, each)],
+        "pictures": _pictures(run, shown),
+        "planes": planes,
+        "neighbours": NEIGHBOURS,
+        "columns": columns,
+        "notes": [*_notes(run, shown, planes, request)],
+    }
+
+
+def printable_lines(text: str) -> str:
+    """A text whose lines hold no control characters."""
+    return "\n".join(printable(line) for line in text.splitlines())
+
+
+def _stage(run: DriftRun, name: str) -> dict[str, Any]:
+    colours = [look(run.variants, name, dark=dark).colour for dark in (False, True)]
+    return {"name": name, "title": printable(title(name)), "part": part_of(name), "colours": colours}
+
+
+def _shown(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[Shown]:
+    """The samples of each task, thinned evenly over classes where all together are too many."""
+    sizes = {task: len(_ids(run, task)) for task in tasks}
+    total, start = sum(sizes.values()), 0
+    for task in tasks:
+        ids = _ids(run, task)
+        labels = _labels(run, task).reindex(ids).astype(object)
+        frame = pd.DataFrame({"sample_id": [*ids], "label": labels.to_numpy()})
+        limit = len(ids) if total <= most else max(1, most * len(ids) // total)
+        rows = thinned(frame, limit, ["label"]).index.to_numpy()
+        if len(rows):
+            yield Shown(task, rows, tuple(ids[at] for at in rows), start)
+        start += len(rows)
+
+
+def _ids(run: DriftRun, task: str) -> tuple[str, ...]:
+    if "diagnosis" not in run.manifest.sample_ids or task not in run.manifest.sample_ids["diagnosis"]:
+        run.samples(task)  # says which tasks there are
+        return ()
+    return run.sample_ids(task)
+
+
+def _labels(run: DriftRun, task: str) -> pd.Series[Any]:
+    rows = pd.concat([frame[["sample_id", "label"]] for frame in (run.outputs(task), run.samples(task))])
+    return rows.dropna().drop_duplicates("sample_id").set_index("sample_id")["label"]
+
+
+def _planes(
+    run: DriftRun, shown: Shown, layers: Sequence[int], stages: Sequence[str], request: ViewRequest
+) -> list[dict[str, Any] | None]:
+    """By layer the joint places of all models' features and each sample's neighbours; None where none are stored.
+
+    Layers are laid out one by one, then turned (not stretched) so that samples move as little as can be between them.
+    """
+    found: list[dict[str, Any] | None] = []
+    before: dict[str, Array] = {}
+    for layer in reversed(layers):
+        there = [name for name in stages if _is_stored(run, shown.task, name, layer)]
+        if "expert" not in there or len(there) < 2:
+            found.append(None)
+            continue
+        variants = tuple(name for name in there if name != "expert")
+        most = len(there) * len(run.sample_ids(shown.task))
+        points = load_points(run, Settings(shown.task, layer, "pca", 0, variants, "all", most))
+        rows = {name: points.directions[name][shown.rows] for name in there}
+        places, method = _laid_out(run, shown, layer, rows, request)
+        before = _turned(places, before)
+        found.append(
+            {
+                "stages": [stages.index(name) for name in there],
+                "places": _packed(_whole(np.stack([before[name] for name in there])), "<i2"),
+                "neighbours": _packed(np.stack([_neighbours(rows[name]) for name in there]), "<i2"),
+                "method": method,
+            }
+        )
+    return found[::-1]
+
+
+def _is_stored(run: DriftRun, task: str, variant: str, layer: int) -> bool:
+    try:
+        run.features(task, variant, layer)
+    except DataError:
+        return False
+    return True
+
+
+def _laid_out(
+    run: DriftRun, shown: Shown, layer: int, rows: Mapping[str, Array], request: ViewRequest
+) -> tuple[dict[str, Array], str]:
+    """Coordinates [n, 2] by model, and how they were made; NaN of samples that a stored layout has thinned out."""
+    if request.method == "pca":
+        plane, how = lay_out(np.concatenate([*rows.values()]), np.full(sum(map(len, rows.values())), True), "pca", 0)
+        return dict(zip(rows, np.split(plane, len(rows)), strict=True)), how["method"]
+    variants = tuple(name for name in rows if name != "expert")
+    most = min(MOST_POINTS, len(rows) * len(run.sample_ids(shown.task)))
+    asked = ProjectionRequest(layer=layer, method=request.method, variants=variants, max_points=most)
+    made = project(run, shown.task, asked)
+    by_model = {name: part.set_index("sample_id")[["x", "y"]] for name, part in made.frame.groupby("variant")}
+    return {name: by_model[name].reindex(shown.ids).to_numpy(dtype=float) for name in rows}, made.method
+
+
+def _turned(places: dict[str, Array], wanted: Mapping[str, Array]) -> dict[str, Array]:
+    """The places around zero, turned or mirrored to lie as near as can be to those wanted of the same models."""
+    middle = np.nanmean(np.concatenate([*places.values()]), axis=0)
+    places = {name: points - middle for name, points in places.items()}
+    both = [name for name in places if name in wanted]
+    if not both:
+        return places
+    start, end = (np.nan_to_num(np.concatenate([of[name] for name in both])) for of in (places, wanted))
+    left, _, right = np.linalg.svd(start.T @ end)
+    return {name: points @ (left @ right) for name, points in places.items()}
+
+
+def _whole(places: Array) -> Array:
+    """Places as 16-bit numbers, the farthest from zero at 32,000; the least of all numbers stands for none."""
+    most = np.nanmax(np.abs(places), initial=0.0) or 1.0
+    return np.nan_to_num(np.round(places * (32_000 / most)), nan=-32_768)
+
+
+def _neighbours(rows: Array) -> Array:
+    """The nearest other samples of each by cosine, [n, NEIGHBOURS] rows in order; -1 where there are no more."""
+    from sklearn.neighbors import NearestNeighbors
+
+    k = min(NEIGHBOURS, len(rows) - 1)
+    found = np.full((len(rows), NEIGHBOURS), -1)
+    if k > 0:
+        found[:, :k] = NearestNeighbors(n_neighbors=k).fit(rows).kneighbors(return_distance=False)
+    return found
+
+
+def _columns(
+    run: DriftRun, shown: Sequence[Shown], stages: Sequence[str], layers: Sequence[int]
+) -> tuple[dict[str, Any], list[str]]:
+    """Columns over all samples, and the words that those of names are places in."""
+    total = sum(len(each.ids) for each in shown)
+    words: dict[str, int] = {}
+    label = np.full(total, -1)
+    answers, right = (np.full((len(stages), total), -1) for _ in range(2))
+    confidence = np.full((len(stages), total), math.nan)
+    margin = np.full(total, math.nan)
+    by_layer = {name: np.full((len(stages), len(layers), total), math.nan) for name in _BY_LAYER}
+    became = {stage: np.full(total, -1) for stage in _repairs(stages)}
+    for each in shown:
+        labels = _labels(run, each.task)
+        _fill(label, each, labels.map(lambda name: words.setdefault(printable(str(name)), len(words))))
+        outputs = run.outputs(each.task)
+        for at, stage in enumerate(stages):
+            of_expert = stage == "expert"
+            rows = outputs if of_expert else outputs[outputs["variant"] == stage]
+            rows = rows.drop_duplicates("sample_id").set_index("sample_id")
+            said = rows["expert_pred" if of_expert else "pred"].dropna()
+            _fill(answers[at], each, said.map(lambda name: words.setdefault(printable(str(name)), len(words))))
+            known = said[said.index.isin(labels.index)]
+            _fill(right[at], each, (known == labels.reindex(known.index)).astype(int))
+            _fill(confidence[at], each, rows["confidence_expert" if of_expert else "confidence"])
+            _fill(margin, each, rows["margin"]) if of_expert else None
+            if not of_expert:
+                _fill_layers(by_layer, at, each, run.samples(each.task, stage), layers)
+        for stage, column in became.items():
+            found = outcomes(run, each.task, verdict(run).merged or "merged", stage)["outcome"]
+            _fill(column, each, found.map([*OUTCOMES].index))
+    columns = {
+        "label": _packed(label, "<i4"),
+        "answers": _packed(answers, "<i4"),
+        "right": _packed(right, "i1"),
+        "confidence": _packed(confidence, "<f4"),
+        "margin": _packed(margin, "<f4"),
+        "outcome": {stage: _packed(column, "i1") for stage, column in became.items()},
+        **{name: _packed(values, "<f4") for name, values in by_layer.items()},
+    }
+    return columns, [*words]
+
+
+def _repairs(stages: Sequence[str]) -> list[str]:
+    """The repaired models, the newest first; "" of a run without."""
+    return [name for name in reversed(stages) if part_of(name) == "calibrated"] or [""]
+
+
+def _fill(column: Array, shown: Shown, values: pd.Series[Any]) -> None:
+    """Write the values, by sample id, into their places of a column over all samples."""
+    places = shown.places
+    values = values[values.index.isin(places) & values.notna()]
+    column[[places[name] for name in values.index]] = values.to_numpy(dtype=float)
+
+
+def _fill_layers(
+    by_layer: Mapping[str, Array], stage: int, shown: Shown, rows: pd.DataFrame, layers: Sequence[int]
+) -> None:
+    rows = rows[rows["sample_id"].isin(shown.places) & rows["layer"].isin(layers)]
+    at = rows["layer"].map({layer: place for place, layer in enumerate(layers)}).to_numpy(dtype=int)
+    places = rows["sample_id"].map(shown.places).to_numpy(dtype=int)
+    for name, column in _BY_LAYER.items():
+        by_layer[name][stage, at, places] = rows[column].to_numpy(dtype=float, na_value=math.nan)
+
+
+def _packed(values: ArrayLike, kind: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(values, dtype=kind).tobytes()).decode()
+
+
+def _texts(run: DriftRun, shown: Shown) -> Iterator[str]:
+    stored = run.texts(shown.task)
+    return (printable_lines(stored.get(name, "")) for name in shown.ids)
+
+
+def _pictures(run: DriftRun, shown: Sequence[Shown]) -> dict[str, Any]:
+    """One image of all pictures in rows of `columns`, and which place in it each sample has; -1 without a picture."""
+    share = MOST_PICTURES // len(shown)
+    places = np.full(sum(len(each.ids) for each in shown), -1)
+    kept: list[Array] = []
+    for each in shown:
+        stored = run.thumbs(each.task)
+        rows = [] if stored is None else [at for at, row in enumerate(each.rows) if row < len(stored)][:share]
+        for at in rows:
+            places[each.start + at] = len(kept)
+            kept.append(stored[each.rows[at]])  # type: ignore[index]
+    if not kept:
+        return {"places": _packed(places, "<i4"), "columns": 1, "rows": 1, "image": ""}
+    from PIL import Image
+
+    columns = math.ceil(math.sqrt(len(kept)))
+    lines = math.ceil(len(kept) / columns)
+    grid = np.zeros((lines * columns, THUMB_SIDE, THUMB_SIDE, 3), dtype=np.uint8)
+    grid[: len(kept)] = kept
+    sheet = grid.reshape(lines, columns, THUMB_SIDE, THUMB_SIDE, 3).swapaxes(1, 2)
+    target = io.BytesIO()
+    image = Image.fromarray(sheet.reshape(lines * THUMB_SIDE, columns * THUMB_SIDE, 3))
+    image.save(target, format="JPEG", quality=85)
+    address = f"data:image/jpeg;base64,{base64.b64encode(target.getvalue()).decode()}"
+    return {"places": _packed(places, "<i4"), "columns": columns, "rows": lines, "image": address}
+
+
+def _notes(
+    run: DriftRun, shown: Sequence[Shown], planes: Sequence[Sequence[Any]], request: ViewRequest
+) -> Iterator[str]:
+    """What a reader should know: what is left out, and what the run lacks with what adds it."""
+    every = sum(len(_ids(run, each.task)) for each in shown)
+    kept = sum(len(each.ids) for each in shown)
+    if kept < every:
+        yield f"{kept:,} of {every:,} samples are shown, evenly over classes; `--samples` shows more."
+    without = [each.task for each, of in zip(shown, planes, strict=True) if not any(of)]
+    if without:
+        yield (
+            f"No features are stored of {', '.join(map(printable, without))}: nothing moves there. "
+            "`layers.select` in the spec says which layers an analysis stores."
+        )
+    elif any(plane is None for of in planes for plane in of):
+        yield "Of some layers no features are stored: `layers.select` in the spec says which an analysis stores."
+    if not any(part_of(name) == "calibrated" for name in run.variants):
+        yield "Nothing is repaired yet: `driftlens calibrate RUN --name featcal` adds a repaired model."
+    if run.outputs().empty:
+        yield "The run has no class scores, so that no answer is right or wrong: its spec names no heads."
+    elif run.outputs()["label"].isna().all():
+        yield "The samples have no labels, so that no answer is right or wrong."
+    if run.samples()["final_share"].isna().all():
+        yield "No sample's drift was traced back to layers: `driftlens explain RUN` does so."
+    if request.method == "pca":
+        yield (
+            "Places are the two leading principal components of all models' features together, brought to norm 1: "
+            "distances are indicative. Neighbours are nearest by cosine in the features themselves."
+        )
+    yield "Accuracies are of these diagnosis samples; those of the verdict are of test samples."
+    yield from overlap_notes(run)

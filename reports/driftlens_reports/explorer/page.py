@@ -1,0 +1,102 @@
+"""The explorer as one HTML page that asks the network for nothing, for a folder, a dashboard or a notebook."""
+
+from __future__ import annotations
+
+import functools
+import html
+import json
+import pathlib
+import re
+from typing import Any
+
+from driftlens.base.files import PathLike, atomic_path
+from driftlens.findings.reading import printable
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.writer import attach
+from driftlens.spec.requests import ViewRequest
+from driftlens_reports.charts.theme import CLASSES, Palette, palette
+from driftlens_reports.explorer.gathering import gathered
+from driftlens_reports.formats.page import digest
+
+_HERE = pathlib.Path(__file__).parent
+_SLOT = re.compile(r"\{\{(\w+)\}\}")
+_UNSAFE = re.compile("[<>&\u2028\u2029]")
+
+
+class Explorer:
+    """A page in which the samples of a run move from model to model; nothing is read before it is asked for.
+
+    Args:
+        run: a run, or its folder.
+        request: which tasks, how many samples, which layout.
+
+    Raises:
+        RunError: the run can't be read.
+    """
+
+    def __init__(self, run: DriftRun | PathLike, request: ViewRequest = ViewRequest()) -> None:
+        self.run = run if isinstance(run, DriftRun) else open_run(run)
+        self._request = request
+
+    @functools.cached_property
+    def page(self) -> bytes:
+        """The page, the same bytes for the same run."""
+        return page(gathered(self.run, self._request))
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, which may run its script and hand out files, for notebooks."""
+        inside = html.escape(self.page.decode())
+        allowed = "allow-scripts allow-downloads"
+        look = 'width="100%" height="860" style="border:0"'
+        return f'<iframe srcdoc="{inside}" sandbox="{allowed}" title="Samples of a run" {look}></iframe>'
+
+    def save(self, path: PathLike | None = None) -> pathlib.Path:
+        """Write the page, whole or not at all: to `path`, or beside the run's own reports; returns where.
+
+        Raises:
+            DataError: the run has no samples, or not the tasks that are asked for.
+            RunError: a table can't be read, or the file can't be written.
+            RunLockedError: it goes into the run, and another process is writing there.
+        """
+        data = self.page
+        target = self.run.path / "reports" / "view.html" if path is None else pathlib.Path(path)
+        opened = attach(self.run.path, "reports/view.html") if path is None else atomic_path(target, need=len(data))
+        with opened as written:
+            written.write_bytes(data)
+        return target
+
+
+def page(data: dict[str, Any]) -> bytes:
+    """The page that shows what was gathered of a run."""
+    script, style = _read("explorer.js"), _colours() + _read("explorer.css")
+    policy = (
+        f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    slots = {
+        "title": html.escape(printable(data["run"]["name"])),
+        "policy": policy,
+        "style": style,
+        "script": script,
+        # Whatever a name holds, it ends no element and no line.
+        "data": _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text),
+    }
+    return _SLOT.sub(lambda slot: slots[slot[1]], _read("explorer.html")).encode("utf-8", "replace")
+
+
+def _read(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+def _colours() -> str:
+    """The palette as properties of the page, in the light and the dark theme."""
+    light, dark = (_rules(palette(is_dark), CLASSES[is_dark]) for is_dark in (False, True))
+    return f":root {{ color-scheme: light dark; {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+
+
+def _rules(theme: Palette, classes: tuple[str, ...]) -> str:
+    plain = {name: getattr(theme, name) for name in ("surface", "ink", "quiet", "grid", "gap")}
+    rules = {**plain, "scale": ",".join(theme.sequential), "classes": ",".join(classes)}
+    rules |= {f"role-{part}": shades[0] for part, shades in theme.roles.items()}
+    return " ".join(f"--{name}: {value};" for name, value in rules.items())

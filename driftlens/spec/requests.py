@@ -418,7 +418,8 @@ class ViewRequest(Request, title="view"):
     )
     tasks: tuple[str, ...] = asked("Only this task; repeatable.", (), name="--task", metavar="TASK")
     method: Literal["pca", "umap", "tsne"] = asked(
-        "Layout of the features: pca, made at once; umap or tsne, which take their time and are kept in the run.", "pca"
+        "Layout of the features: pca, made at once; umap or tsne, which take their time and are kept in the run.",
+        "pca",
     )
     samples: Count = asked("Most samples, all tasks together.", 20_000)
 

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 from playwright.sync_api import expect
 
 STILL = """() => document.getAnimations().every(
     moving => moving.playState !== "running" || moving.effect.getComputedTiming().iterations === Infinity
 )"""
 """True once nothing moves on the page but what turns for ever, as a spinner does."""
+
+
+class Opened:
+    """A file in a browser, with what the browser complained about and asked for."""
+
+    def __init__(self, page: Any, path: Path, address: str = "") -> None:
+        self.page = page
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        page.on("console", lambda message: self.said.append(message.text))
+        page.on("pageerror", lambda error: self.said.append(str(error)))
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.goto(path.as_uri() + (f"#{address}" if address else ""))
+
+
+def eventually(page: Any, condition: str) -> None:
+    """Wait until a JavaScript condition holds; the browser's own waiting would need `eval`, which the page forbids."""
+    for _ in range(100):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(100)
+    pytest.fail(f"never became true: {condition}")
 
 
 def settled(page: Any) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from driftlens_reports.build import Report
 from driftlens_reports.charts.theme import look
+from tests.browser.reading import Opened, eventually
 from tests.records.full_run import Size, write_full_run
 
 pytestmark = pytest.mark.slow
@@ -24,19 +24,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     made = Report(written)
     made.save(folder, ["html", "html-light"])
     return made
-
-
-class Opened:
-    """A report in a browser, with what the browser complained about and asked for."""
-
-    def __init__(self, page: Any, path: Path) -> None:
-        self.page = page
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        page.on("console", lambda message: self.said.append(message.text))
-        page.on("pageerror", lambda error: self.said.append(str(error)))
-        page.on("request", lambda request: self.asked.append(request.url))
-        page.goto(path.as_uri())
 
 
 @pytest.fixture(params=["light", "dark"])
@@ -59,15 +46,6 @@ def drawn(report: Report, context: Any) -> Opened:
         opened.page, "[...document.querySelectorAll('.plot')].every(plot => plot.querySelector('.main-svg'))"
     )
     return opened
-
-
-def eventually(page: Any, condition: str) -> None:
-    """Wait until a JavaScript condition holds; the browser's own waiting would need `eval`, which the page forbids."""
-    for _ in range(100):
-        if page.evaluate(condition):
-            return
-        page.wait_for_timeout(100)
-    pytest.fail(f"never became true: {condition}")
 
 
 def test_the_interactive_report_draws_every_chart_and_asks_for_nothing(report: Report, context: Any) -> None:

@@ -30,7 +30,20 @@ from tests.zoo.world import TASKS, World, write_spec
 
 COMMANDS = (
     *("demo", "init", "validate", "analyze", "merge", "convert", "evaluate", "attach", "calibrate", "sweep"),
-    *("reproduce", "project", "report", "export", "check", "compare", "ui", "show", "ls", "verify", "doctor"),
+    *(
+        "reproduce",
+        "project",
+        "report",
+        "export",
+        "view",
+        "check",
+        "compare",
+        "ui",
+        "show",
+        "ls",
+        "verify",
+        "doctor",
+    ),
 )
 
 

@@ -53,8 +53,9 @@
   // ---- what the reader has chosen --------------------------------------------------------------------------------
   const firstLayer = () => Math.max(0, data.layers.findLastIndex((_, l) => data.planes.some((of) => of[l])));
   const hasOutcome = outcomes.some((of) => of.some((at) => at >= 0));
+  const broken = data.tasks.map((task) => outcomes[0].slice(task.start, task.start + task.n).filter((at) => ["still wrong", "wrong", "repaired"].includes(data.outcomes[at]?.[0])).length);
   const state = {
-    task: 0, panels: "one", colour: hasOutcome ? "outcome" : "class", repair: 0, layer: firstLayer(),
+    task: broken.indexOf(Math.max(...broken)), panels: "one", colour: hasOutcome ? "outcome" : "class", repair: 0, layer: firstLayer(),
     stage: Math.max(0, data.stages.findIndex((stage) => stage.part === "merged")),
     search: "", only: {}, ranges: {}, sort: "drift", as: "cards", page: 0, drag: "lasso", contours: N > 3000, picked: -1, name: "",
   };
@@ -330,10 +331,11 @@
   const redraw = () => { if (!isWaiting) { isWaiting = true; requestAnimationFrame(frame); } };
   const frame = (now) => {
     isWaiting = false;
+    const isTravelling = !!playing;
     if (playing) travel(now);
-    if (colouredStage !== stageAt()) { recolour(); if (!playing?.fast) refresh(); }
+    if (colouredStage !== stageAt()) { recolour(); refresh(); }
     let isMoving = false;
-    for (const panel of panels) { if (playing) panel.place(); isMoving = panel.draw(now) || isMoving; }
+    for (const panel of panels) { if (isTravelling) panel.place(); isMoving = panel.draw(now) || isMoving; }
     explorer.frames++;
     if (isMoving || playing) redraw();
   };
@@ -405,6 +407,7 @@
     }
     return table;
   };
+  const short = (layer) => data.layers[layer].replace(/ \(layer.*/, "");
   const digits = (x, places = 3) => (Number.isFinite(x) ? (Math.abs(x) >= 1000 || x === 0 ? x.toFixed(0) : x.toPrecision(places)) : "–");
   const percent = (x) => (Number.isFinite(x) ? `${(100 * x).toFixed(1)} %` : "–");
   const word = (at) => (at < 0 ? "–" : data.words[at]);
@@ -517,7 +520,7 @@
     if (carried.length) lines.push(`Of ${model}'s final drift here, ${carried.map((row) => `${data.layers[row.l]} carries ${percent(row.share)}`).join(", ")} (mean of the ${traced} samples that were traced back).`);
     else lines.push("None of these samples was traced back to layers; what each layer adds is below.");
     if (unusual.length) lines.push(`Against the other samples shown, ${unusual.map((row) => `${data.layers[row.l]} adds ${digits(row.adds / row.rest)} times as much`).join(", ")}.`);
-    box.append(...lines.map((line) => made("p", "", line)), tabled(["layer", "adds", "passes on", "drift", "share"], rows.map((row) => [data.layers[row.l], digits(row.adds), digits(row.passes), digits(row.drift), percent(row.share)]), "numbers", `${model}: mean norms, by layer`));
+    box.append(...lines.map((line) => made("p", "", line)), tabled(["layer", "adds", "passes on", "drift", "share"], rows.map((row) => [short(row.l), digits(row.adds), digits(row.passes), digits(row.drift), percent(row.share)]), "numbers", `${model}: mean norms, by layer`));
     return box;
   };
 
@@ -618,7 +621,7 @@
     if (data.texts[i]) left.append(made("p", "said", data.texts[i]));
     const models = data.stages.map((_, s) => s).map((s) => [data.stages[s].title, `${word(column.answers[s * N + i])} ${mark(s, i)}`, digits(column.confidence[s * N + i]), s === EXPERT ? "–" : digits(at3(column.drift, s, state.layer, i))]);
     left.append(tabled(["model", "says", "confidence", "drift"], models, "numbers", `${data.tasks[taskOf[i]].name}, class ${word(column.label[i])}; expert's margin ${digits(column.margin[i])}`));
-    const rows = data.layers.map((name, l) => [name, ...[column.mismatch, column.propagation, column.drift].map((of) => digits(at3(of, stage, l, i))), percent(at3(column.share, stage, l, i))]);
+    const rows = data.layers.map((_, l) => [short(l), ...[column.mismatch, column.propagation, column.drift].map((of) => digits(at3(of, stage, l, i))), percent(at3(column.share, stage, l, i))]);
     body.append(left, tabled(["layer", "adds", "passes on", "drift", "share"], rows, "numbers", `${data.stages[stage].title}, layer by layer`));
     return box.replaceChildren(head, body, ...neighboursOf(i));
   };
@@ -813,6 +816,7 @@
     $("back").onclick = () => { state.page--; refresh(); };
     $("on").onclick = () => { state.page++; refresh(); };
     $("notes").replaceChildren(...data.notes.map((text) => made("p", "", text)));
+    addEventListener("hashchange", () => location.reload());
     scheme.addEventListener("change", () => { readTheme(); recolour(); refresh(); });
     new ResizeObserver(redraw).observe($("scatters"));
     layOut(); refilter(); recolour(); showStage(); refresh();

@@ -1,7 +1,7 @@
 """What the explorer's page holds of a run: places, columns, neighbours and pictures of its samples, packed as JSON.
 
 Samples of all tasks stand in one order, and every column is a list over them. Numbers of many samples are base64 of
-little-endian arrays, [model, layer, sample] where they differ by model and layer; NaN and -1 stand for what is not known.
+little-endian arrays, [model, layer, sample] where they differ by model and layer; NaN and -1 stand for the unknown.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ MOST_PICTURES = 2000
 NEIGHBOURS = 8
 _ORDER = ("base", "merged", "baseline", "calibrated", "expert")
 """Stages that samples move through, by the part that a model plays."""
-_BY_LAYER = {"drift": "drift_l2", "mismatch": "mismatch_l2", "propagation": "propagation_l2", "share": "final_share"}
+_BY_LAYER = {
+    "drift": "drift_l2",
+    "mismatch": "mismatch_l2",
+    "propagation": "propagation_l2",
+    "share": "final_share",
+}
 """Columns by model and layer, and what the table of samples calls them."""
 
 Array = NDArray[Any]
@@ -177,7 +182,9 @@ def _laid_out(
 ) -> tuple[dict[str, Array], str]:
     """Coordinates [n, 2] by model, and how they were made; NaN of samples that a stored layout has thinned out."""
     if request.method == "pca":
-        plane, how = lay_out(np.concatenate([*rows.values()]), np.full(sum(map(len, rows.values())), True), "pca", 0)
+        plane, how = lay_out(
+            np.concatenate([*rows.values()]), np.full(sum(map(len, rows.values())), True), "pca", 0
+        )
         return dict(zip(rows, np.split(plane, len(rows)), strict=True)), how["method"]
     variants = tuple(name for name in rows if name != "expert")
     most = min(MOST_POINTS, len(rows) * len(run.sample_ids(shown.task)))
@@ -237,7 +244,9 @@ def _columns(
             rows = outputs if of_expert else outputs[outputs["variant"] == stage]
             rows = rows.drop_duplicates("sample_id").set_index("sample_id")
             said = rows["expert_pred" if of_expert else "pred"].dropna()
-            _fill(answers[at], each, said.map(lambda name: words.setdefault(printable(str(name)), len(words))))
+            _fill(
+                answers[at], each, said.map(lambda name: words.setdefault(printable(str(name)), len(words)))
+            )
             known = said[said.index.isin(labels.index)]
             _fill(right[at], each, (known == labels.reindex(known.index)).astype(int))
             _fill(confidence[at], each, rows["confidence_expert" if of_expert else "confidence"])

@@ -60,7 +60,11 @@ class Explorer:
         """
         data = self.page
         target = self.run.path / "reports" / "view.html" if path is None else pathlib.Path(path)
-        opened = attach(self.run.path, "reports/view.html") if path is None else atomic_path(target, need=len(data))
+        opened = (
+            attach(self.run.path, "reports/view.html")
+            if path is None
+            else atomic_path(target, need=len(data))
+        )
         with opened as written:
             written.write_bytes(data)
         return target
@@ -92,7 +96,8 @@ def _read(name: str) -> str:
 def _colours() -> str:
     """The palette as properties of the page, in the light and the dark theme."""
     light, dark = (_rules(palette(is_dark), CLASSES[is_dark]) for is_dark in (False, True))
-    return f":root {{ color-scheme: light dark; {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+    in_dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    return f":root {{ color-scheme: light dark; {light} }}\n{in_dark}\n"
 
 
 def _rules(theme: Palette, classes: tuple[str, ...]) -> str:

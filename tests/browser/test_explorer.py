@@ -1,0 +1,232 @@
+"""The explorer's page in a real browser, from a file: it asks for nothing, and what it does needs no server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from playwright.sync_api import expect
+
+from driftlens.findings.outcomes import outcomes
+from driftlens.runs.layout import THUMB_SIDE, texts_file, thumbs_file
+from driftlens.runs.run import DriftRun, open_run
+from driftlens_reports.explorer.page import Explorer
+from tests.browser.reading import Opened, eventually
+from tests.records.full_run import Size, write_full_run
+
+pytestmark = pytest.mark.slow
+
+EVIL = (
+    "</script><script>document.title = 'ran'</script>",
+    "<img src=x onerror=\"document.title='ran'\">",
+    "=1+1",
+)
+Open = Callable[..., Opened]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """A run of images, texts and neither, and its page beside it."""
+    folder = tmp_path_factory.mktemp("explorer")
+    run = open_run(write_full_run(folder / "run", size=Size(blocks=3, samples=40, width=8, tests=60)))
+    (run.path / "thumbs").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (40, THUMB_SIDE, THUMB_SIDE, 3), dtype=np.uint8)
+    np.savez_compressed(run.path / thumbs_file("cars"), pictures=pixels)
+    texts = {name: f"sentence number{at:02d}" for at, name in enumerate(run.sample_ids("mnist"))}
+    (run.path / texts_file("mnist")).write_text(json.dumps(texts), encoding="utf-8")
+    Explorer(run).save(folder / "page.html")
+    return run
+
+
+@pytest.fixture
+def opened(page: Any, saved: DriftRun) -> Open:
+    """Opens the page at a place in its address, without pauses of movement."""
+
+    def open_at(address: str = "", path: Path | None = None) -> Opened:
+        page.emulate_media(reduced_motion="reduce")
+        shown = Opened(page, path or saved.path.parent / "page.html", address)
+        eventually(page, "explorer.frames > 0")
+        return shown
+
+    return open_at
+
+
+def selected(page: Any) -> list[str]:
+    found: list[str] = page.evaluate("explorer.selected()")
+    return found
+
+
+def places(page: Any, panel: int = 0) -> dict[str, tuple[float, float]]:
+    return {name: (x, y) for name, x, y in page.evaluate("at => explorer.places(at)", panel)}
+
+
+def box_left_half(page: Any) -> list[str]:
+    """Drag a box over the left half of the first panel; the samples that lie there."""
+    box = page.locator("canvas").first.bounding_box()
+    middle = box["x"] + box["width"] / 2
+    inside = [name for name, (x, _) in places(page).items() if x < middle]
+    page.get_by_label("box").check()
+    page.mouse.move(box["x"] + 2, box["y"] + 2)
+    page.mouse.down()
+    page.mouse.move(middle, box["y"] + box["height"] - 2, steps=4)
+    page.mouse.up()
+    assert 1 < len(inside) < len(places(page))
+    return inside
+
+
+def test_it_asks_for_nothing_and_draws_every_sample(opened: Open, saved: DriftRun) -> None:
+    shown = opened("task=0")
+    assert shown.said == [] and {name.partition("#")[0] for name in shown.asked} == {
+        (saved.path.parent / "page.html").as_uri(),
+        *(name for name in shown.asked if name.startswith("data:")),
+    }
+    assert {*places(shown.page)} == {*saved.sample_ids(saved.tasks[0])}
+    drawn = shown.page.evaluate(
+        """() => { const canvas = document.querySelector('canvas'), box = canvas.getBoundingClientRect();
+        const pen = canvas.getContext('2d'), k = canvas.width / box.width;
+        const at = (x, y) => pen.getImageData((x - box.left) * k, (y - box.top) * k, 1, 1).data;
+        return explorer.places().map(([, x, y]) => at(x, y).slice(0, 3).join()); }"""
+    )
+    assert "255,255,255" not in drawn
+
+
+def test_samples_move_from_model_to_model_and_from_layer_to_layer(opened: Open) -> None:
+    page = opened("stage=0").page
+    before = places(page)
+    page.locator("#stops").get_by_role("button", name="expert", exact=True).click()
+    eventually(page, "explorer.state.stage === 3")
+    after = places(page)
+    assert sum(before[name] != after[name] for name in before) > len(before) / 2
+    page.locator("#stage").focus()
+    page.keyboard.press("ArrowLeft")  # a hundredth of the way back
+    eventually(page, "explorer.state.stage < 3")
+    page.locator("#layer").focus()
+    page.keyboard.press("Home")
+    expect(page.locator("#layer-name")).to_contain_text("layer 1 of 5")
+    page.locator("#play").click()
+    eventually(page, "explorer.state.stage === 3")
+
+
+def test_a_box_selects_everywhere_and_the_address_brings_it_back(opened: Open) -> None:
+    shown = opened("panels=layers&task=1")
+    page = shown.page
+    assert page.locator("canvas").count() == 5
+    inside = box_left_half(page)
+    assert sorted(selected(page)) == sorted(inside)
+    expect(page.locator("#selected h2")).to_contain_text(f"{len(inside)} of 40")
+    page.get_by_label("Name of this selection").fill("left")
+    page.get_by_label("Name of this selection").press("Tab")
+    page.get_by_role("button", name="Keep").click()
+    eventually(page, "location.hash.includes('selected=') && location.hash.includes('kept=')")
+    page.reload()
+    assert sorted(selected(page)) == sorted(inside)
+    page.locator("#clear").click()
+    assert len(selected(page)) == 40
+    page.get_by_role("button", name="left", exact=True).click()
+    assert sorted(selected(page)) == sorted(inside) and shown.said == []
+
+
+def test_numbers_of_a_selection_are_those_of_the_tables(opened: Open, saved: DriftRun) -> None:
+    page = opened("task=1").page
+    task, inside = saved.tasks[1], box_left_half(page)
+    rows = page.locator("#selected table").first.locator("tbody tr")
+    told = {cells[0]: cells[1:] for cells in (row.locator("td").all_inner_texts() for row in rows.all())}
+    for variant in ("base", "merged", "calibrated:featcal"):
+        answers = saved.outputs(task, variant).set_index("sample_id").loc[inside]
+        drifts = saved.samples(task, variant, "final").set_index("sample_id").loc[inside, "drift_l2"]
+        name = variant.removeprefix("calibrated:")
+        assert told[name][0].startswith(f"{100 * (answers['pred'] == answers['label']).mean():.1f} %")
+        assert float(told[name][1].partition(" ")[0]) == pytest.approx(drifts.mean(), rel=5e-3)
+    page.get_by_text("Explain this selection").click()
+    mismatch = (
+        saved.samples(task, "merged").query("sample_id in @inside").groupby("layer")["mismatch_l2"].mean()
+    )
+    cells = page.locator(".explain tbody tr td:nth-child(2)").all_inner_texts()
+    assert [float(cell) for cell in cells] == pytest.approx(mismatch.tolist(), rel=5e-3)
+
+
+def test_chips_search_and_histograms_filter_and_all_pages_are_reached(opened: Open, saved: DriftRun) -> None:
+    page, task = opened("task=1").page, saved.tasks[1]
+    became = outcomes(saved, task, "merged", "calibrated:featcal")["outcome"]
+    name = str(became.value_counts().index[0])
+    page.locator(f"[data-outcome='{name}']").click()
+    assert sorted(selected(page)) == sorted(became.index[became == name])
+    page.get_by_role("button", name="Show all").click()
+    cards: list[str] = []
+    for _ in range(2):
+        cards += page.locator("[data-sample]").evaluate_all("cards => cards.map(card => card.dataset.sample)")
+        if page.locator("#on").is_enabled():
+            page.locator("#on").click()
+    assert sorted(cards) == sorted(saved.sample_ids(task))
+    page.get_by_label("Search").fill("Sentence number07")
+    assert selected(page) == [saved.sample_ids(task)[7]]
+    page.get_by_label("Search").fill("")
+    drifts = saved.samples(task, "merged", "final").set_index("sample_id")["drift_l2"]
+    page.get_by_label("drift from").fill(str(drifts.median()))
+    page.get_by_label("drift from").press("Tab")
+    assert sorted(selected(page)) == sorted(drifts.index[drifts >= drifts.median()])
+
+
+def test_the_keyboard_alone_reaches_a_sample_its_neighbours_and_the_table(opened: Open) -> None:
+    page = opened().page
+    page.locator("canvas").focus()
+    page.keyboard.press("ArrowRight")
+    first = page.locator("#live").inner_text()
+    page.keyboard.press("ArrowLeft")
+    assert first and page.locator("#live").inner_text() not in ("", first)
+    page.keyboard.press("Enter")
+    expect(page.locator("#detail h2")).to_contain_text("Sample")
+    assert page.locator("#detail .near").count() == 4 and page.locator(".neighbour").count() == 4 * 8
+    page.keyboard.press("Space")
+    assert len(selected(page)) == 1
+    page.keyboard.press("Escape")
+    expect(page.locator("#detail")).to_be_hidden()
+    page.locator("#as").select_option("table")
+    assert page.locator("#cards table tbody tr").count() == 24
+
+
+def test_a_selection_is_handed_out(opened: Open, saved: DriftRun) -> None:
+    page = opened("task=1").page
+    inside = box_left_half(page)
+    files = {}
+    for kind in ("CSV", "JSON"):
+        with page.expect_download() as waiting:
+            page.get_by_role("button", name=kind).click()
+        files[kind] = Path(waiting.value.path()).read_text(encoding="utf-8")
+    told = json.loads(files["JSON"])
+    assert told["run"] == saved.id and [row["sample_id"] for row in told["samples"]] == inside
+    assert [line.split(",")[1].strip('"') for line in files["CSV"].splitlines()[1:]] == inside
+
+
+@pytest.mark.parametrize("as_frame", [False, True], ids=["file", "notebook"])
+def test_hostile_names_run_nothing(opened: Open, page: Any, tmp_path: Path, as_frame: bool) -> None:
+    size = Size(blocks=1, samples=8, width=4, tests=8)
+    made = write_full_run(tmp_path / "run", name=EVIL[0], tasks=EVIL, class_names=EVIL, size=size)
+    (made / "thumbs").mkdir()
+    run = open_run(made)
+    texts = dict.fromkeys(run.sample_ids(EVIL[0]), "".join(EVIL))
+    (made / texts_file(EVIL[0])).write_text(json.dumps(texts), encoding="utf-8")
+    if as_frame:
+        path = tmp_path / "notebook.html"
+        path.write_text(Explorer(run)._repr_html_(), encoding="utf-8")
+        shown = Opened(page, path)
+        frame = page.frames[1]
+    else:
+        shown = opened("task=0", Explorer(run).save(tmp_path / "page.html"))
+        frame = page.main_frame
+    frame.locator(".card").first.click()
+    expect(frame.locator("#detail h2")).to_contain_text("Sample")
+    assert EVIL[0] in frame.locator(".card .text").first.inner_text()
+    assert "ran" not in (page.title(), frame.evaluate("document.title")) and frame.locator("img").count() == 0
+    assert shown.said == [] and not [name for name in shown.asked if name.startswith("http")]
+
+
+@pytest.mark.parametrize("width", [420, 1440])
+def test_the_page_is_never_wider_than_the_window(opened: Open, page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    opened("panels=tasks&as=table&picked=3")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width

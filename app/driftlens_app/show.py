@@ -24,15 +24,18 @@ from streamlit.column_config import ImageColumn, NumberColumn, TextColumn
 
 from driftlens.base.errors import DataError, DriftLensError
 from driftlens.base.variants import Part, title
-from driftlens.findings.reading import is_measured, printable, with_code
+from driftlens.findings.headline import headline
+from driftlens.findings.reading import is_measured, printable, signs, unbroken, with_code
 from driftlens.findings.table import Table
 from driftlens.findings.verdict import Verdict, shareable
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
 from driftlens_app.runs import key_of
+from driftlens_reports import content
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.charts.panels import one_column
 from driftlens_reports.charts.theme import lay_out, palette
+from driftlens_reports.formats.headline import as_images, block, style
 
 _LOG = logging.getLogger("driftlens_app")
 _DEFECT = "This is a defect of DriftLens; the traceback is in the log of `driftlens ui`."
@@ -93,9 +96,16 @@ def coded(text: str) -> str:
 
 def with_command(run: DriftRun, text: str, command: str) -> str:
     """A sentence of the verdict in Markdown, with its command to be copied and no folder of this machine's."""
-    before, found, after = shareable(run, text).partition(f"`{shareable(run, command)}`")
+    before, found, after = signs(shareable(run, text)).partition(f"`{shareable(run, command)}`")
     said = plain(before) + found + plain(after) if found.count("`") == 2 else plain(before + found + after)
-    return said.replace(" %", "\N{NO-BREAK SPACE}%")  # no line begins with the sign
+    return unbroken(said)
+
+
+def show_headline(run: DriftRun, name: str = "") -> None:
+    """The run's headline, or that of its calibration `name`: the sentence, tiles and bar that reports have."""
+    dark = is_dark()
+    found = content.Headline.model_validate(headline(run, name))
+    st.html(f"<style>{style(palette(dark))}</style>{as_images(block(found, dark=dark))}")
 
 
 def when(moment: str) -> str:

@@ -74,6 +74,26 @@ class Paired:
     n: int
 
 
+def ratio(change: Interval, whole: Interval) -> Interval:
+    """`change` as a share of `whole`, by Fieller's theorem with the halves of both intervals (MOVER).
+
+    Both are taken for independent. A change of a model and the gap it starts from share that model's error, which makes
+    the interval wider than it need be, never narrower. NaN where `whole` isn't clearly above 0.
+    """
+    half = max(whole.value - whole.low, whole.high - whole.value) if whole.low == whole.low else math.nan
+    if not whole.value > 0 or half >= whole.value:
+        return Interval(math.nan)
+    value = change.value / whole.value
+    if not (half == half and change.low == change.low):
+        return Interval(value, n=change.n)
+    product, rest = change.value * whole.value, whole.value**2 - half**2
+    down, up = (
+        math.sqrt(max(0.0, product**2 - rest * (change.value**2 - side**2)))
+        for side in (change.value - change.low, change.high - change.value)
+    )
+    return Interval(value, (product - down) / rest, (product + up) / rest, change.n)
+
+
 def wilson(k: int, n: int) -> tuple[float, float]:
     """The 95 % Wilson interval of a proportion of which `k` of `n` were seen."""
     if not 0 <= k <= n or n == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Callable
 from decimal import Decimal
@@ -109,6 +110,22 @@ def estimate(found: Interval, kind: Kind, *, counted: bool = False) -> str:
         parts.append(f"n = {found.n}")
     text = written(found.value, kind, NOT_MEASURED)
     return f"{text} ({', '.join(parts)})" if parts else text
+
+
+_MINUS = re.compile(r"(?<![\w.)-])-(?=\d)")
+_GLUE = re.compile(
+    r"(?<=\d) (?=%|±|points\b)|(?<=±) |(?<=\bn) (?=\\?= ?\d)|(?<=[=]) (?=\d)|(?<=\d) (?=to .?\d)|(?<=\bto) (?=.?\d)"
+)
+
+
+def signs(text: str) -> str:
+    """A sentence with the signs of a typesetter, ± and −; what stands between backticks stays."""
+    return with_code(text, lambda part: _MINUS.sub("−", part.replace("+-", "±")), "`{}`".format)
+
+
+def unbroken(text: str) -> str:
+    """A sentence in which no line ends between a number, its sign, its unit and the end of its interval."""
+    return with_code(text, lambda part: _GLUE.sub("\N{NO-BREAK SPACE}", part), "`{}`".format)
 
 
 def setting_text(value: object) -> str:

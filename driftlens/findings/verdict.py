@@ -266,7 +266,7 @@ def _of_gaps(judgement: Verdict, which: str, counting: str) -> Iterator[str]:
 
 
 def _of_gap(gap: Gap, judgement: Verdict, counting: str, *, is_first: bool) -> str:
-    change = _change(gap, judgement.measure.kind) + " points" * (
+    change = change_of_gap(gap, judgement.measure.kind) + " points" * (
         judgement.measure.kind == "share" and is_first
     )
     is_counted = counting == "all" or (counting == "mixed" and bool(gap.better and gap.worse))
@@ -281,7 +281,7 @@ def _of_gap(gap: Gap, judgement: Verdict, counting: str, *, is_first: bool) -> s
     return f"{change} {way} than {_called(gap.against)}{f' ({counts})' if counts else ''}"
 
 
-def _change(gap: Gap, kind: Kind) -> str:
+def change_of_gap(gap: Gap, kind: Kind) -> str:
     """How much it is with the longer half of its interval, signed where it isn't clear which way.
 
     Where that half would reach 0 and the interval doesn't, both ends stand there instead.
@@ -372,7 +372,9 @@ def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
     kinds: dict[str, Kind] = {"task": "text", **dict.fromkeys(heads.values(), judgement.measure.kind)}
     kinds |= dict.fromkeys((what, "95 % low", "95 % high"), unit) if gap else {}
     kinds |= {} if judgement.measure.role == RELATIVE.role else {"relative drift": "share"}
-    kinds |= {"main source": "text"} if judgement.source else {}
+    sources = {task: next(iter(shares(run, judgement.merged, task).items()), None) for task in run.tasks}
+    # Where all tasks have the same one, the verdict's own sentence says it.
+    kinds |= {"main source": "text"} if len({at[0] for at in sources.values() if at}) > 1 else {}
 
     def row_of(task: str, values: Mapping[str, Interval], change: Interval | None) -> dict[str, Any]:
         row = {"task": task, **{heads[variant]: at.value for variant, at in values.items()}}
@@ -385,20 +387,23 @@ def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
         values = {variant: level(run, judgement.measure, task, variant) for variant in heads if is_common}
         row = row_of(task, values, gap.by_task.get(task) if gap else None)
         row["relative drift"] = level(run, RELATIVE, task, last).value
-        for layer, (share, _) in [*shares(run, judgement.merged, task).items()][:1]:
-            row["main source"] = f"{run.layer_name(layer)} {100 * share.value:.0f} %"
+        if (largest := sources[task]) is not None:
+            row["main source"] = f"{run.layer_name(largest[0])} {100 * largest[1][0].value:.0f} %"
         rows.append(row)
     if len(judgement.tasks) > 1:
         rows.append(row_of(f"mean of {len(judgement.tasks)}", judgement.means, gap.change if gap else None))
     table = [[row.get(head) for head in kinds] for row in rows]
-    heading, note = f"Task by task: {judgement.measure.title}", _note_on_tasks(run, judgement, gap, last)
+    heading, note = (
+        f"Task by task: {judgement.measure.title}",
+        _note_on_tasks(run, judgement, gap, last, "main source" in kinds),
+    )
     return Table.of("tasks", heading, kinds, table, note)
 
 
-def _note_on_tasks(run: DriftRun, judgement: Verdict, gap: Gap | None, last: str) -> str:
+def _note_on_tasks(run: DriftRun, judgement: Verdict, gap: Gap | None, last: str, has_source: bool) -> str:
     """What the columns of `task_sheet` are of, and how its intervals were taken."""
     note = f"Relative drift is that of {title(last)} (pooled feature)"
-    if judgement.source:
+    if judgement.source and has_source:
         num_tasks, n = len(shares(run, judgement.merged)[judgement.source.layer][1]), judgement.source.share.n
         share_n = f", n = {n // num_tasks} a task" if n else ""
         note += (

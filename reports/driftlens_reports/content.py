@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import pandas as pd
 from pydantic import BeforeValidator, Field
 
+from driftlens.base.intervals import Interval
 from driftlens.findings.reading import Kind
 from driftlens.findings.table import Part, Table
 from driftlens.runs.tables import plain
 
-VERSION = "2.2"
+VERSION = "2.3"
 """Of the JSON format. Within a major version fields are only ever added."""
 
 
@@ -51,6 +53,11 @@ class Estimate(Part):
     low: _End
     high: _End
     n: int = Field(description="Samples behind it; 0 where that is not known.")
+
+
+def _known(found: Any) -> Any:
+    """Null of an interval without a number."""
+    return None if isinstance(found, Interval) and math.isnan(found.value) else found
 
 
 class Change(Part):
@@ -94,6 +101,20 @@ class Gap(Part):
     worse: tuple[str, ...]
 
 
+class Headline(Part):
+    """The first thing that a reader sees."""
+
+    text: str
+    tone: Literal["good", "mixed", "bad", "none"]
+    so_far: str = Field(description="How many tasks are measured, where some are not; else empty.")
+    tiles: dict[str, Estimate] = Field(description="Means by variant, base first and experts last.")
+    kind: Kind
+    measure: str
+    closed: Annotated[Estimate | None, BeforeValidator(_known)] = Field(
+        description="Share of the gap to the experts that the repair closes; null without a clear gap."
+    )
+
+
 class Verdict(Part):
     """What a reader who reads nothing else should know."""
 
@@ -119,6 +140,7 @@ class Verdict(Part):
     worst_drift: float | None = Field(description="That drift, against the norm of the expert's feature.")
     self_checks: Outcome
     sentences: tuple[str, ...]
+    headline: Headline
 
 
 class RunInfo(Part):

@@ -16,6 +16,7 @@ from driftlens.base.words import counted
 from driftlens.findings.before_after import arena_sheet, calibration_sheets, selection_sentences
 from driftlens.findings.checks import CheckReport, Status, self_checks
 from driftlens.findings.frame import change_in_words
+from driftlens.findings.headline import headline
 from driftlens.findings.measures import COSINE, RELATIVE, common, level, mean, mean_change
 from driftlens.findings.reading import Kind, brief, estimate, percent, setting_text
 from driftlens.findings.swept import ABLATION, ablation_sheets
@@ -25,7 +26,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import plain
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, by_rank, charts
-from driftlens_reports.content import Change, Figure, Outcome, Verdict
+from driftlens_reports.content import Change, Figure, Headline, Outcome, Verdict
 
 TITLES = MappingProxyType(
     {
@@ -364,6 +365,7 @@ def verdict_of(run: DriftRun) -> Verdict:
         worst_drift=drifts[furthest].value if furthest else None,
         self_checks=Outcome(**{name: self_checks(run).count(status) for name, status in ends.items()}),
         sentences=tuple(shareable(run, text) for text in found.sentences),
+        headline=Headline.model_validate(headline(run)),
     )
 
 

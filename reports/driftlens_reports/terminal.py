@@ -17,6 +17,7 @@ from driftlens.findings import reading
 from driftlens.findings.before_after import calibration_sheets, selection_sentences
 from driftlens.findings.checks import CheckReport, self_checks
 from driftlens.findings.compare import Comparison, comparison_table, mean_score_change
+from driftlens.findings.headline import headline, sentence
 from driftlens.findings.listing import RunSummary
 from driftlens.findings.measures import DRIFT, SCORE, level, main_metrics
 from driftlens.findings.projection import Projection
@@ -72,7 +73,7 @@ def summary(run: DriftRun, *, verbose: bool = False) -> str:
 def _verdict_parts(run: DriftRun, name: str = "") -> Iterator[list[str]]:
     """The verdict, then a row per task, then the models that it leaves out."""
     judgement = verdict(run, name)
-    yield [*judgement.sentences]
+    yield [sentence(headline(run, name)), *judgement.sentences]
     for sheet in (task_sheet(run, judgement), others_sheet(run, judgement)):
         if sheet.rows:
             yield _sheet_lines(sheet)

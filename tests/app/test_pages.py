@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from driftlens.findings.headline import headline
+from driftlens.findings.reading import signs
 from driftlens.findings.verdict import shareable, verdict
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import open_run
@@ -173,9 +175,14 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
     )
     assert "\N{NO-BREAK SPACE}%" in shown  # no line ends before it
     shown = shown.replace("\N{NO-BREAK SPACE}", " ")
-    assert shown == "\n\n".join(shareable(run, text) for text in verdict(run).sentences)
-    assert str(run.path) not in said(app) and "Next: `driftlens" in shown
-    assert not any("\\`" in entry.value for entry in app.markdown)  # to be copied, not spelt
+    judged = verdict(run)
+    *others, last = [signs(shareable(run, text)) for text in judged.sentences]
+    # A button stands for the command, which its help tells.
+    assert shown == "\n\n".join(others) and last == f"Next: `{shareable(run, judged.command)}`."
+    (button,) = [button for button in app.button if button.label == "Compare merges"]
+    assert button.help == shareable(run, judged.command) and str(run.path) not in said(app)
+    (head,) = [entry.proto.body for entry in app.get("html") if "headline" in entry.proto.body]
+    assert headline(run).text in head.replace("\N{NO-BREAK SPACE}", " ") and "tile" in head
     rows, right = app.dataframe[0].value.set_index("task"), run.accuracy().query("metric == 'accuracy'")
     mean, rows = rows.iloc[-1], rows.iloc[:-1]
     last = [name for name in run.variants if name.startswith("calibrated:")][-1]
@@ -183,7 +190,7 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
     assert [*rows.index] == [
         *(right["expert"] - right[last]).sort_values(ascending=False, kind="stable").index
     ]
-    assert "main source" in rows and mean.name == f"mean of {len(run.tasks)}"
+    assert mean.name == f"mean of {len(run.tasks)}"
     assert rows["axis"].iloc[0].startswith("data:image/svg+xml") and mean["axis"].startswith("data:")
     for column, variant in (("base", "base"), ("merged", "merged"), ("expert", "expert")):
         assert mean[column] == pytest.approx(right[variant].mean(), abs=0.051)

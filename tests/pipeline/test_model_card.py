@@ -14,6 +14,8 @@ from scipy import stats
 
 import driftlens as dl
 from driftlens.findings.before_after import score_changes
+from driftlens.findings.headline import headline, sentence
+from driftlens.findings.reading import signs
 from driftlens.findings.verdict import shareable, verdict
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.study.card import escaped, merge_card, model_card, renew_cards
@@ -137,8 +139,9 @@ def test_drift_accuracy_and_intervals_are_the_tables(run: DriftRun, card: str) -
 def test_the_verdict_comes_first_and_the_anchor_alone_is_a_row_of_the_tables(
     run: DriftRun, card: str
 ) -> None:
-    first, _, rest = card.partition("## Verdict\n\n")[2].partition("\n\n")
-    said = [shareable(run, text) for text in verdict(run, NAME).sentences]
+    head, first, rest = card.partition("## Verdict\n\n")[2].split("\n\n", 2)
+    assert head == f"**{escaped(signs(sentence(headline(run, NAME))))}**"
+    said = [signs(shareable(run, text)) for text in verdict(run, NAME).sentences]
     assert first.splitlines() == [f"- {escaped(text)}" for text in said]
     assert (
         "anchor" not in first

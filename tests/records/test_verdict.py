@@ -16,8 +16,17 @@ from hypothesis import strategies as st
 
 from driftlens.base.intervals import Interval, wilson
 from driftlens.base.variants import title
+from driftlens.findings.headline import headline, sentence
 from driftlens.findings.reading import printable
-from driftlens.findings.verdict import Gap, Verdict, _change, others_sheet, shareable, task_sheet, verdict
+from driftlens.findings.verdict import (
+    Gap,
+    Verdict,
+    change_of_gap,
+    others_sheet,
+    shareable,
+    task_sheet,
+    verdict,
+)
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
@@ -186,7 +195,7 @@ def test_half_of_an_interval_is_the_longer_and_reaches_zero_only_where_it_does(
 ) -> None:
     side = (change.low > 0) - (change.high < 0)
     gap = Gap("merged", "base", change, {}, side, (), ())
-    assert _change(gap, "share") == words
+    assert change_of_gap(gap, "share") == words
 
 
 @pytest.mark.parametrize(
@@ -325,9 +334,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DriftRun]:
 def test_the_page_shows_what_every_surface_says_first(name: str, runs: dict[str, DriftRun]) -> None:
     run = runs[name]
     found = verdict(run)
-    shown = "\n".join([*found.sentences, "", sheet_text(task_sheet(run, found))])
+    first = [sentence(headline(run)), *found.sentences]
+    shown = "\n".join([*first, "", sheet_text(task_sheet(run, found))])
     assert f"```text\n{shown}\n```" in PAGE
-    assert summary(run).split("\n\n")[1] == "\n".join(found.sentences)
+    assert summary(run).split("\n\n")[1] == "\n".join(first)
     shared = tuple(shareable(run, text) for text in found.sentences)
     assert verdict_of(run).sentences == shared
 

@@ -14,6 +14,7 @@ from scipy import stats
 from driftlens.base.errors import Cancelled
 from driftlens.base.intervals import Interval, mean_over_tasks, wilson
 from driftlens.findings.checks import CheckResult
+from driftlens.findings.headline import headline, sentence
 from driftlens.findings.listing import RunSummary, find_runs
 from driftlens.findings.reading import estimate
 from driftlens.findings.verdict import verdict
@@ -145,7 +146,7 @@ def test_a_verification_says_which_files_differ() -> None:
 
 def test_the_verdict_comes_first_and_the_rest_when_asked_for(run: DriftRun) -> None:
     short, long = summary(run), summary(run, verbose=True)
-    start = "\n".join(verdict(run).sentences)
+    start = "\n".join([sentence(headline(run)), *verdict(run).sentences])
     assert [text.split("\n\n")[1] for text in (short, long)] == [start, start]
     header, *rows = lines_of(short, "Task by task")
     assert re.split(r"\s{2,}", header)[:5] == ["task", "base", "expert", "merged", "featcal"]

@@ -14,7 +14,7 @@ from driftlens.base.words import counted
 from driftlens.findings.checks import self_checks
 from driftlens.findings.reading import NOT_MEASURED, is_measured, size
 from driftlens.findings.table import Table
-from driftlens.findings.verdict import Verdict, task_sheet, verdict
+from driftlens.findings.verdict import Verdict, shareable, task_sheet, verdict
 from driftlens.runs.run import DriftRun
 from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page, path_of
@@ -29,6 +29,7 @@ from driftlens_app.show import (
     plain,
     sheet_table,
     show_drawn,
+    show_headline,
     show_key,
     show_table,
     shown_errors,
@@ -40,6 +41,13 @@ from driftlens_reports import facts
 from driftlens_reports.charts.page_curves import mean_curves
 
 PAGE = Page("Overview", icon=":material/dashboard:", order=20)
+_STEPS = {"merge": "Compare merges", "calibrate": "Repair", "advise": "Repair", "report": "Write a report"}
+"""The button that stands for a command, by the word that the command has."""
+_PAGES = {
+    "Compare merges": ("call_merge", "new_run"),
+    "Repair": ("build", "repair"),
+    "Write a report": ("description", "export"),
+}
 _MOST_STAMPS = 3
 """Warnings that stand above all else; more would push the numbers off the screen."""
 
@@ -69,21 +77,28 @@ def show() -> None:
 
 def _show_verdict(run: DriftRun) -> None:
     judged = verdict(run)
+    show_headline(run)
     with st.container(border=True):
-        st.markdown("\n\n".join(with_command(run, text, judged.command) for text in judged.sentences))
+        # What a button does needs no command beside it.
+        steps = [label for word, label in _STEPS.items() if f" {word} " in judged.command]
+        said = [text for text in judged.sentences if not (steps and f"`{judged.command}`" in text)]
+        st.markdown("\n\n".join(with_command(run, text, judged.command) for text in said))
         with st.container(horizontal=True, vertical_alignment="center"):
-            if " merge " in judged.command and st.button(
-                "Compare merges", type="primary", icon=":material/call_merge:", key="to-merges"
-            ):
-                st.switch_page(path_of("new_run"))
-            is_next = any(word in judged.command for word in (" calibrate ", " advise "))
-            kind: Literal["primary", "secondary"] = "primary" if is_next else "secondary"
-            if st.button("Repair", type=kind, icon=":material/build:", key="to-repair"):
-                st.switch_page(path_of("repair"), query_params={RUN: run.id})
+            for label in dict.fromkeys([*steps, "Repair"]):
+                _step(run, label, judged.command if label in steps else "")
             _to_samples(run, judged)
             _self_checks(run)
     if judged.means:
         _task_table(run, judged)
+
+
+def _step(run: DriftRun, label: str, command: str) -> None:
+    """A button to the page that does what `command` does, the first one to press; any other where that is empty."""
+    icon, page = _PAGES[label]
+    kind: Literal["primary", "secondary"] = "primary" if command else "secondary"
+    about = shareable(run, command) or None
+    if st.button(label, type=kind, icon=f":material/{icon}:", key=f"to-{page}", help=about):
+        st.switch_page(path_of(page), query_params={RUN: run.id})
 
 
 def _to_samples(run: DriftRun, judged: Verdict) -> None:

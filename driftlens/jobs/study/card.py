@@ -18,7 +18,7 @@ from driftlens.base.variants import calibrated, part_of, task_of, title
 from driftlens.base.words import counted
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import is_hub_id, library_folder, repository_of
-from driftlens.findings.reading import printable, setting_text
+from driftlens.findings.reading import printable, setting_text, signs
 from driftlens.models.sentences import EMBEDDED, PAIRED
 from driftlens.runs.layout import SPEC, calibration_attachments, calibration_folder
 from driftlens.runs.manifest import CalibrationInfo, versions
@@ -74,6 +74,7 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     """
     # Tables are read with pandas, which who merges doesn't need.
     from driftlens.findings.before_after import calibration_sheets, compared_variants, selection_sentences
+    from driftlens.findings.headline import headline, sentence
     from driftlens.findings.verdict import shareable, task_sheet, verdict
 
     compared_variants(run, name)  # says which calibrations there are when this is none
@@ -104,7 +105,8 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
         heading=f"{run.name}: {title(own)}",
         about=_about(run, info),
         is_synthetic=manifest.synthetic,
-        sentences=[shareable(run, text) for text in judgement.sentences],
+        headline=signs(sentence(headline(run, name))),
+        sentences=[signs(shareable(run, text)) for text in judgement.sentences],
         verdict_sheets=[tasks] if tasks.rows else [],
         usage=Markup(usage),
         settings=[("Setting", "Value"), *_settings(run, name)],

@@ -26,7 +26,10 @@ TICK_NUMBER, TICK_SHARE = ".3~g", ".0~%"
 
 @dataclass(frozen=True)
 class Palette:
-    """Colours of one theme; `roles`: by part the shades of its variants; `gap`: where a heatmap has no number."""
+    """Colours of one theme.
+
+    `roles`: by part the shades of its variants; `gap`: where a heatmap has no number; `tones`: of sentences.
+    """
 
     surface: str
     ink: str
@@ -36,6 +39,7 @@ class Palette:
     roles: Mapping[Part, Sequence[str]]
     sequential: Sequence[str]
     diverging: Sequence[str]
+    tones: Mapping[str, str]
 
 
 LIGHT = Palette(
@@ -53,6 +57,7 @@ LIGHT = Palette(
     },
     sequential=("#FBF3E0", "#F3CF92", "#E89B57", "#C8603C", "#8A3142", "#3F1538"),
     diverging=("#0B2A5B", "#2F6DB0", "#A9CBE6", "#F6F6F6", "#F9C79B", "#EE8A3C", "#C55200"),
+    tones={"good": "#00694B", "mixed": "#7A5C00", "bad": "#B3261E"},
 )
 DARK = Palette(
     surface="#161616",
@@ -69,6 +74,7 @@ DARK = Palette(
     },
     sequential=("#24182E", "#552449", "#913A4A", "#CC663F", "#EBA45F", "#FBE9BE"),
     diverging=("#7FB4F0", "#3F7CC4", "#1F416B", "#232323", "#7A3E10", "#CF7420", "#FFC98A"),
+    tones={"good": "#5FD0A5", "mixed": "#F0C75E", "bad": "#FF9A8A"},
 )
 CLASSES = (
     ("#0072B2", "#D55E00", "#00805D", "#B0407F", "#6D1FD0", "#7A5C00", "#1B1B1B"),

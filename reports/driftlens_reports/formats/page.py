@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from driftlens.findings.reading import with_code, written
+from driftlens.findings.reading import signs, unbroken, with_code, written
 from driftlens.findings.table import Table
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.theme import palette
 from driftlens_reports.content import ReportContent
+from driftlens_reports.formats.headline import block
 from driftlens_reports.paper.style import PAGE, PAGE_WIDTH, encode, sheet
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def _render(
         scripts=[Markup(source) for source in scripts],
         plots=plots or {},
         policy=f"default-src 'none'; {policy}; base-uri 'none'; form-action 'none'",
+        headline=block(content.verdict.headline),
         drawn={name: Markup(drawing) for name, drawing in (drawings or {}).items()},
         shown_data=shown_data,
         opened=_OPENED,
@@ -162,7 +164,8 @@ def _prose(text: str) -> Markup:
     """A sentence, escaped, with what stands between backticks as code."""
     from markupsafe import Markup, escape
 
-    return Markup(with_code(text, escape, Markup("<code>{}</code>").format))
+    said = with_code(signs(text), lambda part: unbroken(str(escape(part))), Markup("<code>{}</code>").format)
+    return Markup(said)
 
 
 def _anchor(name: str) -> str:

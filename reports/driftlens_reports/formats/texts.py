@@ -12,7 +12,8 @@ from typing import Any
 import pandas as pd
 
 from driftlens.base.words import counted
-from driftlens.findings.reading import p_value, printable, with_code, written
+from driftlens.findings.headline import sentence
+from driftlens.findings.reading import p_value, printable, signs, unbroken, with_code, written
 from driftlens.findings.table import Cell, Column, Table
 from driftlens.runs import layout, schema
 from driftlens.runs.run import DriftRun
@@ -86,6 +87,7 @@ def markdown(content: ReportContent) -> bytes:
         [f"## Drift report: {escape(content.run.name)}"],
         _few([f"> - {prose(text)}" for text in content.stamps], _MOST_STAMPS, "> - "),
         _few(failed, _MOST_FAILED, "- "),
+        [f"**{prose(sentence(content.verdict.headline))}**"],
         [f"- {prose(text)}" for text in content.verdict.sentences],
     ]
     about = [f"DriftLens {escape(content.driftlens)}, run {escape(content.run.id)}."]
@@ -129,7 +131,8 @@ def _marked(start: re.Match[str]) -> str:
 
 def prose(text: str) -> str:
     """A sentence, escaped, with what stands between backticks as code."""
-    return with_code(printable(text), escape, "`{}`".format)
+    said = with_code(signs(printable(text)), escape, "`{}`".format)
+    return unbroken(said)
 
 
 _LEFT_OUT = {"glossary", "environment", "layers"}

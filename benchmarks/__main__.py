@@ -22,6 +22,7 @@ NAMES = (
     "text",
     "report",
     "pages",
+    "explorer",
     "dashboard",
     "busy",
     "mixtures",

@@ -57,7 +57,7 @@
   const state = {
     task: broken.indexOf(Math.max(...broken)), panels: "one", colour: hasOutcome ? "outcome" : "class", repair: 0, layer: firstLayer(),
     stage: Math.max(0, data.stages.findIndex((stage) => stage.part === "merged")),
-    search: "", only: {}, ranges: {}, sort: "drift", as: "cards", page: 0, drag: "lasso", contours: N > 3000, picked: -1, name: "",
+    search: "", only: {}, ranges: {}, sort: "drift", as: "cards", page: 0, drag: "lasso", contours: N > 3000, picked: -1, name: "", open: { class: true, drift: true }, isExplained: false,
   };
   const chosen = new Uint8Array(N), passes = new Uint8Array(N).fill(1);
   let numChosen = 0, saved = [];
@@ -220,14 +220,14 @@
       pixels.fill(pixel(ink.surface));
       if (!this.plane) { this.pen.putImageData(this.image, 0, 0); this.say("No features are stored of this layer."); return false; }
       const isStrong = (g) => passes[g] && (!numChosen || chosen[g]);
-      for (const strong of [false, true]) {
+      const { shown, start, zoom, ox, oy, margin, stamps } = this;
+      for (let strong = 0; strong < 2; strong++) { // faint ones first
         const colours = strong ? tints : faints;
         for (let i = 0; i < n; i++) {
-          const g = this.start + i;
-          if (isStrong(g) != strong) continue;
-          const [x, y] = this.screen(i);
-          if (!(x > this.margin && y > this.margin && x < W - this.margin && y < H - this.margin)) continue;
-          this.stamp((y | 0) * W + (x | 0), colours[g], this.stamps[shapes[g]]);
+          const g = start + i;
+          if ((passes[g] && (!numChosen || chosen[g]) ? 1 : 0) !== strong) continue;
+          const x = ox + shown[2 * i] * zoom, y = oy - shown[2 * i + 1] * zoom;
+          if (x > margin && y > margin && x < W - margin && y < H - margin) this.stamp((y | 0) * W + (x | 0), colours[g], stamps[shapes[g]]);
         }
       }
       this.pen.putImageData(this.image, 0, 0);
@@ -333,7 +333,7 @@
     isWaiting = false;
     const isTravelling = !!playing;
     if (playing) travel(now);
-    if (colouredStage !== stageAt()) { recolour(); refresh(); }
+    if (colouredStage !== stageAt()) { recolour(); isTravelling ? showCaptions() : refresh(); }
     let isMoving = false;
     for (const panel of panels) { if (isTravelling) panel.place(); isMoving = panel.draw(now) || isMoving; }
     explorer.frames++;
@@ -434,8 +434,18 @@
   };
   const swatch = (colour, shape) => { const sign = made("span", "swatch", GLYPHS[shape]); sign.style.color = css(colour); sign.setAttribute("aria-hidden", "true"); return sign; };
   const toggled = (key, at) => { const set = (state.only[key] ??= new Set()); set.has(at) ? set.delete(at) : set.add(at); refilter(); refresh(); };
-  const counts = (key, list) => { const found = new Map(); for (const i of list) { const at = COLUMNS[key].of(i); if (at >= 0) found.set(at, (found.get(at) ?? 0) + 1); } return found; };
-  const inTasks = () => { const list = []; for (let i = 0; i < N; i++) if (isShownTask(taskOf[i])) list.push(i); return list; };
+  const counts = (key, list) => {
+    const { of, names } = COLUMNS[key], sums = new Int32Array(names.length), found = new Map();
+    for (const i of list) { const at = of(i); if (at >= 0) sums[at]++; }
+    sums.forEach((sum, at) => { if (sum) found.set(at, sum); });
+    return found;
+  };
+  let ofTasks = { key: "" };
+  const inTasks = () => {
+    const key = state.panels === "tasks" ? "all" : String(state.task);
+    if (ofTasks.key !== key) ofTasks = { key, list: Array.from({ length: N }, (_, i) => i).filter((i) => isShownTask(taskOf[i])) };
+    return ofTasks.list;
+  };
 
   // ---- what is shown beside the points ---------------------------------------------------------------------------
   const showLegend = () => {
@@ -507,14 +517,19 @@
     box.replaceChildren(...parts);
   };
   const explained = (list) => {
-    const stage = changed(), inside = new Set(list), others = inTasks().filter((i) => !inside.has(i));
-    const meanOf = (values, l, of) => { const found = of.map((i) => at3(values, stage, l, i)).filter(Number.isFinite); return found.length ? mean(found) : NaN; };
-    const rows = data.layers.map((_, l) => ({ l, adds: meanOf(column.mismatch, l, list), passes: meanOf(column.propagation, l, list), drift: meanOf(column.drift, l, list), share: meanOf(column.share, l, list), rest: meanOf(column.mismatch, l, others) }));
-    const traced = list.filter((i) => data.layers.some((_, l) => Number.isFinite(at3(column.share, stage, l, i)))).length;
-    const box = made("details", "explain"), model = data.stages[stage].title;
+    const box = made("details", "explain");
     box.append(made("summary", "", "Explain this selection"));
     box.open = state.isExplained;
-    box.ontoggle = () => { state.isExplained = box.open; };
+    box.ontoggle = () => { if (state.isExplained !== box.open) { state.isExplained = box.open; refresh(); } };
+    if (!state.isExplained) return box;
+    const stage = changed(), inside = new Set(list), others = inTasks().filter((i) => !inside.has(i));
+    const meanOf = (values, l, of) => {
+      let sum = 0, n = 0;
+      for (const i of of) { const x = at3(values, stage, l, i); if (Number.isFinite(x)) { sum += x; n++; } }
+      return n ? sum / n : NaN;
+    };
+    const rows = data.layers.map((_, l) => ({ l, adds: meanOf(column.mismatch, l, list), passes: meanOf(column.propagation, l, list), drift: meanOf(column.drift, l, list), share: meanOf(column.share, l, list), rest: meanOf(column.mismatch, l, others) }));
+    const traced = list.filter((i) => data.layers.some((_, l) => Number.isFinite(at3(column.share, stage, l, i)))).length, model = data.stages[stage].title;
     const unusual = others.length ? rows.filter((row) => row.adds / row.rest > 1).sort((a, b) => b.adds / b.rest - a.adds / a.rest).slice(0, 2) : [];
     const carried = rows.filter((row) => row.share > 0).sort((a, b) => b.share - a.share).slice(0, 2), lines = [];
     if (carried.length) lines.push(`Of ${model}'s final drift here, ${carried.map((row) => `${data.layers[row.l]} carries ${percent(row.share)}`).join(", ")} (mean of the ${traced} samples that were traced back).`);
@@ -530,11 +545,17 @@
     const all = inTasks();
     $("histograms").replaceChildren(...HISTOGRAMS.map((key) => (COLUMNS[key].names ? barsOf(key, all, list) : binsOf(key, all, list))));
   };
+  const folded = (key, title) => { // a part that is made once it is opened
+    const box = made("details", "histogram");
+    box.append(made("summary", "", title));
+    box.open = !!state.open[key];
+    box.ontoggle = () => { if (state.open[key] !== box.open) { state.open[key] = box.open; refresh(); } };
+    return box;
+  };
   const barsOf = (key, all, list) => {
-    const box = made("details", "histogram"), found = [...counts(key, all)].sort((a, b) => b[1] - a[1]), part = counts(key, list), top = found[0]?.[1] ?? 1;
-    box.append(made("summary", "", COLUMNS[key].title));
-    box.open = state.open?.[key] ?? key === "class";
-    box.ontoggle = () => { (state.open ??= {})[key] = box.open; };
+    const box = folded(key, COLUMNS[key].title);
+    if (!box.open) return box;
+    const found = [...counts(key, all)].sort((a, b) => b[1] - a[1]), part = counts(key, list), top = found[0]?.[1] ?? 1;
     box.append(...found.slice(0, MOST_NAMED).map(([at, count]) => {
       const row = button("", "bar-row", () => toggled(key, at), !!state.only[key]?.has(at)), back = made("span", "back"), front = made("span", "front");
       back.style.width = `${(100 * count) / top}%`; front.style.width = `${(100 * (part.get(at) ?? 0)) / top}%`;
@@ -546,13 +567,12 @@
     return box;
   };
   const binsOf = (key, all, list) => {
-    const { of, title } = COLUMNS[key], values = all.map(of).filter(Number.isFinite), box = made("details", "histogram");
+    const { of, title } = COLUMNS[key], box = folded(key, title + (key === "drift" ? ` at ${data.layers[state.layer]}` : ""));
+    if (!box.open) return box;
+    const values = all.map(of).filter(Number.isFinite);
     const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity), width = (high - low) / BINS || 1;
     const binned = (of_) => { const bins = new Array(BINS).fill(0); for (const x of of_) if (Number.isFinite(x)) bins[Math.min(BINS - 1, Math.floor((x - low) / width))]++; return bins; };
     const back = binned(values), front = binned(list.map(of)), top = Math.max(...back, 1), plot = made("div", "bins");
-    box.append(made("summary", "", title + (key === "drift" ? ` at ${data.layers[state.layer]}` : "")));
-    box.open = state.open?.[key] ?? key === "drift";
-    box.ontoggle = () => { (state.open ??= {})[key] = box.open; };
     if (!values.length) { box.append(made("p", "quiet", "Not measured of this model.")); return box; }
     plot.setAttribute("role", "img");
     plot.setAttribute("aria-label", `${title}: ${back.map((count, at) => (count ? `${digits(low + at * width)} to ${digits(low + (at + 1) * width)}: ${front[at]} of ${count}` : "")).filter(Boolean).join("; ")}`);
@@ -571,11 +591,23 @@
   const setRange = (key, range) => { if (range) state.ranges[key] = range; else delete state.ranges[key]; refilter(); refresh(); };
 
   // ---- the wall, and one sample ----------------------------------------------------------------------------------
-  const SORTS = { drift: (a, b) => known(COLUMNS.drift.of(b)) - known(COLUMNS.drift.of(a)), margin: (a, b) => known(column.margin[b]) - known(column.margin[a]), confidence: (a, b) => known(COLUMNS.confidence.of(b)) - known(COLUMNS.confidence.of(a)), class: (a, b) => word(column.label[a]).localeCompare(word(column.label[b])), id: (a, b) => data.ids[a].localeCompare(data.ids[b], undefined, { numeric: true }) };
-  const known = (x) => (Number.isFinite(x) ? x : -Infinity);
-  const compare = (how) => (a, b) => { const d = SORTS[how](a, b); return Number.isNaN(d) ? 0 : d; };
+  const SORTS = { drift: (i) => COLUMNS.drift.of(i), margin: (i) => column.margin[i], confidence: (i) => COLUMNS.confidence.of(i), class: (i) => word(column.label[i]), id: (i) => data.ids[i] };
+  let order = { key: "" };
+  const inOrder = (list) => { // numbers from high to low, the unknown last; names by the alphabet; sorted once for all samples
+    const key = `${state.sort} ${stageAt()} ${state.layer}`;
+    if (order.key !== key) {
+      const of = SORTS[state.sort], values = Array.from({ length: N }, (_, i) => of(i)), places = new Uint32Array(N).map((_, i) => i);
+      const names = new Intl.Collator(undefined, { numeric: true }), low = (x) => (Number.isFinite(x) ? x : -Infinity);
+      if (typeof values[0] === "string") places.sort((a, b) => names.compare(values[a], values[b]));
+      else { const numbers = Float64Array.from(values, low); places.sort((a, b) => numbers[b] - numbers[a] || a - b); }
+      order = { key, places };
+    }
+    const wanted = new Uint8Array(N);
+    for (const i of list) wanted[i] = 1;
+    return order.places.filter((i) => wanted[i]);
+  };
   const showWall = (list) => {
-    const ordered = list.slice().sort(compare(state.sort)), pages = Math.max(1, Math.ceil(ordered.length / PER_PAGE));
+    const ordered = Array.from(inOrder(list)), pages = Math.max(1, Math.ceil(ordered.length / PER_PAGE));
     state.page = Math.min(state.page, pages - 1);
     const shown = ordered.slice(state.page * PER_PAGE, (state.page + 1) * PER_PAGE);
     $("wall-title").textContent = `${list.length} ${list.length === 1 ? "sample" : "samples"}`;
@@ -780,6 +812,7 @@
     tip.style.top = `${event.clientY + box.height + 24 > innerHeight ? event.clientY - box.height - 12 : event.clientY + 16}px`;
     return undefined;
   };
+  const setColour = (key) => { state.colour = key; recolour(); showLegend(); showHistograms(within()); keep(); redraw(); };
   const setTask = (task) => { state.task = task; $("task").value = task; layOut(); refilter(); recolour(); };
   const filled = (select, entries, value, act) => {
     select.replaceChildren(...entries.map(([key, text]) => Object.assign(made("option", "", text), { value: key })));
@@ -793,7 +826,7 @@
     filled($("task"), data.tasks.map((task, at) => [at, task.name]), state.task, (value) => { choose([]); state.picked = -1; setTask(Number(value)); refresh(); });
     const colours = Object.keys(COLUMNS).filter(hasAny);
     if (!colours.includes(state.colour)) state.colour = colours.includes("class") ? "class" : colours[0];
-    filled($("colour"), colours.map((key) => [key, COLUMNS[key].title]), state.colour, (value) => { state.colour = value; recolour(); refresh(); });
+    filled($("colour"), colours.map((key) => [key, COLUMNS[key].title]), state.colour, setColour);
     filled($("repair"), repairs.map((name, at) => [at, data.stages.find((stage) => stage.name === name)?.title ?? name]), state.repair, (value) => { state.repair = Number(value); refilter(); recolour(); refresh(); });
     $("repair-label").hidden = repairs.length < 2;
     filled($("sort"), Object.keys(SORTS).map((key) => [key, key]), state.sort, (value) => { state.sort = value; state.page = 0; refresh(); });
@@ -823,7 +856,7 @@
   };
   // For tests and benchmarks: what is where, and how many frames were drawn.
   const explorer = {
-    frames: 0, state, goTo, choose, setColour: (key) => { state.colour = key; recolour(); refresh(); },
+    frames: 0, stages: S, panels: () => panels, state, goTo, choose, setColour,
     selected: () => within().map((i) => data.ids[i]),
     places: (at = 0) => { const panel = panels[at], box = panel.canvas.getBoundingClientRect(); return Array.from({ length: panel.n }, (_, i) => { const [x, y] = panel.screen(i); return [data.ids[panel.start + i], box.left + x / panel.dpr, box.top + y / panel.dpr]; }); },
   };

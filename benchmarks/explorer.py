@@ -1,0 +1,89 @@
+"""How smoothly the page without a server moves 20,000 samples, and how fast it answers, in software-drawn Chromium."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import statistics
+import tempfile
+from typing import Any
+
+from driftlens_reports.explorer.page import Explorer
+from tests.browser.chromium import lacking, launch
+from tests.records.full_run import Size, write_full_run
+
+SIZE = Size(blocks=2, samples=20_000, width=32, classes=10, tests=400)
+REPEATS = 5
+WANTED = (30, 100, 150)
+"""Frames a second, milliseconds of a change of colour and of a brush."""
+
+_MOVED = """() => new Promise(done => {
+    const times = [];
+    explorer.state.stage = 0;
+    explorer.goTo(explorer.stages - 1);
+    const tick = now => {
+        times.push(now);
+        explorer.state.stage < explorer.stages - 1 ? requestAnimationFrame(tick) : done(times);
+    };
+    requestAnimationFrame(tick);
+})"""
+"""The moments at which the browser drew, from the first model to the last."""
+_COLOURED = """name => new Promise(done => {
+    const started = performance.now();
+    explorer.setColour(name);
+    requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() - started)));
+})"""
+_LISTEN = """() => { window.brushed = []; document.querySelector('canvas').addEventListener('pointerup', event =>
+    requestAnimationFrame(() => requestAnimationFrame(() => window.brushed.push(performance.now() - event.timeStamp))),
+    true); }"""
+"""A brush takes from when the button is let go until what it chose is drawn, numbers and cards included."""
+
+
+def run(device: str) -> str:
+    """Frames a second and milliseconds, in a headless browser that draws in software."""
+    del device
+    reason = lacking()
+    if reason:
+        return f"explorer: not measured, since {reason}"
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
+        folder = pathlib.Path(scratch)
+        made = write_full_run(folder / "run", tasks=["many"], size=SIZE)
+        path = Explorer(made).save(folder / "page.html")
+        browser = launch(playwright)
+        window = browser.new_page(viewport={"width": 1400, "height": 1000})
+        window.goto(path.as_uri())
+        window.locator(".card").first.wait_for()
+        found = _measured(window)
+        size = path.stat().st_size
+        browser.close()
+    frames, colour, brush = WANTED
+    return (
+        f"explorer, {SIZE.samples:,} samples moving through 4 models, page of {size / 1e6:.1f} MB, medians: "
+        f"{found['frames']:.0f} frames a second, 95 % of them within {found['slow']:.0f} ms (wanted: {frames}); "
+        f"a change of colour {found['colour']:.0f} ms (wanted: {colour}); "
+        f"a brush {found['brush']:.0f} ms (wanted: {brush})"
+    )
+
+
+def _measured(window: Any) -> dict[str, float]:
+    moved = [window.evaluate(_MOVED) for _ in range(3)]
+    gaps = [[b - a for a, b in itertools.pairwise(times)] for times in moved]
+    colours = ["class", "drift", "right", "margin", "outcome"][:REPEATS]
+    coloured = [window.evaluate(_COLOURED, name) for name in colours]
+    window.evaluate(_LISTEN)
+    box = window.locator("canvas").bounding_box()
+    for at in range(REPEATS):
+        window.mouse.move(box["x"] + 20 + 30 * at, box["y"] + 20)
+        window.mouse.down()
+        for x, y in ((0.6, 0.1), (0.7, 0.8), (0.2, 0.7)):
+            window.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"], steps=10)
+        window.mouse.up()
+        window.wait_for_timeout(600)
+    return {
+        "frames": statistics.median(1000 * len(each) / sum(each) for each in gaps),
+        "slow": statistics.median(statistics.quantiles(each, n=20)[-1] for each in gaps),
+        "colour": statistics.median(coloured),
+        "brush": statistics.median(window.evaluate("window.brushed")),
+    }

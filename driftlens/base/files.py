@@ -274,7 +274,10 @@ class Guard:
 
 
 def _discard(folder: pathlib.Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.rmdir()  # what was written in it has moved to its place
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
     forget_undo(folder)
 
 

@@ -173,6 +173,7 @@ class SafetensorsSource:
                 f"{path} holds no tensors", hint="Save the model again; this file is empty."
             )
         self._kept = safe_open(path, framework="pt") if path.stat().st_size <= KEPT_OPEN else None
+        self._mapped: dict[str, Tensor] = {}
         self._stamp = _stamp(path)
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
@@ -180,7 +181,10 @@ class SafetensorsSource:
         require_key(self, key)
         # Reading on from a file that was cut short meanwhile would kill the process.
         if self._kept is not None and _stamp(self._path) == self._stamp:
-            return _piece(self._kept, key, rows).clone()
+            if key not in self._mapped:
+                self._mapped[key] = _piece(self._kept, key, None)
+            mapped = self._mapped[key]
+            return (mapped if rows is None else mapped[slice(*rows)]).clone()
         # Opened anew for each read: the file stays mapped only as long as the tensor lives, so that resident
         # memory is what is in use, and a tensor somebody wrote to does not come back changed.
         with opened_safetensors(self._path) as file:

@@ -389,12 +389,17 @@ Half a gibibyte in float32, which any machine has that models are compared on; t
 _FILLING = frozenset(
     {torch.randn, torch.rand, torch.ones, torch.zeros, torch.full, torch.arange, torch.linspace}
 )
+_DRAWING = frozenset(
+    {nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_, torch.Tensor.normal_, torch.Tensor.uniform_}
+)
 
 
 class _WithinReason(TorchFunctionMode):
-    """Refuses to fill a tensor that no model has: a configuration may ask for any."""
+    """Refuses to fill a tensor that no model has: a configuration may ask for any. What has no numbers isn't drawn."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DRAWING and args and args[0].is_meta:
+            return args[0]
         if func in _FILLING:
             asked = func(*args, **{**(kwargs or {}), "device": "meta"}).numel()
             if asked > MOST_FILLED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -222,6 +223,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **found, **dict(map(origin, installed()))}
 
 
+@functools.cache  # a package's metadata are read whole for it
 def version_of(package: str) -> str | None:
     """The version of an installed package, which is not imported; None where there is none."""
     try:

@@ -57,7 +57,9 @@ def conform(frame: pd.DataFrame, table: Table) -> pd.DataFrame:
         if frame[name].isna().any():
             raise ValueError(f"rows for table {table.name!r} have a null in the key column {name!r}")
     kinds = _frame_types(table)
-    rows = pd.DataFrame({column.name: _cast(frame, column, kinds[column.name]) for column in table.columns})
+    # Arrays: of series pandas would compare the index of every one with that of all others.
+    columns = {column.name: _cast(frame, column, kinds[column.name]) for column in table.columns}
+    rows = pd.DataFrame(columns, index=frame.index)
     twice = rows.duplicated(list(table.key))
     if twice.any():
         raise ValueError(f"rows for table {table.name!r} repeat the key {_first_key(rows[twice], table)}")
@@ -78,7 +80,8 @@ def read_table(path: pathlib.Path, table: Table) -> pd.DataFrame:
     """The rows of a Parquet file as a frame: columns that an older schema lacked null, those of diagnostics behind."""
     stored = _read(path, table)
     frame: pd.DataFrame = stored.to_pandas(types_mapper=_NULLABLE.get)
-    return frame.astype(_frame_types(table.extended(_added(stored.schema))))
+    kinds, is_already = _frame_types(table.extended(_added(stored.schema))), frame.dtypes
+    return frame.astype({name: kind for name, kind in kinds.items() if is_already[name] != kind})
 
 
 def append_rows(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replace: bool = False) -> None:
@@ -93,12 +96,16 @@ def appended(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replace: 
 
     With `replace` a new row takes the place of an earlier one with the same key.
     """
-    table = stored_table(path, table)
-    rows = _as_stored(frame, table)
     if not path.exists():
-        return rows
+        return _as_stored(frame, table)
     # Earlier rows never become a frame on their way, so nothing can round or retype them.
     earlier = _read(path, table)
+    table = table.extended(_added(earlier.schema))
+    rows = _as_stored(frame, table)
+    both = pa.concat_tables([earlier, rows])
+    keys = both.group_by(list(table.key), use_threads=False).aggregate([])
+    if len(keys) == len(both):
+        return both
     clash = _keys(earlier, table).isin(_keys(rows, table))
     if clash.any() and not replace:
         key = _first_key(earlier.filter(clash).to_pandas(), table)
@@ -111,8 +118,9 @@ def filled(path: pathlib.Path, table: Table, frame: pd.DataFrame) -> pa.Table:
 
     `frame` has the key and the columns to fill; a value that is missing leaves what is there.
     """
-    table = stored_table(path, table)
-    rows, earlier = _as_stored(frame, table), _read(path, table)
+    earlier = _read(path, table)
+    table = table.extended(_added(earlier.schema))
+    rows = _as_stored(frame, table)
     places = _keys(rows, table).get_indexer(_keys(earlier, table))
     if (places >= 0).sum() != rows.num_rows:
         raise ValueError(f"table {table.name!r} lacks some of the {rows.num_rows} rows that are to be filled")
@@ -135,14 +143,14 @@ def without(path: pathlib.Path, table: Table, column: str, values: Collection[st
 
 def write_rows(rows: pa.Table, path: pathlib.Path) -> None:
     """Write rows as a Parquet file."""
-    pq.write_table(rows, path, compression="zstd")
+    pq.write_table(rows, path)
 
 
 def _as_stored(frame: pd.DataFrame, table: Table) -> pa.Table:
     """The rows of a frame as they are written to a file of their own."""
-    schema = _file_schema(table)
-    rows = pa.Table.from_pandas(conform(frame, table), schema=schema, preserve_index=False)
-    return rows.replace_schema_metadata(schema.metadata)
+    schema, rows = _file_schema(table), conform(frame, table)
+    columns = [pa.array(rows[field.name].array, field.type, from_pandas=True) for field in schema]
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _frame_types(table: Table) -> dict[str, ExtensionDtype | np.dtype[Any]]:
@@ -155,10 +163,12 @@ def _frame_types(table: Table) -> dict[str, ExtensionDtype | np.dtype[Any]]:
     }
 
 
-def _cast(frame: pd.DataFrame, column: Column, kind: ExtensionDtype | np.dtype[Any]) -> pd.Series[Any]:
+def _cast(frame: pd.DataFrame, column: Column, kind: ExtensionDtype | np.dtype[Any]) -> Any:
     if column.name not in frame.columns:
-        return pd.Series(None, index=frame.index, dtype=kind)
+        return pd.Series(None, index=frame.index, dtype=kind).array
     values = frame[column.name]
+    if values.dtype == kind:
+        return values.array
     what = f"column {column.name!r} holds {column.dtype}"
     if column.dtype == "str":
         # pandas would write a number as text here, and a sample would no longer be found under its own name.
@@ -166,7 +176,7 @@ def _cast(frame: pd.DataFrame, column: Column, kind: ExtensionDtype | np.dtype[A
         if odd:
             raise ValueError(f"{what}, got {odd[0]!r}")
     try:
-        return values.astype(kind)
+        return values.astype(kind).array
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what}: {error}") from error
 
@@ -226,11 +236,11 @@ def _read(path: pathlib.Path, table: Table) -> pa.Table:
 
 def _aligned(stored: pa.Table, table: Table, path: pathlib.Path) -> pa.Table:
     """The columns of `table`: null where `stored` lacks one, without those of a newer minor version."""
-    schema = _file_schema(table)
+    schema, names = _file_schema(table), {*stored.column_names}
     try:
         columns = [
-            stored.column(field.name).cast(field.type)
-            if field.name in stored.column_names or field.name in table.key
+            (found if (found := stored.column(field.name)).type == field.type else found.cast(field.type))
+            if field.name in names or field.name in table.key
             else pa.nulls(stored.num_rows, field.type)
             for field in schema
         ]

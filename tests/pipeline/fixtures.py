@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,9 +47,17 @@ def folder(light: DriftRun, tmp_path: Path) -> Path:
 
 
 def rehearse_briefly(patch: pytest.MonkeyPatch) -> None:
-    """Let every estimate rest on one short study."""
-    sizes = rehearsal._sizes
-    patch.setattr(rehearsal, "_sizes", lambda *study, **kind: sizes(*study, **kind)[:1])
+    """Let every estimate rest on the first short study alone, which otherwise only says how long the others take."""
+    run, size = rehearsal.short_run, rehearsal.Size(1, (rehearsal._FEW,), 2)
+    last: list[tuple[object, object, rehearsal.ShortRun]] = []
+
+    def once(study: Any, models: Any, at: Any, job: Any, before: Any = None) -> rehearsal.ShortRun:
+        if not (at == size and last and last[0][0] is study and last[0][1] is job):
+            last[:] = [(study, job, run(study, models, at, job, before))]
+        return last[0][2]
+
+    patch.setattr(rehearsal, "short_run", once)
+    patch.setattr(rehearsal, "_sizes", lambda *study, **kind: [size])
     patch.setattr(rehearsal, "_PATIENCE", 0.0)
 
 

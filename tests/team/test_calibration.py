@@ -166,11 +166,10 @@ def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.Monke
     assert sent["sum"] == counted + sum(group.width + 2 + 3 * sum(group.outs) for group in groups)
 
 
-@pytest.mark.parametrize(("world", "calibrator"), DIVIDED.values(), ids=DIVIDED)
+@pytest.mark.parametrize("method", few(DIVIDED, ["featcal", "streams", "residual"]))  # the others: above
 @pytest.mark.parametrize("size", few([2, 3, 5], quick=[3]))
-def test_batches_of_a_task_are_shared_where_tasks_are_too_few(
-    world: str, calibrator: Calibrator, size: int
-) -> None:
+def test_batches_of_a_task_are_shared_where_tasks_are_too_few(method: str, size: int) -> None:
+    world, calibrator = DIVIDED[method]
     case = case_of(world)
     pools = [pool_of(case, models(case)) for _ in range(size)]
     generator = torch.Generator().manual_seed(3)
@@ -233,10 +232,14 @@ def test_many_calibrations_side_by_side_are_divided_too() -> None:
             compared([of[lane] for of in one], [[of[lane] for of in layers]], 1e-9)
 
 
-@pytest.mark.parametrize("fits", [2, 0], ids=["half", "nothing"])
-@pytest.mark.parametrize("method", ["featcal", "residual"])
-@pytest.mark.parametrize("size", [2, 3])  # with three processes tasks are shared
-def test_all_begin_anew_where_one_has_too_little_memory(method: str, size: int, fits: int) -> None:
+SHORT = list(itertools.product((2, 3), ("featcal", "residual"), ("half", "nothing")))
+"""Processes (three share tasks), method, and which batches fit into the memory of one of them."""
+
+
+@pytest.mark.parametrize("short", few(SHORT, [(2, "featcal", "nothing"), (3, "residual", "half")]), ids=str)
+def test_all_begin_anew_where_one_has_too_little_memory(short: tuple[int, str, str]) -> None:
+    size, method, fitting = short
+    fits = {"half": 2, "nothing": 0}[fitting]
     world, calibrator = DIVIDED[method]
     case, generator = case_of(world), torch.Generator().manual_seed(3)
     pools = [pool_of(case, models(case)) for _ in range(size)]

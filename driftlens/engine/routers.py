@@ -186,34 +186,41 @@ class RouterRepair:
 
         Its value: tokens by task, how many go where the task's own model sends them, and how scores are made.
         """
-        counts, same, scorings = Counter[str](), 0, set[str]()
+        sizes, same, scorings = list[Tensor](), list[Tensor](), set[str]()
+        tasks: list[str] = []
         for task in self.walk.parts:
             wanted = self._wanted(task)
             for batch in self._batches(task):
                 routes, real, right = self._gone(batch, student)
                 scorings.add(routes.scoring)
-                counts[task] += int(real.sum())
-                same += right
+                tasks.append(task)
+                sizes.append(real.sum())
+                same.append(right)
                 if routes.fed is not None and routes.scoring:
-                    x = routes.fed[real]
+                    has_padding = batch.side.mask(self.layer.stream) is not None
+                    x = routes.fed[real] if has_padding else routes.fed
                     scores = scored(self._with_constant(x) @ wanted.mT, routes.scoring)
                     # As exact as the features are.
                     precise = torch.promote_types(x.dtype, torch.float32)
                     batch.put(_ROUTER, {"x": x, "scores": scores.to(precise)})
-        return counts, same, scorings
+        # The host waits once for the numbers of all batches.
+        numbers = torch.stack([*sizes, *same]).tolist() if tasks else []
+        counts = Counter[str]()
+        for task, number in zip(tasks, numbers, strict=False):
+            counts[task] += number
+        return counts, sum(numbers[len(tasks) :]), scorings
 
-    def _gone(self, batch: WaitingBatch, student: Parameters) -> tuple[Routes, Tensor, int]:
+    def _gone(self, batch: WaitingBatch, student: Parameters) -> tuple[Routes, Tensor, Tensor]:
         """Where tokens go, which of them are no padding, and how many of those go where the expert sends them."""
         routes = _routed(self.layer, student, batch.get(self.branch), batch.side)
-        changed, mask = (
-            routes.changed(Routes(batch.get(_ROUTES)["chosen"])),
-            batch.side.mask(self.layer.stream),
-        )
+        changed = routes.changed(Routes(batch.get(_ROUTES)["chosen"]))
+        mask = batch.side.mask(self.layer.stream)
         real = torch.ones_like(changed) if mask is None else mask.reshape(-1).bool()
-        return routes, real, int((real & ~changed).sum())
+        return routes, real, (real & ~changed).sum()
 
     def _count_same(self, student: Parameters) -> int:
-        return sum(self._gone(batch, student)[2] for task in self.walk.parts for batch in self._batches(task))
+        same = [self._gone(batch, student)[2] for task in self.walk.parts for batch in self._batches(task)]
+        return int(torch.stack(same).sum()) if same else 0
 
     def _total(self, tensor: Tensor) -> Tensor:
         self.walk.team.sum([tensor], to=0)

@@ -369,7 +369,7 @@ def row_weights(
     """
     if site.expert is not None:
         assert side.routes is not None
-        tokens, gates = side.routes.of(site.expert)
+        tokens, gates = side.routes.of(site.expert, len(x))
         mask = side.mask(layer.stream)
         counts = gates.square() if mask is None else gates.square() * mask.reshape(-1)[tokens]
         return counts.to(x)
@@ -426,7 +426,12 @@ def added_to(
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, tuple[Tensor, int]] = {}  # and how many inputs had been read by then
 
+    # What experts of a mixture give is gated and scattered, never added as it is.
+    experts = {site.name for site in layer.sites if site.expert is not None}
+
     def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
+        if site in experts:
+            return None
         inputs[site] = x
         return (lambda y: outputs.__setitem__(site, (y, len(inputs)))) if site in names else None
 

@@ -144,6 +144,7 @@ class StepWalk(CalibrationWalk):
         self.folds: dict[str, dict[str, int]] = {}
         self.digests: dict[WaitingBatch, tuple[str, ...]] = {}
         self.originals: dict[WaitingBatch, tuple[str, ...]] = {}
+        self.chosen: dict[WaitingBatch, Routes] = {}
         self.passage.on_read = self._know
 
     @torch.no_grad()
@@ -351,6 +352,7 @@ class StepWalk(CalibrationWalk):
         without such tasks.
         """
         groups, streams, first = self.groups[layer.index], None, ""
+        self.chosen = {}
         names = [site.name for group in groups for site in group.sites]
         for task in self.parts:
             expert = self.expert(layer, task)
@@ -377,6 +379,10 @@ class StepWalk(CalibrationWalk):
             if self.calibrator.weights == "uniform" and sees:
                 self.seen[task] = {(layer.index, at): Weighable(rows) for at, rows in enumerate(counts)}
         self.passage.check()
+        # The host knows who goes where by one copy of a layer, whatever the batches.
+        if chosen := [routes.chosen for routes in self.chosen.values() if routes.chosen is not None]:
+            parts = torch.split(torch.cat(chosen).cpu(), [*map(len, chosen)])
+            self.chosen = {batch: Routes(part) for batch, part in zip(self.chosen, parts, strict=True)}
         return (first, streams or {}) if first else None
 
     def _hear(
@@ -405,6 +411,7 @@ class StepWalk(CalibrationWalk):
             and routes.gates is not None
         ):
             wanted |= {_CHOSEN: routes.chosen, _GATES: routes.gates}
+            self.chosen[batch] = Routes(routes.chosen)
         for name, stream in streams.items():
             wanted[name] = wanted[name] + _stream(layer, stream, state, seen.inputs)
         batch.put(_WANTED, wanted)
@@ -520,7 +527,7 @@ class StepWalk(CalibrationWalk):
             if tokens is None:
                 fold = fold.repeat_interleave(len(x) // len(of_samples))
             else:
-                fold = fold.repeat_interleave(tokens[0] // len(of_samples))[tokens[1].cpu()]
+                fold = fold.repeat_interleave(tokens[0] // len(of_samples))[tokens[1]]
             some.append((x, wanted, count.sqrt()[:, None], fold))
             if number == num_batches or sum(len(x) for x, *_ in some) >= _AT_ONCE:
                 *rows, fold = (torch.cat(parts) for parts in zip(*some, strict=True))
@@ -534,18 +541,20 @@ class StepWalk(CalibrationWalk):
     ) -> tuple[Tensor, Tensor, tuple[int, Tensor] | None]:
         """Of one batch, what the student feeds a group, x~ [T, k], and what the sites should give, y1 [T, o].
 
-        Of an expert of a mixture also how many tokens there are in all, and which of them are these rows.
+        Of an expert of a mixture also how many tokens there are in all, and on the host which of them are these rows.
         """
         state, given = batch.get(TRUNK), batch.get(_WANTED)
         side, tokens = batch.side, None
         if (expert := group.sites[0].expert) is not None:
             routes = Routes(given[_CHOSEN], given[_GATES], is_given=True)
-            side, tokens = side.along(routes), (len(given[_CHOSEN]), routes.of(expert)[0])
+            side = side.along(routes)
         added = {name: streams[name] for name in group.names if name in streams}
         tapped = {group.names[0], *added.values()} - {ENTERED}
         seen, _ = rows_and_output(layer, student, state, side, tapped, stops=True)
         x = seen.inputs[group.names[0]]
         x = x.reshape(-1, x.shape[-1])
+        if expert is not None:
+            tokens = len(given[_CHOSEN]), self.chosen[batch].tokens(expert, len(x))
         wanted = [
             given[name] - _stream(layer, added[name], state, seen.inputs) if name in added else given[name]
             for name in group.names

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
@@ -86,13 +87,38 @@ class Routes:
     def record(self, chosen: Tensor, gates: Tensor) -> None:
         """Keep where tokens went, unless that was given."""
         if not self.is_given:
+            self.__dict__.pop("_sorted", None)
             self.chosen, self.gates = (part.reshape(-1, part.shape[-1]) for part in (chosen, gates))
 
-    def of(self, expert: int) -> tuple[Tensor, Tensor]:
-        """The tokens of one expert in the order in which it is handed them, [m], and their gates, [m]."""
-        assert self.chosen is not None and self.gates is not None
-        place, token = torch.where((self.chosen == expert).mT)
-        return token, self.gates[token, place]
+    def of(self, expert: int, rows: int) -> tuple[Tensor, Tensor]:
+        """The tokens of one expert, which is handed so many rows, in their order there [m], and their gates, [m].
+
+        What is known of the rows spares the host a wait for how many there are.
+        """
+        assert self.gates is not None
+        places = self._places(expert, rows)
+        return places % len(self.gates), self.gates.mT.reshape(-1)[places]
+
+    def tokens(self, expert: int, rows: int) -> Tensor:
+        """The tokens alone."""
+        assert self.chosen is not None
+        return self._places(expert, rows) % len(self.chosen)
+
+    def _places(self, expert: int, rows: int) -> Tensor:
+        experts, places = self._sorted
+        return places[(experts < expert).sum() + torch.arange(rows, device=places.device)]
+
+    def sizes(self, num_experts: int) -> list[int]:
+        """How many rows every expert is handed; the host waits for that."""
+        experts = self._sorted[0]
+        bounds = torch.arange(num_experts + 1, dtype=experts.dtype, device=experts.device)
+        return torch.searchsorted(experts, bounds).diff().tolist()
+
+    @cached_property
+    def _sorted(self) -> tuple[Tensor, Tensor]:
+        """Experts in order, place by place and there token by token, [k T], and where each of them stood."""
+        assert self.chosen is not None
+        return self.chosen.mT.reshape(-1).sort(stable=True)
 
     def counts(self, num_experts: int, mask: Tensor | None) -> Tensor:
         """Tokens that go to every expert, and the sum of their gates, [2, experts]; padding counts nothing."""

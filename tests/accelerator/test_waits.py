@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import masking_utils
 
 import driftlens as dl
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
+from driftlens.checkpoints.sources import module_source
+from driftlens.engine.calibrating import Ground
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import Crossing
+from driftlens.models.taking_apart.mixtures import _mixture, _Watch
 from driftlens.runs.writer import RunWriter
 from tests.accelerator import Counts, counted
 from tests.accelerator.subjects import models, pool_on
 from tests.calibration.helpers import batched, given, ground
+from tests.zoo import mixtures
+from tests.zoo.cases import perturbed
 from tests.zoo.world import DEPTH, World, build
 
 pytestmark = pytest.mark.slow
@@ -121,3 +131,73 @@ def test_a_calibration_that_reads_of_every_batch_is_found(
     sim: torch.device, method: Calibrator, planted: None
 ) -> None:
     assert waits(method, sim, 4, "a") < waits(method, sim, 1, "ab")
+
+
+def reading(
+    reads: Counter[str], plain: Callable[..., Any], name: str, check: Callable[..., None] = lambda *_: None
+) -> Callable[..., Any]:
+    """The same function, whose reads are counted; `check` gets those of each call that ends, and the call once more."""
+
+    def counting(*given: Any, **named: Any) -> Any:
+        before = counted().read
+        try:
+            made = plain(*given, **named)
+            check(counted().read - before, lambda: plain(*given, **named))
+            return made
+        finally:
+            reads[name] += counted().read - before
+
+    return counting
+
+
+MIXED: dict[str, Calibrator] = {
+    "featcal": FeatCal(),
+    "routers": FeatCal(routers="after"),
+    "residual": ResidualCal(cv="off", weights="uniform"),
+}
+
+
+@pytest.mark.parametrize("method", MIXED.values(), ids=MIXED)
+@pytest.mark.parametrize(("name", "more"), [("Mixtral", 0), ("Llama 4", 1)])
+def test_of_mixtures_the_librarys_own_forward_alone_reads_of_every_batch(
+    sim: torch.device, monkeypatch: pytest.MonkeyPatch, method: Calibrator, name: str, more: int
+) -> None:
+    """Where it hands all experts all tokens, as Llama 4 does, `more` is read in a pass that is listened to."""
+    case = mixtures.case(name)
+    base = case.build().float()
+    base.config._experts_implementation = "eager"
+    models = {"base": base, "merged": perturbed(base, 9)} | {
+        f"expert:{task}": perturbed(base, 1) for task in "ab"
+    }
+    sources = {model: module_source(module, model) for model, module in models.items()}
+    reads, alone = Counter[str](), Counter[str]()
+    chain = case.chain(base)
+    chain = replace(chain, start=reading(reads, chain.start, "start"))
+    pool = ModelPool(chain, base, sources, device=sim, dtype=torch.float32)
+    tokens = torch.randint(4, 40, (4, 12), generator=torch.Generator().manual_seed(3))
+    inputs = {"input_ids": tokens}
+    sites = select_sites(pool.chain, update=method.kinds)
+
+    def as_alone(number: int, again: Callable[[], Any]) -> None:
+        before = counted().read
+        with torch._C.DisableTorchFunction():
+            again()
+        alone["read"] += (once_more := counted().read - before)
+        assert number in (once_more, once_more + more)
+
+    def rest(size: int, tasks: str) -> int:
+        """What is read outside the library's forward of experts, and where batches begin."""
+        parts, before = {task: given(batched(inputs, size)) for task in tasks}, counted()
+        reads.clear()
+        for _ in method.calibrate(Ground(pool, parts, sites)):
+            pass
+        return (counted() - before).read - reads.total()
+
+    [experts] = {type(module) for module in base.modules() if _mixture("mixture", module) is not None}
+    monkeypatch.setattr(experts, "forward", reading(reads, experts.forward, "experts", as_alone))
+    # Before the first layer it looks for texts that are packed into one row, batch by batch.
+    packed = "find_packed_sequence_indices"
+    monkeypatch.setattr(masking_utils, packed, reading(reads, getattr(masking_utils, packed), packed))
+    monkeypatch.setattr(_Watch, "told", reading(reads, _Watch.told, "told"))
+    assert rest(4, "a") == rest(1, "ab")
+    assert alone["read"] or more

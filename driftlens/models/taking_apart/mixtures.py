@@ -248,9 +248,11 @@ class _Watch(TorchFunctionMode):
             self.routes.steps.add("top")
             return self._top(func, args, kwargs)
         if func in _READ and id(args[0]) in self.stacks:
-            part = func(*args, **kwargs)
+            # A number that lies on a device is waited for once, as it is without us.
+            which = int(args[-1]) if isinstance(args[-1], Tensor) and not args[-1].dim() else args[-1]
+            part = func(*args[:-1], which, **kwargs)
             if part.dim() == 2:
-                self.read[id(part)] = self.mixture.site(int(args[-1]), self.stacks[id(args[0])]), part
+                self.read[id(part)] = self.mixture.site(int(which), self.stacks[id(args[0])]), part
             return part
         if self.tap is not None:
             if func in _PRODUCTS and id(args[1]) in self.read:
@@ -284,8 +286,8 @@ class _Watch(TorchFunctionMode):
     def _each(self, matrix: str, rows: Tensor, weights: Tensor) -> Tensor:
         """The same of all experts, each of which is handed every token, with zeros where it isn't meant."""
         outputs = torch.bmm(rows, weights)
-        for expert in range(self.mixture.size):
-            meant = self.routes.of(expert)[0]
+        for expert, size in enumerate(self.routes.sizes(self.mixture.size)):
+            meant = self.routes.of(expert, size)[0]
             y = outputs[expert, meant]
             outputs[expert, meant] = self._heard(self.mixture.site(expert, matrix), rows[expert, meant], y)
         return outputs

@@ -13,8 +13,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,33 @@ import typer
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError, harmless
 from driftlens.base.files import put_in_order
 from driftlens.base.team import joined, members
-from driftlens.cli import calibrating, looking, reporting, running
+from driftlens.cli import calibrating, looking, reporting, running  # noqa: F401  for their commands
 from driftlens.cli.app import app, hearing, manner, spelling_homes_out, stopped
 
 DIVIDED = ("analyze", "explain", "evaluate", "calibrate", "sweep", "arena")
 """Commands that divide their work among processes."""
 _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug"}
-_MODULES = (running, calibrating, looking, reporting)
-"""Imported for their commands, which are listed in this order."""
-_PLACES = {module.__name__: place for place, module in enumerate(_MODULES)}
-app.registered_commands.sort(key=lambda command: _PLACES[attrgetter("callback.__module__")(command)])
-for _command in app.registered_commands:
-    _command.callback = spelling_homes_out(_command.callback)
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Start": ("demo", "init", "validate", "convert", "ui", "methods", "doctor"),
+    "Measure": ("analyze", "explain", "evaluate", "attach", "advise", "project", "compare", "check"),
+    "Repair": ("merge", "calibrate", "sweep", "arena", "reproduce"),
+    "Report": ("show", "view", "report", "export", "ls", "verify"),
+}
+"""All commands, as `--help` and the documentation list them."""
+
+
+def _take_in_order() -> None:
+    """Give every command its group and its place in `--help`."""
+    groups = {name: group for group, names in GROUPS.items() for name in names}
+    for command in app.registered_commands:
+        assert command.callback is not None
+        command.name = command.name or command.callback.__name__
+        command.rich_help_panel = groups.get(command.name)
+        command.callback = spelling_homes_out(command.callback)
+    app.registered_commands.sort(key=lambda command: [*groups, command.name].index(command.name))
+
+
+_take_in_order()
 MOST_LINES, WIDEST = 60, 2000
 """Of a message: lines, and characters in one."""
 MADE_BETWEEN = 10_000

@@ -1,4 +1,4 @@
-"""The gallery of a run: a few figures as small pictures, and a light report; the README's picture, of another run.
+"""The gallery of a run: a few figures as small pictures, and a light report; the README's pictures, of another run.
 
 python -m tests.reports.gallery RUN OUT [--opening RUN]
 """
@@ -16,6 +16,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.build import Report
 from driftlens_reports.paper.exhibit import ExhibitOptions
 from driftlens_reports.paper.export import draw
+from tests.reports.morph import write_morph
 
 # Without setup and environment, which name folders and versions of one machine.
 SECTIONS = ("verdict", "layers", "decomposition", "origins", "cosine", "outputs", "calibration", "checks")
@@ -57,10 +58,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", help="a run directory")
     parser.add_argument("out", help="the folder to write to")
-    parser.add_argument("--opening", metavar="RUN", help="the run of the README's picture, drawn as hero.png")
+    parser.add_argument("--opening", metavar="RUN", help="the run of the README's hero.png and morph.gif")
     arguments = parser.parse_args()
     if arguments.opening:
         _write_hero(open_run(arguments.opening), Path(arguments.out) / "hero.png")
+        write_morph(open_run(arguments.opening), Path(arguments.out) / "morph.gif")
     for path in write_gallery(open_run(arguments.run), arguments.out):
         print(path)
 

@@ -1,0 +1,60 @@
+"""README and the pages in `docs/` name files, commands and flags that there are."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from driftlens.cli import GROUPS
+from driftlens.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+def test_readme_comes_to_the_point() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text[: text.index("## Reference")].split()) <= 500
+    for place in re.findall(r"\]\(([^)#]+)", text):
+        assert place.startswith("https://") or (ROOT / place).exists(), place
+    assert (ROOT / "reports/gallery/morph.gif").stat().st_size < 3_000_000
+
+
+def test_every_command_has_a_group_and_its_line_there() -> None:
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(COMMANDS)
+    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    for group, names in GROUPS.items():
+        section = page.partition(f"\n## {group}\n")[2].partition("\n## ")[0]
+        lines = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+        assert re.findall(r"`(\w+)`", " ".join(lines)) == list(names)
+
+
+def written(page: Path) -> list[list[str]]:
+    """Command lines in the fenced blocks of a page, word by word."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    lines: list[list[str]] = [[]]
+    for block in blocks:
+        text = block.replace("\\\n", " ").replace("\n", "\n;\n")
+        for word in shlex.shlex(text, posix=True, punctuation_chars=True):
+            if set(word) <= set("();<>|&"):
+                lines.append([])
+            else:
+                lines[-1].append(word)
+    return [line for line in lines if line[:1] == ["driftlens"]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_name_commands_and_flags_that_there_are(page: Path) -> None:
+    for _, name, *rest in written(page):
+        if name.startswith("-") or name.isupper():
+            continue
+        assert name in COMMANDS, (name, rest)
+        flags = {flag for param in COMMANDS[name].params for flag in (*param.opts, *param.secondary_opts)}
+        given = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
+        assert given <= flags | {"-q", "-v", "--quiet", "--verbose", "--debug", "--log-json"}, (name, rest)

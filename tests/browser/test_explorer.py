@@ -66,10 +66,11 @@ def places(page: Any, panel: int = 0) -> dict[str, tuple[float, float]]:
 
 def box_left_half(page: Any) -> list[str]:
     """Drag a box over the left half of the first panel; the samples that lie there."""
+    page.get_by_label("box").check()
+    page.locator("canvas").first.scroll_into_view_if_needed()
     box = page.locator("canvas").first.bounding_box()
     middle = box["x"] + box["width"] / 2
     inside = [name for name, (x, _) in places(page).items() if x < middle]
-    page.get_by_label("box").check()
     page.mouse.move(box["x"] + 2, box["y"] + 2)
     page.mouse.down()
     page.mouse.move(middle, box["y"] + box["height"] - 2, steps=4)

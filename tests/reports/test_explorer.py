@@ -22,7 +22,7 @@ from driftlens.findings.projection import project
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.spec.requests import ProjectionRequest, ViewRequest
 from driftlens_reports.explorer.gathering import NEIGHBOURS, gathered
-from driftlens_reports.explorer.page import Explorer, page
+from driftlens_reports.explorer.page import Explorer
 from tests.records.full_run import write_run
 
 EVIL = (
@@ -146,7 +146,7 @@ def test_what_a_run_lacks_is_said_with_what_adds_it(
 ) -> None:
     told = gathered(open_run(write_run(tmp_path / "run", **options)))
     assert any(says in note for note in told["notes"]) and len(told["ids"]) == 12
-    assert page(told)
+    assert Explorer(tmp_path / "run").page
 
 
 def test_without_stored_features_nothing_moves_and_the_rest_is_there(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_without_stored_features_nothing_moves_and_the_rest_is_there(tmp_path: P
     told = gathered(run)
     assert not any(told["planes"][0]) and all(told["planes"][1])
     assert any(run.tasks[0] in note and "layers.select" in note for note in told["notes"])
-    assert page(told)
+    assert Explorer(run).page
 
 
 def test_too_many_samples_are_thinned_evenly_and_said(tmp_path: Path) -> None:

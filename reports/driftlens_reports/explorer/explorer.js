@@ -35,19 +35,13 @@
   const planeOf = (task, layer) => {
     const key = task * L + layer, stored = data.planes[task][layer];
     if (stored && !planes.has(key)) {
-      planes.set(key, { ...stored, xy: unpacked(stored.places, Int16Array), near: unpacked(stored.neighbours, Int16Array) });
+      const xy = unpacked(stored.places, Int16Array), ends = [Infinity, -Infinity, Infinity, -Infinity];
+      for (let i = 0; i < xy.length; i++) if (xy[i] !== -32768) { const at = 2 * (i % 2); ends[at] = Math.min(ends[at], xy[i]); ends[at + 1] = Math.max(ends[at + 1], xy[i]); }
+      const [x0, x1, y0, y1] = ends; // what holds all samples wherever they go, so that nothing jumps between models
+      planes.set(key, { ...stored, xy, near: unpacked(stored.neighbours, Int16Array), middle: [(x0 + x1) / 2, (y0 + y1) / 2], size: [(x1 - x0) / 2 || 1, (y1 - y0) / 2 || 1] });
     }
     return planes.get(key);
   };
-  // The frame that holds a task's samples wherever they go, so that nothing jumps when layers change.
-  const frames = data.tasks.map((_, task) => {
-    const frame = [Infinity, -Infinity, Infinity, -Infinity];
-    for (let l = 0; l < L; l++) {
-      const xy = planeOf(task, l)?.xy ?? [];
-      for (let i = 0; i < xy.length; i++) if (xy[i] !== -32768) { const at = 2 * (i % 2); frame[at] = Math.min(frame[at], xy[i]); frame[at + 1] = Math.max(frame[at + 1], xy[i]); }
-    }
-    return frame.map((x) => x / 32000);
-  });
   const haystack = data.ids.map((id, i) => [id, data.texts[i], data.words[column.label[i]] ?? "", data.tasks[taskOf[i]].name].join("\n").toLowerCase());
 
   // ---- what the reader has chosen --------------------------------------------------------------------------------
@@ -184,10 +178,12 @@
     get plane() { return planeOf(this.task, this.layer); }
     place() {
       const plane = this.plane, n = this.n;
-      if (!plane) return;
+      if (!plane || !this.box.isConnected) return;
       const stageIn = (s) => { let at = plane.stages.findIndex((stage) => stage >= s); return at < 0 ? plane.stages.length - 1 : at; };
       const low = Math.floor(state.stage), a = 2 * n * stageIn(low), b = 2 * n * stageIn(Math.ceil(state.stage)), f = state.stage - low, raw = plane.xy;
-      for (let i = 0; i < 2 * n; i++) this.xy[i] = raw[a + i] === -32768 || raw[b + i] === -32768 ? NaN : (raw[a + i] + (raw[b + i] - raw[a + i]) * f) / 32000;
+      if (!this.W) return void this.resize();
+      const by = 1 / Math.max(plane.size[0] / this.wide, plane.size[1]); // every layer fills the panel, its shape kept
+      for (let i = 0; i < 2 * n; i++) this.xy[i] = raw[a + i] === -32768 || raw[b + i] === -32768 ? NaN : (raw[a + i] + (raw[b + i] - raw[a + i]) * f - plane.middle[i % 2]) * by;
     }
     resize() {
       const dpr = Math.min(devicePixelRatio || 1, 2), box = this.canvas.getBoundingClientRect();
@@ -201,15 +197,13 @@
       const radius = (this.n > 5000 ? 1.6 : this.n > 1200 ? 2.4 : this.n > 300 ? 3.4 : 4.6) * dpr * (panels.length > 2 ? 0.8 : 1);
       this.radius = radius; this.margin = Math.ceil(radius * 1.4 + 2);
       this.stamps = stampsOf(radius, W);
-    }
-    get scale() {
-      const [x0, x1, y0, y1] = frames[this.task], room = 2 * this.margin + 8;
-      return Math.min((this.W - room) / (x1 - x0 || 1), (this.H - room) / (y1 - y0 || 1)) * view.k;
+      this.wide = (W / 2 - this.margin - 4) / (H / 2 - this.margin - 4);
+      this.place();
     }
     screen(i) { return [this.ox + this.shown[2 * i] * this.zoom, this.oy - this.shown[2 * i + 1] * this.zoom]; }
     aim() { // where zero is, and pixels a unit; for `screen`, which is asked for every point of every frame
-      const [x0, x1, y0, y1] = frames[this.task], zoom = this.scale;
-      Object.assign(this, { zoom, ox: this.W / 2 - (view.x + (x0 + x1) / 2) * zoom, oy: this.H / 2 + (view.y + (y0 + y1) / 2) * zoom });
+      const zoom = (this.H / 2 - this.margin - 4) * view.k;
+      Object.assign(this, { zoom, ox: this.W / 2 - view.x * zoom, oy: this.H / 2 + view.y * zoom });
     }
     draw(now) {
       this.resize();

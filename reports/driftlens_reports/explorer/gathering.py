@@ -22,7 +22,7 @@ from driftlens.base.variants import is_control, part_of, title
 from driftlens.findings.outcomes import OUTCOMES, outcomes
 from driftlens.findings.projection import project
 from driftlens.findings.projection.layouts import MOST_POINTS, Settings, lay_out, load_points, thinned
-from driftlens.findings.reading import printable
+from driftlens.findings.reading import printable, signs
 from driftlens.findings.verdict import verdict
 from driftlens.runs.layout import THUMB_SIDE
 from driftlens.runs.run import DriftRun
@@ -85,7 +85,7 @@ def gathered(run: DriftRun, request: ViewRequest = ViewRequest()) -> dict[str, A
     columns, words = _columns(run, shown, stages, layers)
     return {
         "run": {"id": run.id, "name": printable(run.name), "state": current_state(run)},
-        "sentences": [*verdict(run).sentences],
+        "sentences": [signs(sentence) for sentence in verdict(run).sentences],
         "stages": [_stage(run, name) for name in stages],
         "layers": [run.layer_name(layer) for layer in layers],
         "tasks": [{"name": printable(each.task), "start": each.start, "n": len(each.ids)} for each in shown],

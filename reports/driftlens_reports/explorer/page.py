@@ -10,12 +10,15 @@ import re
 from typing import Any
 
 from driftlens.base.files import PathLike, atomic_path
+from driftlens.findings.headline import headline
 from driftlens.findings.reading import printable
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import attach
 from driftlens.spec.requests import ViewRequest
 from driftlens_reports.charts.theme import CLASSES, Palette, palette
+from driftlens_reports.content import Headline
 from driftlens_reports.explorer.gathering import gathered
+from driftlens_reports.formats.headline import STYLE, block
 from driftlens_reports.formats.page import digest
 
 _HERE = pathlib.Path(__file__).parent
@@ -41,7 +44,7 @@ class Explorer:
     @functools.cached_property
     def page(self) -> bytes:
         """The page, the same bytes for the same run."""
-        return page(gathered(self.run, self._request))
+        return page(gathered(self.run, self._request), Headline.model_validate(headline(self.run)))
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, which may run its script and hand out files, for notebooks."""
@@ -70,9 +73,9 @@ class Explorer:
         return target
 
 
-def page(data: dict[str, Any]) -> bytes:
-    """The page that shows what was gathered of a run."""
-    script, style = _read("explorer.js"), _colours() + _read("explorer.css")
+def page(data: dict[str, Any], found: Headline) -> bytes:
+    """The page that shows what was gathered of a run, below its headline."""
+    script, style = _read("explorer.js"), _colours() + STYLE + _read("explorer.css")
     policy = (
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -83,6 +86,8 @@ def page(data: dict[str, Any]) -> bytes:
         "policy": policy,
         "style": style,
         "script": script,
+        "headline": block(found),
+        "dark_headline": block(found, dark=True),
         # Whatever a name holds, it ends no element and no line.
         "data": _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text),
     }
@@ -103,5 +108,5 @@ def _colours() -> str:
 def _rules(theme: Palette, classes: tuple[str, ...]) -> str:
     plain = {name: getattr(theme, name) for name in ("surface", "ink", "quiet", "grid", "gap")}
     rules = {**plain, "scale": ",".join(theme.sequential), "classes": ",".join(classes)}
-    rules |= {f"role-{part}": shades[0] for part, shades in theme.roles.items()}
+    rules |= {**theme.tones, **{f"role-{part}": shades[0] for part, shades in theme.roles.items()}}
     return " ".join(f"--{name}: {value};" for name, value in rules.items())

@@ -25,13 +25,15 @@ _EDGE, _SPAN = 2.0, 96.0
 _MIDDLE, _THICK = 16, 10
 _TICK = 42
 """Pixels: height of the bar's middle, its thickness, and the foot of the numbers below."""
+STYLE = files(__package__).joinpath("headline.css").read_text("utf-8")
+"""Rules for the block; the colours that they name are a page's own."""
 
 
 def style(theme: Palette) -> str:
     """Rules for the block in one theme."""
     colours = {"surface": theme.surface, "grid": theme.grid, "quiet": theme.quiet, **theme.tones}
     variables = "".join(f"--{name}:{colour};" for name, colour in colours.items())
-    return f".headline{{{variables}}}" + files(__package__).joinpath("headline.css").read_text("utf-8")
+    return f".headline{{{variables}}}{STYLE}"
 
 
 def block(found: Headline, *, dark: bool = False) -> Markup:

@@ -30,7 +30,7 @@ from driftlens.checkpoints.rounding import written
 from driftlens.checkpoints.sources import StateSource
 from driftlens.data.samples import SampleSet
 from driftlens.data.views import viewed
-from driftlens.engine.pool import LayerMap, ModelPool
+from driftlens.engine.pool import LayerMap, ModelPool, replaced
 from driftlens.engine.problems import (
     CalibratedLayer,
     LinearProblem,
@@ -331,7 +331,7 @@ class CalibrationWalk(ABC):
     def pass_through(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
         """Take all features to the next boundary, the merged model's through the parameters in `done`."""
         merged = self.pool.parameters("merged", layer)
-        merged |= {name: value.to(merged[name]) for name, value in done.items()}
+        merged = replaced(layer, merged, {name: value.to(merged[name]) for name, value in done.items()})
         for task in self.parts:
             maps = {EXPERT: LayerMap(layer, self.expert(layer, task))}
             maps |= {branch.name: LayerMap(layer, merged) for branch in self.branches}
@@ -360,7 +360,7 @@ class CalibrationWalk(ABC):
         splits = len(self.branches) < len(self.lanes)
         if splits:  # from here on every lane is on its own
             self.branches = [Branch(f"{index}", {index: parts}) for index, parts in enumerate(self.lanes)]
-        maps = [LayerMap(layer, {**merged, **updates}) for updates, _ in solved]
+        maps = [LayerMap(layer, replaced(layer, merged, updates)) for updates, _ in solved]
         by_rank = self.team.together(partial(self._advanced, layer, maps, splits=splits))
         sizes = {task: [size for drift in by_rank for size in drift.get(task, [])] for task in self.tasks}
         return {

@@ -6,6 +6,7 @@ A variant is weights and what is attached to their boundaries. Everything that c
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -76,6 +77,40 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
     if device.type != "cpu" and tensor.device.type == "cpu":
         tensor = pinned(tensor, device, dtype)
     return tensor.to(device, dtype)
+
+
+def in_one_memory(slots: Mapping[str, Slot], part: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of one fused tensor, by name: each as `part` gives it, copied behind the one before."""
+    whole: Tensor | None = None
+    for place, (name, slot) in enumerate(slots.items()):
+        stored = slot.stored(part(name))
+        whole = stored.new_empty(len(slots), *stored.shape[1:]) if whole is None else whole
+        whole[place] = stored[0]
+        yield name, slot.own(whole[place : place + 1])
+
+
+def replaced(layer: Layer, parameters: Parameters, updates: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A layer's parameters, some of them updated; experts of a mixture whose fused tensor changes lie in one memory.
+
+    Else every pass would copy them there. `updates` are views of that memory then.
+    """
+    whole = {**parameters, **updates}
+    for slots in _stacks(layer).values():
+        if not updates.keys().isdisjoint(slots):
+            for name, value in in_one_memory(slots, whole.__getitem__):
+                whole[name] = value
+                if name in updates:
+                    updates[name] = value
+    return whole
+
+
+def _stacks(layer: Layer) -> dict[str, dict[str, Slot]]:
+    """By key of a fused tensor the parameters that are one row of it each."""
+    stacks: dict[str, dict[str, Slot]] = {}
+    for name, slot in layer.parameters.items():
+        if slot.is_stacked:
+            stacks.setdefault(slot.key, {})[name] = slot
+    return stacks
 
 
 @dataclass(frozen=True)
@@ -211,8 +246,10 @@ class ModelPool:
         wide._ahead = None
         return wide
 
-    def parameters(self, model: str, layer: Layer) -> dict[str, Tensor]:
-        """The parameters of one layer of one model, by the layer's own names, on `device` in `dtype`."""
+    def parameters(self, model: str, layer: Layer, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """The parameters of a layer of one model, or some of them, by the layer's own names, on `device` in `dtype`."""
+        if names is not None:
+            return {name: self._parameter(model, layer.parameters[name]) for name in names}
         if self._ahead is not None and (ahead := self._ahead.take((model, layer.index))) is not None:
             return ahead
         return self._read(model, layer)
@@ -229,7 +266,22 @@ class ModelPool:
 
     def _read(self, model: str, layer: Layer) -> dict[str, Tensor]:
         read = self._table if layer.role == "stem" else self._parameter
-        return {name: read(model, slot) for name, slot in layer.parameters.items()}
+        of_stacks = {
+            name: value for slots in _stacks(layer).values() for name, value in self._stack(model, slots)
+        }
+        return {
+            name: of_stacks[name] if slot.is_stacked else read(model, slot)
+            for name, slot in layer.parameters.items()
+        }
+
+    def _stack(self, model: str, slots: Mapping[str, Slot]) -> Iterable[tuple[str, Tensor]]:
+        """Parameters of one fused tensor, by name, in one memory; not copied where a live model has them so."""
+        few = {name: self._parameter(model, slots[name]) for name in itertools.islice(slots, 2)}
+        if len({part.untyped_storage().data_ptr() for part in few.values()}) == 1:
+            return ((name, self._parameter(model, slot)) for name, slot in slots.items())
+        return in_one_memory(
+            slots, lambda name: few.pop(name) if name in few else self._parameter(model, slots[name])
+        )
 
     def stored(self, model: str, slot: Slot) -> Tensor:
         """One parameter of one model in its layer's layout, on the CPU in the dtype of its file; not a copy."""

@@ -37,7 +37,7 @@ from driftlens.engine.calibrating import (
     solved_by_all,
 )
 from driftlens.engine.layer_sums import LayerSums
-from driftlens.engine.pool import LayerMap
+from driftlens.engine.pool import LayerMap, replaced
 from driftlens.engine.problems import (
     CalibratedLayer,
     InputSums,
@@ -217,7 +217,7 @@ class SnapshotWalk(CalibrationWalk):
                 entered = _ENTERED if calibrator.inputs == "expert" else branches[index]
                 repair = RouterRepair(self, layer, self.router, calibrator, entered, lane.parts)
                 is_after = calibrator.routers == "after"
-                of_router, report = repair.solved({**merged, **updates} if is_after else merged)
+                of_router, report = repair.solved(replaced(layer, merged, updates) if is_after else merged)
                 updates |= of_router
                 reports += report
         return solved
@@ -320,7 +320,6 @@ class SnapshotWalk(CalibrationWalk):
 
     def _solve(self, layer: Layer, merged: Parameters) -> list[Solved]:
         """New parameters and reports of the layer, lane by lane; every problem is solved by one process."""
-        base = None if self.ground.base is None else self.pool.parameters(self.ground.base, layer)
         jobs = [
             (branch, key, part)
             for branch in self.branches
@@ -339,7 +338,7 @@ class SnapshotWalk(CalibrationWalk):
                 part.join(self.team, owner, merged, places, len(self.tasks))
                 left = problems.setdefault((branch.name, key), [])
                 if owner == self.team.rank:
-                    left.append(part.problem(merged, base))
+                    left.append(part.problem(merged, self._base(layer, part.sites)))
         solved = solved_by_all(self.team, merged, partial(self._solved, layer, problems))
         lanes = {
             index: order.get((branch.name, self.calibrations[index].moments_key), [])
@@ -349,6 +348,12 @@ class SnapshotWalk(CalibrationWalk):
         for index, (_, reports) in enumerate(solved):
             reports.sort(key=lambda report, paths=lanes[index]: paths.index(report.site))  # type: ignore[misc]
         return solved
+
+    def _base(self, layer: Layer, sites: Collection[Site]) -> Parameters | None:
+        """The base's parameters of some sites, where there is a base."""
+        names = [f"{site.name}.{part}" for site in sites for part in ("weight", "bias")]
+        held = [name for name in names if name in layer.parameters]
+        return None if self.ground.base is None else self.pool.parameters(self.ground.base, layer, held)
 
     def _solved(self, layer: Layer, problems: dict[tuple[str, Hashable], list[Problem]]) -> list[Solved]:
         """The same of the problems that this process has."""

@@ -35,7 +35,7 @@ from driftlens.engine.calibrating import (
     in_words,
     router_of,
 )
-from driftlens.engine.pool import LayerMap
+from driftlens.engine.pool import LayerMap, replaced
 from driftlens.engine.problems import CalibratedLayer, SiteReport, SiteUpdate, StepProblem
 from driftlens.engine.routers import RouterRepair, keep_routes, require_trained
 from driftlens.engine.sites import ENTERED, added_to, require_rule, rows_and_output, stacked, stacked_shape
@@ -154,8 +154,8 @@ class StepWalk(CalibrationWalk):
         started = time.perf_counter()
         if not self.groups:
             self._begin(layer)
-        groups, student = self.groups[layer.index], self.pool.parameters("merged", layer)
-        merged, updates = dict(student), dict[str, Tensor]()
+        groups, merged = self.groups[layer.index], self.pool.parameters("merged", layer)
+        student, updates = merged, dict[str, Tensor]()
         reports: list[SiteReport] = []
         streams = self._run_all_experts(layer, student, needs_output=not is_last)
         steps = self._steps(groups)
@@ -167,12 +167,13 @@ class StepWalk(CalibrationWalk):
         for at, step in enumerate([*steps, []]):
             if router is not None and at == (first if is_before else len(steps)):
                 of_router, report = RouterRepair(self, layer, router, self.calibrator).solved(student)
-                student |= of_router
                 updates |= of_router
                 reports += report
+                student = replaced(layer, merged, updates)
             solved, of_step = self._solve_step(layer, student, merged, step, streams)
-            student |= solved
             updates |= solved
+            student, solved = merged, {}  # what they were makes room
+            student = replaced(layer, merged, updates)
             reports += of_step
         for batch in self.passage.all_waiting:
             batch.drop(_WANTED)
@@ -443,7 +444,8 @@ class StepWalk(CalibrationWalk):
         sums = _Sums(folds, {}, {}, {}, [0] * len(folds))
         pending: list[_Rows] = [[] for _ in folds]
         for task, weighted in weights.items():
-            expert_map = _affine(self.pool.parameters(expert_of(task), layer), group)
+            names = [name for name in merged if name.rpartition(".")[0] in group.names]
+            expert_map = _affine(self.pool.parameters(expert_of(task), layer, names), group)
             maps = torch.cat([expert_map - merged_map, expert_map])
             factor = max(weighted.energy / energy, _LEAST) if energy > 0 else 1.0
             ranks = self.divided.get(task, [self.team.rank])

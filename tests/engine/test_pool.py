@@ -20,10 +20,12 @@ from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.sources import TensorsSource, module_source
-from driftlens.engine.pool import LayerMap, ModelPool, ReadAhead, streamed_weights
+from driftlens.engine.pool import LayerMap, ModelPool, ReadAhead, replaced, streamed_weights
 from driftlens.engine.walk import capture, forward, input_bytes, on_device, waiting_bytes, walk
+from driftlens.models.taking_apart.mixtures import assembled
 from tests.calibration.helpers import layers_of, subject, updates_of
 from tests.refusing import refusing
+from tests.zoo import mixtures
 from tests.zoo.cases import CASES, Family, family, perturbed
 
 CPU = torch.device("cpu")
@@ -155,6 +157,35 @@ def test_only_the_layer_at_hand_is_read(models: Family) -> None:
     q, k = found["attn.q_proj.weight"], found["attn.k_proj.weight"]
     whole = models.modules["expert:a"].state_dict()["transformer.resblocks.1.attn.in_proj_weight"]
     assert torch.equal(torch.cat([q, k]), whole[:64])
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])
+def test_no_pass_copies_experts_of_one_fused_tensor(name: str, stored: torch.dtype) -> None:
+    """They lie in one memory: a live model's own, or what they were converted to, or updated in."""
+    models = family(mixtures.case(name), n=2, batch_size=2)
+    module = models.modules["expert:a"]
+    state = {key: value.to(stored) for key, value in module.state_dict().items()}
+    pool, layer = with_state(models, state), models.chain.blocks[0]
+    before = pool.parameters("odd", layer)
+    expert = "mlp.experts.1.down_proj.weight"
+    updates = {expert: torch.rand_like(before[expert])}
+    after = replaced(layer, before, updates)
+    assert torch.equal(updates[expert], after[expert])
+
+    by_key: dict[str, list[str]] = {}
+    for parameter, slot in layer.parameters.items():
+        assert (parameter == expert) != torch.equal(before[parameter], after[parameter])
+        if slot.is_stacked:
+            by_key.setdefault(slot.key, []).append(parameter)
+    for key, names in by_key.items():
+        for parameters in (before, after):
+            whole = assembled(
+                [layer.parameters[name] for name in names], [parameters[name] for name in names]
+            )
+            assert whole.data_ptr() == parameters[names[0]].data_ptr()
+        if stored == torch.float64:
+            assert before[names[0]].data_ptr() == state[key].data_ptr()
 
 
 def test_library_forward_with_streamed_weights_is_the_live_models_own(models: Family) -> None:

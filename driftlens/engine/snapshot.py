@@ -171,7 +171,7 @@ class SnapshotWalk(CalibrationWalk):
                 updates |= more[0]
                 reports += more[1]
             self.grams.take_back()
-        solved = self._with_routers(layer, merged, solved)
+        self._repair_routers(layer, merged, solved)
         drift = {} if is_last else self._advance(layer, merged, solved)
         return [
             CalibratedLayer(layer.index, updates, reports, drift, seconds)
@@ -204,10 +204,10 @@ class SnapshotWalk(CalibrationWalk):
                 for key, lane in self._wanted(branch).items()
             }
 
-    def _with_routers(self, layer: Layer, merged: Parameters, solved: Sequence[Solved]) -> Sequence[Solved]:
-        """The same with every lane's router, on what the layer feeds it as it was, or as it is solved for now."""
+    def _repair_routers(self, layer: Layer, merged: Parameters, solved: Sequence[Solved]) -> None:
+        """Add every lane's router, on what the layer feeds it as it was, or as it is solved for now."""
         if self.router is None:
-            return solved
+            return
         branches = {index: branch.name for branch in self.branches for index in branch.lanes}
         for index, (lane, (updates, reports)) in enumerate(zip(self.calibrations, solved, strict=True)):
             calibrator = lane.calibrator
@@ -220,7 +220,6 @@ class SnapshotWalk(CalibrationWalk):
                 of_router, report = repair.solved(replaced(layer, merged, updates) if is_after else merged)
                 updates |= of_router
                 reports += report
-        return solved
 
     def _advance(self, layer: Layer, merged: Parameters, solved: Sequence[Solved]) -> dict[str, float]:
         """As `advance`, but lanes that are fed another model's features walk on through the merged model."""

@@ -17,7 +17,7 @@ from typing import Any
 from driftlens.base.intervals import Interval, mean_over_tasks
 from driftlens.base.metrics import ACCURACY
 from driftlens.base.rounding import COARSE, Change
-from driftlens.base.variants import calibrated, calibration_of, part_of, title
+from driftlens.base.variants import calibrated, calibration_of, is_control, part_of, title
 from driftlens.base.words import counted, some_of
 from driftlens.findings.checks import self_checks
 from driftlens.findings.frame import Measure, paired_by_task, pairing
@@ -420,17 +420,19 @@ def _note_on_tasks(run: DriftRun, judgement: Verdict, gap: Gap | None, last: str
     return f"{note}. {pairing(by_task)}".rstrip()
 
 
-def others_sheet(run: DriftRun, judgement: Verdict) -> Table:
-    """Means over tasks of what the verdict leaves out: anchors alone, controls, other calibrations, baselines."""
+def others_sheet(run: DriftRun, judgement: Verdict, *, controls: bool = True) -> Table:
+    """Means over tasks of what the verdict leaves out: other calibrations, baselines, anchors alone and controls."""
     is_drift = judgement.measure.role == RELATIVE.role
     rows = []
-    for variant in (name for name in run.variants if name not in judgement.means):
+    others = [name for name in run.variants if name not in judgement.means]
+    for variant in (name for name in others if controls or not is_control(name)):
         means = {about.title: mean(run, about, tasks, variant) for about, tasks in common(run, [variant])}
         own, drift = (
             means.get(name, Interval(math.nan)) for name in (judgement.measure.title, RELATIVE.title)
         )
         rows.append((title(variant), *own.ends, drift.value))
-    for control in filter(None, (rho_control(run, name) for name in run.manifest.calibrations)):
+    made = run.manifest.calibrations if controls else ()
+    for control in filter(None, (rho_control(run, name) for name in made)):
         judged = [row for row in control if row.about.role == judgement.measure.role]
         own = mean_over_tasks([row for row in judged if row.task in judgement.tasks])
         drift = mean_over_tasks([row for row in control if row.about is RELATIVE])

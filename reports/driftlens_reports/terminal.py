@@ -52,7 +52,7 @@ def aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
 
 def summary(run: DriftRun, *, verbose: bool = False) -> str:
     """What a run found: the verdict, a row per task, other models; of a verbose reader every table and check."""
-    parts = [[f"{run.name} ({run.id})", *facts.stamps(run)], *_verdict_parts(run)]
+    parts = [[f"{run.name} ({run.id})", *facts.stamps(run)], *_verdict_parts(run, verbose=verbose)]
     if verbose:
         final, routing = final_sheet(run), routing_sheet(run)
         parts += [
@@ -70,11 +70,11 @@ def summary(run: DriftRun, *, verbose: bool = False) -> str:
     return "\n\n".join("\n".join(printable(line) for line in part) for part in parts)
 
 
-def _verdict_parts(run: DriftRun, name: str = "") -> Iterator[list[str]]:
+def _verdict_parts(run: DriftRun, name: str = "", *, verbose: bool) -> Iterator[list[str]]:
     """The verdict, then a row per task, then the models that it leaves out."""
     judgement = verdict(run, name)
     yield [sentence(headline(run, name)), *judgement.sentences]
-    for sheet in (task_sheet(run, judgement), others_sheet(run, judgement)):
+    for sheet in (task_sheet(run, judgement), others_sheet(run, judgement, controls=verbose)):
         if sheet.rows:
             yield _sheet_lines(sheet)
 
@@ -298,7 +298,7 @@ def before_after_text(run: DriftRun, name: str, *, verbose: bool = False) -> str
     """The verdict on a calibration, a row per task, its notices, how its settings were chosen; verbose, its tables."""
     sheets = calibration_sheets(run, name)  # says which calibrations there are when this is none
     notices = [f"Notice: {text}." for text in run.manifest.calibrations[name].notices]
-    parts = [*_verdict_parts(run, name), [*notices, *selection_sentences(run, name)]]
+    parts = [*_verdict_parts(run, name, verbose=verbose), [*notices, *selection_sentences(run, name)]]
     parts += [_sheet_lines(sheet) for sheet in sheets] if verbose else []
     return "\n\n".join("\n".join(map(printable, part)) for part in parts if part)
 

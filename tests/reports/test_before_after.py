@@ -22,6 +22,7 @@ from driftlens.findings.before_after import (
     score_changes,
 )
 from driftlens.findings.compare import compare, mean_score_change
+from driftlens.findings.headline import headline, sentence
 from driftlens.findings.measures import DRIFT, SCORE, change, mean
 from driftlens.findings.reading import p_value, points, points_interval
 from driftlens.findings.verdict import verdict
@@ -116,7 +117,7 @@ def test_the_text_shows_every_task_and_its_numbers(run: DriftRun) -> None:
             for column in ("drift", "cosine"):
                 assert f"{row[column]:#.3g} +- {row[f'{column}_error']:#.2g}" in text
             assert f"{100 * row['relative']:.1f} % +- {100 * row['relative_error']:.1f} %" in text
-    assert text.startswith("\n".join(verdict(run, NAME).sentences))
+    assert text.startswith("\n".join([sentence(headline(run, NAME)), *verdict(run, NAME).sentences]))
 
 
 def test_without_a_control_there_is_no_row_of_it(tmp_path: Path) -> None:
@@ -297,8 +298,8 @@ def test_a_report_works_every_change_out_once(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(measures, name, counted)
     run = run_of(tmp_path / "run")
     Report(run).content  # noqa: B018 -- asks for everything
-    # Drift, cosine, and answers of every pair of base, expert, merged and calibrated, and of the anchor alone.
-    assert len(asked) == len(set(asked)) == (2 + 7) * len(run.tasks)
+    # Drift, cosine, and answers of every pair of base, expert, merged and calibrated.
+    assert len(asked) == len(set(asked)) == (2 + 6) * len(run.tasks)
 
 
 def test_a_change_too_small_to_show_has_no_minus() -> None:

@@ -28,7 +28,7 @@ def show() -> None:
     if part == SECTIONS["splits"].part:
         offer_attribution(chosen.run)
     baseline = _baseline(chosen.run) if is_gain and chosen.run.variants else "merged"
-    show_part("theory", part, chosen.run, chosen.options(baseline=baseline))
+    show_part("theory", part, chosen.run, chosen.options(baseline=baseline, controls=True))
 
 
 def _baseline(run: DriftRun) -> str:

@@ -153,8 +153,7 @@ def _no_gains(run: DriftRun, options: ChartOptions) -> str | None:
     "share of right answers by which a task is judged, both over the baseline, one point per task and variant with "
     "95 % intervals.",
     hint="Upper right: closer to the expert and more accurate. Cosine gain is a diagnostic, not an explanation of "
-    "accuracy: tasks can gain accuracy at an unchanged cosine, and the reverse. The anchor-only control is a "
-    "variant like the others.",
+    "accuracy: tasks can gain accuracy at an unchanged cosine, and the reverse.",
 )
 def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     """One cloud of labelled points per variant, with lines at no gain."""

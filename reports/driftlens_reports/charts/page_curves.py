@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from driftlens.base.errors import DataError
-from driftlens.base.variants import calibrated, is_control
+from driftlens.base.variants import calibrated
 from driftlens.findings.before_after import compared_variants
 from driftlens.findings.compare import Comparison
 from driftlens.findings.reading import number, percent
@@ -24,7 +24,7 @@ _SHARE, _CHANGE = "share of final drift", "change of mean drift"
 
 
 def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Mean drift over tasks by layer, a line per variant, a thin one for each task; controls wait in the legend."""
+    """Mean drift over tasks by layer, a line per variant, a thin one for each task."""
     column = "drift_rel" if options.relative else "drift_l2_mean"
     rows = picking.layer_rows(run, replace(options, tasks=None))
     if not rows[column].notna().any():
@@ -72,10 +72,7 @@ def _over_tasks(
     means = picking.ordered(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
     means = _placed(run, means)
     figure = draw_curves(run, means, kind, dark=options.dark, titles=[""])
-    grey, num_means = theme.palette(options.dark).quiet, len(figure.data)
-    for trace in figure.data:
-        if is_control(str(trace.legendgroup)):
-            trace.update(visible="legendonly", line={"color": grey, "dash": "dot", "width": 1}, mode="lines")
+    num_means = len(figure.data)
     brush = theme.Brush(run.variants, options.dark)
     for (task, variant), part in rows.groupby(["task", "variant"], sort=False):
         is_chosen = task in (options.tasks or ())
@@ -88,7 +85,6 @@ def _over_tasks(
             line={"width": 1.5 if is_chosen else 0.75, "dash": None},
             opacity=1.0 if is_chosen else 0.45,
             showlegend=False,
-            visible="legendonly" if is_control(str(variant)) else True,
             text=[*map(words.literal, part["where"])],
             hovertemplate=f"{named}: %{{y:{kind.number}}}, %{{text}}<extra></extra>",
         )

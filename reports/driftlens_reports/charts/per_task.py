@@ -126,8 +126,7 @@ def _no_scores(run: DriftRun, options: ChartOptions) -> str | None:
     lacks=_no_scores,
     caption="Accuracy on the test samples of every task, or the other score between -1 and 1 that the task is judged "
     "by, with 95 % intervals, from base to expert, and the mean over tasks at the end.",
-    hint="Where intervals overlap widely there may be no difference. The anchor-only control is the "
-    "merge that the calibration's ridge pulls towards. The mean over tasks hides the worst one.",
+    hint="Where intervals overlap widely there may be no difference. The mean over tasks hides the worst one.",
 )
 def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
     """Accuracy, or another bounded score, per task and variant with its interval, and the mean over tasks."""

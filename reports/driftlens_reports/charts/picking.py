@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from driftlens.base.errors import DataError, did_you_mean
-from driftlens.base.variants import control_of, part_of
+from driftlens.base.variants import calibration_of, control_of, is_control
 from driftlens.findings.projection.layouts import thinned
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import ANALYZE, TABLES
@@ -22,7 +22,8 @@ class ChartOptions:
 
     Attributes:
         tasks: only these; None is all.
-        variants: only these; None is all but the base.
+        variants: only these; None is all but the base and, without `controls`, those that show an anchor alone.
+        controls: calibrations have their anchor-only control beside them.
         layer: layer index, "final" or module path, for charts of one layer.
         band: which dispersion the band shows: the 10-90 % or 25-75 % quantiles, one standard deviation, or none.
         log: a logarithmic value axis, where the chart has one.
@@ -41,6 +42,7 @@ class ChartOptions:
 
     tasks: Sequence[str] | None = None
     variants: Sequence[str] | None = None
+    controls: bool = False
     layer: int | str = "final"
     band: Literal["q10-q90", "q25-q75", "std", "none"] = "q10-q90"
     log: bool = False
@@ -70,12 +72,14 @@ def chosen_tasks(run: DriftRun, options: ChartOptions) -> list[str]:
 
 
 def chosen_variants(run: DriftRun, options: ChartOptions, *, base: bool = False) -> list[str]:
-    """The chosen variants in the order of the run, with their anchor-only controls; the `base` only if asked."""
+    """The chosen variants in the order of the run, with their controls if these are; the `base` only if asked."""
     everything = [name for name in run.variants if name != "expert"]
     if options.variants is None:
-        return [name for name in everything if base or name != "base"]
+        there = [name for name in everything if base or name != "base"]
+        return [name for name in there if options.controls or not is_control(name)]
     named = set(_chosen("variant", options.variants, everything))
-    controls = {control_of(name.partition(":")[2]) for name in named if part_of(name) == "calibrated"}
+    calibrations = [calibration_of(name) for name in named if options.controls]
+    controls = {control_of(name) for name in calibrations if name}
     return [name for name in everything if name in named | controls]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -124,12 +125,16 @@ def test_names_stay_literal(name: str, hostile: DriftRun) -> None:
 
 
 @every_chart
-def test_the_control_stands_beside_the_calibrated_variant(name: str, full: DriftRun) -> None:
-    data = drawn(name, full, ChartOptions(variants=["merged", "calibrated:featcal"])).data
+def test_the_control_stands_beside_the_calibrated_variant_only_where_it_is_asked_for(
+    name: str, full: DriftRun
+) -> None:
+    asked = ChartOptions(variants=["merged", "calibrated:featcal"])
+    hidden, data = (drawn(name, full, replace(asked, controls=controls)).data for controls in (False, True))
     if "variant" not in data:
         pytest.skip("its rows are of no variant")
-    there = set(data["variant"])
-    assert "calibrated:featcal" not in there or control_of("featcal") in there
+    control, there = control_of("featcal"), set(data["variant"])
+    assert "calibrated:featcal" not in there or control in there
+    assert control not in {*hidden["variant"]} and control not in {*drawn(name, full).data["variant"]}
 
 
 @every_chart
@@ -164,8 +169,9 @@ CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
 
 def test_all_tasks_and_all_variants_but_the_base_are_drawn(full: DriftRun) -> None:
     assert chosen_tasks(full, ChartOptions()) == ["cars", "mnist", "dtd"]
-    variants = ["merged", "baseline:featcal-anchor", "calibrated:featcal"]
+    variants = ["merged", "calibrated:featcal"]
     assert chosen_variants(full, ChartOptions()) == variants
+    assert chosen_variants(full, ChartOptions(controls=True)) == ["merged", CONTROL, "calibrated:featcal"]
     assert chosen_variants(full, ChartOptions(), base=True) == ["base", *variants]
 
 
@@ -176,7 +182,7 @@ def test_names_come_in_the_order_of_the_run_and_once(full: DriftRun) -> None:
 
 
 def test_a_calibration_brings_its_own_control_and_no_other(crowded: DriftRun) -> None:
-    chosen = chosen_variants(crowded, ChartOptions(variants=["calibrated:two"]))
+    chosen = chosen_variants(crowded, ChartOptions(variants=["calibrated:two"], controls=True))
     assert chosen == ["baseline:two-anchor", "calibrated:two"]
 
 
@@ -190,7 +196,7 @@ def test_an_unknown_or_empty_choice_names_those_there_are(tasks: list[str], full
 def test_rows_come_by_task_variant_and_layer(full: DriftRun) -> None:
     rows = layer_rows(full, ChartOptions(tasks=["mnist", "cars"], variants=["calibrated:featcal", "merged"]))
     places = list(zip(rows["task"], rows["variant"], rows["layer"], strict=True))
-    variants = ["merged", "baseline:featcal-anchor", "calibrated:featcal"]
+    variants = ["merged", "calibrated:featcal"]
     assert places == [(t, v, at) for t in ("cars", "mnist") for v in variants for at in range(1, 7)]
 
 

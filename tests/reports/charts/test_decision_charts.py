@@ -42,7 +42,7 @@ def wild(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
 
 
 def test_shares_of_outcomes_agree_with_counting(wild: DriftRun) -> None:
-    figure = charts["margins"].draw(wild).figure
+    figure = charts["margins"].draw(wild, ChartOptions(controls=True)).figure
     variants = ["merged", CONTROL, CALIBRATED]
     for at, trace in enumerate(figure.data):
         variant, outcome = variants[at // 3], OUTCOMES[at % 3]
@@ -54,7 +54,7 @@ def test_shares_of_outcomes_agree_with_counting(wild: DriftRun) -> None:
 
 
 def test_histograms_count_every_sample_once(wild: DriftRun) -> None:
-    drawn = charts["flips"].draw(wild)
+    drawn = charts["flips"].draw(wild, ChartOptions(controls=True))
     for variant, rows in drawn.data.groupby("variant"):
         outputs = wild.outputs(variant=str(variant))
         for name, flips in (("flipped", True), ("kept", False)):
@@ -71,7 +71,7 @@ def test_histograms_count_every_sample_once(wild: DriftRun) -> None:
 
 
 def test_confidence_is_measured_of_the_expert_and_of_every_variant(wild: DriftRun) -> None:
-    drawn = charts["confidence"].draw(wild)
+    drawn = charts["confidence"].draw(wild, ChartOptions(controls=True))
     outputs = wild.outputs()
     curves = [trace for trace in drawn.figure.data if trace.type == "scatter"]
     assert [curve.legendgroup for curve in curves] == ["expert", "merged", CONTROL, CALIBRATED]
@@ -86,7 +86,7 @@ def test_confidence_is_measured_of_the_expert_and_of_every_variant(wild: DriftRu
 
 
 def test_an_empty_bin_breaks_the_line_and_counts_nobody(wild: DriftRun) -> None:
-    drawn = charts["confidence"].draw(wild)
+    drawn = charts["confidence"].draw(wild, ChartOptions(controls=True))
     curve = next(trace for trace in drawn.figure.data if trace.legendgroup == "merged")
     bars = next(trace for trace in drawn.figure.data if trace.legendgroup == "merged" and trace.type == "bar")
     empty = [value is None for value in curve.y]
@@ -95,18 +95,25 @@ def test_an_empty_bin_breaks_the_line_and_counts_nobody(wild: DriftRun) -> None:
 
 
 def test_without_labels_only_confidence_is_missing(bare: DriftRun) -> None:
-    reason = charts["confidence"].missing(bare, ChartOptions())
+    reason = charts["confidence"].missing(bare, ChartOptions(controls=True))
     assert reason is not None and "labelled samples" in reason
     for name in ("margins", "flips", "bound"):
-        assert charts[name].missing(bare, ChartOptions()) is None
+        assert charts[name].missing(bare, ChartOptions(controls=True)) is None
 
 
 def test_one_class_has_no_margins_but_keeps_every_decision(one_class: DriftRun) -> None:
-    reason = charts["flips"].missing(one_class, ChartOptions())
+    reason = charts["flips"].missing(one_class, ChartOptions(controls=True))
     assert reason is not None and "heads of two classes or more" in reason
-    shares = charts["margins"].draw(one_class).data
+    shares = charts["margins"].draw(one_class, ChartOptions(controls=True)).data
     assert (shares["kept without certificate"] == 1).all()
-    assert charts["confidence"].draw(one_class).data["accuracy"].dropna().eq(1).all()
+    assert (
+        charts["confidence"]
+        .draw(one_class, ChartOptions(controls=True))
+        .data["accuracy"]
+        .dropna()
+        .eq(1)
+        .all()
+    )
 
 
 @pytest.mark.parametrize("name", ["margins", "flips", "confidence", "bound"])

@@ -10,7 +10,6 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from driftlens.base.variants import is_control
 from driftlens.findings.reading import number, percent
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import panels
@@ -56,7 +55,7 @@ def expected(name: str, run: DriftRun) -> Iterator[list[float]]:
 
 @every_chart
 def test_every_trace_draws_the_numbers_of_the_table(name: str, full: DriftRun) -> None:
-    drawn = charts[name].draw(full)
+    drawn = charts[name].draw(full, ChartOptions(controls=True))
     found = sorted(values for trace in drawn.figure.data if (values := drawn_values(trace)))
     wanted = sorted(values for values in expected(name, full) if values)
     assert len(found) == len(wanted)
@@ -68,12 +67,12 @@ def test_every_trace_draws_the_numbers_of_the_table(name: str, full: DriftRun) -
 
 @every_chart
 def test_the_notes_say_how_many_samples_of_which_split(name: str, full: DriftRun) -> None:
-    assert charts[name].draw(full).notes[0] == "24 diagnosis samples per task."
+    assert charts[name].draw(full, ChartOptions(controls=True)).notes[0] == "24 diagnosis samples per task."
 
 
 @pytest.mark.parametrize("name", ["layer-drift", "amplification", "growth", "base-distance"])
 def test_values_stand_at_their_layers(name: str, full: DriftRun) -> None:
-    figure = charts[name].draw(full, ChartOptions(tasks=["mnist"], variants=["merged"])).figure
+    figure = charts[name].draw(full, ChartOptions(controls=True, tasks=["mnist"], variants=["merged"])).figure
     column = BY_CURVE[name][0]
     rows = full.layers("mnist", "merged")
     curves = [trace for trace in figure.data if trace.showlegend]
@@ -83,7 +82,7 @@ def test_values_stand_at_their_layers(name: str, full: DriftRun) -> None:
 
 
 def test_cells_stand_at_their_task_and_layer(full: DriftRun) -> None:
-    figure = charts["heatmap"].draw(full, ChartOptions(variants=["merged"])).figure
+    figure = charts["heatmap"].draw(full, ChartOptions(controls=True, variants=["merged"])).figure
     cells, axis = figure.data[0], figure.layout.yaxis
     for at, task in enumerate(axis.ticktext):
         for layer, value in zip(cells.x, cells.z[at], strict=True):
@@ -94,7 +93,7 @@ def test_cells_stand_at_their_task_and_layer(full: DriftRun) -> None:
 
 
 def test_layers_without_rows_are_gaps(single: DriftRun) -> None:
-    drawn = charts["heatmap"].draw(single, ChartOptions(variants=["merged"]))
+    drawn = charts["heatmap"].draw(single, ChartOptions(controls=True, variants=["merged"]))
     cells = drawn.figure.data[0]
     assert list(cells.x) == [1, 2, 3] and list(np.isnan(cells.z[0])) == [True, True, False]
     assert drawn.notes[-1].startswith("2 cells without a number")
@@ -102,7 +101,7 @@ def test_layers_without_rows_are_gaps(single: DriftRun) -> None:
 
 @pytest.mark.parametrize("name", ["heatmap", "cka", "contributions-heatmap"])
 def test_compared_panels_have_one_scale(name: str, full: DriftRun) -> None:
-    figure = charts[name].draw(full).figure
+    figure = charts[name].draw(full, ChartOptions(controls=True)).figure
     cells = [trace for trace in figure.data if isinstance(trace, go.Heatmap)]
     assert len(cells) == 3 and {trace.coloraxis for trace in cells} == {"coloraxis"}
     assert all(trace.zmin is None and trace.zmax is None for trace in cells)
@@ -111,12 +110,12 @@ def test_compared_panels_have_one_scale(name: str, full: DriftRun) -> None:
 
 
 def test_the_scale_of_signed_shares_has_zero_in_its_middle(full: DriftRun) -> None:
-    axis = charts["contributions-heatmap"].draw(full).figure.layout.coloraxis
+    axis = charts["contributions-heatmap"].draw(full, ChartOptions(controls=True)).figure.layout.coloraxis
     assert axis.cmin == -axis.cmax
 
 
 def test_relative_drift_is_its_own_column_without_a_band(full: DriftRun) -> None:
-    drawn = charts["layer-drift"].draw(full, ChartOptions(relative=True))
+    drawn = charts["layer-drift"].draw(full, ChartOptions(controls=True, relative=True))
     assert {"relative drift", "n"} <= set(drawn.data) and "mean drift" not in drawn.data
     assert sorted(finite(drawn.data["relative drift"])) == finite(table(full)["drift_rel"])
     assert all(trace.fill is None for trace in drawn.figure.data) and "no band" in drawn.notes[-1]
@@ -133,7 +132,7 @@ def test_relative_drift_is_its_own_column_without_a_band(full: DriftRun) -> None
 def test_the_band_is_the_chosen_dispersion(
     chosen: str, edges: Callable[[pd.DataFrame], list[pd.Series]], full: DriftRun
 ) -> None:
-    options = ChartOptions(tasks=["cars"], variants=["merged"], band=chosen)  # type: ignore[arg-type]
+    options = ChartOptions(controls=True, tasks=["cars"], variants=["merged"], band=chosen)  # type: ignore[arg-type]
     drawn = charts["layer-drift"].draw(full, options)
     bands = [trace for trace in drawn.figure.data if trace.fill == "toself"]
     assert [drawn_values(trace) for trace in bands] == [
@@ -143,13 +142,13 @@ def test_the_band_is_the_chosen_dispersion(
 
 
 def test_a_logarithmic_axis_is_logarithmic_in_every_panel(full: DriftRun) -> None:
-    figure = charts["layer-drift"].draw(full, ChartOptions(log=True)).figure
+    figure = charts["layer-drift"].draw(full, ChartOptions(controls=True, log=True)).figure
     assert {axis.type for axis in figure.select_yaxes()} == {"log"}
 
 
 def test_the_base_is_drawn_only_when_it_is_named(full: DriftRun) -> None:
-    assert "base" not in set(charts["base-distance"].draw(full).data["variant"])
-    named = charts["base-distance"].draw(full, ChartOptions(variants=["base"])).data
+    assert "base" not in set(charts["base-distance"].draw(full, ChartOptions(controls=True)).data["variant"])
+    named = charts["base-distance"].draw(full, ChartOptions(controls=True, variants=["base"])).data
     assert set(named["variant"]) == {"base"}
     assert named["drift / base distance"].to_numpy() == pytest.approx(1, abs=0.2)
 
@@ -169,7 +168,7 @@ MEASURE = "driftlens analyze RUN/spec.yaml --out NEW --set metrics."
 def test_what_was_not_measured_is_named_with_the_command_that_adds_it(
     name: str, column: str, command: str, unmeasured: DriftRun
 ) -> None:
-    reason = charts[name].missing(unmeasured, ChartOptions())
+    reason = charts[name].missing(unmeasured, ChartOptions(controls=True))
     assert reason and f"{column} of table layers" in reason and f"`{command}`" in reason
 
 
@@ -211,7 +210,7 @@ def test_segments_abut_on_both_sides_of_zero_and_end_at_one() -> None:
 
 def test_only_signed_projections_are_stacked(full: DriftRun) -> None:
     for name in [*BY_CURVE, *BY_PANEL]:
-        layout = charts[name].draw(full).figure.layout
+        layout = charts[name].draw(full, ChartOptions(controls=True)).figure.layout
         assert layout.barmode in (None, "group") or name == "contributions"
 
 
@@ -233,13 +232,13 @@ def test_an_encoders_curve_ends_where_the_decoders_begins(full: DriftRun) -> Non
     streams = layers["layer"].le(3).map({True: "encoder", False: "hidden"})
     two = with_rows(full, "layers", layers.assign(stream=streams))
     for name in ("heatmap", "splits", "layer-drift"):
-        figure = charts[name].draw(two).figure
+        figure = charts[name].draw(two, ChartOptions(controls=True)).figure
         assert 3.5 in [shape.x0 for shape in figure.layout.shapes], name
         assert "4 decoder's first" in str(figure.to_dict()), name
 
 
 def test_hover_texts_and_sentences_call_a_layer_by_its_block(full: DriftRun) -> None:
-    drawn = charts["layer-drift"].draw(full)
+    drawn = charts["layer-drift"].draw(full, ChartOptions(controls=True))
     curves = [trace for trace in drawn.figure.data if trace.text is not None and len(trace.text) > 1]
     last = full.manifest.layers[-1].index
     assert curves and all(f"block 0 (layer 2 of {last})" in trace.text[1] for trace in curves)
@@ -247,14 +246,14 @@ def test_hover_texts_and_sentences_call_a_layer_by_its_block(full: DriftRun) -> 
 
 
 def test_in_a_narrow_window_panels_stand_below_one_another(full: DriftRun) -> None:
-    wide = charts["layer-drift"].draw(full).figure
+    wide = charts["layer-drift"].draw(full, ChartOptions(controls=True)).figure
     with panels.one_column():
-        narrow = charts["layer-drift"].draw(full).figure
-        beside = charts["decomposition"].draw(full).figure
+        narrow = charts["layer-drift"].draw(full, ChartOptions(controls=True)).figure
+        beside = charts["decomposition"].draw(full, ChartOptions(controls=True)).figure
     ends = [{axis.domain for axis in figure.select_xaxes()} for figure in (wide, narrow, beside)]
     assert len(ends[0]) > 1 == len(ends[1]) and narrow.layout.height > wide.layout.height
     assert len(ends[2]) > 1, "kinds of one task stay beside one another"
-    again = charts["layer-drift"].draw(full).figure
+    again = charts["layer-drift"].draw(full, ChartOptions(controls=True)).figure
     assert again.layout.height == wide.layout.height
 
 
@@ -288,7 +287,7 @@ def test_its_words_are_its_numbers(full: DriftRun) -> None:
 def test_its_theme_is_that_of_the_other_charts(full: DriftRun) -> None:
     light, dark = (leaves(running_curve(full, "new", FOUND, dark=dark).figure) for dark in (False, True))
     assert light.keys() == dark.keys() and light != dark
-    other = charts["layer-drift"].draw(full, ChartOptions())
+    other = charts["layer-drift"].draw(full, ChartOptions(controls=True))
     lines = {trace.legendgroup: trace.line for trace in other.figure.data if trace.showlegend}
     running = running_curve(full, "featcal", FOUND, dark=False).figure.data
     for trace in running:
@@ -304,17 +303,15 @@ def test_a_name_is_shown_and_not_obeyed(full: DriftRun, name: str) -> None:
     assert "<" not in shown and "$" not in shown and "%" not in shown
 
 
-def test_the_mean_over_tasks_is_thick_each_task_thin_and_the_control_waits(full: DriftRun) -> None:
+def test_the_mean_over_tasks_is_thick_each_task_thin_and_the_control_hides(full: DriftRun) -> None:
     task = full.tasks[0]
     drawn = mean_curves(full, ChartOptions(tasks=[task]))
     rows = full.layers()
     values = rows.pivot_table(index=["variant", "layer"], columns="task", values="drift_l2_mean")
     thick = {str(trace.legendgroup): trace for trace in drawn.figure.data if trace.showlegend}
-    assert {*thick} == {*full.variants} - {"base"}
+    assert {*thick} == {"merged", "calibrated:featcal"}
     for variant, trace in thick.items():
         assert [*trace.y] == pytest.approx(values.loc[variant].mean(axis=1).tolist())
-        waits = is_control(variant)
-        assert (trace.visible == "legendonly", trace.line.dash == "dot") == (waits, waits)
     thin = [trace for trace in drawn.figure.data if not trace.showlegend and trace.hovertemplate]
     assert len(thin) == len(full.tasks) * len(thick)
     for trace in thin:
@@ -337,7 +334,7 @@ def test_what_a_repair_leaves_is_a_share_of_the_merged_models_drift(full: DriftR
 
 
 SHARES = {"carried share": "final_share", "swapped share": "prefix_share"}
-ONE = ChartOptions(tasks=["mnist"], variants=["merged"])
+ONE = ChartOptions(controls=True, tasks=["mnist"], variants=["merged"])
 
 
 @pytest.fixture(scope="module")
@@ -389,7 +386,7 @@ def test_cells_tell_their_interval_when_hovered(sampled: DriftRun) -> None:
 
 @pytest.mark.parametrize("name", ["splits", "contributions", "contributions-heatmap"])
 def test_a_run_of_an_older_schema_is_drawn_without(name: str, full: DriftRun) -> None:
-    drawn = charts[name].draw(full)
+    drawn = charts[name].draw(full, ChartOptions(controls=True))
     assert "interval" not in drawn.figure.to_json() and not any("interval" in note for note in drawn.notes)
     assert not [column for column in drawn.data if column.endswith((" low", " high"))]
     for trace in drawn.figure.data:

@@ -63,13 +63,13 @@ def test_marks_are_the_tables_values_and_their_means(
     rows = full.layers(layer="final") if table == "layers" else getattr(full, table)()
     if table == "params":
         rows = rows[rows["scope"] == "backbone"]
-    for variant, values in by_legend(charts[name].draw(full).figure).items():
+    for variant, values in by_legend(charts[name].draw(full, ChartOptions(controls=True)).figure).items():
         wanted = rows.loc[rows["variant"] == variant, column].astype(float)
         assert finite(values) == finite([*wanted, wanted.mean()])
 
 
 def test_accuracy_has_the_base_the_control_and_the_expert_with_the_tables_intervals(full: DriftRun) -> None:
-    figure = charts["accuracy"].draw(full).figure
+    figure = charts["accuracy"].draw(full, ChartOptions(controls=True)).figure
     order = list(dict.fromkeys(trace.legendgroup for trace in figure.data))
     assert order == ["base", "merged", CONTROL, CALIBRATED, "expert"]
     for trace in figure.data:
@@ -85,7 +85,7 @@ def test_accuracy_has_the_base_the_control_and_the_expert_with_the_tables_interv
 
 @pytest.mark.parametrize("name", ["task-cosine", "backbone-alignment", "accuracy"])
 def test_a_gap_stays_a_gap_and_spoils_the_mean(name: str, gappy: DriftRun) -> None:
-    data = charts[name].draw(gappy).data
+    data = charts[name].draw(gappy, ChartOptions(controls=True)).data
     column = next(
         column for column in ("mean cosine", "cosine of task vectors", "accuracy") if column in data
     )
@@ -97,7 +97,7 @@ def test_a_gap_stays_a_gap_and_spoils_the_mean(name: str, gappy: DriftRun) -> No
 
 @pytest.mark.parametrize("band", ["q10-q90", "q25-q75", "std", "none"])
 def test_whiskers_are_the_band_that_the_options_name(band: str, full: DriftRun) -> None:
-    drawn = charts["task-cosine"].draw(full, ChartOptions(band=band))  # type: ignore[arg-type]
+    drawn = charts["task-cosine"].draw(full, ChartOptions(controls=True, band=band))  # type: ignore[arg-type]
     values = full.samples("cars", "merged", "final")["cos"].to_numpy(dtype=float)
     row = drawn.data.set_index(["task", "variant"])[["low", "high"]].astype(float).loc[("cars", "merged")]
     wanted = {
@@ -111,12 +111,12 @@ def test_whiskers_are_the_band_that_the_options_name(band: str, full: DriftRun) 
 
 
 def test_one_task_has_no_mean_of_tasks(full: DriftRun) -> None:
-    drawn = charts["task-cosine"].draw(full, ChartOptions(tasks=["cars"]))
+    drawn = charts["task-cosine"].draw(full, ChartOptions(controls=True, tasks=["cars"]))
     assert set(drawn.data["task"]) == {"cars"}
 
 
 def test_gains_are_differences_of_the_tables(full: DriftRun) -> None:
-    drawn = charts["gains"].draw(full)
+    drawn = charts["gains"].draw(full, ChartOptions(controls=True))
     assert set(drawn.data["variant"]) == {CONTROL, CALIBRATED}
     for trace in drawn.figure.data:
         variant = CALIBRATED if trace.name == "featcal" else CONTROL
@@ -133,13 +133,16 @@ def test_gains_are_differences_of_the_tables(full: DriftRun) -> None:
 
 def test_gains_are_called_by_the_metric_that_tasks_are_judged_by(full: DriftRun) -> None:
     asked = with_rows(full, "accuracy", full.accuracy().assign(metric="exact_match"))
-    drawn = charts["gains"].draw(asked)
+    drawn = charts["gains"].draw(asked, ChartOptions(controls=True))
     assert drawn.figure.layout.yaxis.title.text.startswith("gain in exact match over")
     assert "accuracy" not in drawn.alt and set(drawn.data["metric"]) == {"exact_match"}
 
 
 def test_the_calibrated_points_carry_the_names_of_tasks(full: DriftRun) -> None:
-    modes = {trace.name: trace.mode for trace in charts["gains"].draw(full).figure.data}
+    modes = {
+        trace.name: trace.mode
+        for trace in charts["gains"].draw(full, ChartOptions(controls=True)).figure.data
+    }
     assert modes == {"featcal, anchor only": "markers", "featcal": "markers+text"}
 
 
@@ -164,7 +167,7 @@ def test_gains_say_of_their_intervals_whether_they_are_paired(full: DriftRun, tm
     # As many test samples as diagnosis samples: then single answers of all of them are stored.
     paired = open_run(write_full_run(tmp_path / "run", tasks=["cars"], size=Size(tests=24)))
     for run in (paired, full):
-        drawn = charts["gains"].draw(run)
+        drawn = charts["gains"].draw(run, ChartOptions(controls=True))
         changes = [
             change(run, SCORE, row["task"], ("merged", row["variant"]))
             for row in drawn.data.to_dict("records")
@@ -176,17 +179,17 @@ def test_gains_say_of_their_intervals_whether_they_are_paired(full: DriftRun, tm
 
 @pytest.mark.parametrize("name", ["gains", "sample-cosine"])
 def test_without_a_rival_there_is_no_gain(name: str, uncalibrated: DriftRun) -> None:
-    assert charts[name].missing(uncalibrated, ChartOptions()) == NO_RIVAL
+    assert charts[name].missing(uncalibrated, ChartOptions(controls=True)) == NO_RIVAL
 
 
 @pytest.mark.parametrize("name", ["gains", "sample-cosine"])
 def test_a_rival_that_is_not_chosen_is_not_made_again(name: str, full: DriftRun) -> None:
-    reason = charts[name].missing(full, ChartOptions(variants=["base"], baseline="base"))
+    reason = charts[name].missing(full, ChartOptions(controls=True, variants=["base"], baseline="base"))
     assert reason == "needs a variant besides the baseline; choose another variant, or another baseline."
 
 
 def test_gains_count_from_the_baseline_that_is_named(full: DriftRun) -> None:
-    drawn = charts["gains"].draw(full, ChartOptions(baseline=CONTROL, variants=[CALIBRATED]))
+    drawn = charts["gains"].draw(full, ChartOptions(controls=True, baseline=CONTROL, variants=[CALIBRATED]))
     assert set(drawn.data["variant"]) == {CALIBRATED}
     row = drawn.data[drawn.data["task"] == "dtd"].iloc[0]
     cosines = [full.value("cos_mean", task="dtd", variant=name) for name in (CALIBRATED, CONTROL)]
@@ -196,7 +199,7 @@ def test_gains_count_from_the_baseline_that_is_named(full: DriftRun) -> None:
 def test_without_labels_accuracy_charts_name_the_command(tmp_path: Path) -> None:
     bare = open_run(write_full_run(tmp_path / "run", has_labels=False, tasks=["cars"]))
     for name in ("accuracy", "gains"):
-        assert "`driftlens evaluate RUN`" in str(charts[name].missing(bare, ChartOptions()))
+        assert "`driftlens evaluate RUN`" in str(charts[name].missing(bare, ChartOptions(controls=True)))
 
 
 DEFAULTS = {"lam": 0.05, "rho": 2.0, "alpha": 0.3, "n": 64}
@@ -226,7 +229,7 @@ def swept(full: DriftRun) -> DriftRun:
 
 
 def test_alignment_is_the_mean_over_tasks_with_its_extremes(full: DriftRun) -> None:
-    data = charts["alignment"].draw(full).data
+    data = charts["alignment"].draw(full, ChartOptions(controls=True)).data
     params = full.params(variant=CALIBRATED)
     for layer in full.manifest.layers:
         cosines = params.loc[(params["scope"] == "layer") & (params["path"] == layer.path), "cos"]
@@ -236,7 +239,7 @@ def test_alignment_is_the_mean_over_tasks_with_its_extremes(full: DriftRun) -> N
 
 
 def test_modules_of_all_blocks_that_play_one_part_are_one_group(full: DriftRun) -> None:
-    drawn = charts["alignment"].draw(full)
+    drawn = charts["alignment"].draw(full, ChartOptions(controls=True))
     params = full.params(variant="merged")
     modules = params[params["scope"] == "module"]
     right = next(
@@ -272,7 +275,7 @@ def test_block_one_does_not_hold_the_modules_of_block_ten() -> None:
 
 
 def test_adjoint_bars_and_dots_are_means_over_samples(full: DriftRun) -> None:
-    drawn = charts["adjoint"].draw(full)
+    drawn = charts["adjoint"].draw(full, ChartOptions(controls=True))
     rows = full.adjoint(variant=CALIBRATED)
     bars = [trace for trace in drawn.figure.data if trace.type == "bar"][-2:]
     for target, bar in zip(("loss", "margin"), bars, strict=True):
@@ -289,7 +292,7 @@ def test_adjoint_bars_and_dots_are_means_over_samples(full: DriftRun) -> None:
 
 
 def test_module_groups_are_means_over_tasks_and_sum_to_the_layer(full: DriftRun) -> None:
-    drawn = charts["group-contributions"].draw(full)
+    drawn = charts["group-contributions"].draw(full, ChartOptions(controls=True))
     cells = drawn.data[drawn.data["variant"] == CALIBRATED].groupby("layer")["share of final drift"].sum()
     layers = full.layers(variant=CALIBRATED).groupby("layer")["final_share"].mean()
     assert cells.tolist() == pytest.approx(layers.tolist())
@@ -302,7 +305,7 @@ def test_module_groups_are_means_over_tasks_and_sum_to_the_layer(full: DriftRun)
 
 
 def test_adjoint_parts_and_remainder_add_up_to_the_change(full: DriftRun) -> None:
-    data = charts["adjoint"].draw(full).data
+    data = charts["adjoint"].draw(full, ChartOptions(controls=True)).data
     sums = data[data["task"] == "cars"].groupby(["variant", "target"])["mean part"].sum()
     for (variant, target), total in sums.items():
         rows = full.adjoint("cars", variant)
@@ -317,7 +320,7 @@ def test_without_a_loss_adjoint_shows_the_margin_alone(full: DriftRun) -> None:
 
 
 def test_the_calibration_log_has_each_sites_ratio_and_change_in_its_cell(full: DriftRun) -> None:
-    drawn = charts["calibration-log"].draw(full)
+    drawn = charts["calibration-log"].draw(full, ChartOptions(controls=True))
     ratios, changes = (trace for trace in drawn.figure.data if trace.type == "heatmap")
     log = full.calibration("featcal").set_index(["layer", "site"])
     for down, site in enumerate(SITES):
@@ -336,12 +339,12 @@ def test_an_objective_that_was_zero_has_no_ratio(full: DriftRun) -> None:
 
 
 def test_no_calibration_means_no_log(uncalibrated: DriftRun) -> None:
-    reason = charts["calibration-log"].missing(uncalibrated, ChartOptions())
+    reason = charts["calibration-log"].missing(uncalibrated, ChartOptions(controls=True))
     assert reason is not None and "`driftlens calibrate RUN --name NAME`" in reason
 
 
 def test_sweeps_average_tasks_first_and_then_seeds(swept: DriftRun) -> None:
-    drawn = charts["sweeps"].draw(swept)
+    drawn = charts["sweeps"].draw(swept, ChartOptions(controls=True))
     rows = swept.sweeps()
     bold = [trace for trace in drawn.figure.data if trace.legendgroup == "mean"]
     panels = [(measure, sweep) for measure in ("drift_l2_mean", "accuracy") for sweep in ("lam", "alpha")]
@@ -356,7 +359,7 @@ def test_sweeps_average_tasks_first_and_then_seeds(swept: DriftRun) -> None:
 
 
 def test_thin_lines_are_the_tasks_apart_by_gaps(swept: DriftRun) -> None:
-    drawn = charts["sweeps"].draw(swept)
+    drawn = charts["sweeps"].draw(swept, ChartOptions(controls=True))
     thin = next(trace for trace in drawn.figure.data if trace.legendgroup == "tasks")
     assert [value is None for value in thin.y] == [False] * 4 + [True] + [False] * 4
     rows = swept.sweeps()
@@ -365,7 +368,11 @@ def test_thin_lines_are_the_tasks_apart_by_gaps(swept: DriftRun) -> None:
 
 
 def test_the_calibrations_of_the_run_stand_among_the_points(swept: DriftRun) -> None:
-    stars = [at for at in charts["sweeps"].draw(swept).figure.data if at.legendgroup == "calibrations"]
+    stars = [
+        at
+        for at in charts["sweeps"].draw(swept, ChartOptions(controls=True)).figure.data
+        if at.legendgroup == "calibrations"
+    ]
     info, tasks = swept.manifest.calibrations["featcal"], list(swept.tasks)
     values = [info.settings["lam"], info.settings["alpha"]]
     assert [list(at.x) for at in stars] == [[value] for value in values * 2]
@@ -378,13 +385,17 @@ def test_the_calibrations_of_the_run_stand_among_the_points(swept: DriftRun) -> 
 
 
 def test_the_ring_marks_the_value_that_other_sweeps_keep(swept: DriftRun) -> None:
-    rings = [trace for trace in charts["sweeps"].draw(swept).figure.data if trace.legendgroup == "default"]
+    rings = [
+        trace
+        for trace in charts["sweeps"].draw(swept, ChartOptions(controls=True)).figure.data
+        if trace.legendgroup == "default"
+    ]
     assert [list(ring.x) for ring in rings] == [[0.05], [0.3], [0.05], [0.3]]
 
 
 def test_one_seed_has_no_whiskers_and_the_notes_say_so(full: DriftRun) -> None:
     run = with_rows(full, "sweeps", sweep_rows("rho", [1, 2], seeds=1))
-    drawn = charts["sweeps"].draw(run)
+    drawn = charts["sweeps"].draw(run, ChartOptions(controls=True))
     assert "With one seed there is no spread to show." in drawn.notes
     assert all(trace.error_y.array is None for trace in drawn.figure.data)
 
@@ -392,10 +403,10 @@ def test_one_seed_has_no_whiskers_and_the_notes_say_so(full: DriftRun) -> None:
 def test_a_sweep_of_several_settings_is_named_and_not_drawn(full: DriftRun) -> None:
     several = sweep_rows("lam", [0.1]).assign(sweep="lam+rho", rho=1.5)
     run = with_rows(full, "sweeps", pd.concat([sweep_rows("alpha", [0, 1]), several]))
-    drawn = charts["sweeps"].draw(run)
+    drawn = charts["sweeps"].draw(run, ChartOptions(controls=True))
     assert set(drawn.data["sweep"]) == {"alpha"}
     assert "Not drawn here: lam+rho." in drawn.notes
-    reason = charts["sweeps"].missing(with_rows(full, "sweeps", several), ChartOptions())
+    reason = charts["sweeps"].missing(with_rows(full, "sweeps", several), ChartOptions(controls=True))
     assert reason is not None and "`driftlens sweep RUN --param" in reason
 
 
@@ -419,7 +430,7 @@ def test_methods_stand_in_one_picture_beside_the_runs_own_models(full: DriftRun)
     rows = sweep_rows("n", [8, 64], tasks=tuple(full.tasks))
     other = rows.assign(sweep="residual:n", method="residual", accuracy=rows["accuracy"] + 0.05)
     assert "--method featcal,residual" in str(
-        charts["samples"].missing(with_rows(full, "sweeps", rows), ChartOptions())
+        charts["samples"].missing(with_rows(full, "sweeps", rows), ChartOptions(controls=True))
     )
     drawn = charts["samples"].draw(with_rows(full, "sweeps", pd.concat([rows, other])))
     data = drawn.data.set_index(["measure", "method", "n"]).sort_index()

@@ -79,12 +79,14 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
     return tensor.to(device, dtype)
 
 
-def in_one_memory(slots: Mapping[str, Slot], part: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def in_one_memory(
+    slots: Mapping[str, Slot], part: Callable[[str], Tensor], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
     """Parameters of one fused tensor, by name: each as `part` gives it, copied behind the one before."""
     whole: Tensor | None = None
     for place, (name, slot) in enumerate(slots.items()):
         stored = slot.stored(part(name))
-        whole = stored.new_empty(len(slots), *stored.shape[1:]) if whole is None else whole
+        whole = stored.new_empty(len(slots), *stored.shape[1:], dtype=dtype) if whole is None else whole
         whole[place] = stored[0]
         yield name, slot.own(whole[place : place + 1])
 
@@ -97,7 +99,7 @@ def replaced(layer: Layer, parameters: Parameters, updates: dict[str, Tensor]) -
     whole = {**parameters, **updates}
     for slots in _stacks(layer).values():
         if not updates.keys().isdisjoint(slots):
-            for name, value in in_one_memory(slots, whole.__getitem__):
+            for name, value in in_one_memory(slots, whole.__getitem__, whole[next(iter(slots))].dtype):
                 whole[name] = value
                 if name in updates:
                     updates[name] = value
@@ -276,11 +278,14 @@ class ModelPool:
 
     def _stack(self, model: str, slots: Mapping[str, Slot]) -> Iterable[tuple[str, Tensor]]:
         """Parameters of one fused tensor, by name, in one memory; not copied where a live model has them so."""
-        few = {name: self._parameter(model, slots[name]) for name in itertools.islice(slots, 2)}
-        if len({part.untyped_storage().data_ptr() for part in few.values()}) == 1:
-            return ((name, self._parameter(model, slot)) for name, slot in slots.items())
+        read = self.stored if self.device.type == "cpu" else self._parameter
+        few = {name: read(model, slots[name]) for name in itertools.islice(slots, 2)}
+        if len({part.untyped_storage().data_ptr() for part in few.values()}) == 1 and all(
+            part.dtype == self.dtype for part in few.values()
+        ):
+            return ((name, read(model, slot)) for name, slot in slots.items())
         return in_one_memory(
-            slots, lambda name: few.pop(name) if name in few else self._parameter(model, slots[name])
+            slots, lambda name: few.pop(name) if name in few else read(model, slots[name]), self.dtype
         )
 
     def stored(self, model: str, slot: Slot) -> Tensor:

@@ -70,7 +70,7 @@ class Fitting(Calibrator):
         study = live_study(given, LiveSettings(**inputs, n_calibration=request.n))
         chain, reporter = study.pool.chain, Reporter(around.on_progress, around.cancel)
         chosen = select_sites(chain, layers=request.layers, sites=request.sites, update=self.kinds)
-        check_closure(study)
+        check_closure(study, request.closure_samples)
         ground = Ground(
             study.pool,
             {task: [at_hand.calibration or at_hand.diagnosis] for task, at_hand in study.tasks.items()},

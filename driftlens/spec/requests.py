@@ -535,7 +535,10 @@ class FitRequest(LiveInputs, title="fit"):
     Attributes:
         layers: which layers, by pattern or index; all blocks if left out.
         sites: patterns on module paths; linear and norm modules inside blocks if left out.
+        closure_samples: how many samples of each task are held against the library's own forward passes before
+            anything is solved; None takes a whole batch.
     """
 
     layers: LayerPatterns = None
     sites: tuple[Text, ...] | None = None
+    closure_samples: Count | None = 2

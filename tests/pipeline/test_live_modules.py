@@ -414,6 +414,21 @@ def test_as_many_samples_are_held_against_the_library_as_the_budget_holds() -> N
         check_closure(tight)
 
 
+@pytest.mark.parametrize(
+    ("asked", "held"), [({}, 2), ({"closure_samples": 3}, 3), ({"closure_samples": None}, 6)]
+)
+def test_a_few_samples_are_held_against_the_library_before_a_fit(
+    asked: dict[str, Any], held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, data = models(Stack), torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    counts, settle = [], LibraryDrift.settle
+    monkeypatch.setattr(
+        LibraryDrift, "settle", lambda self: (counts.append(len(self.batch.inputs)), settle(self))
+    )
+    fitted(given, data, blocks="blocks", **asked)
+    assert {*counts} == {held}
+
+
 def test_models_without_drift_are_closed(tmp_path: Path) -> None:
     base = with_seed(Stack)().eval()
     given = dict.fromkeys(("base", "merged", "expert"), base)

@@ -269,17 +269,17 @@ VERIFIED_SAMPLES = 2
 class LibraryDrift:
     """Drift of a task's first samples as the models' own library gives it, to hold the walk's drift against.
 
-    They are a batch, or less where all its boundaries' features don't fit into the budget of features. `error` is
-    |e - e_library| / |e| by variant and layer; NaN where there is no drift.
+    They are a batch, or less where all its boundaries' features don't fit into the budget of features, or `most` are
+    wanted. `error` is |e - e_library| / |e| by variant and layer; NaN where there is no drift.
     """
 
-    def __init__(self, study: Study, task: str) -> None:
+    def __init__(self, study: Study, task: str, most: int | None = None) -> None:
         pool, samples = study.pool, study.tasks[task].diagnosis
         num_states = len(pool.chain.layers) * (1 + len(study.variants))
         per_sample = waiting_bytes(pool, pool.expert(task), samples.load([0]), num_states)
         fitting = max(1, study.settings.feature_budget // max(1, per_sample))
         # Not fewer samples read, for texts are padded to the longest of their batch.
-        self.batch = next(samples.batches()).first(fitting)
+        self.batch = next(samples.batches()).first(min(fitting, most or fitting))
         inputs = on_device(self.batch.inputs, pool.device, pool.dtype)
         expert = pool.library_states(pool.expert(task), inputs)
         self.unheld = require_as_peft(study, task, inputs, expert[-1])
@@ -370,10 +370,10 @@ def unheld(task: str, reason: str) -> str:
     )
 
 
-def check_closure(study: Study) -> None:
-    """Hold the first samples of every task against the library's own forward pass, before drift is built on."""
+def check_closure(study: Study, most: int | None = None) -> None:
+    """Hold the first samples of every task, a batch or `most`, against the library's own forward passes."""
     for task, at_hand in study.tasks.items():
-        library = LibraryDrift(study, task)
+        library = LibraryDrift(study, task, most)
         for view in walk(study.pool, task, study.variants, [library.batch], ids=at_hand.diagnosis.ids):
             library.compare(view)
         library.settle()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import jvp, vjp
 
 from driftlens.base.diagnostic import Seen, diagnostic
+from driftlens.linalg.fixed_weights import FixedNumbers
 from driftlens.linalg.state import (
     cross_entropy_change,
     forward_mode_attention,
@@ -194,7 +195,7 @@ def score_gains(head: ScoreMap, start: Tensor, end: Tensor, change: Tensor | Non
 
 def _gains_at(head: ScoreMap, point: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
     """|J u| along the drift, and the largest gain found by power iteration from it."""
-    with forward_mode_attention():
+    with forward_mode_attention(), FixedNumbers():
         pull = vjp(head.scores, point)[1]
         vector = direction
         image = along = jvp(head.scores, (point,), (vector,))[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,15 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT_WITHOUT_DOT, list("-+0123456789"))
 
 
+_MOST_KEPT = 1 << 16
+"""Characters of a text whose values are kept: a job reads one spec several times, and the safe loader is slow."""
+
+
+@functools.lru_cache(8)
+def _loaded(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
 def from_yaml(text: str, where: str) -> Any:
     """The value that `text` spells."""
     if len(text) > MOST_CHARACTERS:
@@ -97,7 +108,7 @@ def from_yaml(text: str, where: str) -> Any:
             hint="Lists of class names may stand in files of their own.",
         )
     try:
-        return yaml.load(text, Loader=_Loader)
+        return copy.deepcopy(_loaded(text)) if len(text) <= _MOST_KEPT else _loaded.__wrapped__(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from driftlens.linalg.fixed_weights import FixedWeights
+from driftlens.linalg.fixed_weights import FixedNumbers, FixedWeights
 
 # torch.func.jvp scripts its decompositions on first use and warns that scripting is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
@@ -30,6 +31,8 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm over two axes": lambda x: F.layer_norm(x, (2, 4), torch.outer(SHIFT[:2], SCALE)),
     "gelu": lambda x: F.gelu(x),
     "tanh gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "numbers": lambda x: torch.mul(1.7 * x.mul(0.3), other=3) / 7,
+    "a tensor beside numbers": lambda x: x * SHIFT / (2 * x.square() + 3),
 }
 
 
@@ -78,13 +81,14 @@ def test_derivatives_of_derivatives_pass_through(generator: torch.Generator) -> 
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products."""
+    """Counts matrix products, and all that is done, by name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count, self.all = 0, Counter[str]()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.all[str(function)] += 1
         self.count += str(function).startswith(("aten.mm", "aten.addmm", "aten.bmm", "aten.matmul"))
         return function(*args, **(kwargs or {}))
 
@@ -97,6 +101,16 @@ def test_a_linear_map_costs_one_product_for_the_point_and_one_for_all_vectors(
     with FixedWeights(), Products() as products:
         push(lambda point: F.linear(point, weight), x, vectors)  # type: ignore[arg-type]
     assert products.count == 2
+
+
+def test_a_product_with_a_number_is_two_products_and_has_no_tangent_of_the_number(
+    generator: torch.Generator,
+) -> None:
+    x, v = torch.randn(2, 5, 4, generator=generator)
+    with FixedNumbers(), Products() as products:
+        jvp(lambda point: 3.0 * point, (x,), (v,))
+    assert products.all["aten.mul.Scalar"] + products.all["aten.mul.Tensor"] == 2
+    assert not products.all["aten._efficientzerotensor.default"] and not products.all["aten.add.Tensor"]
 
 
 def test_afterwards_weights_move_again(generator: torch.Generator) -> None:

@@ -23,7 +23,7 @@ import yaml
 from driftlens.runs.run import DriftRun
 from tests.faults.essence import differences, essence
 from tests.faults.moments import FAULTS
-from tests.faults.worker import AS_ANYBODY, Ended, Server, serving
+from tests.faults.worker import CAN_BE_ANYBODY, Ended, run
 from tests.pipeline.fixtures import light, world
 from tests.zoo.world import World
 
@@ -85,10 +85,9 @@ def cases() -> Iterator[Any]:
 class Bench:
     """Where commands run, what they begin with, and what they reach when nothing goes wrong."""
 
-    server: Server
     folder: Path
     spec: Path
-    run: DriftRun
+    start: DriftRun
     reached: dict[str, tuple[int, dict[str, Any]]]
 
     def place(self, command: str, name: str) -> Path:
@@ -97,7 +96,7 @@ class Bench:
         shutil.rmtree(place.parent, ignore_errors=True)
         place.parent.mkdir()
         if COMMANDS[command].on_run:
-            shutil.copytree(self.run.path, place)
+            shutil.copytree(self.start.path, place)
         return place
 
     def line(self, command: str, place: Path) -> list[str]:
@@ -107,23 +106,26 @@ class Bench:
             line = line.replace(word, path)
         return line.split()
 
+    def run(self, line: list[str], place: Path, *fault: Any) -> Ended:
+        """The command line with a fault, in a process of its own."""
+        return run(line, place, self.folder / "moments", *fault)
+
     def plain(self, command: str) -> tuple[int, dict[str, Any]]:
         """How many moments the command has, and what it reaches."""
         if command not in self.reached:
             place = self.place(command, "case")  # where all cases are: paths are told
-            ended = self.server.run(self.line(command, place), place)
+            ended = self.run(self.line(command, place), place)
             assert ended.code == 0, ended.err
             self.reached[command] = ended.moments, essence(place)
         return self.reached[command]
 
 
 @pytest.fixture(scope="module")
-def bench(world: World, light: DriftRun, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(world: World, light: DriftRun, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp("faults")
     spec = folder / "spec.yaml"
     spec.write_text(yaml.safe_dump(world.one_task(metrics={"jacobian": False})))
-    with serving(folder) as server:
-        yield Bench(server, folder, spec, light, {})
+    return Bench(folder, spec, light, {})
 
 
 def leftovers(place: Path) -> list[str]:
@@ -149,7 +151,7 @@ def test_nothing_is_lost_and_nothing_is_left(bench: Bench, command: str, fault: 
     at, other = draw.randrange(moments), draw.randrange(1000)
     place = bench.place(command, "case")
     line = bench.line(command, place)
-    ended = bench.server.run(line, place, fault, at, other)
+    ended = bench.run(line, place, fault, at, other)
     where = f"{fault} at moment {at} of {moments}, {other}: {ended}"
     assert ended.code in CODES[fault], where
     assert_is_said(ended, where)
@@ -161,12 +163,12 @@ def test_nothing_is_lost_and_nothing_is_left(bench: Bench, command: str, fault: 
         assert not leftovers(place), where
     is_whole = command == "merge" and (place / "model").exists()
     if ended.code != 0 and not is_whole:
-        again = bench.server.run(COMMANDS[command].again(line), place)
+        again = bench.run(COMMANDS[command].again(line), place)
         assert again.code == 0, f"{where}\nthen {again}"
     assert not leftovers(place), where
     assert not (found := differences(essence(place), wanted)), "\n".join([where, *found])
     if (place / "manifest.json").exists():
-        verified = bench.server.run(["verify", str(place)], place)
+        verified = bench.run(["verify", str(place)], place)
         assert verified.code == 0, verified.out + verified.err
 
 
@@ -212,23 +214,23 @@ def test_a_disk_that_is_really_full(bench: Bench, command: str, share: float) ->
 
     def begun() -> int:
         if COMMANDS[command].on_run:
-            shutil.copytree(bench.run.path, place)
+            shutil.copytree(bench.start.path, place)
         return shutil.disk_usage(place.parent).used
 
     with disk(place.parent, LARGE):
         before = begun()
-        assert bench.server.run(line, place).code == 0
+        assert bench.run(line, place).code == 0
         after = shutil.disk_usage(place.parent).used
     with disk(place.parent, LARGE) as grow:
         begun()
         grow(before + int(share * (after - before)))
-        ended = bench.server.run(line, place)
+        ended = bench.run(line, place)
         assert ended.code == 4 and "No space left" in ended.err, ended
         assert_is_said(ended, command)
         # That it failed may find no room either; the next command sees that no process is there.
         assert not [left for left in leftovers(place) if "says running" not in left]
         grow(LARGE)
-        again = bench.server.run(COMMANDS[command].again(line) if place.exists() else line, place)
+        again = bench.run(COMMANDS[command].again(line) if place.exists() else line, place)
         assert again.code == 0, again
         assert not leftovers(place) and not differences(essence(place), wanted)
 
@@ -238,9 +240,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    os.geteuid() == 0 and not AS_ANYBODY, reason="root may write anywhere, and can't be kept from it"
-)
+@pytest.mark.skipif(not CAN_BE_ANYBODY, reason="root may write anywhere, and can't be kept from it")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_folder_that_is_really_read_only(bench: Bench, command: str) -> None:
     _, wanted = bench.plain(command)
@@ -250,12 +250,12 @@ def test_a_folder_that_is_really_read_only(bench: Bench, command: str) -> None:
     for path in every:
         path.chmod(path.stat().st_mode & ~0o222)
     try:
-        ended = bench.server.run(line, place)
+        ended = bench.run(line, place)
     finally:
         for path in every:
             path.chmod(path.stat().st_mode | 0o200)
     assert ended.code == 4, ended
     assert_is_said(ended, command)
     assert content(place.parent) == before
-    assert bench.server.run(line, place).code == 0
+    assert bench.run(line, place).code == 0
     assert not differences(essence(place), wanted)

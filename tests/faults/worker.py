@@ -1,22 +1,20 @@
-"""A process that has imported everything and forks one for every command, so that a case costs its command alone."""
+"""Commands with a fault, each in a process forked from one that has imported everything: a case costs its command."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
-import shutil
-import subprocess
 import sys
-import traceback
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_POWERS = "-dac_override,-dac_read_search"
-AS_ANYBODY = ["setpriv", "--bounding-set", _POWERS, "--inh-caps", _POWERS] if shutil.which("setpriv") else []
-"""Before a command of root's: it keeps its files, and may not write where they say that nobody may."""
+from tests.forked import Forked
+
+CAN_BE_ANYBODY = os.geteuid() != 0 or sys.platform == "linux"
+"""Whether a command may write only where files say that it may: root's have to give powers up for that."""
+SECONDS = 300
+"""Until a command that hangs is given up."""
 
 
 @dataclass(frozen=True)
@@ -29,69 +27,40 @@ class Ended:
     moments: int
 
 
-class Server:
-    """Asks the process for one command after the other."""
-
-    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
-        self._process, self._folder = process, folder
-
-    def run(
-        self, arguments: list[str], folder: Path, fault: str = "nothing", at: int = -1, other: int = 0
-    ) -> Ended:
-        """One command line with a fault below the folder that is watched."""
-        told = self._folder / "moments"
-        told.unlink(missing_ok=True)
-        streams = {name: str(self._folder / name) for name in ("out", "err")}
-        case = {"arguments": arguments, "folder": str(folder), "fault": fault, "at": at, "other": other}
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps(case | streams | {"told": str(told)}), file=self._process.stdin, flush=True)
-        code = int(self._process.stdout.readline())
-        out, err = (Path(streams[name]).read_text(errors="replace") for name in ("out", "err"))
-        return Ended(code, out, err, int(told.read_text()) if told.exists() else -1)
+def run(
+    arguments: list[str], folder: Path, told: Path, fault: str = "nothing", at: int = -1, other: int = 0
+) -> Ended:
+    """One command line with a fault below the folder that is watched; `told` is a file of ours outside."""
+    told.unlink(missing_ok=True)
+    case = {"arguments": arguments, "folder": str(folder), "fault": fault, "at": at, "other": other}
+    process = Forked(json.dumps(case | {"told": str(told)}), module="tests.faults.worker")
+    out, err = process.communicate(timeout=SECONDS)
+    code = process.wait()
+    assert code is not None
+    return Ended(code, out, err, int(told.read_text()) if told.exists() else -1)
 
 
-@contextmanager
-def serving(folder: Path) -> Iterator[Server]:
-    """A server that keeps what commands write in a folder; it is gone after the block."""
-    before = AS_ANYBODY if os.geteuid() == 0 else []
-    command = [*before, sys.executable, "-m", "tests.faults.worker"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield Server(process, folder)
-        finally:
-            process.kill()
+def be_anybody() -> None:
+    """Give up what lets root read and write files whatever they say; what is started from here hasn't it either."""
+    system = ctypes.CDLL(None, use_errno=True)
+    overriding = (1, 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    for power in overriding:
+        system.prctl(24, power, 0, 0, 0)  # PR_CAPBSET_DROP
+    header, powers = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    system.capget(header, powers)
+    for kind in range(3):  # effective, permitted, inheritable
+        powers[kind] &= ~sum(1 << power for power in overriding)
+    assert system.capset(header, powers) == 0, os.strerror(ctypes.get_errno())
 
 
 def main() -> None:
-    """Run every case that standard input names, a line of JSON each, and answer with its code."""
-    import torch
-
-    import tests.preloaded  # noqa: F401
+    """Run the case that the command line names, as JSON, and end with its code."""
     from tests.faults.moments import play
 
-    torch.set_num_threads(1)
-    warnings.simplefilter(
-        "ignore", DeprecationWarning
-    )  # that a process with threads forks; no thread here has a lock
-    for line in sys.stdin:
-        case = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            streams = [
-                os.open(case.pop(name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for name in ("out", "err")
-            ]
-            for number, stream in enumerate(streams, start=1):
-                os.dup2(stream, number)
-            code = 99
-            try:
-                code = play(**case | {"told": Path(case["told"])})
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+    if os.geteuid() == 0 and CAN_BE_ANYBODY:
+        be_anybody()
+    case = json.loads(sys.argv[1])
+    sys.exit(play(**case | {"told": Path(case["told"])}))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from driftlens.runs.manifest import LayerInfo
 
 Array = NDArray[np.float64]
+Columns = dict[str, object]
+"""Some rows of a table by column, a value that is the same in all of them alone."""
 
 REMAINDER = 0.02
 """Share of the final drift that is left to no layer: more than the self-check allows, so that every such run has a
@@ -86,7 +88,7 @@ class Samples:
         return {"sample_id": self.ids, "label": labels}
 
 
-def layer_row(at: Boundary, share: float | None, rng: np.random.Generator | None) -> dict[str, object]:
+def layer_row(at: Boundary, share: float | None, rng: np.random.Generator | None) -> Columns:
     """The row of the layers table; `share` is the layer's share of the final drift among all layers'."""
     row = {**at.key, "role": at.layer.role, "path": at.layer.path, "n": len(at.drift), "reference": "expert"}
     row |= _sizes(at)
@@ -99,8 +101,8 @@ def layer_row(at: Boundary, share: float | None, rng: np.random.Generator | None
     return row
 
 
-def sample_rows(at: Boundary, share: float | None, samples: Samples) -> pd.DataFrame:
-    rows = {
+def sample_rows(at: Boundary, share: float | None, samples: Samples) -> Columns:
+    return {
         **at.key,
         **samples.columns,
         "drift_l2": norm(at.drift),
@@ -110,25 +112,24 @@ def sample_rows(at: Boundary, share: float | None, samples: Samples) -> pd.DataF
         "amplification": at.amplification,
         "final_share": None if share is None else (1 - REMAINDER) * share,
     }
-    return pd.DataFrame(rows)
 
 
-def adjoint_rows(at: Boundary, share: float, samples: Samples) -> list[pd.DataFrame]:
+def adjoint_rows(at: Boundary, share: float, samples: Samples) -> list[Columns]:
     """The layer's part in the change of every target."""
-    frames = []
+    parts = []
     for target, change in (("final_drift", 1.0), ("loss", 0.4), ("margin", -0.7)):
-        rows = {**at.key, "target": target, "sample_id": samples.ids, "change": change}
+        rows: Columns = {**at.key, "target": target, "sample_id": samples.ids, "change": change}
         rows["part"] = (1 - REMAINDER) * share * change
         rows["remainder"] = REMAINDER * change if at.layer.role == "head" else None
-        frames.append(pd.DataFrame(rows))
-    return frames
+        parts.append(rows)
+    return parts
 
 
-def group_rows(at: Boundary, share: float) -> pd.DataFrame:
+def group_rows(at: Boundary, share: float) -> Columns:
     """The layer's share of the final drift by module group."""
     parts = {"q": 0.3, "o": -0.1, "down": 0.6, "norms": 0.2} if at.layer.role == "block" else {"norms": 1.0}
     rows = {**at.key, "group": list(parts), "mismatch_share": list(parts.values()), "split_error": 1e-7}
-    return pd.DataFrame(rows | {"final_share": [(1 - REMAINDER) * share * part for part in parts.values()]})
+    return rows | {"final_share": [(1 - REMAINDER) * share * part for part in parts.values()]}
 
 
 def output_rows(
@@ -200,6 +201,19 @@ def calibration_rows(name: str, layers: Sequence[LayerInfo]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def joined(parts: Sequence[Columns | pd.DataFrame]) -> pd.DataFrame:
+    """All rows in one frame: making a frame of each part would take most of a run's time."""
+    if isinstance(parts[0], pd.DataFrame):
+        return pd.concat(parts, ignore_index=True)  # type: ignore[arg-type]
+    rows: dict[str, list[object]] = {name: [] for part in parts for name in part}
+    for part in parts:
+        count = max((len(at) for at in part.values() if isinstance(at, list | np.ndarray)), default=1)
+        for name, column in rows.items():
+            value = part.get(name)
+            column.extend(value if isinstance(value, list | np.ndarray) else [value] * count)
+    return pd.DataFrame(rows)
+
+
 def norm(vectors: Array) -> Array:
     return np.linalg.norm(vectors, axis=1)
 
@@ -211,10 +225,11 @@ def unit(vectors: Array) -> Array:
 def _sizes(at: Boundary) -> dict[str, object]:
     size, cosine = norm(at.drift), at.cosine
     levels = {"median": 0.5, "q10": 0.1, "q25": 0.25, "q75": 0.75, "q90": 0.9}
+    quantiles = zip(levels, np.quantile(size, [*levels.values()]), strict=True)
     return {
         "drift_l2_mean": size.mean(),
         "drift_l2_std": size.std(),
-        **{f"drift_l2_{short}": np.quantile(size, level) for short, level in levels.items()},
+        **{f"drift_l2_{short}": value for short, value in quantiles},
         "drift_rel": size.sum() / norm(at.expert).sum(),
         "drift_vs_base": size.sum() / norm(at.base_drift).sum(),
         "cos_mean": cosine.mean(),

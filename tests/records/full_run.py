@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from driftlens.base.variants import control_of
 from driftlens.runs.manifest import (
@@ -148,7 +147,7 @@ def _computed(
                 made.write(writer, task)
             for table, rows in made.rows.items():
                 if rows:
-                    writer.append(table, pd.concat(rows, ignore_index=True))
+                    writer.append(table, full_rows.joined(rows))
     return path
 
 
@@ -169,7 +168,7 @@ class _Made:
         self.layers = layer_list(size.blocks)
         self.classes = list(class_names or [f"class {at}" for at in range(size.classes)])
         self.calibrations = [v.partition(":")[2] for v in variants if v.startswith("calibrated:")]
-        self.rows: dict[str, list[pd.DataFrame]] = {table: [] for table in TABLES if table != "resources"}
+        self.rows: dict[str, list[Any]] = {table: [] for table in TABLES if table != "resources"}
         self.rows["calibration"] = [full_rows.calibration_rows(n, self.layers) for n in self.calibrations]
         self._variants, self._size = list(variants), size
         self._rng = np.random.default_rng(seed)
@@ -236,7 +235,7 @@ class _Made:
         share = self._share(at.layer) if at.variant != "base" and self._has_heads else None
         cka = 1 - 0.05 * at.layer.index * STRENGTH.get(at.variant, 0.7)
         row = full_rows.layer_row(at, share, self._rng if self._has_heads else None) | {"cka": cka}
-        self.rows["layers"].append(pd.DataFrame([row]))
+        self.rows["layers"].append(row)
         self.rows["samples"].append(full_rows.sample_rows(at, share, self._samples))
         if share is not None:
             self.rows["group_contributions"].append(full_rows.group_rows(at, share))

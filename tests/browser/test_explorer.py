@@ -71,7 +71,7 @@ def box_left_half(page: Any) -> list[str]:
     box = page.locator("canvas").first.bounding_box()
     middle = box["x"] + box["width"] / 2
     inside = [name for name, (x, _) in places(page).items() if x < middle]
-    page.mouse.move(box["x"] + 2, box["y"] + 2)
+    page.mouse.move(box["x"] + 4, box["y"] + 4)
     page.mouse.down()
     page.mouse.move(middle, box["y"] + box["height"] - 2, steps=4)
     page.mouse.up()

@@ -24,6 +24,7 @@ from driftlens_app.show import component, note, plain, show_drawn, show_table, s
 from driftlens_reports.charts.chart import ChartOptions
 from driftlens_reports.charts.page_curves import sample_curves
 from driftlens_reports.charts.picking import chosen_variants
+from driftlens_reports.explorer.page import Explorer
 
 MOST_PICTURES = 512
 """Samples with a picture; each goes to the browser, a few kilobytes."""
@@ -33,6 +34,9 @@ img { position: fixed; z-index: 1000; pointer-events: none; width: 80px; height:
       border: 1px solid var(--st-border-color); background: var(--st-background-color); image-rendering: pixelated; }
 img[hidden] { display: none; }
 """
+
+_EXPLORER_HEIGHT = 1000
+"""Pixels: controls and points on one screen; what is below scrolls inside."""
 
 MOST_CARDS = 60
 """Cards of a wall; a selection brings others to its front."""
@@ -102,6 +106,25 @@ def texts_of(run: DriftRun, task: str) -> dict[str, str]:
     """What the samples of a task ask, by id; empty where the run has no texts."""
     require_inside(run.path / texts_file(task))
     return run.texts(task)
+
+
+def show_explorer(run: DriftRun) -> None:
+    """The page of `driftlens view`, which needs no server for what is done in it, and a button that hands it out."""
+    for task in run.tasks:
+        for file in (thumbs_file(task), texts_file(task)):
+            require_inside(run.path / file)
+    with shown_errors():
+        page, inside = _explorer(run)
+        st.download_button(
+            "Download this page", page, f"{run.id}.html", "text/html", icon=":material/download:"
+        )
+        st.iframe(inside, height=_EXPLORER_HEIGHT, alt="Samples that move from model to model")
+
+
+@st.cache_data(max_entries=4, show_spinner="Laying out all layers", hash_funcs={DriftRun: key_of})
+def _explorer(run: DriftRun) -> tuple[str, str]:
+    made = Explorer(run)
+    return made.page.decode(), made.inside.decode()
 
 
 def show_points(run: DriftRun, task: str, chart: str, marked: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from driftlens.runs.run import DriftRun
 from driftlens_app.jobs.requests import project_request
 from driftlens_app.live import offer
 from driftlens_app.pages import Page
-from driftlens_app.samples import outcomes_of, show_points, show_wall
+from driftlens_app.samples import outcomes_of, show_explorer, show_points, show_wall
 from driftlens_app.selection import FLIPPED, LAYER, OUTCOME, TASK, VARIANTS, Selection, selection
 from driftlens_app.show import note, open_part, page_title, plain, show_chart, show_part, show_table
 from driftlens_reports.charts.chart import SECTIONS, ChartOptions, charts, parts_of
@@ -39,6 +39,7 @@ _POINTS = (250, 500, 1000, 2000)
 _ARROWS = 10
 """Samples with arrows; more would hide one another."""
 _CHART = "chart-scatter"
+_EXPLORE = "Explore"
 MARKED = "selected"
 """Name in the URL of the places of the samples that are selected."""
 _KEPT = "_selected"
@@ -52,7 +53,10 @@ def show() -> None:
     is_plane, has_features = part == SECTIONS["plane"].part, bool(run.tasks and run.manifest.layers)
     task = shown_task(run, chosen.options()) if is_plane and has_features else chosen.task
     page_title(f"Samples of {plain(task) if task else 'all tasks'}", _SAYS)
-    part = open_part([*parts_of("samples")], key="part")
+    part = open_part([*parts_of("samples"), _EXPLORE], key="part")
+    if part == _EXPLORE:
+        show_explorer(run)
+        return
     if part != SECTIONS["plane"].part:
         _show_output(part)
         return

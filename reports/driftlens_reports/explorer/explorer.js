@@ -816,7 +816,7 @@
 
   const start = () => {
     readTheme(); read();
-    $("verdict").textContent = data.sentences.slice(0, -1).join(" ");
+    if ($("verdict")) $("verdict").textContent = data.sentences.slice(0, -1).join(" ");
     filled($("task"), data.tasks.map((task, at) => [at, task.name]), state.task, (value) => { choose([]); state.picked = -1; setTask(Number(value)); refresh(); });
     const colours = Object.keys(COLUMNS).filter(hasAny);
     if (!colours.includes(state.colour)) state.colour = colours.includes("class") ? "class" : colours[0];

@@ -44,7 +44,20 @@ class Explorer:
     @functools.cached_property
     def page(self) -> bytes:
         """The page, the same bytes for the same run."""
-        return page(gathered(self.run, self._request), Headline.model_validate(headline(self.run)))
+        found = Headline.model_validate(headline(self.run))
+        heads = "".join(
+            f'<div class="in-{at}">{block(found, dark=at == "dark")}</div>' for at in ("light", "dark")
+        )
+        return page(self._data, f'<header><h1>{_name(self._data)}</h1>{heads}<p id="verdict"></p></header>')
+
+    @functools.cached_property
+    def inside(self) -> bytes:
+        """The same without name and headline, for a host that shows them."""
+        return page(self._data)
+
+    @functools.cached_property
+    def _data(self) -> dict[str, Any]:
+        return gathered(self.run, self._request)
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, which may run its script and hand out files, for notebooks."""
@@ -73,8 +86,8 @@ class Explorer:
         return target
 
 
-def page(data: dict[str, Any], found: Headline) -> bytes:
-    """The page that shows what was gathered of a run, below its headline."""
+def page(data: dict[str, Any], header: str = "") -> bytes:
+    """The page that shows what was gathered of a run, below a header, which is HTML of ours."""
     script, style = _read("explorer.js"), _colours() + STYLE + _read("explorer.css")
     policy = (
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; img-src data:; "
@@ -82,16 +95,19 @@ def page(data: dict[str, Any], found: Headline) -> bytes:
     )
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     slots = {
-        "title": html.escape(printable(data["run"]["name"])),
+        "title": _name(data),
         "policy": policy,
         "style": style,
         "script": script,
-        "headline": block(found),
-        "dark_headline": block(found, dark=True),
+        "header": header,
         # Whatever a name holds, it ends no element and no line.
         "data": _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text),
     }
     return _SLOT.sub(lambda slot: slots[slot[1]], _read("explorer.html")).encode("utf-8", "replace")
+
+
+def _name(data: dict[str, Any]) -> str:
+    return html.escape(printable(data["run"]["name"]))
 
 
 def _read(name: str) -> str:

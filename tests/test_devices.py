@@ -85,3 +85,14 @@ def test_work_begins_anew_with_half_the_batch_until_it_fits(
         and told == [f"batches of {size}" for size in sizes[1:]]
         and samples.fitting_batch(8) == 8
     )
+
+
+def test_sums_have_a_quarter_of_an_accelerator_or_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = torch.device("meta")  # its memory is told below
+    monkeypatch.setattr(devices, "memory", lambda device: None if device.type == "cpu" else (800, 1000))
+    assert devices.room_for_sums(place, 100) == 200
+    assert devices.room_for_sums(place, 300) == 300
+    assert devices.room_for_sums(torch.device("cpu"), 100) == 100
+    with devices.sums_moving() as move:
+        move()
+        assert devices.room_for_sums(place, 100) == 100, "sums that lie on the host have the budget alone"

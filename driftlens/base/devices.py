@@ -95,6 +95,12 @@ def place_of_sums(dtype: torch.dtype, device: torch.device) -> torch.device:
     return HOST if _crowded.get() else device_of(dtype, device)
 
 
+def room_for_sums(device: torch.device, budget: int) -> int:
+    """Bytes that moments of float64 may take: a budget; on an accelerator at least a quarter of what is free there."""
+    free = memory(place_of_sums(torch.float64, device))
+    return budget if free is None else max(budget, free[0] // 4)
+
+
 @contextmanager
 def summing() -> Iterator[None]:
     """While this is open, memory that is used up is a `SumsTooLarge`."""

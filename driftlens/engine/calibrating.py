@@ -101,7 +101,7 @@ class Ground:
         base: the pool's name of the base, or None without one.
         done: layers calibrated before an interruption -> their updates, which are applied and not recomputed.
         feature_budget: bytes of waiting features that may stay in memory, and about as many of sums over experts of a
-            mixture, more of which are summed up and solved one run after the other.
+            mixture, or what an accelerator has room for; experts beyond that are summed up and solved in further runs.
         spill: folder for features beyond the budget, emptied again whatever happens; None keeps all in memory.
         on_step: told of every step; it may raise, `Cancelled` for instance.
         pooling: how one vector per sample is taken for `drift_l2_mean`; None takes what suits the modality.

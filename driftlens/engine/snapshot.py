@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from driftlens.base.devices import room_for_sums
 from driftlens.base.division import in_runs
 from driftlens.base.threads import exact_products
 from driftlens.engine.calibrating import (
@@ -151,6 +152,8 @@ class SnapshotWalk(CalibrationWalk):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_trained(self.pool, self.sites, self.tasks, [lane.calibrator for lane in self.calibrations])
+        # Before features wait there, of half of what is free; processes sum up the same sites at the same time.
+        self.room = min(self.team.gather(room_for_sums(self.pool.device, self.ground.feature_budget)))
 
     @torch.no_grad()
     @exact_products()
@@ -186,7 +189,7 @@ class SnapshotWalk(CalibrationWalk):
             0 if site.expert is None else sums * solve_bytes(*merged[f"{site.name}.weight"].shape)
             for site in sites
         )
-        return in_runs([site.name for site in sites], sizes, self.ground.feature_budget)
+        return in_runs([site.name for site in sites], sizes, self.room)
 
     def _wanted(self, branch: Branch) -> dict[Hashable, Lane]:
         """A branch's lanes by what they want: of those that want the same, the last."""
